@@ -1,0 +1,50 @@
+# Everything runs inside .venv; `make setup` makes it and every other target depends on it.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.setup-done
+SEED ?= 1
+HOST ?= 127.0.0.1
+PORT ?= 30000
+MODEL ?= embedded
+
+.PHONY: setup demo serve check test test-all test-gpu fuzz bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11 setup")'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --constraint constraints.txt torch
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+demo: setup
+	$(PY) -m sglang.demo
+
+serve: setup
+	$(PY) -m sglang.launch_server --model-path $(MODEL) --hicache --host $(HOST) --port $(PORT)
+
+check: setup
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy python/sglang sgl-kernel/python/sgl_kernel
+	$(PY) -m pytest -x test/test_smallest.py
+
+test: setup
+	$(PY) -m pytest -m 'not slow and not gpu'
+
+test-all: setup
+	$(PY) -m pytest -m 'not gpu'
+
+test-gpu:
+	$(or $(wildcard $(PY)),$(PYTHON)) -m pytest -m gpu
+
+fuzz: setup
+	$(PY) -m sglang.test.soak --seed $(SEED) --seeds 40 --steps 2000
+
+bench: setup
+	$(PY) benchmark/run_all.py
+
+clean:
+	rm -rf $(VENV) build bench-out .pytest_cache .ruff_cache .mypy_cache

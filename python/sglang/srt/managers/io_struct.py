@@ -1,0 +1,139 @@
+"""Messages between the processes: msgspec structs, token ids as little-endian int32 bytes, no pickle.
+
+    tokenizer manager --ToScheduler--> scheduler --ToDetokenizer--> detokenizer --ToTokenizer--> tokenizer manager
+
+The scheduler answers control requests, and says that it is ready, through the detokenizer, which passes on what is
+not text. Every message is one tagged struct; `encode` and the three decoders below are the only codecs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+
+def ids_to_bytes(ids: Any) -> bytes:
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def bytes_to_ids(data: bytes) -> np.ndarray:
+    """(num_tokens,) int32, a read-only view of data."""
+    return np.frombuffer(data, dtype="<i4")
+
+
+class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    pass
+
+
+class TokenizedGenerateReqInput(Message):
+    """input_ids: int32 bytes. extra_key: namespace; requests with different keys share no cache. The sender sets
+    sampling_params.sampling_seed, so that the scheduler draws nothing."""
+
+    rid: str
+    input_ids: bytes
+    sampling_params: SamplingParams
+    extra_key: str = ""
+    stream: bool = False
+
+
+class DetokenizeReq(Message):
+    """The scheduler tells the detokenizer of a request before its first tokens."""
+
+    rid: str
+    stop: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+
+
+class AbortReq(Message):
+    """Ends a request wherever it is; unknown rids are ignored. The scheduler answers with a last BatchTokenIDOutput
+    entry whose finish reason is `abort`, unless the request had already finished."""
+
+    rid: str
+
+
+class FlushCacheReqInput(Message):
+    id: str
+
+
+class GetInternalStateReq(Message):
+    id: str
+
+
+class FlushCacheReqOutput(Message):
+    id: str
+    success: bool
+    message: str = ""
+
+
+class GetInternalStateReqOutput(Message):
+    """state: the JSON of `GET /hicache/state`."""
+
+    id: str
+    state: bytes
+
+
+class SchedulerReady(Message):
+    """Sent once, when the first request may come. max_req_input_len: longest prompt that can ever be served."""
+
+    max_total_num_tokens: int
+    max_req_input_len: int
+    info: dict[str, Any] = {}
+
+
+class FinishReason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """type: stop, length or abort. matched: the token id or string that ended it. message, status_code: aborts."""
+
+    type: str
+    matched: int | str | None = None
+    length: int | None = None
+    message: str | None = None
+    status_code: int | None = None
+
+
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """New tokens of one request since its last output. cached_tokens_details: tier -> prompt tokens found there."""
+
+    rid: str
+    output_ids: bytes
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    cached_tokens_details: dict[str, int] = {}
+
+
+class BatchTokenIDOutput(Message):
+    outputs: list[TokenOutput]
+
+
+class StrOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """text: new text only. A request that ended by a stop string ends here, whatever the scheduler still sends."""
+
+    rid: str
+    text: str
+    output_ids: bytes
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    cached_tokens_details: dict[str, int] = {}
+
+
+class BatchStrOutput(Message):
+    outputs: list[StrOutput]
+
+
+ToScheduler = TokenizedGenerateReqInput | AbortReq | FlushCacheReqInput | GetInternalStateReq
+Control = FlushCacheReqOutput | GetInternalStateReqOutput | SchedulerReady
+ToDetokenizer = DetokenizeReq | BatchTokenIDOutput | Control
+ToTokenizer = BatchStrOutput | Control
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_scheduler = msgspec.msgpack.Decoder(ToScheduler).decode
+decode_to_detokenizer = msgspec.msgpack.Decoder(ToDetokenizer).decode
+decode_to_tokenizer = msgspec.msgpack.Decoder(ToTokenizer).decode

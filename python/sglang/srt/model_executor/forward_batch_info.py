@@ -1,0 +1,64 @@
+"""`ForwardBatch`: one launch, as the model sees it. Built by the executor from a `BatchDecision`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Protocol
+
+import torch
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.mem_cache.kv_view import KVSegment
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+
+class ForwardMode(IntEnum):
+    EXTEND = 0
+    DECODE = 1
+
+
+@dataclass
+class ForwardBatch:
+    """The rows of all requests stand one after the other.
+
+    input_ids, positions, out_loc: (num_tokens,) int64; out_loc is the slot `page * page_size + offset` that takes
+    the token's KV. segments: per request, see `KVSegment`. sample_rows: (num_samples,) int64, the rows whose logits
+    are wanted; sampling: one entry per sample row.
+    """
+
+    seq: int
+    mode: ForwardMode
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    out_loc: torch.Tensor
+    segments: list[list[KVSegment]]
+    attn: AttentionMetadata
+    sample_rows: torch.Tensor
+    sampling: SamplingBatchInfo
+    gates: list[Any] = field(default_factory=list)
+
+
+class KVPool(Protocol):
+    """The part of a device pool that a model uses."""
+
+    def view(self, layer_id: int) -> Any: ...
+
+    def store(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write k, v: (num_tokens, num_kv_heads, head_dim) into slots loc: (num_tokens,) int64."""
+        ...
+
+
+class CausalLM(Protocol):
+    """A model that the executor can run layer by layer, so that a layer's KV may still be on its way when the
+    layers before it run. `state` is whatever the model carries between layers."""
+
+    num_layers: int
+
+    def embed(self, batch: ForwardBatch) -> Any: ...
+
+    def forward_layer(self, layer_id: int, state: Any, batch: ForwardBatch, pool: KVPool) -> Any: ...
+
+    def logits(self, state: Any, batch: ForwardBatch) -> torch.Tensor:
+        """(num_samples, vocab_size) float32, for batch.sample_rows."""
+        ...

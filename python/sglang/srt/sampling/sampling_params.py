@@ -1,0 +1,25 @@
+"""How a request wants its tokens chosen. Travels on the wire; validated once, in the HTTP process."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Field names are SGLang's. temperature 0 means greedy; top_k -1 means the whole vocabulary.
+
+    stop: strings, matched on text by the detokenizer. stop_token_ids: matched by the scheduler, beside the model's
+    end-of-sequence ids unless ignore_eos. sampling_seed: None lets the server draw one; token i of a request is
+    drawn from (seed, i) alone, so a retracted request resumes exactly.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+    sampling_seed: int | None = None
