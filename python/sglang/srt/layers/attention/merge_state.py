@@ -1,0 +1,31 @@
+"""Merging attention over disjoint sets of keys by their log-sum-exp. Pure functions; owns nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def merge_state(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention over the union of two disjoint key sets.
+
+    out_a, out_b: (..., head_dim), any floating dtype. lse_a, lse_b: the shape of out without its last dimension,
+    natural logarithm, -inf where the set was empty. Returns out and lse in float32.
+    """
+    lse_a, lse_b = lse_a.float(), lse_b.float()
+    # exp(lse_b) / (exp(lse_a) + exp(lse_b)), without the overflow. Two empty sets give -inf - -inf = nan: take a,
+    # which is zero.
+    weight_b = torch.sigmoid(lse_b - lse_a).nan_to_num_(nan=0.0)
+    out = torch.lerp(out_a.float(), out_b.float(), weight_b.unsqueeze(-1))
+    return out, torch.logaddexp(lse_a, lse_b)
+
+
+def merge_states(states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge_state` over one or more (out, lse) pairs, from left to right."""
+    out, lse = states[0]
+    for next_out, next_lse in states[1:]:
+        out, lse = merge_state(out, lse, next_out, next_lse)
+    return out.float(), lse.float()
