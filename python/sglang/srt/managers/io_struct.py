@@ -15,6 +15,8 @@ import numpy as np
 
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+PROMPT_TAIL_TOKENS = 5
+
 
 def ids_to_bytes(ids: Any) -> bytes:
     return np.asarray(ids, dtype="<i4").tobytes()
@@ -29,7 +31,7 @@ class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     pass
 
 
-class TokenizedGenerateReqInput(Message):
+class TokenizedGenerateReqInput(Message, frozen=True):
     """input_ids: int32 bytes. extra_key: namespace; requests with different keys share no cache. The sender sets
     sampling_params.sampling_seed, so that the scheduler draws nothing."""
 
@@ -40,44 +42,57 @@ class TokenizedGenerateReqInput(Message):
     stream: bool = False
 
 
-class DetokenizeReq(Message):
-    """The scheduler tells the detokenizer of a request before its first tokens."""
+class DetokenizeReq(Message, frozen=True):
+    """The scheduler tells the detokenizer of a request before its first tokens: `detokenize_req` makes it.
+    prompt_tail: the prompt's last ids, for tokenizers that drop the space of a text's first word."""
 
     rid: str
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+    prompt_tail: bytes = b""
 
 
-class AbortReq(Message):
+def detokenize_req(req: TokenizedGenerateReqInput) -> DetokenizeReq:
+    params = req.sampling_params
+    return DetokenizeReq(
+        rid=req.rid,
+        stop=params.stop,
+        skip_special_tokens=params.skip_special_tokens,
+        no_stop_trim=params.no_stop_trim,
+        prompt_tail=req.input_ids[-4 * PROMPT_TAIL_TOKENS :],
+    )
+
+
+class AbortReq(Message, frozen=True):
     """Ends a request wherever it is; unknown rids are ignored. The scheduler answers with a last BatchTokenIDOutput
     entry whose finish reason is `abort`, unless the request had already finished."""
 
     rid: str
 
 
-class FlushCacheReqInput(Message):
+class FlushCacheReqInput(Message, frozen=True):
     id: str
 
 
-class GetInternalStateReq(Message):
+class GetInternalStateReq(Message, frozen=True):
     id: str
 
 
-class FlushCacheReqOutput(Message):
+class FlushCacheReqOutput(Message, frozen=True):
     id: str
     success: bool
     message: str = ""
 
 
-class GetInternalStateReqOutput(Message):
+class GetInternalStateReqOutput(Message, frozen=True):
     """state: the JSON of `GET /hicache/state`."""
 
     id: str
     state: bytes
 
 
-class SchedulerReady(Message):
+class SchedulerReady(Message, frozen=True):
     """Sent once, when the first request may come. max_req_input_len: longest prompt that can ever be served."""
 
     max_total_num_tokens: int
@@ -107,7 +122,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens_details: dict[str, int] = {}
 
 
-class BatchTokenIDOutput(Message):
+class BatchTokenIDOutput(Message, frozen=True):
     outputs: list[TokenOutput]
 
 
@@ -124,7 +139,7 @@ class StrOutput(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens_details: dict[str, int] = {}
 
 
-class BatchStrOutput(Message):
+class BatchStrOutput(Message, frozen=True):
     outputs: list[StrOutput]
 
 

@@ -1,0 +1,180 @@
+"""Owns the server's settings: one dataclass, from which the command line is derived.
+
+A flag is a field: its name, type, default and help stand in one place. What upstream has under the same meaning has
+the same name here; a flag that is not a field is refused with a sentence, never ignored. Imports nothing heavy, so
+that `--help` and a bad flag answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+import typing
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import msgspec
+
+EMBEDDED_MODEL = "embedded"
+
+
+def arg(default: Any, help: str, aliases: tuple[str, ...] = (), choices: tuple[str, ...] = ()) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help, "aliases": aliases, "choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerArgs:
+    """Settings of one server. None means: chosen at start-up from the model and the machine.
+
+    Build one with `from_cli` or by keyword; both end in `check`, so that an instance is always valid. Raises
+    ValueError with a sentence that says what to do.
+    """
+
+    model_path: str = arg(
+        "", "a Hugging Face directory or hub name, or 'embedded' for the built-in model", aliases=("--model",)
+    )
+    tokenizer_path: str | None = arg(None, "where the tokenizer lies, if not with the model")
+    served_model_name: str | None = arg(None, "the name that clients ask for (default: the model path)")
+    load_format: str = arg(
+        "auto", "auto and safetensors read weights, dummy makes random ones", choices=("auto", "safetensors", "dummy")
+    )
+    dtype: str = arg(
+        "auto",
+        "type of weights and cache; auto takes the checkpoint's",
+        choices=("auto", "float", "float32", "bfloat16"),
+    )
+    context_length: int | None = arg(None, "longest prompt plus answer in tokens (default: the model's)")
+    random_seed: int | None = arg(None, "seed of dummy weights and of requests that bring none")
+    device: str = arg("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
+
+    host: str = arg("127.0.0.1", "address to listen on")
+    port: int = arg(30000, "port to listen on")
+
+    page_size: int = arg(1, "tokens per page of the KV cache")
+    max_total_tokens: int | None = arg(None, "tokens of KV cache on the device (default: what memory allows)")
+    mem_fraction_static: float | None = arg(None, "part of device memory for weights and KV cache")
+    max_running_requests: int | None = arg(None, "most requests in one batch")
+    max_queued_requests: int | None = arg(None, "most requests that wait; more are answered with 503")
+    chunked_prefill_size: int = arg(2048, "most tokens of one prompt in one step; -1 computes prompts whole")
+    max_prefill_tokens: int = arg(16384, "most prompt tokens in one step")
+    schedule_policy: str = arg("fcfs", "order of the queue", choices=("fcfs",))
+    disable_radix_cache: bool = arg(False, "share no prefix between requests")
+    disable_overlap_schedule: bool = arg(False, "schedule only once the previous step's tokens are known")
+    attention_backend: str = arg("torch_native", "attention kernels", choices=("torch_native",))
+
+    enable_hierarchical_cache: bool = arg(
+        False, "keep evicted KV cache in host memory", aliases=("--hicache", "--enable-hicache")
+    )
+    hicache_ratio: float = arg(2.0, "host pool's size as a multiple of the device pool's")
+    hicache_size: float = arg(0, "host pool's size in GB; wins over the ratio when above 0")
+    hicache_write_policy: str = arg("write_through", "when pages go to the host", choices=("write_through",))
+
+    log_level: str = arg("info", "level of the log", choices=("debug", "info", "warning", "error", "critical"))
+    log_level_http: str | None = arg(
+        None,
+        "level of the access log (default: --log-level)",
+        choices=("debug", "info", "warning", "error", "critical"),
+    )
+    stream_interval: int = arg(1, "tokens per chunk of a streamed answer")
+    enable_metrics: bool = arg(False, "accepted for upstream's sake: /metrics always answers")
+    enable_cache_report: bool = arg(False, "accepted for upstream's sake: usage always has cached_tokens")
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.model_path
+
+    def check(self) -> None:
+        def require(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                raise ValueError(f"{flag_name(name)} is {getattr(self, name)!r}, but it must be {rule}")
+
+        if not self.model_path:
+            raise ValueError(
+                "--model-path is missing: give a Hugging Face directory, a hub name, or 'embedded', the built-in model"
+            )
+        for field in dataclasses.fields(self):
+            value, choices = getattr(self, field.name), field.metadata["choices"]
+            if choices and value is not None:
+                require(value in choices, field.name, "one of " + ", ".join(choices))
+            if isinstance(value, float):
+                require(math.isfinite(value), field.name, "a finite number")
+        require(1 <= self.port <= 65535, "port", "from 1 to 65535")
+        require(self.page_size >= 1, "page_size", "at least 1")
+        for name in ("context_length", "max_running_requests", "max_queued_requests"):
+            require((getattr(self, name) or 1) >= 1 and getattr(self, name) != 0, name, "at least 1")
+        require(
+            self.max_total_tokens is None or self.max_total_tokens >= self.page_size,
+            "max_total_tokens",
+            f"at least one page, {self.page_size}",
+        )
+        require(
+            self.chunked_prefill_size == -1 or self.chunked_prefill_size >= 1,
+            "chunked_prefill_size",
+            "at least 1, or -1 to compute prompts whole",
+        )
+        require(self.max_prefill_tokens >= 1, "max_prefill_tokens", "at least 1")
+        require(
+            self.mem_fraction_static is None or 0 < self.mem_fraction_static < 1,
+            "mem_fraction_static",
+            "between 0 and 1",
+        )
+        require(self.hicache_ratio > 0, "hicache_ratio", "above 0")
+        require(self.hicache_size >= 0, "hicache_size", "0 or more GB")
+        require(self.stream_interval >= 1, "stream_interval", "at least 1")
+        if self.enable_hierarchical_cache and self.disable_radix_cache:
+            raise ValueError("--hicache needs the radix cache: drop --disable-radix-cache")
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(dataclasses.asdict(self)).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ServerArgs:
+        return cls(**msgspec.json.decode(text))
+
+    @classmethod
+    def from_cli(cls, argv: list[str]) -> ServerArgs:
+        """Ends the process with code 2 and one sentence if the flags are wrong."""
+        parser = make_parser()
+        values, unknown = parser.parse_known_args(argv)
+        if unknown:
+            flags = [word.split("=")[0] for word in unknown if word.startswith("-")]
+            parser.error(
+                f"{flags[0]} is not a flag of this engine; --help lists those that are"
+                if flags
+                else f"{unknown[0]!r} belongs to no flag; --help lists the flags"
+            )
+        try:
+            return cls(**vars(values))
+        except ValueError as error:
+            parser.error(str(error))
+
+
+def flag_name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+class OneSentenceParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        sys.stderr.write(f"error: {message.removeprefix('argument ')}\n")
+        sys.exit(2)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = OneSentenceParser(prog="python -m sglang.launch_server", allow_abbrev=False)
+    hints = typing.get_type_hints(ServerArgs)
+    for field in dataclasses.fields(ServerArgs):
+        names = [flag_name(field.name), *field.metadata["aliases"]]
+        base = next(t for t in (typing.get_args(hints[field.name]) or (hints[field.name],)) if t is not type(None))
+        options: dict[str, Any] = {"dest": field.name, "default": field.default, "help": field.metadata["help"]}
+        if base is bool:
+            parser.add_argument(*names, action="store_true", **options)
+        else:
+            if field.metadata["choices"]:
+                options["choices"] = field.metadata["choices"]
+            parser.add_argument(*names, type=base, metavar=base.__name__.upper(), **options)
+    return parser
