@@ -1,0 +1,24 @@
+"""`RadixAttention`: a layer's attention over the KV cache. Owns nothing; knows its layer and the backend."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, KVPool
+
+
+class RadixAttention(nn.Module):
+    def __init__(self, layer_id: int, backend: AttentionBackend) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        self.backend = backend
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch, pool: KVPool
+    ) -> torch.Tensor:
+        """q: (num_tokens, num_q_heads, head_dim), k, v: (num_tokens, num_kv_heads, head_dim), the batch's own
+        tokens; k and v are written to the pool first. Returns q's shape."""
+        pool.store(self.layer_id, batch.out_loc, k, v)
+        return self.backend.forward(q, pool.view(self.layer_id), batch.segments, batch.attn)

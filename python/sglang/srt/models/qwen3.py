@@ -1,0 +1,9 @@
+"""Qwen3, dense: Llama with normalised queries and keys."""
+
+from __future__ import annotations
+
+from sglang.srt.models.llama import LlamaForCausalLM
+
+
+class Qwen3ForCausalLM(LlamaForCausalLM):
+    qk_norm = True
