@@ -95,7 +95,7 @@ class ServerArgs:
 
         if not self.model_path:
             raise ValueError(
-                "--model-path is missing: give a Hugging Face directory, a hub name, or 'embedded', the built-in model"
+                "--model-path is missing: give a directory, a hub name, or 'embedded' for the built-in one"
             )
         for field in dataclasses.fields(self):
             value, choices = getattr(self, field.name), field.metadata["choices"]
