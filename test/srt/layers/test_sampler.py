@@ -1,0 +1,154 @@
+"""`Sampler`: right in distribution, and a row's token depends on nothing but the row."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sglang.srt.layers.sampler import Sampler, random_uniform
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+
+def info(n, vocab_size, temperature=1.0, top_p=1.0, top_k=-1, seed=0, position=0):
+    """Each argument a number for all rows or a list."""
+
+    def column(value, dtype):
+        return torch.tensor(value if isinstance(value, list) else [value] * n, dtype=dtype)
+
+    temperatures, top_ks = column(temperature, torch.float32), column(top_k, torch.int64)
+    return SamplingBatchInfo(
+        temperatures=temperatures,
+        top_ps=column(top_p, torch.float32),
+        top_ks=torch.where(top_ks < 0, vocab_size, top_ks),
+        seeds=column(seed, torch.int64),
+        positions=column(position, torch.int64),
+        is_all_greedy=bool((temperatures == 0).all()),
+    )
+
+
+def row_of(batch, i):
+    pick = {k: v[i : i + 1] for k, v in vars(batch).items() if k != "is_all_greedy"}
+    return SamplingBatchInfo(**pick, is_all_greedy=bool((pick["temperatures"] == 0).all()))
+
+
+def chi_square(counts, probs):
+    """The statistic's distance from its mean, in standard deviations; at most 5 is no surprise."""
+    used = probs > 0
+    assert counts[~used].sum() == 0, "a token of probability zero was drawn"
+    expected = probs[used] * counts.sum()
+    assert expected.min() > 5, "too few draws for this test"
+    degrees = int(used.sum()) - 1
+    statistic = ((counts[used] - expected) ** 2 / expected).sum()
+    return float((statistic - degrees) / math.sqrt(2 * degrees))
+
+
+def expected_probs(logits, temperature, top_k, top_p):
+    probs = (logits.double() / temperature).softmax(-1)
+    order = probs.argsort(descending=True)
+    kept, mass = [], 0.0
+    for token in order.tolist():
+        if len(kept) == top_k or mass >= top_p:
+            break
+        kept.append(token)
+        mass += float(probs[token])
+    cut = torch.zeros_like(probs)
+    cut[kept] = probs[kept]
+    return cut / cut.sum()
+
+
+@pytest.mark.parametrize("seed", [1, 2**62 + 11, -5])
+@pytest.mark.parametrize(
+    "temperature,top_k,top_p",
+    [(1.0, -1, 1.0), (0.7, -1, 1.0), (1.5, 7, 1.0), (1.0, -1, 0.6), (0.8, 12, 0.9), (1.0, 1, 1.0), (1.3, 3, 0.9)],
+)
+def test_distribution(temperature, top_k, top_p, seed):
+    vocab_size, draws = 40, 20000
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(7)) * 1.2
+    batch = info(draws, vocab_size, temperature, top_p, top_k, seed, list(range(draws)))
+    tokens = Sampler()(logits.expand(draws, -1).contiguous(), batch)
+    probs = expected_probs(logits, temperature, top_k, top_p)
+    if int((probs > 0).sum()) == 1:
+        assert bool((tokens == probs.argmax()).all())
+        return
+    off = chi_square(torch.bincount(tokens, minlength=vocab_size).double(), probs)
+    assert abs(off) < 5, f"seed {seed}: chi-square is {off} standard deviations off"
+
+
+@pytest.mark.parametrize("vary", ["seed", "position", "both"])
+def test_random_numbers_are_uniform_and_unrelated(vary):
+    n = 100000
+    i = torch.arange(n)
+    zero = torch.zeros(n, dtype=torch.int64)
+    u = random_uniform(i if vary != "position" else zero, i if vary != "seed" else zero)
+    assert u.dtype == torch.float64 and u.min() >= 0 and u.max() < 1
+    for bins in (64, 100):
+        counts = torch.bincount((u * bins).long(), minlength=bins).double()
+        assert abs(chi_square(counts, torch.full((bins,), 1 / bins, dtype=torch.float64))) < 5
+    # Pairs of neighbours fill the square evenly: what is drawn at one position says nothing about the next.
+    pairs = (u[:-1] * 16).long() * 16 + (u[1:] * 16).long()
+    counts = torch.bincount(pairs, minlength=256).double()
+    assert abs(chi_square(counts, torch.full((256,), 1 / 256, dtype=torch.float64))) < 5
+    assert u.unique().numel() == n
+
+
+def test_a_row_does_not_see_its_neighbours():
+    for seed in range(5):
+        g = torch.Generator().manual_seed(seed)
+        n, vocab_size = 48, 300
+        # Coarse logits: ties everywhere, also at the places where top-k and top-p cut.
+        logits = (torch.randn(n, vocab_size, generator=g) * 4).round() / 2
+        choice = torch.randint(0, 4, (n,), generator=g).tolist()
+        batch = info(
+            n,
+            vocab_size,
+            temperature=[(0.0, 0.7, 1.0, 1.4)[c] for c in torch.randint(0, 4, (n,), generator=g).tolist()],
+            top_k=[(-1, 5, -1, 40)[c] for c in choice],
+            top_p=[(1.0, 1.0, 0.8, 0.95)[c] for c in choice],
+            seed=torch.randint(-(2**62), 2**62, (n,), generator=g).tolist(),
+            position=torch.randint(0, 10000, (n,), generator=g).tolist(),
+        )
+        together = Sampler()(logits, batch)
+        assert together.dtype == torch.int64 and together.shape == (n,)
+        alone = torch.cat([Sampler()(logits[i : i + 1], row_of(batch, i)) for i in range(n)])
+        assert torch.equal(together, alone), f"seed {seed}"
+        greedy = batch.temperatures == 0
+        assert torch.equal(together[greedy], logits.argmax(-1)[greedy]), f"seed {seed}"
+
+
+def test_all_greedy_and_empty():
+    logits = torch.randn(3, 11, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(Sampler()(logits, info(3, 11, temperature=0.0)), logits.argmax(-1))
+    assert Sampler()(logits[:0], info(0, 11)).shape == (0,)
+
+
+def test_a_tiny_temperature_is_greedy():
+    logits = torch.tensor([[1e4, -1e4, 9999.0], [-3.0, 2.0, 1.0]])
+    assert Sampler()(logits, info(2, 3, temperature=1e-30)).tolist() == [0, 1]
+
+
+def test_tokens_without_probability_are_never_drawn():
+    # The last tokens underflow to zero; no random number may fall beyond the ones before.
+    logits = torch.full((5000, 50), -1e5)
+    logits[:, 10:20] = 0.0
+    tokens = Sampler()(logits, info(5000, 50, seed=list(range(5000))))
+    assert tokens.min() >= 10 and tokens.max() < 20
+
+
+def test_top_p_beyond_the_first_look():
+    # Flat enough that 0.95 of the mass takes more tokens than `_keep_top` looks at first, in one row of two.
+    vocab_size, draws = 3000, 200000
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(3)) * 0.3
+    peaked = logits * 30
+    probs = expected_probs(logits, 1.0, -1, 0.95)
+    assert int((probs > 0).sum()) > 1024 > int((expected_probs(peaked, 1.0, -1, 0.95) > 0).sum())
+    counts = torch.zeros(vocab_size, dtype=torch.float64)
+    for start in range(0, draws, 4000):
+        part = info(4000, vocab_size, top_p=0.95, seed=list(range(start, start + 4000)))
+        counts += torch.bincount(Sampler()(logits.expand(4000, -1), part), minlength=vocab_size)
+    assert abs(chi_square(counts, probs)) < 5
+    mixed = torch.stack((logits, peaked)).repeat(250, 1)
+    batch = info(500, vocab_size, top_p=0.95, seed=list(range(500)))
+    together = Sampler()(mixed, batch)
+    assert torch.equal(together, torch.cat([Sampler()(mixed[i : i + 1], row_of(batch, i)) for i in range(500)]))
