@@ -143,7 +143,10 @@ def resolve_model_path(model_path: str, revision: str | None = None) -> Path:
     if model_path == EMBEDDED_MODEL:
         from sglang.srt.model_loader.embedded_model import ensure_embedded_model
 
-        return ensure_embedded_model()
+        try:
+            return ensure_embedded_model()
+        except OSError as e:
+            raise ModelConfigError(f"{str(e)[:1].upper()}{str(e)[1:]}.") from e
     path = Path(model_path).expanduser()
     if path.is_dir():
         return path
@@ -199,7 +202,8 @@ def _auto_config(local_path: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(local_path, local_files_only=True)
     except Exception as e:
-        raise ModelConfigError(f"transformers cannot read {str(local_path / 'config.json')!r}: {e}") from e
+        reason = " ".join(str(e).split())
+        raise ModelConfigError(f"transformers cannot read {str(local_path / 'config.json')!r}: {reason}") from e
 
 
 def _pick_dtype(dtype: str, hf_config: Any, device: str) -> torch.dtype:

@@ -50,7 +50,7 @@ _FILES = ("config.json", "generation_config.json", "model.safetensors", "tokeniz
 
 
 def ensure_embedded_model(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """The directory of the embedded model, written first if it is not there: one to two seconds, 17 MB.
+    """The directory of the embedded model, written first if it is not there: a fraction of a second, 17 MB.
 
     cache_dir: None takes $XDG_CACHE_HOME or ~/.cache. The directory's name holds a hash of this file, so another
     version of the recipe gets another directory. Any number of processes may call this at once: each writes to a

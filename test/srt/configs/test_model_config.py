@@ -1,0 +1,189 @@
+"""`ModelConfig`: what it reads, and the sentence it refuses with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 7,
+    "tie_word_embeddings": False,
+}
+
+
+def write(path, generation=None, **changes):
+    content = {key: value for key, value in (LLAMA | changes).items() if value is not None}
+    (path / "config.json").write_text(json.dumps(content))
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    return str(path)
+
+
+def test_reads_a_directory(tmp_path):
+    config = ModelConfig.from_pretrained(write(tmp_path, {"eos_token_id": [9, 7]}, dtype="bfloat16"))
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 4, 2, 8)
+    assert (config.vocab_size, config.context_length, config.dtype) == (100, 256, torch.bfloat16)
+    assert config.eos_token_ids == (7, 9)
+    assert config.kv_bytes_per_token == 2 * 2 * 2 * 8 * 2
+    assert config.attn_scale == 8**-0.5
+    assert config.local_path == tmp_path
+
+
+@pytest.mark.parametrize(
+    "stored,asked,want",
+    [
+        (None, "auto", torch.float32),
+        ("float32", "auto", torch.float32),
+        ("bfloat16", "auto", torch.bfloat16),
+        ("float16", "auto", torch.float32),
+        ("float16", "bf16", torch.bfloat16),
+        ("bfloat16", "float", torch.float32),
+    ],
+)
+def test_dtype(tmp_path, stored, asked, want):
+    # torch_dtype is the name that configs before transformers 5 use.
+    for key in ("dtype", "torch_dtype"):
+        assert ModelConfig.from_pretrained(write(tmp_path, **{key: stored}), dtype=asked).dtype == want
+
+
+def test_float16_off_the_cpu_is_refused(tmp_path):
+    with pytest.raises(ModelConfigError, match="bfloat16 or float32"):
+        ModelConfig.from_pretrained(write(tmp_path, dtype="float16"), device="cuda")
+
+
+@pytest.mark.parametrize(
+    "changes,rope_type,theta,factor",
+    [
+        ({"rope_theta": 5e5}, "default", 5e5, None),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}, "default", 2e4, None),
+        ({"rope_theta": 3e4, "rope_scaling": {"type": "linear", "factor": 2.0}}, "linear", 3e4, 2.0),
+        (
+            {
+                "rope_theta": 5e5,
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                },
+            },
+            "llama3",
+            5e5,
+            8.0,
+        ),
+        ({}, "default", 1e4, None),
+    ],
+)
+def test_rope_of_old_and_new_configs(tmp_path, changes, rope_type, theta, factor):
+    rope = ModelConfig.from_pretrained(write(tmp_path, **changes)).rope_parameters
+    assert (rope["rope_type"], rope["rope_theta"], rope.get("factor")) == (rope_type, theta, factor)
+
+
+@pytest.mark.parametrize(
+    "changes,sentence",
+    [
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "MambaForCausalLM.*supported are LlamaForCausalLM, Qwen3ForCausalLM",
+        ),
+        ({"architectures": None}, "unknown.*supported are"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized"),
+        ({"hidden_act": "gelu"}, "'gelu' is not supported"),
+        ({"num_key_value_heads": 3}, "cannot share 3 KV heads"),
+        ({"head_dim": 9}, "transformers cannot read .* even rotary dimension"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "part of the head"),
+    ],
+)
+def test_refuses_with_a_reason(tmp_path, changes, sentence):
+    with pytest.raises(ModelConfigError, match=sentence):
+        ModelConfig.from_pretrained(write(tmp_path, **changes))
+
+
+def test_refuses_settings(tmp_path):
+    path = write(tmp_path)
+    assert ModelConfig.from_pretrained(path, context_length=128).context_length == 128
+    with pytest.raises(ModelConfigError, match="300 is more than the model's 256"):
+        ModelConfig.from_pretrained(path, context_length=300)
+    with pytest.raises(ModelConfigError, match="must be positive"):
+        ModelConfig.from_pretrained(path, context_length=0)
+    with pytest.raises(ModelConfigError, match="'int3' is not supported; choose from auto"):
+        ModelConfig.from_pretrained(path, dtype="int3")
+
+
+def test_refuses_places_without_a_model(tmp_path, monkeypatch):
+    with pytest.raises(ModelConfigError, match=r"has no config\.json"):
+        ModelConfig.from_pretrained(str(tmp_path))
+    with pytest.raises(ModelConfigError, match="no directory"):
+        ModelConfig.from_pretrained(str(tmp_path / "absent"))
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"")
+    with pytest.raises(ModelConfigError, match="is a file"):
+        ModelConfig.from_pretrained(str(file))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelConfigError, match="not valid JSON"):
+        ModelConfig.from_pretrained(str(tmp_path))
+
+    def refuse(*args, **kwargs):
+        raise OSError("404 Client Error.\nMore lines.")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(ModelConfigError, match=r"could not be fetched.*404 Client Error\.\)") as e:
+        ModelConfig.from_pretrained("nobody/nothing")
+    assert "\n" not in str(e.value)
+
+
+def test_hub_names(tmp_path, monkeypatch):
+    write(tmp_path)
+    asked = {}
+
+    def download(name, **kwargs):
+        asked.update(kwargs, name=name)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    config = ModelConfig.from_pretrained("somebody/model-1.5B", revision="v2")
+    assert (asked["name"], asked["revision"]) == ("somebody/model-1.5B", "v2")
+    assert "*.safetensors" in asked["allow_patterns"] and "*.bin" not in asked["allow_patterns"]
+    assert config.model_path == "somebody/model-1.5B" and config.local_path == tmp_path
+
+
+def test_fingerprint(tmp_path):
+    path = write(tmp_path)
+    weights = {"a": torch.arange(5000.0), "b": torch.ones(3, 4)}
+
+    def fingerprint(**kwargs):
+        return ModelConfig.from_pretrained(path).fingerprint(**kwargs)
+
+    save_file(weights, tmp_path / "model.safetensors")
+    first = fingerprint()
+    assert len(first) == 32 and first == fingerprint() and int(first, 16) > 0
+    # Who saved it last, and what the file says about itself, is not the model.
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    write(tmp_path, transformers_version="99")
+    assert fingerprint() == first
+    for change in (lambda: weights["a"].mul_(1.001), lambda: weights["b"].add_(1), lambda: weights.pop("b")):
+        change()
+        save_file(weights, tmp_path / "model.safetensors")
+        second = fingerprint()
+        assert second != first
+        first = second
+    write(tmp_path, rope_theta=77.0)
+    assert fingerprint() != first
+    dummies = {fingerprint(load_format="dummy", seed=seed) for seed in (0, 1)} | {fingerprint()}
+    assert len(dummies) == 3

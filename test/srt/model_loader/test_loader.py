@@ -1,0 +1,148 @@
+"""`load_model`: what it loads, what it refuses, and what "dummy" means."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.model_loader.loader import ModelLoadError, load_model
+
+SHAPE = dict(
+    vocab_size=50,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    max_position_embeddings=64,
+)
+
+
+def save(path, config_class=LlamaConfig, model_class=LlamaForCausalLM, shard=None, **changes):
+    torch.manual_seed(1)
+    model = model_class(config_class(**SHAPE | changes))
+    model.save_pretrained(path, **({"max_shard_size": shard} if shard else {}))
+    return model
+
+
+def load(path, load_format="auto", seed=0, dtype="auto"):
+    return load_model(
+        ModelConfig.from_pretrained(str(path), dtype=dtype), load_format, TorchNativeAttnBackend(), seed
+    )
+
+
+def rewrite(path, change):
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("shard", [None, "5KB"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("classes", [(LlamaConfig, LlamaForCausalLM), (Qwen3Config, Qwen3ForCausalLM)])
+def test_every_tensor_arrives(tmp_path, classes, tied, shard):
+    theirs = save(tmp_path, *classes, shard=shard, tie_word_embeddings=tied)
+    assert len(list(tmp_path.glob("*.safetensors"))) == (1 if shard is None else len(list(tmp_path.glob("model-*"))))
+    model = load(tmp_path)
+    stored = theirs.state_dict()
+    if tied:
+        stored.pop("lm_head.weight")
+    targets = model.weight_targets()
+    assert targets.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert torch.equal(targets[name], tensor.expand_as(targets[name])), name
+    # The targets are views that cover the parameters: nothing stays as torch.empty left it.
+    assert sum(t.numel() for t in targets.values()) == sum(p.numel() for p in model.parameters())
+    assert not any(p.requires_grad for p in model.parameters())
+    assert (model.lm_head is model.embed_tokens) == tied
+
+
+def test_converts_dtype(tmp_path):
+    theirs = save(tmp_path)
+    model = load(tmp_path, dtype="bfloat16")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model.weight_targets()["lm_head.weight"], theirs.lm_head.weight.to(torch.bfloat16))
+
+
+def test_ignores_what_old_checkpoints_carry(tmp_path):
+    save(tmp_path, tie_word_embeddings=True)
+
+    def add(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+        tensors["lm_head.weight"] = torch.zeros(50, 16)
+
+    rewrite(tmp_path, add)
+    assert bool(load(tmp_path).lm_head.any())
+
+
+def test_names_what_does_not_fit(tmp_path):
+    save(tmp_path)
+
+    def change(tensors):
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.7.mlp.up_proj.weight"] = torch.zeros(1)
+
+    rewrite(tmp_path, change)
+    with pytest.raises(ModelLoadError) as e:
+        load(tmp_path)
+    assert "missing: model.layers.1.mlp.up_proj.weight;" in str(e.value)
+    assert "unexpected: model.layers.7.mlp.up_proj.weight." in str(e.value)
+
+
+def test_names_a_wrong_shape(tmp_path):
+    save(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({"model.embed_tokens.weight": torch.zeros(16)}))
+    with pytest.raises(ModelLoadError, match=r"embed_tokens.weight' has the shape \(16,\).*\(50, 16\)"):
+        load(tmp_path)
+
+
+def test_refuses_files_that_are_not_there_or_broken(tmp_path):
+    save(tmp_path, shard="5KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    shards[1].rename(tmp_path / "elsewhere")
+    with pytest.raises(ModelLoadError, match=f"not there: {shards[1].name}"):
+        load(tmp_path)
+    (tmp_path / "elsewhere").rename(shards[1])
+    whole = shards[1].read_bytes()
+    shards[1].write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelLoadError, match="incomplete download"):
+        load(tmp_path)
+    shards[1].write_bytes(whole)
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["lm_head.weight"] = next(s.name for s in shards if "lm_head.weight" not in load_file(s))
+    index.write_text(json.dumps(content))
+    with pytest.raises(ModelLoadError, match=r"does not hold 'lm_head\.weight'"):
+        load(tmp_path)
+
+
+def test_refuses_other_formats(tmp_path):
+    save(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ModelLoadError, match=r"no \*\.safetensors"):
+        load(tmp_path)
+    with pytest.raises(ModelLoadError, match="'gguf' is not supported; choose from auto"):
+        load(tmp_path, load_format="gguf")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dummy_weights_come_from_the_seed(tmp_path, dtype):
+    save(tmp_path, Qwen3Config, Qwen3ForCausalLM)
+    (tmp_path / "model.safetensors").unlink()
+    first, again, other = (load(tmp_path, "dummy", seed, dtype).weight_targets() for seed in (1, 1, 2))
+    for name, tensor in first.items():
+        assert tensor.dtype == getattr(torch, dtype)
+        assert torch.equal(tensor, again[name]), name
+        if name.endswith("norm.weight"):
+            assert bool((tensor == 1).all()), name
+        else:
+            assert not torch.equal(tensor, other[name]), name
+            assert 0.5 < tensor.float().std() * (1 if "embed" in name else tensor.shape[-1] ** 0.5) < 1.5, name

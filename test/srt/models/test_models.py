@@ -1,0 +1,157 @@
+"""The native decoders against transformers, on random weights that transformers itself wrote."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_runner import TinyRunner
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from sglang.srt.configs.model_config import ModelConfig
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+BASE = dict(
+    vocab_size=131,
+    hidden_size=48,
+    intermediate_size=88,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=20,
+    max_position_embeddings=512,
+    initializer_range=0.2,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+
+MODELS = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
+    "llama_tied_mha": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True, "num_key_value_heads": 6}),
+    "llama_biased": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True, "head_dim": 8}),
+    "llama3_rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 1}),
+    "linear_rope": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}},
+    ),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": False, "num_attention_heads": 4}),
+    "qwen3_tied_biased": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": True, "attention_bias": True}),
+}
+SEED = 3
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pair(request, tmp_path_factory):
+    """A model in transformers, the same in ours (from sharded safetensors), and prompts."""
+    config_class, model_class, changes = MODELS[request.param]
+    torch.manual_seed(SEED)
+    theirs = model_class(config_class(**BASE | changes)).eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            # Fresh norms are 1 and fresh biases 0, which would hide a norm or a bias that nobody applies.
+            if name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+    path = tmp_path_factory.mktemp(request.param)
+    theirs.save_pretrained(path, max_shard_size="60KB")
+    assert len(list(path.glob("*.safetensors"))) > 1
+    rng = random.Random(SEED)
+    prompts = [[rng.randrange(BASE["vocab_size"]) for _ in range(n)] for n in (37, 1, 90, 8)]
+    return SimpleNamespace(
+        theirs=theirs, path=path, prompts=prompts, ours=TinyRunner(ModelConfig.from_pretrained(str(path)))
+    )
+
+
+@torch.no_grad()
+def logits_of(theirs, tokens):
+    return theirs(torch.tensor([tokens])).logits[0].float()
+
+
+def assert_close(got, want, what, tolerance=5e-5):
+    error = ((got - want).abs().max() / want.std()).item()
+    assert error < tolerance, f"{what}, weights and prompts of seed {SEED}: off by {error} standard deviations"
+
+
+def test_whole_prompt(pair):
+    for tokens in pair.prompts:
+        (seq,) = pair.ours.start([tokens])
+        got = pair.ours.forward([(seq, len(tokens))], all_rows=True)
+        assert got.dtype == torch.float32
+        assert_close(got, logits_of(pair.theirs, tokens), f"{len(tokens)} tokens")
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_chunks_of_odd_sizes(pair, page_size):
+    tokens = pair.prompts[2]
+    want = logits_of(pair.theirs, tokens)
+    for chunk in (1, 7, 40):
+        (seq,) = pair.ours.start([tokens], page_size=page_size)
+        got = []
+        while seq.num_cached < len(tokens):
+            got.append(pair.ours.forward([(seq, min(chunk, len(tokens) - seq.num_cached))], all_rows=True))
+        assert_close(torch.cat(got), want, f"chunks of {chunk}, pages of {page_size}")
+
+
+def test_chunk_in_mid_prompt_samples_nothing(pair):
+    tokens = pair.prompts[2]
+    (seq,) = pair.ours.start([tokens])
+    assert pair.ours.forward([(seq, 50)]).shape == (0, BASE["vocab_size"])
+    assert_close(pair.ours.forward([(seq, 40)]), logits_of(pair.theirs, tokens)[-1:], "second chunk")
+
+
+def test_batch_of_extends_and_decodes(pair):
+    seqs = pair.ours.start(pair.prompts, page_size=4)
+    # The first is one token short of done, the third in the middle, the others have not begun.
+    pair.ours.forward([(seqs[0], 36), (seqs[2], 51)])
+    got = pair.ours.forward([(seq, len(seq.tokens) - seq.num_cached) for seq in seqs])
+    want = torch.stack([logits_of(pair.theirs, tokens)[-1] for tokens in pair.prompts])
+    assert_close(got, want, "mixed batch")
+
+
+def test_greedy_tokens(pair):
+    num_tokens = 24
+    got = pair.ours.generate(pair.prompts, num_tokens, page_size=3)
+    for prompt, mine in zip(pair.prompts, got):
+        want = pair.theirs.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        assert mine == want[0, len(prompt) :].tolist(), f"prompt of {len(prompt)} tokens, seed {SEED}"
+
+
+def test_bfloat16(pair):
+    ours = TinyRunner(ModelConfig.from_pretrained(str(pair.path), dtype="bfloat16"))
+    theirs = type(pair.theirs).from_pretrained(pair.path, dtype=torch.bfloat16)
+    tokens = pair.prompts[2]
+    exact = logits_of(pair.theirs, tokens)
+    (seq,) = ours.start([tokens])
+    got = ours.forward([(seq, 50)], all_rows=True)
+    got = torch.cat((got, ours.forward([(seq, 40)], all_rows=True)))
+    # As far from the float32 result as transformers' own bfloat16 is, give or take.
+    noise = (logits_of(theirs, tokens) - exact).std().item()
+    mine = (got - exact).std().item()
+    assert mine < 1.5 * noise < 0.2 * exact.std().item(), f"seed {SEED}: {mine} beside transformers' {noise}"
+
+
+def test_replay_gives_the_same_bits(pair):
+    runs = []
+    for seed in (1, 2):  # other frames, same batch
+        seqs = pair.ours.start(pair.prompts[:3], page_size=2, seed=seed)
+        first = pair.ours.forward([(seqs[0], 20), (seqs[1], 1), (seqs[2], 60)], all_rows=True)
+        runs.append(torch.cat((first, pair.ours.forward([(seqs[0], 17), (seqs[2], 30)], all_rows=True))))
+    assert torch.equal(*runs)
