@@ -56,7 +56,7 @@ class ServerArgs:
     max_total_tokens: int | None = arg(None, "tokens of KV cache on the device (default: what memory allows)")
     mem_fraction_static: float | None = arg(None, "part of device memory for weights and KV cache")
     max_running_requests: int | None = arg(None, "most requests in one batch")
-    max_queued_requests: int | None = arg(None, "most requests that wait; more are answered with 503")
+    max_queued_requests: int | None = arg(None, "most requests that wait for their first token; more get a 503")
     chunked_prefill_size: int = arg(2048, "most tokens of one prompt in one step; -1 computes prompts whole")
     max_prefill_tokens: int = arg(16384, "most prompt tokens in one step")
     schedule_policy: str = arg("fcfs", "order of the queue", choices=("fcfs",))

@@ -9,12 +9,13 @@ The protocol, for whoever writes a child:
   binds it (`open_pull`), who writes connects (`open_push`): ZeroMQ keeps what is sent before the peer binds, so the
   order of starts does not matter.
 - The scheduler says that it is ready by sending SchedulerReady. An error in `start` that a user can mend is raised as
-  ValueError, OSError or StartupError with one sentence that says what to do: it is written to `error_file`, the exit
-  code is 1, nothing is printed, and the parent repeats the sentence once. Any other exception, and any in `serve`,
-  also prints its traceback.
+  ValueError, OSError, StartupError or any exception type of this package, with one sentence that says what to do: it
+  is written to `error_file`, the exit code is 1, nothing is printed, and the parent repeats the sentence once. Any
+  other exception, and any in `serve`, also prints its traceback.
 - SIGINT and SIGTERM mean nothing to a child: the parent drains first, then asks with SIGUSR1, which raises SystemExit
   in the main thread (`finally` blocks run), and kills a child that has not left some seconds later.
-- A child dies with its parent, however that died.
+- A child dies with its parent, however that died: with the parent's thread that started it, as Linux has it.
+- Logging goes to stderr, which the parent passes on; its last line is the hint that the parent gives if a child dies.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import msgspec
 import zmq
 
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.log import configure_logging
 
 STOP_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
@@ -81,19 +83,25 @@ def run_child(start: Callable[[ChildArgs], Callable[[], None]], argv: list[str] 
     signal.signal(STOP_SIGNAL, lambda *_: sys.exit(0))
     if args.parent_pid:
         _die_with_parent(args.parent_pid)
+    configure_logging(args.server_args.get("log_level", "info"))
     serving = False
     try:
         serve = start(args)
         serving = True
         serve()
     except Exception as error:
-        if serving or not isinstance(error, ValueError | OSError | StartupError):
+        if serving or not is_for_the_user(error):
             traceback.print_exc()
         if args.error_file:
             with open(args.error_file, "w") as file:
                 file.write(one_sentence(error))
         sys.exit(1)
     sys.exit(0)
+
+
+def is_for_the_user(error: BaseException) -> bool:
+    """A start-up error that says what to do; anything else is a bug and deserves its traceback."""
+    return isinstance(error, ValueError | OSError) or type(error).__module__.split(".")[0] == "sglang"
 
 
 def one_sentence(error: BaseException) -> str:

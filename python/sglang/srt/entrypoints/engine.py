@@ -1,0 +1,396 @@
+"""Starts the engine's processes, watches them, and ends them; and `sglang.Engine`, the same without HTTP.
+
+Owns the children, the private directory of their sockets, and the tokenizer manager's loop. It is the parent of
+
+    parent: tokenizer manager  --PUSH scheduler_in-->  scheduler
+               ^                                          | PUSH detokenizer_in
+               +------- PUSH tokenizer_in ------- detokenizer
+
+How a child behaves is written in srt/utils/child_process.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, BinaryIO, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from sglang.srt.entrypoints.native import GenerateReqInput, serve_generate
+from sglang.srt.entrypoints.streams import close
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.observability.metrics_collector import MetricsCollector
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.child_process import STOP_SIGNAL, ChildArgs, StartupError, open_pull, open_push
+from sglang.srt.utils.errors import RequestError
+from sglang.srt.utils.hf_transformers_utils import get_context_and_vocab, get_tokenizer, resolve_model_path
+from sglang.srt.utils.log import configure_logging
+
+T = TypeVar("T")
+
+SCHEDULER_COMMAND = (sys.executable, "-m", "sglang.srt.managers.scheduler_process")
+DETOKENIZER_COMMAND = (sys.executable, "-m", "sglang.srt.managers.detokenizer_manager")
+
+_WATCH_INTERVAL_S = 0.1
+_STOP_TIMEOUT_S = 5.0
+# sun_path holds 108 bytes.
+_MAX_SOCKET_PATH = 100
+
+logger = logging.getLogger(__name__)
+
+
+class EngineDeadError(RuntimeError):
+    """A process of the engine is gone; the message says which and why."""
+
+
+class Child:
+    """One child process. A thread passes its stderr on and keeps the end, for the day it dies."""
+
+    def __init__(self, name: str, command: Sequence[str], args: ChildArgs) -> None:
+        self.name = name
+        self._error_file = args.error_file
+        self._tail = b""
+        # A session of its own: the terminal's Ctrl-C is for the parent, which drains first.
+        self.process = subprocess.Popen(
+            [*command, msgspec.json.encode(args).decode()],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self.process.stderr is not None
+        self._reader = threading.Thread(target=self._pass_on, args=(self.process.stderr,), daemon=True)
+        self._reader.start()
+
+    def _pass_on(self, stderr: BinaryIO) -> None:
+        while data := os.read(stderr.fileno(), 65536):
+            self._tail = (self._tail + data)[-4096:]
+            try:
+                sys.stderr.buffer.write(data)
+                sys.stderr.flush()
+            except (AttributeError, OSError, ValueError):  # no stderr any more, or one without bytes (a notebook)
+                pass
+
+    def dead(self) -> bool:
+        return self.process.poll() is not None
+
+    def startup_error(self) -> str | None:
+        try:
+            with open(self._error_file) as file:
+                return file.read().strip() or None
+        except OSError:
+            return None
+
+    def obituary(self) -> str:
+        """One line: who died, how, and its last words."""
+        self._reader.join(0.5)
+        code = self.process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        lines = self._tail.decode(errors="replace").replace("\r", "\n").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f"the {self.name} process {how}" + (f": {last}" if last else "")
+
+    def ask_to_stop(self) -> None:
+        if not self.dead():
+            self.process.send_signal(STOP_SIGNAL)
+
+    def wait_or_kill(self, timeout_s: float) -> None:
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join(1.0)
+        if self.process.stderr is not None and not self._reader.is_alive():
+            self.process.stderr.close()
+
+
+class EngineProcesses:
+    """The children, their sockets, and the tokenizer manager. Belongs to one event loop, whose thread must outlive
+    it: Linux ends a child with the thread that started it."""
+
+    def __init__(self, server_args: ServerArgs, scheduler_command: Sequence[str] = SCHEDULER_COMMAND) -> None:
+        self._args = server_args
+        self._scheduler_command = scheduler_command
+        self._children: list[Child] = []
+        self._context: zmq.Context | None = None
+        self._directory: str | None = None
+        self._receive: asyncio.Task[None] | None = None
+        self.manager: TokenizerManager
+        self.ready_info: dict[str, Any] = {}
+
+    async def start(self) -> None:
+        """Returns when the first request may come. Raises a typed error with one sentence; then nothing is left."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
+        args = self._args
+        refuse_mixed_installation()
+        model_dir = await asyncio.to_thread(resolve_model_path, args.model_path)
+        own_context, vocab_size = get_context_and_vocab(model_dir)
+        self._directory = private_directory()
+        ipc = {name: f"ipc://{self._directory}/{name}" for name in ("scheduler_in", "detokenizer_in", "tokenizer_in")}
+
+        def child(name: str, command: Sequence[str], sockets: tuple[str, ...], extra: dict[str, Any]) -> Child:
+            made = Child(
+                name,
+                command,
+                ChildArgs(
+                    server_args=asdict(args),
+                    ipc={key: ipc[key] for key in sockets},
+                    error_file=f"{self._directory}/{name}.error",
+                    parent_pid=os.getpid(),
+                    extra=extra,
+                ),
+            )
+            self._children.append(made)
+            return made
+
+        child("scheduler", self._scheduler_command, ("scheduler_in", "detokenizer_in"), {})
+        # Meanwhile; it is ready long before the model is.
+        tokenizer = await asyncio.to_thread(get_tokenizer, args.tokenizer_path or model_dir)
+        path = await asyncio.to_thread(self._tokenizer_for_child, tokenizer, args.tokenizer_path or model_dir)
+        child("detokenizer", DETOKENIZER_COMMAND, ("detokenizer_in", "tokenizer_in"), {"tokenizer": path})
+
+        self._context = zmq.Context()
+        receive = zmq.asyncio.Socket(open_pull(self._context, ipc["tokenizer_in"]))
+        send = open_push(self._context, ipc["scheduler_in"])
+        self.manager = TokenizerManager(
+            args,
+            tokenizer=tokenizer,
+            vocab_size=max(vocab_size or 0, len(tokenizer)),
+            context_length=args.context_length or own_context or 1 << 30,
+            send=send.send,
+            metrics=MetricsCollector(args.model_name),
+        )
+        self._receive = asyncio.create_task(self.manager.receive_forever(receive.recv))
+        died = asyncio.create_task(self.wait_for_death())
+        try:
+            await asyncio.wait((self.manager.ready, died), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            died.cancel()
+        if not self.manager.ready.done():
+            dead = next(child for child in self._children if child.dead())
+            raise StartupError(dead.startup_error() or dead.obituary())
+        ready = self.manager.ready.result()
+        self.ready_info = {
+            "max_total_num_tokens": ready.max_total_num_tokens,
+            "max_req_input_len": ready.max_req_input_len,
+            **ready.info,
+        }
+
+    def _tokenizer_for_child(self, tokenizer: Any, path: str) -> str:
+        """A file with the same tokenizer, which the detokenizer can read without importing transformers."""
+        if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
+            return path
+        backend.save(f"{self._directory}/tokenizer.json", pretty=False)
+        return f"{self._directory}/tokenizer.json"
+
+    async def wait_for_death(self) -> str:
+        """Returns when a child, or this end of their sockets, is gone: one line that says which and why."""
+        while True:
+            for child in self._children:
+                if child.dead():
+                    return await asyncio.to_thread(child.obituary)
+            if self._receive is not None and self._receive.done():
+                return f"the tokenizer manager failed: {self._receive.exception()!r}"
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+
+    async def stop(self) -> None:
+        """Ends the children and removes what they left. May be called twice."""
+        if self._receive is not None:
+            self._receive.cancel()
+            await asyncio.gather(self._receive, return_exceptions=True)
+            self._receive = None
+            self.manager.close()
+        for child in self._children:
+            child.ask_to_stop()
+        for child in self._children:
+            await asyncio.to_thread(child.wait_or_kill, _STOP_TIMEOUT_S)
+        self._children = []
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+
+def private_directory() -> str:
+    """Only its owner may enter, so that nobody else can write to the sockets in it."""
+    path = tempfile.mkdtemp(prefix="sglang-")
+    if len(path) + len("/detokenizer_in") > _MAX_SOCKET_PATH:
+        os.rmdir(path)
+        path = tempfile.mkdtemp(prefix="sglang-", dir="/tmp")
+    return path
+
+
+def refuse_mixed_installation() -> None:
+    """This package replaces upstream's; files of both in one environment would run as neither."""
+    for kernels in ("sgl-kernel", "sglang-kernel"):
+        try:
+            importlib.metadata.distribution(kernels)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        raise StartupError(f"upstream's {kernels} is installed beside this engine: pip uninstall sglang {kernels}")
+    if importlib.util.find_spec("sglang.lang") is not None:
+        raise StartupError("upstream's sglang is mixed into this engine: pip uninstall sglang, then install this one")
+
+
+class Engine:
+    """The engine in a Python program: `Engine(model_path="embedded").generate("Hello", {"max_new_tokens": 8})`.
+
+    Takes the fields of ServerArgs. Answers are what POST /generate answers: a dict, for several prompts a list.
+    A thread of its own runs the event loop; all methods may be called from any thread.
+    """
+
+    def __init__(self, *, scheduler_command: Sequence[str] = SCHEDULER_COMMAND, **server_args: Any) -> None:
+        self._args = ServerArgs(**{"log_level": "error", **server_args})
+        if not logging.getLogger().handlers:
+            configure_logging(self._args.log_level)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-engine", daemon=True)
+        self._thread.start()
+        self._processes = EngineProcesses(self._args, scheduler_command)
+        self._watch: asyncio.Task[None] | None = None
+        atexit.register(self.shutdown)
+        try:
+            self._run(self._start())
+        except BaseException:
+            self.shutdown()
+            raise
+
+    async def _start(self) -> None:
+        await self._processes.start()
+        self._watch = asyncio.create_task(self._fail_on_death())
+
+    async def _fail_on_death(self) -> None:
+        why = await self._processes.wait_for_death()
+        logger.error("%s; this engine can only be shut down", why)
+        self._processes.manager.fail_all(why)
+
+    def _run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        stream: bool = False,
+        rid: str | list[str] | None = None,
+    ) -> dict[str, Any] | list[dict[str, Any]] | Iterator[dict[str, Any]]:
+        """With stream an iterator of dicts, each with the whole text so far. Raises ValueError for a request that is
+        wrong, EngineDeadError if the engine died."""
+        events = self._events(prompt, sampling_params, input_ids, stream, rid)
+        if stream:
+            return self._iterate(events)
+        return self._run(_only(events))
+
+    async def async_generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        stream: bool = False,
+        rid: str | list[str] | None = None,
+    ) -> Any:
+        """`generate` for a running event loop; with stream an asynchronous iterator."""
+        events = self._events(prompt, sampling_params, input_ids, stream, rid)
+        if stream:
+            return self._iterate_async(events)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_only(events), self._loop))
+
+    async def _events(
+        self, prompt: Any, sampling_params: Any, input_ids: Any, stream: bool, rid: Any
+    ) -> AsyncIterator[Any]:
+        request = GenerateReqInput(
+            text=prompt, input_ids=input_ids, sampling_params=sampling_params, stream=stream, rid=rid
+        )
+        events = serve_generate(request, self._processes.manager)
+        try:
+            async for event in events:
+                yield event
+        except RequestError as error:
+            raise (EngineDeadError if error.status_code >= 500 else ValueError)(error.message) from None
+        finally:
+            await close(events)
+
+    def _iterate(self, events: AsyncIterator[Any]) -> Iterator[dict[str, Any]]:
+        try:
+            while (event := self._run(_next(events))) is not None:
+                yield event
+        finally:
+            self._run(close(events))
+
+    async def _iterate_async(self, events: AsyncIterator[Any]) -> AsyncIterator[dict[str, Any]]:
+        def on_loop(coroutine: Any) -> asyncio.Future[Any]:
+            return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+        try:
+            while (event := await on_loop(_next(events))) is not None:
+                yield event
+        finally:
+            await on_loop(close(events))
+
+    def flush_cache(self) -> bool:
+        return self._run(self._processes.manager.flush_cache()).success
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {
+            **asdict(self._args),
+            **self._processes.ready_info,
+            "internal_states": [self._run(self._processes.manager.get_internal_state())],
+        }
+
+    def shutdown(self) -> None:
+        """Ends the processes; running requests fail. May be called twice."""
+        atexit.unregister(self.shutdown)
+        if not self._thread.is_alive():
+            return
+        self._run(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _stop(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._processes.manager.fail_all("the engine was shut down", 503)
+            await self._processes.manager.drained(1.0)
+        await self._processes.stop()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+async def _next(events: AsyncIterator[T]) -> T | None:
+    return await anext(events, None)
+
+
+async def _only(events: AsyncIterator[T]) -> T:
+    try:
+        return await anext(events)
+    finally:
+        await close(events)

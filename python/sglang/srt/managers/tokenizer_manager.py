@@ -1,0 +1,362 @@
+"""The front of the engine, in the HTTP process: text in, text out. Owns every request from its arrival to its end.
+
+Tokenises off the event loop, checks lengths, numbers requests, hands pieces of text to whoever asked, and tells the
+scheduler when nobody asks any more. All methods belong to one event loop. Knows no HTTP: it raises RequestError.
+
+    generate() --TokenizedGenerateReqInput--> scheduler -> detokenizer --BatchStrOutput--> _on_output -> generate()
+    closed early, or ended by a stop string: AbortReq --> scheduler
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchStrOutput,
+    FinishReason,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    GetInternalStateReq,
+    GetInternalStateReqOutput,
+    SchedulerReady,
+    StrOutput,
+    TokenizedGenerateReqInput,
+    bytes_to_ids,
+    decode_to_tokenizer,
+    encode,
+    ids_to_bytes,
+)
+from sglang.srt.observability.metrics_collector import MetricsCollector
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.errors import RequestError
+
+_CONTROL_TIMEOUT_S = 30.0
+_METRICS_TIMEOUT_S = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """prompt: text or token ids. fill_context: generate up to the context's end instead of max_new_tokens."""
+
+    prompt: str | Sequence[int]
+    params: SamplingParams
+    fill_context: bool = False
+    add_special_tokens: bool = True
+    rid: str | None = None
+    extra_key: str = ""
+    stream: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """What is new since the chunk before. finish_reason is set in the last one; latency_s counts from arrival."""
+
+    rid: str
+    text: str
+    output_ids: list[int]
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    cached_tokens_details: Mapping[str, int]
+    latency_s: float
+
+
+@dataclass(kw_only=True)
+class ReqState:
+    """arrived, last: seconds of a monotonic clock. changed: something to read for whoever waits."""
+
+    rid: str
+    stream: bool
+    arrived: float
+    last: float | None = None
+    unread: list[StrOutput] = field(default_factory=list)
+    unread_tokens: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    finished: bool = False
+    error: RequestError | None = None
+
+
+class TokenizerManager:
+    def __init__(
+        self,
+        server_args: ServerArgs,
+        *,
+        tokenizer: Any,
+        vocab_size: int,
+        context_length: int,
+        send: Callable[[bytes], Any],
+        metrics: MetricsCollector,
+    ) -> None:
+        """send: hands one encoded message to the scheduler's socket, without blocking."""
+        self._args = server_args
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self.context_length = context_length
+        self._send = send
+        self.metrics = metrics
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self._random = (
+            random.Random(server_args.random_seed) if server_args.random_seed is not None else random.Random()
+        )
+        self._states: dict[str, ReqState] = {}
+        self._num_active = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._controls: dict[str, asyncio.Future[Any]] = {}
+        self._refusal: RequestError | None = None
+        self.ready: asyncio.Future[SchedulerReady] = asyncio.get_running_loop().create_future()
+        self.last_state: dict[str, Any] = {}
+
+    # Requests
+
+    async def generate(self, req: GenerateRequest) -> AsyncIterator[Chunk]:
+        """Pieces of the answer if req.stream, else one piece. Whoever closes this early aborts the request. Raises
+        RequestError, also in mid-stream."""
+        if self._refusal is not None:
+            raise self._refusal
+        limit = self._args.max_queued_requests
+        if limit is not None and sum(state.last is None for state in self._states.values()) >= limit:
+            raise RequestError(f"the queue is full ({limit} requests wait): try again later", 503)
+        # The rid on the wire is always a new one: a client may use its own for the next request before the engine
+        # has forgotten the last.
+        state = ReqState(rid=uuid.uuid4().hex, stream=req.stream, arrived=time.perf_counter())
+        self._num_active += 1
+        self._idle.clear()
+        try:
+            message = await self._tokenized(state.rid, req)
+            if self._refusal is not None:  # while it was tokenised
+                raise self._refusal
+            self._states[state.rid] = state
+            self._send(encode(message))
+            while True:
+                await state.changed.wait()
+                state.changed.clear()
+                if state.error is not None:
+                    raise state.error
+                chunk = self._read(state, req.rid or state.rid)
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+        finally:
+            if self._states.pop(state.rid, None) is not None and not state.finished:
+                self._send(encode(AbortReq(rid=state.rid)))
+                self.metrics.finished(time.perf_counter() - state.arrived, aborted=True)
+            self._num_active -= 1
+            if self._num_active == 0:
+                self._idle.set()
+
+    @staticmethod
+    def _read(state: ReqState, rid: str) -> Chunk:
+        outputs, state.unread, state.unread_tokens = state.unread, [], 0
+        last = outputs[-1]
+        return Chunk(
+            rid=rid,
+            text="".join(output.text for output in outputs),
+            output_ids=bytes_to_ids(b"".join(output.output_ids for output in outputs)).tolist(),
+            finish_reason=last.finish_reason,
+            prompt_tokens=last.prompt_tokens,
+            completion_tokens=last.completion_tokens,
+            cached_tokens=last.cached_tokens,
+            cached_tokens_details=last.cached_tokens_details,
+            latency_s=time.perf_counter() - state.arrived,
+        )
+
+    async def _tokenized(self, rid: str, req: GenerateRequest) -> TokenizedGenerateReqInput:
+        if isinstance(req.prompt, str):
+            ids = await self._off_loop(self._encode, req.prompt, req.add_special_tokens)
+        else:
+            try:
+                ids = np.array(req.prompt, dtype=np.int64)
+            except (OverflowError, TypeError, ValueError):
+                raise RequestError("the prompt's token ids must be whole numbers", param="input_ids") from None
+            if len(ids) and (ids.min() < 0 or ids.max() >= self._vocab_size):
+                at = int(np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[0])
+                raise RequestError(
+                    f"token id {ids[at]} at position {at} is not in the vocabulary of {self._vocab_size}",
+                    param="input_ids",
+                )
+        params = req.params
+        max_new_tokens = self._max_new_tokens(len(ids), None if req.fill_context else params.max_new_tokens)
+        seed = self._random.getrandbits(31) if params.sampling_seed is None else params.sampling_seed
+        for token in params.stop_token_ids:
+            if not 0 <= token < self._vocab_size:
+                raise RequestError(
+                    f"stop_token_ids holds {token}, which is not in the vocabulary", param="stop_token_ids"
+                )
+        return TokenizedGenerateReqInput(
+            rid=rid,
+            input_ids=ids_to_bytes(ids),
+            sampling_params=msgspec.structs.replace(params, max_new_tokens=max_new_tokens, sampling_seed=seed),
+            extra_key=req.extra_key,
+            stream=req.stream,
+        )
+
+    def _max_new_tokens(self, prompt_tokens: int, wanted: int | None) -> int:
+        if prompt_tokens == 0:
+            raise RequestError("the prompt is empty: give at least one token")
+        ready = self.ready.result()
+        limit, what = self.context_length, "the model's context of {} tokens"
+        if ready.max_req_input_len + 1 < limit:
+            limit, what = ready.max_req_input_len + 1, "the {} tokens that the KV cache can hold for one request"
+        if prompt_tokens >= limit:
+            raise RequestError(
+                f"the prompt has {prompt_tokens} tokens, which leaves no room for an answer in {what.format(limit)}"
+            )
+        if wanted is None:
+            return limit - prompt_tokens
+        if prompt_tokens + wanted > limit:
+            raise RequestError(
+                f"{prompt_tokens} tokens of prompt and {wanted} of answer are over {what.format(limit)}: "
+                f"shorten the prompt or ask for at most {limit - prompt_tokens} tokens"
+            )
+        return wanted
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # The backend's encode takes no exclusive borrow, so that two threads may use it at once.
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    async def render_chat(
+        self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any], continue_final: bool
+    ) -> str:
+        """The prompt of a conversation, by the model's chat template."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise RequestError("this model has no chat template: use /v1/completions")
+        fixed = {
+            "tokenize": False,
+            "add_generation_prompt": not continue_final,
+            "continue_final_message": continue_final,
+        }
+        try:
+            return await self._off_loop(
+                lambda: self._tokenizer.apply_chat_template(messages, **{**kwargs, **fixed}),
+            )
+        except RequestError:
+            raise
+        except Exception as error:  # a template may raise anything over messages it does not like
+            raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from None
+
+    async def _off_loop(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+
+    # Answers
+
+    async def receive_forever(self, receive: Callable[[], Any]) -> None:
+        while True:
+            message = decode_to_tokenizer(await receive())
+            if isinstance(message, BatchStrOutput):
+                now = time.perf_counter()
+                for output in message.outputs:
+                    self._on_output(output, now)
+            elif isinstance(message, SchedulerReady):
+                self.ready.set_result(message)
+            elif (future := self._controls.pop(message.id, None)) is not None and not future.done():
+                future.set_result(message)
+
+    def _on_output(self, output: StrOutput, now: float) -> None:
+        state = self._states.get(output.rid)
+        if state is None:
+            return
+        reason = output.finish_reason
+        num_tokens = len(output.output_ids) // 4
+        if reason is not None and reason.type == "abort":
+            state.finished = True
+            state.error = RequestError(reason.message or "the request was aborted", reason.status_code or 500)
+            state.changed.set()
+            self.metrics.finished(now - state.arrived, aborted=True)
+            return
+        first = state.last is None
+        if first:
+            details = output.cached_tokens_details or {"device": output.cached_tokens}
+            self.metrics.first_token(now - state.arrived, output.prompt_tokens, details)
+        self.metrics.tokens(num_tokens, None if state.last is None else (now - state.last) / max(num_tokens, 1))
+        state.last = now
+        state.unread.append(output)
+        state.unread_tokens += num_tokens
+        if reason is not None:
+            state.finished = True
+            self.metrics.finished(now - state.arrived, aborted=False)
+            if isinstance(reason.matched, str):
+                self._send(encode(AbortReq(rid=state.rid)))
+        if state.finished or (state.stream and (first or state.unread_tokens >= self._args.stream_interval)):
+            state.changed.set()
+
+    # Control
+
+    async def flush_cache(self) -> FlushCacheReqOutput:
+        return await self._control(lambda id: FlushCacheReqInput(id=id))
+
+    async def get_internal_state(self) -> dict[str, Any]:
+        answer: GetInternalStateReqOutput = await self._control(lambda id: GetInternalStateReq(id=id))
+        self.last_state = msgspec.json.decode(answer.state)
+        self.metrics.set_scheduler_state(self.last_state)
+        return self.last_state
+
+    async def render_metrics(self) -> bytes:
+        """With the scheduler's last known state, if it is too busy to answer."""
+        try:
+            await asyncio.wait_for(self.get_internal_state(), _METRICS_TIMEOUT_S)
+        except (TimeoutError, RequestError):
+            pass
+        return self.metrics.render()
+
+    async def _control(self, make: Callable[[str], Any]) -> Any:
+        if self._refusal is not None and self._refusal.status_code == 500:
+            raise self._refusal
+        id = uuid.uuid4().hex
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._controls[id] = future
+        self._send(encode(make(id)))
+        try:
+            return await asyncio.wait_for(future, _CONTROL_TIMEOUT_S)
+        except TimeoutError:
+            raise RequestError("the scheduler did not answer in time", 503) from None
+        finally:
+            self._controls.pop(id, None)
+
+    # End
+
+    @property
+    def accepts(self) -> bool:
+        return self._refusal is None
+
+    def refuse(self) -> None:
+        """No new requests; those that run go on."""
+        if self._refusal is None:
+            self._refusal = RequestError("the server is shutting down", 503)
+
+    async def drained(self, timeout_s: float) -> bool:
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            return True
+        except TimeoutError:
+            return False
+
+    def fail_all(self, message: str, status_code: int = 500) -> None:
+        """Ends whatever waits, now and from now on."""
+        self._refusal = RequestError(message, status_code)
+        for state in self._states.values():
+            if not state.finished:
+                state.error = self._refusal
+                state.changed.set()
+        for future in self._controls.values():
+            if not future.done():
+                future.set_exception(self._refusal)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)

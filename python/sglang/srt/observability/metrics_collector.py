@@ -1,0 +1,129 @@
+"""Prometheus metrics under upstream's names. Owns the registry of one server; never talks to another process.
+
+What a request tells (latencies, token counts) is counted as it happens. What the scheduler tells (pools, queues,
+totals) is read from its last state, key by key: a key that is missing is a metric that is absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+_SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 120, 240)
+_TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.8, 2)
+
+disable_created_metrics()  # a second series per metric that upstream does not have
+
+# metric, help, path in the scheduler's state
+_GAUGES = (
+    ("num_running_reqs", "Requests in the running batch.", ("queues", "running")),
+    ("num_queue_reqs", "Requests that wait in the queue.", ("queues", "waiting")),
+    ("gen_throughput", "Tokens generated per second.", ("gen_throughput",)),
+    ("num_used_tokens", "Tokens of KV cache in use on the device.", ("tiers", "device", "used_tokens")),
+    ("max_total_num_tokens", "Tokens of KV cache on the device.", ("tiers", "device", "total_tokens")),
+    ("kv_used_tokens", "Tokens of KV cache in use on the device.", ("tiers", "device", "used_tokens")),
+    ("kv_evictable_tokens", "Cached tokens that may be evicted.", ("tiers", "device", "evictable_tokens")),
+    ("kv_available_tokens", "Tokens of KV cache that are free.", ("tiers", "device", "free_tokens")),
+    ("hicache_host_used_tokens", "Tokens of KV cache in use on the host.", ("tiers", "host", "used_tokens")),
+    ("hicache_host_total_tokens", "Tokens of KV cache on the host.", ("tiers", "host", "total_tokens")),
+)
+_COUNTERS = (
+    ("evicted_tokens", "Tokens evicted from the device.", ("counters", "evicted_tokens")),
+    ("load_back_tokens", "Tokens loaded from the host.", ("counters", "load_back_tokens")),
+    ("hicache_backup_tokens", "Tokens written to the host.", ("counters", "backup_tokens")),
+    ("num_retracted_requests", "Requests taken out of the batch for lack of memory.", ("counters", "retracted_reqs")),
+)
+
+
+def _at(state: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
+    value: Any = state
+    for key in path:
+        if not isinstance(value, Mapping) or key not in value:
+            return None
+        value = value[key]
+    return float(value) if isinstance(value, int | float) else None
+
+
+class MetricsCollector:
+    def __init__(self, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._labels = {"model_name": model_name}
+        self._state: Mapping[str, Any] = {}
+        self._prompt_total = 0
+        self._cached_total = 0
+        self._cached_tokens = Counter(
+            "sglang:cached_tokens",
+            "Prompt tokens found in the cache, by tier.",
+            [*self._labels, "cache_source"],
+            registry=self._registry,
+        )
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self._requests = self._counter("num_requests", "Requests processed.")
+        self._aborted = self._counter("num_aborted_requests", "Requests that were aborted.")
+        self._first_token = self._histogram("time_to_first_token_seconds", "Time to the first token.", _SECONDS)
+        self._inter_token = self._histogram("inter_token_latency_seconds", "Time between tokens.", _TOKEN_SECONDS)
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Time of a whole request.", _SECONDS)
+        self._registry.register(self)  # type: ignore[arg-type]  # a collector is whatever has `collect`
+
+    def _counter(self, name: str, help: str) -> Counter:
+        return Counter(f"sglang:{name}", help, list(self._labels), registry=self._registry).labels(**self._labels)
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        metric = Histogram(f"sglang:{name}", help, list(self._labels), buckets=buckets, registry=self._registry)
+        return metric.labels(**self._labels)
+
+    def first_token(self, seconds: float, prompt_tokens: int, cached_tokens: Mapping[str, int]) -> None:
+        self._first_token.observe(seconds)
+        self._prompt_tokens.inc(prompt_tokens)
+        self._prompt_total += prompt_tokens
+        for tier, tokens in cached_tokens.items():
+            self._cached_tokens.labels(**self._labels, cache_source=tier).inc(tokens)
+            self._cached_total += tokens
+
+    def tokens(self, count: int, seconds_each: float | None) -> None:
+        """seconds_each: None for the first tokens, which have no predecessor."""
+        self._generation_tokens.inc(count)
+        if seconds_each is not None:
+            for _ in range(count):
+                self._inter_token.observe(seconds_each)
+
+    def finished(self, seconds: float, aborted: bool) -> None:
+        self._requests.inc()
+        if aborted:
+            self._aborted.inc()
+        else:
+            self._e2e.observe(seconds)
+
+    def set_scheduler_state(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[Metric]:
+        names, values = list(self._labels), list(self._labels.values())
+
+        def gauge(name: str, help: str, value: float) -> Metric:
+            metric = GaugeMetricFamily(f"sglang:{name}", help, labels=names)
+            metric.add_metric(values, value)
+            return metric
+
+        for name, help, path in _GAUGES:
+            if (value := _at(self._state, path)) is not None:
+                yield gauge(name, help, value)
+        used = _at(self._state, ("tiers", "device", "used_tokens"))
+        total = _at(self._state, ("tiers", "device", "total_tokens"))
+        if used is not None and total:
+            yield gauge("token_usage", "Part of the device's KV cache in use.", used / total)
+        if self._prompt_total:
+            hit_rate = self._cached_total / self._prompt_total
+            yield gauge("cache_hit_rate", "Part of all prompt tokens that were found in the cache.", hit_rate)
+        for name, help, path in _COUNTERS:
+            if (value := _at(self._state, path)) is not None:
+                counter = CounterMetricFamily(f"sglang:{name}", help, labels=names)
+                counter.add_metric(values, value)
+                yield counter
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)

@@ -1,0 +1,27 @@
+"""The one error a request can end with. Raised anywhere between the HTTP server and the tokenizer manager."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TYPES = {400: "BadRequestError", 404: "NotFoundError", 499: "ClientClosedRequest", 503: "ServiceUnavailableError"}
+
+
+class RequestError(Exception):
+    """message: one sentence for the client. param: the field of the request that is wrong."""
+
+    def __init__(self, message: str, status_code: int = 400, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status_code = status_code
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error shape, as SGLang flattens it."""
+        return {
+            "object": "error",
+            "message": self.message,
+            "type": _TYPES.get(self.status_code, "InternalServerError" if self.status_code >= 500 else "Error"),
+            "param": self.param,
+            "code": self.status_code,
+        }

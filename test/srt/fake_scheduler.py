@@ -1,0 +1,152 @@
+"""A scheduler process without a model: it answers a prompt by repeating it, so that every text is known beforehand.
+
+Run as `python fake_scheduler.py [flags] '<json>'`; the flags make it slow or broken, as a test needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchTokenIDOutput,
+    FinishReason,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    GetInternalStateReq,
+    GetInternalStateReqOutput,
+    SchedulerReady,
+    TokenizedGenerateReqInput,
+    TokenOutput,
+    bytes_to_ids,
+    decode_to_scheduler,
+    detokenize_req,
+    encode,
+    ids_to_bytes,
+)
+from sglang.srt.utils.child_process import ChildArgs, StartupError, open_pull, open_push, run_child
+
+EOS = 1
+
+
+@dataclass
+class Running:
+    req: TokenizedGenerateReqInput
+    prompt: list[int]
+    done: int = 0
+
+    def step(self) -> TokenOutput:
+        token = self.prompt[self.done % len(self.prompt)]
+        self.done += 1
+        params = self.req.sampling_params
+        reason = None
+        if token in params.stop_token_ids or (token == EOS and not params.ignore_eos):
+            reason = FinishReason(type="stop", matched=token)
+        elif self.done >= params.max_new_tokens:
+            reason = FinishReason(type="length", length=params.max_new_tokens)
+        return self.output([token], reason)
+
+    def output(self, ids: list[int], reason: FinishReason | None) -> TokenOutput:
+        size = len(self.prompt)
+        return TokenOutput(
+            rid=self.req.rid,
+            output_ids=ids_to_bytes(ids),
+            finish_reason=reason,
+            prompt_tokens=size,
+            completion_tokens=self.done,
+            cached_tokens=size // 2 + size // 4,
+            cached_tokens_details={"device": size // 2, "host": size // 4},
+        )
+
+
+class FakeScheduler:
+    def __init__(self, flags: argparse.Namespace, args: ChildArgs) -> None:
+        self.flags = flags
+        context = zmq.Context()
+        self.receive = open_pull(context, args.ipc["scheduler_in"])
+        self.send_socket = open_push(context, args.ipc["detokenizer_in"])
+        self.running: dict[str, Running] = {}
+        self.counters = {"aborted": 0, "requests": 0, "steps": 0, "evicted_tokens": 5, "load_back_tokens": 7}
+        self.seeds: list[int | None] = []
+
+    def send(self, message: object) -> None:
+        self.send_socket.send(encode(message))
+
+    def serve(self) -> None:
+        self.send(SchedulerReady(max_total_num_tokens=4096, max_req_input_len=self.flags.max_req_input_len))
+        while True:
+            while self.receive.poll(0 if self.running else 1000):
+                self.handle(decode_to_scheduler(self.receive.recv()))
+            if self.running:
+                self.step()
+
+    def handle(self, message: object) -> None:
+        if isinstance(message, TokenizedGenerateReqInput):
+            self.counters["requests"] += 1
+            self.seeds.append(message.sampling_params.sampling_seed)
+            self.send(detokenize_req(message))
+            self.running[message.rid] = Running(message, bytes_to_ids(message.input_ids).tolist())
+        elif isinstance(message, AbortReq):
+            if (req := self.running.pop(message.rid, None)) is not None:
+                self.counters["aborted"] += 1
+                self.send(BatchTokenIDOutput(outputs=[req.output([], FinishReason(type="abort"))]))
+        elif isinstance(message, FlushCacheReqInput):
+            busy = bool(self.running)
+            self.send(FlushCacheReqOutput(id=message.id, success=not busy, message="busy" if busy else ""))
+        elif isinstance(message, GetInternalStateReq):
+            if self.flags.deaf:
+                return
+            state = {
+                "tiers": {
+                    "device": {"total_tokens": 4096, "used_tokens": 1024, "free_pages": 3072},
+                    "host": {"total_tokens": 8192, "used_tokens": 10},
+                },
+                "queues": {"running": len(self.running), "waiting": 0},
+                "counters": self.counters,
+                "seeds": self.seeds,
+            }
+            self.send(GetInternalStateReqOutput(id=message.id, state=json.dumps(state).encode()))
+
+    def step(self) -> None:
+        self.counters["steps"] += 1
+        if self.counters["steps"] == self.flags.crash_at:
+            raise RuntimeError("the fake scheduler was told to crash")
+        if self.counters["steps"] == self.flags.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        outputs = [req.step() for req in self.running.values()]
+        for output in outputs:
+            if output.finish_reason is not None:
+                del self.running[output.rid]
+        self.send(BatchTokenIDOutput(outputs=outputs))
+        time.sleep(self.flags.delay_s)
+
+
+def start(args: ChildArgs) -> Callable[[], None]:
+    if FLAGS.fail:
+        raise StartupError(FLAGS.fail)
+    if FLAGS.stuck:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    return FakeScheduler(FLAGS, args).serve
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--delay-s", type=float, default=0.0)
+parser.add_argument("--crash-at", type=int, default=0, help="raise at this step")
+parser.add_argument("--kill-at", type=int, default=0, help="die by SIGKILL at this step")
+parser.add_argument("--fail", default="", help="fail at start-up with this sentence")
+parser.add_argument("--deaf", action="store_true", help="never answer questions about the state")
+parser.add_argument("--stuck", action="store_true", help="do not stop when asked to")
+parser.add_argument("--max-req-input-len", type=int, default=4000)
+FLAGS, REST = parser.parse_known_args()
+
+if __name__ == "__main__":
+    run_child(start, [sys.argv[0], *REST])
