@@ -1,0 +1,210 @@
+"""`EngineCore`: one rank's scheduler with its executor and links, and the way between them.
+
+Owns the order in which a decision is carried out and the account of what has completed. Takes no decisions, reads no
+clock, opens no socket: the scheduler process, the tests and the simulator each bring their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.schedule_batch import BatchDecision, StepInputs
+from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
+from sglang.srt.mem_cache.transfer import EXEC, LINKS, Link, Tier
+from sglang.srt.model_executor.executor import Executor
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What has completed on a rank, or on all: see StepInputs."""
+
+    done: dict[str, int]
+    failed: dict[str, int]
+    results: dict[int, bytes]
+
+
+def reduce_progress(ranks: Sequence[Progress]) -> Progress:
+    """MIN over ranks of everything; the tokens are rank 0's. One reduction of fixed shape."""
+    done = {name: min(rank.done[name] for rank in ranks) for name in (EXEC, *LINKS)}
+    failed = {}
+    for name in (EXEC, *LINKS):
+        first = min((rank.failed[name] for rank in ranks if name in rank.failed), default=None)
+        # A failure that some rank has not reached yet is reported once all have.
+        if first is not None and first < done[name]:
+            failed[name] = first
+    return Progress(done, failed, {s: t for s, t in ranks[0].results.items() if s < done[EXEC]})
+
+
+class EngineCore:
+    """links may be empty (no host tier). poison: tier -> fills freed frames with NaN (tests). record: takes every
+    step's inputs and the digest of its decision."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        links: dict[str, Link],
+        poison: dict[Tier, Callable[[np.ndarray], None]] | None = None,
+        record: StepRecorder | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.links = links
+        self.poison = poison or {}
+        self.record = record
+        self.num_steps = 0
+        self._completed = dict.fromkeys((EXEC, *LINKS), 0)
+        self._failures: dict[str, list[int]] = {name: [] for name in (EXEC, *LINKS)}
+        self._results: dict[int, bytes] = {}
+        self._consumed = dict(self._completed)
+        self._launched_last = False
+
+    def progress(self) -> Progress:
+        """Poll, and say what has completed here and is not consumed."""
+        # The executor first: what made a launch fail is then seen together with it, never after.
+        for result in self.executor.poll():
+            assert result.seq == self._completed[EXEC], "launches complete in order"
+            self._completed[EXEC] += 1
+            self._results[result.seq] = result.tokens
+            if result.failed:
+                self._failures[EXEC].append(result.seq)
+        for name, link in self.links.items():
+            for op in link.poll():
+                assert op.seq == self._completed[name], f"{name}: operations complete in order"
+                self._completed[name] += 1
+                if not op.ok:
+                    self._failures[name].append(op.seq)
+        failed = {name: seqs[0] for name, seqs in self._failures.items() if seqs}
+        done = {name: min(n, failed[name] + 1) if name in failed else n for name, n in self._completed.items()}
+        return Progress(done, failed, dict(self._results))
+
+    def has_work(self, progress: Progress) -> bool:
+        """Whether a step could do anything without new requests: something completed, or the last step launched, so
+        that another launch may follow at once."""
+        return self._launched_last or progress.done != self._consumed or bool(progress.failed)
+
+    def step(
+        self,
+        now: float,
+        progress: Progress,
+        new: Sequence[TokenizedGenerateReqInput] = (),
+        aborts: Sequence[str] = (),
+        flush: Sequence[str] = (),
+    ) -> BatchDecision:
+        """One step on reduced progress, carried out."""
+        inputs = StepInputs(
+            step=self.num_steps,
+            now=now,
+            new=tuple(new),
+            aborts=tuple(aborts),
+            done=progress.done,
+            failed=progress.failed,
+            results=progress.results,
+            flush=tuple(flush),
+        )
+        self.num_steps += 1
+        decision = self.scheduler.step(inputs)
+        if self.record is not None:
+            self.record.write(inputs, decision)
+        self._consume(progress, decision)
+        self._carry_out(decision)
+        return decision
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is queued, running or on its way."""
+        return self.scheduler.num_reqs == 0 and not self.has_outstanding
+
+    @property
+    def has_outstanding(self) -> bool:
+        """Some launch or operation has not been consumed yet, so that inputs will come by themselves."""
+        return self.scheduler.exec_done < self.scheduler.next_launch or bool(self.scheduler.controller.in_flight)
+
+    def _consume(self, progress: Progress, decision: BatchDecision) -> None:
+        self._consumed = progress.done
+        for seq in [s for s in self._results if s < progress.done[EXEC]]:
+            del self._results[seq]
+        for name, first in progress.failed.items():
+            seqs = self._failures[name]
+            self._failures[name] = [s for s in seqs if s > first]
+        if decision.reset is not None:
+            self._failures[EXEC] = [s for s in self._failures[EXEC] if s >= decision.reset]
+
+    def _carry_out(self, decision: BatchDecision) -> None:
+        for tier, frames in decision.freed.items():
+            poison = self.poison.get(Tier(tier))
+            if poison is not None and len(frames):
+                poison(frames)
+        if decision.reset is not None:
+            self.executor.reset(decision.reset)
+        for ticket in decision.cancels:
+            self.links[ticket.link].cancel(ticket)
+        for op in decision.ops:
+            if op.after is None:
+                self.links[op.ticket.link].submit(op)
+        if decision.launch is not None:
+            self.executor.launch(decision.launch)
+        for op in decision.ops:
+            if op.after is not None:
+                self.links[op.ticket.link].submit(op)
+        self._launched_last = decision.launch is not None
+
+
+class _Recorded(msgspec.Struct, frozen=True):
+    inputs: StepInputs
+    digest: bytes
+
+
+class StepRecorder:
+    """Writes a run to a file: the scheduler's configuration, then every step's inputs and its decision's digest."""
+
+    def __init__(self, file: BinaryIO, config: SchedulerConfig) -> None:
+        self._file = file
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._frame(self._encode(config))
+
+    def write(self, inputs: StepInputs, decision: BatchDecision) -> None:
+        self._frame(self._encode(_Recorded(inputs, digest_of(decision))))
+
+    def _frame(self, data: bytes) -> None:
+        self._file.write(len(data).to_bytes(4, "little"))
+        self._file.write(data)
+
+
+def digest_of(decision: BatchDecision) -> bytes:
+    return hashlib.blake2b(decision.encode(), digest_size=16).digest()
+
+
+class ReplayMismatchError(RuntimeError):
+    pass
+
+
+def replay(file: BinaryIO) -> int:
+    """Run a recorded run's inputs through a fresh scheduler. Returns the number of steps; raises ReplayMismatchError
+    at the first decision that differs. A record cut off in its last frame ends there."""
+
+    def frames() -> list[bytes]:
+        found = []
+        while len(head := file.read(4)) == 4:
+            size = int.from_bytes(head, "little")
+            data = file.read(size)
+            if len(data) < size:
+                break
+            found.append(data)
+        return found
+
+    first, *steps = frames()
+    scheduler = Scheduler(msgspec.msgpack.decode(first, type=SchedulerConfig))
+    decoder = msgspec.msgpack.Decoder(_Recorded)
+    for data in steps:
+        recorded = decoder.decode(data)
+        if digest_of(scheduler.step(recorded.inputs)) != recorded.digest:
+            raise ReplayMismatchError(f"step {recorded.inputs.step} decides differently than it was recorded")
+    return len(steps)

@@ -1,0 +1,236 @@
+"""The scheduler's data: requests, their holds and plans, what goes into a step and what comes out.
+
+Plain data over numpy and msgspec; no torch, thread, socket or clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, TokenOutput
+from sglang.srt.mem_cache.hiradix_tree import Receipt
+from sglang.srt.mem_cache.transfer import Ticket, TransferOp
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+
+class SpanSource(IntEnum):
+    """Where the KV of a run of prompt tokens comes from."""
+
+    DEVICE = 0
+    LOAD = 1
+    COMPUTE = 2
+    STREAM = 3
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens [start, end) of a prompt. ticket: the operation that loads them."""
+
+    start: int
+    end: int
+    source: SpanSource
+    ticket: Ticket | None = None
+
+
+class ReqHold:
+    """All device memory that one running request has to itself, and its lock on the tree.
+
+    The pages from `published` tokens on are HELD frames of this request; everything before is the tree's, locked by
+    `receipt`. Only `Scheduler.close` ends a hold.
+    """
+
+    __slots__ = ("_first", "_frames", "_last", "id", "published", "receipt")
+
+    def __init__(self, hold_id: int, receipt: Receipt, published: int) -> None:
+        self.id = hold_id
+        self.receipt = receipt
+        self.published = published
+        self._frames = np.empty(16, np.int32)
+        self._first = 0
+        self._last = 0
+
+    @property
+    def frames(self) -> np.ndarray:
+        """HELD frames in page order, a view that later calls may change."""
+        return self._frames[self._first : self._last]
+
+    def extend(self, frames: np.ndarray) -> None:
+        n = self._last + len(frames)
+        if n > len(self._frames):
+            self._grow(len(frames))
+            n = self._last + len(frames)
+        self._frames[self._last : n] = frames
+        self._last = n
+
+    def append(self, frame: int) -> None:
+        if self._last == len(self._frames):
+            self._grow(1)
+        self._frames[self._last] = frame
+        self._last += 1
+
+    def pass_on(self, num_pages: int, num_tokens: int) -> None:
+        """The first pages belong to the tree, or to nobody, from now on."""
+        self._first += num_pages
+        self.published += num_tokens
+
+    def _grow(self, n: int) -> None:
+        # Always a new array: the tree keeps slices of the old one.
+        live = self.frames
+        grown = np.empty(2 * (len(live) + n) + 16, np.int32)
+        grown[: len(live)] = live
+        self._frames, self._first, self._last = grown, 0, len(live)
+
+
+class Req:
+    """A request inside the scheduler.
+
+    tokens: (max_len,) int32, prompt and output; the first num_known are there. length: tokens that exist or are being
+    sampled. computed: tokens whose KV is there or will be after the launches issued so far. order: place in the order
+    of arrival. epoch: counts holds; results of an older epoch are not this request's any more.
+    """
+
+    __slots__ = (
+        "cached_tokens_details",
+        "computed",
+        "emit_every",
+        "epoch",
+        "hold",
+        "last_launch",
+        "length",
+        "max_len",
+        "namespace",
+        "num_emitted",
+        "num_failures",
+        "num_known",
+        "num_prompt",
+        "num_retractions",
+        "order",
+        "plan",
+        "rid",
+        "sampling",
+        "slot",
+        "stop_ids",
+        "tokens",
+    )
+
+    def __init__(
+        self, msg: TokenizedGenerateReqInput, order: int, prompt: np.ndarray, max_len: int, stop_ids: frozenset[int]
+    ) -> None:
+        self.rid = msg.rid
+        self.namespace = msg.extra_key
+        self.sampling: SamplingParams = msg.sampling_params
+        self.order = order
+        self.tokens = np.empty(max_len, np.int32)
+        self.tokens[: len(prompt)] = prompt
+        self.num_prompt = self.num_known = self.length = len(prompt)
+        self.max_len = max_len
+        self.stop_ids = stop_ids
+        self.emit_every = 1
+        self.num_emitted = len(prompt)
+        self.computed = 0
+        self.last_launch = -1
+        self.epoch = 0
+        self.num_retractions = 0
+        self.num_failures = 0
+        self.slot = -1
+        self.hold: ReqHold | None = None
+        self.plan: tuple[Span, ...] = ()
+        self.cached_tokens_details: dict[str, int] = {}
+
+    def __repr__(self) -> str:
+        return f"Req({self.rid}, {self.num_known} tokens known, {self.computed} computed, epoch {self.epoch})"
+
+
+class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a step may know. Equal on all ranks.
+
+    step: its number. now: seconds, from rank 0. done: completed operations per link, and launches under "exec".
+    failed: per link the earliest failed number not yet consumed. results: launch -> its sampled tokens, int32 bytes.
+    cost: measured costs, for policies that use them. flush: ids of flush requests.
+    """
+
+    step: int
+    now: float
+    new: tuple[TokenizedGenerateReqInput, ...] = ()
+    aborts: tuple[str, ...] = ()
+    done: dict[str, int]
+    failed: dict[str, int] = {}
+    results: dict[int, bytes] = {}
+    cost: dict[str, float] = {}
+    flush: tuple[str, ...] = ()
+
+
+class LaunchMode(IntEnum):
+    EXTEND = 0
+    DECODE = 1
+
+
+@dataclass(frozen=True)
+class PageRun:
+    """Pages first_page.. of a slot are these frames from now on. fresh: the slot has a new request."""
+
+    slot: int
+    first_page: int
+    frames: np.ndarray
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One forward pass. slots, starts, lens: (num_reqs,) int32; request i computes tokens starts[i] .. + lens[i].
+
+    input_ids: (sum(lens),) int32; -1 stands for the token that the slot's previous launch samples. samples:
+    (num_reqs,) bool, whether the request's last row is sampled. sampling: parameters of the sampled requests; the
+    token they draw has position starts + lens. gates: loads that the pass waits for, layer by layer.
+    """
+
+    seq: int
+    mode: LaunchMode
+    slots: np.ndarray
+    starts: np.ndarray
+    lens: np.ndarray
+    input_ids: np.ndarray
+    samples: np.ndarray
+    sampling: tuple[SamplingParams, ...]
+    page_runs: tuple[PageRun, ...]
+    gates: tuple[Ticket, ...]
+
+
+class FlushReply(msgspec.Struct, frozen=True):
+    id: str
+    success: bool
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class BatchDecision:
+    """What to do after a step, in this order: poison freed frames (tests), reset, cancel, submit loads, launch,
+    submit backups. reset: launches below it that have not completed are void. freed: tier -> frames that became
+    FREE."""
+
+    step: int
+    reset: int | None = None
+    cancels: tuple[Ticket, ...] = ()
+    ops: tuple[TransferOp, ...] = ()
+    launch: Launch | None = None
+    freed: dict[int, np.ndarray] = field(default_factory=dict)
+    outputs: tuple[TokenOutput, ...] = ()
+    replies: tuple[FlushReply, ...] = ()
+
+    def encode(self) -> bytes:
+        """Canonical bytes: equal decisions, equal bytes."""
+        return _encode_decision(self)
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, value.tobytes()]
+    raise TypeError(f"cannot encode {type(value)}")
+
+
+_encode_decision = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode

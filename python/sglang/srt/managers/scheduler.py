@@ -1,0 +1,708 @@
+"""`Scheduler`: the replicated state machine. `step(StepInputs) -> BatchDecision`, nothing else.
+
+Owns requests, the tree, both frame tables and the cache controller. Contains no clock, thread, socket, torch or
+unordered set: ranks that get the same inputs take the same decisions, and a recorded run replays byte for byte.
+
+A step, in order:
+
+    results of completed launches -> tokens, finished requests
+    a failed launch               -> void everything from it on, requeue, drop what it published
+    completed operations          -> commit, or abort and requeue their readers
+    reap                          -> frames whose fence has passed and that nobody pins are free
+    aborts, new requests, flush
+    the next launch               -> prefill first; a decode step between two chunks of one prompt
+
+A request's life: waiting -> (admitted: lock the match, load, hold) -> prefilling, chunk by chunk -> running ->
+`close`, which is the only way a hold ends, whether the request finished, was aborted, retracted or lost its KV.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput, TokenOutput, bytes_to_ids
+from sglang.srt.managers.schedule_batch import (
+    BatchDecision,
+    FlushReply,
+    Launch,
+    LaunchMode,
+    PageRun,
+    Req,
+    ReqHold,
+    Span,
+    SpanSource,
+    StepInputs,
+)
+from sglang.srt.managers.schedule_policy import (
+    Admission,
+    choose_victim,
+    chunk_of,
+    decode_reserve,
+    may_admit,
+    pages_for,
+)
+from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, MatchResult, Node
+from sglang.srt.mem_cache.transfer import EXEC, LINKS, TIER_NAMES, Ticket, Tier
+
+# A request ends with an error when launches with it failed too often. A launch that waited for loads counts little:
+# each failed load takes its source out of the cache, so these failures end by themselves.
+FAILURE_LIMIT = 30
+FAILURE_WITH_LOADS = 1
+FAILURE_WITHOUT_LOADS = 10
+# Tokens of a request that is not streamed are passed on in groups.
+EMIT_EVERY_UNSTREAMED = 64
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """page_bytes: K and V of one page, all layers. num_host_pages 0: no host tier. context_len: prompt and output.
+    max_filling_ratio: share of the device that loads may be filling. publish_tokens: decoded tokens enter the tree
+    in runs of about this many. max_ahead: launches issued and not completed, 2 executes one step ahead."""
+
+    page_size: int
+    num_device_pages: int
+    num_host_pages: int
+    page_bytes: int
+    context_len: int
+    eos_token_ids: tuple[int, ...] = ()
+    max_running_requests: int = 256
+    chunked_prefill_size: int = 2048
+    max_prefill_tokens: int = 16384
+    new_token_ratio: float = 0.3
+    max_filling_ratio: float = 0.5
+    publish_tokens: int = 64
+    max_ahead: int = 2
+    enable_radix_cache: bool = True
+
+
+@dataclass
+class _LaunchRecord:
+    """What a launch will answer: the requests that it samples, and the epoch in which they asked."""
+
+    reqs: list[tuple[Req, int]]
+    sampled: list[tuple[Req, int]]
+    has_gates: bool
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig) -> None:
+        if config.chunked_prefill_size < config.page_size:
+            raise ValueError(
+                f"chunked prefill size {config.chunked_prefill_size} is below the page size {config.page_size}; "
+                "set --chunked-prefill-size to at least one page"
+            )
+        self.config = config
+        self.page_size = config.page_size
+        self.device = FrameTable(config.num_device_pages)
+        self.host = FrameTable(config.num_host_pages) if config.num_host_pages else None
+        self.tree = HiRadixTree(config.page_size)
+        self.controller = HiCacheController(self.tree, self.device, self.host, config.page_bytes)
+        self.counters: Counter[str] = Counter()
+        # One page stays free of any single request: the step that runs ahead of a finish may ask for it.
+        self.max_total_len = min(config.context_len, (config.num_device_pages - 1) * config.page_size)
+        self.waiting: deque[Req] = deque()
+        self.prefilling: Req | None = None
+        self.running: list[Req] = []
+        self.exec_done = 0
+        self.next_launch = 0
+        self._reqs: dict[str, Req] = {}
+        self._link_done = dict.fromkeys(LINKS, 0)
+        self._launches: dict[int, _LaunchRecord] = {}
+        self._free_slots = list(range(config.max_running_requests))[::-1]
+        self._next_order = 0
+        self._next_hold = 0
+        self._publish_run = max(1, config.publish_tokens // config.page_size) * config.page_size
+        self._decode_owed = False
+        # Page runs for slots whose launch is already built; they go out with the next one.
+        self._page_runs: list[PageRun] = []
+        self._outputs: list[TokenOutput] = []
+        self._changed: list[Req] = []
+
+    @property
+    def last_launch(self) -> int:
+        return self.next_launch - 1
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self._reqs)
+
+    def active(self) -> list[Req]:
+        """Requests that hold device memory."""
+        return ([self.prefilling] if self.prefilling else []) + self.running
+
+    def step(self, inputs: StepInputs) -> BatchDecision:
+        self._outputs, self._changed = [], []
+        done, failed = inputs.done[EXEC], inputs.failed.get(EXEC)
+        self._take_results(inputs.results, done, failed)
+        reset = None
+        if failed is not None:
+            reset = self._reset(failed)
+        self.exec_done = done
+        for link in LINKS:
+            self._take_completions(link, inputs.done[link], inputs.failed.get(link))
+        for table in self.controller.tables.values():
+            table.reap(done)
+        for rid in inputs.aborts:
+            self._abort(rid)
+        for msg in inputs.new:
+            self._add(msg)
+        replies = tuple(FlushReply(i, *self._flush()) for i in inputs.flush)
+        launch = None
+        if self.next_launch - self.exec_done < self.config.max_ahead:
+            launch = self._next()
+        for req in self._changed:
+            self._emit(req, None)
+        ops, cancels = self.controller.take_ops()
+        return BatchDecision(
+            step=inputs.step,
+            reset=reset,
+            cancels=cancels,
+            ops=ops,
+            launch=launch,
+            freed={tier.value: table.take_freed() for tier, table in self.controller.tables.items()},
+            outputs=tuple(self._outputs),
+            replies=replies,
+        )
+
+    # -- what came in -------------------------------------------------------------------------------------------
+
+    def _take_results(self, results: dict[int, bytes], done: int, failed: int | None) -> None:
+        for seq in range(self.exec_done, done):
+            if seq == failed or seq not in self._launches:
+                continue
+            record = self._launches.pop(seq)
+            tokens = bytes_to_ids(results[seq]).tolist()
+            assert len(tokens) == len(record.sampled), f"launch {seq} sampled {len(tokens)} of {len(record.sampled)}"
+            for (req, epoch), token in zip(record.sampled, tokens):
+                if req.epoch == epoch:
+                    self._take_token(req, token)
+
+    def _take_token(self, req: Req, token: int) -> None:
+        req.tokens[req.num_known] = token
+        req.num_known += 1
+        self.counters["generation_tokens"] += 1
+        if token in req.stop_ids:
+            self._finish(req, FinishReason(type="stop", matched=token))
+        elif req.num_known == req.max_len:
+            self._finish(req, FinishReason(type="length", length=req.num_known - req.num_prompt))
+        elif req.num_known - req.num_emitted >= req.emit_every:
+            self._changed.append(req)
+
+    def _reset(self, failed: int) -> int:
+        """Launch `failed` failed: it and all later ones are void, and so is what they published."""
+        record = self._launches.get(failed)
+        if record is not None:
+            for req, epoch in record.reqs:
+                if req.epoch == epoch:
+                    req.num_failures += FAILURE_WITH_LOADS if record.has_gates else FAILURE_WITHOUT_LOADS
+        for seq in [s for s in self._launches if s >= failed]:
+            del self._launches[seq]
+        for req in self.active():
+            self.close(req, "lost")
+            if req.num_failures >= FAILURE_LIMIT:
+                message = "the model failed again and again on batches with this request; see the server's log"
+                self._end(req, FinishReason(type="abort", message=message, status_code=500))
+            else:
+                self._requeue(req)
+        for node in list(self.tree.walk()):
+            for tier in Tier:
+                if node.frames[tier] is not None and node.fences[tier] >= failed:
+                    self.controller.drop(node, tier, self.last_launch)
+        self.counters["failed_launches"] += 1
+        return self.next_launch
+
+    def _take_completions(self, link: str, done: int, failed: int | None) -> None:
+        for seq in range(self._link_done[link], done):
+            ticket = Ticket(link, seq)
+            if seq == failed:
+                self._close_readers(ticket)
+                self.controller.abort(ticket, self.last_launch)
+            else:
+                self.controller.commit(ticket, self.exec_done)
+        self._link_done[link] = done
+
+    def _close_readers(self, ticket: Ticket) -> None:
+        """A load failed: whoever counts on these nodes starts again, and will compute what was to be loaded."""
+        lost = {node.id for node in self.controller.tree.nodes_of(ticket) if node.tickets[Tier.DEVICE] == ticket}
+        if not lost:
+            return
+        for req in self.active():
+            assert req.hold is not None
+            node: Node | None = req.hold.receipt.node
+            while node is not None and node.id not in lost:
+                node = node.parent
+            if node is not None:
+                self.close(req, "lost")
+                self._requeue(req)
+
+    def _add(self, msg: TokenizedGenerateReqInput) -> None:
+        assert msg.rid not in self._reqs, f"request id {msg.rid} is in use"
+        prompt = bytes_to_ids(msg.input_ids)
+        sampling = msg.sampling_params
+        if not 0 < len(prompt) < self.max_total_len:
+            message = (
+                f"the prompt has {len(prompt)} tokens; this server takes 1 to {self.max_total_len - 1} "
+                "(see --context-length and --max-total-tokens)"
+            )
+            reason = FinishReason(type="abort", message=message, status_code=400)
+            self._outputs.append(
+                TokenOutput(
+                    rid=msg.rid,
+                    output_ids=b"",
+                    finish_reason=reason,
+                    prompt_tokens=len(prompt),
+                    completion_tokens=0,
+                    cached_tokens=0,
+                )
+            )
+            return
+        stop_ids = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stop_ids |= frozenset(self.config.eos_token_ids)
+        max_len = min(len(prompt) + max(1, sampling.max_new_tokens), self.max_total_len)
+        req = Req(msg, self._next_order, prompt, max_len, stop_ids)
+        if not msg.stream and not sampling.stop:
+            req.emit_every = EMIT_EVERY_UNSTREAMED
+        self._next_order += 1
+        self._reqs[req.rid] = req
+        self.waiting.append(req)
+        self.counters["requests"] += 1
+
+    def _abort(self, rid: str) -> None:
+        req = self._reqs.get(rid)
+        if req is None:
+            return
+        if req.hold is not None:
+            self.close(req, "abort")
+        else:
+            self.waiting.remove(req)
+        self.counters["aborted_reqs"] += 1
+        self._end(req, FinishReason(type="abort", message="the request was aborted", status_code=499))
+
+    def _flush(self) -> tuple[bool, str]:
+        if self._reqs:
+            return False, f"{len(self._reqs)} requests are queued or running; the cache is flushed only when idle"
+        for tier in Tier:
+            for root in list(self.tree.roots.values()):
+                for node in list(root.children.values()):
+                    if node.frames[tier] is not None:
+                        self.controller.drop(node, tier, self.last_launch)
+        return True, ""
+
+    # -- ends ---------------------------------------------------------------------------------------------------
+
+    def close(self, req: Req, why: str) -> None:
+        """End the request's hold: the only way back for its memory and its lock. why: finish, abort, retract or lost.
+
+        Except when its KV is lost, what it computed enters the tree first: a retracted request finds it there.
+        """
+        hold = req.hold
+        assert hold is not None
+        if why != "lost":
+            self._publish(req, min(req.computed, req.num_known), self._page_runs)
+        self.device.doom(hold.frames.copy(), FrameState.HELD, self.last_launch)
+        end = hold.receipt.node
+        self.tree.unlock(hold.receipt, self.next_launch, self.last_launch)
+        if end.parent is not None:
+            self.tree.compact(end, self.exec_done)
+        req.hold = None
+        req.epoch += 1
+        req.length = req.num_known
+        req.computed = 0
+        self._free_slots.append(req.slot)
+        req.slot = -1
+        if req is self.prefilling:
+            self.prefilling = None
+        else:
+            self.running.remove(req)
+
+    def _finish(self, req: Req, reason: FinishReason) -> None:
+        self.close(req, "finish")
+        self._end(req, reason)
+
+    def _end(self, req: Req, reason: FinishReason) -> None:
+        del self._reqs[req.rid]
+        self._emit(req, reason)
+
+    def _requeue(self, req: Req) -> None:
+        """Back among the waiting, at the request's age."""
+        at = next((i for i, other in enumerate(self.waiting) if other.order > req.order), len(self.waiting))
+        self.waiting.insert(at, req)
+
+    def _emit(self, req: Req, reason: FinishReason | None) -> None:
+        if reason is None and (req.rid not in self._reqs or req.num_emitted == req.num_known):
+            return
+        self._outputs.append(
+            TokenOutput(
+                rid=req.rid,
+                output_ids=req.tokens[req.num_emitted : req.num_known].tobytes(),
+                finish_reason=reason,
+                prompt_tokens=req.num_prompt,
+                completion_tokens=req.num_known - req.num_prompt,
+                cached_tokens=sum(req.cached_tokens_details.values()),
+                cached_tokens_details=req.cached_tokens_details,
+            )
+        )
+        req.num_emitted = req.num_known
+
+    # -- the next launch ----------------------------------------------------------------------------------------
+
+    def _next(self) -> Launch | None:
+        wants_decode = self._decode_owed and any(r.length < r.max_len for r in self.running)
+        if not wants_decode:
+            launch = self._prefill()
+            if launch is not None:
+                return launch
+        self._decode_owed = False
+        return self._decode()
+
+    def _prefill(self) -> Launch | None:
+        build = _LaunchBuilder(self.next_launch, self._take_page_runs())
+        budget = min(self.config.chunked_prefill_size, self.config.max_prefill_tokens)
+        req = self.prefilling
+        if req is not None:
+            chunk = chunk_of(req.num_known - req.computed, budget, self.page_size)
+            frames = self._allocate(self._pages_to(req, req.computed + chunk), FrameState.HELD, req.slot)
+            if frames is not None:
+                assert req.hold is not None
+                self._extend(build, req, chunk, frames)
+                budget -= chunk
+        if self.prefilling is None:
+            while self.waiting and self._free_slots and budget >= self.page_size:
+                used = self._admit(build, self.waiting[0], budget)
+                if used == 0:
+                    break
+                budget -= used
+                if self.prefilling is not None:
+                    break
+        if not build.reqs:
+            self._page_runs = build.page_runs + self._page_runs
+            return None
+        self._decode_owed = self.prefilling is not None
+        return self._issue(build, LaunchMode.EXTEND)
+
+    def _admit(self, build: _LaunchBuilder, req: Req, budget: int) -> int:
+        """Start a waiting request if memory permits. Returns the tokens it computes in this launch, 0 if it waits."""
+        page = self.page_size
+        match = self._match(req)
+        num_load = (match.total_len - match.device_len) // page
+        filling = self.device.counts[FrameState.FILLING]
+        if num_load and filling and filling + num_load > self.config.max_filling_ratio * self.device.num_pages:
+            return 0
+        need = pages_for(req.num_known, page) - match.device_len // page
+        available = self.device.num_free + self.tree.evictable_pages(Tier.DEVICE)
+        available -= self.tree.evictable_pages_in(match)
+        active = self.active()
+        futures = [r.max_len - r.length for r in active]
+        admission = Admission(
+            need=need,
+            own_future=pages_for(req.max_len - req.num_known, page),
+            was_retracted=req.num_retractions > 0,
+        )
+        reserve = decode_reserve(futures, self.config.new_token_ratio, page)
+        worst = decode_reserve(futures, 1.0, page)
+        if not may_admit(admission, available, reserve, worst, bool(active)):
+            return 0
+        chunk = chunk_of(req.num_known - match.total_len, budget, page)
+        if chunk == 0:
+            return 0
+        receipt = self.tree.lock(match, self.next_launch)
+        num_own = pages_for(match.total_len + chunk, page) - match.total_len // page
+        if not self._make_room(num_load + num_own):
+            self.tree.unlock(receipt, self.next_launch, -1)
+            return 0
+        self.waiting.popleft()
+        self._next_hold += 1
+        req.hold = ReqHold(self._next_hold, receipt, match.total_len)
+        req.slot = self._free_slots.pop()
+        path = []
+        node = receipt.node
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        path.reverse()
+        if num_load:
+            self.controller.begin_load([n for n in path if n.frames[Tier.DEVICE] is None])
+        self._plan(req, path)
+        prefix = [n.frames[Tier.DEVICE] for n in path]
+        build.page_runs.append(
+            PageRun(req.slot, 0, np.concatenate(prefix) if prefix else np.empty(0, np.int32), fresh=True)  # type: ignore[arg-type]
+        )
+        req.computed = match.total_len
+        own = self.device.allocate(num_own, req.slot, FrameState.HELD)
+        assert own is not None
+        self.prefilling = req
+        self._extend(build, req, chunk, own)
+        return chunk
+
+    def _match(self, req: Req) -> MatchResult:
+        """What the cache has of all but the last token, which must be computed to sample the next one."""
+        limit = req.num_known - 1 if self.config.enable_radix_cache else 0
+        return self.tree.match(req.namespace, req.tokens[:limit])
+
+    def _plan(self, req: Req, path: list[Node]) -> None:
+        """Where every token of the sequence comes from; counts what the cache saved, once per request."""
+        spans: list[Span] = []
+        pos = 0
+        for node in path:
+            ticket = node.tickets[Tier.DEVICE]
+            source = SpanSource.DEVICE if ticket is None else SpanSource.LOAD
+            end = pos + len(node.key)
+            if spans and (spans[-1].source, spans[-1].ticket) == (source, ticket):
+                spans[-1] = Span(spans[-1].start, end, source, ticket)
+            else:
+                spans.append(Span(pos, end, source, ticket))
+            pos = end
+        spans.append(Span(pos, req.num_known, SpanSource.COMPUTE))
+        req.plan = tuple(spans)
+        if req.num_emitted == req.num_prompt and req.num_retractions == 0:
+            found = dict.fromkeys(TIER_NAMES, 0)
+            for span in spans[:-1]:
+                tier = Tier.DEVICE if span.source == SpanSource.DEVICE else Tier.HOST
+                found[TIER_NAMES[tier]] += span.end - span.start
+            if not req.cached_tokens_details:
+                self.counters["prompt_tokens"] += req.num_prompt
+                for name, n in found.items():
+                    self.counters[f"hit_tokens_{name}"] += n
+            req.cached_tokens_details = {TIER_NAMES[tier]: found[TIER_NAMES[tier]] for tier in self.controller.tables}
+
+    def _extend(self, build: _LaunchBuilder, req: Req, chunk: int, frames: np.ndarray) -> None:
+        """Compute the next `chunk` tokens of a prompt in this launch."""
+        hold = req.hold
+        assert hold is not None and req is self.prefilling
+        start, end = req.computed, req.computed + chunk
+        if len(frames):
+            build.page_runs.append(PageRun(req.slot, pages_for(start, self.page_size), frames))
+            hold.extend(frames)
+        samples = end == req.num_known
+        build.add(req, start, req.tokens[start:end], samples)
+        for span in req.plan:
+            if span.ticket is not None and span.ticket in self.controller.in_flight:
+                build.gates.setdefault(span.ticket)
+        req.computed = end
+        req.last_launch = build.seq
+        self._publish(req, end, self._page_runs)
+        if samples:
+            req.length += 1
+            self.prefilling = None
+            self.running.append(req)
+
+    def _decode(self) -> Launch | None:
+        page = self.page_size
+        while True:
+            reqs = [r for r in self.running if r.length < r.max_len]
+            if not reqs:
+                return None
+            growing = [r for r in reqs if r.computed % page == 0]
+            frames = self._allocate(len(growing), FrameState.HELD, owner=-1)
+            if frames is not None:
+                break
+            # What was given up comes back when launches and transfers end: taking more from others would not help.
+            if (
+                self.next_launch > self.exec_done
+                or self.device.counts[FrameState.DOOMED]
+                or self.controller.in_flight
+            ):
+                return None
+            active = self.active()
+            victim = active[choose_victim([r.order for r in active])]
+            self.close(victim, "retract")
+            victim.num_retractions += 1
+            self.counters["retracted_reqs"] += 1
+            self._requeue(victim)
+        build = _LaunchBuilder(self.next_launch, self._take_page_runs())
+        for req in reqs:
+            if min(req.computed, req.num_known) - req.hold.published >= self._publish_run:  # type: ignore[union-attr]
+                self._publish(req, min(req.computed, req.num_known), build.page_runs)
+        self.device.owner[frames] = [r.slot for r in growing]
+        for i, req in enumerate(growing):
+            req.hold.append(frames[i])  # type: ignore[union-attr]
+            build.page_runs.append(PageRun(req.slot, req.computed // page, frames[i : i + 1]))
+        for req in reqs:
+            at = req.computed
+            build.add(req, at, req.tokens[at : at + 1] if at < req.num_known else _UNKNOWN, True)
+            req.computed = at + 1
+            req.length += 1
+            req.last_launch = build.seq
+        return self._issue(build, LaunchMode.DECODE)
+
+    def _issue(self, build: _LaunchBuilder, mode: LaunchMode) -> Launch:
+        self._launches[build.seq] = _LaunchRecord(
+            [(r, r.epoch) for r in build.reqs],
+            [(r, r.epoch) for r, s in zip(build.reqs, build.samples) if s],
+            bool(build.gates),
+        )
+        self.next_launch += 1
+        self.counters["launches"] += 1
+        self.counters["prefill_tokens" if mode == LaunchMode.EXTEND else "decode_tokens"] += sum(build.lens)
+        return build.launch(mode)
+
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    def _pages_to(self, req: Req, num_tokens: int) -> int:
+        """Pages that a request lacks to compute up to num_tokens."""
+        return pages_for(num_tokens, self.page_size) - pages_for(req.computed, self.page_size)
+
+    def _make_room(self, num_pages: int) -> bool:
+        """Evict until num_pages are free at once; False if they are not, or not yet."""
+        lacking = num_pages - self.device.num_free
+        if lacking > 0:
+            self.controller.evict(Tier.DEVICE, lacking, self.exec_done)
+        return self.device.num_free >= num_pages
+
+    def _allocate(self, num_pages: int, state: FrameState, owner: int) -> np.ndarray | None:
+        return self.device.allocate(num_pages, owner, state) if self._make_room(num_pages) else None
+
+    def _publish(self, req: Req, upto: int, page_runs: list[PageRun]) -> None:
+        """Enter the whole pages of tokens [published, upto) into the tree and back them up.
+
+        page_runs: takes the pages that change for the request because the tree had them already; the launch that
+        computes them still writes the duplicates, so they must reach the executor after it.
+        """
+        hold = req.hold
+        assert hold is not None
+        page = self.page_size
+        start, end = hold.published, upto - upto % page
+        if end <= start or not self.config.enable_radix_cache:
+            return
+        num_pages = (end - start) // page
+        result = self.tree.publish(
+            req.namespace,
+            hold.receipt.node,
+            req.tokens[start:end],
+            hold.frames[:num_pages],
+            req.last_launch,
+            self.next_launch,
+        )
+        if result.end == 0:
+            return
+        old = hold.receipt
+        hold.receipt = self.tree.lock_node(result.node, self.next_launch)
+        self.tree.unlock(old, self.next_launch, -1)
+        for node in result.created:
+            frames = node.frames[Tier.DEVICE]
+            assert frames is not None
+            self.device.transition(frames, FrameState.HELD, FrameState.CACHED)
+        hold.pass_on(result.end // page, result.end)
+        if len(result.duplicates):
+            self.device.doom(result.duplicates, FrameState.HELD, req.last_launch)
+            page_runs.append(PageRun(req.slot, start // page, result.frames))
+        self.controller.begin_backup(result.node, self.exec_done)
+
+    def _take_page_runs(self) -> list[PageRun]:
+        runs, self._page_runs = self._page_runs, []
+        return runs
+
+    # -- looking ------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What `GET /hicache/state` shows: plain numbers."""
+        page = self.page_size
+        tiers = {}
+        for tier, table in self.controller.tables.items():
+            counts = {state.name.lower(): table.counts[state] for state in FrameState}
+            evictable = self.tree.evictable_pages(tier)
+            tiers[TIER_NAMES[tier]] = {
+                "num_pages": table.num_pages,
+                "total_tokens": table.num_pages * page,
+                "used_tokens": (table.num_pages - table.num_free - evictable) * page,
+                "cached_tokens": self.tree.resident_pages(tier) * page,
+                "evictable_tokens": evictable * page,
+                "free_pages": table.num_free,
+                "pages": counts,
+            }
+        links = {}
+        for link in LINKS:
+            pending = [op for ticket, op in self.controller.in_flight.items() if ticket.link == link]
+            links[link] = {
+                "operations_done": self._link_done[link],
+                "operations_in_flight": len(pending),
+                "bytes_in_flight": sum(op.size_bytes for op in pending),
+            }
+        return {
+            "page_size": page,
+            "tiers": tiers,
+            "links": links if self.host is not None else {},
+            "queues": {"waiting": len(self.waiting), "running": len(self.active())},
+            "launches": {"issued": self.next_launch, "done": self.exec_done},
+            "tree": {"nodes": self.tree.num_nodes, "namespaces": len(self.tree.roots)},
+            "counters": dict(sorted((self.counters + self.controller.counters).items())),
+        }
+
+    def check_invariants(self) -> None:
+        """Everything that must hold after every step; quadratic here and there, for tests and idle moments."""
+        self.tree.check_invariants()
+        self.controller.check_invariants()
+        active = self.active()
+        held = [r.hold.frames for r in active if r.hold is not None]
+        frames = np.concatenate(held) if held else np.empty(0, np.int32)
+        assert len(np.unique(frames)) == len(frames) == self.device.counts[FrameState.HELD], "a held page is lost"
+        assert (self.device.state[frames] == FrameState.HELD).all()
+        own: dict[int, int] = {}
+        for req in active:
+            assert req.hold is not None and self._reqs[req.rid] is req
+            own[id(req.hold.receipt.node)] = own.get(id(req.hold.receipt.node), 0) + 1
+            assert req.hold.published % self.page_size == 0
+            depth, node = 0, req.hold.receipt.node
+            while node.parent is not None:
+                depth, node = depth + len(node.key), node.parent
+            assert depth == req.hold.published, f"{req}: locked to {depth}, published {req.hold.published}"
+            assert len(req.hold.frames) == pages_for(req.computed, self.page_size) - depth // self.page_size
+            assert req.num_known <= req.length <= req.max_len
+            pos = 0
+            for span in req.plan:
+                assert span.start == pos and span.end >= pos, f"{req}: a gap in its plan"
+                pos = span.end
+            assert pos >= req.num_prompt
+        for node in [*self.tree.walk(), *self.tree.roots.values()]:
+            locks = own.get(id(node), 0) + sum(c.lock for c in node.children.values())
+            assert node.lock == locks, f"{node}: locked {node.lock} times, {locks} known"
+        orders = [r.order for r in self.waiting]
+        assert orders == sorted(orders)
+        assert all(r.hold is None and r.slot == -1 for r in self.waiting)
+        assert len(self._reqs) == len(self.waiting) + len(active)
+        assert len(self._free_slots) + len(active) == self.config.max_running_requests
+
+
+_UNKNOWN = np.array([-1], np.int32)
+
+
+class _LaunchBuilder:
+    """Collects one launch."""
+
+    def __init__(self, seq: int, page_runs: list[PageRun]) -> None:
+        self.seq = seq
+        self.page_runs = page_runs
+        self.reqs: list[Req] = []
+        self.starts: list[int] = []
+        self.lens: list[int] = []
+        self.ids: list[np.ndarray] = []
+        self.samples: list[bool] = []
+        self.gates: dict[Ticket, None] = {}
+
+    def add(self, req: Req, start: int, ids: np.ndarray, samples: bool) -> None:
+        self.reqs.append(req)
+        self.starts.append(start)
+        self.lens.append(len(ids))
+        self.ids.append(ids)
+        self.samples.append(samples)
+
+    def launch(self, mode: LaunchMode) -> Launch:
+        return Launch(
+            seq=self.seq,
+            mode=mode,
+            slots=np.array([r.slot for r in self.reqs], np.int32),
+            starts=np.array(self.starts, np.int32),
+            lens=np.array(self.lens, np.int32),
+            input_ids=np.concatenate(self.ids),
+            samples=np.array(self.samples, np.bool_),
+            sampling=tuple(r.sampling for r, s in zip(self.reqs, self.samples) if s),
+            page_runs=tuple(self.page_runs),
+            gates=tuple(self.gates),
+        )

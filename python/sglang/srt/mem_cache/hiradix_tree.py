@@ -1,0 +1,563 @@
+"""`HiRadixTree`: the radix tree that says *where* every cached page is, on every tier.
+
+Owns the nodes, their keys and their residency. Never touches memory, frame states (see frame_table.py), links or
+clocks: numpy arrays in, decisions out. Time is counted in launches.
+
+A node covers a page-aligned run of tokens below its parent. Its residency on a tier is all or nothing: the frames
+(int32, one per page) or None. Residency is prefix-closed on each tier, so a path reads device, then host:
+
+    root --- [system prompt] --- [turn 1] --- [turn 2]
+              device+host         device+host   host          match: 2 nodes DEVICE, 1 node to LOAD
+
+A split keeps the identity of the lower half, so that locks, which name the end of a path, stay valid:
+
+    before   parent --- node(abcdef)             after   parent --- upper(abc) --- node(def)
+             frames 0 1 2 3 4 5                          frames 0 1 2    frames 3 4 5
+             ticket t, fence f, lock n                   t, f, n         t, f, n
+
+Matching never splits; locking and publishing do.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sglang.srt.mem_cache.transfer import Ticket, Tier
+
+_NO_FENCE = -1
+_TIERS = tuple(Tier)
+
+
+class Node:
+    """One edge of the tree and the pages on it.
+
+    key: int32, a slice of some request's tokens. frames, tickets, fences: per tier; a ticket means that the frames
+    are FILLING under that operation; the fence is the launch that wrote the data. lock: holds that end here plus
+    those of the children. last_use: the last launch that may read the device frames. num_resident_children: per
+    tier.
+    """
+
+    __slots__ = (
+        "children",
+        "fences",
+        "frames",
+        "id",
+        "key",
+        "last_access",
+        "last_use",
+        "lock",
+        "num_resident_children",
+        "parent",
+        "tickets",
+    )
+
+    def __init__(self, node_id: int, key: np.ndarray, parent: Node | None) -> None:
+        self.id = node_id
+        self.key = key
+        self.parent = parent
+        self.children: dict[int | bytes, Node] = {}
+        self.frames: list[np.ndarray | None] = [None] * len(_TIERS)
+        self.tickets: list[Ticket | None] = [None] * len(_TIERS)
+        self.fences = [_NO_FENCE] * len(_TIERS)
+        self.num_resident_children = [0] * len(_TIERS)
+        self.lock = 0
+        self.last_access = 0
+        self.last_use = _NO_FENCE
+
+    def __repr__(self) -> str:
+        where = "+".join(t.name.lower() for t in _TIERS if self.frames[t] is not None)
+        return f"Node({self.id}, {len(self.key)} tokens, {where or 'nowhere'}, lock {self.lock})"
+
+
+class Root(Node):
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: str) -> None:
+        super().__init__(-1, np.empty(0, np.int32), None)
+        self.namespace = namespace
+
+
+@dataclass(frozen=True)
+class MatchResult:
+    """path: nodes from the root down, the last one matched for last_len tokens. device_len, total_len: tokens found
+    on the device, and on the device or the host; both multiples of the page size."""
+
+    namespace: str
+    path: tuple[Node, ...]
+    last_len: int
+    device_len: int
+    total_len: int
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """A lock on the path that ends with `node`."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class PublishResult:
+    """end: tokens taken over, counted from the start of the published run; fewer than offered when a node is FILLING.
+    frames: the tree's frames for those tokens. duplicates: offered frames that the tree did not need."""
+
+    node: Node
+    end: int
+    frames: np.ndarray
+    duplicates: np.ndarray
+    created: tuple[Node, ...]
+
+
+@dataclass
+class Dropped:
+    """Frames that left the tree: cached ones with the fence after which they may be reused, and filling ones with
+    the operation that still writes them."""
+
+    cached: list[tuple[np.ndarray, int]] = field(default_factory=list)
+    filling: list[tuple[np.ndarray, Ticket]] = field(default_factory=list)
+
+
+class HiRadixTree:
+    def __init__(self, page_size: int) -> None:
+        if page_size < 1:
+            raise ValueError(f"page size must be at least 1, got {page_size}")
+        self.page_size = page_size
+        self.roots: dict[str, Root] = {}
+        self.num_nodes = 0
+        self._next_id = 0
+        self._by_ticket: dict[Ticket, list[Node]] = {}
+        self._evictable = [0] * len(_TIERS)
+        self._resident = [0] * len(_TIERS)
+        self._heaps: list[list[tuple[int, int, Node]]] = [[] for _ in _TIERS]
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def match(self, namespace: str, tokens: np.ndarray) -> MatchResult:
+        """The longest cached prefix of tokens (int32), in whole pages. Changes nothing."""
+        node: Node | None = self.roots.get(namespace)
+        path: list[Node] = []
+        last_len = device_len = pos = 0
+        page = self.page_size
+        end = len(tokens) - len(tokens) % page
+        on_device = True
+        while node is not None and pos < end:
+            child = node.children.get(self._page_key(tokens, pos))
+            if child is None or (child.frames[Tier.DEVICE] is None and child.tickets[Tier.HOST] is not None):
+                break  # the latter left the device while its backup is still on the way: it is nowhere yet
+            last_len = self._common(child.key, tokens[pos:end])
+            path.append(child)
+            pos += last_len
+            on_device = on_device and child.frames[Tier.DEVICE] is not None
+            if on_device:
+                device_len = pos
+            if last_len < len(child.key):
+                break
+            node = child
+        return MatchResult(namespace, tuple(path), last_len, device_len, pos)
+
+    def evictable_pages(self, tier: Tier) -> int:
+        """Pages that eviction could give up sooner or later: ready, and not locked if on the device."""
+        return self._evictable[tier]
+
+    def evictable_pages_in(self, match: MatchResult) -> int:
+        """Evictable device pages that locking the match would take out of eviction's reach."""
+        pages = 0
+        for node in match.path:
+            pages += self._evictable_pages(node, Tier.DEVICE)
+        if match.path and pages and self._evictable_pages(match.path[-1], Tier.DEVICE):
+            pages -= (len(match.path[-1].key) - match.last_len) // self.page_size
+        return pages
+
+    def resident_pages(self, tier: Tier) -> int:
+        return self._resident[tier]
+
+    def nodes_of(self, ticket: Ticket) -> list[Node]:
+        """Nodes whose frames the operation fills; none once it is committed or all were dropped."""
+        return self._by_ticket.get(ticket, [])
+
+    def walk(self) -> Iterator[Node]:
+        """Every node but the roots, parents first."""
+        stack: list[Node] = list(self.roots.values())
+        while stack:
+            node = stack.pop()
+            if node.parent is not None:
+                yield node
+            stack.extend(node.children.values())
+
+    # -- locks --------------------------------------------------------------------------------------------------
+
+    def lock(self, match: MatchResult, now: int) -> Receipt:
+        """Lock the matched path, splitting its last node if it matched in part."""
+        if not match.path:
+            node = self._root(match.namespace)
+        else:
+            node = match.path[-1]
+            if match.last_len < len(node.key):
+                node = self._split(node, match.last_len)
+        return self.lock_node(node, now)
+
+    def lock_node(self, node: Node, now: int) -> Receipt:
+        step: Node | None = node
+        while step is not None:
+            if step.lock == 0:
+                self._evictable[Tier.DEVICE] -= self._evictable_pages(step, Tier.DEVICE)
+            step.lock += 1
+            step.last_access = now
+            step = step.parent
+        return Receipt(node)
+
+    def unlock(self, receipt: Receipt, now: int, fence: int) -> None:
+        """Release exactly what the receipt's lock took. fence: the last launch that may read the path."""
+        step: Node | None = receipt.node
+        while step is not None:
+            assert step.lock > 0, f"{step} is not locked"
+            step.lock -= 1
+            step.last_access = now
+            step.last_use = max(step.last_use, fence)
+            if step.lock == 0:
+                self._evictable[Tier.DEVICE] += self._evictable_pages(step, Tier.DEVICE)
+                for tier in _TIERS:
+                    self._offer(step, tier)
+                self._prune(step)
+            step = step.parent
+
+    # -- growing ------------------------------------------------------------------------------------------------
+
+    def publish(
+        self, namespace: str, below: Node | None, tokens: np.ndarray, frames: np.ndarray, fence: int, now: int
+    ) -> PublishResult:
+        """Enter device pages that launch `fence` writes, below the node where their prefix ends (None: the root).
+
+        tokens: int32, whole pages; kept by reference. frames: one per page. Pages that the tree has already are
+        returned as duplicates; a node that the device lacks adopts the offered frames; a FILLING node ends the run.
+        """
+        page = self.page_size
+        assert len(tokens) == len(frames) * page
+        node = below if below is not None else self._root(namespace)
+        taken: list[np.ndarray] = []
+        duplicates: list[np.ndarray] = []
+        created: list[Node] = []
+        pos = 0
+        while pos < len(tokens):
+            child = node.children.get(self._page_key(tokens, pos))
+            if child is None:
+                child = self._new_node(tokens[pos:], node)
+                self._set_frames(child, Tier.DEVICE, frames[pos // page :], None, fence)
+                child.last_access = now
+                self._offer(child, Tier.DEVICE)
+                taken.append(frames[pos // page :])
+                created.append(child)
+                node, pos = child, len(tokens)
+                break
+            if child.tickets[Tier.DEVICE] is not None:
+                break
+            common = self._common(child.key, tokens[pos:])
+            if common < len(child.key):
+                child = self._split(child, common)
+            offered = frames[pos // page : (pos + common) // page]
+            mine = child.frames[Tier.DEVICE]
+            if mine is None:
+                self._set_frames(child, Tier.DEVICE, offered, None, fence)
+                self._offer(child, Tier.DEVICE)
+                taken.append(offered)
+                created.append(child)
+            else:
+                taken.append(mine)
+                duplicates.append(offered)
+            child.last_access = now
+            node = child
+            pos += common
+        none = frames[:0]
+        return PublishResult(
+            node=node,
+            end=pos,
+            frames=np.concatenate(taken) if len(taken) > 1 else (taken[0] if taken else none),
+            duplicates=np.concatenate(duplicates) if len(duplicates) > 1 else (duplicates[0] if duplicates else none),
+            created=tuple(created),
+        )
+
+    def begin_fill(self, nodes: list[Node], tier: Tier, frames: np.ndarray, ticket: Ticket) -> None:
+        """Give nodes (a path, top first) frames that the operation will fill, in order."""
+        source = Tier.HOST if tier == Tier.DEVICE else Tier.DEVICE
+        pos = 0
+        for node in nodes:
+            assert node.frames[tier] is None
+            n = len(node.key) // self.page_size
+            self._set_frames(node, tier, frames[pos : pos + n], ticket, node.fences[source])
+            pos += n
+        assert pos == len(frames)
+        self._by_ticket[ticket] = list(nodes)
+
+    def commit(self, ticket: Ticket, tier: Tier) -> list[Node]:
+        """The operation has filled its frames. Returns the nodes that still wanted them."""
+        nodes = self._by_ticket.pop(ticket, [])
+        for node in nodes:
+            node.tickets[tier] = None
+            self._evictable[tier] += self._evictable_pages(node, tier)
+            for t in _TIERS:
+                self._offer(node, t)
+        return nodes
+
+    # -- shrinking ----------------------------------------------------------------------------------------------
+
+    def evict(self, tier: Tier, num_pages: int, keep: Node | None = None) -> Dropped:
+        """Give up the least recently used leaves of a tier until num_pages are gone or none is left.
+
+        The last leaf is split if a part of it is enough. keep: nodes on the path to it stay.
+        """
+        dropped = Dropped()
+        kept = set()
+        step = keep
+        while step is not None:
+            kept.add(step.id)
+            step = step.parent
+        put_back = []
+        while num_pages > 0 and self._heaps[tier]:
+            entry = heapq.heappop(self._heaps[tier])
+            node = entry[2]
+            if not self._is_evictable_leaf(node, tier):
+                continue
+            if entry[0] != node.last_access:
+                heapq.heappush(self._heaps[tier], (node.last_access, node.id, node))
+                continue
+            if node.id in kept:
+                put_back.append(entry)
+                continue
+            n = len(node.key) // self.page_size
+            if n > num_pages:
+                upper = self._split(node, (n - num_pages) * self.page_size)
+                self._offer(upper, tier)
+                n = num_pages
+            num_pages -= n
+            self._take_frames(node, tier, dropped)
+        for entry in put_back:
+            heapq.heappush(self._heaps[tier], entry)
+        return dropped
+
+    def drop(self, node: Node, tier: Tier) -> Dropped:
+        """Take a node and all below it off a tier, whatever their age. On the device they must not be locked."""
+        dropped = Dropped()
+        stack, order = [node], []
+        while stack:
+            step = stack.pop()
+            if step.frames[tier] is not None:
+                order.append(step)
+                stack.extend(step.children.values())
+        for step in reversed(order):
+            assert tier != Tier.DEVICE or step.lock == 0, f"{step} is locked: close its readers first"
+            self._take_frames(step, tier, dropped)
+        return dropped
+
+    def compact(self, node: Node, done: int) -> None:
+        """Merge the chain of single children that ends with `node` into it, where all its parts are alike: same
+        residency, nothing in flight, no lock that ends inside. Launches below `done` are over."""
+        chain = [node]
+        if not self._is_settled(node, done):
+            return
+        while True:
+            upper = chain[-1].parent
+            if (
+                upper is None
+                or upper.parent is None
+                or len(upper.children) != 1
+                or upper.lock != node.lock
+                or not self._is_settled(upper, done)
+                or any((upper.frames[t] is None) != (node.frames[t] is None) for t in _TIERS)
+            ):
+                break
+            chain.append(upper)
+        if len(chain) == 1:
+            return
+        chain.reverse()
+        top = chain[0]
+        assert top.parent is not None
+        first_key = self._page_key(top.key, 0)
+        node.key = _join_keys([n.key for n in chain])
+        for tier in _TIERS:
+            if node.frames[tier] is not None:
+                node.frames[tier] = np.concatenate([n.frames[tier] for n in chain])  # type: ignore[misc]
+            node.fences[tier] = max(n.fences[tier] for n in chain)
+        node.last_use = max(n.last_use for n in chain)
+        node.last_access = max(n.last_access for n in chain)
+        node.parent = top.parent
+        top.parent.children[first_key] = node
+        for gone in chain[:-1]:
+            gone.parent = None
+            gone.children = {}
+            gone.frames = [None] * len(_TIERS)
+            self.num_nodes -= 1
+
+    # -- invariants ---------------------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        evictable, resident = [0] * len(_TIERS), [0] * len(_TIERS)
+        num_nodes = 0
+        filling: dict[Ticket, set[int]] = {}
+        for node in self.walk():
+            num_nodes += 1
+            parent = node.parent
+            assert parent is not None
+            assert parent.children[self._page_key(node.key, 0)] is node
+            assert len(node.key) > 0 and len(node.key) % self.page_size == 0
+            assert any(f is not None for f in node.frames), f"{node} is on no tier"
+            assert node.lock >= sum(c.lock for c in node.children.values())
+            assert node.lock == 0 or node.frames[Tier.DEVICE] is not None, f"{node} is locked but not on the device"
+            for tier in _TIERS:
+                frames, ticket = node.frames[tier], node.tickets[tier]
+                count = sum(c.frames[tier] is not None for c in node.children.values())
+                assert count == node.num_resident_children[tier]
+                if frames is None:
+                    assert ticket is None and count == 0, f"{node} has residents below it on {tier.name}"
+                    continue
+                assert len(frames) * self.page_size == len(node.key)
+                resident[tier] += len(frames)
+                evictable[tier] += self._evictable_pages(node, tier)
+                if ticket is not None:
+                    filling.setdefault(ticket, set()).add(node.id)
+        assert num_nodes == self.num_nodes
+        assert resident == self._resident, f"resident {self._resident}, by walk {resident}"
+        assert evictable == self._evictable, f"evictable {self._evictable}, by walk {evictable}"
+        listed = {t: {n.id for n in nodes} for t, nodes in self._by_ticket.items() if nodes}
+        assert filling == listed, "tickets on nodes differ from the register"
+        for tier in _TIERS:
+            offered = {n.id for _, _, n in self._heaps[tier]}
+            for node in self.walk():
+                assert not self._is_evictable_leaf(node, tier) or node.id in offered, f"{node} can never be evicted"
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _page_key(self, tokens: np.ndarray, pos: int) -> int | bytes:
+        if self.page_size == 1:
+            return int(tokens[pos])
+        return tokens[pos : pos + self.page_size].tobytes()
+
+    def _common(self, key: np.ndarray, tokens: np.ndarray) -> int:
+        """Length of the common prefix in whole pages; at least one page, as the caller found `key` by its first."""
+        n = min(len(key), len(tokens))
+        differs = key[:n] != tokens[:n]
+        first = int(differs.argmax())
+        if not differs[first]:
+            return n
+        return first - first % self.page_size
+
+    def _root(self, namespace: str) -> Node:
+        root = self.roots.get(namespace)
+        if root is None:
+            root = self.roots[namespace] = Root(namespace)
+        return root
+
+    def _prune(self, node: Node) -> None:
+        """Forget a root that nobody uses; namespaces come and go with their tenants."""
+        if isinstance(node, Root) and not node.children and node.lock == 0:
+            del self.roots[node.namespace]
+
+    def _new_node(self, key: np.ndarray, parent: Node) -> Node:
+        node = Node(self._next_id, key, parent)
+        self._next_id += 1
+        self.num_nodes += 1
+        parent.children[self._page_key(key, 0)] = node
+        return node
+
+    def _split(self, node: Node, num_tokens: int) -> Node:
+        assert 0 < num_tokens < len(node.key) and num_tokens % self.page_size == 0
+        parent = node.parent
+        assert parent is not None
+        upper = self._new_node(node.key[:num_tokens], parent)
+        num_pages = num_tokens // self.page_size
+        node.key = node.key[num_tokens:]
+        node.parent = upper
+        upper.children[self._page_key(node.key, 0)] = node
+        upper.lock = node.lock
+        upper.last_access = node.last_access
+        upper.last_use = node.last_use
+        for tier in _TIERS:
+            frames = node.frames[tier]
+            if frames is None:
+                continue
+            upper.frames[tier] = frames[:num_pages]
+            node.frames[tier] = frames[num_pages:]
+            upper.fences[tier] = node.fences[tier]
+            upper.num_resident_children[tier] = 1
+            ticket = upper.tickets[tier] = node.tickets[tier]
+            if ticket is not None:
+                self._by_ticket[ticket].append(upper)
+        return upper
+
+    def _set_frames(self, node: Node, tier: Tier, frames: np.ndarray, ticket: Ticket | None, fence: int) -> None:
+        assert node.parent is not None
+        node.frames[tier] = frames
+        node.tickets[tier] = ticket
+        node.fences[tier] = fence
+        node.parent.num_resident_children[tier] += 1
+        self._resident[tier] += len(frames)
+        self._evictable[tier] += self._evictable_pages(node, tier)
+
+    def _take_frames(self, node: Node, tier: Tier, dropped: Dropped) -> None:
+        """Take a leaf of the tier off it; a node on no tier leaves the tree."""
+        frames, ticket, parent = node.frames[tier], node.tickets[tier], node.parent
+        assert frames is not None and parent is not None and node.num_resident_children[tier] == 0
+        self._evictable[tier] -= self._evictable_pages(node, tier)
+        self._resident[tier] -= len(frames)
+        if ticket is None:
+            fence = max(node.fences[tier], node.last_use) if tier == Tier.DEVICE else _NO_FENCE
+            dropped.cached.append((frames, fence))
+        else:
+            self._by_ticket[ticket].remove(node)
+            dropped.filling.append((frames, ticket))
+        node.frames[tier] = None
+        node.tickets[tier] = None
+        parent.num_resident_children[tier] -= 1
+        if all(f is None for f in node.frames):
+            del parent.children[self._page_key(node.key, 0)]
+            node.parent = None
+            self.num_nodes -= 1
+            self._prune(parent)
+        else:
+            for t in _TIERS:
+                self._offer(node, t)
+        self._offer(parent, tier)
+
+    def _evictable_pages(self, node: Node, tier: Tier) -> int:
+        frames = node.frames[tier]
+        if frames is None or node.tickets[tier] is not None or (tier == Tier.DEVICE and node.lock > 0):
+            return 0
+        return len(frames)
+
+    def _is_evictable_leaf(self, node: Node, tier: Tier) -> bool:
+        """The source of a load in flight stays on the host, else its failure could not be told from eviction."""
+        return (
+            node.parent is not None
+            and node.frames[tier] is not None
+            and node.tickets[tier] is None
+            and node.num_resident_children[tier] == 0
+            and (node.lock == 0 if tier == Tier.DEVICE else node.tickets[Tier.DEVICE] is None)
+        )
+
+    def _offer(self, node: Node, tier: Tier) -> None:
+        """Enter a node among the candidates for eviction, if it is one. Entries go stale freely; `evict` checks."""
+        if not self._is_evictable_leaf(node, tier):
+            return
+        heap = self._heaps[tier]
+        heapq.heappush(heap, (node.last_access, node.id, node))
+        if len(heap) > 64 + 4 * self.num_nodes:
+            best = {n.id: n for _, _, n in heap if self._is_evictable_leaf(n, tier)}
+            self._heaps[tier] = [(n.last_access, n.id, n) for n in best.values()]
+            heapq.heapify(self._heaps[tier])
+
+    def _is_settled(self, node: Node, done: int) -> bool:
+        return all(t is None for t in node.tickets) and all(f < done for f in node.fences)
+
+
+def _join_keys(keys: list[np.ndarray]) -> np.ndarray:
+    """Concatenate; without a copy where the keys are neighbours in one array, as chunks of one request are."""
+    base = keys[0].base
+    if isinstance(base, np.ndarray) and base.ndim == 1 and all(k.base is base for k in keys):
+        size = keys[0].itemsize
+        starts = [(k.ctypes.data - base.ctypes.data) // size for k in keys]
+        if all(s + len(k) == t for s, k, t in zip(starts, keys, starts[1:])):
+            return base[starts[0] : starts[-1] + len(keys[-1])]
+    return np.concatenate(keys)

@@ -1,0 +1,149 @@
+"""`CopyLink`: a link that copies between the device pool and the host pool, in order, on a stream of its own.
+
+Owns the operations it was given until they are polled. Never decides what moves; never touches frame states.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from sgl_kernel.kvcacheio import transfer_kv_all_layer_lf_pf, transfer_kv_per_layer_pf_lf
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.transfer import GateError, LoadFailedError, OpResult, Ticket, Tier, TransferOp
+from sglang.srt.model_executor.stream import Event, Stream
+
+logger = logging.getLogger(__name__)
+
+_KEPT_OPERATIONS = 4096
+
+
+class Fence(Protocol):
+    """The end of a launch; see `ModelExecutor.fence`."""
+
+    @property
+    def event(self) -> Event: ...
+
+    @property
+    def failed(self) -> bool: ...
+
+
+class _Operation:
+    def __init__(self, op: TransferOp) -> None:
+        self.op = op
+        self.layer_events: list[Event] = []
+        self.cancelled = False
+        self.error = ""
+
+
+class CopyGate:
+    def __init__(self, operation: _Operation) -> None:
+        self._operation = operation
+
+    def wait(self, layer: int, stream: Stream) -> None:
+        events = self._operation.layer_events
+        if layer >= len(events) or not events[layer].recorded:
+            raise GateError(f"{self._operation.op.ticket}: layer {layer} is awaited but was never enqueued")
+        stream.wait(events[layer])
+
+    def check(self) -> None:
+        if self._operation.error:
+            raise LoadFailedError(f"{self._operation.op.ticket}: {self._operation.error}")
+
+
+class CopyLink:
+    """fence: launch number -> its fence, None if long over. notify: called from the stream after every operation."""
+
+    def __init__(
+        self,
+        name: str,
+        device_pool: MHATokenToKVPool,
+        host_pool: MHATokenToKVPoolHost,
+        stream: Stream,
+        fence: Callable[[int], Fence | None],
+        notify: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.name = name
+        self.device_pool = device_pool
+        self.host_pool = host_pool
+        self.stream = stream
+        self.fence = fence
+        self.notify = notify
+        self._operations: dict[int, _Operation] = {}
+        self._next_seq = 0
+        self._results: deque[OpResult] = deque()
+
+    def submit(self, op: TransferOp) -> None:
+        link, seq = op.ticket
+        assert link == self.name and seq == self._next_seq, f"{op.ticket} out of order, {self._next_seq} expected"
+        self._next_seq += 1
+        operation = self._operations[seq] = _Operation(op)
+        self._operations.pop(seq - _KEPT_OPERATIONS, None)
+        src = torch.from_numpy(op.src_frames).to(torch.int64)
+        dst = torch.from_numpy(op.dst_frames).to(torch.int64)
+        if op.dst == Tier.DEVICE:
+            for layer in range(self.device_pool.num_layers):
+                self.stream.enqueue(partial(self._guard, operation, partial(self._load_layer, op, src, dst, layer)))
+                operation.layer_events.append(self.stream.record())
+        else:
+            fence = None if op.after is None else self.fence(op.after)
+            if fence is not None:
+                self.stream.wait(fence.event)
+            self.stream.enqueue(partial(self._guard, operation, partial(self._back_up, op, src, dst, fence)))
+        self.stream.enqueue(partial(self._finish, operation))
+
+    def cancel(self, ticket: Ticket) -> None:
+        operation = self._operations.get(ticket.seq)
+        if operation is not None:
+            operation.cancelled = True
+
+    def gate(self, ticket: Ticket) -> CopyGate:
+        operation = self._operations.get(ticket.seq)
+        if operation is None:
+            raise GateError(f"{ticket} is awaited but was never submitted")
+        return CopyGate(operation)
+
+    def poll(self) -> list[OpResult]:
+        self.stream.raise_if_dead()
+        results = []
+        while self._results:
+            results.append(self._results.popleft())
+        return results
+
+    # -- on the stream ------------------------------------------------------------------------------------------
+
+    def _load_layer(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, layer: int) -> None:
+        view = self.device_pool.view(layer)
+        transfer_kv_per_layer_pf_lf(self.host_pool.kv, view.k, view.v, src, dst, layer)
+
+    def _back_up(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, fence: Fence | None) -> None:
+        if fence is not None and fence.failed:
+            raise LoadFailedError(f"launch {op.after}, which was to write the source, failed")
+        kv = self.device_pool.kv
+        transfer_kv_all_layer_lf_pf(kv[0], kv[1], self.host_pool.kv, src, dst)
+
+    def _guard(self, operation: _Operation, work: Callable[[], Any]) -> None:
+        """Run one part of an operation; an error fails the operation, not the stream."""
+        if operation.error:
+            return
+        if operation.cancelled:
+            operation.error = "cancelled"
+            return
+        try:
+            work()
+        except LoadFailedError as error:
+            operation.error = str(error)
+        except Exception as error:
+            logger.exception("%s failed", operation.op.ticket)
+            operation.error = str(error) or type(error).__name__
+
+    def _finish(self, operation: _Operation) -> None:
+        error = operation.error
+        self._results.append(OpResult(operation.op.ticket.seq, ok=not error, error=error))
+        self.notify()

@@ -1,0 +1,51 @@
+"""`MHATokenToKVPool`: the device pool's memory, layer-first. Which page is whose is the frame table's business."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang.srt.mem_cache.kv_view import KVView
+
+
+class MHATokenToKVPool:
+    """kv: (2, num_layers, num_pages, page_size, num_kv_heads, head_dim). Written by launches, on the compute stream,
+    and by loads, on theirs; the scheduler's fences and tickets keep them apart."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str = "cpu",
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.num_layers = num_layers
+        self.kv = torch.zeros(2, num_layers, num_pages, page_size, num_kv_heads, head_dim, dtype=dtype, device=device)
+        self._views = [KVView(self.kv[0, layer], self.kv[1, layer]) for layer in range(num_layers)]
+        self._slots = [(view.k.flatten(0, 1), view.v.flatten(0, 1)) for view in self._views]
+
+    @staticmethod
+    def page_bytes(page_size: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """K and V of one page, all layers, in bytes."""
+        return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
+
+    def view(self, layer_id: int) -> KVView:
+        return self._views[layer_id]
+
+    def store(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write k, v: (num_tokens, num_kv_heads, head_dim) into slots loc: (num_tokens,) int64."""
+        k_slots, v_slots = self._slots[layer_id]
+        k_slots.index_copy_(0, loc, k)
+        v_slots.index_copy_(0, loc, v)
+
+    def pages(self, frames: torch.Tensor) -> torch.Tensor:
+        """A copy of pages `frames` (n,) int64, page-first as on the host."""
+        return self.kv.index_select(2, frames).movedim(2, 0).contiguous()
+
+    def poison(self, frames: torch.Tensor) -> None:
+        """Fill pages with NaN: whatever reads them before they are written shows it."""
+        self.kv.index_fill_(2, frames, float("nan"))

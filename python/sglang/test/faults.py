@@ -1,0 +1,76 @@
+"""Faulty links and executors: failures injected by seed, late completions, operations cancelled by themselves."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from sglang.srt.mem_cache.link import CopyLink, Fence
+from sglang.srt.mem_cache.transfer import LoadFailedError, OpResult, TransferOp
+from sglang.srt.model_executor.executor import ModelExecutor, StepResult, _Run
+
+
+class FaultyLink(CopyLink):
+    """fail_rate: share of operations that fail, at a random layer or after copying everything. late_rate: chance that
+    a poll holds a completion back. Half of the failures come as cancellations."""
+
+    def __init__(self, *args: Any, seed: int, fail_rate: float, late_rate: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._random = random.Random(seed)
+        self._fail_rate = fail_rate
+        self._late_rate = late_rate
+        self._fail_at: dict[int, int] = {}
+        self._held: list[OpResult] = []
+
+    def submit(self, op: TransferOp) -> None:
+        fails = self._random.random() < self._fail_rate
+        if fails:
+            self._fail_at[op.ticket.seq] = self._random.randrange(self.device_pool.num_layers)
+        super().submit(op)
+        if fails and self._random.random() < 0.5:
+            self.cancel(op.ticket)
+
+    def poll(self) -> list[OpResult]:
+        self._held += super().poll()
+        n = len(self._held)
+        while n and self._random.random() < self._late_rate:
+            n -= 1
+        ready, self._held = self._held[:n], self._held[n:]
+        return ready
+
+    def _load_layer(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, layer: int) -> None:
+        if self._fail_at.get(op.ticket.seq) == layer:
+            raise LoadFailedError("injected")
+        super()._load_layer(op, src, dst, layer)
+
+    def _back_up(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, fence: Fence | None) -> None:
+        if op.ticket.seq in self._fail_at:
+            raise LoadFailedError("injected")
+        super()._back_up(op, src, dst, fence)
+
+
+class FaultyExecutor(ModelExecutor):
+    """fail_rate: share of launches whose last layer raises. late_rate: as for links."""
+
+    def __init__(self, *args: Any, seed: int, fail_rate: float, late_rate: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._random = random.Random(seed)
+        self._fail_rate = fail_rate
+        self._late_rate = late_rate
+        self._held: list[StepResult] = []
+
+    def _layer(self, run: _Run, layer: int) -> None:
+        super()._layer(run, layer)
+        last = layer == self.model.num_layers - 1
+        if last and run.error is None and not run.void and self._random.random() < self._fail_rate:
+            run.error = RuntimeError("injected")
+
+    def poll(self) -> list[StepResult]:
+        self._held += super().poll()
+        n = len(self._held)
+        while n and self._random.random() < self._late_rate:
+            n -= 1
+        ready, self._held = self._held[:n], self._held[n:]
+        return ready

@@ -1,0 +1,103 @@
+"""A model whose arithmetic is exact, so that KV can be compared byte for byte whatever the batch was.
+
+Every value is an integer below a prime, held in float64: sums and products stay exact in any order. A token's KV
+depends on all earlier tokens through the KV of all earlier positions *as read from the pool*: one wrong page, one
+page in the wrong place, one read before its load, and every later value differs. NaN (poison) spreads to the logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang.srt.mem_cache.kv_view import KVSegment, KVView
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, KVPool
+
+PRIME = 1_000_003
+HEADS, DIM = 2, 2
+
+
+class HashModel:
+    """`CausalLM` over a float64 pool with 2 KV heads of dimension 2."""
+
+    def __init__(self, num_layers: int = 3, vocab_size: int = 7, seed: int = 0) -> None:
+        self.num_layers = num_layers
+        self.vocab_size = vocab_size
+        rng = np.random.default_rng(seed)
+
+        def weights(*shape: int) -> torch.Tensor:
+            return torch.from_numpy(rng.integers(1, 1000, shape).astype(np.float64))
+
+        self._embed = weights(vocab_size)
+        self._kv = weights(num_layers, 3, 2, HEADS, DIM)
+        self._read = weights(num_layers, 2, HEADS, DIM)
+        self._mix = weights(num_layers, 3)
+
+    def embed(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._embed[batch.input_ids]
+
+    def forward_layer(self, layer_id: int, state: Any, batch: ForwardBatch, pool: KVPool) -> torch.Tensor:
+        kv = self._keys_values(layer_id, state, batch.positions)
+        pool.store(layer_id, batch.out_loc, kv[:, 0], kv[:, 1])
+        view = pool.view(layer_id)
+        sums, row = [], 0
+        for q_len, segments in zip(batch.attn.q_lens, batch.segments):
+            read = torch.cat([self._gather(view, segment) for segment in segments])
+            total = self._contributions(layer_id, read, 0).cumsum(0)
+            sums.append(total[len(total) - q_len :])
+            row += q_len
+        return self._next(layer_id, state, torch.cat(sums))
+
+    def logits(self, state: Any, batch: ForwardBatch) -> torch.Tensor:
+        return self._logits(state[batch.sample_rows])
+
+    def reference(self, tokens: np.ndarray) -> np.ndarray:
+        """KV of a sequence, from its tokens alone: (len(tokens), 2, num_layers, HEADS, DIM) float64."""
+        return self._run(tokens)[0].numpy()
+
+    def next_token(self, tokens: np.ndarray) -> int:
+        """The greedy continuation of a sequence."""
+        state = self._run(tokens)[1]
+        return int(self._logits(state[-1:]).argmax())
+
+    def generate(self, prompt: np.ndarray, num_tokens: int, stop: frozenset[int] = frozenset()) -> list[int]:
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + num_tokens:
+            tokens.append(self.next_token(np.array(tokens)))
+            if tokens[-1] in stop:
+                break
+        return tokens[len(prompt) :]
+
+    def _run(self, tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = torch.arange(len(tokens))
+        state = self._embed[torch.as_tensor(np.asarray(tokens), dtype=torch.int64)]
+        layers = []
+        for layer in range(self.num_layers):
+            kv = self._keys_values(layer, state, positions)
+            layers.append(kv)
+            state = self._next(layer, state, self._contributions(layer, kv, 0).cumsum(0))
+        return torch.stack(layers, 2), state
+
+    def _keys_values(self, layer: int, state: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        a, b, c = self._kv[layer]
+        return (state[:, None, None, None] * a + positions[:, None, None, None] * b + c) % PRIME
+
+    def _contributions(self, layer: int, kv: torch.Tensor, first: int) -> torch.Tensor:
+        weight = torch.arange(first, first + len(kv)) * 37 % 61 + 1
+        return ((kv * self._read[layer]).sum((1, 2, 3)) % PRIME) * weight
+
+    def _next(self, layer: int, state: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+        a, b, c = self._mix[layer]
+        return (state * a + (sums % PRIME) * b + c) % PRIME
+
+    def _logits(self, state: torch.Tensor) -> torch.Tensor:
+        wanted = state % self.vocab_size
+        return -((torch.arange(self.vocab_size) - wanted[:, None]) ** 2).to(torch.float32)
+
+    @staticmethod
+    def _gather(view: KVView, segment: KVSegment) -> torch.Tensor:
+        """(length, 2, HEADS, DIM) of a segment."""
+        k, v = view.k[segment.pages].flatten(0, 1), view.v[segment.pages].flatten(0, 1)
+        return torch.stack((k, v), 1)[segment.skip : segment.skip + segment.length]

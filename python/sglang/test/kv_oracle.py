@@ -1,0 +1,77 @@
+"""The KV oracle, third of the three nets: recompute every cached path and compare its bytes on every tier.
+
+It catches what tokens, invariants and poison miss: a published token that was never the real one, a page copied from
+the wrong place under the right tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.hiradix_tree import Node
+from sglang.srt.mem_cache.transfer import Tier
+
+
+class OracleError(AssertionError):
+    pass
+
+
+class PagedMemory(Protocol):
+    def pages(self, frames: torch.Tensor) -> torch.Tensor: ...
+
+
+def tokens_to(node: Node) -> np.ndarray:
+    """The tokens of the path that ends with node."""
+    keys = []
+    step: Node | None = node
+    while step is not None:
+        keys.append(step.key)
+        step = step.parent
+    return np.concatenate(keys[::-1])
+
+
+def check_kv(
+    scheduler: Scheduler,
+    memory: dict[Tier, PagedMemory],
+    reference: Callable[[np.ndarray], np.ndarray],
+    atol: float = 0.0,
+) -> int:
+    """Compare all KV that is ready with its recomputation; returns the number of pages compared.
+
+    reference: tokens -> (num_tokens, 2, num_layers, num_kv_heads, head_dim). A node is ready on a tier if nothing
+    fills it and the launch that wrote it is over.
+    """
+    page = scheduler.page_size
+    compared = 0
+    known: dict[int, np.ndarray] = {}
+    nodes = list(scheduler.tree.walk())
+    for node in nodes:
+        if node.children:
+            continue
+        tokens = tokens_to(node)
+        kv = reference(tokens)
+        step: Node | None = node
+        end = len(tokens)
+        while step is not None and step.parent is not None and step.id not in known:
+            start = end - len(step.key)
+            known[step.id] = kv[start:end]
+            step, end = step.parent, start
+    for node in nodes:
+        wanted = known[node.id]
+        # (pages, page, 2, layers, heads, dim) -> (pages, 2, layers, page, heads, dim), the pages' own order.
+        wanted = wanted.reshape(-1, page, *wanted.shape[1:]).transpose(0, 2, 3, 1, 4, 5)
+        for tier, pool in memory.items():
+            frames = node.frames[tier]
+            if frames is None or node.tickets[tier] is not None or node.fences[tier] >= scheduler.exec_done:
+                continue
+            found = pool.pages(torch.from_numpy(frames).to(torch.int64)).to(torch.float64).numpy()
+            good = np.array_equal(found, wanted) if atol == 0 else np.allclose(found, wanted, rtol=0, atol=atol)
+            if not good:
+                raise OracleError(f"{node}: wrong bytes on {tier.name.lower()} for tokens {tokens_to(node)[:32]}…")
+            compared += len(frames)
+    return compared

@@ -1,0 +1,318 @@
+"""The soak: random requests, aborts and faults in tiny pools, with all three nets stretched under every step.
+
+    python -m sglang.test.soak --seed 1 --seeds 40 --steps 2000
+
+Every seed draws a configuration (page size, pool sizes, chunk, failure rates, ranks), drives real schedulers, trees,
+pools, links and executors on emulated streams with the exact model of hash_model.py, and checks after every step:
+all invariants; that ranks decide alike; that tokens are the right ones. Every few steps the KV oracle compares every
+cached byte. At the end nothing may be left over, and the record of the run must replay to the same decisions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from sglang.srt.managers.engine_core import EngineCore, StepRecorder, digest_of, reduce_progress, replay
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
+from sglang.srt.managers.schedule_batch import BatchDecision
+from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
+from sglang.srt.mem_cache.frame_table import FrameState
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.transfer import D2H, H2D, Tier
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.test.faults import FaultyExecutor, FaultyLink
+from sglang.test.hash_model import DIM, HEADS, HashModel
+from sglang.test.kv_oracle import PagedMemory, check_kv
+from sglang.test.stream_emulator import StreamEmulator
+
+EOS = 0
+
+
+class WrongTokensError(AssertionError):
+    pass
+
+
+class StuckError(AssertionError):
+    pass
+
+
+@dataclass(frozen=True)
+class SoakConfig:
+    """One seed's configuration. Rates are probabilities; steps counts ticks in which requests may arrive."""
+
+    seed: int
+    steps: int
+    page_size: int
+    num_device_pages: int
+    num_host_pages: int
+    max_running_requests: int
+    chunked_prefill_size: int
+    max_ahead: int
+    num_ranks: int
+    arrival_rate: float
+    abort_rate: float
+    link_fail_rate: float
+    launch_fail_rate: float
+    late_rate: float
+    max_prompt: int = 48
+    max_new_tokens: int = 24
+    oracle_every: int = 25
+
+    @staticmethod
+    def draw(seed: int, steps: int) -> SoakConfig:
+        rng = random.Random(seed)
+        page_size = rng.choice((1, 3, 4, 16))
+        # Enough for one request, and for few more.
+        pages = -(-(48 + 24) // page_size) + 2 + rng.randrange(1 + rng.choice((20, 160)) // page_size)
+        faults = rng.random() < 0.6
+        return SoakConfig(
+            seed=seed,
+            steps=steps,
+            page_size=page_size,
+            num_device_pages=pages,
+            num_host_pages=rng.choice((0, pages // 2 + 1, 2 * pages, 6 * pages)),
+            max_running_requests=rng.choice((1, 3, 8)),
+            chunked_prefill_size=max(page_size, rng.choice((5, 16, 64))),
+            max_ahead=rng.choice((1, 2, 2)),
+            num_ranks=rng.choice((1, 1, 2)),
+            arrival_rate=rng.choice((0.05, 0.2, 0.5)),
+            abort_rate=rng.choice((0.0, 0.02)),
+            link_fail_rate=rng.choice((0.05, 0.4)) if faults else 0.0,
+            launch_fail_rate=rng.choice((0.0, 0.02)) if faults else 0.0,
+            late_rate=rng.choice((0.0, 0.5)),
+        )
+
+
+@dataclass
+class Rank:
+    core: EngineCore
+    emulator: StreamEmulator
+    device_pool: MHATokenToKVPool
+    host_pool: MHATokenToKVPoolHost | None
+
+
+@dataclass
+class _Expected:
+    prompt: np.ndarray
+    max_new_tokens: int
+    stop: frozenset[int]
+    got: list[int] = field(default_factory=list)
+
+
+def greedy(logits: torch.Tensor, sampling: SamplingBatchInfo) -> torch.Tensor:
+    return logits.argmax(-1)
+
+
+def build_rank(config: SoakConfig, model: HashModel, rank: int, record: StepRecorder | None) -> Rank:
+    emulator = StreamEmulator(config.seed * 10 + rank)
+    pool = MHATokenToKVPool(config.num_device_pages, config.page_size, model.num_layers, HEADS, DIM, torch.float64)
+    pool.kv.fill_(float("nan"))
+    page_bytes = pool.page_bytes(config.page_size, model.num_layers, HEADS, DIM, torch.float64)
+    scheduler = Scheduler(scheduler_config(config, page_bytes))
+    links: dict[str, FaultyLink] = {}
+    faults = {"late_rate": config.late_rate}
+    executor = FaultyExecutor(
+        model,
+        pool,
+        config.page_size,
+        1.0,
+        greedy,
+        emulator.stream("compute"),
+        links,
+        config.max_running_requests,
+        model.vocab_size,
+        check_finite=True,
+        seed=config.seed * 10 + rank,
+        fail_rate=config.launch_fail_rate,
+        **faults,
+    )
+    host_pool = None
+    poison = {Tier.DEVICE: lambda frames: pool.poison(torch.from_numpy(frames).to(torch.int64))}
+    if config.num_host_pages:
+        host_pool = host = MHATokenToKVPoolHost(pool, config.num_host_pages)
+        host.kv.fill_(float("nan"))
+        poison[Tier.HOST] = lambda frames: host.poison(torch.from_numpy(frames).to(torch.int64))
+        for i, name in enumerate((H2D, D2H)):
+            links[name] = FaultyLink(
+                name,
+                pool,
+                host,
+                emulator.stream(name),
+                executor.fence,
+                seed=config.seed * 100 + rank * 10 + i,
+                fail_rate=config.link_fail_rate,
+                **faults,
+            )
+    return Rank(EngineCore(scheduler, executor, dict(links), poison, record), emulator, pool, host_pool)
+
+
+def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
+    return SchedulerConfig(
+        page_size=config.page_size,
+        num_device_pages=config.num_device_pages,
+        num_host_pages=config.num_host_pages,
+        page_bytes=page_bytes,
+        context_len=config.max_prompt + config.max_new_tokens,
+        eos_token_ids=(EOS,),
+        max_running_requests=config.max_running_requests,
+        chunked_prefill_size=config.chunked_prefill_size,
+        publish_tokens=8,
+        max_ahead=config.max_ahead,
+    )
+
+
+class Soak:
+    """Drives the ranks of one configuration. `run` raises what the nets catch."""
+
+    def __init__(self, config: SoakConfig) -> None:
+        self.config = config
+        self.model = HashModel(seed=config.seed % 5)
+        self.random = random.Random(config.seed)
+        self.record = io.BytesIO()
+        probe = MHATokenToKVPool.page_bytes(config.page_size, self.model.num_layers, HEADS, DIM, torch.float64)
+        recorder = StepRecorder(self.record, scheduler_config(config, probe))
+        self.ranks = [
+            build_rank(config, self.model, rank, recorder if rank == 0 else None) for rank in range(config.num_ranks)
+        ]
+        self.live: dict[str, _Expected] = {}
+        self.histories: list[np.ndarray] = [np.array([1, 2, 1, 1, 2, 2] * 4, np.int32)]
+        self.num_finished = 0
+        self.num_ticks = 0
+        self._next_rid = 0
+
+    def run(self) -> None:
+        for _ in range(self.config.steps):
+            arrivals = [self._new_request()] if self.random.random() < self.config.arrival_rate else []
+            aborts = []
+            if self.live and self.random.random() < self.config.abort_rate:
+                aborts.append(self.random.choice(sorted(self.live)))
+            self._tick(arrivals, aborts)
+        limit = self.num_ticks + 400 * (len(self.live) + 5)
+        while self.live:
+            self._tick([], [])
+            if self.num_ticks > limit:
+                raise StuckError(f"{len(self.live)} requests do not end: {self.ranks[0].core.scheduler.active()}")
+        self._finish()
+
+    def _tick(self, arrivals: list[TokenizedGenerateReqInput], aborts: list[str]) -> None:
+        self.num_ticks += 1
+        ran = 0
+        for rank in self.ranks:
+            ran += rank.emulator.run(self.random.choice((0, 1, 3, 10, 60)))
+        reports = [rank.core.progress() for rank in self.ranks]
+        progress = reduce_progress(reports)
+        head = self.ranks[0].core
+        if not (arrivals or aborts or head.has_work(progress)):
+            if self.live and not any(r.core.has_outstanding for r in self.ranks):
+                raise StuckError(f"nothing is outstanding and {len(self.live)} requests wait")
+            return
+        decisions = [r.core.step(self.num_ticks * 1e-3, progress, arrivals, aborts) for r in self.ranks]
+        if len({digest_of(d) for d in decisions}) != 1:
+            raise AssertionError(f"ranks decide differently in step {decisions[0].step}")
+        for rank in self.ranks:
+            rank.core.scheduler.check_invariants()
+        self._take_outputs(decisions[0])
+        if decisions[0].step % self.config.oracle_every == 0:
+            self._ask_oracle()
+
+    def _new_request(self) -> TokenizedGenerateReqInput:
+        """A continuation or a variation of something said before, or something new; few distinct tokens."""
+        base = self.random.choice(self.histories)
+        kept = self.random.randrange(min(len(base), self.config.max_prompt - 8) + 1)
+        tail = [self.random.randrange(1, 3) for _ in range(self.random.randrange(1, 9))]
+        prompt = np.concatenate([base[:kept], np.array(tail, np.int32)]).astype(np.int32)
+        rid = f"r{self._next_rid}"
+        self._next_rid += 1
+        max_new = self.random.randrange(1, self.config.max_new_tokens)
+        ignore_eos = self.random.random() < 0.6
+        self.live[rid] = _Expected(prompt, max_new, frozenset() if ignore_eos else frozenset({EOS}))
+        return TokenizedGenerateReqInput(
+            rid=rid,
+            input_ids=ids_to_bytes(prompt),
+            sampling_params=SamplingParams(
+                max_new_tokens=max_new, temperature=0.0, sampling_seed=0, ignore_eos=ignore_eos
+            ),
+            extra_key=self.random.choice(("", "", "", "tenant")),
+            stream=True,
+        )
+
+    def _take_outputs(self, decision: BatchDecision) -> None:
+        for output in decision.outputs:
+            expected = self.live[output.rid]
+            expected.got += bytes_to_ids(output.output_ids).tolist()
+            reason = output.finish_reason
+            if reason is None:
+                continue
+            del self.live[output.rid]
+            wanted = self.model.generate(expected.prompt, expected.max_new_tokens, expected.stop)
+            got = expected.got
+            if got != (wanted if reason.type != "abort" else wanted[: len(got)]):
+                raise WrongTokensError(f"{output.rid}: got {got}, expected {wanted}")
+            self.num_finished += 1
+            self.histories.append(np.concatenate([expected.prompt, np.array(got, np.int32)]).astype(np.int32))
+            self.histories = self.histories[-12:]
+
+    def _ask_oracle(self) -> None:
+        for rank in self.ranks:
+            memory: dict[Tier, PagedMemory] = {Tier.DEVICE: rank.device_pool}
+            if rank.host_pool is not None:
+                memory[Tier.HOST] = rank.host_pool
+            check_kv(rank.core.scheduler, memory, self.model.reference)
+
+    def _finish(self) -> None:
+        for _ in range(10_000):
+            if not any(r.core.has_outstanding for r in self.ranks):
+                break
+            self._tick([], [])
+        for rank in self.ranks:
+            scheduler = rank.core.scheduler
+            assert not rank.core.has_outstanding, "operations never end"
+            for tier, table in scheduler.controller.tables.items():
+                free, cached = table.counts[FrameState.FREE], table.counts[FrameState.CACHED]
+                assert free + cached == table.num_pages, f"left on {tier.name.lower()}: {table.counts}"
+            assert all(n.lock == 0 for n in scheduler.tree.walk()), "a lock is left"
+            assert rank.emulator.unrecorded_waits == 0, "somebody waited for an event that was never recorded"
+        self._ask_oracle()
+        self.record.seek(0)
+        replay(self.record)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=1, help="the first seed")
+    parser.add_argument("--seeds", type=int, default=40, help="how many")
+    parser.add_argument("--steps", type=int, default=2000, help="steps with arrivals per seed")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for seed in range(args.seed, args.seed + args.seeds):
+        config = SoakConfig.draw(seed, args.steps)
+        soak = Soak(config)
+        start = time.perf_counter()
+        try:
+            soak.run()
+        except BaseException:
+            print(f"seed {seed} failed after {soak.num_ticks} steps: {config}", file=sys.stderr)
+            raise
+        counters = soak.ranks[0].core.scheduler.state()["counters"]
+        print(
+            f"seed {seed}: page {config.page_size}, {config.num_device_pages}+{config.num_host_pages} pages, "
+            f"{config.num_ranks} ranks, {soak.num_finished} requests, "
+            f"{counters.get('hit_tokens_device', 0)}/{counters.get('hit_tokens_host', 0)} tokens hit, "
+            f"{counters.get('retracted_reqs', 0)} retracted, {counters.get('failed_ops', 0)} transfers and "
+            f"{counters.get('failed_launches', 0)} launches failed, {time.perf_counter() - start:.1f} s",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
