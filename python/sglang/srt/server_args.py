@@ -71,6 +71,8 @@ class ServerArgs:
     hicache_size: float = arg(0, "host pool's size in GB; wins over the ratio when above 0")
     hicache_write_policy: str = arg("write_through", "when pages go to the host", choices=("write_through",))
 
+    record_steps: str | None = arg(None, "write every scheduler step to this file, for replay")
+
     log_level: str = arg("info", "level of the log", choices=("debug", "info", "warning", "error", "critical"))
     log_level_http: str | None = arg(
         None,

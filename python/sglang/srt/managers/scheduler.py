@@ -63,7 +63,8 @@ EMIT_EVERY_UNSTREAMED = 64
 class SchedulerConfig:
     """page_bytes: K and V of one page, all layers. num_host_pages 0: no host tier. context_len: prompt and output.
     max_filling_ratio: share of the device that loads may be filling. publish_tokens: decoded tokens enter the tree
-    in runs of about this many. max_ahead: launches issued and not completed, 2 executes one step ahead."""
+    in runs of about this many. stream_interval: tokens per output of a streamed request. max_ahead: launches issued
+    and not completed, 2 executes one step ahead."""
 
     page_size: int
     num_device_pages: int
@@ -77,6 +78,7 @@ class SchedulerConfig:
     new_token_ratio: float = 0.3
     max_filling_ratio: float = 0.5
     publish_tokens: int = 64
+    stream_interval: int = 1
     max_ahead: int = 2
     enable_radix_cache: bool = True
 
@@ -267,7 +269,9 @@ class Scheduler:
             stop_ids |= frozenset(self.config.eos_token_ids)
         max_len = min(len(prompt) + max(1, sampling.max_new_tokens), self.max_total_len)
         req = Req(msg, self._next_order, prompt, max_len, stop_ids)
-        if not msg.stream and not sampling.stop:
+        if msg.stream:
+            req.emit_every = self.config.stream_interval
+        elif not sampling.stop:
             req.emit_every = EMIT_EVERY_UNSTREAMED
         self._next_order += 1
         self._reqs[req.rid] = req

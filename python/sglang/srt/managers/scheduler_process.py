@@ -1,0 +1,282 @@
+"""The scheduler process: one rank's `EngineCore` with a model, real pools and links, between two sockets.
+
+Owns the sockets, the clock and the sizes of the pools. It gathers what came in and what completed, steps the state
+machine, and sends what it says; when nothing can happen it sleeps until a message or a completion wakes it.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import psutil
+import torch
+import zmq
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.managers.engine_core import EngineCore, StepRecorder
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchTokenIDOutput,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    GetInternalStateReq,
+    GetInternalStateReqOutput,
+    SchedulerReady,
+    TokenizedGenerateReqInput,
+    decode_to_scheduler,
+    detokenize_req,
+    encode,
+)
+from sglang.srt.managers.schedule_batch import BatchDecision
+from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
+from sglang.srt.mem_cache.link import CopyLink
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost, host_pages_that_fit
+from sglang.srt.mem_cache.transfer import D2H, H2D, Link, Tier
+from sglang.srt.model_executor.executor import ModelExecutor
+from sglang.srt.model_executor.stream import ThreadStream
+from sglang.srt.model_loader.loader import load_model
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.child_process import ChildArgs, StartupError, open_pull, open_push, run_child
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MEM_FRACTION = 0.6
+DEFAULT_MAX_RUNNING = 256
+LOG_EVERY_S = 5.0
+IDLE_CHECK_AFTER_MS = 5000
+
+
+def build_config(args: ServerArgs, model: ModelConfig) -> SchedulerConfig:
+    """Sizes the pools. Raises StartupError where not even one short request would fit."""
+    page_bytes = MHATokenToKVPool.page_bytes(
+        args.page_size, model.num_layers, model.num_kv_heads, model.head_dim, model.dtype
+    )
+    available = psutil.virtual_memory().available
+    fitting = int(available * (args.mem_fraction_static or DEFAULT_MEM_FRACTION)) // page_bytes
+    if args.max_total_tokens is not None:
+        num_pages = args.max_total_tokens // args.page_size
+        if num_pages > fitting:
+            raise StartupError(
+                f"--max-total-tokens {args.max_total_tokens} needs {num_pages * page_bytes / 1e9:.1f} GB, but "
+                f"{fitting * args.page_size} tokens fit into the memory that is free; lower it"
+            )
+    else:
+        # Memory is not the CPU's bottleneck: four full contexts, if they fit.
+        num_pages = min(fitting, -(-4 * model.context_length // args.page_size))
+    if num_pages < 2:
+        raise StartupError(
+            f"the KV cache has {num_pages} pages of {args.page_size} tokens, at least 2 are needed: raise "
+            "--max-total-tokens or lower --page-size"
+        )
+    num_host_pages = 0
+    if args.enable_hierarchical_cache:
+        num_host_pages, limited = host_pages_that_fit(num_pages, page_bytes, args.hicache_ratio, args.hicache_size)
+        if num_host_pages < 1:
+            raise StartupError("no host memory is free for --hicache: lower --max-total-tokens or drop --hicache")
+        logger.info(
+            "hicache: host tier of %d tokens (%.2f GB%s), write-through, no storage",
+            num_host_pages * args.page_size,
+            num_host_pages * page_bytes / 1e9,
+            ", limited by free memory" if limited else "",
+        )
+    logger.info(
+        "KV cache: %d tokens on the device (%.2f GB), page size %d",
+        num_pages * args.page_size,
+        num_pages * page_bytes / 1e9,
+        args.page_size,
+    )
+    chunk = args.chunked_prefill_size if args.chunked_prefill_size > 0 else model.context_length
+    return SchedulerConfig(
+        page_size=args.page_size,
+        num_device_pages=num_pages,
+        num_host_pages=num_host_pages,
+        page_bytes=page_bytes,
+        context_len=model.context_length,
+        eos_token_ids=model.eos_token_ids,
+        max_running_requests=args.max_running_requests or DEFAULT_MAX_RUNNING,
+        chunked_prefill_size=max(chunk, args.page_size),
+        max_prefill_tokens=max(args.max_prefill_tokens, args.page_size),
+        stream_interval=args.stream_interval,
+        max_ahead=1 if args.disable_overlap_schedule else 2,
+        enable_radix_cache=not args.disable_radix_cache,
+    )
+
+
+def build_core(args: ServerArgs, notify: Callable[[], None]) -> tuple[EngineCore, ModelConfig]:
+    """Load the model and build one rank around it. notify: called from other threads when something completed."""
+    if args.device == "cuda":
+        raise StartupError("--device cuda is not served yet: use --device cpu")
+    model_config = ModelConfig.from_pretrained(args.model_path, args.dtype, args.context_length)
+    model = load_model(model_config, args.load_format, TorchNativeAttnBackend(), args.random_seed or 0)
+    config = build_config(args, model_config)
+    pool = MHATokenToKVPool(
+        config.num_device_pages,
+        config.page_size,
+        model_config.num_layers,
+        model_config.num_kv_heads,
+        model_config.head_dim,
+        model_config.dtype,
+    )
+    links: dict[str, Link] = {}
+    executor = ModelExecutor(
+        model,
+        pool,
+        config.page_size,
+        model_config.attn_scale,
+        Sampler(),
+        ThreadStream("compute"),
+        links,
+        config.max_running_requests,
+        model_config.vocab_size,
+        notify,
+    )
+    if config.num_host_pages:
+        host_pool = MHATokenToKVPoolHost(pool, config.num_host_pages)
+        for name in (H2D, D2H):
+            links[name] = CopyLink(name, pool, host_pool, ThreadStream(name), executor.fence, notify)
+    record = None
+    if args.record_steps:
+        record = StepRecorder(open(args.record_steps, "wb"), config)  # noqa: SIM115: it lives as long as the process
+        logger.info("recording every step to %s", args.record_steps)
+    return EngineCore(Scheduler(config), executor, links, record=record), model_config
+
+
+@dataclass
+class _Inbox:
+    new: list[TokenizedGenerateReqInput] = field(default_factory=list)
+    aborts: list[str] = field(default_factory=list)
+    flush: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.new or self.aborts or self.flush)
+
+
+class SchedulerProcess:
+    """core: the rank. wake_fd: an eventfd that completions write to."""
+
+    def __init__(self, core: EngineCore, receiver: zmq.Socket, sender: zmq.Socket, wake_fd: int) -> None:
+        self.core = core
+        self.receiver = receiver
+        self.sender = sender
+        self.wake_fd = wake_fd
+        self._poller = zmq.Poller()
+        self._poller.register(receiver, zmq.POLLIN)
+        self._poller.register(wake_fd, zmq.POLLIN)
+        self._busy_since_check = False
+        self._logged_at = time.monotonic()
+        self._logged: dict[str, int] = {}
+        self._gen_throughput = 0.0
+
+    def serve(self) -> None:
+        while True:
+            inbox = self._receive()
+            progress = self.core.progress()
+            if inbox or self.core.has_work(progress):
+                decision = self.core.step(time.monotonic(), progress, inbox.new, inbox.aborts, inbox.flush)
+                self._send(decision)
+                self._busy_since_check = True
+                self._log_throughput()
+            else:
+                self._sleep()
+
+    def _receive(self) -> _Inbox:
+        inbox = _Inbox()
+        while True:
+            try:
+                message = decode_to_scheduler(self.receiver.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return inbox
+            if isinstance(message, TokenizedGenerateReqInput):
+                self.sender.send(encode(detokenize_req(message)))
+                inbox.new.append(message)
+            elif isinstance(message, AbortReq):
+                inbox.aborts.append(message.rid)
+            elif isinstance(message, FlushCacheReqInput):
+                inbox.flush.append(message.id)
+            elif isinstance(message, GetInternalStateReq):
+                self.sender.send(encode(GetInternalStateReqOutput(id=message.id, state=self._state())))
+
+    def _send(self, decision: BatchDecision) -> None:
+        if decision.outputs:
+            self.sender.send(encode(BatchTokenIDOutput(outputs=list(decision.outputs))))
+        for reply in decision.replies:
+            self.sender.send(encode(FlushCacheReqOutput(id=reply.id, success=reply.success, message=reply.message)))
+
+    def _sleep(self) -> None:
+        """Until something happens. After some idle seconds, once: check all invariants and put garbage away."""
+        timeout_ms = IDLE_CHECK_AFTER_MS if self._busy_since_check and self.core.is_idle else None
+        ready = dict(self._poller.poll(timeout_ms))
+        if self.wake_fd in ready:
+            os.eventfd_read(self.wake_fd)
+        if not ready and timeout_ms is not None:
+            self._busy_since_check = False
+            self.core.scheduler.check_invariants()
+            self._gen_throughput = 0.0
+            gc.collect()
+            gc.freeze()
+
+    def _state(self) -> bytes:
+        state = self.core.scheduler.state()
+        state["gen_throughput"] = round(self._gen_throughput, 2)
+        state["steps"] = self.core.num_steps
+        return msgspec.json.encode(state)
+
+    def _log_throughput(self) -> None:
+        now = time.monotonic()
+        elapsed = now - self._logged_at
+        if elapsed < LOG_EVERY_S:
+            return
+        scheduler = self.core.scheduler
+        counters = dict(scheduler.counters)
+
+        def per_second(name: str) -> float:
+            return (counters.get(name, 0) - self._logged.get(name, 0)) / elapsed
+
+        self._gen_throughput = per_second("generation_tokens")
+        table = scheduler.device
+        logger.info(
+            "running %d, waiting %d, KV in use %.1f %%, prefill %.0f tokens/s, generation %.0f tokens/s",
+            len(scheduler.active()),
+            len(scheduler.waiting),
+            100 * (1 - (table.num_free + scheduler.tree.evictable_pages(Tier.DEVICE)) / table.num_pages),
+            per_second("prefill_tokens"),
+            self._gen_throughput,
+        )
+        self._logged_at, self._logged = now, counters
+
+
+def start(child: ChildArgs) -> Callable[[], None]:
+    args = child.parsed_server_args()
+    context = zmq.Context()
+    receiver = open_pull(context, child.ipc["scheduler_in"])
+    sender = open_push(context, child.ipc["detokenizer_in"])
+    wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
+    torch.manual_seed(args.random_seed or 0)
+    core, _ = build_core(args, notify=lambda: os.eventfd_write(wake_fd, 1))
+    process = SchedulerProcess(core, receiver, sender, wake_fd)
+    gc.collect()
+    gc.freeze()
+    config = core.scheduler.config
+    sender.send(
+        encode(
+            SchedulerReady(
+                max_total_num_tokens=config.num_device_pages * config.page_size,
+                max_req_input_len=core.scheduler.max_total_len - 1,
+                info={"num_host_pages": config.num_host_pages, "page_size": config.page_size},
+            )
+        )
+    )
+    return process.serve
+
+
+if __name__ == "__main__":
+    run_child(start)
