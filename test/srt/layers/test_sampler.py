@@ -93,6 +93,12 @@ def test_random_numbers_are_uniform_and_unrelated(vary):
     assert u.unique().numel() == n
 
 
+def test_random_numbers_of_different_seeds_do_not_repeat():
+    # Counters that were merely added would give token 5 of seed 7 the number of token 6 of seed 6.
+    seeds, positions = torch.meshgrid(torch.arange(300), torch.arange(300), indexing="ij")
+    assert random_uniform(seeds.flatten(), positions.flatten()).unique().numel() == 300 * 300
+
+
 def test_a_row_does_not_see_its_neighbours():
     for seed in range(5):
         g = torch.Generator().manual_seed(seed)
@@ -126,6 +132,18 @@ def test_all_greedy_and_empty():
 def test_a_tiny_temperature_is_greedy():
     logits = torch.tensor([[1e4, -1e4, 9999.0], [-3.0, 2.0, 1.0]])
     assert Sampler()(logits, info(2, 3, temperature=1e-30)).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("extreme", [0.0, 1 - 2.0**-53])
+def test_extreme_random_numbers(monkeypatch, extreme):
+    # The largest one, times a total that is no power of two, rounds to the total, which no token's sum exceeds.
+    monkeypatch.setattr(
+        "sglang.srt.layers.sampler.random_uniform",
+        lambda s, p: torch.full((s.shape[0],), extreme, dtype=torch.float64),
+    )
+    logits = torch.randn(400, 30, generator=torch.Generator().manual_seed(2))
+    logits[:, :3] = logits[:, -3:] = -1e5
+    assert bool((Sampler()(logits, info(400, 30)) == (3 if extreme == 0 else 26)).all())
 
 
 def test_tokens_without_probability_are_never_drawn():
