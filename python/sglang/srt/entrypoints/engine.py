@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, BinaryIO, TypeVar
@@ -47,7 +48,8 @@ SCHEDULER_COMMAND = (sys.executable, "-m", "sglang.srt.managers.scheduler_proces
 DETOKENIZER_COMMAND = (sys.executable, "-m", "sglang.srt.managers.detokenizer_manager")
 
 _WATCH_INTERVAL_S = 0.1
-_STOP_TIMEOUT_S = 5.0
+_STOP_TIMEOUT_S = 3.0
+_STOP_INTERVAL_S = 0.02
 # sun_path holds 108 bytes.
 _MAX_SOCKET_PATH = 100
 
@@ -108,10 +110,9 @@ class Child:
         if not self.dead():
             self.process.send_signal(STOP_SIGNAL)
 
-    def wait_or_kill(self, timeout_s: float) -> None:
-        try:
-            self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+    def end(self) -> None:
+        """Kills it if it still lives, and reaps it."""
+        if not self.dead():
             self.process.kill()
             self.process.wait()
         self._reader.join(1.0)
@@ -221,10 +222,15 @@ class EngineProcesses:
             await asyncio.gather(self._receive, return_exceptions=True)
             self._receive = None
             self.manager.close()
+        # No helper thread here: an Engine may be ended by atexit, when Python starts none any more. And more than one
+        # signal, as one that comes just before a child goes to sleep on its socket is only seen when it wakes.
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        while time.monotonic() < deadline and not all(child.dead() for child in self._children):
+            for child in self._children:
+                child.ask_to_stop()
+            await asyncio.sleep(_STOP_INTERVAL_S)
         for child in self._children:
-            child.ask_to_stop()
-        for child in self._children:
-            await asyncio.to_thread(child.wait_or_kill, _STOP_TIMEOUT_S)
+            child.end()
         self._children = []
         if self._context is not None:
             self._context.destroy(linger=0)

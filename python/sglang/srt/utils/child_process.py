@@ -12,8 +12,8 @@ The protocol, for whoever writes a child:
   ValueError, OSError, StartupError or any exception type of this package, with one sentence that says what to do: it
   is written to `error_file`, the exit code is 1, nothing is printed, and the parent repeats the sentence once. Any
   other exception, and any in `serve`, also prints its traceback.
-- SIGINT and SIGTERM mean nothing to a child: the parent drains first, then asks with SIGUSR1, which raises SystemExit
-  in the main thread (`finally` blocks run), and kills a child that has not left some seconds later.
+- SIGINT and SIGTERM mean nothing to a child: the parent drains first, then asks with SIGUSR1, again and again, whose
+  first raises SystemExit in the main thread (`finally` blocks run), and in the end kills a child that has not left.
 - A child dies with its parent, however that died: with the parent's thread that started it, as Linux has it.
 - Logging goes to stderr, which the parent passes on; its last line is the hint that the parent gives if a child dies.
 """
@@ -80,7 +80,7 @@ def run_child(start: Callable[[ChildArgs], Callable[[], None]], argv: list[str] 
     args = msgspec.json.decode((argv or sys.argv)[1], type=ChildArgs)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(STOP_SIGNAL, lambda *_: sys.exit(0))
+    signal.signal(STOP_SIGNAL, _stop)
     if args.parent_pid:
         _die_with_parent(args.parent_pid)
     configure_logging(args.server_args.get("log_level", "info"))
@@ -96,6 +96,11 @@ def run_child(start: Callable[[ChildArgs], Callable[[], None]], argv: list[str] 
             with open(args.error_file, "w") as file:
                 file.write(one_sentence(error))
         sys.exit(1)
+    sys.exit(0)
+
+
+def _stop(*_: object) -> None:
+    signal.signal(STOP_SIGNAL, signal.SIG_IGN)  # the parent repeats it: do not disturb what ends us
     sys.exit(0)
 
 

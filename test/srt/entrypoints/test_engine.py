@@ -1,0 +1,143 @@
+"""The offline Engine around the fake scheduler: every way to call it, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+import sglang
+from sglang.srt.entrypoints.engine import EngineDeadError, private_directory
+
+FAKE = (sys.executable, str(Path(__file__).parents[1] / "fake_scheduler.py"))
+PARAMS = {"max_new_tokens": 5}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with sglang.Engine(model_path="embedded", scheduler_command=FAKE) as engine:
+        yield engine
+
+
+def test_generate(engine):
+    one = engine.generate(input_ids=[100, 101], sampling_params=PARAMS)
+    assert one["output_ids"] == [100, 101, 100, 101, 100]
+    assert one["meta_info"]["finish_reason"] == {"type": "length", "length": 5}
+    two = engine.generate(["a b", "c"], PARAMS)
+    assert [reply["meta_info"]["completion_tokens"] for reply in two] == [5, 5]
+    assert engine.generate("a b", PARAMS)["text"] == two[0]["text"]
+
+
+def test_stream(engine):
+    events = list(engine.generate(input_ids=[100, 101], sampling_params=PARAMS, stream=True))
+    assert events[-1]["output_ids"] == [100, 101, 100, 101, 100]
+
+
+def test_leaving_a_stream_aborts(engine):
+    before = engine.get_server_info()["internal_states"][0]["counters"]["aborted"]
+    stream = engine.generate("a b", {"max_new_tokens": 3000, "ignore_eos": True}, stream=True)
+    next(stream)
+    stream.close()
+    after = engine.get_server_info()["internal_states"][0]["counters"]["aborted"]
+    assert after == before + 1
+
+
+def test_async_generate(engine):
+    async def main():
+        replies = await asyncio.gather(*(engine.async_generate(f"n {i}", PARAMS) for i in range(8)))
+        assert all(reply["meta_info"]["completion_tokens"] == 5 for reply in replies)
+        stream = await engine.async_generate("a b", PARAMS, stream=True)
+        return [event async for event in stream]
+
+    assert asyncio.run(main())[-1]["meta_info"]["completion_tokens"] == 5
+
+
+def test_wrong_requests(engine):
+    for call in (
+        lambda: engine.generate("a", {"n": 2}),
+        lambda: engine.generate("a", {"nonsense": 2}),
+        lambda: engine.generate(),
+        lambda: engine.generate(input_ids=[10**6]),
+    ):
+        with pytest.raises(ValueError):
+            call()
+    with pytest.raises(TypeError):
+        sglang.Engine(model_path="embedded", tp_size=2)
+
+
+def test_threads_may_share_it(engine):
+    results = []
+    threads = [
+        threading.Thread(target=lambda i=i: results.append(engine.generate(f"t {i}", PARAMS))) for i in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 8
+
+
+def test_flush(engine):
+    assert engine.flush_cache()
+
+
+def test_a_crash_raises_and_shutdown_leaves_nothing():
+    before = set(os.listdir(tempfile.gettempdir()))
+    engine = sglang.Engine(model_path="embedded", scheduler_command=(*FAKE, "--crash-at", "10"), log_level="critical")
+    children = psutil.Process().children(recursive=True)
+    with pytest.raises(EngineDeadError, match="the scheduler process ended with exit code 1"):
+        engine.generate("a b", {"max_new_tokens": 50})
+    with pytest.raises(EngineDeadError):
+        engine.generate("a b", PARAMS)
+    engine.shutdown()
+    engine.shutdown()
+    assert set(os.listdir(tempfile.gettempdir())) <= before
+    assert len([c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]) <= 2  # the fixture's
+
+
+def test_a_start_that_fails_raises_the_childs_sentence():
+    with pytest.raises(Exception, match=r"^no room$"):
+        sglang.Engine(model_path="embedded", scheduler_command=(*FAKE, "--fail", "no room"))
+
+
+def test_a_program_that_forgets_to_shut_down_ends_cleanly(tmp_path):
+    code = f"""
+import sglang, psutil, threading
+made = []
+thread = threading.Thread(target=lambda: made.append(
+    sglang.Engine(model_path="embedded", scheduler_command={FAKE!r})))
+thread.start(); thread.join()  # its children outlive the thread that made it
+print(made[0].generate("a b", {PARAMS!r})["text"])
+print("pids", *[c.pid for c in psutil.Process().children(recursive=True)])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    pids = [int(word) for word in done.stdout.split("pids")[1].split()]
+    assert len(pids) == 2
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_sockets_directory_is_private(monkeypatch, tmp_path):
+    path = private_directory()
+    assert os.stat(path).st_mode & 0o777 == 0o700
+    os.rmdir(path)
+    deep = tmp_path / ("x" * 90)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    path = private_directory()
+    assert path.startswith("/tmp/")
+    os.rmdir(path)

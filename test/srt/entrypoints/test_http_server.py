@@ -1,0 +1,539 @@
+"""The whole server around a fake scheduler: what clients see, and how it starts and ends.
+
+The fake scheduler answers a prompt with the prompt's own tokens, over and over.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import openai
+import psutil
+import pytest
+from server_fixture import Server, free_port
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server("--served-model-name", "echo", fake=[]) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def slow():
+    """50 tokens per second."""
+    with Server(fake=["--delay-s", "0.02"]) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+
+
+def wait_until(true, timeout_s=5.0):
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# Answers
+
+
+TEXT = "Grüße 你好 🎉 to all"
+
+
+def tokens_of(server, text):
+    return server.post("/v1/completions", {"prompt": text}).json()["usage"]["prompt_tokens"]
+
+
+def test_completion(client, server):
+    n = tokens_of(server, TEXT)
+    reply = client.completions.create(model="echo", prompt=TEXT, max_tokens=n, extra_body={"ignore_eos": True})
+    # The echo begins with the prompt's begin-of-text, which is no text.
+    assert reply.choices[0].text == TEXT
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.usage.prompt_tokens == n and reply.usage.completion_tokens == n
+    assert reply.usage.prompt_tokens_details.cached_tokens == n // 2 + n // 4
+
+
+def test_streamed_completion_is_the_same_text(client, server):
+    n = tokens_of(server, TEXT)
+    stream = client.completions.create(
+        model="echo", prompt=TEXT, max_tokens=n, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+    assert text == TEXT
+    assert not any("\ufffd" in chunk.choices[0].text for chunk in chunks if chunk.choices)
+    assert len(chunks) > 5
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == n
+    assert chunks[-2].choices[0].finish_reason == "length"
+
+
+def test_several_prompts(client):
+    reply = client.completions.create(model="echo", prompt=["one two", "three four"], max_tokens=4)
+    assert [choice.index for choice in reply.choices] == [0, 1]
+    assert reply.choices[0].text.startswith("one") and reply.choices[1].text.startswith("three")
+    assert reply.usage.completion_tokens == 8
+    stream = client.completions.create(model="echo", prompt=["one two", "three four"], max_tokens=4, stream=True)
+    texts = ["", ""]
+    for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in reply.choices]
+
+
+def test_token_ids_as_prompts(server):
+    one = server.post("/v1/completions", {"prompt": [100, 101, 102], "max_tokens": 3}).json()
+    two = server.post("/v1/completions", {"prompt": [[100, 101, 102], [100]], "max_tokens": 3}).json()
+    assert one["choices"][0]["text"] == two["choices"][0]["text"]
+    assert one["usage"]["prompt_tokens"] == 3 and two["usage"]["prompt_tokens"] == 4
+
+
+def test_chat(client):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TEXT}]
+    reply = client.chat.completions.create(model="echo", messages=messages, max_tokens=60)
+    assert "Be brief." in reply.choices[0].message.content and TEXT in reply.choices[0].message.content
+    stream = client.chat.completions.create(
+        model="echo", messages=messages, max_tokens=60, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == reply.choices[0].message.content
+    assert chunks[-2].choices[0].finish_reason == "length" and chunks[-1].usage == reply.usage
+
+
+def test_content_in_parts_is_the_same_prompt(server):
+    def ask(content):
+        body = {"messages": [{"role": "user", "content": content}], "max_completion_tokens": 30}
+        return server.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+
+    assert ask("a b") == ask([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])
+
+
+def test_tiers_of_cached_tokens(server):
+    body = {"prompt": list(range(100, 120)), "max_tokens": 2, "return_cached_tokens_details": True}
+    details = server.post("/v1/completions", body).json()["usage"]["prompt_tokens_details"]
+    assert details == {"cached_tokens": 15, "cached_tokens_details": {"device": 10, "host": 5}}
+
+
+def test_stop_strings(client, server):
+    prompt = "alpha beta gamma delta"
+    n = tokens_of(server, prompt)
+    for stop in ("gamma", ["zzz", "ta ga"]):
+        whole = client.completions.create(model="echo", prompt=prompt, max_tokens=n, stop=stop)
+        pieces = list(client.completions.create(model="echo", prompt=prompt, max_tokens=n, stop=stop, stream=True))
+        expected = prompt[: prompt.index(stop if isinstance(stop, str) else stop[1])]
+        assert whole.choices[0].text == "".join(piece.choices[0].text for piece in pieces) == expected
+        assert whole.choices[0].finish_reason == pieces[-1].choices[0].finish_reason == "stop"
+        assert whole.usage.completion_tokens < n
+    assert server.post("/v1/completions", {"prompt": prompt, "stop": "gamma", "max_tokens": n}).json()["choices"][0][
+        "matched_stop"
+    ] == ("gamma")
+    kept = server.post("/v1/completions", {"prompt": prompt, "stop": "gamma", "no_stop_trim": True, "max_tokens": n})
+    assert kept.json()["choices"][0]["text"].endswith("gamma")
+
+
+def test_a_stop_string_frees_the_request(slow):
+    aborted = slow.state()["counters"]["aborted"]
+    slow.post("/v1/completions", {"prompt": "alpha beta gamma delta", "stop": "beta", "max_tokens": 2000})
+    wait_until(lambda: slow.state()["queues"]["running"] == 0)
+    assert slow.state()["counters"]["aborted"] == aborted + 1
+
+
+def test_stop_token_ids_and_eos(server):
+    body = {"prompt": [100, 101, 102], "max_tokens": 9, "stop_token_ids": [102]}
+    reply = server.post("/v1/completions", body).json()
+    assert reply["choices"][0]["finish_reason"] == "stop" and reply["choices"][0]["matched_stop"] == 102
+    assert reply["usage"]["completion_tokens"] == 3
+    reply = server.post("/v1/completions", {"prompt": [100, 1, 102], "max_tokens": 9}).json()
+    assert reply["usage"]["completion_tokens"] == 2
+    reply = server.post("/v1/completions", {"prompt": [100, 1, 102], "max_tokens": 9, "ignore_eos": True}).json()
+    assert reply["usage"]["completion_tokens"] == 9
+
+
+def test_generate(server):
+    params = {"max_new_tokens": 5, "temperature": 0}
+    one = server.post("/generate", {"input_ids": [100, 101, 102], "sampling_params": params, "rid": "mine"}).json()
+    assert one["output_ids"] == [100, 101, 102, 100, 101]
+    meta = one["meta_info"]
+    assert meta["id"] == "mine" and meta["finish_reason"] == {"type": "length", "length": 5}
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (3, 5, 1)
+    assert meta["cached_tokens_details"] == {"device": 1, "host": 0} and meta["e2e_latency"] > 0
+    batch = server.post("/generate", {"text": ["one two", "three"], "sampling_params": params}).json()
+    assert [reply["meta_info"]["completion_tokens"] for reply in batch] == [5, 5]
+
+
+def test_streamed_generate_is_cumulative(server):
+    params = {"max_new_tokens": 5}
+    events = server.events("/generate", {"input_ids": [100, 101, 102], "sampling_params": params})
+    assert [event["output_ids"] for event in events][-1] == [100, 101, 102, 100, 101]
+    assert all(b["text"].startswith(a["text"]) for a, b in itertools.pairwise(events))
+    assert events[0]["meta_info"]["finish_reason"] is None
+    events = server.events("/generate", {"input_ids": [[100], [101]], "sampling_params": params})
+    assert {event["index"] for event in events} == {0, 1}
+
+
+def test_many_clients_at_once(server):
+    def ask(i):
+        text = f"client number {i} says {i * i}"
+        return text, server.post("/v1/completions", {"prompt": text, "max_tokens": 200}).json()["choices"][0]["text"]
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        for text, answer in pool.map(ask, range(64)):
+            assert answer.startswith(text)
+
+
+def test_seeds(server):
+    for seed in (7, 7, -1):
+        server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "seed": seed})
+    server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
+    *_, first, second, third, drawn = server.state()["seeds"]
+    assert (first, second, third) == (7, 7, -1)
+    assert isinstance(drawn, int)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "path, body, status, words",
+    [
+        ("/v1/completions", {"prompt": [100] * 5000}, 400, ["5000", "4001"]),
+        ("/v1/completions", {"prompt": [100] * 3000, "max_tokens": 2000}, 400, ["3000", "2000", "4001", "1001"]),
+        ("/v1/completions", {"prompt": []}, 400, ["prompt"]),
+        ("/v1/completions", {"prompt": [2048]}, 400, ["2048", "vocabulary"]),
+        ("/v1/completions", {"prompt": [-1]}, 400, ["-1"]),
+        ("/v1/completions", {"prompt": [1 << 80]}, 400, ["whole numbers"]),
+        ("/v1/completions", {}, 400, ["prompt"]),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, ["max_tokens"]),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [9999]}, 400, ["9999"]),
+        ("/v1/completions", {"prompt": "a", "model": "gpt-4"}, 404, ["gpt-4", "echo"]),
+        ("/v1/completions", {"prompt": "a", "echo": True}, 400, ["echo"]),
+        ("/v1/chat/completions", {"messages": []}, 400, ["messages"]),
+        ("/v1/chat/completions", {"messages": [{"content": "a"}]}, 400, ["role"]),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, 400, ["content"]),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            400,
+            ["image_url", "only text"],
+        ),
+        ("/generate", {}, 400, ["text or input_ids"]),
+        ("/generate", {"text": "a", "sampling_params": {"max_tokens": 3}}, 400, ["max_tokens"]),
+        ("/generate", {"text": "a", "return_logprob": True}, 400, ["return_logprob"]),
+        ("/generate", {"text": ["a", "b"], "sampling_params": [{}]}, 400, ["sampling_params"]),
+        ("/nowhere", {}, 404, ["Not Found"]),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_have_openais_shape(server, path, body, status, words, stream):
+    response = server.post(path, {**body, "stream": stream})
+    assert response.status_code == status
+    error = response.json()
+    assert error["object"] == "error" and error["code"] == status and error["type"] and "param" in error
+    assert all(word in error["message"] for word in words), error["message"]
+
+
+def test_malformed_json(server):
+    for content in (b"{", b"[" * 100_000, b"\xff", b'{"prompt": "a", "temperature": NaN}'):
+        response = server.post("/v1/completions", content=content)
+        assert response.status_code == 400 and response.json()["object"] == "error"
+
+
+def test_the_openai_client_raises_its_own_error(client):
+    with pytest.raises(openai.BadRequestError, match="n is not supported"):
+        client.completions.create(model="echo", prompt="a", n=3)
+
+
+def test_a_full_queue(tmp_path):
+    with Server("--max-queued-requests", "1", fake=["--delay-s", "0.5"]) as server:
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            body = {"prompt": "a", "max_tokens": 1}
+            replies = [pool.submit(server.post, "/v1/completions", body) for _ in range(8)]
+            codes = sorted(reply.result().status_code for reply in replies)
+        assert codes[0] == 200 and codes[-1] == 503
+
+
+# Information
+
+
+def test_models_and_info(server, client):
+    assert [model.id for model in client.models.list()] == ["echo"]
+    assert client.models.retrieve("echo").id == "echo"
+    assert server.get("/v1/models/other").status_code == 404
+    assert server.get("/health").status_code == 200
+    assert server.get("/model_info").json() == server.get("/get_model_info").json()
+    assert server.get("/model_info").json()["model_path"] == "embedded"
+    info = server.get("/get_server_info").json()
+    assert info["max_total_num_tokens"] == 4096 and info["page_size"] == 1
+    assert info["internal_states"][0]["tiers"]["device"]["total_tokens"] == 4096
+
+
+def test_metrics(server):
+    server.post("/v1/completions", {"prompt": [100] * 8, "max_tokens": 3})
+    text = server.get("/metrics").text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    names = {name.split("{")[0] for name in values}
+    assert {
+        "sglang:prompt_tokens_total",
+        "sglang:generation_tokens_total",
+        "sglang:num_requests_total",
+        "sglang:cached_tokens_total",
+        "sglang:time_to_first_token_seconds_count",
+        "sglang:inter_token_latency_seconds_bucket",
+        "sglang:e2e_request_latency_seconds_sum",
+        "sglang:num_running_reqs",
+        "sglang:num_queue_reqs",
+        "sglang:cache_hit_rate",
+        "sglang:load_back_tokens_total",
+    } <= names
+    assert float(values['sglang:token_usage{model_name="echo"}']) == 0.25
+    assert float(values['sglang:hicache_host_total_tokens{model_name="echo"}']) == 8192
+    assert "sglang:gen_throughput" not in names, "the fake state has no such key"
+    assert 'cache_source="host"' in text
+
+
+def test_metrics_do_not_wait_for_a_busy_scheduler():
+    with Server(fake=["--deaf"]) as server:
+        start = time.monotonic()
+        assert "sglang:num_requests_total" in server.get("/metrics").text
+        assert time.monotonic() - start < 1.5
+
+
+def test_flush_cache(server, slow):
+    assert server.post("/flush_cache").status_code == 200
+    with httpx.stream("POST", slow.url + "/generate", json=long_request()) as response:
+        await_first(response)
+        assert slow.post("/flush_cache").status_code == 400
+
+
+# Clients that leave
+
+
+def long_request(stream=True):
+    return {"text": "so long", "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}, "stream": stream}
+
+
+def await_first(response):
+    """Reads one piece; the iterator stays alive with the response, as dropping it would hang up."""
+    response.pieces = response.iter_raw()
+    next(response.pieces)
+
+
+def test_a_client_that_leaves_in_mid_stream_frees_its_request(slow):
+    before = slow.state()["counters"]["aborted"]
+    with httpx.stream("POST", slow.url + "/generate", json=long_request()) as response:
+        await_first(response)
+        assert slow.state()["queues"]["running"] == 1
+    wait_until(lambda: slow.state()["queues"]["running"] == 0)
+    assert slow.state()["counters"]["aborted"] == before + 1
+
+
+def test_a_client_that_does_not_wait_frees_its_request(slow):
+    before = slow.state()["counters"]["aborted"]
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(slow.url + "/generate", json=long_request(stream=False), timeout=0.3)
+    wait_until(lambda: slow.state()["queues"]["running"] == 0)
+    assert slow.state()["counters"]["aborted"] == before + 1
+
+
+def test_leaving_one_stream_disturbs_no_other(slow):
+    results = []
+
+    def other():
+        body = {"text": "abc", "sampling_params": {"max_new_tokens": 40, "ignore_eos": True}}
+        results.append(slow.post("/generate", body).json())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with httpx.stream("POST", slow.url + "/generate", json=long_request()) as response:
+        await_first(response)
+    thread.join()
+    assert results[0]["meta_info"]["completion_tokens"] == 40
+
+
+def test_stream_interval():
+    with Server("--stream-interval", "8", fake=["--delay-s", "0.002"]) as server:
+        body = {"input_ids": [100], "sampling_params": {"max_new_tokens": 33}}
+        counts = [event["meta_info"]["completion_tokens"] for event in server.events("/generate", body)]
+        assert counts[0] == 1 and counts[-1] == 33
+        assert len(counts) <= 6
+
+
+# Ends
+
+
+def in_background(server, body, results):
+    def ask():
+        try:
+            results.append(server.post("/generate", body))
+        except httpx.TransportError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return thread
+
+
+def request_for(tokens):
+    return {"text": "so long", "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}}
+
+
+def test_sigterm_drains_and_exits_0():
+    with Server(fake=["--delay-s", "0.02"]) as server:
+        results: list = []
+        thread = in_background(server, request_for(50), results)
+        wait_until(lambda: server.state()["queues"]["running"] == 1)
+        server.process.send_signal(signal.SIGTERM)
+        for child in server.children:
+            child.send_signal(signal.SIGTERM)  # as a service manager does
+        time.sleep(0.2)
+        assert server.get("/health").status_code == 503
+        refused = server.post("/generate", request_for(5))
+        assert refused.status_code == 503 and refused.json()["object"] == "error"
+        assert server.wait() == 0, server.output()
+        thread.join()
+        assert results[0].json()["meta_info"]["completion_tokens"] == 50
+        server.assert_nothing_left()
+
+
+def test_the_drain_is_bounded():
+    with Server(fake=["--delay-s", "0.05"], drain_s=0.5) as server:
+        results: list = []
+        thread = in_background(server, request_for(2000), results)
+        wait_until(lambda: server.state()["queues"]["running"] == 1)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+        thread.join()
+        assert results[0].status_code == 503
+        server.assert_nothing_left()
+
+
+def test_a_second_signal_does_not_wait():
+    with Server(fake=["--delay-s", "0.05"], drain_s=60) as server:
+        thread = in_background(server, request_for(2000), [])
+        wait_until(lambda: server.state()["queues"]["running"] == 1)
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        server.process.send_signal(signal.SIGINT)
+        assert server.wait(5) == 0
+        thread.join()
+        server.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    "fake, words",
+    [(["--crash-at", "20"], "told to crash"), (["--kill-at", "20"], "SIGKILL")],
+    ids=["raises", "killed"],
+)
+def test_a_dead_scheduler_ends_the_server(fake, words):
+    with Server(fake=[*fake, "--delay-s", "0.01"]) as server:
+        results: list = []
+        threads = [in_background(server, request_for(500), results) for _ in range(3)]
+        assert server.wait(5) == 1
+        for thread in threads:
+            thread.join()
+        assert [result.status_code for result in results] == [500] * 3
+        assert "the scheduler process" in results[0].json()["message"]
+        lines = [line for line in server.output().splitlines() if "the scheduler process" in line]
+        assert len(lines) == 1 and words in lines[0] and "ERROR" in lines[0]
+        server.assert_nothing_left()
+
+
+def test_a_dead_scheduler_ends_streams_with_an_error():
+    with Server(fake=["--crash-at", "20", "--delay-s", "0.01"]) as server:
+        with httpx.stream("POST", server.url + "/generate", json=long_request(), timeout=10) as response:
+            lines = [line for line in response.iter_lines() if line]
+        assert "the scheduler process" in json.loads(lines[-2].removeprefix("data: "))["error"]["message"]
+        assert lines[-1] == "data: [DONE]"
+
+
+def test_a_dead_detokenizer_ends_the_server():
+    with Server(fake=[]) as server:
+        server.child("detokenizer_manager").kill()
+        start = time.monotonic()
+        assert server.wait(5) == 1
+        assert time.monotonic() - start < 3
+        assert "the detokenizer process was killed by SIGKILL" in server.output()
+        server.assert_nothing_left()
+
+
+def test_children_die_with_a_killed_parent():
+    with Server(fake=[]) as server:
+        server.process.kill()
+        _, alive = psutil.wait_procs(server.children, timeout=5)
+        assert not alive
+
+
+def test_a_scheduler_that_does_not_stop_is_killed():
+    with Server(fake=["--stuck"]) as server:
+        server.process.terminate()
+        assert server.wait(15) == 0
+        server.assert_nothing_left()
+
+
+# Starts
+
+
+def failed_start(*flags, fake=None, model="embedded", port=None, code=1):
+    """The output of a server that cannot start: one sentence, and nothing left."""
+    server = Server(*flags, fake=fake, model=model, wait=False)
+    with server:
+        assert server.wait(30) == code, server.output()
+        output = server.output()
+        assert "Traceback" not in output
+        errors = [line for line in output.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1, output
+        server.assert_nothing_left()
+    return errors[0]
+
+
+def test_a_busy_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "sglang.launch_server", "--model", "embedded", "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: ") and str(port) in last and "choose another --port" in last
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_model():
+    assert "/nowhere/model" in failed_start(model="/nowhere/model")
+
+
+def test_a_directory_that_is_no_model(tmp_path):
+    assert "config.json" in failed_start(model=str(tmp_path))
+
+
+def test_a_child_that_cannot_start_tells_why():
+    sentence = "there is not enough memory: lower --max-total-tokens"
+    assert failed_start(fake=["--fail", sentence]) == f"error: {sentence}"
+
+
+def test_wrong_flags():
+    assert "--tp-size" in failed_start("--tp-size", "2", fake=[], code=2)
+
+
+def test_sigterm_during_start_up():
+    server = Server("--port", str(free_port()), fake=["--fail", ""], wait=False)
+    with server:
+        time.sleep(0.5)
+        server.process.terminate()
+        assert server.wait() in (0, -signal.SIGTERM)  # before or after our handler is there
+        assert "Traceback" not in server.output()

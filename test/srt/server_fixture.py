@@ -1,0 +1,123 @@
+"""A server in a process of its own: started on a free port, spoken to over HTTP, and looked at when it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+HERE = Path(__file__).parent
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+class Server:
+    """fake: flags of the fake scheduler; None starts the real engine."""
+
+    def __init__(
+        self,
+        *flags: str,
+        fake: list[str] | None = None,
+        drain_s: float = 5,
+        model: str = "embedded",
+        wait: bool = True,
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.temp = tempfile.mkdtemp(prefix="test-")
+        command = [sys.executable, "-m", "sglang.launch_server"]
+        if fake is not None:
+            command = [sys.executable, str(HERE / "serve_fake.py"), json.dumps(fake), str(drain_s)]
+        self.log = open(f"{self.temp}/log", "w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [*command, "--model-path", model, "--port", str(self.port), *flags],
+            stdout=self.log,
+            stderr=self.log,
+            env={**os.environ, "TMPDIR": self.temp},
+        )
+        self.children: list[psutil.Process] = []
+        if wait:
+            self.wait_ready()
+
+    def wait_ready(self, timeout_s: float = 60) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            assert self.process.poll() is None, self.output()
+            assert time.monotonic() < deadline, self.output()
+            try:
+                if httpx.get(self.url + "/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.05)
+        self.children = psutil.Process(self.process.pid).children(recursive=True)
+
+    def post(self, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
+        if body is not None:
+            kwargs["json"] = body
+        return httpx.post(self.url + path, timeout=30, **kwargs)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30)
+
+    def state(self) -> dict[str, Any]:
+        return self.get("/hicache/state").json()
+
+    def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        with httpx.stream("POST", self.url + path, json={**body, "stream": True}, timeout=30) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        assert lines[-1] == "[DONE]"
+        return [json.loads(line) for line in lines[:-1]]
+
+    def child(self, name: str) -> psutil.Process:
+        return next(c for c in self.children if any(name in word for word in c.cmdline()))
+
+    def output(self) -> str:
+        self.log.flush()
+        return Path(self.log.name).read_text()
+
+    def wait(self, timeout_s: float = 15) -> int:
+        return self.process.wait(timeout_s)
+
+    def assert_nothing_left(self) -> None:
+        """After the end: no process, no file, no listener."""
+        assert not [c for c in self.children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]
+        assert os.listdir(self.temp) == ["log"]
+        with socket.socket() as sock:
+            assert sock.connect_ex(("127.0.0.1", self.port)) != 0
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self.log.close()
+        for name in os.listdir(self.temp):
+            path = Path(self.temp, name)
+            if path.is_file():
+                path.unlink()
+        if not os.listdir(self.temp):
+            os.rmdir(self.temp)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

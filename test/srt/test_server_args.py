@@ -1,0 +1,82 @@
+"""Flags: what is accepted, and the one sentence for what is not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from sglang.srt.server_args import ServerArgs
+
+
+def test_defaults_are_upstreams():
+    args = ServerArgs.from_cli(["--model-path", "embedded"])
+    assert (args.host, args.port, args.schedule_policy, args.stream_interval) == ("127.0.0.1", 30000, "fcfs", 1)
+    assert args.max_prefill_tokens == 16384
+    assert not args.enable_hierarchical_cache
+
+
+@pytest.mark.parametrize("flag", ["--hicache", "--enable-hicache", "--enable-hierarchical-cache"])
+def test_the_names_of_the_host_tier(flag):
+    assert ServerArgs.from_cli(["--model", "m", flag]).enable_hierarchical_cache
+
+
+def test_json_keeps_everything():
+    args = ServerArgs(model_path="m", page_size=16, enable_hierarchical_cache=True, hicache_size=1.5, random_seed=7)
+    assert ServerArgs.from_json(args.to_json()) == args
+
+
+def test_the_served_name():
+    assert ServerArgs(model_path="m").model_name == "m"
+    assert ServerArgs(model_path="m", served_model_name="n").model_name == "n"
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("", "--model-path is missing"),
+        ("--model m --tp-size 2", "--tp-size is not a flag of this engine"),
+        ("--model m --quantization=fp8", "--quantization is not a flag of this engine"),
+        ("--model m --nonsense", "--nonsense is not a flag of this engine"),
+        ("--model m --hicache-rat 3", "--hicache-rat is not a flag"),
+        ("--model m stray", "'stray' belongs to no flag"),
+        ("--model m --port 0", "from 1 to 65535"),
+        ("--model m --port 70000", "from 1 to 65535"),
+        ("--model m --port http", "--port"),
+        ("--model m --page-size 0", "--page-size is 0, but it must be at least 1"),
+        ("--model m --max-total-tokens 8 --page-size 16", "at least one page"),
+        ("--model m --hicache-ratio -1", "--hicache-ratio is -1.0"),
+        ("--model m --hicache-ratio nan", "--hicache-ratio is nan"),
+        ("--model m --hicache-size -2", "0 or more GB"),
+        ("--model m --chunked-prefill-size 0", "at least 1, or -1"),
+        ("--model m --mem-fraction-static 1.5", "between 0 and 1"),
+        ("--model m --max-queued-requests 0", "at least 1"),
+        ("--model m --schedule-policy lpm", "fcfs"),
+        ("--model m --hicache-write-policy write_back", "write_through"),
+        ("--model m --attention-backend fa3", "torch_native"),
+        ("--model m --hicache --disable-radix-cache", "drop --disable-radix-cache"),
+    ],
+)
+def test_a_wrong_flag_ends_with_one_sentence(flags, words, capsys):
+    with pytest.raises(SystemExit) as exit:
+        ServerArgs.from_cli(flags.split())
+    assert exit.value.code == 2
+    output = capsys.readouterr().err
+    assert words in output
+    assert output.startswith("error: ") and output.count("\n") == 1
+
+
+def test_keywords_are_checked_alike():
+    with pytest.raises(ValueError, match="--page-size is 0"):
+        ServerArgs(model_path="m", page_size=0)
+    with pytest.raises(TypeError, match="tp_size"):
+        ServerArgs(model_path="m", tp_size=2)  # type: ignore[call-arg]
+
+
+def test_flags_are_checked_without_heavy_imports():
+    code = (
+        "import sys, sglang, sglang.launch_server, sglang.srt.server_args;"
+        "print(sorted({'torch', 'transformers', 'fastapi', 'zmq', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
