@@ -136,7 +136,7 @@ def test_a_tiny_temperature_is_greedy():
 
 @pytest.mark.parametrize("extreme", [0.0, 1 - 2.0**-53])
 def test_extreme_random_numbers(monkeypatch, extreme):
-    # The largest one, times a total that is no power of two, rounds to the total, which no token's sum exceeds.
+    # The largest times the total must not round to the total, which no token's sum exceeds.
     monkeypatch.setattr(
         "sglang.srt.layers.sampler.random_uniform",
         lambda s, p: torch.full((s.shape[0],), extreme, dtype=torch.float64),

@@ -63,11 +63,9 @@ class Sampler:
         # Inverse of the distribution function, in the order of the vocabulary in every row: whether a row was cut
         # or not, it reads its random number alike. float64, because 150,000 float32 additions are off by 1e-4.
         cdf = probs.cumsum(dim=-1, dtype=torch.float64)
-        total = cdf[:, -1:]
-        drawn = random_uniform(info.seeds, info.positions).unsqueeze(1) * total
-        # The first token whose sum exceeds the number drawn; it has a probability above zero. Rounding could make
-        # the number equal the total, which nothing exceeds.
-        drawn = torch.minimum(drawn, torch.nextafter(total, torch.zeros_like(total)))
+        drawn = random_uniform(info.seeds, info.positions).unsqueeze(1) * cdf[:, -1:]
+        # The first token whose sum exceeds the number drawn; it has a probability above zero. There is one, because
+        # (1 - 2**-53) * total is below total in float64 too. The clamp is for rows of NaN, which others report.
         tokens = torch.searchsorted(cdf, drawn, right=True).squeeze(1)
         return torch.where(is_greedy, greedy_tokens, tokens.clamp_(max=logits.shape[1] - 1))
 
