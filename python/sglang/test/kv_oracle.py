@@ -54,7 +54,10 @@ def check_kv(
         if node.children:
             continue
         tokens = tokens_to(node)
-        kv = reference(tokens)
+        try:
+            kv = reference(tokens)
+        except IndexError as error:
+            raise OracleError(f"{node}: the tree has tokens that are in no vocabulary: {tokens[-32:]}") from error
         step: Node | None = node
         end = len(tokens)
         while step is not None and step.parent is not None and step.id not in known:

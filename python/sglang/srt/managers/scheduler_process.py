@@ -145,7 +145,8 @@ def build_core(args: ServerArgs, notify: Callable[[], None]) -> tuple[EngineCore
             links[name] = CopyLink(name, pool, host_pool, ThreadStream(name), executor.fence, notify)
     record = None
     if args.record_steps:
-        record = StepRecorder(open(args.record_steps, "wb"), config)  # noqa: SIM115: it lives as long as the process
+        # Open as long as the process lives.
+        record = StepRecorder(open(args.record_steps, "wb"), config)  # noqa: SIM115
         logger.info("recording every step to %s", args.record_steps)
     return EngineCore(Scheduler(config), executor, links, record=record), model_config
 

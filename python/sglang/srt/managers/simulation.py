@@ -1,0 +1,100 @@
+"""The real scheduler, tree and frame tables on a virtual clock, with executor and links that only take time.
+
+Owns the clock and the order of arrivals. Every number that comes out of it is simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from sglang.srt.managers.engine_core import EngineCore
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.schedule_batch import BatchDecision, Launch
+from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
+from sglang.srt.mem_cache.simulated_link import SimulatedLink
+from sglang.srt.mem_cache.transfer import D2H, H2D, TransferOp
+from sglang.srt.model_executor.simulated_executor import SimulatedExecutor
+
+
+@dataclass(frozen=True)
+class SimulatedHardware:
+    """launch_seconds: cost of a launch without loads. Bandwidths in bytes per second, latencies in seconds."""
+
+    num_layers: int
+    launch_seconds: Callable[[Launch], float]
+    h2d_bandwidth: float
+    d2h_bandwidth: float
+    link_latency_s: float = 0.0
+    load_fails: Callable[[TransferOp], bool] = lambda op: False
+
+
+@dataclass
+class RequestTimes:
+    """Seconds of virtual time. tokens: when each output token was there."""
+
+    arrival: float
+    tokens: list[float] = field(default_factory=list)
+    finish_reason: str = ""
+    cached_tokens_details: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def ttft(self) -> float:
+        return self.tokens[0] - self.arrival
+
+
+class Simulation:
+    def __init__(self, config: SchedulerConfig, hardware: SimulatedHardware) -> None:
+        self.now = 0.0
+        clock = lambda: self.now  # noqa: E731
+        links: dict[str, SimulatedLink] = {}
+        self.executor = SimulatedExecutor(clock, hardware.num_layers, hardware.launch_seconds, links)
+        if config.num_host_pages:
+            for name, bandwidth in ((H2D, hardware.h2d_bandwidth), (D2H, hardware.d2h_bandwidth)):
+                links[name] = SimulatedLink(
+                    name,
+                    clock,
+                    bandwidth,
+                    hardware.link_latency_s,
+                    hardware.num_layers,
+                    self.executor.launch_end,
+                    hardware.load_fails if name == H2D else lambda op: False,
+                )
+        self.links = links
+        self.core = EngineCore(Scheduler(config), self.executor, dict(links))
+        self.times: dict[str, RequestTimes] = {}
+
+    def run(
+        self,
+        arrivals: Iterable[tuple[float, TokenizedGenerateReqInput]],
+        after_step: Callable[[BatchDecision], None] = lambda decision: None,
+    ) -> dict[str, RequestTimes]:
+        """Run until all requests have ended. arrivals: (seconds, request), ascending."""
+        waiting = sorted(arrivals, key=lambda pair: pair[0])[::-1]
+        while True:
+            due = []
+            while waiting and waiting[-1][0] <= self.now:
+                at, request = waiting.pop()
+                self.times[request.rid] = RequestTimes(at)
+                due.append(request)
+            progress = self.core.progress()
+            if due or self.core.has_work(progress):
+                decision = self.core.step(self.now, progress, due)
+                self._take_outputs(decision)
+                after_step(decision)
+                continue
+            upcoming = [self.executor.next_end(), *(link.next_end() for link in self.links.values())]
+            upcoming.append(waiting[-1][0] if waiting else None)
+            times = [t for t in upcoming if t is not None]
+            if not times:
+                assert self.core.scheduler.num_reqs == 0, "requests wait and nothing is under way"
+                return self.times
+            self.now = min(times)
+
+    def _take_outputs(self, decision: BatchDecision) -> None:
+        for output in decision.outputs:
+            times = self.times[output.rid]
+            times.tokens += [self.now] * (len(output.output_ids) // 4)
+            times.cached_tokens_details = output.cached_tokens_details
+            if output.finish_reason is not None:
+                times.finish_reason = output.finish_reason.type

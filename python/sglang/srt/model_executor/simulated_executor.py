@@ -1,0 +1,85 @@
+"""`SimulatedExecutor`: an executor that only takes time. Computes nothing; owns when its launches begin and end.
+
+Every number that comes out of it is simulated.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from sglang.srt.managers.schedule_batch import Launch
+from sglang.srt.mem_cache.simulated_link import SimulatedLink
+from sglang.srt.mem_cache.transfer import LoadFailedError
+from sglang.srt.model_executor.executor import StepResult
+
+
+class SimulatedExecutor:
+    """Launches run one after the other, layer by layer; a layer starts when the one before has ended and its loads
+    have arrived.
+
+    now: the virtual clock. launch_seconds: what a launch costs without loads. token: what every request samples.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float],
+        num_layers: int,
+        launch_seconds: Callable[[Launch], float],
+        links: dict[str, SimulatedLink],
+        token: int = 1,
+    ) -> None:
+        self.stall_s = 0.0
+        self.busy_s = 0.0
+        self._now = now
+        self._num_layers = num_layers
+        self._launch_seconds = launch_seconds
+        self._links = links
+        self._token = token
+        self._next_seq = 0
+        self._free_at = 0.0
+        self._ends: dict[int, float] = {}
+        self._pending: deque[StepResult] = deque()
+        self._void = False
+
+    def launch(self, launch: Launch) -> None:
+        assert launch.seq == self._next_seq, f"launch {launch.seq} out of order, {self._next_seq} expected"
+        self._next_seq += 1
+        gates = [self._links[ticket.link].gate(ticket) for ticket in launch.gates]
+        start = time = max(self._now(), self._free_at)
+        failed = False
+        if not self._void:
+            cost = self._launch_seconds(launch)
+            for layer in range(self._num_layers):
+                time = max([time, *(gate.ready_at(layer) for gate in gates)]) + cost / self._num_layers
+            self.busy_s += cost
+            self.stall_s += time - start - cost
+            for gate in gates:
+                try:
+                    gate.check()
+                except LoadFailedError:
+                    failed = True
+        tokens = b""
+        if not (failed or self._void):
+            tokens = np.full(int(launch.samples.sum()), self._token, np.int32).tobytes()
+        self._void = self._void or failed
+        self._free_at = self._ends[launch.seq] = time
+        self._pending.append(StepResult(launch.seq, tokens, failed))
+
+    def reset(self, mark: int) -> None:
+        self._void = False
+
+    def poll(self) -> list[StepResult]:
+        results = []
+        while self._pending and self._ends[self._pending[0].seq] <= self._now():
+            results.append(self._pending.popleft())
+        return results
+
+    def launch_end(self, seq: int) -> float:
+        """When a launch completes, in seconds of virtual time."""
+        return self._ends[seq]
+
+    def next_end(self) -> float | None:
+        return self._ends[self._pending[0].seq] if self._pending else None

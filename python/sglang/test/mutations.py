@@ -1,0 +1,389 @@
+"""Planted bugs, and which net catches which.
+
+    python -m sglang.test.mutations          each bug under all nets
+    python -m sglang.test.mutations --alone  each bug under each net alone: the table in docs/design/nets.md
+
+A mutation changes one line of the engine in a way that somebody could have written. The soak must not survive it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from sglang.srt.managers import engine_core, scheduler
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache import link as link_module
+from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node
+from sglang.srt.mem_cache.link import CopyGate, CopyLink
+from sglang.srt.mem_cache.transfer import GateError, Tier
+from sglang.srt.model_executor import executor as executor_module
+from sglang.srt.model_executor.executor import ModelExecutor, NonFiniteLogitsError
+from sglang.test import soak as soak_module
+from sglang.test.kv_oracle import OracleError
+from sglang.test.soak import ALL_NETS, Soak, SoakConfig, StuckError, WrongTokensError
+
+MUTATIONS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {}
+
+
+def mutation(function: Callable[[], contextlib.AbstractContextManager[Any]]) -> Callable[[], Any]:
+    MUTATIONS[function.__name__] = function
+    return function
+
+
+@mutation
+def reuse_before_fence() -> Any:
+    """Freed frames are reused while launches that use them still run."""
+    doom = FrameTable.doom
+    return mock.patch.object(FrameTable, "doom", lambda self, frames, before, fence: doom(self, frames, before, -1))
+
+
+@mutation
+def gate_not_waited() -> Any:
+    """The forward pass does not wait for the layers that are being loaded."""
+    return mock.patch.object(CopyGate, "wait", lambda self, layer, stream: None)
+
+
+@mutation
+def gate_of_the_layer_before() -> Any:
+    """The forward pass waits for the wrong layer's load."""
+    wait = CopyGate.wait
+    return mock.patch.object(CopyGate, "wait", lambda self, layer, stream: wait(self, max(0, layer - 1), stream))
+
+
+@mutation
+def launch_without_gates() -> Any:
+    """The scheduler forgets which loads a launch depends on."""
+
+    class NoGates(dict):
+        def setdefault(self, key: Any, default: Any = None) -> Any:
+            return None
+
+    init = scheduler._LaunchBuilder.__init__
+
+    def patched(self: Any, *args: Any) -> None:
+        init(self, *args)
+        self.gates = NoGates()
+
+    return mock.patch.object(scheduler._LaunchBuilder, "__init__", patched)
+
+
+@mutation
+def backup_without_after() -> Any:
+    """A backup does not wait for the launch that writes its source."""
+    return mock.patch.object(ModelExecutor, "fence", lambda self, seq: None)
+
+
+@mutation
+def early_unpin() -> Any:
+    """Transfers do not pin their frames."""
+    return mock.patch.multiple(
+        FrameTable, pin=lambda self, frames: None, unpin=lambda self, f: setattr(self, "_unpinned_since_reap", True)
+    )
+
+
+@mutation
+def max_for_min() -> Any:
+    """Ranks agree on the fastest instead of the slowest."""
+
+    def fastest(ranks: Any) -> Any:
+        best = max(ranks, key=lambda r: sum(r.done.values()))
+        return engine_core.Progress(best.done, best.failed, best.results)
+
+    return mock.patch.object(soak_module, "reduce_progress", fastest)
+
+
+@mutation
+def unknown_token_published() -> Any:
+    """A closed request publishes KV of a token that is still being sampled."""
+    publish = Scheduler._publish
+
+    def patched(self: Any, req: Any, upto: int, page_runs: Any) -> None:
+        publish(self, req, max(upto, req.computed) if req in self.running else upto, page_runs)
+
+    return mock.patch.object(Scheduler, "_publish", patched)
+
+
+@mutation
+def last_token_published() -> Any:
+    """A finished request publishes its last token too, whose KV nobody has computed."""
+    publish = Scheduler._publish
+
+    def patched(self: Any, req: Any, upto: int, page_runs: Any) -> None:
+        ends = req.num_known == req.max_len and len(req.hold.frames) * self.page_size + req.hold.published > upto
+        publish(self, req, req.num_known if ends else upto, page_runs)
+
+    return mock.patch.object(Scheduler, "_publish", patched)
+
+
+@mutation
+def stale_results_taken() -> Any:
+    """Results of an earlier epoch are taken for a request that was retracted meanwhile."""
+
+    class AnyEpoch(int):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = int.__hash__
+
+    init = scheduler._LaunchRecord.__init__
+
+    def patched(self: Any, reqs: Any, sampled: Any, has_gates: Any) -> None:
+        init(self, reqs, [(r, AnyEpoch(e)) for r, e in sampled], has_gates)
+
+    return mock.patch.object(scheduler._LaunchRecord, "__init__", patched)
+
+
+@mutation
+def reset_keeps_what_was_published() -> Any:
+    """After a failed launch the tree keeps the pages it was to write."""
+    reset = Scheduler._reset
+
+    def patched(self: Any, failed: int) -> int:
+        with mock.patch.object(HiRadixTree, "walk", lambda self: iter(())):
+            return reset(self, failed)
+
+    return mock.patch.object(Scheduler, "_reset", patched)
+
+
+@mutation
+def voided_launch_counts() -> Any:
+    """The executor goes on after a failed launch as if nothing had happened, and so does the scheduler."""
+
+    def patched(self: Any, failed: int) -> int:
+        record = self._launches.pop(failed, None)
+        if record is not None:
+            for req, epoch in record.reqs:
+                if req.epoch == epoch:
+                    self.close(req, "lost")
+                    self._requeue(req)
+        return self.next_launch
+
+    return mock.patch.object(Scheduler, "_reset", patched)
+
+
+@mutation
+def failed_load_committed() -> Any:
+    """A load that failed counts as done."""
+
+    def patched(self: Any, ticket: Any, last_launch: int) -> None:
+        self.commit(ticket, -1)
+
+    return mock.patch.object(HiCacheController, "abort", patched)
+
+
+@mutation
+def readers_of_failed_load_stay() -> Any:
+    """Requests that count on a failed load are not started again."""
+    return mock.patch.object(Scheduler, "_close_readers", lambda self, ticket: None)
+
+
+@mutation
+def lock_not_released() -> Any:
+    """A closed request leaves its lock behind."""
+    close = Scheduler.close
+
+    def patched(self: Any, req: Any, why: str) -> None:
+        with mock.patch.object(HiRadixTree, "unlock", lambda *a: None):
+            close(self, req, why)
+
+    return mock.patch.object(Scheduler, "close", patched)
+
+
+@mutation
+def locked_nodes_evicted() -> Any:
+    """Eviction ignores locks."""
+
+    def patched(self: Any, node: Node, tier: Tier) -> bool:
+        return (
+            node.parent is not None
+            and node.frames[tier] is not None
+            and node.tickets[tier] is None
+            and node.num_resident_children[tier] == 0
+        )
+
+    return mock.patch.object(HiRadixTree, "_is_evictable_leaf", patched)
+
+
+@mutation
+def duplicates_leaked() -> Any:
+    """Pages that the tree had already are not given back."""
+    doom = FrameTable.doom
+
+    def patched(self: Any, frames: Any, before: FrameState, fence: int) -> None:
+        caller = contextlib.nullcontext() if before != FrameState.HELD or fence < 0 else None
+        if caller is None and len(frames) == 1:
+            return
+        doom(self, frames, before, fence)
+
+    return mock.patch.object(FrameTable, "doom", patched)
+
+
+@mutation
+def duplicates_not_replaced() -> Any:
+    """A request goes on using its own copy of a page after that has been given back."""
+    publish = Scheduler._publish
+
+    def patched(self: Any, req: Any, upto: int, page_runs: Any) -> None:
+        publish(self, req, upto, [])
+
+    return mock.patch.object(Scheduler, "_publish", patched)
+
+
+@mutation
+def split_forgets_ticket() -> Any:
+    """The upper half of a node that is being filled counts as ready."""
+    split = HiRadixTree._split
+
+    def patched(self: Any, node: Node, num_tokens: int) -> Node:
+        upper = split(self, node, num_tokens)
+        for tier in Tier:
+            if upper.tickets[tier] is not None:
+                self._by_ticket[upper.tickets[tier]].remove(upper)
+                upper.tickets[tier] = None
+        return upper
+
+    return mock.patch.object(HiRadixTree, "_split", patched)
+
+
+@mutation
+def load_in_wrong_order() -> Any:
+    """A load puts pages into each other's places."""
+    load = CopyLink._load_layer
+
+    def patched(self: Any, op: Any, src: torch.Tensor, dst: torch.Tensor, layer: int) -> None:
+        load(self, op, src.flip(0), dst, layer)
+
+    return mock.patch.object(CopyLink, "_load_layer", patched)
+
+
+@mutation
+def load_forgets_v() -> Any:
+    """A load copies K twice."""
+    transfer = link_module.transfer_kv_per_layer_pf_lf
+
+    def patched(host: Any, k: Any, v: Any, src: Any, dst: Any, layer: int) -> None:
+        transfer(host, k, v, src, dst, layer)
+        v.index_copy_(0, dst, k.index_select(0, dst))
+
+    return mock.patch.object(link_module, "transfer_kv_per_layer_pf_lf", patched)
+
+
+@mutation
+def slot_keeps_old_pages() -> Any:
+    """The page table of a slot is not replaced when a new request gets it."""
+    apply = executor_module.PageTable.apply
+
+    def patched(self: Any, run: Any) -> None:
+        if run.fresh and run.slot in self._tables:
+            return
+        apply(self, run)
+
+    return mock.patch.object(executor_module.PageTable, "apply", patched)
+
+
+@mutation
+def last_token_of_wrong_slot() -> Any:
+    """The token that the launch before sampled is written to the neighbour's slot."""
+
+    class Rolled(torch.Tensor):
+        def __setitem__(self, key: Any, value: Any) -> None:
+            super().__setitem__((key + 1) % len(self), value)
+
+    init = ModelExecutor.__init__
+
+    def patched(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self._last_tokens = self._last_tokens.as_subclass(Rolled)
+
+    return mock.patch.object(ModelExecutor, "__init__", patched)
+
+
+@mutation
+def match_takes_half_a_page() -> Any:
+    """A common prefix is not rounded down to whole pages."""
+
+    def patched(self: Any, key: np.ndarray, tokens: np.ndarray) -> int:
+        n = min(len(key), len(tokens))
+        differs = np.flatnonzero(key[:n] != tokens[:n])
+        first = int(differs[0]) if len(differs) else n
+        return -(-first // self.page_size) * self.page_size
+
+    return mock.patch.object(HiRadixTree, "_common", patched)
+
+
+_NAMES: dict[type[BaseException], str] = {
+    NonFiniteLogitsError: "poison",
+    OracleError: "oracle",
+    WrongTokensError: "tokens",
+    StuckError: "liveness",
+    GateError: "gates",
+}
+
+
+def catcher(error: BaseException) -> str:
+    """Which net an exception comes from; assertions stand for the invariants and the code's own checks."""
+    return _NAMES.get(type(error), "invariants" if isinstance(error, AssertionError) else type(error).__name__)
+
+
+def configurations() -> Iterator[SoakConfig]:
+    """Small, hot and various: every mechanism acts within some hundred steps."""
+    for seed in range(1, 9):
+        page_size = (1, 4, 3, 16)[seed % 4]
+        pages = -(-72 // page_size) + (4, 12)[seed % 2]
+        yield SoakConfig(
+            seed=seed,
+            steps=250,
+            page_size=page_size,
+            num_device_pages=pages,
+            num_host_pages=pages * (4, 1)[seed % 3 == 0],
+            max_running_requests=6,
+            chunked_prefill_size=max(page_size, 12),
+            max_ahead=2,
+            num_ranks=1 + seed % 2,
+            arrival_rate=0.5,
+            abort_rate=(0.02, 0.2)[seed // 4 % 2],
+            link_fail_rate=(0.0, 0.2, 0.0, 0.05)[seed % 4],
+            launch_fail_rate=(0.0, 0.02)[seed % 2],
+            late_rate=0.3,
+            oracle_every=5,
+        )
+
+
+def hunt(name: str, nets: frozenset[str] = ALL_NETS) -> str | None:
+    """Run the soak with a bug planted until something catches it. Returns what did, None if nothing."""
+    for config in configurations():
+        with MUTATIONS[name]():
+            try:
+                Soak(config, nets).run()
+            except Exception as error:
+                return catcher(error)
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--alone", action="store_true", help="try each net alone")
+    args = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    sets = {"all": ALL_NETS}
+    if args.alone:
+        sets |= {"none": frozenset(), **{net: frozenset({net}) for net in sorted(ALL_NETS)}}
+    print("| planted bug | " + " | ".join(f"nets: {name}" for name in sets) + " |")
+    print("|---" * (len(sets) + 1) + "|")
+    for name in MUTATIONS:
+        print(f"| {name} | " + " | ".join(hunt(name, nets) or "-" for nets in sets.values()) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
