@@ -75,7 +75,7 @@ class FakeScheduler:
         self.receive = open_pull(context, args.ipc["scheduler_in"])
         self.send_socket = open_push(context, args.ipc["detokenizer_in"])
         self.running: dict[str, Running] = {}
-        self.counters = {"aborted": 0, "requests": 0, "steps": 0, "evicted_tokens": 5, "load_back_tokens": 7}
+        self.counters = {"aborted": 0, "requests": 0, "steps": 0, "load_back_tokens": 7}
         self.seeds: list[int | None] = []
 
     def send(self, message: object) -> None:
@@ -106,9 +106,10 @@ class FakeScheduler:
             if self.flags.deaf:
                 return
             state = {
+                "page_size": 1,
                 "tiers": {
                     "device": {"total_tokens": 4096, "used_tokens": 1024, "free_pages": 3072},
-                    "host": {"total_tokens": 8192, "used_tokens": 10},
+                    "host": {"total_tokens": 8192, "used_tokens": 0, "free_pages": 8100},
                 },
                 "queues": {"running": len(self.running), "waiting": 0},
                 "counters": self.counters,

@@ -19,7 +19,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from server_fixture import Server, free_port
+from server_fixture import Server, free_port, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +38,6 @@ def slow():
 @pytest.fixture
 def client(server):
     return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
-
-
-def wait_until(true, timeout_s=5.0):
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 # Answers
@@ -67,10 +60,11 @@ def test_completion(client, server):
     assert reply.usage.prompt_tokens_details.cached_tokens == n // 2 + n // 4
 
 
-def test_streamed_completion_is_the_same_text(client, server):
-    n = tokens_of(server, TEXT)
+def test_streamed_completion_is_the_same_text(slow):
+    client = openai.OpenAI(base_url=slow.url + "/v1", api_key="none", max_retries=0)
+    n = tokens_of(slow, TEXT)
     stream = client.completions.create(
-        model="echo", prompt=TEXT, max_tokens=n, stream=True, stream_options={"include_usage": True}
+        model="default", prompt=TEXT, max_tokens=n, stream=True, stream_options={"include_usage": True}
     )
     chunks = list(stream)
     text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
@@ -301,6 +295,9 @@ def test_metrics(server):
     } <= names
     assert float(values['sglang:token_usage{model_name="echo"}']) == 0.25
     assert float(values['sglang:hicache_host_total_tokens{model_name="echo"}']) == 8192
+    assert float(values['sglang:hicache_host_used_tokens{model_name="echo"}']) == 92
+    assert float(values['sglang:load_back_tokens_total{model_name="echo"}']) == 7
+    assert float(values['sglang:evicted_tokens_total{model_name="echo"}']) == 0
     assert "sglang:gen_throughput" not in names, "the fake state has no such key"
     assert 'cache_source="host"' in text
 

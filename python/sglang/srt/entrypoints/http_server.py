@@ -249,7 +249,6 @@ async def _serve_until_the_end(
     stopping = asyncio.create_task(stop.wait())
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
-    logger.info("KV cache: %s", _kv_line(args, processes.ready_info))
     logger.info("The server is up after %.1f s and ready for requests at %s", seconds, url(args))
 
     done = await _first(died, stopping, serving)
@@ -282,14 +281,6 @@ async def _first(*tasks: asyncio.Task[Any]) -> asyncio.Task[Any]:
 def url(args: ServerArgs) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(args.host, f"[{args.host}]" if ":" in args.host else args.host)
     return f"http://{host}:{args.port}"
-
-
-def _kv_line(args: ServerArgs, info: dict[str, Any]) -> str:
-    line = f"{info['max_total_num_tokens']} tokens on the device, pages of {args.page_size}"
-    if not args.enable_hierarchical_cache:
-        return line + ", no host tier (--hicache adds one)"
-    size = f"{args.hicache_size:g} GB" if args.hicache_size else f"{args.hicache_ratio:g} times that"
-    return f"{line}; host tier of {size}, {args.hicache_write_policy}, no storage"
 
 
 def launch_server(

@@ -26,15 +26,16 @@ _GAUGES = (
     ("max_total_num_tokens", "Tokens of KV cache on the device.", ("tiers", "device", "total_tokens")),
     ("kv_used_tokens", "Tokens of KV cache in use on the device.", ("tiers", "device", "used_tokens")),
     ("kv_evictable_tokens", "Cached tokens that may be evicted.", ("tiers", "device", "evictable_tokens")),
-    ("kv_available_tokens", "Tokens of KV cache that are free.", ("tiers", "device", "free_tokens")),
-    ("hicache_host_used_tokens", "Tokens of KV cache in use on the host.", ("tiers", "host", "used_tokens")),
     ("hicache_host_total_tokens", "Tokens of KV cache on the host.", ("tiers", "host", "total_tokens")),
 )
+# metric, help, name among the state's counters, which hold what has happened at least once
 _COUNTERS = (
-    ("evicted_tokens", "Tokens evicted from the device.", ("counters", "evicted_tokens")),
-    ("load_back_tokens", "Tokens loaded from the host.", ("counters", "load_back_tokens")),
-    ("hicache_backup_tokens", "Tokens written to the host.", ("counters", "backup_tokens")),
-    ("num_retracted_requests", "Requests taken out of the batch for lack of memory.", ("counters", "retracted_reqs")),
+    ("evicted_tokens", "Tokens evicted from the device.", "evicted_tokens_device"),
+    ("load_back_tokens", "Tokens loaded from the host.", "load_back_tokens"),
+    ("hicache_backup_tokens", "Tokens written to the host.", "backup_tokens"),
+    ("hicache_backup_dropped_tokens", "Tokens not written for lack of room.", "backup_dropped_tokens"),
+    ("hicache_dropped_tokens", "Tokens evicted from the host.", "evicted_tokens_host"),
+    ("num_retracted_requests", "Requests taken out of the batch for lack of memory.", "retracted_reqs"),
 )
 
 
@@ -45,6 +46,11 @@ def _at(state: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
             return None
         value = value[key]
     return float(value) if isinstance(value, int | float) else None
+
+
+def _free_tokens(state: Mapping[str, Any], tier: str) -> float | None:
+    pages, page_size = _at(state, ("tiers", tier, "free_pages")), _at(state, ("page_size",))
+    return None if pages is None or page_size is None else pages * page_size
 
 
 class MetricsCollector:
@@ -116,13 +122,18 @@ class MetricsCollector:
         total = _at(self._state, ("tiers", "device", "total_tokens"))
         if used is not None and total:
             yield gauge("token_usage", "Part of the device's KV cache in use.", used / total)
+        if (free := _free_tokens(self._state, "device")) is not None:
+            yield gauge("kv_available_tokens", "Tokens of KV cache that are free.", free)
+        host_total, host_free = _at(self._state, ("tiers", "host", "total_tokens")), _free_tokens(self._state, "host")
+        if host_total is not None and host_free is not None:  # on the host, cached tokens are all there is
+            yield gauge("hicache_host_used_tokens", "Tokens of KV cache on the host in use.", host_total - host_free)
         if self._prompt_total:
             hit_rate = self._cached_total / self._prompt_total
             yield gauge("cache_hit_rate", "Part of all prompt tokens that were found in the cache.", hit_rate)
-        for name, help, path in _COUNTERS:
-            if (value := _at(self._state, path)) is not None:
+        if "counters" in self._state:
+            for name, help, key in _COUNTERS:
                 counter = CounterMetricFamily(f"sglang:{name}", help, labels=names)
-                counter.add_metric(values, value)
+                counter.add_metric(values, _at(self._state, ("counters", key)) or 0)
                 yield counter
 
     def render(self) -> bytes:

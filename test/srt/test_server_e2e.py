@@ -1,0 +1,163 @@
+"""The real engine behind the real server: what the fake scheduler cannot show."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import random
+
+import httpx
+import openai
+import pytest
+from server_fixture import Server, wait_until
+
+import sglang
+
+pytestmark = pytest.mark.e2e
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A device pool of few tokens, so that conversations move to the host. In the end, SIGTERM ends it cleanly."""
+    with Server("--hicache", "--hicache-ratio", "8", "--max-total-tokens", "1024") as server:
+        yield server
+        server.process.terminate()
+        assert server.wait(15) == 0, server.output()
+        server.assert_nothing_left()
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with Server("--disable-radix-cache") as server:
+        yield server
+
+
+def prompt(seed: int, size: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(300, 1900) for _ in range(size)]
+
+
+def generate(server: Server, ids: list[int], tokens: int = 12, **params) -> dict:
+    body = {"input_ids": ids, "sampling_params": {**GREEDY, "max_new_tokens": tokens, **params}}
+    response = server.post("/generate", body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_greedy_with_device_and_host_hits_equals_greedy_without_a_cache(server, plain):
+    prompts = [prompt(0, 200) + prompt(i, 200) for i in range(1, 6)]
+    expected = [generate(plain, ids)["output_ids"] for ids in prompts]
+    tiers = {"device": 0, "host": 0}
+    for _ in range(3):
+        for ids, want in zip(prompts, expected):
+            reply = generate(server, ids)
+            assert reply["output_ids"] == want
+            for tier, tokens in reply["meta_info"]["cached_tokens_details"].items():
+                tiers[tier] += tokens
+    assert tiers["device"] > 0 and tiers["host"] > 0, tiers
+
+
+def test_concurrent_requests(server, plain):
+    prompts = [prompt(i % 3, 60) + prompt(100 + i, 20 + i) for i in range(12)]
+    expected = [generate(plain, ids)["output_ids"] for ids in prompts]
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        replies = list(pool.map(lambda ids: generate(server, ids)["output_ids"], prompts))
+    assert replies == expected
+
+
+def test_streams_and_whole_answers_agree(server):
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+    ask = {"model": "embedded", "messages": [{"role": "user", "content": "Grüße! 你好?"}], "max_tokens": 40}
+    whole = client.chat.completions.create(**ask, temperature=0)
+    chunks = list(client.chat.completions.create(**ask, temperature=0, stream=True))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert whole.usage.prompt_tokens_details.cached_tokens >= 0
+
+
+def test_seeds_decide_what_is_sampled(server):
+    ids = prompt(7, 30)
+
+    def sample(seed):
+        return generate(server, ids, temperature=1.0, top_p=0.9, top_k=50, sampling_seed=seed)["output_ids"]
+
+    assert sample(1) == sample(1)
+    assert len({tuple(sample(seed)) for seed in range(5)}) > 1
+
+
+def test_stops(server):
+    ids = prompt(8, 30)
+    answer = generate(server, ids, tokens=20)
+    stop_at = answer["output_ids"][10]
+    first = answer["output_ids"].index(stop_at)
+    stopped = generate(server, ids, tokens=20, stop_token_ids=[stop_at])
+    assert stopped["output_ids"] == answer["output_ids"][: first + 1]
+    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop_at}
+    word = answer["text"][len(answer["text"]) // 2 :][:3]
+    stopped = generate(server, ids, tokens=20, stop=[word])
+    assert stopped["text"] == answer["text"][: answer["text"].index(word)]
+    assert stopped["meta_info"]["completion_tokens"] <= 20
+
+
+def running(server: Server) -> int:
+    queues = server.state()["queues"]
+    return queues["running"] + queues["waiting"]
+
+
+def test_a_client_that_leaves_frees_its_memory(server):
+    body = {"input_ids": prompt(9, 50), "sampling_params": {**GREEDY, "max_new_tokens": 900}, "stream": True}
+    with httpx.stream("POST", server.url + "/generate", json=body, timeout=30) as response:
+        pieces = response.iter_raw()
+        next(pieces)
+    wait_until(lambda: running(server) == 0, 5)
+    assert server.state()["tiers"]["device"]["pages"]["held"] == 0
+    assert server.post("/flush_cache").status_code == 200
+    generate(server, prompt(9, 20))
+    wait_until(lambda: server.state()["tiers"]["device"]["free_pages"] >= 1024 - 40)
+
+
+def test_prompts_that_fit_nowhere(server):
+    response = server.post("/generate", {"input_ids": prompt(1, 1200), "sampling_params": {"max_new_tokens": 4}})
+    assert response.status_code == 400 and "1200" in response.json()["message"]
+    longest = server.get("/get_server_info").json()["max_req_input_len"]
+    assert generate(server, prompt(2, longest), tokens=1)["meta_info"]["prompt_tokens"] == longest
+    assert len(generate(server, prompt(2, 100), tokens=longest + 1 - 100)["output_ids"]) == longest + 1 - 100
+
+
+def test_metrics_move(server):
+    def metrics():
+        lines = server.get("/metrics").text.splitlines()
+        return {k: float(v) for k, v in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+
+    label = '{model_name="embedded"}'
+    before = metrics()
+    generate(server, prompt(10, 40), tokens=5)
+    after = metrics()
+    assert after[f"sglang:prompt_tokens_total{label}"] == before[f"sglang:prompt_tokens_total{label}"] + 40
+    assert after[f"sglang:generation_tokens_total{label}"] == before[f"sglang:generation_tokens_total{label}"] + 5
+    assert after[f"sglang:max_total_num_tokens{label}"] == 1024
+    assert after[f"sglang:hicache_host_total_tokens{label}"] == 8 * 1024
+
+
+def test_pages_of_16_in_odd_chunks_until_the_scheduler_is_killed(plain):
+    flags = "--hicache --page-size 16 --max-total-tokens 1024 --chunked-prefill-size 37"
+    with Server(*flags.split()) as server:
+        ids = prompt(11, 300)
+        want = generate(plain, ids)["output_ids"]
+        assert generate(server, ids)["output_ids"] == want
+        again = generate(server, ids)
+        assert again["output_ids"] == want and again["meta_info"]["cached_tokens"] >= 256
+
+        server.child("scheduler_process").kill()
+        assert server.wait(5) == 1
+        assert "the scheduler process was killed by SIGKILL" in server.output()
+        server.assert_nothing_left()
+
+
+def test_the_offline_engine_agrees_with_the_server(plain):
+    ids = prompt(13, 40)
+    with sglang.Engine(model_path="embedded", enable_hierarchical_cache=True, max_total_tokens=1024) as engine:
+        reply = engine.generate(input_ids=ids, sampling_params={**GREEDY, "max_new_tokens": 12})
+        assert reply["output_ids"] == generate(plain, ids)["output_ids"]
