@@ -1,0 +1,335 @@
+"""The frame table: every transition with exact frame ids, then random ones against a dictionary."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
+
+FREE, HELD, FILLING, CACHED, DOOMED = (
+    FrameState.FREE,
+    FrameState.HELD,
+    FrameState.FILLING,
+    FrameState.CACHED,
+    FrameState.DOOMED,
+)
+
+
+def ids(*frames: int) -> np.ndarray:
+    return np.array(frames, np.int32)
+
+
+def states(table: FrameTable) -> str:
+    """One letter per frame: Free, Held, fIlling, Cached, Doomed."""
+    table.check_invariants()
+    return "".join("FHICDLQ"[s] for s in table.state)
+
+
+def take(table: FrameTable, n: int, owner: int = 0, state: FrameState = HELD) -> np.ndarray:
+    frames = table.allocate(n, owner, state)
+    assert frames is not None
+    return frames
+
+
+def test_a_table_needs_a_page():
+    with pytest.raises(ValueError, match="at least one page, got 0"):
+        FrameTable(0)
+
+
+def test_allocate_hands_out_the_lowest_frames_first():
+    table = FrameTable(6)
+    assert states(table) == "FFFFFF" and table.num_free == 6
+    frames = table.allocate(2, owner=7)
+    assert frames.tolist() == [0, 1] and frames.dtype == np.int32
+    assert take(table, 1, owner=-3, state=FILLING).tolist() == [2]
+    assert states(table) == "HHIFFF"
+    assert table.owner.tolist() == [7, 7, -3, -1, -1, -1]
+    assert table.counts[FREE] == table.num_free == 3 and table.counts[HELD] == 2 and table.counts[FILLING] == 1
+
+
+def test_allocate_more_than_is_free_changes_nothing():
+    table = FrameTable(3)
+    take(table, 1)
+    assert table.allocate(3, owner=9) is None
+    assert states(table) == "HFF" and table.owner.tolist() == [0, -1, -1]
+    assert take(table, 2).tolist() == [1, 2]
+    assert table.allocate(1, owner=9) is None
+    assert table.allocate(0, owner=9).tolist() == []
+
+
+def test_publish_and_commit():
+    table = FrameTable(5)
+    held, filling = take(table, 2), take(table, 2, state=FILLING)
+    table.transition(held, HELD, CACHED)
+    assert states(table) == "CCIIF"
+    table.transition(filling, FILLING, CACHED)
+    assert states(table) == "CCCCF" and table.counts[CACHED] == 4
+
+
+@pytest.mark.parametrize("state", [HELD, FILLING, CACHED])
+def test_doom_from_every_live_state(state: FrameState):
+    table = FrameTable(2)
+    frames = take(table, 1, state=FILLING if state == FILLING else HELD)
+    if state == CACHED:
+        table.transition(frames, HELD, CACHED)
+    table.doom(frames, state, fence=-1)
+    assert states(table) == "DF"
+    table.reap(done=0)
+    assert states(table) == "FF"
+
+
+def test_a_transition_asserts_the_state_before():
+    table = FrameTable(4)
+    table.transition(take(table, 2), HELD, CACHED)
+    with pytest.raises(AssertionError, match="not all HELD"):
+        table.transition(ids(1), HELD, CACHED)
+    take(table, 1)
+    with pytest.raises(AssertionError, match="not all CACHED"):
+        table.transition(ids(1, 2), CACHED, DOOMED)
+    with pytest.raises(AssertionError, match="not all CACHED"):
+        table.doom(ids(3), CACHED, -1)
+    assert states(table) == "CCHF"
+
+
+def test_a_frame_cannot_be_doomed_twice():
+    table = FrameTable(2)
+    frames = take(table, 1)
+    table.doom(frames, HELD, 0)
+    with pytest.raises(AssertionError, match="not all HELD"):
+        table.doom(frames, HELD, 0)
+    assert states(table) == "DF"
+
+
+def test_a_fence_has_passed_when_done_is_above_it():
+    table = FrameTable(4)
+    frames = take(table, 4)
+    table.doom(frames[:1], HELD, fence=5)
+    table.doom(frames[1:2], HELD, fence=6)
+    table.doom(frames[2:], HELD, fence=5)
+    table.reap(done=5)
+    assert states(table) == "DDDD" and table.take_freed().tolist() == []
+    table.reap(done=6)
+    assert states(table) == "FDFF" and sorted(table.take_freed().tolist()) == [0, 2, 3]
+    table.reap(done=7)
+    assert states(table) == "FFFF" and table.take_freed().tolist() == [1]
+    assert table.take_freed().tolist() == []
+
+
+def test_a_pin_outlives_the_fence():
+    table = FrameTable(3)
+    frames = take(table, 3)
+    table.pin(ids(1))
+    table.doom(frames, HELD, fence=0)
+    table.reap(done=1)
+    assert states(table) == "FDF"
+    table.reap(done=9)
+    assert states(table) == "FDF"
+    table.unpin(ids(1))
+    assert states(table) == "FDF", "only reap frees"
+    table.reap(done=9)
+    assert states(table) == "FFF"
+
+
+def test_a_fence_outlives_the_pin():
+    table = FrameTable(1)
+    frames = take(table, 1)
+    table.pin(frames)
+    table.doom(frames, HELD, fence=3)
+    table.unpin(frames)
+    table.reap(done=3)
+    assert states(table) == "D"
+    table.reap(done=4)
+    assert states(table) == "F"
+
+
+def test_two_pins_need_two_unpins():
+    table = FrameTable(2)
+    frames = take(table, 2)
+    table.pin(frames)
+    table.pin(ids(0))
+    table.doom(frames, HELD, fence=-1)
+    table.unpin(frames)
+    table.reap(done=0)
+    assert states(table) == "DF" and table.pins.tolist() == [1, 0]
+    table.unpin(ids(0))
+    table.reap(done=0)
+    assert states(table) == "FF"
+
+
+def test_unpinning_more_often_than_pinning_is_a_bug():
+    table = FrameTable(2)
+    take(table, 2)
+    table.pin(ids(0))
+    table.unpin(ids(0))
+    with pytest.raises(AssertionError, match="more often than pinned"):
+        table.unpin(ids(0))
+
+
+def test_dooming_nothing_is_nothing():
+    table = FrameTable(1)
+    table.doom(ids(), HELD, 0)
+    table.reap(1)
+    assert states(table) == "F" and len(table.take_freed()) == 0
+
+
+def test_a_freed_run_comes_back_as_the_same_run():
+    table = FrameTable(8)
+    a, b = take(table, 3), take(table, 3)
+    assert (a.tolist(), b.tolist()) == ([0, 1, 2], [3, 4, 5])
+    table.doom(a, HELD, -1)
+    table.reap(0)
+    assert take(table, 3).tolist() == [0, 1, 2], "the run freed last is on top, in its own order"
+    table.doom(b, HELD, -1)
+    table.reap(0)
+    assert take(table, 5).tolist() == [3, 4, 5, 6, 7]
+
+
+def test_frames_freed_and_taken_again_are_still_reported():
+    table = FrameTable(2)
+    frames = take(table, 1)
+    table.doom(frames, HELD, -1)
+    table.reap(0)
+    assert take(table, 1).tolist() == [0]
+    assert table.take_freed().tolist() == [0]
+
+
+def test_long_runs_and_long_scatters_are_treated_alike():
+    """Runs of 128 frames and more go through slices."""
+    table = FrameTable(400)
+    run = take(table, 300)
+    table.pin(run)
+    assert table.pins.sum() == 300 and table.pins[299] == 1 and table.pins[300] == 0
+    table.unpin(run)
+    scattered = run.copy()
+    np.random.default_rng(0).shuffle(scattered)
+    almost = np.concatenate([run[:199], run[200:]])
+    for frames in (scattered, almost, run[::-1]):
+        table.pin(frames)
+        assert table.pins.sum() == len(frames) and table.pins[frames].all()
+        table.unpin(frames)
+    table.transition(scattered, HELD, CACHED)
+    table.doom(almost, CACHED, -1)
+    table.reap(0)
+    assert states(table) == "F" * 199 + "C" + "F" * 200
+
+
+def corrupt_count(table: FrameTable) -> None:
+    table.counts[FREE] -= 1
+
+
+def corrupt_state(table: FrameTable) -> None:
+    table.state[0] = CACHED
+
+
+def corrupt_doomed(table: FrameTable) -> None:
+    table._doomed.clear()
+
+
+def corrupt_pin(table: FrameTable) -> None:
+    table.pins[5] = 1
+
+
+@pytest.mark.parametrize("corrupt", [corrupt_count, corrupt_state, corrupt_doomed, corrupt_pin])
+def test_check_invariants_notices(corrupt):
+    table = FrameTable(6)
+    frames = take(table, 3)
+    table.doom(frames[1:], HELD, 4)
+    table.check_invariants()
+    corrupt(table)
+    with pytest.raises(AssertionError):
+        table.check_invariants()
+
+
+class Model:
+    """The same rules, one dictionary entry per frame."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.state = dict.fromkeys(range(num_pages), FREE)
+        self.pins = dict.fromkeys(range(num_pages), 0)
+        self.fence: dict[int, int] = {}
+
+    def of(self, state: FrameState) -> list[int]:
+        return [f for f, s in self.state.items() if s == state]
+
+    def reap(self, done: int) -> set[int]:
+        freed = {f for f, fence in self.fence.items() if fence < done and self.pins[f] == 0}
+        for f in freed:
+            del self.fence[f]
+            self.state[f] = FREE
+        return freed
+
+
+@pytest.mark.parametrize("num_pages", [3, 40, 700])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_operations_against_a_dictionary(seed: int, num_pages: int):
+    print(f"seed {seed}, {num_pages} pages")
+    rng = random.Random(seed * 1000 + num_pages)
+    table, model = FrameTable(num_pages), Model(num_pages)
+    done = 0
+    transfers: list[np.ndarray] = []
+    num_reaped = 0
+
+    def some(state: FrameState) -> np.ndarray:
+        frames = model.of(state)
+        chosen = rng.sample(frames, rng.randrange(len(frames) + 1))
+        if rng.random() < 0.5:
+            chosen.sort()
+        return np.array(chosen, np.int32)
+
+    for _ in range(1500 if num_pages < 700 else 300):
+        match rng.randrange(7):
+            case 0 | 1:
+                n = rng.randrange(num_pages // 2 + 2)
+                state = rng.choice((HELD, FILLING))
+                frames = table.allocate(n, 5, state)
+                if n > len(model.of(FREE)):
+                    assert frames is None
+                else:
+                    assert len(set(frames.tolist())) == len(frames) == n
+                    for f in frames.tolist():
+                        assert model.state[f] == FREE
+                        model.state[f] = state
+            case 2:
+                before = rng.choice((HELD, FILLING))
+                frames = some(before)
+                table.transition(frames, before, CACHED)
+                model.state.update(dict.fromkeys(frames.tolist(), CACHED))
+            case 3:
+                frames = some(rng.choice((HELD, FILLING, CACHED)))
+                table.pin(frames)
+                transfers.append(frames)
+                for f in frames.tolist():
+                    model.pins[f] += 1
+            case 4 if transfers:
+                frames = transfers.pop(rng.randrange(len(transfers)))
+                table.unpin(frames)
+                for f in frames.tolist():
+                    model.pins[f] -= 1
+            case 5:
+                before = rng.choice((HELD, FILLING, CACHED))
+                frames = some(before)
+                fence = rng.randrange(-1, done + 4)
+                table.doom(frames, before, fence)
+                model.state.update(dict.fromkeys(frames.tolist(), DOOMED))
+                model.fence.update(dict.fromkeys(frames.tolist(), fence))
+            case 6:
+                done += rng.randrange(3)
+                table.take_freed()
+                table.reap(done)
+                freed = table.take_freed().tolist()
+                assert len(set(freed)) == len(freed)
+                assert set(freed) == model.reap(done)
+                num_reaped += len(freed)
+        table.check_invariants()
+        assert table.state.tolist() == list(model.state.values())
+        assert table.pins.tolist() == list(model.pins.values())
+        assert table.num_free == len(model.of(FREE))
+    for frames in transfers:
+        table.unpin(frames)
+    for state in (HELD, FILLING, CACHED):
+        table.doom(np.array(model.of(state), np.int32), state, done)
+    table.reap(done + 4)
+    assert table.num_free == num_pages and num_reaped > num_pages
