@@ -9,7 +9,7 @@ A step, in order:
     a failed launch               -> void everything from it on, requeue, drop what it published
     completed operations          -> commit, or abort and requeue their readers
     reap                          -> frames whose fence has passed and that nobody pins are free
-    aborts, new requests, flush
+    new requests, aborts, flush
     the next launch               -> prefill first; a decode step between two chunks of one prompt
 
 A request's life: waiting -> (admitted: lock the match, load, hold) -> prefilling, chunk by chunk -> running ->
@@ -150,10 +150,11 @@ class Scheduler:
             self._take_completions(link, inputs.done[link], inputs.failed.get(link))
         for table in self.controller.tables.values():
             table.reap(done)
-        for rid in inputs.aborts:
-            self._abort(rid)
         for msg in inputs.new:
             self._add(msg)
+        # After the new ones: a request and its abort may have come together.
+        for rid in inputs.aborts:
+            self._abort(rid)
         replies = tuple(FlushReply(i, *self._flush()) for i in inputs.flush)
         launch = None
         if self.next_launch - self.exec_done < self.config.max_ahead:

@@ -1,0 +1,205 @@
+"""A rank in this process: a real model, real threads, real copies, no sockets. For tests and benchmarks.
+
+Drives `EngineCore` as the scheduler process does, with faults if asked for, and can call the KV oracle on a real
+model, whose recomputation differs in the last bits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.managers.engine_core import EngineCore, StepRecorder
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
+from sglang.srt.managers.schedule_batch import BatchDecision
+from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.transfer import D2H, H2D, Tier
+from sglang.srt.model_executor.stream import ThreadStream
+from sglang.srt.model_loader.loader import load_model
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.test.faults import FaultyExecutor, FaultyLink
+
+GREEDY = SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True, sampling_seed=0)
+
+
+@dataclass
+class Generation:
+    """One request's answer. first_token_s, end_s: seconds since it was submitted."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    cached_tokens_details: dict[str, int] = field(default_factory=dict)
+    first_token_s: float = 0.0
+    end_s: float = 0.0
+
+
+class LocalEngine:
+    """num_device_pages, num_host_pages: sizes of the pools. debug: poison freed memory, fail on non-finite logits and
+    check all invariants after every step. overrides: other fields of SchedulerConfig."""
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        num_device_pages: int,
+        num_host_pages: int = 0,
+        page_size: int = 1,
+        debug: bool = True,
+        load_fail_rate: float = 0.0,
+        late_rate: float = 0.0,
+        seed: int = 0,
+        model: Any = None,
+        record: Any = None,
+        **overrides: Any,
+    ) -> None:
+        self.model_config = model_config
+        self.model = model or load_model(model_config, "auto", TorchNativeAttnBackend(), quiet=True)
+        c = model_config
+        self.debug = debug
+        config = SchedulerConfig(
+            page_size=page_size,
+            num_device_pages=num_device_pages,
+            num_host_pages=num_host_pages,
+            page_bytes=MHATokenToKVPool.page_bytes(page_size, c.num_layers, c.num_kv_heads, c.head_dim, c.dtype),
+            context_len=c.context_length,
+            eos_token_ids=c.eos_token_ids,
+            **overrides,
+        )
+        self._woken = threading.Event()
+        self.device_pool = pool = MHATokenToKVPool(
+            num_device_pages, page_size, c.num_layers, c.num_kv_heads, c.head_dim, c.dtype
+        )
+        links: dict[str, FaultyLink] = {}
+        self._streams = [ThreadStream("compute")]
+        executor = FaultyExecutor(
+            self.model,
+            pool,
+            page_size,
+            c.attn_scale,
+            Sampler(),
+            self._streams[0],
+            links,
+            config.max_running_requests,
+            c.vocab_size,
+            self._woken.set,
+            check_finite=debug,
+            seed=seed,
+            fail_rate=0.0,
+            late_rate=late_rate,
+        )
+        self.host_pool = None
+        poison = {Tier.DEVICE: lambda frames: pool.poison(torch.from_numpy(frames).to(torch.int64))}
+        if num_host_pages:
+            self.host_pool = host = MHATokenToKVPoolHost(pool, num_host_pages)
+            poison[Tier.HOST] = lambda frames: host.poison(torch.from_numpy(frames).to(torch.int64))
+            for i, name in enumerate((H2D, D2H)):
+                self._streams.append(ThreadStream(name))
+                links[name] = FaultyLink(
+                    name,
+                    pool,
+                    host,
+                    self._streams[-1],
+                    executor.fence,
+                    self._woken.set,
+                    seed=seed + i,
+                    fail_rate=load_fail_rate if name == H2D else 0.0,
+                    late_rate=late_rate,
+                )
+        if debug:
+            pool.kv.fill_(float("nan"))
+            if self.host_pool is not None:
+                self.host_pool.kv.fill_(float("nan"))
+        self.core = EngineCore(
+            Scheduler(config),
+            executor,
+            dict(links),
+            poison if debug else None,
+            StepRecorder(record, config) if record is not None else None,
+        )
+        self._next_rid = 0
+        self._answers: dict[str, Generation] = {}
+        self._submitted: dict[str, float] = {}
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.core.scheduler
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int] | np.ndarray],
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        abort_after: dict[int, int] | None = None,
+        after_step: Callable[[BatchDecision], None] = lambda decision: None,
+        extra_key: str = "",
+    ) -> list[Generation]:
+        """Submit all prompts at once and run until all have ended. abort_after: prompt -> abort it once it has given
+        this many tokens."""
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        rids = []
+        requests = []
+        for prompt, sampling in zip(prompts, each):
+            rid = f"local-{self._next_rid}"
+            self._next_rid += 1
+            rids.append(rid)
+            self._answers[rid] = Generation()
+            requests.append(
+                TokenizedGenerateReqInput(
+                    rid=rid, input_ids=ids_to_bytes(prompt), sampling_params=sampling, extra_key=extra_key, stream=True
+                )
+            )
+        pending = {rids[i]: n for i, n in (abort_after or {}).items()}
+        start = time.perf_counter()
+        while requests or any(not self._answers[rid].finish_reason for rid in rids):
+            aborts = [rid for rid, n in pending.items() if len(self._answers[rid].tokens) >= n]
+            for rid in aborts:
+                del pending[rid]
+            self._turn(start, requests, aborts, after_step)
+            requests = []
+        return [self._answers.pop(rid) for rid in rids]
+
+    def settle(self) -> None:
+        """Wait until every launch and transfer is over and consumed."""
+        while self.core.has_outstanding:
+            self._turn(0.0, [], [], lambda decision: None)
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+
+    def _turn(
+        self,
+        start: float,
+        requests: list[TokenizedGenerateReqInput],
+        aborts: list[str],
+        after_step: Callable[[BatchDecision], None],
+    ) -> None:
+        self._woken.clear()
+        progress = self.core.progress()
+        if not (requests or aborts or self.core.has_work(progress)):
+            # Late completions are held back by the faulty link and reported at a later poll: look again soon.
+            self._woken.wait(0.001)
+            return
+        decision = self.core.step(time.monotonic(), progress, requests, aborts)
+        if self.debug:
+            self.scheduler.check_invariants()
+        now = time.perf_counter() - start
+        for output in decision.outputs:
+            answer = self._answers[output.rid]
+            if output.output_ids and not answer.tokens:
+                answer.first_token_s = now
+            answer.tokens += bytes_to_ids(output.output_ids).tolist()
+            answer.cached_tokens_details = output.cached_tokens_details
+            if output.finish_reason is not None:
+                answer.finish_reason = output.finish_reason.type
+                answer.end_s = now
+        after_step(decision)

@@ -1,0 +1,233 @@
+"""Greedy tokens (float32) equal transformers' on the same weights, whatever the cache, the batch and the faults were.
+
+A token counts as equal if its logit, recomputed by transformers on the same prefix, is the largest or within MARGIN
+of it: GEMM results change with the batch's shape in the last bits.
+"""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.engine_core import replay
+from sglang.srt.mem_cache.frame_table import FrameState
+from sglang.srt.mem_cache.transfer import Tier
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.test.kv_oracle import check_kv
+from sglang.test.local_engine import Generation, LocalEngine
+
+MARGIN = 1e-4
+KV_TOLERANCE = 1e-4
+VOCAB = 211
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 60,
+    "intermediate_size": 100,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 14,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+class Model:
+    """One random model, as transformers and as ours see it."""
+
+    def __init__(self, hf_config: LlamaConfig | Qwen3Config, path: str) -> None:
+        torch.manual_seed(7)
+        self.hf = AutoModelForCausalLM.from_config(hf_config).eval()
+        self.hf.save_pretrained(path)
+        self.config = ModelConfig.from_pretrained(path, dtype="float32")
+
+    def engine(self, **options: object) -> LocalEngine:
+        return LocalEngine(self.config, **{"num_device_pages": 600, **options})  # type: ignore[arg-type]
+
+    def check(self, prompt: np.ndarray, answer: Generation, num_tokens: int, reason: str = "length") -> None:
+        assert answer.finish_reason == reason
+        assert len(answer.tokens) == num_tokens
+        whole = torch.tensor(np.concatenate([prompt, answer.tokens]))[None].long()
+        with torch.inference_mode():
+            logits = self.hf(whole).logits[0, len(prompt) - 1 : -1]
+        chosen = logits[torch.arange(num_tokens), torch.tensor(answer.tokens)]
+        gap = logits.max(-1).values - chosen
+        assert gap.max() < MARGIN, f"token {int(gap.argmax())} differs: its logit is {float(gap.max())} below the best"
+
+    def reference_kv(self, tokens: np.ndarray) -> np.ndarray:
+        with torch.inference_mode():
+            cache = self.hf(torch.tensor(tokens)[None].long(), use_cache=True).past_key_values
+        layers = [torch.stack((layer.keys[0], layer.values[0])) for layer in cache.layers]
+        # (layers, 2, heads, tokens, dim) -> (tokens, 2, layers, heads, dim)
+        return torch.stack(layers).permute(3, 1, 0, 2, 4).double().numpy()
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    config = LlamaConfig(**SHAPE) if request.param == "llama" else Qwen3Config(**SHAPE, tie_word_embeddings=True)
+    return Model(config, str(tmp_path_factory.mktemp(request.param)))
+
+
+def prompts(seed: int, lengths: list[int], shared: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    prefix = rng.integers(3, VOCAB, shared)
+    return [np.concatenate([prefix, rng.integers(3, VOCAB, n)]).astype(np.int32) for n in lengths]
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=num_tokens, temperature=0.0, ignore_eos=True, sampling_seed=0)
+
+
+def check_memory(model: Model, engine: LocalEngine) -> None:
+    """Nothing is left over, and every cached byte is what transformers computes."""
+    engine.settle()
+    scheduler = engine.scheduler
+    for table in scheduler.controller.tables.values():
+        assert table.counts[FrameState.FREE] + table.counts[FrameState.CACHED] == table.num_pages
+    pools = {Tier.DEVICE: engine.device_pool}
+    if engine.host_pool is not None:
+        pools[Tier.HOST] = engine.host_pool
+    assert check_kv(scheduler, pools, model.reference_kv, atol=KV_TOLERANCE) > 0
+    engine.close()
+
+
+def test_alone_and_again(model: Model) -> None:
+    engine = model.engine()
+    (prompt,) = prompts(1, [37])
+    for expected_hit in (0, 36):
+        (answer,) = engine.generate([prompt], greedy(12))
+        model.check(prompt, answer, 12)
+        assert answer.cached_tokens_details == {"device": expected_hit}
+    check_memory(model, engine)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_batched_with_device_hits(model: Model, page_size: int) -> None:
+    engine = model.engine(page_size=page_size)
+    batch = prompts(2, [1, 5, 30, 64, 17], shared=40)
+    for turn in range(2):
+        for prompt, answer in zip(batch, engine.generate(batch, greedy(9))):
+            model.check(prompt, answer, 9)
+            if turn == 1:
+                assert answer.cached_tokens_details["device"] >= (len(prompt) - 1) // page_size * page_size - page_size
+    check_memory(model, engine)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_host_hits(model: Model, page_size: int) -> None:
+    """Conversations that do not fit the device together come back from the host."""
+    engine = model.engine(page_size=page_size, num_device_pages=160 // page_size, num_host_pages=1200 // page_size)
+    batch = prompts(3, [80, 90, 100], shared=16)
+    hits = 0
+    for _ in range(3):
+        for prompt in batch:
+            (answer,) = engine.generate([prompt], greedy(6))
+            model.check(prompt, answer, 6)
+            hits += answer.cached_tokens_details["host"]
+            engine.settle()
+    assert hits > 100
+    check_memory(model, engine)
+
+
+@pytest.mark.parametrize("chunk", [5, 16, 33])
+def test_chunked_at_odd_sizes(model: Model, chunk: int) -> None:
+    engine = model.engine(num_host_pages=900, num_device_pages=300, chunked_prefill_size=chunk)
+    batch = prompts(4, [70, 12, 101], shared=9)
+    for _ in range(2):
+        for prompt, answer in zip(batch, engine.generate(batch, greedy(8))):
+            model.check(prompt, answer, 8)
+    check_memory(model, engine)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_retracted(model: Model, page_size: int) -> None:
+    """More is admitted than fits in the end; the youngest give way and resume exactly."""
+    engine = model.engine(
+        page_size=page_size, num_device_pages=200 // page_size, num_host_pages=100 // page_size, new_token_ratio=0.05
+    )
+    batch = prompts(5, [20] * 8)
+    for prompt, answer in zip(batch, engine.generate(batch, greedy(40))):
+        model.check(prompt, answer, 40)
+    assert engine.scheduler.counters["retracted_reqs"] > 0
+    check_memory(model, engine)
+
+
+def test_aborted_neighbours(model: Model) -> None:
+    engine = model.engine(num_device_pages=300, num_host_pages=300, chunked_prefill_size=32)
+    batch = prompts(6, [50, 60, 40, 70], shared=8)
+    answers = engine.generate(batch, greedy(20), abort_after={0: 3, 2: 0})
+    assert [a.finish_reason for a in answers] == ["abort", "length", "abort", "length"]
+    for i in (1, 3):
+        model.check(batch[i], answers[i], 20)
+    model.check(batch[0], answers[0], len(answers[0].tokens), "abort")
+    check_memory(model, engine)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_loads_fail(model: Model, seed: int) -> None:
+    """Half of all loads fail, completions come late: requests compute what did not come."""
+    engine = model.engine(
+        num_device_pages=230, num_host_pages=900, page_size=1, load_fail_rate=0.5, late_rate=0.3, seed=seed
+    )
+    batch = prompts(7, [80, 60, 70], shared=20)
+    for _ in range(6):
+        for pair in (batch[:2], batch[1:], batch[::2]):
+            for prompt, answer in zip(pair, engine.generate(pair, greedy(5))):
+                model.check(prompt, answer, 5)
+    counters = engine.scheduler.state()["counters"]
+    assert counters["failed_ops"] > 0 and counters["failed_launches"] > 0, f"seed {seed}: nothing failed"
+    check_memory(model, engine)
+
+
+def test_without_overlap_and_without_radix_cache(model: Model) -> None:
+    batch = prompts(8, [30, 41], shared=11)
+    for options in ({"max_ahead": 1}, {"enable_radix_cache": False}):
+        engine = model.engine(**options)
+        for _ in range(2):
+            for prompt, answer in zip(batch, engine.generate(batch, greedy(10))):
+                model.check(prompt, answer, 10)
+        engine.settle()
+        if "enable_radix_cache" in options:
+            assert answer.cached_tokens_details == {"device": 0}
+            assert engine.scheduler.device.counts[FrameState.CACHED] == 0
+        engine.close()
+
+
+def test_a_live_run_replays(model: Model) -> None:
+    """What threads did, late and out of step, is in the inputs: the same inputs give the same decisions."""
+    record = io.BytesIO()
+    engine = model.engine(
+        num_device_pages=230, num_host_pages=700, load_fail_rate=0.3, late_rate=0.2, seed=5, record=record
+    )
+    batch = prompts(9, [80, 60, 70, 20], shared=20)
+    for _ in range(3):
+        engine.generate(batch, greedy(6), abort_after={3: 2})
+    engine.settle()
+    record.seek(0)
+    assert replay(record) == engine.core.num_steps
+    engine.close()
+
+
+def test_sampling_resumes_exactly_after_retraction(model: Model) -> None:
+    """Token i is drawn from (seed, i): with and without retraction the same tokens come, other seeds give others."""
+    params = [
+        SamplingParams(max_new_tokens=40, temperature=0.9, top_p=0.95, top_k=40, ignore_eos=True, sampling_seed=seed)
+        for seed in range(8)
+    ]
+    batch = [prompts(10, [20])[0]] * 8
+    wide = model.engine(num_device_pages=2000)
+    calm = [a.tokens for a in wide.generate(batch, params)]
+    tiny = model.engine(num_device_pages=130, new_token_ratio=0.01)
+    tight = [a.tokens for a in tiny.generate(batch, params)]
+    assert tiny.scheduler.counters["retracted_reqs"] > 0
+    assert calm == tight
+    assert len({tuple(tokens) for tokens in calm}) == 8
+    wide.close()
+    tiny.close()
