@@ -421,7 +421,7 @@ class HiRadixTree:
         assert num_nodes == self.num_nodes
         assert resident == self._resident, f"resident {self._resident}, by walk {resident}"
         assert evictable == self._evictable, f"evictable {self._evictable}, by walk {evictable}"
-        listed = {t: {n.id for n in nodes} for t, nodes in self._by_ticket.items() if nodes}
+        listed = {t: {n.id for n in nodes} for t, nodes in self._by_ticket.items()}
         assert filling == listed, "tickets on nodes differ from the register"
         for tier in _TIERS:
             offered = {n.id for _, _, n in self._heaps[tier]}
@@ -506,7 +506,10 @@ class HiRadixTree:
             fence = max(node.fences[tier], node.last_use) if tier == Tier.DEVICE else _NO_FENCE
             dropped.cached.append((frames, fence))
         else:
-            self._by_ticket[ticket].remove(node)
+            waiting = self._by_ticket[ticket]
+            waiting.remove(node)
+            if not waiting:
+                del self._by_ticket[ticket]
             dropped.filling.append((frames, ticket))
         node.frames[tier] = None
         node.tickets[tier] = None

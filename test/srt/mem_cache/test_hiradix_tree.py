@@ -1,0 +1,736 @@
+"""The tree by example: letters are tokens, lists are frames."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sglang.srt.mem_cache.hiradix_tree import Dropped, HiRadixTree, MatchResult, Node, PublishResult
+from sglang.srt.mem_cache.transfer import D2H, H2D, Ticket, Tier
+
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
+
+
+def tokens(text: str) -> np.ndarray:
+    return np.array([ord(c) for c in text], np.int32)
+
+
+def ids(*frames: int) -> np.ndarray:
+    return np.array(frames, np.int32)
+
+
+def pages(first: int, n: int) -> np.ndarray:
+    return np.arange(first, first + n, dtype=np.int32)
+
+
+def publish(
+    tree: HiRadixTree, text: str, first: int, below: Node | None = None, fence: int = 0, now: int = 0, ns: str = ""
+) -> PublishResult:
+    """Publish text with frames first, first + 1, …"""
+    n = len(text) // tree.page_size
+    result = tree.publish(ns, below, tokens(text), pages(first, n), fence, now)
+    tree.check_invariants()
+    return result
+
+
+def match(tree: HiRadixTree, text: str, ns: str = "") -> MatchResult:
+    return tree.match(ns, tokens(text))
+
+
+def lengths(m: MatchResult) -> tuple[int, int]:
+    return m.device_len, m.total_len
+
+
+def text_of(node: Node) -> str:
+    return "".join(chr(t) for t in node.key)
+
+
+def path_of(m: MatchResult) -> list[str]:
+    return [text_of(n) for n in m.path]
+
+
+def shape(tree: HiRadixTree) -> dict[str, list[list[int] | None]]:
+    """Every path from its root -> frames per tier of its last node."""
+    tree.check_invariants()
+    found = {}
+    for node in tree.walk():
+        text, step = "", node
+        while step is not None:
+            text, step = text_of(step) + text, step.parent
+        found[text] = [None if f is None else f.tolist() for f in node.frames]
+    return dict(sorted(found.items()))
+
+
+def load_all(tree: HiRadixTree, nodes: list[Node], tier: Tier, first: int, seq: int) -> None:
+    """Fill nodes on a tier, and commit."""
+    fill(tree, nodes, tier, first, seq)
+    tree.commit(ticket_to(tier, seq), tier)
+    tree.check_invariants()
+
+
+def fill(tree: HiRadixTree, nodes: list[Node], tier: Tier, first: int, seq: int) -> Ticket:
+    n = sum(len(node.key) for node in nodes) // tree.page_size
+    tree.begin_fill(nodes, tier, pages(first, n), ticket_to(tier, seq))
+    tree.check_invariants()
+    return ticket_to(tier, seq)
+
+
+def ticket_to(tier: Tier, seq: int) -> Ticket:
+    return Ticket(H2D if tier == DEVICE else D2H, seq)
+
+
+def cached(dropped: Dropped) -> list[tuple[list[int], int]]:
+    return [(frames.tolist(), fence) for frames, fence in dropped.cached]
+
+
+def filling(dropped: Dropped) -> list[tuple[list[int], Ticket]]:
+    return [(frames.tolist(), ticket) for frames, ticket in dropped.filling]
+
+
+# -- match ------------------------------------------------------------------------------------------------------
+
+
+def test_page_size_zero_is_refused():
+    with pytest.raises(ValueError, match="at least 1"):
+        HiRadixTree(0)
+
+
+def test_match_in_an_empty_tree():
+    tree = HiRadixTree(1)
+    m = match(tree, "abc")
+    assert (m.path, m.last_len, lengths(m)) == ((), 0, (0, 0))
+    assert tree.roots == {}, "matching creates nothing"
+
+
+def test_match_ends_where_the_tokens_differ():
+    tree = HiRadixTree(1)
+    publish(tree, "abcdef", 10)
+    for text, n in (("abcdef", 6), ("abcxyz", 3), ("abc", 3), ("abcdefgh", 6), ("a", 1), ("x", 0), ("", 0)):
+        m = match(tree, text)
+        assert lengths(m) == (n, n), text
+        assert m.last_len == n
+    assert tree.num_nodes == 1, "matching never splits"
+
+
+def test_match_over_several_nodes():
+    tree = HiRadixTree(1)
+    top = publish(tree, "abc", 0).node
+    publish(tree, "de", 3, below=top)
+    publish(tree, "xy", 5, below=top)
+    m = match(tree, "abcdz")
+    assert path_of(m) == ["abc", "de"] and m.last_len == 1 and lengths(m) == (4, 4)
+    assert path_of(match(tree, "abcxy!")) == ["abc", "xy"]
+    assert path_of(match(tree, "abq")) == ["abc"]
+
+
+def test_match_counts_whole_pages_only():
+    tree = HiRadixTree(4)
+    publish(tree, "aaaabbbbcccc", 7)
+    for text, n in (("aaaabbbbcccc", 12), ("aaaabbbbcccx", 8), ("aaaabbb", 4), ("aaab", 0), ("aaaaxbbb", 4)):
+        assert lengths(match(tree, text)) == (n, n), text
+    top = match(tree, "aaaa").path[-1]
+    assert text_of(top) == "aaaabbbbcccc" and tree.num_nodes == 1
+
+
+def test_pages_that_share_a_first_token_are_different_children():
+    tree = HiRadixTree(2)
+    publish(tree, "abab", 0)
+    publish(tree, "acac", 2)
+    assert shape(tree) == {"abab": [[0, 1], None], "acac": [[2, 3], None]}
+    assert lengths(match(tree, "acabxx")) == (2, 2)
+
+
+def test_match_reads_device_then_host():
+    tree = HiRadixTree(1)
+    top = publish(tree, "abc", 0).node
+    low = publish(tree, "de", 3, below=top).node
+    load_all(tree, [top, low], HOST, 50, seq=0)
+    tree.evict(DEVICE, 2)
+    m = match(tree, "abcde")
+    assert shape(tree) == {"abc": [[0, 1, 2], [50, 51, 52]], "abcde": [None, [53, 54]]}
+    assert lengths(m) == (3, 5)
+    assert lengths(match(tree, "abcdx")) == (3, 4)
+    assert lengths(match(tree, "abx")) == (2, 2)
+
+
+def test_a_node_that_left_the_device_with_its_backup_in_flight_matches_nowhere():
+    tree = HiRadixTree(1)
+    top = publish(tree, "abc", 0).node
+    low = publish(tree, "de", 3, below=top).node
+    load_all(tree, [top], HOST, 50, seq=0)
+    fill(tree, [low], HOST, 53, seq=1)
+    tree.evict(DEVICE, 2)
+    assert lengths(match(tree, "abcde")) == (3, 3) and path_of(match(tree, "abcde")) == ["abc"]
+    tree.commit(Ticket(D2H, 1), HOST)
+    assert lengths(match(tree, "abcde")) == (3, 5)
+
+
+def test_a_node_that_is_being_loaded_matches_as_on_the_device():
+    tree = HiRadixTree(1)
+    node = publish(tree, "abc", 0).node
+    load_all(tree, [node], HOST, 50, seq=0)
+    tree.evict(DEVICE, 3)
+    assert lengths(match(tree, "abc")) == (0, 3)
+    ticket = fill(tree, [node], DEVICE, 10, seq=0)
+    assert lengths(match(tree, "abc")) == (3, 3), "whoever waits for the ticket finds it there"
+    assert tree.nodes_of(ticket) == [node] and node.tickets == [ticket, None]
+
+
+def test_namespaces_never_meet():
+    tree = HiRadixTree(1)
+    publish(tree, "abc", 0, ns="a")
+    publish(tree, "abx", 3, ns="b")
+    assert lengths(match(tree, "abc", "a")) == (3, 3)
+    assert lengths(match(tree, "abc", "b")) == (2, 2)
+    assert lengths(match(tree, "abc", "")) == (0, 0)
+    assert list(tree.roots) == ["a", "b"]
+
+
+# -- publish ----------------------------------------------------------------------------------------------------
+
+
+def test_publish_creates_one_node():
+    tree = HiRadixTree(2)
+    result = publish(tree, "aabbcc", 5, fence=3, now=9)
+    node = result.node
+    assert result.end == 6 and result.created == (node,)
+    assert result.frames.tolist() == [5, 6, 7] and result.duplicates.tolist() == []
+    assert (text_of(node), node.frames[DEVICE].tolist(), node.fences) == ("aabbcc", [5, 6, 7], [3, -1])
+    assert (node.last_access, node.lock) == (9, 0)
+    assert tree.resident_pages(DEVICE) == tree.evictable_pages(DEVICE) == 3
+
+
+def test_publish_nothing():
+    tree = HiRadixTree(2)
+    top = publish(tree, "aabb", 5).node
+    result = publish(tree, "", 0, below=top)
+    assert (result.node, result.end, result.created) == (top, 0, ())
+
+
+def test_publish_what_is_there_returns_duplicates():
+    tree = HiRadixTree(1)
+    first = publish(tree, "abcd", 0, fence=1)
+    again = publish(tree, "abcd", 10, fence=2, now=4)
+    assert again.node is first.node and again.end == 4 and again.created == ()
+    assert again.frames.tolist() == [0, 1, 2, 3] and again.duplicates.tolist() == [10, 11, 12, 13]
+    assert first.node.fences[DEVICE] == 1 and first.node.last_access == 4
+
+
+def test_publish_splits_where_it_leaves_a_node():
+    tree = HiRadixTree(1)
+    old = publish(tree, "abcdef", 0).node
+    result = publish(tree, "abcxy", 10)
+    assert result.end == 5
+    assert result.frames.tolist() == [0, 1, 2, 13, 14] and result.duplicates.tolist() == [10, 11, 12]
+    assert [text_of(n) for n in result.created] == ["xy"]
+    assert shape(tree) == {"abc": [[0, 1, 2], None], "abcdef": [[3, 4, 5], None], "abcxy": [[13, 14], None]}
+    assert text_of(old) == "def", "the lower half keeps the identity"
+
+
+def test_publish_a_prefix_splits_and_creates_nothing():
+    tree = HiRadixTree(1)
+    old = publish(tree, "abcdef", 0).node
+    result = publish(tree, "abc", 10)
+    assert result.node is old.parent and text_of(result.node) == "abc" and result.created == ()
+    assert result.frames.tolist() == [0, 1, 2] and result.duplicates.tolist() == [10, 11, 12]
+
+
+def test_publish_keeps_slices_of_the_tokens():
+    tree = HiRadixTree(1)
+    text = tokens("abcdef")
+    node = tree.publish("", None, text, pages(0, 6), 0, 0).node
+    assert np.shares_memory(node.key, text)
+    publish(tree, "abcx", 10)
+    assert np.shares_memory(node.key, text) and np.shares_memory(node.parent.key, text)
+
+
+def test_publish_adopts_for_a_node_that_only_the_host_has():
+    tree = HiRadixTree(1)
+    node = publish(tree, "abcd", 0, fence=1).node
+    load_all(tree, [node], HOST, 50, seq=0)
+    tree.evict(DEVICE, 4)
+    assert shape(tree) == {"abcd": [None, [50, 51, 52, 53]]}
+    result = publish(tree, "abcdef", 10, fence=8)
+    assert result.end == 6 and result.frames.tolist() == [10, 11, 12, 13, 14, 15]
+    assert result.duplicates.tolist() == []
+    assert [text_of(n) for n in result.created] == ["abcd", "ef"] and result.created[0] is node
+    assert node.fences == [8, 1]
+    assert shape(tree) == {"abcd": [[10, 11, 12, 13], [50, 51, 52, 53]], "abcdef": [[14, 15], None]}
+
+
+def test_publish_adopts_a_part_of_a_host_node():
+    tree = HiRadixTree(1)
+    node = publish(tree, "abcd", 0).node
+    load_all(tree, [node], HOST, 50, seq=0)
+    tree.evict(DEVICE, 4)
+    result = publish(tree, "abx", 10)
+    assert result.frames.tolist() == [10, 11, 12]
+    assert shape(tree) == {"ab": [[10, 11], [50, 51]], "abcd": [None, [52, 53]], "abx": [[12], None]}
+
+
+def test_publish_mixes_duplicates_adopted_and_new():
+    tree = HiRadixTree(1)
+    top = publish(tree, "ab", 0).node
+    low = publish(tree, "cd", 2, below=top).node
+    load_all(tree, [top, low], HOST, 50, seq=0)
+    tree.evict(DEVICE, 2)
+    result = publish(tree, "abcdef", 10)
+    assert result.frames.tolist() == [0, 1, 12, 13, 14, 15]
+    assert result.duplicates.tolist() == [10, 11]
+    assert [text_of(n) for n in result.created] == ["cd", "ef"]
+
+
+def test_publish_stops_at_a_node_that_is_being_filled():
+    tree = HiRadixTree(1)
+    top = publish(tree, "ab", 0).node
+    low = publish(tree, "cd", 2, below=top).node
+    load_all(tree, [top, low], HOST, 50, seq=0)
+    tree.evict(DEVICE, 2)
+    ticket = fill(tree, [low], DEVICE, 20, seq=0)
+    result = publish(tree, "abcdef", 10)
+    assert result.end == 2 and result.node is top
+    assert result.frames.tolist() == [0, 1] and result.duplicates.tolist() == [10, 11]
+    assert publish(tree, "cxx", 12, below=top).end == 0, "not even beside it: the page may be a part of it"
+    tree.commit(ticket, DEVICE)
+    assert publish(tree, "abcdef", 10).end == 6
+
+
+def test_a_backup_in_flight_stops_nobody():
+    tree = HiRadixTree(1)
+    node = publish(tree, "abcd", 0).node
+    ticket = fill(tree, [node], HOST, 50, seq=0)
+    result = publish(tree, "abxy", 10)
+    assert result.end == 4
+    assert node.tickets == [None, ticket] and node.parent.tickets == [None, ticket]
+
+
+# -- locks ------------------------------------------------------------------------------------------------------
+
+
+def test_a_lock_splits_its_last_node_and_counts_on_all_ancestors():
+    tree = HiRadixTree(1)
+    top = publish(tree, "ab", 0).node
+    low = publish(tree, "cdef", 2, below=top).node
+    receipt = tree.lock(match(tree, "abcdx"), now=5)
+    tree.check_invariants()
+    upper = receipt.node
+    assert text_of(upper) == "cd" and text_of(low) == "ef" and low.parent is upper
+    assert (upper.lock, top.lock, low.lock, tree.roots[""].lock) == (1, 1, 0, 1)
+    assert (upper.last_access, top.last_access, low.last_access) == (5, 5, 0)
+    assert tree.evictable_pages(DEVICE) == 2 and tree.resident_pages(DEVICE) == 6
+
+
+def test_a_split_under_a_lock_keeps_the_receipt_valid():
+    tree = HiRadixTree(1)
+    publish(tree, "abcdef", 0)
+    receipt = tree.lock(match(tree, "abcdef"), now=1)
+    other = tree.lock(match(tree, "abcx"), now=2)
+    assert text_of(receipt.node) == "def" and text_of(other.node) == "abc"
+    assert (other.node.lock, receipt.node.lock) == (2, 1)
+    tree.check_invariants()
+    assert tree.evictable_pages(DEVICE) == 0
+    tree.unlock(receipt, now=3, fence=7)
+    tree.check_invariants()
+    assert (other.node.lock, receipt.node.lock) == (1, 0) and tree.evictable_pages(DEVICE) == 3
+    tree.unlock(other, now=4, fence=9)
+    tree.check_invariants()
+    assert (other.node.last_use, receipt.node.last_use) == (9, 7)
+    assert tree.evictable_pages(DEVICE) == 6
+
+
+def test_a_receipt_is_used_once():
+    tree = HiRadixTree(1)
+    publish(tree, "abc", 0)
+    receipt = tree.lock(match(tree, "abc"), now=1)
+    tree.unlock(receipt, now=1, fence=-1)
+    with pytest.raises(AssertionError, match="not locked"):
+        tree.unlock(receipt, now=1, fence=-1)
+
+
+def test_locking_a_miss_keeps_the_root():
+    tree = HiRadixTree(1)
+    receipt = tree.lock(match(tree, "abc", "tenant"), now=0)
+    assert receipt.node is tree.roots["tenant"] and receipt.node.lock == 1
+    node = publish(tree, "abc", 0, below=receipt.node, ns="tenant").node
+    tree.drop(node, DEVICE)
+    assert "tenant" in tree.roots, "a locked root stays, empty or not"
+    tree.unlock(receipt, now=0, fence=-1)
+    assert tree.roots == {}
+
+
+def test_a_root_goes_with_its_last_node():
+    tree = HiRadixTree(1)
+    publish(tree, "abc", 0, ns="tenant")
+    publish(tree, "xyz", 3, ns="tenant")
+    tree.evict(DEVICE, 3)
+    assert list(tree.roots) == ["tenant"]
+    tree.evict(DEVICE, 3)
+    assert tree.roots == {} and tree.num_nodes == 0
+    tree.check_invariants()
+
+
+def test_what_locking_a_match_takes_from_the_evictable():
+    tree = HiRadixTree(2)
+    top = publish(tree, "aabb", 0).node
+    publish(tree, "ccddee", 2, below=top)
+    assert tree.evictable_pages(DEVICE) == 5
+    m = match(tree, "aabbccdd")
+    assert tree.evictable_pages_in(m) == 4
+    assert tree.evictable_pages_in(match(tree, "aabb")) == 2
+    assert tree.evictable_pages_in(match(tree, "zz")) == 0
+    receipt = tree.lock(m, now=0)
+    assert tree.evictable_pages(DEVICE) == 1
+    assert tree.evictable_pages_in(match(tree, "aabbccddee")) == 1
+    assert tree.evictable_pages_in(match(tree, "aabbcc")) == 0
+    tree.unlock(receipt, 0, -1)
+    assert tree.evictable_pages(DEVICE) == 5
+
+
+# -- tickets ----------------------------------------------------------------------------------------------------
+
+
+def test_fill_and_commit_several_nodes_in_order():
+    tree = HiRadixTree(2)
+    top = publish(tree, "aabb", 0, fence=3).node
+    low = publish(tree, "cc", 2, below=top, fence=4).node
+    ticket = fill(tree, [top, low], HOST, 50, seq=7)
+    assert top.frames[HOST].tolist() == [50, 51] and low.frames[HOST].tolist() == [52]
+    assert (top.fences[HOST], low.fences[HOST]) == (3, 4), "as old as its source"
+    assert tree.resident_pages(HOST) == 3 and tree.evictable_pages(HOST) == 0
+    assert tree.commit(ticket, HOST) == [top, low]
+    tree.check_invariants()
+    assert tree.evictable_pages(HOST) == 3 and tree.nodes_of(ticket) == [] and top.tickets == [None, None]
+    assert tree.commit(ticket, HOST) == []
+
+
+def test_a_split_under_a_ticket_gives_it_to_both_halves():
+    tree = HiRadixTree(1)
+    node = publish(tree, "abcd", 0, fence=6).node
+    ticket = fill(tree, [node], HOST, 50, seq=0)
+    receipt = tree.lock(match(tree, "abx"), now=0)
+    tree.check_invariants()
+    upper = receipt.node
+    assert upper.tickets == node.tickets == [None, ticket] and upper.fences == node.fences == [6, 6]
+    assert upper.frames[HOST].tolist() == [50, 51] and node.frames[HOST].tolist() == [52, 53]
+    assert set(tree.nodes_of(ticket)) == {upper, node}
+    assert set(tree.commit(ticket, HOST)) == {upper, node}
+    tree.check_invariants()
+
+
+def test_a_node_dropped_while_filling_is_not_committed():
+    tree = HiRadixTree(1)
+    top = publish(tree, "ab", 0).node
+    low = publish(tree, "cd", 2, below=top).node
+    ticket = fill(tree, [top, low], HOST, 50, seq=0)
+    dropped = tree.drop(low, HOST)
+    assert filling(dropped) == [([52, 53], ticket)] and dropped.cached == []
+    tree.check_invariants()
+    assert tree.commit(ticket, HOST) == [top]
+    assert shape(tree) == {"ab": [[0, 1], [50, 51]], "abcd": [[2, 3], None]}
+
+
+def test_a_ticket_without_nodes_is_forgotten():
+    tree = HiRadixTree(1)
+    node = publish(tree, "ab", 0).node
+    for seq in range(3):
+        fill(tree, [node], HOST, 50, seq)
+        tree.drop(node, HOST)
+    assert tree._by_ticket == {}, "failed operations would pile up"
+
+
+# -- evict ------------------------------------------------------------------------------------------------------
+
+
+def test_evict_takes_the_leaf_used_least_recently():
+    tree = HiRadixTree(1)
+    publish(tree, "abc", 0, fence=1, now=1)
+    publish(tree, "xy", 3, fence=2, now=2)
+    publish(tree, "pq", 5, fence=3, now=3)
+    tree.unlock(tree.lock(match(tree, "abc"), now=4), now=4, fence=9)
+    assert cached(tree.evict(DEVICE, 2)) == [([3, 4], 2)]
+    assert cached(tree.evict(DEVICE, 2)) == [([5, 6], 3)]
+    assert cached(tree.evict(DEVICE, 3)) == [([0, 1, 2], 9)], "the reader's fence counts"
+    assert cached(tree.evict(DEVICE, 1)) == []
+    tree.check_invariants()
+
+
+def test_evict_goes_from_the_leaves_up():
+    tree = HiRadixTree(1)
+    top = publish(tree, "ab", 0, now=1).node
+    publish(tree, "cd", 2, below=top, now=5)
+    publish(tree, "xy", 4, now=3)
+    assert cached(tree.evict(DEVICE, 4)) == [([4, 5], 0), ([2, 3], 0)]
+    assert cached(tree.evict(DEVICE, 9)) == [([0, 1], 0)]
+    assert tree.num_nodes == 0
+
+
+def test_evict_splits_the_last_leaf():
+    tree = HiRadixTree(2)
+    node = publish(tree, "aabbccdd", 0).node
+    assert cached(tree.evict(DEVICE, 1)) == [([3], 0)]
+    assert shape(tree) == {"aabbcc": [[0, 1, 2], None]}
+    assert node.parent is None, "the lower half is the old node, and it is gone"
+    assert cached(tree.evict(DEVICE, 2)) == [([1, 2], 0)]
+    assert shape(tree) == {"aa": [[0], None]}
+
+
+def test_evict_leaves_locked_paths():
+    tree = HiRadixTree(1)
+    top = publish(tree, "ab", 0).node
+    publish(tree, "cd", 2, below=top)
+    receipt = tree.lock(match(tree, "ab"), now=0)
+    assert cached(tree.evict(DEVICE, 10)) == [([2, 3], 0)]
+    tree.unlock(receipt, now=0, fence=4)
+    assert cached(tree.evict(DEVICE, 10)) == [([0, 1], 4)]
+
+
+def test_evict_keeps_the_path_to_keep():
+    tree = HiRadixTree(1)
+    top = publish(tree, "ab", 0).node
+    low = publish(tree, "cd", 2, below=top).node
+    publish(tree, "xy", 4, now=7)
+    load_all(tree, [top, low], HOST, 50, seq=0)
+    load_all(tree, [tree.match("", tokens("xy")).path[0]], HOST, 54, seq=1)
+    assert cached(tree.evict(HOST, 10, keep=low)) == [([54, 55], -1)]
+    tree.check_invariants()
+    assert cached(tree.evict(HOST, 3, keep=top)) == [([52, 53], -1)]
+    assert cached(tree.evict(HOST, 10)) == [([50, 51], -1)], "kept once, not for ever"
+
+
+def test_evict_from_the_device_leaves_the_host_copy():
+    tree = HiRadixTree(1)
+    node = publish(tree, "abcd", 0).node
+    load_all(tree, [node], HOST, 50, seq=0)
+    assert cached(tree.evict(DEVICE, 3)) == [([1, 2, 3], 0)]
+    assert shape(tree) == {"a": [[0], [50]], "abcd": [None, [51, 52, 53]]}
+    assert lengths(match(tree, "abcd")) == (1, 4)
+
+
+def test_evict_from_the_host_takes_locked_nodes_too():
+    """A lock keeps device frames; whoever reads host frames pins them."""
+    tree = HiRadixTree(1)
+    node = publish(tree, "ab", 0).node
+    load_all(tree, [node], HOST, 50, seq=0)
+    tree.lock(match(tree, "ab"), now=0)
+    assert cached(tree.evict(HOST, 2)) == [([50, 51], -1)]
+    assert shape(tree) == {"ab": [[0, 1], None]}
+
+
+def test_evict_spares_what_is_being_filled_and_the_source_of_a_load():
+    tree = HiRadixTree(1)
+    node = publish(tree, "ab", 0).node
+    backup = fill(tree, [node], HOST, 50, seq=0)
+    assert cached(tree.evict(HOST, 2)) == []
+    tree.commit(backup, HOST)
+    tree.evict(DEVICE, 2)
+    load = fill(tree, [node], DEVICE, 10, seq=0)
+    assert cached(tree.evict(DEVICE, 2)) == [] and cached(tree.evict(HOST, 2)) == []
+    tree.commit(load, DEVICE)
+    assert cached(tree.evict(HOST, 2)) == [([50, 51], -1)]
+    assert cached(tree.evict(DEVICE, 2)) == [([10, 11], 0)]
+    assert tree.num_nodes == 0
+
+
+def test_a_parent_can_be_evicted_when_its_last_resident_child_has_gone():
+    tree = HiRadixTree(1)
+    top = publish(tree, "ab", 0).node
+    low = publish(tree, "cd", 2, below=top).node
+    load_all(tree, [top, low], HOST, 50, seq=0)
+    tree.evict(DEVICE, 2)
+    assert low.parent is top, "it is on the host still"
+    assert cached(tree.evict(DEVICE, 2)) == [([0, 1], 0)]
+    assert shape(tree) == {"ab": [None, [50, 51]], "abcd": [None, [52, 53]]}
+
+
+def test_eviction_candidates_do_not_pile_up():
+    tree = HiRadixTree(1)
+    publish(tree, "abc", 0)
+    for now in range(2000):
+        tree.unlock(tree.lock(match(tree, "abc"), now), now, -1)
+    assert len(tree._heaps[DEVICE]) < 100
+    assert cached(tree.evict(DEVICE, 3)) == [([0, 1, 2], 0)]
+
+
+# -- drop -------------------------------------------------------------------------------------------------------
+
+
+def test_drop_takes_a_subtree_off_one_tier():
+    tree = HiRadixTree(1)
+    top = publish(tree, "ab", 0, fence=1).node
+    low = publish(tree, "cd", 2, below=top, fence=2).node
+    publish(tree, "xy", 4, below=top, fence=3)
+    load_all(tree, [top, low], HOST, 50, seq=0)
+    dropped = tree.drop(low, DEVICE)
+    assert cached(dropped) == [([2, 3], 2)]
+    assert shape(tree) == {"ab": [[0, 1], [50, 51]], "abcd": [None, [52, 53]], "abxy": [[4, 5], None]}
+    assert sorted(cached(tree.drop(top, DEVICE))) == [([0, 1], 1), ([4, 5], 3)]
+    assert shape(tree) == {"ab": [None, [50, 51]], "abcd": [None, [52, 53]]}
+    assert sorted(cached(tree.drop(top, HOST))) == [([50, 51], -1), ([52, 53], -1)]
+    assert tree.num_nodes == 0 and tree.roots == {}
+    assert cached(tree.drop(top, HOST)) == [], "what is gone drops nothing"
+
+
+def test_drop_refuses_locked_nodes():
+    tree = HiRadixTree(1)
+    node = publish(tree, "ab", 0).node
+    tree.lock(match(tree, "ab"), now=0)
+    with pytest.raises(AssertionError, match="close its readers first"):
+        tree.drop(node, DEVICE)
+
+
+# -- compact ----------------------------------------------------------------------------------------------------
+
+
+def chain(tree: HiRadixTree, *texts: str, fence: int = 0) -> list[Node]:
+    nodes: list[Node] = []
+    first = 0
+    for text in texts:
+        nodes.append(publish(tree, text, first, below=nodes[-1] if nodes else None, fence=fence).node)
+        first += len(text) // tree.page_size
+    return nodes
+
+
+def test_compact_merges_a_chain_into_its_end():
+    tree = HiRadixTree(2)
+    top, middle, low = chain(tree, "aabb", "cc", "ddee")
+    publish(tree, "xx", 20, below=low, fence=3)
+    publish(tree, "yy", 21, below=low, fence=3)
+    top.last_use, low.fences[DEVICE] = 7, 2
+    tree.compact(low, done=3)
+    assert shape(tree) == {
+        "aabbccddee": [[0, 1, 2, 3, 4], None],
+        "aabbccddeexx": [[20], None],
+        "aabbccddeeyy": [[21], None],
+    }
+    assert low.parent is tree.roots[""] and (low.last_use, low.fences[DEVICE]) == (7, 2)
+    assert top.parent is None and middle.parent is None
+    assert lengths(match(tree, "aabbccddeeyy")) == (12, 12)
+    assert cached(tree.evict(DEVICE, 9)) == [([20], 3), ([21], 3), ([0, 1, 2, 3, 4], 7)]
+
+
+def test_compact_joins_neighbours_without_a_copy():
+    tree = HiRadixTree(1)
+    text = tokens("abcdef")
+    top = tree.publish("", None, text[:2], pages(0, 2), 0, 0).node
+    low = tree.publish("", top, text[2:], pages(2, 4), 0, 0).node
+    tree.compact(low, done=1)
+    assert text_of(low) == "abcdef" and np.shares_memory(low.key, text)
+    top = tree.publish("", None, tokens("xy"), pages(6, 2), 0, 0).node
+    low = tree.publish("", top, tokens("zz"), pages(8, 2), 0, 0).node
+    tree.compact(low, done=1)
+    assert text_of(low) == "xyzz" and shape(tree)["xyzz"] == [[6, 7, 8, 9], None]
+
+
+def test_compact_stops_at_a_fork():
+    tree = HiRadixTree(1)
+    top, low = chain(tree, "ab", "cd")
+    publish(tree, "xy", 10, below=top)
+    tree.compact(low, done=9)
+    assert list(shape(tree)) == ["ab", "abcd", "abxy"]
+
+
+def test_compact_stops_at_a_lock_that_ends_inside():
+    tree = HiRadixTree(1)
+    _, _, low = chain(tree, "ab", "cd", "ef")
+    inside = tree.lock(match(tree, "ab"), now=0)
+    end = tree.lock(match(tree, "abcdef"), now=0)
+    tree.compact(low, done=9)
+    assert list(shape(tree)) == ["ab", "abcdef"] and low.lock == 1 and inside.node.lock == 2
+    tree.unlock(inside, now=0, fence=-1)
+    tree.compact(low, done=9)
+    assert list(shape(tree)) == ["abcdef"] and low.lock == 1 and end.node is low
+    tree.unlock(end, now=0, fence=-1)
+    tree.check_invariants()
+
+
+def test_compact_waits_for_launches_and_transfers():
+    tree = HiRadixTree(1)
+    top, low = chain(tree, "ab", "cd", fence=5)
+    tree.compact(low, done=5)
+    assert tree.num_nodes == 2
+    ticket = fill(tree, [top], HOST, 50, seq=0)
+    tree.compact(low, done=6)
+    assert tree.num_nodes == 2, "the upper node is being filled"
+    tree.commit(ticket, HOST)
+    tree.compact(low, done=6)
+    assert tree.num_nodes == 2, "one has a host copy, one has not"
+    load_all(tree, [low], HOST, 52, seq=1)
+    tree.compact(low, done=6)
+    assert shape(tree) == {"abcd": [[0, 1, 2, 3], [50, 51, 52, 53]]}
+    assert cached(tree.evict(DEVICE, 4)) == [([0, 1, 2, 3], 5)]
+    assert cached(tree.evict(HOST, 4)) == [([50, 51, 52, 53], -1)]
+    assert tree.num_nodes == 0
+
+
+def test_compact_a_host_only_chain():
+    tree = HiRadixTree(1)
+    top, low = chain(tree, "ab", "cd")
+    load_all(tree, [top, low], HOST, 50, seq=0)
+    tree.evict(DEVICE, 4)
+    tree.compact(low, done=1)
+    assert shape(tree) == {"abcd": [None, [50, 51, 52, 53]]}
+
+
+def test_a_compacted_node_can_be_split_again():
+    tree = HiRadixTree(1)
+    _, low = chain(tree, "ab", "cd")
+    tree.compact(low, done=1)
+    publish(tree, "abcx", 10)
+    assert shape(tree) == {"abc": [[0, 1, 2], None], "abcd": [[3], None], "abcx": [[13], None]}
+
+
+# -- the invariants themselves ----------------------------------------------------------------------------------
+
+
+def lock_out_of_nothing(tree: HiRadixTree, top: Node, low: Node) -> None:
+    low.lock = 3
+
+
+def forget_a_page(tree: HiRadixTree, top: Node, low: Node) -> None:
+    low.frames[DEVICE] = low.frames[DEVICE][:-1]
+
+
+def orphan_on_the_device(tree: HiRadixTree, top: Node, low: Node) -> None:
+    top.frames[DEVICE] = None
+
+
+def wrong_count(tree: HiRadixTree, top: Node, low: Node) -> None:
+    tree._resident[DEVICE] += 1
+
+
+def stray_ticket(tree: HiRadixTree, top: Node, low: Node) -> None:
+    low.tickets[HOST] = Ticket(D2H, 9)
+
+
+def not_offered(tree: HiRadixTree, top: Node, low: Node) -> None:
+    tree._heaps[DEVICE].clear()
+
+
+def miscounted_nodes(tree: HiRadixTree, top: Node, low: Node) -> None:
+    tree.num_nodes += 1
+
+
+def wrong_key(tree: HiRadixTree, top: Node, low: Node) -> None:
+    low.key = tokens("zz")
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        lock_out_of_nothing,
+        forget_a_page,
+        orphan_on_the_device,
+        wrong_count,
+        stray_ticket,
+        not_offered,
+        miscounted_nodes,
+        wrong_key,
+    ],
+)
+def test_check_invariants_notices(corrupt):
+    tree = HiRadixTree(1)
+    top, low = chain(tree, "ab", "cd")
+    tree.check_invariants()
+    corrupt(tree, top, low)
+    with pytest.raises((AssertionError, KeyError)):
+        tree.check_invariants()
