@@ -169,13 +169,13 @@ def test_generate(server):
     assert [reply["meta_info"]["completion_tokens"] for reply in batch] == [5, 5]
 
 
-def test_streamed_generate_is_cumulative(server):
+def test_streamed_generate_is_cumulative(slow):
     params = {"max_new_tokens": 5}
-    events = server.events("/generate", {"input_ids": [100, 101, 102], "sampling_params": params})
+    events = slow.events("/generate", {"input_ids": [100, 101, 102], "sampling_params": params})
     assert [event["output_ids"] for event in events][-1] == [100, 101, 102, 100, 101]
     assert all(b["text"].startswith(a["text"]) for a, b in itertools.pairwise(events))
     assert events[0]["meta_info"]["finish_reason"] is None
-    events = server.events("/generate", {"input_ids": [[100], [101]], "sampling_params": params})
+    events = slow.events("/generate", {"input_ids": [[100], [101]], "sampling_params": params})
     assert {event["index"] for event in events} == {0, 1}
 
 

@@ -164,11 +164,14 @@ def sampling_params(
     skip_special_tokens: bool = True,
     no_stop_trim: bool = False,
     sampling_seed: int | None = None,
+    names: Mapping[str, str] = {},
 ) -> SamplingParams:
-    """None means the default. Raises RequestError with the range that was missed."""
+    """None means the default. names: what the client calls a parameter, where that differs. Raises RequestError with
+    the range that was missed."""
 
     def require(ok: bool, name: str, value: Any, rule: str) -> None:
         if not ok:
+            name = names.get(name, name)
             raise RequestError(f"{name} is {value!r}, but it must be {rule}", param=name)
 
     default = SamplingParams()
@@ -177,14 +180,16 @@ def sampling_params(
     top_p = default.top_p if top_p is None else top_p
     top_k = default.top_k if top_k is None else top_k
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    require(max_new_tokens >= 1, "max_tokens", max_new_tokens, "at least 1")
+    require(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "at least 1")
     require(math.isfinite(temperature) and temperature >= 0, "temperature", temperature, "a finite number from 0")
     require(0 < top_p <= 1, "top_p", top_p, "above 0 and at most 1")
     require(top_k == -1 or 1 <= top_k <= 1 << 31, "top_k", top_k, "at least 1, or -1 for the whole vocabulary")
     require(len(stops) <= MAX_STOP_STRINGS, "stop", f"a list of {len(stops)}", f"at most {MAX_STOP_STRINGS} strings")
     for each in stops:
         require(1 <= len(each) <= MAX_STOP_LENGTH, "stop", each[:40], f"strings of 1 to {MAX_STOP_LENGTH} characters")
-    require(sampling_seed is None or sampling_seed in _INT64, "seed", sampling_seed, "a whole number of 64 bits")
+    require(
+        sampling_seed is None or sampling_seed in _INT64, "sampling_seed", sampling_seed, "a whole number of 64 bits"
+    )
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         # Dividing logits by less would overflow, and nobody means it.

@@ -11,6 +11,8 @@ from sglang.srt.entrypoints.request_fields import namespace, sampling_params, sp
 from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+_OPENAI_NAMES = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
+
 
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = False
@@ -51,6 +53,7 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
             skip_special_tokens=self.skip_special_tokens is not False,
             no_stop_trim=bool(self.no_stop_trim),
             sampling_seed=self.seed,
+            names=_OPENAI_NAMES,
         )
 
     @property
