@@ -59,7 +59,9 @@ class Model:
             logits = self.hf(whole).logits[0, len(prompt) - 1 : -1]
         chosen = logits[torch.arange(num_tokens), torch.tensor(answer.tokens)]
         gap = logits.max(-1).values - chosen
-        assert gap.max() < MARGIN, f"token {int(gap.argmax())} differs: its logit is {float(gap.max())} below the best"
+        assert gap.max() < MARGIN, (
+            f"token {int(gap.argmax())} differs: its logit is {float(gap.max())} below the best"
+        )
 
     def reference_kv(self, tokens: np.ndarray) -> np.ndarray:
         with torch.inference_mode():
@@ -116,7 +118,9 @@ def test_batched_with_device_hits(model: Model, page_size: int) -> None:
         for prompt, answer in zip(batch, engine.generate(batch, greedy(9))):
             model.check(prompt, answer, 9)
             if turn == 1:
-                assert answer.cached_tokens_details["device"] >= (len(prompt) - 1) // page_size * page_size - page_size
+                assert (
+                    answer.cached_tokens_details["device"] >= (len(prompt) - 1) // page_size * page_size - page_size
+                )
     check_memory(model, engine)
 
 

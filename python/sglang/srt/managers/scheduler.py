@@ -298,6 +298,8 @@ class Scheduler:
                 for node in list(root.children.values()):
                     if node.frames[tier] is not None:
                         self.controller.drop(node, tier, self.last_launch)
+        for table in self.controller.tables.values():
+            table.reap(self.exec_done)
         return True, ""
 
     # -- ends ---------------------------------------------------------------------------------------------------

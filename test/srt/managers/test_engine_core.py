@@ -1,0 +1,53 @@
+"""Progress, its reduction over ranks, recording and replay."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from sglang.srt.managers.engine_core import Progress, ReplayMismatchError, reduce_progress, replay
+from sglang.srt.mem_cache.transfer import D2H, EXEC, H2D
+from sglang.test.soak import Soak, SoakConfig
+
+
+def progress(exec_done: int, h2d: int = 0, d2h: int = 0, failed: dict[str, int] | None = None) -> Progress:
+    results = {seq: bytes([seq]) * 4 for seq in range(exec_done)}
+    return Progress({EXEC: exec_done, H2D: h2d, D2H: d2h}, failed or {}, results)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "done", "failed"),
+    [
+        ([progress(3, 2, 1)], (3, 2, 1), {}),
+        ([progress(3, 2, 1), progress(1, 5, 0)], (1, 2, 0), {}),
+        # One rank's load 1 failed; the other has completed it: both hear of it.
+        ([progress(3, 2, 0, {H2D: 1}), progress(3, 4, 0)], (3, 2, 0), {H2D: 1}),
+        # The other rank is not there yet: nobody hears of it.
+        ([progress(3, 2, 0, {H2D: 1}), progress(3, 1, 0)], (3, 1, 0), {}),
+        # Both failed, at different numbers: the earlier counts.
+        ([progress(3, 2, 0, {H2D: 1}), progress(3, 1, 0, {H2D: 0})], (3, 1, 0), {H2D: 0}),
+    ],
+)
+def test_reduction_is_min(ranks: list[Progress], done: tuple[int, int, int], failed: dict[str, int]) -> None:
+    reduced = reduce_progress(ranks)
+    assert tuple(reduced.done[name] for name in (EXEC, H2D, D2H)) == done
+    assert reduced.failed == failed
+    assert sorted(reduced.results) == list(range(done[0]))
+
+
+def recorded(seed: int = 3) -> bytes:
+    soak = Soak(SoakConfig.draw(seed, 40))
+    soak.run()
+    return soak.record.getvalue()
+
+
+def test_replay_notices_a_changed_decision_and_a_cut_off_record() -> None:
+    data = recorded()
+    steps = replay(io.BytesIO(data))
+    assert steps > 20
+    assert replay(io.BytesIO(data[:-3])) == steps - 1
+    # The digest is the last thing in a frame: flip its last bit.
+    broken = data[:-1] + bytes([data[-1] ^ 1])
+    with pytest.raises(ReplayMismatchError, match="decides differently"):
+        replay(io.BytesIO(broken))

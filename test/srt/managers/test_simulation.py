@@ -1,0 +1,87 @@
+"""The real scheduler on a virtual clock: times that can be worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
+from sglang.srt.managers.schedule_batch import Launch, LaunchMode
+from sglang.srt.managers.scheduler import SchedulerConfig
+from sglang.srt.managers.simulation import SimulatedHardware, Simulation
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+LAYERS = 4
+DECODE_S = 0.010
+TOKEN_S = 0.001
+PAGE_BYTES = 1000
+
+
+def launch_seconds(launch: Launch) -> float:
+    return DECODE_S if launch.mode == LaunchMode.DECODE else TOKEN_S * int(launch.lens.sum())
+
+
+def simulation(h2d_bandwidth: float = 1e6, fails: float = 0.0, **changes: object) -> Simulation:
+    settings = {
+        "page_size": 1,
+        "num_device_pages": 200,
+        "num_host_pages": 2000,
+        "page_bytes": PAGE_BYTES,
+        "context_len": 190,
+        **changes,
+    }
+    rng = np.random.default_rng(0)
+    return Simulation(
+        SchedulerConfig(**settings),  # type: ignore[arg-type]
+        SimulatedHardware(LAYERS, launch_seconds, h2d_bandwidth, 1e6, load_fails=lambda op: rng.random() < fails),
+    )
+
+
+def request(rid: str, prompt: list[int], max_new_tokens: int = 3) -> TokenizedGenerateReqInput:
+    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True)
+    return TokenizedGenerateReqInput(rid=rid, input_ids=ids_to_bytes(prompt), sampling_params=params, stream=True)
+
+
+def test_prefill_and_decode_take_their_time() -> None:
+    times = simulation().run([(1.0, request("a", list(range(100))))])
+    assert times["a"].ttft == pytest.approx(100 * TOKEN_S)
+    assert np.diff(times["a"].tokens) == pytest.approx([DECODE_S, DECODE_S])
+
+
+@pytest.mark.parametrize("bandwidth", [1e5, 1e6, 1e8])
+def test_a_load_overlaps_the_computation_layer_by_layer(bandwidth: float) -> None:
+    """100 tokens come from the host while 20 are computed: the slower of the two, plus one layer of the other."""
+    sim = simulation(bandwidth)
+    prompt = list(range(100))
+    times = sim.run(
+        [
+            (0.0, request("a", prompt, 1)),
+            (5.0, request("b", list(range(1000, 1150)), 1)),
+            (10.0, request("c", prompt + list(range(500, 521)), 1)),
+        ]
+    )
+    host = times["c"].cached_tokens_details["host"]
+    load, compute = host * PAGE_BYTES / bandwidth, TOKEN_S * (121 - sum(times["c"].cached_tokens_details.values()))
+    assert host >= 50
+    slower = max(load + compute / LAYERS, compute + load / LAYERS)
+    assert times["c"].ttft == pytest.approx(slower)
+    assert sim.executor.stall_s == pytest.approx(slower - compute)
+
+
+def test_failed_loads_are_computed_and_everything_ends() -> None:
+    sim = simulation(fails=0.5, num_device_pages=150)
+    rng = np.random.default_rng(1)
+    base = [rng.integers(0, 50, 80).tolist() for _ in range(4)]
+    arrivals = [(0.3 * i, request(f"r{i}", base[i % 4] + [i], 2)) for i in range(80)]
+    times = sim.run(arrivals, after_step=lambda decision: sim.core.scheduler.check_invariants())
+    assert len(times) == 80 and {t.finish_reason for t in times.values()} == {"length"}
+    assert sim.core.scheduler.controller.counters["failed_ops"] > 3
+
+
+def test_a_simulation_repeats_itself() -> None:
+    def run() -> list[float]:
+        rng = np.random.default_rng(2)
+        arrivals = [(0.02 * i, request(f"r{i}", rng.integers(0, 3, 60).tolist())) for i in range(50)]
+        return [t.ttft for t in simulation().run(arrivals).values()]
+
+    assert run() == run()
