@@ -68,13 +68,13 @@ def launch_without_gates() -> Any:
         def setdefault(self, key: Any, default: Any = None) -> Any:
             return None
 
-    init = scheduler._LaunchBuilder.__init__
+    init = scheduler._ExtendBuilder.__init__
 
     def patched(self: Any, *args: Any) -> None:
         init(self, *args)
         self.gates = NoGates()
 
-    return mock.patch.object(scheduler._LaunchBuilder, "__init__", patched)
+    return mock.patch.object(scheduler._ExtendBuilder, "__init__", patched)
 
 
 @mutation

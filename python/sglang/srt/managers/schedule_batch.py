@@ -90,8 +90,9 @@ class Req:
     """A request inside the scheduler.
 
     tokens: (max_len,) int32, prompt and output; the first num_known are there. length: tokens that exist or are being
-    sampled. computed: tokens whose KV is there or will be after the launches issued so far. order: place in the order
-    of arrival. epoch: counts holds; results of an older epoch are not this request's any more.
+    sampled. computed: tokens whose KV is there or will be after the launches issued so far. publish_at: when computed
+    gets there, decoded tokens enter the tree. order: place in the order of arrival. epoch: counts holds; results of
+    an older epoch are not this request's any more.
     """
 
     __slots__ = (
@@ -111,6 +112,7 @@ class Req:
         "num_retractions",
         "order",
         "plan",
+        "publish_at",
         "rid",
         "sampling",
         "slot",
@@ -133,6 +135,7 @@ class Req:
         self.emit_every = 1
         self.num_emitted = len(prompt)
         self.computed = 0
+        self.publish_at = 0
         self.last_launch = -1
         self.epoch = 0
         self.num_retractions = 0
@@ -186,7 +189,8 @@ class Launch:
 
     input_ids: (sum(lens),) int32; -1 stands for the token that the slot's previous launch samples. samples:
     (num_reqs,) bool, whether the request's last row is sampled. sampling: parameters of the sampled requests; the
-    token they draw has position starts + lens. gates: loads that the pass waits for, layer by layer.
+    token they draw has position starts + lens. page_appends: (3, n) int32, single pages: slot, place in the sequence,
+    frame; applied after page_runs. gates: loads that the pass waits for, layer by layer.
     """
 
     seq: int
@@ -198,6 +202,7 @@ class Launch:
     samples: np.ndarray
     sampling: tuple[SamplingParams, ...]
     page_runs: tuple[PageRun, ...]
+    page_appends: np.ndarray
     gates: tuple[Ticket, ...]
 
 

@@ -121,6 +121,7 @@ class Scheduler:
         self._next_hold = 0
         self._publish_run = max(1, config.publish_tokens // config.page_size) * config.page_size
         self._decode_owed = False
+        self._decode_batch: _DecodeBatch | None = None
         # Page runs for slots whose launch is already built; they go out with the next one.
         self._page_runs: list[PageRun] = []
         self._outputs: list[TokenOutput] = []
@@ -328,6 +329,7 @@ class Scheduler:
             self.prefilling = None
         else:
             self.running.remove(req)
+            self._decode_batch = None
 
     def _finish(self, req: Req, reason: FinishReason) -> None:
         self.close(req, "finish")
@@ -370,7 +372,7 @@ class Scheduler:
         return self._decode()
 
     def _prefill(self) -> Launch | None:
-        build = _LaunchBuilder(self.next_launch, self._take_page_runs())
+        build = _ExtendBuilder(self.next_launch, self._take_page_runs())
         budget = min(self.config.chunked_prefill_size, self.config.max_prefill_tokens)
         req = self.prefilling
         if req is not None:
@@ -392,9 +394,9 @@ class Scheduler:
             self._page_runs = build.page_runs + self._page_runs
             return None
         self._decode_owed = self.prefilling is not None
-        return self._issue(build, LaunchMode.EXTEND)
+        return self._issue_extend(build)
 
-    def _admit(self, build: _LaunchBuilder, req: Req, budget: int) -> int:
+    def _admit(self, build: _ExtendBuilder, req: Req, budget: int) -> int:
         """Start a waiting request if memory permits. Returns the tokens it computes in this launch, 0 if it waits."""
         page = self.page_size
         match = self._match(req)
@@ -479,7 +481,7 @@ class Scheduler:
                     self.counters[f"hit_tokens_{name}"] += n
             req.cached_tokens_details = {TIER_NAMES[tier]: found[TIER_NAMES[tier]] for tier in self.controller.tables}
 
-    def _extend(self, build: _LaunchBuilder, req: Req, chunk: int, frames: np.ndarray) -> None:
+    def _extend(self, build: _ExtendBuilder, req: Req, chunk: int, frames: np.ndarray) -> None:
         """Compute the next `chunk` tokens of a prompt in this launch."""
         hold = req.hold
         assert hold is not None and req is self.prefilling
@@ -493,20 +495,26 @@ class Scheduler:
             if span.ticket is not None and span.ticket in self.controller.in_flight:
                 build.gates.setdefault(span.ticket)
         req.computed = end
+        # Spread over the run, so that requests that start together do not publish together.
+        req.publish_at = end + 1 + req.slot * self._publish_run // self.config.max_running_requests
         req.last_launch = build.seq
         self._publish(req, end, self._page_runs)
         if samples:
             req.length += 1
             self.prefilling = None
             self.running.append(req)
+            self._decode_batch = None
 
     def _decode(self) -> Launch | None:
+        """One token for every running request. Steady decoding touches each request in one short loop."""
         page = self.page_size
         while True:
-            reqs = [r for r in self.running if r.length < r.max_len]
-            if not reqs:
+            batch = self._decode_batch
+            if batch is None or batch.steps_left == 0:
+                batch = self._decode_batch = _DecodeBatch([r for r in self.running if r.length < r.max_len])
+            if not batch.reqs:
                 return None
-            growing = [r for r in reqs if r.computed % page == 0]
+            growing = np.flatnonzero(batch.starts % page == 0) if page > 1 else batch.everyone
             frames = self._allocate(len(growing), FrameState.HELD, owner=-1)
             if frames is not None:
                 break
@@ -523,23 +531,41 @@ class Scheduler:
             victim.num_retractions += 1
             self.counters["retracted_reqs"] += 1
             self._requeue(victim)
-        build = _LaunchBuilder(self.next_launch, self._take_page_runs())
+        seq, starts, reqs = self.next_launch, batch.starts, batch.reqs
+        page_runs = self._take_page_runs()
+        for i in np.flatnonzero(starts >= batch.publish_at).tolist():
+            req = reqs[i]
+            self._publish(req, min(req.computed, req.num_known), page_runs)
+            batch.publish_at[i] = req.publish_at = req.computed + self._publish_run
+        slots = batch.slots[growing]
+        self.device.owner[frames] = slots
+        for i, frame in zip(growing.tolist(), frames.tolist()):
+            reqs[i].hold.append(frame)  # type: ignore[union-attr]
         for req in reqs:
-            if min(req.computed, req.num_known) - req.hold.published >= self._publish_run:  # type: ignore[union-attr]
-                self._publish(req, min(req.computed, req.num_known), build.page_runs)
-        self.device.owner[frames] = [r.slot for r in growing]
-        for i, req in enumerate(growing):
-            req.hold.append(frames[i])  # type: ignore[union-attr]
-            build.page_runs.append(PageRun(req.slot, req.computed // page, frames[i : i + 1]))
-        for req in reqs:
-            at = req.computed
-            build.add(req, at, req.tokens[at : at + 1] if at < req.num_known else _UNKNOWN, True)
-            req.computed = at + 1
+            req.computed += 1
             req.length += 1
-            req.last_launch = build.seq
-        return self._issue(build, LaunchMode.DECODE)
+            req.last_launch = seq
+        batch.starts = starts + 1
+        batch.steps_left -= 1
+        self._launches[seq] = _LaunchRecord(batch.members, batch.members, False)
+        self.next_launch += 1
+        self.counters["launches"] += 1
+        self.counters["decode_tokens"] += len(reqs)
+        return Launch(
+            seq=seq,
+            mode=LaunchMode.DECODE,
+            slots=batch.slots,
+            starts=starts,
+            lens=batch.ones,
+            input_ids=batch.unknown,
+            samples=batch.samples,
+            sampling=batch.sampling,
+            page_runs=tuple(page_runs),
+            page_appends=np.stack((slots, starts[growing] // page, frames)),
+            gates=(),
+        )
 
-    def _issue(self, build: _LaunchBuilder, mode: LaunchMode) -> Launch:
+    def _issue_extend(self, build: _ExtendBuilder) -> Launch:
         self._launches[build.seq] = _LaunchRecord(
             [(r, r.epoch) for r in build.reqs],
             [(r, r.epoch) for r, s in zip(build.reqs, build.samples) if s],
@@ -547,8 +573,8 @@ class Scheduler:
         )
         self.next_launch += 1
         self.counters["launches"] += 1
-        self.counters["prefill_tokens" if mode == LaunchMode.EXTEND else "decode_tokens"] += sum(build.lens)
-        return build.launch(mode)
+        self.counters["prefill_tokens"] += sum(build.lens)
+        return build.launch()
 
     # -- memory -------------------------------------------------------------------------------------------------
 
@@ -677,11 +703,8 @@ class Scheduler:
         assert len(self._free_slots) + len(active) == self.config.max_running_requests
 
 
-_UNKNOWN = np.array([-1], np.int32)
-
-
-class _LaunchBuilder:
-    """Collects one launch."""
+class _ExtendBuilder:
+    """Collects one prefill launch."""
 
     def __init__(self, seq: int, page_runs: list[PageRun]) -> None:
         self.seq = seq
@@ -700,10 +723,10 @@ class _LaunchBuilder:
         self.ids.append(ids)
         self.samples.append(samples)
 
-    def launch(self, mode: LaunchMode) -> Launch:
+    def launch(self) -> Launch:
         return Launch(
             seq=self.seq,
-            mode=mode,
+            mode=LaunchMode.EXTEND,
             slots=np.array([r.slot for r in self.reqs], np.int32),
             starts=np.array(self.starts, np.int32),
             lens=np.array(self.lens, np.int32),
@@ -711,5 +734,25 @@ class _LaunchBuilder:
             samples=np.array(self.samples, np.bool_),
             sampling=tuple(r.sampling for r, s in zip(self.reqs, self.samples) if s),
             page_runs=tuple(self.page_runs),
+            page_appends=np.empty((3, 0), np.int32),
             gates=tuple(self.gates),
         )
+
+
+class _DecodeBatch:
+    """The running requests as arrays, kept from launch to launch until one joins, leaves or has all its tokens on
+    their way. starts: what each computes next. publish_at: when its decoded tokens enter the tree."""
+
+    def __init__(self, reqs: list[Req]) -> None:
+        n = len(reqs)
+        self.reqs = reqs
+        self.members = [(r, r.epoch) for r in reqs]
+        self.slots = np.array([r.slot for r in reqs], np.int32)
+        self.starts = np.array([r.computed for r in reqs], np.int32)
+        self.publish_at = np.array([r.publish_at for r in reqs], np.int32)
+        self.everyone = np.arange(n)
+        self.ones = np.ones(n, np.int32)
+        self.unknown = np.full(n, -1, np.int32)
+        self.samples = np.ones(n, np.bool_)
+        self.sampling = tuple(r.sampling for r in reqs)
+        self.steps_left = min((r.max_len - r.length for r in reqs), default=0)

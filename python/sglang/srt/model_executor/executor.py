@@ -96,6 +96,16 @@ class PageTable:
             table = self._tables[run.slot] = grown
         table.numpy()[run.first_page : end] = run.frames
 
+    def append(self, appends: np.ndarray) -> None:
+        """appends: (3, n) int32 as in `Launch`."""
+        for slot, place, frame in appends.T.tolist():
+            table = self._tables[slot]
+            if place == len(table):
+                grown = torch.empty(2 * place, dtype=torch.int64)
+                grown[:place] = table
+                table = self._tables[slot] = grown
+            table[place] = frame
+
     def pages(self, slot: int, first: int, end: int) -> torch.Tensor:
         return self._tables[slot][first:end]
 
@@ -174,6 +184,7 @@ class ModelExecutor:
     def _prepare(self, run: _Run) -> None:
         for page_run in run.launch.page_runs:
             self._page_table.apply(page_run)
+        self._page_table.append(run.launch.page_appends)
         if run.ends_void:
             self._void = False
         run.void = self._void
