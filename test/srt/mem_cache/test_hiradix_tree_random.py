@@ -1,0 +1,392 @@
+"""Random operations on the tree against a dictionary: prefix -> the page's residency on every tier.
+
+The model knows pages, not nodes; so splits and merges, which must change nothing that can be seen, stay invisible to
+it. Prompts consist of two or three kinds of pages over two tokens, which forces sharing; the model names a page by
+its kind. Frames are never used twice: a wrong one shows at once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from sglang.srt.mem_cache.hiradix_tree import Dropped, HiRadixTree, Node, Receipt
+from sglang.srt.mem_cache.transfer import D2H, H2D, Ticket, Tier
+
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
+MAX_PAGES = 7
+NAMESPACES = ("", "", "", "tenant")
+
+Key = tuple[str, tuple[int, ...]]
+
+
+@dataclass
+class Page:
+    frames: dict[Tier, int] = field(default_factory=dict)
+    tickets: dict[Tier, Ticket] = field(default_factory=dict)
+    fences: dict[Tier, int] = field(default_factory=dict)
+    last_use: int = -1
+    last_access: int = 0
+
+
+class Driver:
+    """Does an operation on the tree and on the model, and compares all there is."""
+
+    def __init__(self, seed: int, page_size: int) -> None:
+        self.rng = random.Random(seed * 100 + page_size)
+        self.page = page_size
+        self.tree = HiRadixTree(page_size)
+        self.model: dict[Key, Page] = {}
+        self.receipts: list[tuple[Receipt, Key]] = []
+        self.fills: dict[Ticket, Tier] = {}
+        self.histories: list[tuple[int, ...]] = [()]
+        # Pages of 1 and 2 that differ in the first token, and, where there is room, only in the last.
+        ones = np.ones(page_size, np.int32)
+        self.kinds = [ones, ones * 2]
+        if page_size > 1:
+            self.kinds.append(np.concatenate([ones[1:], ones[:1] * 2]))
+        self.kind_of = {page.tobytes(): i for i, page in enumerate(self.kinds)}
+        self.now = 0
+        self.seqs = {DEVICE: 0, HOST: 0}
+        self.next_frame = {DEVICE: 0, HOST: 1_000_000}
+        self.seen: Counter[str] = Counter()
+
+    # -- what the model knows ---------------------------------------------------------------------------------------
+
+    def prefixes(self, key: Key) -> list[Key]:
+        """The pages of a path, the root's child first."""
+        ns, kinds = key
+        return [(ns, kinds[:end]) for end in range(1, len(kinds) + 1)]
+
+    def below(self, key: Key) -> list[Key]:
+        return [k for k in self.model if k[0] == key[0] and k[1][: len(key[1])] == key[1]]
+
+    def locked(self) -> set[Key]:
+        return {prefix for _, key in self.receipts for prefix in self.prefixes(key)}
+
+    def is_evictable(self, key: Key, tier: Tier, locked: set[Key]) -> bool:
+        page = self.model[key]
+        return tier in page.frames and tier not in page.tickets and (tier == HOST or key not in locked)
+
+    def stuck(self, tier: Tier, keep: Key | None) -> set[Key]:
+        """Pages of the tier that eviction cannot reach now: they, or pages below them, must stay."""
+        locked = self.locked()
+        kept = set(self.prefixes(keep)) if keep is not None else set()
+        stuck: set[Key] = set()
+        for key, page in self.model.items():
+            if tier not in page.frames:
+                continue
+            is_source = tier == HOST and DEVICE in page.tickets
+            if key in kept or is_source or not self.is_evictable(key, tier, locked):
+                stuck.update(self.prefixes(key))
+        return stuck
+
+    # -- drawing ----------------------------------------------------------------------------------------------------
+
+    def draw(self) -> Key:
+        """Some kinds of pages, often a variation of earlier ones."""
+        rng = self.rng
+        kinds = rng.choice(self.histories)[: rng.randrange(MAX_PAGES)]
+        kinds += tuple(rng.randrange(len(self.kinds)) for _ in range(rng.randrange(5)))
+        kinds = kinds[:MAX_PAGES]
+        self.histories = [*self.histories[-9:], kinds]
+        return rng.choice(NAMESPACES), kinds
+
+    def tokens(self, kinds: tuple[int, ...]) -> np.ndarray:
+        return np.concatenate([np.empty(0, np.int32), *(self.kinds[k] for k in kinds)])
+
+    def new_frames(self, tier: Tier, n: int) -> np.ndarray:
+        first = self.next_frame[tier]
+        self.next_frame[tier] += n
+        return np.arange(first, first + n, dtype=np.int32)
+
+    def any_node(self) -> Node | None:
+        nodes = list(self.tree.walk())
+        return self.rng.choice(nodes) if nodes else None
+
+    def key_of(self, node: Node) -> Key:
+        kinds: list[int] = []
+        step = node
+        while step.parent is not None:
+            kinds += [self.kind_of[page.tobytes()] for page in step.key.reshape(-1, self.page)[::-1]]
+            step = step.parent
+        return step.namespace, tuple(kinds[::-1])  # type: ignore[attr-defined]
+
+    def pages_of(self, node: Node) -> list[Key]:
+        return self.prefixes(self.key_of(node))[-len(node.key) // self.page :]
+
+    # -- operations -------------------------------------------------------------------------------------------------
+
+    def check_match(self, key: Key):
+        ns, kinds = key
+        part = self.kinds[0][: self.rng.randrange(self.page)]
+        m = self.tree.match(ns, np.concatenate([self.tokens(kinds), part]))
+        device = total = 0
+        frames = []
+        on_device = True
+        for prefix in self.prefixes(key):
+            page = self.model.get(prefix)
+            if page is None or (DEVICE not in page.frames and HOST in page.tickets):
+                break
+            total += self.page
+            on_device = on_device and DEVICE in page.frames
+            if on_device:
+                device = total
+                frames.append(page.frames[DEVICE])
+        assert (m.device_len, m.total_len) == (device, total)
+        found = [f for n in m.path if n.frames[DEVICE] is not None for f in n.frames[DEVICE].tolist()]
+        assert found[: len(frames)] == frames
+        locked = self.locked()
+        matched = self.prefixes((ns, kinds[: total // self.page]))
+        assert self.tree.evictable_pages_in(m) == sum(self.is_evictable(k, DEVICE, locked) for k in matched)
+        return m
+
+    def lock(self) -> None:
+        """Lock a match, and load what only the host has, as an admitted request does."""
+        key = self.draw()
+        m = self.check_match(key)
+        receipt = self.tree.lock(m, self.now)
+        self.receipts.append((receipt, (key[0], key[1][: m.total_len // self.page])))
+        for prefix in self.prefixes(self.receipts[-1][1]):
+            self.model[prefix].last_access = self.now
+        path = []
+        node = receipt.node
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        wanted = [n for n in reversed(path) if n.frames[DEVICE] is None]
+        if wanted:
+            self.begin_fill(wanted, DEVICE)
+            self.seen["load"] += 1
+
+    def unlock(self) -> None:
+        if self.receipts:
+            self.release(self.rng.randrange(len(self.receipts)))
+
+    def release(self, i: int) -> None:
+        receipt, key = self.receipts.pop(i)
+        assert self.key_of(receipt.node) == key, "a receipt points elsewhere"
+        fence = self.now - self.rng.randrange(4)
+        self.tree.unlock(receipt, self.now, fence)
+        for prefix in self.prefixes(key):
+            page = self.model[prefix]
+            page.last_access, page.last_use = self.now, max(page.last_use, fence)
+        self.seen["unlock"] += 1
+
+    def publish(self) -> None:
+        key = self.draw()
+        loading = [k for k, page in self.model.items() if DEVICE in page.tickets]
+        if loading and self.rng.random() < 0.2:
+            key = self.rng.choice(loading)
+        below, start = None, 0
+        if self.receipts and self.rng.random() < 0.6:
+            receipt, prefix = self.rng.choice(self.receipts)
+            key = prefix[0], (prefix[1] + key[1][len(prefix[1]) :])[:MAX_PAGES]
+            below, start = receipt.node, len(prefix[1])
+        ns, kinds = key
+        if len(kinds) == start:
+            return
+        offered = self.new_frames(DEVICE, len(kinds) - start)
+        array = self.tokens(kinds[start:])
+        result = self.tree.publish(ns, below, array, offered, self.now, self.now)
+        frames, duplicates, created, end = [], [], [], start
+        for prefix, frame in zip(self.prefixes(key)[start:], offered.tolist()):
+            page = self.model.setdefault(prefix, Page())
+            if DEVICE in page.tickets:
+                self.seen["stopped at filling"] += 1
+                break
+            if DEVICE in page.frames:
+                duplicates.append(frame)
+                self.seen["duplicates"] += 1
+            else:
+                self.seen["adopted" if HOST in page.frames else "published"] += 1
+                page.frames[DEVICE], page.fences[DEVICE] = frame, self.now
+                created.append(frame)
+            page.last_access = self.now
+            frames.append(page.frames[DEVICE])
+            end = len(prefix[1])
+        assert result.end == (end - start) * self.page
+        assert result.frames.tolist() == frames and result.duplicates.tolist() == duplicates
+        assert [f for n in result.created for f in n.frames[DEVICE].tolist()] == created
+        assert self.key_of(result.node) == (ns, kinds[:end])
+
+    def begin_fill(self, nodes: list[Node], tier: Tier) -> None:
+        source = HOST if tier == DEVICE else DEVICE
+        ticket = Ticket(H2D if tier == DEVICE else D2H, self.seqs[tier])
+        self.seqs[tier] += 1
+        frames = self.new_frames(tier, sum(len(n.key) for n in nodes) // self.page)
+        self.tree.begin_fill(nodes, tier, frames, ticket)
+        path = [prefix for node in nodes for prefix in self.pages_of(node)]
+        for prefix, frame in zip(path, frames.tolist()):
+            page = self.model[prefix]
+            assert tier not in page.frames
+            page.frames[tier], page.tickets[tier], page.fences[tier] = frame, ticket, page.fences[source]
+        self.fills[ticket] = tier
+
+    def back_up(self) -> None:
+        node = self.any_node()
+        nodes: list[Node] = []
+        while node is not None and node.parent is not None and node.frames[HOST] is None:
+            if node.tickets[DEVICE] is not None:
+                return
+            nodes.append(node)
+            node = node.parent
+        if nodes:
+            self.begin_fill(nodes[::-1], HOST)
+            self.seen["backup"] += 1
+
+    def commit(self) -> None:
+        """Links complete in order."""
+        if not self.fills:
+            return
+        tier = self.rng.choice(list(self.fills.values()))
+        ticket = next(t for t, to in self.fills.items() if to == tier)
+        del self.fills[ticket]
+        nodes = self.tree.commit(ticket, tier)
+        filled = {k for k, page in self.model.items() if page.tickets.get(tier) == ticket}
+        assert {k for n in nodes for k in self.pages_of(n)} == filled
+        for key in filled:
+            del self.model[key].tickets[tier]
+        self.seen["commit"] += bool(filled)
+
+    def fail(self) -> None:
+        """The controller's abort: a failed load loses its source, after its readers have been closed."""
+        if not self.fills:
+            return
+        ticket = self.rng.choice(list(self.fills))
+        tier = self.fills.pop(ticket)
+        lost = {k for k, page in self.model.items() if page.tickets.get(tier) == ticket}
+        if tier == DEVICE:
+            for i in reversed(range(len(self.receipts))):
+                if lost & set(self.prefixes(self.receipts[i][1])):
+                    self.release(i)
+        for node in list(self.tree.nodes_of(ticket)):
+            for t in (DEVICE, HOST):
+                if t == tier or tier == DEVICE:
+                    self.drop_node(node, t)
+        assert self.tree.nodes_of(ticket) == []
+        self.seen["failed"] += bool(lost)
+
+    def drop(self) -> None:
+        node, tier = self.any_node(), self.rng.choice((DEVICE, HOST))
+        if node is not None and (tier == HOST or node.lock == 0):
+            self.drop_node(node, tier)
+            self.seen["drop"] += 1
+
+    def drop_node(self, node: Node, tier: Tier) -> None:
+        if node.frames[tier] is None:
+            dropped = self.tree.drop(node, tier)
+            assert dropped == Dropped()
+            return
+        gone = {k for k in self.below(self.pages_of(node)[0]) if tier in self.model[k].frames}
+        assert self.take(self.tree.drop(node, tier), tier) == gone
+
+    def evict(self) -> None:
+        tier = self.rng.choice((DEVICE, DEVICE, DEVICE, DEVICE, HOST))
+        n = self.rng.randrange(1, 12)
+        node = self.any_node()
+        keep = node if node is not None and self.rng.random() < 0.3 else None
+        stuck = self.stuck(tier, self.key_of(keep) if keep is not None else None)
+        free = {k for k, page in self.model.items() if tier in page.frames} - stuck
+        leaves = {k for k in free if sum(other in free or other in stuck for other in self.below(k)) == 1}
+        ages = {k: page.last_access for k, page in self.model.items()}
+        gone = self.take(self.tree.evict(tier, n, keep), tier)
+        assert gone <= free, "it took what had to stay"
+        assert len(gone) == min(n, len(free)), "it took more or less than it should"
+        assert all(ages[g] <= ages[k] for g in gone for k in leaves - gone), "an older leaf was left"
+        self.seen["evict"] += bool(gone)
+
+    def take(self, dropped: Dropped, tier: Tier) -> set[Key]:
+        """Remove dropped frames from the model; returns their pages."""
+        pages = {page.frames[tier]: key for key, page in self.model.items() if tier in page.frames}
+        gone: set[Key] = set()
+        for frames, ticket_or_fence in [*dropped.cached, *dropped.filling]:
+            for frame in frames.tolist():
+                key = pages.pop(frame)
+                page = self.model[key]
+                if isinstance(ticket_or_fence, Ticket):
+                    assert page.tickets.pop(tier) == ticket_or_fence
+                else:
+                    assert tier not in page.tickets
+                    if tier == DEVICE:
+                        assert max(page.fences[tier], page.last_use) <= ticket_or_fence <= self.now
+                del page.frames[tier], page.fences[tier]
+                gone.add(key)
+                if not page.frames:
+                    del self.model[key]
+        return gone
+
+    def compact(self) -> None:
+        node = self.any_node()
+        if node is None:
+            return
+        before = self.tree.num_nodes
+        self.tree.compact(node, self.now - self.rng.randrange(3))
+        if self.tree.num_nodes == before:
+            return
+        self.seen["compact"] += 1
+        merged = [self.model[k] for k in self.pages_of(node)]
+        assert node.last_access == max(page.last_access for page in merged)
+        for page in merged:
+            page.last_access = node.last_access
+
+    # -- comparing --------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        tree = self.tree
+        tree.check_invariants()
+        found: dict[Key, tuple[dict[Tier, int], dict[Tier, Ticket]]] = {}
+        for node in tree.walk():
+            for i, key in enumerate(self.pages_of(node)):
+                frames = {t: int(node.frames[t][i]) for t in Tier if node.frames[t] is not None}  # type: ignore[index]
+                found[key] = frames, {t: node.tickets[t] for t in Tier if node.tickets[t] is not None}  # type: ignore[misc]
+        assert found == {k: (page.frames, page.tickets) for k, page in self.model.items()}
+        locked = self.locked()
+        for tier in Tier:
+            assert tree.resident_pages(tier) == sum(tier in p.frames for p in self.model.values())
+            assert tree.evictable_pages(tier) == sum(self.is_evictable(k, tier, locked) for k in self.model)
+        assert set(tree.roots) == {k[0] for k in self.model} | {key[0] for _, key in self.receipts}
+
+
+OPERATIONS = {
+    Driver.lock: 4,
+    Driver.unlock: 5,
+    Driver.publish: 5,
+    Driver.back_up: 6,
+    Driver.commit: 5,
+    Driver.fail: 1,
+    Driver.drop: 0.5,
+    Driver.evict: 4,
+    Driver.compact: 3,
+}
+EXPECTED = {
+    *("load", "unlock", "published", "adopted", "duplicates", "stopped at filling"),
+    *("backup", "commit", "failed", "drop", "evict", "compact"),
+}
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16])
+@pytest.mark.parametrize("seed", range(5))
+def test_random_operations_against_a_dictionary(seed: int, page_size: int):
+    print(f"seed {seed}, page size {page_size}")
+    driver = Driver(seed, page_size)
+    operations = driver.rng.choices(list(OPERATIONS), OPERATIONS.values(), k=3500)
+    for operation in operations:
+        driver.now += driver.rng.randrange(2)
+        operation(driver)
+        driver.check()
+        driver.check_match(driver.draw())
+    while driver.receipts:
+        driver.release(0)
+    while driver.fills:
+        driver.commit()
+    for tier in Tier:
+        driver.take(driver.tree.evict(tier, 1 << 30), tier)
+    driver.check()
+    assert driver.tree.num_nodes == 0 and not driver.model and not driver.tree.roots
+    missing = [what for what in sorted(EXPECTED) if driver.seen[what] < 4]
+    assert not missing, f"hardly ever happened: {missing} ({driver.seen})"
