@@ -18,19 +18,27 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def server():
-    """A device pool of few tokens, so that conversations move to the host. In the end, SIGTERM ends it cleanly."""
-    with Server("--hicache", "--hicache-ratio", "8", "--max-total-tokens", "1024") as server:
-        yield server
-        server.process.terminate()
-        assert server.wait(15) == 0, server.output()
-        server.assert_nothing_left()
+def servers():
+    """(with a device pool of few tokens, so that conversations move to the host; without a cache). They start side by
+    side. In the end, SIGTERM ends the first cleanly."""
+    flags = "--hicache --hicache-ratio 8 --max-total-tokens 1024"
+    with Server(*flags.split(), wait=False) as cached, Server("--disable-radix-cache", wait=False) as plain:
+        cached.wait_ready()
+        plain.wait_ready()
+        yield cached, plain
+        cached.process.terminate()
+        assert cached.wait(15) == 0, cached.output()
+        cached.assert_nothing_left()
 
 
-@pytest.fixture(scope="module")
-def plain():
-    with Server("--disable-radix-cache") as server:
-        yield server
+@pytest.fixture
+def server(servers):
+    return servers[0]
+
+
+@pytest.fixture
+def plain(servers):
+    return servers[1]
 
 
 def prompt(seed: int, size: int) -> list[int]:

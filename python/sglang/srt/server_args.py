@@ -172,11 +172,22 @@ def make_parser() -> argparse.ArgumentParser:
     for field in dataclasses.fields(ServerArgs):
         names = [flag_name(field.name), *field.metadata["aliases"]]
         base = next(t for t in (typing.get_args(hints[field.name]) or (hints[field.name],)) if t is not type(None))
-        options: dict[str, Any] = {"dest": field.name, "default": field.default, "help": field.metadata["help"]}
+        shown = (
+            ""
+            if field.default in (None, False, "") or "default" in field.metadata["help"]
+            else " (default: %(default)s)"
+        )
+        options: dict[str, Any] = {
+            "dest": field.name,
+            "default": field.default,
+            "help": field.metadata["help"] + shown,
+        }
         if base is bool:
             parser.add_argument(*names, action="store_true", **options)
         else:
             if field.metadata["choices"]:
                 options["choices"] = field.metadata["choices"]
-            parser.add_argument(*names, type=base, metavar=base.__name__.upper(), **options)
+            else:
+                options["metavar"] = base.__name__.upper()
+            parser.add_argument(*names, type=base, **options)
     return parser

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 import sglang
-from sglang.srt.entrypoints.engine import EngineDeadError, private_directory
+from sglang.srt.entrypoints.engine import EngineDeadError, private_directory, refuse_mixed_installation
+from sglang.srt.utils.child_process import StartupError
 
 FAKE = (sys.executable, str(Path(__file__).parents[1] / "fake_scheduler.py"))
 PARAMS = {"max_new_tokens": 5}
@@ -141,3 +142,14 @@ def test_the_sockets_directory_is_private(monkeypatch, tmp_path):
     path = private_directory()
     assert path.startswith("/tmp/")
     os.rmdir(path)
+
+
+def test_upstreams_packages_beside_ours_are_refused(monkeypatch):
+    refuse_mixed_installation()
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.metadata.distribution", lambda name: name)
+        with pytest.raises(StartupError, match="pip uninstall sglang sgl-kernel"):
+            refuse_mixed_installation()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with pytest.raises(StartupError, match="mixed"):
+        refuse_mixed_installation()

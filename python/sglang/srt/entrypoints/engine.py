@@ -40,7 +40,6 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import STOP_SIGNAL, ChildArgs, StartupError, open_pull, open_push
 from sglang.srt.utils.errors import RequestError
 from sglang.srt.utils.hf_transformers_utils import get_context_and_vocab, get_tokenizer, resolve_model_path
-from sglang.srt.utils.log import configure_logging
 
 T = TypeVar("T")
 
@@ -177,7 +176,7 @@ class EngineProcesses:
         self.manager = TokenizerManager(
             args,
             tokenizer=tokenizer,
-            vocab_size=max(vocab_size or 0, len(tokenizer)),
+            vocab_size=vocab_size or len(tokenizer),
             context_length=args.context_length or own_context or 1 << 30,
             send=send.send,
             metrics=MetricsCollector(args.model_name),
@@ -270,8 +269,6 @@ class Engine:
 
     def __init__(self, *, scheduler_command: Sequence[str] = SCHEDULER_COMMAND, **server_args: Any) -> None:
         self._args = ServerArgs(**{"log_level": "error", **server_args})
-        if not logging.getLogger().handlers:
-            configure_logging(self._args.log_level)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-engine", daemon=True)
         self._thread.start()

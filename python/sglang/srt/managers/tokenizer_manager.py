@@ -176,18 +176,19 @@ class TokenizerManager:
 
     async def _tokenized(self, rid: str, req: GenerateRequest) -> TokenizedGenerateReqInput:
         if isinstance(req.prompt, str):
-            ids = await self._off_loop(self._encode, req.prompt, req.add_special_tokens)
+            ids = np.array(await self._off_loop(self._encode, req.prompt, req.add_special_tokens), dtype=np.int64)
         else:
             try:
                 ids = np.array(req.prompt, dtype=np.int64)
             except (OverflowError, TypeError, ValueError):
                 raise RequestError("the prompt's token ids must be whole numbers", param="input_ids") from None
-            if len(ids) and (ids.min() < 0 or ids.max() >= self._vocab_size):
-                at = int(np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[0])
-                raise RequestError(
-                    f"token id {ids[at]} at position {at} is not in the vocabulary of {self._vocab_size}",
-                    param="input_ids",
-                )
+        outside = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
+        if len(outside):
+            at = int(outside[0])
+            raise RequestError(
+                f"token id {ids[at]} at position {at} is not in the model's vocabulary of {self._vocab_size}",
+                param="input_ids",
+            )
         params = req.params
         max_new_tokens = self._max_new_tokens(len(ids), None if req.fill_context else params.max_new_tokens)
         seed = self._random.getrandbits(31) if params.sampling_seed is None else params.sampling_seed
