@@ -1,0 +1,435 @@
+"""`CopyLink` on a thread and on the stream emulator: bytes, order, gates, fences, cancellation, failure."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from sglang.srt.mem_cache.link import CopyLink
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.transfer import D2H, H2D, GateError, LoadFailedError, OpResult, Ticket, Tier, TransferOp
+from sglang.srt.model_executor.stream import Event, ThreadEvent, ThreadStream
+from sglang.test.stream_emulator import EmulatedEvent, EmulatedStream, StreamEmulator
+
+LAYERS, HEADS, DIM = 3, 2, 4
+DEVICE_PAGES, HOST_PAGES = 12, 20
+
+
+def raw(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.contiguous().view(torch.uint8).numpy().copy()
+
+
+def ids(*frames: int) -> np.ndarray:
+    return np.array(frames, np.int32)
+
+
+class Pools:
+    def __init__(self, page_size: int = 2, dtype: torch.dtype = torch.float32) -> None:
+        self.device = MHATokenToKVPool(DEVICE_PAGES, page_size, LAYERS, HEADS, DIM, dtype)
+        self.host = MHATokenToKVPoolHost(self.device, HOST_PAGES)
+        generator = torch.Generator().manual_seed(3)
+        for kv in (self.device.kv, self.host.kv):
+            kv.copy_(torch.randn(kv.shape, generator=generator))
+        self.page_bytes = self.device.page_bytes(page_size, LAYERS, HEADS, DIM, dtype)
+
+    def load(self, seq: int, src: np.ndarray, dst: np.ndarray) -> TransferOp:
+        return TransferOp(Ticket(H2D, seq), Tier.HOST, Tier.DEVICE, src, dst, len(src) * self.page_bytes)
+
+    def backup(self, seq: int, src: np.ndarray, dst: np.ndarray, after: int | None = None) -> TransferOp:
+        return TransferOp(Ticket(D2H, seq), Tier.DEVICE, Tier.HOST, src, dst, len(src) * self.page_bytes, after)
+
+    def expect(self, op: TransferOp, device: np.ndarray, host: np.ndarray) -> None:
+        """The five-line reference: apply op to the raw bytes of both pools."""
+        for src, dst in zip(op.src_frames, op.dst_frames):
+            if op.dst == Tier.DEVICE:
+                device[:, :, dst] = host[src]
+            else:
+                host[dst] = device[:, :, src]
+
+
+class StubFence:
+    """A launch that a test ends, well or badly."""
+
+    def __init__(self, event: Event, failed: bool = False) -> None:
+        self.event = event
+        self.failed = failed
+
+
+def no_fence(seq: int) -> None:
+    raise AssertionError("no launch was to be waited for")
+
+
+# -- bytes and order, on both kinds of stream --------------------------------------------------------------------
+
+
+@pytest.fixture(params=["thread", "emulator"])
+def stream(request: pytest.FixtureRequest) -> Iterator[ThreadStream | EmulatedStream]:
+    if request.param == "emulator":
+        yield StreamEmulator(1).stream("link")
+        return
+    thread = ThreadStream("link")
+    yield thread
+    thread.close()
+
+
+def settle(stream: ThreadStream | EmulatedStream) -> None:
+    """Run everything that was enqueued."""
+    if isinstance(stream, EmulatedStream):
+        stream._emulator.run(1 << 30)
+    else:
+        stream.record().synchronize()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_loads_and_backups_are_exact(stream, page_size: int, dtype: torch.dtype):
+    pools = Pools(page_size, dtype)
+    device, host = raw(pools.device.kv), raw(pools.host.kv)
+    h2d = CopyLink(H2D, pools.device, pools.host, stream, no_fence)
+    d2h = CopyLink(D2H, pools.device, pools.host, stream, no_fence)
+    ops = [
+        pools.load(0, ids(3, 4, 5), ids(0, 1, 2)),
+        pools.backup(0, ids(1, 11), ids(19, 0)),
+        pools.load(1, ids(19), ids(7)),
+        pools.backup(1, ids(7, 3), ids(8, 9)),
+        pools.load(2, ids(9, 2, 8), ids(11, 4, 0)),
+    ]
+    for op in ops:
+        (h2d if op.dst == Tier.DEVICE else d2h).submit(op)
+        pools.expect(op, device, host)
+    settle(stream)
+    assert np.array_equal(raw(pools.device.kv), device)
+    assert np.array_equal(raw(pools.host.kv), host)
+    assert h2d.poll() == [OpResult(0, True), OpResult(1, True), OpResult(2, True)]
+    assert d2h.poll() == [OpResult(0, True), OpResult(1, True)]
+    assert h2d.poll() == []
+
+
+def test_operations_complete_in_order_and_notify(stream):
+    pools = Pools()
+    notified = []
+    link = CopyLink(H2D, pools.device, pools.host, stream, no_fence, notify=lambda: notified.append(1))
+    for seq in range(20):
+        link.submit(pools.load(seq, ids(seq), ids(seq % DEVICE_PAGES)))
+    settle(stream)
+    assert [r.seq for r in link.poll()] == list(range(20)) and len(notified) == 20
+    assert np.array_equal(raw(pools.device.pages(torch.tensor([7]))), raw(pools.host.pages(torch.tensor([19]))))
+
+
+def test_the_order_of_numbers_is_asserted(stream):
+    pools = Pools()
+    link = CopyLink(H2D, pools.device, pools.host, stream, no_fence)
+    with pytest.raises(AssertionError, match="out of order, 0 expected"):
+        link.submit(pools.load(1, ids(0), ids(0)))
+    with pytest.raises(AssertionError, match="out of order"):
+        link.submit(pools.backup(0, ids(0), ids(0)))
+    link.submit(pools.load(0, ids(0), ids(0)))
+    with pytest.raises(AssertionError, match="out of order, 1 expected"):
+        link.submit(pools.load(0, ids(0), ids(0)))
+
+
+def test_a_failed_copy_fails_the_operation_and_not_the_link(stream, caplog):
+    pools = Pools()
+    before = raw(pools.device.kv)
+    link = CopyLink(H2D, pools.device, pools.host, stream, no_fence)
+    link.submit(pools.load(0, ids(HOST_PAGES), ids(3)))
+    gate = link.gate(Ticket(H2D, 0))
+    link.submit(pools.load(1, ids(1), ids(4)))
+    settle(stream)
+    first, second = link.poll()
+    assert (first.seq, first.ok, second) == (0, False, OpResult(1, True)) and first.error
+    with pytest.raises(LoadFailedError, match=r"seq=0"):
+        gate.check()
+    link.gate(Ticket(H2D, 1)).check()
+    changed = np.flatnonzero((raw(pools.device.kv) != before).any(axis=(0, 1, 3, 4, 5)))
+    assert changed.tolist() == [4]
+
+
+def test_a_gate_needs_a_submitted_load(stream):
+    pools = Pools()
+    h2d = CopyLink(H2D, pools.device, pools.host, stream, no_fence)
+    d2h = CopyLink(D2H, pools.device, pools.host, stream, no_fence)
+    with pytest.raises(GateError, match="never submitted"):
+        h2d.gate(Ticket(H2D, 0))
+    h2d.submit(pools.load(0, ids(0), ids(0)))
+    with pytest.raises(GateError, match=f"layer {LAYERS} is awaited but was never enqueued"):
+        h2d.gate(Ticket(H2D, 0)).wait(LAYERS, stream)
+    d2h.submit(pools.backup(0, ids(0), ids(0)))
+    with pytest.raises(GateError, match="layer 0 is awaited"):
+        d2h.gate(Ticket(D2H, 0)).wait(0, stream)
+
+
+def test_a_load_of_nothing_completes(stream):
+    pools = Pools()
+    link = CopyLink(H2D, pools.device, pools.host, stream, no_fence)
+    link.submit(pools.load(0, ids(), ids()))
+    settle(stream)
+    assert link.poll() == [OpResult(0, True)]
+
+
+# -- order between streams, on the emulator ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_layer_gate_lets_nothing_through_before_its_layer(seed: int):
+    """In any interleaving the reader finds each layer loaded."""
+    print(f"seed {seed}")
+    pools = Pools()
+    emulator = StreamEmulator(seed)
+    compute = emulator.stream("compute")
+    link = CopyLink(H2D, pools.device, pools.host, emulator.stream(H2D), no_fence)
+    src, dst = ids(3, 4, 5), ids(7, 1, 0)
+    device, host = raw(pools.device.kv), raw(pools.host.kv)
+    op = pools.load(0, src, dst)
+    pools.expect(op, device, host)
+    link.submit(op)
+    gate = link.gate(op.ticket)
+    read: list[int] = []
+
+    def reader(layer: int) -> Callable[[], None]:
+        def look() -> None:
+            assert np.array_equal(raw(pools.device.kv[:, layer]), device[:, layer]), f"layer {layer} is not there"
+            gate.check()
+            read.append(layer)
+
+        return look
+
+    for layer in range(LAYERS):
+        gate.wait(layer, compute)
+        compute.enqueue(reader(layer))
+    while emulator.run(1):
+        pass
+    assert read == list(range(LAYERS)) and emulator.unrecorded_waits == 0
+
+
+def test_without_gates_some_interleaving_reads_too_early():
+    """The control of the test above."""
+    early = 0
+    for seed in range(20):
+        pools = Pools()
+        emulator = StreamEmulator(seed)
+        compute = emulator.stream("compute")
+        link = CopyLink(H2D, pools.device, pools.host, emulator.stream(H2D), no_fence)
+        link.submit(pools.load(0, ids(3), ids(7)))
+        loaded: list[bool] = []
+        for _ in range(2 * LAYERS):
+            compute.enqueue(lambda: None)
+        compute.enqueue(
+            lambda pools=pools, loaded=loaded: loaded.append(
+                bool((pools.device.kv[:, :, 7] == pools.host.kv[3]).all())
+            )
+        )
+        emulator.run(1 << 30)
+        early += loaded == [False]
+    assert 0 < early < 20
+
+
+def test_a_layer_is_read_while_the_next_one_is_loading():
+    pools = Pools()
+    emulator = StreamEmulator(0)
+    compute, copies = emulator.stream("compute"), emulator.stream(H2D)
+    link = CopyLink(H2D, pools.device, pools.host, copies, no_fence)
+    link.submit(pools.load(0, ids(3), ids(7)))
+    gate = link.gate(Ticket(H2D, 0))
+    read: list[int] = []
+    for layer in range(LAYERS):
+        gate.wait(layer, compute)
+        compute.enqueue(lambda layer=layer: read.append(layer))
+    for layer in range(LAYERS):
+        assert not compute.can_run()
+        copies.run_one()  # the copy
+        copies.run_one()  # its event
+        assert compute.can_run()
+        compute.run_one()
+        assert read == list(range(layer + 1)) and link.poll() == []
+    copies.run_one()
+    assert link.poll() == [OpResult(0, True)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_backup_runs_after_its_fence(seed: int):
+    print(f"seed {seed}")
+    pools = Pools()
+    emulator = StreamEmulator(seed)
+    compute = emulator.stream("compute")
+    asked: list[int] = []
+    fences: list[StubFence] = []
+
+    def fence(launch: int) -> StubFence:
+        asked.append(launch)
+        return fences[0]
+
+    link = CopyLink(D2H, pools.device, pools.host, emulator.stream(D2H), fence)
+    for value in (1.0, 2.0, 3.0):
+        compute.enqueue(lambda value=value: pools.device.kv.fill_(value))
+    fences.append(StubFence(compute.record()))
+    link.submit(pools.backup(0, ids(4, 5), ids(9, 8), after=17))
+    emulator.run(1 << 30)
+    assert asked == [17] and link.poll() == [OpResult(0, True)]
+    assert (pools.host.kv[[9, 8]] == 3.0).all(), "it read before the launch had written"
+
+
+def test_a_backup_of_a_failed_launch_fails_and_writes_nothing():
+    pools = Pools()
+    emulator = StreamEmulator(0)
+    compute = emulator.stream("compute")
+    fence = StubFence(compute.record())
+    link = CopyLink(D2H, pools.device, pools.host, emulator.stream(D2H), lambda launch: fence)
+    before = raw(pools.host.kv)
+    link.submit(pools.backup(0, ids(4), ids(9), after=3))
+    fence.failed = True  # known only when the launch has run
+    emulator.run(1 << 30)
+    (result,) = link.poll()
+    assert not result.ok and "launch 3" in result.error
+    assert np.array_equal(raw(pools.host.kv), before)
+
+
+def test_a_launch_that_is_long_over_needs_no_fence():
+    pools = Pools()
+    emulator = StreamEmulator(0)
+    link = CopyLink(D2H, pools.device, pools.host, emulator.stream(D2H), lambda launch: None)
+    link.submit(pools.backup(0, ids(4), ids(9), after=3))
+    emulator.run(1 << 30)
+    assert link.poll() == [OpResult(0, True)]
+
+
+def test_a_cancelled_operation_keeps_its_number():
+    pools = Pools()
+    emulator = StreamEmulator(0)
+    link = CopyLink(H2D, pools.device, pools.host, emulator.stream(H2D), no_fence)
+    before = raw(pools.device.kv)
+    for seq in range(3):
+        link.submit(pools.load(seq, ids(seq), ids(seq + 5)))
+    gate = link.gate(Ticket(H2D, 1))
+    link.cancel(Ticket(H2D, 1))
+    emulator.run(1 << 30)
+    assert link.poll() == [OpResult(0, True), OpResult(1, False, "cancelled"), OpResult(2, True)]
+    with pytest.raises(LoadFailedError, match="cancelled"):
+        gate.check()
+    changed = np.flatnonzero((raw(pools.device.kv) != before).any(axis=(0, 1, 3, 4, 5)))
+    assert changed.tolist() == [5, 7]
+
+
+def test_a_cancelled_load_stops_between_layers_and_its_gates_still_open():
+    """A launch that waits for the rest must not hang; it learns from `check`."""
+    pools = Pools()
+    emulator = StreamEmulator(0)
+    copies, compute = emulator.stream(H2D), emulator.stream("compute")
+    link = CopyLink(H2D, pools.device, pools.host, copies, no_fence)
+    link.submit(pools.load(0, ids(3), ids(5)))
+    gate = link.gate(Ticket(H2D, 0))
+    before = raw(pools.device.kv)
+    gate.wait(LAYERS - 1, compute)
+    errors: list[str] = []
+
+    def look() -> None:
+        try:
+            gate.check()
+        except LoadFailedError as error:
+            errors.append(str(error))
+
+    compute.enqueue(look)
+    copies.run_one()
+    link.cancel(Ticket(H2D, 0))
+    emulator.run(1 << 30)
+    changed = np.flatnonzero((raw(pools.device.kv) != before).any(axis=(0, 2, 3, 4, 5)))
+    assert changed.tolist() == [0], "layers that were loaded"
+    assert len(errors) == 1 and "cancelled" in errors[0]
+    assert link.poll() == [OpResult(0, False, "cancelled")]
+
+
+def test_cancelling_too_late_or_something_unknown_does_nothing():
+    pools = Pools()
+    emulator = StreamEmulator(0)
+    link = CopyLink(H2D, pools.device, pools.host, emulator.stream(H2D), no_fence)
+    link.submit(pools.load(0, ids(3), ids(5)))
+    emulator.run(1 << 30)
+    link.cancel(Ticket(H2D, 0))
+    link.cancel(Ticket(H2D, 7))
+    assert link.poll() == [OpResult(0, True)]
+    link.gate(Ticket(H2D, 0)).check()
+
+
+def test_waiting_for_an_event_that_was_never_recorded_is_flagged():
+    emulator = StreamEmulator(0)
+    stream = emulator.stream("compute")
+    stream.wait(EmulatedEvent())
+    ran: list[int] = []
+    stream.enqueue(lambda: ran.append(1))
+    assert emulator.run(10) == 1 and ran == [1] and emulator.unrecorded_waits == 1
+
+
+# -- real threads ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def threads() -> Iterator[tuple[ThreadStream, ThreadStream]]:
+    pair = ThreadStream("compute"), ThreadStream("copies")
+    yield pair
+    for stream in pair:
+        stream.close()
+
+
+def test_a_thread_waits_at_a_gate(threads):
+    compute, copies = threads
+    pools = Pools()
+    hold = threading.Event()
+    copies.enqueue(hold.wait)
+    link = CopyLink(H2D, pools.device, pools.host, copies, no_fence)
+    link.submit(pools.load(0, ids(3), ids(7)))
+    gate = link.gate(Ticket(H2D, 0))
+    read: list[bool] = []
+    for layer in range(LAYERS):
+        gate.wait(layer, compute)
+        compute.enqueue(
+            lambda layer=layer: read.append(bool((pools.device.kv[:, layer, 7] == pools.host.kv[3, :, layer]).all()))
+        )
+    time.sleep(0.02)
+    assert read == [] and link.poll() == []
+    hold.set()
+    compute.record().synchronize()
+    assert read == [True] * LAYERS
+
+
+def test_a_thread_backs_up_after_its_fence(threads):
+    compute, copies = threads
+    pools = Pools()
+    hold = threading.Event()
+    compute.enqueue(hold.wait)
+    compute.enqueue(lambda: pools.device.kv.fill_(5.0))
+    fence = StubFence(compute.record())
+    link = CopyLink(D2H, pools.device, pools.host, copies, lambda launch: fence)
+    link.submit(pools.backup(0, ids(4), ids(9), after=0))
+    time.sleep(0.02)
+    assert link.poll() == []
+    hold.set()
+    copies.record().synchronize()
+    assert (pools.host.kv[9] == 5.0).all() and link.poll() == [OpResult(0, True)]
+
+
+def test_a_dead_stream_makes_poll_raise_and_releases_who_waits(threads):
+    compute, copies = threads
+    pools = Pools()
+
+    def die() -> None:
+        raise ValueError("notify broke")
+
+    link = CopyLink(H2D, pools.device, pools.host, copies, no_fence, notify=die)
+    link.submit(pools.load(0, ids(3), ids(7)))
+    copies.record().synchronize()
+    before = raw(pools.device.kv)
+    link.submit(pools.load(1, ids(4), ids(8)))
+    gate = link.gate(Ticket(H2D, 1))
+    gate.wait(LAYERS - 1, compute)
+    event = compute.record()
+    assert isinstance(event, ThreadEvent)
+    event.synchronize()
+    assert np.array_equal(raw(pools.device.kv), before), "a dead stream runs nothing"
+    with pytest.raises(RuntimeError, match="stream copies died: notify broke"):
+        link.poll()
