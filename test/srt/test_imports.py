@@ -1,0 +1,116 @@
+"""Who may import whom: in a fresh process for what is loaded, in the source for what is written."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SRT = ROOT / "python" / "sglang" / "srt"
+
+# What decides imports nothing that executes, waits or talks.
+PURE = [
+    "sglang.srt.mem_cache.frame_table",
+    "sglang.srt.mem_cache.hiradix_tree",
+    "sglang.srt.mem_cache.transfer",
+    "sglang.srt.managers.cache_controller",
+    "sglang.srt.managers.schedule_batch",
+    "sglang.srt.managers.schedule_policy",
+    "sglang.srt.managers.scheduler",
+]
+FORBIDDEN = [
+    *("torch", "zmq", "fastapi", "uvicorn", "transformers", "asyncio", "sgl_kernel"),
+    *("sglang.srt.model_executor", "sglang.srt.mem_cache.link", "sglang.srt.mem_cache.memory_pool"),
+    *("sglang.srt.entrypoints", "sglang.srt.managers.engine_core", "sglang.srt.managers.scheduler_process"),
+]
+
+
+def loaded_by(module: str) -> list[str]:
+    code = f"import sys, json, {module}; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_what_decides_loads_nothing_that_executes(module: str):
+    loaded = loaded_by(module)
+    assert module in loaded
+    bad = [m for m in loaded for f in FORBIDDEN if m == f or m.startswith(f + ".")]
+    assert not bad, f"importing {module} loads {bad}"
+
+
+def test_the_list_of_loaded_modules_shows_torch_where_it_is_imported():
+    loaded = loaded_by("sglang.srt.mem_cache.link")
+    assert "torch" in loaded and "sglang.srt.model_executor.stream" in loaded
+
+
+def imports_of(source: str, package: str) -> set[str]:
+    """Absolute names of everything that a module imports anywhere, also inside functions.
+
+    package: the one the module lies in, for relative imports. `from a import b` gives a and a.b.
+    """
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                base = ".".join([*parts[: len(parts) - node.level + 1], *([node.module] if node.module else [])])
+            found.add(base)
+            found.update(f"{base}.{alias.name}" for alias in node.names)
+    return found
+
+
+def test_imports_of_sees_all_kinds_of_imports():
+    source = """
+import os.path
+from sglang.srt import entrypoints
+def f():
+    from ..entrypoints import engine
+    from . import sibling
+"""
+    assert imports_of(source, "sglang.srt.managers") == {
+        "os.path",
+        "sglang.srt",
+        "sglang.srt.entrypoints",
+        "sglang.srt.entrypoints.engine",
+        "sglang.srt.managers",
+        "sglang.srt.managers.sibling",
+    }
+
+
+def files(folder: Path) -> list[Path]:
+    found = sorted(folder.rglob("*.py"))
+    assert found, f"nothing in {folder}"
+    return found
+
+
+# A folder -> what none of its files may import. Lower layers never import upper ones.
+RULES = [
+    (SRT / "mem_cache", ["sglang.srt.entrypoints", "sglang.srt.managers", "sglang.srt.models", "fastapi", "zmq"]),
+    (SRT / "model_executor", ["sglang.srt.entrypoints", "sglang.srt.models", "fastapi", "zmq"]),
+    (SRT / "layers", ["sglang.srt.entrypoints", "sglang.srt.managers", "sglang.srt.models"]),
+    (SRT / "managers", ["sglang.srt.entrypoints", "fastapi", "uvicorn"]),
+    (SRT / "utils", ["sglang.srt.entrypoints", "sglang.srt.managers", "sglang.srt.mem_cache"]),
+    (SRT, ["sglang.test"]),
+    (ROOT / "sgl-kernel" / "python", ["sglang"]),
+]
+
+
+@pytest.mark.parametrize(("folder", "forbidden"), RULES, ids=[str(folder.relative_to(ROOT)) for folder, _ in RULES])
+def test_dependencies_point_one_way(folder: Path, forbidden: list[str]):
+    bad = []
+    for path in files(folder):
+        base = ROOT / "python" if path.is_relative_to(ROOT / "python") else ROOT / "sgl-kernel" / "python"
+        package = ".".join(path.relative_to(base).parent.parts)
+        for name in sorted(imports_of(path.read_text(), package)):
+            if any(name == f or name.startswith(f + ".") for f in forbidden):
+                bad.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not bad, "\n".join(bad)
