@@ -493,6 +493,7 @@ def test_evict_keeps_the_path_to_keep():
     load_all(tree, [tree.match("", tokens("xy")).path[0]], HOST, 54, seq=1)
     assert cached(tree.evict(HOST, 10, keep=low)) == [([54, 55], -1)]
     tree.check_invariants()
+    assert tree.evictable_pages(HOST, keep=low) == 0 and tree.evictable_pages(HOST, keep=top) == 2
     assert cached(tree.evict(HOST, 3, keep=top)) == [([52, 53], -1)]
     assert cached(tree.evict(HOST, 10)) == [([50, 51], -1)], "kept once, not for ever"
 

@@ -59,8 +59,10 @@ class HiCacheController:
         nodes.reverse()
         src = np.concatenate([self._device_frames(n) for n in nodes])
         host = self.tables[Tier.HOST]
-        if len(src) > host.num_free:
-            self.evict(Tier.HOST, len(src) - host.num_free, done, keep=node)
+        missing = len(src) - host.num_free
+        # What could not make room anyway stays cached.
+        if 0 < missing <= self.tree.evictable_pages(Tier.HOST, keep=node):
+            self.evict(Tier.HOST, missing, done, keep=node)
         dst = host.allocate(len(src), -1 - self._next_seq[D2H], FrameState.FILLING)
         num_tokens = len(src) * self.tree.page_size
         if dst is None:
@@ -163,11 +165,11 @@ class HiCacheController:
         table = self.tables[tier]
         for frames, fence in dropped.cached:
             table.doom(frames, FrameState.CACHED, fence)
-        for frames, ticket in dropped.filling:
+        for frames, _ in dropped.filling:
             # Host frames are read by loads alone, which pin them; device frames may be awaited by any launch.
             table.doom(frames, FrameState.FILLING, last_launch if tier == Tier.DEVICE else -1)
-            if not self.tree.nodes_of(ticket):
-                self._new_cancels.append(ticket)
+        tickets = dict.fromkeys(ticket for _, ticket in dropped.filling)
+        self._new_cancels += [ticket for ticket in tickets if not self.tree.nodes_of(ticket)]
 
     @staticmethod
     def _host_frames(node: Node) -> np.ndarray:

@@ -159,9 +159,14 @@ class HiRadixTree:
             node = child
         return MatchResult(namespace, tuple(path), last_len, device_len, pos)
 
-    def evictable_pages(self, tier: Tier) -> int:
-        """Pages that eviction could give up sooner or later: ready, and not locked if on the device."""
-        return self._evictable[tier]
+    def evictable_pages(self, tier: Tier, keep: Node | None = None) -> int:
+        """Pages that eviction could give up sooner or later: ready, and not locked if on the device. keep: as for
+        `evict`."""
+        pages = self._evictable[tier]
+        while keep is not None:
+            pages -= self._evictable_pages(keep, tier)
+            keep = keep.parent
+        return pages
 
     def evictable_pages_in(self, match: MatchResult) -> int:
         """Evictable device pages that locking the match would take out of eviction's reach."""

@@ -1,0 +1,381 @@
+"""`HiCacheController` by example: what each call does to frames, pins, tickets and the tree."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node, Receipt
+from sglang.srt.mem_cache.transfer import D2H, H2D, Ticket, Tier, TransferOp
+
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
+
+
+def tokens(text: str) -> np.ndarray:
+    return np.array([ord(c) for c in text], np.int32)
+
+
+class Rig:
+    """A tree of letters, page size 1, over small pools."""
+
+    def __init__(self, device: int = 12, host: int = 8) -> None:
+        self.tree = HiRadixTree(1)
+        self.device = FrameTable(device)
+        self.host = FrameTable(host) if host else None
+        self.controller = HiCacheController(self.tree, self.device, self.host, page_bytes=100)
+
+    def publish(self, text: str, below: Node | None = None, fence: int = 0, now: int = 0) -> Node:
+        frames = self.device.allocate(len(text), 0)
+        assert frames is not None
+        result = self.tree.publish("", below, tokens(text), frames, fence, now)
+        for node in result.created:
+            self.device.transition(node.frames[DEVICE], FrameState.HELD, FrameState.CACHED)
+        self.device.doom(result.duplicates, FrameState.HELD, fence)
+        self.check()
+        return result.node
+
+    def back_up(self, node: Node) -> None:
+        """Start a backup and bring it to its end."""
+        ticket = self.controller.begin_backup(node, done=10)
+        assert ticket is not None
+        self.controller.take_ops()
+        self.controller.commit(ticket, done=10)
+        self.check()
+
+    def on_host_only(self, text: str, below: Node | None = None) -> Node:
+        node = self.publish(text, below)
+        self.back_up(node)
+        self.controller.evict(DEVICE, len(text), done=10)
+        self.check()
+        assert node.frames[DEVICE] is None and node.frames[HOST] is not None
+        return node
+
+    def lengths(self, text: str) -> tuple[int, int]:
+        match = self.tree.match("", tokens(text))
+        return match.device_len, match.total_len
+
+    def check(self) -> None:
+        self.tree.check_invariants()
+        self.controller.check_invariants()
+
+    def states(self, tier: Tier) -> str:
+        self.check()
+        return "".join("FHICDLQ"[s] for s in self.controller.tables[tier].state)
+
+
+def ops_of(rig: Rig) -> list[tuple[Ticket, list[int], list[int], int | None]]:
+    ops, _ = rig.controller.take_ops()
+    return [(op.ticket, op.src_frames.tolist(), op.dst_frames.tolist(), op.after) for op in ops]
+
+
+# -- backup -----------------------------------------------------------------------------------------------------
+
+
+def test_a_backup_from_begin_to_commit():
+    rig = Rig(device=4, host=4)
+    node = rig.publish("abc", fence=5)
+    ticket = rig.controller.begin_backup(node, done=0)
+    assert ticket == Ticket(D2H, 0) and node.tickets == [None, ticket]
+    assert (rig.states(DEVICE), rig.states(HOST)) == ("CCCF", "IIIF")
+    assert rig.device.pins.tolist() == [1, 1, 1, 0] == rig.host.pins.tolist()
+    assert rig.host.owner.tolist() == [-1, -1, -1, -1]
+    ((op,), cancels) = rig.controller.take_ops()
+    assert cancels == () and (op.src, op.dst, op.after, op.size_bytes) == (DEVICE, HOST, 5, 300)
+    assert (op.src_frames.tolist(), op.dst_frames.tolist()) == ([0, 1, 2], [0, 1, 2])
+    assert rig.controller.take_ops() == ((), ()), "each is handed out once"
+    rig.controller.commit(ticket, done=6)
+    assert (rig.states(DEVICE), rig.states(HOST)) == ("CCCF", "CCCF")
+    assert not rig.device.pins.any() and not rig.host.pins.any() and rig.controller.in_flight == {}
+    assert rig.controller.counters == {"backup_tokens": 3}
+
+
+def test_a_backup_takes_the_part_of_the_path_that_the_host_lacks():
+    rig = Rig()
+    top = rig.publish("ab", fence=1)
+    rig.back_up(top)
+    middle = rig.publish("cd", below=top, fence=7)
+    low = rig.publish("e", below=middle, fence=3)
+    ticket = rig.controller.begin_backup(low, done=0)
+    assert ops_of(rig) == [(ticket, [2, 3, 4], [2, 3, 4], 7)], "after the latest launch that writes"
+    assert rig.controller.begin_backup(low, done=0) is None, "it is on its way"
+    assert rig.controller.begin_backup(top, done=0) is None, "it is there"
+    assert ops_of(rig) == []
+
+
+def test_the_numbers_of_operations_count_by_link():
+    rig = Rig()
+    a, b = rig.on_host_only("ab"), rig.on_host_only("xy")
+    assert rig.controller.begin_load([a]) == Ticket(H2D, 0)
+    assert rig.controller.begin_load([b]) == Ticket(H2D, 1)
+    assert rig.controller.begin_backup(rig.publish("pq"), done=0) == Ticket(D2H, 2)
+    assert rig.device.owner[a.frames[DEVICE]].tolist() == [-1, -1]
+    assert rig.device.owner[b.frames[DEVICE]].tolist() == [-2, -2]
+
+
+def test_a_backup_makes_room_on_the_host():
+    rig = Rig(host=4)
+    old = rig.publish("abc", now=1)
+    rig.back_up(old)
+    new = rig.publish("xyz", now=2)
+    ticket = rig.controller.begin_backup(new, done=0)
+    assert ops_of(rig) == [(ticket, [3, 4, 5], [1, 2, 3], 0)]
+    assert rig.states(HOST) == "CIII"
+    assert rig.controller.counters["evicted_tokens_host"] == 2
+    assert rig.lengths("abc") == (3, 3), "it is still on the device"
+
+
+def test_a_backup_never_evicts_the_path_it_continues():
+    rig = Rig(host=3)
+    top = rig.publish("abc")
+    rig.back_up(top)
+    low = rig.publish("de", below=top)
+    assert rig.controller.begin_backup(low, done=0) is None
+    assert rig.states(HOST) == "CCC" and rig.controller.counters["backup_dropped_tokens"] == 2
+    assert low.frames[HOST] is None and low.tickets == [None, None]
+
+
+def test_a_backup_that_cannot_fit_evicts_nothing():
+    rig = Rig(host=4)
+    rig.back_up(rig.publish("abc"))
+    assert rig.controller.begin_backup(rig.publish("uvwxyz"), done=0) is None
+    assert rig.states(HOST) == "CCCF", "nothing is gained by throwing this away"
+    assert rig.controller.counters["backup_dropped_tokens"] == 6
+
+
+def test_without_a_host_there_is_no_backup():
+    rig = Rig(host=0)
+    assert not rig.controller.has_host
+    assert rig.controller.begin_backup(rig.publish("abc"), done=0) is None
+    assert ops_of(rig) == []
+
+
+def test_a_failed_backup_leaves_the_device_copy():
+    rig = Rig(device=4, host=4)
+    node = rig.publish("abc")
+    ticket = rig.controller.begin_backup(node, done=0)
+    rig.controller.abort(ticket, last_launch=9)
+    assert (rig.states(DEVICE), rig.states(HOST)) == ("CCCF", "DDDF")
+    rig.host.reap(0)
+    assert rig.states(HOST) == "FFFF" and not rig.device.pins.any()
+    assert rig.lengths("abc") == (3, 3) and rig.controller.counters["failed_ops"] == 1
+    assert rig.controller.begin_backup(node, done=0) == Ticket(D2H, 1), "it may be tried again"
+
+
+def test_eviction_during_a_backup_keeps_the_bytes_until_it_ends():
+    rig = Rig(device=4, host=4)
+    node = rig.publish("abc")
+    ticket = rig.controller.begin_backup(node, done=1)
+    rig.controller.evict(DEVICE, 3, done=1)
+    assert rig.states(DEVICE) == "DDDF", "the backup still reads them"
+    assert rig.lengths("abc") == (0, 0)
+    rig.controller.commit(ticket, done=1)
+    rig.device.reap(1)
+    assert (rig.states(DEVICE), rig.states(HOST)) == ("FFFF", "CCCF")
+    assert rig.lengths("abc") == (0, 3)
+
+
+def test_a_backup_of_a_node_that_left_the_device_and_fails_loses_the_node():
+    rig = Rig(device=4, host=4)
+    ticket = rig.controller.begin_backup(rig.publish("abc"), done=1)
+    rig.controller.evict(DEVICE, 3, done=1)
+    rig.controller.abort(ticket, last_launch=0)
+    for table in (rig.device, rig.host):
+        table.reap(1)
+    assert (rig.states(DEVICE), rig.states(HOST)) == ("FFFF", "FFFF")
+    assert rig.tree.num_nodes == 0
+
+
+# -- load -------------------------------------------------------------------------------------------------------
+
+
+def test_a_load_from_begin_to_commit():
+    rig = Rig(device=6, host=4)
+    node = rig.on_host_only("abc")
+    assert rig.states(DEVICE) == "FFFFFF" and rig.lengths("abc") == (0, 3)
+    ticket = rig.controller.begin_load([node])
+    assert (rig.states(DEVICE), rig.states(HOST)) == ("IIIFFF", "CCCF")
+    assert ops_of(rig) == [(Ticket(H2D, 0), [0, 1, 2], [0, 1, 2], None)]
+    assert rig.lengths("abc") == (3, 3)
+    assert rig.controller.counters["load_back_tokens"] == 3
+    rig.controller.evict(DEVICE, 3, done=10)
+    rig.controller.evict(HOST, 3, done=10)
+    assert (rig.states(DEVICE), rig.states(HOST)) == ("IIIFFF", "CCCF"), "neither side can be evicted"
+    rig.controller.commit(ticket, done=10)
+    assert rig.states(DEVICE) == "CCCFFF" and not rig.device.pins.any() and not rig.host.pins.any()
+
+
+def test_one_load_of_several_nodes_is_merged_when_it_is_there():
+    rig = Rig()
+    top = rig.publish("ab")
+    low = rig.publish("cd", below=top)
+    rig.back_up(top)
+    rig.back_up(low)
+    rig.controller.evict(DEVICE, 4, done=10)
+    nodes = list(rig.tree.match("", tokens("abcd")).path)
+    ticket = rig.controller.begin_load(nodes)
+    assert ops_of(rig) == [(ticket, [0, 1, 2, 3], [0, 1, 2, 3], None)]
+    rig.controller.commit(ticket, done=10)
+    rig.check()
+    assert rig.tree.num_nodes == 1 and rig.lengths("abcd") == (4, 4)
+
+
+def test_a_failed_load_loses_its_source_too():
+    rig = Rig(device=6, host=6)
+    top = rig.publish("ab")
+    rig.back_up(top)
+    low = rig.publish("cd", below=top)
+    rig.back_up(low)
+    rig.controller.evict(DEVICE, 2, done=10)
+    ticket = rig.controller.begin_load([low])
+    rig.controller.abort(ticket, last_launch=12)
+    assert (rig.states(DEVICE), rig.states(HOST)) == ("CCDDFF", "CCDDFF")
+    assert rig.lengths("abcd") == (2, 2)
+    rig.device.reap(12)
+    assert rig.states(DEVICE) == "CCDDFF", "launch 12 may wait for it"
+    rig.device.reap(13)
+    rig.host.reap(13)
+    assert (rig.states(DEVICE), rig.states(HOST)) == ("CCFFFF", "CCFFFF")
+
+
+def test_a_failed_load_takes_along_what_lies_below_and_cancels_its_loads_once():
+    rig = Rig(device=6, host=6)
+    low = rig.on_host_only("abcdef")
+    top = rig.tree.lock(rig.tree.match("", tokens("ab")), 0).node  # splits; a lock that reads nothing
+    rig.tree.unlock(Receipt(top), 0, -1)
+    first, second = rig.controller.begin_load([top]), rig.controller.begin_load([low])
+    rig.tree.unlock(rig.tree.lock(rig.tree.match("", tokens("abcd")), 0), 0, -1)
+    assert len(rig.tree.nodes_of(second)) == 2, "the second load fills two nodes by now"
+    rig.controller.take_ops()
+    rig.controller.abort(first, last_launch=0)
+    rig.check()
+    assert rig.tree.num_nodes == 0
+    assert rig.controller.take_ops() == ((), (second,))
+    assert rig.states(HOST) == "DDDDDD"
+    for table in (rig.device, rig.host):
+        table.reap(5)
+    assert (rig.states(DEVICE), rig.states(HOST)) == ("FFDDDD", "FFDDDD"), "the second load is still copying"
+    rig.controller.commit(second, done=5)
+    for table in (rig.device, rig.host):
+        table.reap(5)
+    assert (rig.states(DEVICE), rig.states(HOST)) == ("FFFFFF", "FFFFFF")
+
+
+def test_a_load_needs_room_and_a_ready_source():
+    rig = Rig(device=4)
+    node = rig.on_host_only("abc")
+    rig.publish("xy")
+    with pytest.raises(AssertionError, match="make room first"):
+        rig.controller.begin_load([node])
+    rig = Rig()
+    node = rig.publish("abc")
+    rig.controller.begin_backup(node, done=0)
+    with pytest.raises(AssertionError, match="not ready on the host"):
+        rig.controller.begin_load([node])
+
+
+# -- evict and drop ---------------------------------------------------------------------------------------------
+
+
+def test_evict_frees_what_no_launch_reads():
+    rig = Rig(device=6)
+    rig.publish("ab", fence=3, now=1)
+    rig.publish("cd", fence=8, now=2)
+    rig.controller.evict(DEVICE, 4, done=4)
+    assert rig.states(DEVICE) == "FFDDFF"
+    assert rig.controller.counters["evicted_tokens_device"] == 4
+    rig.device.reap(9)
+    assert rig.states(DEVICE) == "FFFFFF"
+
+
+def test_evict_less_than_asked_counts_what_it_was():
+    rig = Rig(device=6)
+    rig.publish("ab")
+    rig.controller.evict(DEVICE, 5, done=1)
+    rig.controller.evict(DEVICE, 5, done=1)
+    assert rig.controller.counters["evicted_tokens_device"] == 2
+
+
+def test_drop_cancels_an_operation_that_fills_nothing_any_more():
+    rig = Rig()
+    top = rig.publish("ab")
+    low = rig.publish("cd", below=top)
+    ticket = rig.controller.begin_backup(low, done=0)
+    rig.controller.take_ops()
+    rig.controller.drop(low, HOST, last_launch=5)
+    rig.check()
+    assert rig.controller.take_ops() == ((), ()), "the upper half is still wanted"
+    rig.controller.drop(top, HOST, last_launch=5)
+    rig.check()
+    assert rig.controller.take_ops() == ((), (ticket,))
+    assert ticket in rig.controller.in_flight and rig.host.pins.sum() == 4
+    rig.controller.commit(ticket, done=0)
+    rig.host.reap(0)
+    assert rig.states(HOST) == "FFFFFFFF" and not rig.device.pins.any()
+
+
+def test_a_cancel_of_an_operation_that_has_ended_is_not_passed_on():
+    rig = Rig()
+    node = rig.publish("ab")
+    ticket = rig.controller.begin_backup(node, done=0)
+    rig.controller.take_ops()
+    rig.controller.drop(node, HOST, last_launch=5)
+    rig.controller.commit(ticket, done=0)
+    assert rig.controller.take_ops() == ((), ())
+
+
+def test_filling_device_frames_wait_for_the_last_launch():
+    rig = Rig(device=4)
+    node = rig.on_host_only("ab")
+    ticket = rig.controller.begin_load([node])
+    rig.controller.drop(node, DEVICE, last_launch=7)
+    rig.controller.commit(ticket, done=7)
+    rig.device.reap(7)
+    assert rig.states(DEVICE) == "DDFF"
+    rig.device.reap(8)
+    assert rig.states(DEVICE) == "FFFF" and rig.lengths("ab") == (0, 2)
+
+
+# -- the invariants themselves ----------------------------------------------------------------------------------
+
+
+def lose_a_page(rig: Rig) -> None:
+    rig.device.transition(rig.device.allocate(1, 0), FrameState.HELD, FrameState.CACHED)
+
+
+def forget_a_pin(rig: Rig) -> None:
+    rig.device.unpin(np.array([2], np.int32))
+
+
+def forget_an_operation(rig: Rig) -> None:
+    rig.controller.in_flight.clear()
+
+
+def use_a_frame_twice(rig: Rig) -> None:
+    rig.tree.match("", tokens("xy")).path[0].frames[DEVICE][0] = 3
+
+
+def free_under_the_tree(rig: Rig) -> None:
+    rig.device.doom(np.array([0], np.int32), FrameState.CACHED, -1)
+    rig.device.reap(0)
+
+
+@pytest.mark.parametrize(
+    "corrupt", [lose_a_page, forget_a_pin, forget_an_operation, use_a_frame_twice, free_under_the_tree]
+)
+def test_check_invariants_notices(corrupt):
+    rig = Rig(device=7)
+    rig.publish("xy")
+    rig.controller.begin_backup(rig.publish("abc"), done=0)
+    rig.check()
+    corrupt(rig)
+    with pytest.raises(AssertionError):
+        rig.controller.check_invariants()
+
+
+def test_operations_are_plain_data():
+    rig = Rig()
+    rig.controller.begin_backup(rig.publish("abc"), done=0)
+    ((op,), _) = rig.controller.take_ops()
+    assert isinstance(op, TransferOp) and op.src_frames.dtype == op.dst_frames.dtype == np.int32
