@@ -284,7 +284,7 @@ def slot_keeps_old_pages() -> Any:
     apply = executor_module.PageTable.apply
 
     def patched(self: Any, run: Any) -> None:
-        if run.fresh and run.slot in self._tables:
+        if run.fresh and run.slot in self._arrays:
             return
         apply(self, run)
 

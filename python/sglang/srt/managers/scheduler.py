@@ -407,6 +407,8 @@ class Scheduler:
         need = pages_for(req.num_known, page) - match.device_len // page
         available = self.device.num_free + self.tree.evictable_pages(Tier.DEVICE)
         available -= self.tree.evictable_pages_in(match)
+        if need > available:
+            return 0
         active = self.active()
         futures = [r.max_len - r.length for r in active]
         admission = Admission(

@@ -84,30 +84,37 @@ class PageTable:
     """slot -> frames of its pages, int64. Ragged: sized by tokens in use, not by requests times context."""
 
     def __init__(self) -> None:
-        self._tables: dict[int, torch.Tensor] = {}
+        # The same memory twice: numpy writes single numbers ten times faster than torch.
+        self._arrays: dict[int, np.ndarray] = {}
+        self._tensors: dict[int, torch.Tensor] = {}
 
     def apply(self, run: PageRun) -> None:
         end = run.first_page + len(run.frames)
-        table = self._tables.get(run.slot)
-        if table is None or run.fresh or end > len(table):
-            grown = torch.empty(max(64, 2 * end), dtype=torch.int64)
-            if table is not None and not run.fresh:
-                grown[: len(table)] = table
-            table = self._tables[run.slot] = grown
-        table.numpy()[run.first_page : end] = run.frames
+        if run.fresh or run.slot not in self._arrays:
+            # Never the old array: a launch in flight may still read the slot's last owner there.
+            self._set(run.slot, np.empty(max(64, 2 * end), np.int64))
+        self._room(run.slot, end)[run.first_page : end] = run.frames
 
     def append(self, appends: np.ndarray) -> None:
         """appends: (3, n) int32 as in `Launch`."""
         for slot, place, frame in appends.T.tolist():
-            table = self._tables[slot]
-            if place == len(table):
-                grown = torch.empty(2 * place, dtype=torch.int64)
-                grown[:place] = table
-                table = self._tables[slot] = grown
-            table[place] = frame
+            self._room(slot, place + 1)[place] = frame
 
     def pages(self, slot: int, first: int, end: int) -> torch.Tensor:
-        return self._tables[slot][first:end]
+        return self._tensors[slot][first:end]
+
+    def _room(self, slot: int, num_pages: int) -> np.ndarray:
+        array = self._arrays[slot]
+        if num_pages > len(array):
+            grown = np.empty(2 * num_pages, np.int64)
+            grown[: len(array)] = array
+            self._set(slot, grown)
+            return grown
+        return array
+
+    def _set(self, slot: int, array: np.ndarray) -> None:
+        self._arrays[slot] = array
+        self._tensors[slot] = torch.from_numpy(array)
 
 
 class ModelExecutor:
