@@ -154,7 +154,11 @@ class LocalEngine:
             self._answers[rid] = Generation()
             requests.append(
                 TokenizedGenerateReqInput(
-                    rid=rid, input_ids=ids_to_bytes(prompt), sampling_params=sampling, extra_key=extra_key, stream=True
+                    rid=rid,
+                    input_ids=ids_to_bytes(prompt),
+                    sampling_params=sampling,
+                    extra_key=extra_key,
+                    stream=True,
                 )
             )
         pending = {rids[i]: n for i, n in (abort_after or {}).items()}
