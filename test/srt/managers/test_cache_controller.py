@@ -136,6 +136,17 @@ def test_a_backup_never_evicts_the_path_it_continues():
     assert low.frames[HOST] is None and low.tickets == [None, None]
 
 
+def test_a_backup_takes_the_room_of_others_not_of_its_own_path():
+    rig = Rig(host=5)
+    top = rig.publish("abc", now=1)
+    rig.back_up(top)
+    rig.back_up(rig.publish("xy", now=9))
+    low = rig.publish("de", below=top, now=9)
+    ticket = rig.controller.begin_backup(low, done=0)
+    assert ops_of(rig) == [(ticket, [5, 6], [3, 4], 0)], "the path is older, and stays"
+    assert top.frames[HOST].tolist() == [0, 1, 2]
+
+
 def test_a_backup_that_cannot_fit_evicts_nothing():
     rig = Rig(host=4)
     rig.back_up(rig.publish("abc"))

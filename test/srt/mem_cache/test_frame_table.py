@@ -206,7 +206,9 @@ def test_long_runs_and_long_scatters_are_treated_alike():
     scattered = run.copy()
     np.random.default_rng(0).shuffle(scattered)
     almost = np.concatenate([run[:199], run[200:]])
-    for frames in (scattered, almost, run[::-1]):
+    bent = run[:200].copy()
+    bent[100] = 250
+    for frames in (scattered, almost, bent, run[::-1]):
         table.pin(frames)
         assert table.pins.sum() == len(frames) and table.pins[frames].all()
         table.unpin(frames)

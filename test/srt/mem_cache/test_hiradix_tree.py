@@ -596,7 +596,7 @@ def test_compact_merges_a_chain_into_its_end():
     top, middle, low = chain(tree, "aabb", "cc", "ddee")
     publish(tree, "xx", 20, below=low, fence=3)
     publish(tree, "yy", 21, below=low, fence=3)
-    top.last_use, low.fences[DEVICE] = 7, 2
+    top.last_use, top.fences[DEVICE] = 7, 2
     tree.compact(low, done=3)
     assert shape(tree) == {
         "aabbccddee": [[0, 1, 2, 3, 4], None],

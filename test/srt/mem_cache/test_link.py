@@ -151,6 +151,23 @@ def test_a_failed_copy_fails_the_operation_and_not_the_link(stream, caplog):
     assert changed.tolist() == [4]
 
 
+def test_after_a_failed_layer_no_other_layer_is_copied(stream):
+    class BrokenLink(CopyLink):
+        def _load_layer(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, layer: int) -> None:
+            if layer == 1:
+                raise LoadFailedError("layer 1 broke")
+            super()._load_layer(op, src, dst, layer)
+
+    pools = Pools()
+    before = raw(pools.device.kv)
+    link = BrokenLink(H2D, pools.device, pools.host, stream, no_fence)
+    link.submit(pools.load(0, ids(3), ids(5)))
+    settle(stream)
+    assert link.poll() == [OpResult(0, False, "layer 1 broke")]
+    changed = np.flatnonzero((raw(pools.device.kv) != before).any(axis=(0, 2, 3, 4, 5)))
+    assert changed.tolist() == [0]
+
+
 def test_a_gate_needs_a_submitted_load(stream):
     pools = Pools()
     h2d = CopyLink(H2D, pools.device, pools.host, stream, no_fence)
