@@ -15,9 +15,10 @@ import numpy as np
 from common import print_table, summary, write_json
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
-from sglang.srt.managers.schedule_batch import Launch, StepInputs
+from sglang.srt.managers.schedule_batch import StepInputs
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
 from sglang.srt.mem_cache.transfer import D2H, EXEC, H2D
+from sglang.srt.model_executor.launch import Launch
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 PROMPT_LEN = 256

@@ -25,9 +25,9 @@ from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.transfer import D2H, H2D, Tier
-from sglang.srt.model_executor.stream import ThreadStream
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.stream import ThreadStream
 from sglang.test.faults import FaultyExecutor, FaultyLink
 
 GREEDY = SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True, sampling_seed=0)

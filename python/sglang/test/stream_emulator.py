@@ -11,7 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 
-from sglang.srt.model_executor.stream import Event
+from sglang.srt.utils.stream import Event
 
 
 class EmulatedEvent:

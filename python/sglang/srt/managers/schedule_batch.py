@@ -15,6 +15,7 @@ import numpy as np
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, TokenOutput
 from sglang.srt.mem_cache.hiradix_tree import Receipt
 from sglang.srt.mem_cache.transfer import Ticket, TransferOp
+from sglang.srt.model_executor.launch import Launch
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 
@@ -166,44 +167,6 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     results: dict[int, bytes] = {}
     cost: dict[str, float] = {}
     flush: tuple[str, ...] = ()
-
-
-class LaunchMode(IntEnum):
-    EXTEND = 0
-    DECODE = 1
-
-
-@dataclass(frozen=True)
-class PageRun:
-    """Pages first_page.. of a slot are these frames from now on. fresh: the slot has a new request."""
-
-    slot: int
-    first_page: int
-    frames: np.ndarray
-    fresh: bool = False
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One forward pass. slots, starts, lens: (num_reqs,) int32; request i computes tokens starts[i] .. + lens[i].
-
-    input_ids: (sum(lens),) int32; -1 stands for the token that the slot's previous launch samples. samples:
-    (num_reqs,) bool, whether the request's last row is sampled. sampling: parameters of the sampled requests; the
-    token they draw has position starts + lens. page_appends: (3, n) int32, single pages: slot, place in the sequence,
-    frame; applied after page_runs. gates: loads that the pass waits for, layer by layer.
-    """
-
-    seq: int
-    mode: LaunchMode
-    slots: np.ndarray
-    starts: np.ndarray
-    lens: np.ndarray
-    input_ids: np.ndarray
-    samples: np.ndarray
-    sampling: tuple[SamplingParams, ...]
-    page_runs: tuple[PageRun, ...]
-    page_appends: np.ndarray
-    gates: tuple[Ticket, ...]
 
 
 class FlushReply(msgspec.Struct, frozen=True):

@@ -26,18 +26,7 @@ import numpy as np
 
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput, TokenOutput, bytes_to_ids
-from sglang.srt.managers.schedule_batch import (
-    BatchDecision,
-    FlushReply,
-    Launch,
-    LaunchMode,
-    PageRun,
-    Req,
-    ReqHold,
-    Span,
-    SpanSource,
-    StepInputs,
-)
+from sglang.srt.managers.schedule_batch import BatchDecision, FlushReply, Req, ReqHold, Span, SpanSource, StepInputs
 from sglang.srt.managers.schedule_policy import (
     Admission,
     choose_victim,
@@ -49,6 +38,7 @@ from sglang.srt.managers.schedule_policy import (
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, MatchResult, Node
 from sglang.srt.mem_cache.transfer import EXEC, LINKS, TIER_NAMES, Ticket, Tier
+from sglang.srt.model_executor.launch import Launch, LaunchMode, PageRun
 
 # A request ends with an error when launches with it failed too often. A launch that waited for loads counts little:
 # each failed load takes its source out of the cache, so these failures end by themselves.

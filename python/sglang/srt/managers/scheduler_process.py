@@ -42,10 +42,10 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost, host_pages_that_fit
 from sglang.srt.mem_cache.transfer import D2H, H2D, Link, Tier
 from sglang.srt.model_executor.executor import ModelExecutor
-from sglang.srt.model_executor.stream import ThreadStream
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import ChildArgs, StartupError, open_pull, open_push, run_child
+from sglang.srt.utils.stream import ThreadStream
 
 logger = logging.getLogger(__name__)
 

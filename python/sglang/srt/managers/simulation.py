@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-from sglang.srt.managers.schedule_batch import BatchDecision, Launch
+from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
 from sglang.srt.mem_cache.simulated_link import SimulatedLink
 from sglang.srt.mem_cache.transfer import D2H, H2D, TransferOp
+from sglang.srt.model_executor.launch import Launch
 from sglang.srt.model_executor.simulated_executor import SimulatedExecutor
 
 

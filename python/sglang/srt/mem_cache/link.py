@@ -17,7 +17,7 @@ from sgl_kernel.kvcacheio import transfer_kv_all_layer_lf_pf, transfer_kv_per_la
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.transfer import GateError, LoadFailedError, OpResult, Ticket, Tier, TransferOp
-from sglang.srt.model_executor.stream import Event, Stream
+from sglang.srt.utils.stream import Event, Stream
 
 logger = logging.getLogger(__name__)
 

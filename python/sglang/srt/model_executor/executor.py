@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
-from sglang.srt.managers.schedule_batch import Launch, LaunchMode, PageRun
 from sglang.srt.mem_cache.kv_view import KVSegment
 from sglang.srt.mem_cache.transfer import LayerGate, Link, LoadFailedError
 from sglang.srt.model_executor.forward_batch_info import CausalLM, ForwardBatch, ForwardMode, KVPool
-from sglang.srt.model_executor.stream import Event, Stream
+from sglang.srt.model_executor.launch import Launch, LaunchMode, PageRun
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.utils.stream import Event, Stream
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sglang.srt.managers.schedule_batch import Launch
 from sglang.srt.mem_cache.simulated_link import SimulatedLink
 from sglang.srt.mem_cache.transfer import LoadFailedError
 from sglang.srt.model_executor.executor import StepResult
+from sglang.srt.model_executor.launch import Launch
 
 
 class SimulatedExecutor:
