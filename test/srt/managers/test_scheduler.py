@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
-from sglang.srt.managers.schedule_batch import BatchDecision, LaunchMode, Span, SpanSource, StepInputs
+from sglang.srt.managers.schedule_batch import BatchDecision, Span, SpanSource, StepInputs
 from sglang.srt.managers.scheduler import FAILURE_LIMIT, FAILURE_WITHOUT_LOADS, Scheduler, SchedulerConfig
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.transfer import D2H, EXEC, H2D, Ticket, Tier
+from sglang.srt.model_executor.launch import LaunchMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 CONFIG = SchedulerConfig(

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
-from sglang.srt.managers.schedule_batch import Launch, LaunchMode
 from sglang.srt.managers.scheduler import SchedulerConfig
 from sglang.srt.managers.simulation import SimulatedHardware, Simulation
+from sglang.srt.model_executor.launch import Launch, LaunchMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 LAYERS = 4

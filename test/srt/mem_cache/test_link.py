@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.link import CopyLink
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.transfer import D2H, H2D, GateError, LoadFailedError, OpResult, Ticket, Tier, TransferOp
-from sglang.srt.model_executor.stream import Event, ThreadEvent, ThreadStream
+from sglang.srt.utils.stream import Event, ThreadEvent, ThreadStream
 from sglang.test.stream_emulator import EmulatedEvent, EmulatedStream, StreamEmulator
 
 LAYERS, HEADS, DIM = 3, 2, 4
