@@ -1,0 +1,47 @@
+"""Replays a run that `--record-steps` has written, and says whether every decision comes out the same.
+
+    python -m sglang.srt.managers.replay FILE
+
+Needs no model: the record holds the scheduler's configuration and every step's inputs. What a step raises, this
+raises too, with its traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from sglang.srt.managers.engine_core import ReplayMismatchError, replay
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code: 0 if all steps agree, 1 at the first that differs, 2 if FILE is no record."""
+    if len(argv) != 1 or argv[0].startswith("-"):
+        print("usage: python -m sglang.srt.managers.replay FILE", file=sys.stderr)
+        return 2
+    path = argv[0]
+    try:
+        with open(path, "rb") as file:
+            size = int.from_bytes(file.read(4), "little")
+            if size == 0 or len(file.read(size)) < size:
+                print(f"error: {path} holds no complete record", file=sys.stderr)
+                return 2
+            file.seek(0)
+            num_steps = replay(file)
+    except ReplayMismatchError as error:
+        print(f"{path}: {error}")
+        return 1
+    except OSError as error:
+        print(f"error: {path} cannot be read: {error.strerror}", file=sys.stderr)
+        return 2
+    except msgspec.MsgspecError as error:
+        print(f"error: {path} is no record of this version: {error}", file=sys.stderr)
+        return 2
+    print(f"{path}: {num_steps} steps, every decision as recorded")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
