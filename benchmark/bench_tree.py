@@ -62,6 +62,10 @@ class Cache:
                 prefix = self.insert(None, self.tokens(FILLER_PREFIX))
             self.insert(prefix, self.tokens(FILLER_TAIL))
             count += 1
+        # The prompts are in use: eviction meets the other conversations first.
+        for prompts in [*self.inside.values(), *self.paths.values()]:
+            for prompt in prompts:
+                self.tree.unlock(self.tree.lock_node(prompt.end, self.now + 1), self.now + 1, -1)
 
     def tokens(self, n: int) -> np.ndarray:
         return self.rng.integers(0, VOCAB, n, dtype=np.int32)

@@ -163,8 +163,11 @@ class HiCacheController:
 
     def _release(self, dropped: Dropped, tier: Tier, last_launch: int) -> None:
         table = self.tables[tier]
+        by_fence: dict[int, list[np.ndarray]] = {}
         for frames, fence in dropped.cached:
-            table.doom(frames, FrameState.CACHED, fence)
+            by_fence.setdefault(fence, []).append(frames)
+        for fence, parts in by_fence.items():
+            table.doom(np.concatenate(parts), FrameState.CACHED, fence)
         for frames, _ in dropped.filling:
             # Host frames are read by loads alone, which pin them; device frames may be awaited by any launch.
             table.doom(frames, FrameState.FILLING, last_launch if tier == Tier.DEVICE else -1)
