@@ -30,16 +30,28 @@ class Progress:
     results: dict[int, bytes]
 
 
+_COUNTED = (EXEC, *LINKS)
+_NO_FAILURE = np.iinfo(np.int64).max
+
+
+def pack_progress(progress: Progress) -> np.ndarray:
+    """What a rank brings to the reduction, always of the same shape: (6,) int64, what is done, then what failed."""
+    done = [progress.done[name] for name in _COUNTED]
+    return np.array(done + [progress.failed.get(name, _NO_FAILURE) for name in _COUNTED], np.int64)
+
+
+def unpack_progress(least: np.ndarray, results: dict[int, bytes]) -> Progress:
+    """least: the minimum over ranks of what they packed. results: rank 0's tokens."""
+    values = least.tolist()
+    done = dict(zip(_COUNTED, values))
+    # A failure that some rank has not reached yet is reported once all have.
+    failed = {name: first for name, first in zip(_COUNTED, values[len(_COUNTED) :]) if first < done[name]}
+    return Progress(done, failed, {seq: tokens for seq, tokens in results.items() if seq < done[EXEC]})
+
+
 def reduce_progress(ranks: Sequence[Progress]) -> Progress:
-    """MIN over ranks of everything; the tokens are rank 0's. One reduction of fixed shape."""
-    done = {name: min(rank.done[name] for rank in ranks) for name in (EXEC, *LINKS)}
-    failed = {}
-    for name in (EXEC, *LINKS):
-        first = min((rank.failed[name] for rank in ranks if name in rank.failed), default=None)
-        # A failure that some rank has not reached yet is reported once all have.
-        if first is not None and first < done[name]:
-            failed[name] = first
-    return Progress(done, failed, {s: t for s, t in ranks[0].results.items() if s < done[EXEC]})
+    """MIN over ranks of everything; the tokens are rank 0's."""
+    return unpack_progress(np.min([pack_progress(rank) for rank in ranks], axis=0), ranks[0].results)
 
 
 class EngineCore:
@@ -60,10 +72,11 @@ class EngineCore:
         self.poison = poison or {}
         self.record = record
         self.num_steps = 0
-        self._completed = dict.fromkeys((EXEC, *LINKS), 0)
-        self._failures: dict[str, list[int]] = {name: [] for name in (EXEC, *LINKS)}
+        self._completed = dict.fromkeys(_COUNTED, 0)
+        self._failures: dict[str, list[int]] = {name: [] for name in _COUNTED}
         self._results: dict[int, bytes] = {}
         self._consumed = dict(self._completed)
+        self._reset_mark = 0
         self._launched_last = False
 
     def progress(self) -> Progress:
@@ -73,7 +86,7 @@ class EngineCore:
             assert result.seq == self._completed[EXEC], "launches complete in order"
             self._completed[EXEC] += 1
             self._results[result.seq] = result.tokens
-            if result.failed:
+            if result.failed and result.seq >= self._reset_mark:
                 self._failures[EXEC].append(result.seq)
         for name, link in self.links.items():
             for op in link.poll():
@@ -135,6 +148,8 @@ class EngineCore:
             seqs = self._failures[name]
             self._failures[name] = [s for s in seqs if s > first]
         if decision.reset is not None:
+            # Launches below the mark are void: what failed there does not matter any more, now or when it completes.
+            self._reset_mark = decision.reset
             self._failures[EXEC] = [s for s in self._failures[EXEC] if s >= decision.reset]
 
     def _carry_out(self, decision: BatchDecision) -> None:

@@ -119,7 +119,9 @@ class PageTable:
 
 class ModelExecutor:
     """links: where gates come from. notify: called from the stream after every launch. check_finite: fail loudly on
-    a logit that is not finite; the tests' poison relies on it."""
+    a logit that is not finite; the tests' poison relies on it. lockstep: other ranks compute the same launches and
+    meet this one in collectives, so that a failed or void launch must run to its end; its values are not read.
+    """
 
     def __init__(
         self,
@@ -134,6 +136,7 @@ class ModelExecutor:
         vocab_size: int,
         notify: Callable[[], None] = lambda: None,
         check_finite: bool = False,
+        lockstep: bool = False,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -145,6 +148,7 @@ class ModelExecutor:
         self.vocab_size = vocab_size
         self.notify = notify
         self.check_finite = check_finite
+        self.lockstep = lockstep
         self._page_table = PageTable()
         self._last_tokens = torch.zeros(max_slots, dtype=torch.int64)
         self._next_seq = 0
@@ -195,35 +199,40 @@ class ModelExecutor:
         if run.ends_void:
             self._void = False
         run.void = self._void
-        if run.void:
+        if self._skips(run):
             return
         with torch.inference_mode():
             run.batch = self._forward_batch(run.launch)
-            run.batch.gates = run.gates
-            self._guard(run, lambda batch: self.model.embed(batch))
+        run.batch.gates = run.gates
+        self._guard(run, self.model.embed)
 
     def _layer(self, run: _Run, layer: int) -> None:
-        def forward(batch: ForwardBatch) -> Any:
-            for gate in run.gates:
-                gate.check()
-            return self.model.forward_layer(layer, run.state, batch, self.pool)
-
-        self._guard(run, forward)
+        if not run.void:
+            try:
+                for gate in run.gates:
+                    gate.check()
+            except LoadFailedError as error:
+                run.error = run.error or error
+        self._guard(run, lambda batch: self.model.forward_layer(layer, run.state, batch, self.pool))
 
     def _finish(self, run: _Run) -> None:
         tokens = b""
 
+        def logits(batch: ForwardBatch) -> torch.Tensor | None:
+            return self.model.logits(run.state, batch) if len(batch.sample_rows) else None
+
         def sample(batch: ForwardBatch) -> bytes:
-            if not len(batch.sample_rows):
+            if run.state is None:
                 return b""
-            logits = self.model.logits(run.state, batch)
-            if self.check_finite and not bool(torch.isfinite(logits).all()):
+            if self.check_finite and not bool(torch.isfinite(run.state).all()):
                 raise NonFiniteLogitsError(f"launch {run.launch.seq}: a logit is not finite")
-            next_tokens = self.sampler(logits, batch.sampling)
+            next_tokens = self.sampler(run.state, batch.sampling)
             self._last_tokens[torch.from_numpy(run.launch.slots[run.launch.samples]).long()] = next_tokens
             return next_tokens.to(torch.int32).numpy().tobytes()
 
-        self._guard(run, sample)
+        self._guard(run, logits)
+        if run.error is None and not run.void:
+            self._guard(run, sample)
         if run.error is not None:
             self._void = True
             if isinstance(run.error, NonFiniteLogitsError):
@@ -234,18 +243,23 @@ class ModelExecutor:
         run.batch = run.state = None
         self.notify()
 
+    def _skips(self, run: _Run) -> bool:
+        return (run.void or run.error is not None) and not self.lockstep
+
     def _guard(self, run: _Run, work: Callable[[ForwardBatch], Any]) -> None:
-        """Run one stage of a launch; an error fails the launch, not the stream."""
-        if run.void or run.error is not None:
+        """Run one stage of a launch; an error fails the launch, not the stream. In lockstep it ends the rank: the
+        others would wait for it for ever."""
+        if self._skips(run):
             return
         assert run.batch is not None
         try:
             with torch.inference_mode():
                 run.state = work(run.batch)
-        except LoadFailedError as error:
-            run.error = error
         except Exception as error:
-            logger.exception("launch %d failed", run.launch.seq)
+            if self.lockstep:
+                raise
+            if not isinstance(error, NonFiniteLogitsError):
+                logger.exception("launch %d failed", run.launch.seq)
             run.error = error
 
     def _forward_batch(self, launch: Launch) -> ForwardBatch:

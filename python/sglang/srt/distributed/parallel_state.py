@@ -1,0 +1,66 @@
+"""`TensorParallelGroup`: the ranks that share one model, and what they do together. Owns the process groups.
+
+Every rank calls the same collectives in the same order, whatever has happened to it: a launch that failed on one rank
+still takes part, with values that nobody will read.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# A rank that is gone breaks its connections at once; this is for one that hangs.
+_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class TensorParallelGroup:
+    """rank of size. model: the process group of the forward pass, on the compute stream; control: the scheduler's,
+    on its thread. Both None for a single rank, where every operation is the identity."""
+
+    rank: int = 0
+    size: int = 1
+    model: Any = None
+    control: Any = None
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self.model)
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Concatenate the ranks' x: (..., n) to (..., size * n), in the order of ranks."""
+        if self.size == 1:
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous(), group=self.model)
+        return torch.cat(parts, dim=-1)
+
+    def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
+        """Elementwise minimum over ranks, in place, on the control group."""
+        if self.size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self.control)
+        return values
+
+
+SINGLE_RANK = TensorParallelGroup()
+
+
+def init_tensor_parallel(rank: int, size: int, store_file: str) -> TensorParallelGroup:
+    """Meet the other ranks. store_file: a path in a directory that only this user can enter; the connections stay on
+    the loopback interface."""
+    if size == 1:
+        return SINGLE_RANK
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=size, store=dist.FileStore(store_file, size), timeout=_TIMEOUT
+    )
+    ranks = list(range(size))
+    model, control = dist.new_group(ranks, timeout=_TIMEOUT), dist.new_group(ranks, timeout=_TIMEOUT)
+    return TensorParallelGroup(rank, size, model, control)
