@@ -308,6 +308,39 @@ def test_evict_less_than_asked_counts_what_it_was():
     assert rig.controller.counters["evicted_tokens_device"] == 2
 
 
+def test_evicting_page_by_page_does_not_crumble_the_tree():
+    """A full device gives up a page per decode step; what stays on the host must not become a node per page."""
+    rig = Rig(device=8, host=8)
+    node = rig.publish("abcdef")
+    rig.back_up(node)
+    for left in (5, 4, 3, 2, 1):
+        rig.controller.evict(DEVICE, 1, done=10)
+        rig.check()
+        assert rig.lengths("abcdef") == (left, 6) and rig.tree.num_nodes == 2
+    match = rig.tree.match("", tokens("abcdef"))
+    assert [n.frames[HOST].tolist() for n in match.path] == [[0], [1, 2, 3, 4, 5]]
+    rig.controller.evict(DEVICE, 1, done=10)
+    rig.check()
+    assert rig.lengths("abcdef") == (0, 6) and rig.tree.num_nodes == 1
+
+
+def test_turns_evicted_one_by_one_become_one_node():
+    rig = Rig(device=8, host=8)
+    top = rig.publish("ab")
+    middle = rig.publish("cd", below=top)
+    low = rig.publish("ef", below=middle)
+    other = rig.publish("xy", below=top)
+    rig.controller.commit(rig.controller.begin_backup(low, done=0), done=0)
+    rig.controller.commit(rig.controller.begin_backup(other, done=0), done=0)
+    rig.check()
+    rig.controller.evict(DEVICE, 4, done=10)
+    rig.controller.evict(DEVICE, 2, done=10)
+    rig.controller.evict(DEVICE, 2, done=10)
+    rig.check()
+    match = rig.tree.match("", tokens("abcdef"))
+    assert [len(n.key) for n in match.path] == [2, 4], "the fork stays, the chain below it is one node"
+
+
 def test_drop_cancels_an_operation_that_fills_nothing_any_more():
     rig = Rig()
     top = rig.publish("ab")

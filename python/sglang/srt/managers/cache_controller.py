@@ -81,7 +81,8 @@ class HiCacheController:
             assert frames is not None
             self.tables[op.dst].transition(frames, FrameState.FILLING, FrameState.CACHED)
         self._unpin(op)
-        for node in nodes:
+        # The last one takes in all above it.
+        for node in reversed(nodes):
             self.tree.compact(node, done)
 
     def abort(self, ticket: Ticket, last_launch: int) -> None:
@@ -96,10 +97,18 @@ class HiCacheController:
         self.counters["failed_ops"] += 1
 
     def evict(self, tier: Tier, num_pages: int, done: int, keep: Node | None = None) -> None:
-        """Evict up to num_pages and free what may be reused at once; the rest follows when its fence passes."""
+        """Evict up to num_pages and free what may be reused at once; the rest follows when its fence passes.
+
+        What stays on another tier is merged: the device gives up a page per decode step when it is full, and each
+        would become a node on the host.
+        """
         table = self.tables[tier]
         before = table.counts[FrameState.CACHED]
-        self._release(self.tree.evict(tier, num_pages, keep), tier, -1)
+        dropped = self.tree.evict(tier, num_pages, keep)
+        self._release(dropped, tier, -1)
+        for node in dropped.elsewhere:
+            if len(node.children) == 1:
+                self.tree.compact(next(iter(node.children.values())), done)
         self.counters[f"evicted_tokens_{tier.name.lower()}"] += (
             before - table.counts[FrameState.CACHED]
         ) * self.tree.page_size

@@ -119,10 +119,11 @@ class PublishResult:
 @dataclass
 class Dropped:
     """Frames that left the tree: cached ones with the fence after which they may be reused, and filling ones with
-    the operation that still writes them."""
+    the operation that still writes them. elsewhere: their nodes that stay in the tree, on another tier."""
 
     cached: list[tuple[np.ndarray, int]] = field(default_factory=list)
     filling: list[tuple[np.ndarray, Ticket]] = field(default_factory=list)
+    elsewhere: list[Node] = field(default_factory=list)
 
 
 class HiRadixTree:
@@ -344,8 +345,7 @@ class HiRadixTree:
                 continue
             n = len(node.key) // self.page_size
             if n > num_pages:
-                upper = self._split(node, (n - num_pages) * self.page_size)
-                self._offer(upper, tier)
+                self._split(node, (n - num_pages) * self.page_size)
                 n = num_pages
             num_pages -= n
             self._take_frames(node, tier, dropped)
@@ -541,6 +541,7 @@ class HiRadixTree:
             self.num_nodes -= 1
             self._prune(parent)
         else:
+            dropped.elsewhere.append(node)
             for t in _TIERS:
                 self._offer(node, t)
         self._offer(parent, tier)
