@@ -52,6 +52,7 @@ class ServerArgs:
     host: str = arg("127.0.0.1", "address to listen on")
     port: int = arg(30000, "port to listen on")
 
+    tp_size: int = arg(1, "ranks that share the model", aliases=("--tp", "--tensor-parallel-size"))
     page_size: int = arg(1, "tokens per page of the KV cache")
     max_total_tokens: int | None = arg(None, "tokens of KV cache on the device (default: what memory allows)")
     mem_fraction_static: float | None = arg(None, "part of device memory for weights and KV cache")
@@ -107,6 +108,7 @@ class ServerArgs:
                 require(math.isfinite(value), field.name, "a finite number")
         require(1 <= self.port <= 65535, "port", "from 1 to 65535")
         require(self.page_size >= 1, "page_size", "at least 1")
+        require(1 <= self.tp_size <= 64, "tp_size", "from 1 to 64")
         for name in ("context_length", "max_running_requests", "max_queued_requests"):
             require((getattr(self, name) or 1) >= 1 and getattr(self, name) != 0, name, "at least 1")
         require(

@@ -189,7 +189,7 @@ class LocalEngine:
     ) -> None:
         self._woken.clear()
         progress = self.core.progress()
-        if not (requests or aborts or self.core.has_work(progress)):
+        if not (requests or aborts or self.core.has_work()):
             # Late completions are held back by the faulty link and reported at a later poll: look again soon.
             self._woken.wait(0.001)
             return

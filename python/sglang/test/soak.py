@@ -220,8 +220,7 @@ class Soak:
             ran += rank.emulator.run(self.random.choice((0, 1, 3, 10, 60)))
         reports = [rank.core.progress() for rank in self.ranks]
         progress = reduce_progress(reports)
-        head = self.ranks[0].core
-        if not (arrivals or aborts or head.has_work(progress)):
+        if not (arrivals or aborts or any(rank.core.has_work() for rank in self.ranks)):
             if self.live and not any(r.core.has_outstanding for r in self.ranks):
                 raise StuckError(f"nothing is outstanding and {len(self.live)} requests wait")
             return

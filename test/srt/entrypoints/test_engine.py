@@ -70,7 +70,7 @@ def test_wrong_requests(engine):
         with pytest.raises(ValueError):
             call()
     with pytest.raises(TypeError):
-        sglang.Engine(model_path="embedded", tp_size=2)
+        sglang.Engine(model_path="embedded", no_such_flag=2)
 
 
 def test_threads_may_share_it(engine):

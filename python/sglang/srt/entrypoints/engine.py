@@ -156,7 +156,7 @@ class EngineProcesses:
                 ChildArgs(
                     server_args=asdict(args),
                     ipc={key: ipc[key] for key in sockets},
-                    error_file=f"{self._directory}/{name}.error",
+                    error_file=f"{self._directory}/{name}.error".replace(" ", "_"),
                     parent_pid=os.getpid(),
                     extra=extra,
                 ),
@@ -164,7 +164,11 @@ class EngineProcesses:
             self._children.append(made)
             return made
 
-        child("scheduler", self._scheduler_command, ("scheduler_in", "detokenizer_in"), {})
+        os.mkfifo(f"{self._directory}/poke", 0o600)  # how ranks wake rank 0: see managers/rank_sync.py
+        for rank in range(args.tp_size):
+            name = "scheduler" if args.tp_size == 1 else f"scheduler rank {rank}"
+            extra = {"tp_rank": rank, "directory": self._directory}
+            child(name, self._scheduler_command, ("scheduler_in", "detokenizer_in"), extra)
         # Meanwhile; it is ready long before the model is.
         tokenizer = await asyncio.to_thread(get_tokenizer, args.tokenizer_path or model_dir)
         path = await asyncio.to_thread(self._tokenizer_for_child, tokenizer, args.tokenizer_path or model_dir)

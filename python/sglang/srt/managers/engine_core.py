@@ -75,7 +75,8 @@ class EngineCore:
         self._completed = dict.fromkeys(_COUNTED, 0)
         self._failures: dict[str, list[int]] = {name: [] for name in _COUNTED}
         self._results: dict[int, bytes] = {}
-        self._consumed = dict(self._completed)
+        self._seen: tuple[dict[str, int], dict[str, int]] = (dict(self._completed), {})
+        self._stepped_on = self._seen
         self._reset_mark = 0
         self._launched_last = False
 
@@ -96,12 +97,13 @@ class EngineCore:
                     self._failures[name].append(op.seq)
         failed = {name: seqs[0] for name, seqs in self._failures.items() if seqs}
         done = {name: min(n, failed[name] + 1) if name in failed else n for name, n in self._completed.items()}
+        self._seen = (done, failed)
         return Progress(done, failed, dict(self._results))
 
-    def has_work(self, progress: Progress) -> bool:
-        """Whether a step could do anything without new requests: something completed, or the last step launched, so
-        that another launch may follow at once."""
-        return self._launched_last or progress.done != self._consumed or bool(progress.failed)
+    def has_work(self) -> bool:
+        """Whether a step could do anything without new requests: something completed here since the last one, as the
+        last `progress` found, or that step launched, so that another launch may follow at once."""
+        return self._launched_last or self._seen != self._stepped_on
 
     def step(
         self,
@@ -141,7 +143,7 @@ class EngineCore:
         return self.scheduler.exec_done < self.scheduler.next_launch or bool(self.scheduler.controller.in_flight)
 
     def _consume(self, progress: Progress, decision: BatchDecision) -> None:
-        self._consumed = progress.done
+        self._stepped_on = self._seen
         for seq in [s for s in self._results if s < progress.done[EXEC]]:
             del self._results[seq]
         for name, first in progress.failed.items():

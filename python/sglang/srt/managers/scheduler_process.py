@@ -1,4 +1,4 @@
-"""The scheduler process: one rank's `EngineCore` with a model, real pools and links, between two sockets.
+"""The scheduler processes, one per rank: an `EngineCore` with a model, real pools and links, between sockets.
 
 Owns the sockets, the clock and the sizes of the pools. It gathers what came in and what completed, steps the state
 machine, and sends what it says; when nothing can happen it sleeps until a message or a completion wakes it.
@@ -19,6 +19,7 @@ import torch
 import zmq
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import TensorParallelGroup, init_tensor_parallel
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder
@@ -35,6 +36,7 @@ from sglang.srt.managers.io_struct import (
     detokenize_req,
     encode,
 )
+from sglang.srt.managers.rank_sync import RankSync, Tick
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
 from sglang.srt.mem_cache.link import CopyLink
@@ -55,12 +57,13 @@ LOG_EVERY_S = 5.0
 IDLE_CHECK_AFTER_MS = 5000
 
 
-def build_config(args: ServerArgs, model: ModelConfig) -> SchedulerConfig:
-    """Sizes the pools. Raises StartupError where not even one short request would fit."""
+def build_config(args: ServerArgs, model: ModelConfig, group: TensorParallelGroup) -> SchedulerConfig:
+    """Sizes the pools, alike on all ranks. Raises StartupError where not even one short request would fit."""
     page_bytes = MHATokenToKVPool.page_bytes(
-        args.page_size, model.num_layers, model.num_kv_heads, model.head_dim, model.dtype
+        args.page_size, model.num_layers, kv_heads_per_rank(model, group), model.head_dim, model.dtype
     )
-    available = psutil.virtual_memory().available
+    # The ranks share the machine's memory.
+    available = psutil.virtual_memory().available // group.size
     fitting = int(available * (args.mem_fraction_static or DEFAULT_MEM_FRACTION)) // page_bytes
     if args.max_total_tokens is not None:
         num_pages = args.max_total_tokens // args.page_size
@@ -79,7 +82,9 @@ def build_config(args: ServerArgs, model: ModelConfig) -> SchedulerConfig:
         )
     num_host_pages = 0
     if args.enable_hierarchical_cache:
-        num_host_pages, limited = host_pages_that_fit(num_pages, page_bytes, args.hicache_ratio, args.hicache_size)
+        num_host_pages, limited = host_pages_that_fit(
+            num_pages, page_bytes, args.hicache_ratio, args.hicache_size / group.size, available
+        )
         if num_host_pages < 1:
             raise StartupError("no host memory is free for --hicache: lower --max-total-tokens or drop --hicache")
         logger.info(
@@ -94,6 +99,8 @@ def build_config(args: ServerArgs, model: ModelConfig) -> SchedulerConfig:
         num_pages * page_bytes / 1e9,
         args.page_size,
     )
+    sizes = group.reduce_min(torch.tensor([num_pages, num_host_pages]))
+    num_pages, num_host_pages = sizes.tolist()
     chunk = args.chunked_prefill_size if args.chunked_prefill_size > 0 else model.context_length
     return SchedulerConfig(
         page_size=args.page_size,
@@ -111,18 +118,25 @@ def build_config(args: ServerArgs, model: ModelConfig) -> SchedulerConfig:
     )
 
 
-def build_core(args: ServerArgs, notify: Callable[[], None]) -> tuple[EngineCore, ModelConfig]:
+def kv_heads_per_rank(model: ModelConfig, group: TensorParallelGroup) -> int:
+    """A KV head is never cut: where there are fewer than ranks, several ranks keep the same one."""
+    return max(1, model.num_kv_heads // group.size)
+
+
+def build_core(args: ServerArgs, group: TensorParallelGroup, notify: Callable[[], None]) -> EngineCore:
     """Load the model and build one rank around it. notify: called from other threads when something completed."""
     if args.device == "cuda":
         raise StartupError("--device cuda is not served yet: use --device cpu")
+    if group.size > 1:
+        raise StartupError("the model is not split over ranks yet: use --tp-size 1")
     model_config = ModelConfig.from_pretrained(args.model_path, args.dtype, args.context_length)
     model = load_model(model_config, args.load_format, TorchNativeAttnBackend(), args.random_seed or 0)
-    config = build_config(args, model_config)
+    config = build_config(args, model_config, group)
     pool = MHATokenToKVPool(
         config.num_device_pages,
         config.page_size,
         model_config.num_layers,
-        model_config.num_kv_heads,
+        kv_heads_per_rank(model_config, group),
         model_config.head_dim,
         model_config.dtype,
     )
@@ -138,17 +152,18 @@ def build_core(args: ServerArgs, notify: Callable[[], None]) -> tuple[EngineCore
         config.max_running_requests,
         model_config.vocab_size,
         notify,
+        lockstep=group.size > 1,
     )
     if config.num_host_pages:
         host_pool = MHATokenToKVPoolHost(pool, config.num_host_pages)
         for name in (H2D, D2H):
             links[name] = CopyLink(name, pool, host_pool, ThreadStream(name), executor.fence, notify)
     record = None
-    if args.record_steps:
+    if args.record_steps and group.rank == 0:
         # Open as long as the process lives.
         record = StepRecorder(open(args.record_steps, "wb"), config)  # noqa: SIM115
         logger.info("recording every step to %s", args.record_steps)
-    return EngineCore(Scheduler(config), executor, links, record=record), model_config
+    return EngineCore(Scheduler(config), executor, links, record=record)
 
 
 @dataclass
@@ -162,16 +177,21 @@ class _Inbox:
 
 
 class SchedulerProcess:
-    """core: the rank. wake_fd: an eventfd that completions write to."""
+    """Rank 0. wake_fd: an eventfd that completions write to."""
 
-    def __init__(self, core: EngineCore, receiver: zmq.Socket, sender: zmq.Socket, wake_fd: int) -> None:
+    def __init__(
+        self, core: EngineCore, sync: RankSync, receiver: zmq.Socket, sender: zmq.Socket, wake_fd: int
+    ) -> None:
         self.core = core
+        self.sync = sync
         self.receiver = receiver
         self.sender = sender
         self.wake_fd = wake_fd
         self._poller = zmq.Poller()
         self._poller.register(receiver, zmq.POLLIN)
         self._poller.register(wake_fd, zmq.POLLIN)
+        if sync.poke_fd is not None:
+            self._poller.register(sync.poke_fd, zmq.POLLIN)
         self._busy_since_check = False
         self._logged_at = time.monotonic()
         self._logged: dict[str, int] = {}
@@ -181,9 +201,17 @@ class SchedulerProcess:
         while True:
             inbox = self._receive()
             progress = self.core.progress()
-            if inbox or self.core.has_work(progress):
-                decision = self.core.step(time.monotonic(), progress, inbox.new, inbox.aborts, inbox.flush)
-                self._send(decision)
+            # Both, always: a poke must not be left to wake the poller again.
+            if self.sync.take_pokes() or inbox or self.core.has_work():
+                tick = Tick(
+                    now=time.monotonic(),
+                    new=tuple(inbox.new),
+                    aborts=tuple(inbox.aborts),
+                    flush=tuple(inbox.flush),
+                    results=progress.results,
+                )
+                progress = self.sync.lead(tick, progress)
+                self._send(self.core.step(tick.now, progress, tick.new, tick.aborts, tick.flush))
                 self._busy_since_check = True
                 self._log_throughput()
             else:
@@ -220,10 +248,8 @@ class SchedulerProcess:
             os.eventfd_read(self.wake_fd)
         if not ready and timeout_ms is not None:
             self._busy_since_check = False
-            self.core.scheduler.check_invariants()
             self._gen_throughput = 0.0
-            gc.collect()
-            gc.freeze()
+            tidy_up(self.core)
 
     def _state(self) -> bytes:
         state = self.core.scheduler.state()
@@ -255,15 +281,50 @@ class SchedulerProcess:
         self._logged_at, self._logged = now, counters
 
 
+class FollowerProcess:
+    """Any other rank: sleeps until rank 0 starts a step, and joins it."""
+
+    def __init__(self, core: EngineCore, sync: RankSync) -> None:
+        self.core = core
+        self.sync = sync
+
+    def serve(self) -> None:
+        assert self.sync.socket is not None
+        busy_since_check = False
+        while True:
+            if busy_since_check and not self.sync.socket.poll(IDLE_CHECK_AFTER_MS):
+                busy_since_check = False
+                if self.core.is_idle:
+                    tidy_up(self.core)
+            tick, progress = self.sync.follow(self.sync.socket.recv(), self.core.progress)
+            self.core.step(tick.now, progress, tick.new, tick.aborts, tick.flush)
+            busy_since_check = True
+
+
+def tidy_up(core: EngineCore) -> None:
+    """In an idle moment: check all invariants and put garbage away."""
+    core.scheduler.check_invariants()
+    gc.collect()
+    gc.freeze()
+
+
 def start(child: ChildArgs) -> Callable[[], None]:
     args = child.parsed_server_args()
+    rank = child.extra["tp_rank"]
     context = zmq.Context()
-    receiver = open_pull(context, child.ipc["scheduler_in"])
+    receiver = open_pull(context, child.ipc["scheduler_in"]) if rank == 0 else None
+    group = init_tensor_parallel(rank, args.tp_size, f"{child.extra['directory']}/ranks")
+    sync = RankSync(group, context, child.extra["directory"])
+    torch.manual_seed(args.random_seed or 0)
+    if receiver is None:
+        follower = FollowerProcess(build_core(args, group, sync.poke), sync)
+        gc.collect()
+        gc.freeze()
+        return follower.serve
     sender = open_push(context, child.ipc["detokenizer_in"])
     wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
-    torch.manual_seed(args.random_seed or 0)
-    core, _ = build_core(args, notify=lambda: os.eventfd_write(wake_fd, 1))
-    process = SchedulerProcess(core, receiver, sender, wake_fd)
+    core = build_core(args, group, notify=lambda: os.eventfd_write(wake_fd, 1))
+    process = SchedulerProcess(core, sync, receiver, sender, wake_fd)
     gc.collect()
     gc.freeze()
     config = core.scheduler.config

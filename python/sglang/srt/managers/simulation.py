@@ -79,7 +79,7 @@ class Simulation:
                 self.times[request.rid] = RequestTimes(at)
                 due.append(request)
             progress = self.core.progress()
-            if due or self.core.has_work(progress):
+            if due or self.core.has_work():
                 decision = self.core.step(self.now, progress, due)
                 self._take_outputs(decision)
                 after_step(decision)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import psutil
 import torch
 
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -37,12 +36,14 @@ class MHATokenToKVPoolHost:
         self.kv.index_fill_(0, frames, float("nan"))
 
 
-def host_pages_that_fit(num_device_pages: int, page_bytes: int, ratio: float, size_gb: float) -> tuple[int, bool]:
+def host_pages_that_fit(
+    num_device_pages: int, page_bytes: int, ratio: float, size_gb: float, available_bytes: int
+) -> tuple[int, bool]:
     """Pages of the host pool, and whether free memory was what limited them.
 
     ratio: host size over device size; size_gb, in 1e9 bytes, wins over it where it is not 0. At most what is
-    available now less a reserve.
+    available less a reserve.
     """
     wanted = int(size_gb * 1e9) // page_bytes if size_gb else int(num_device_pages * ratio)
-    fitting = max(0, psutil.virtual_memory().available - HOST_MEMORY_RESERVE_BYTES) // page_bytes
+    fitting = max(0, available_bytes - HOST_MEMORY_RESERVE_BYTES) // page_bytes
     return min(wanted, fitting), fitting < wanted

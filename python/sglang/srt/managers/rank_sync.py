@@ -1,0 +1,87 @@
+"""`RankSync`: how the ranks of one model step together. Owns the sockets between ranks and the reduction.
+
+Rank 0 hears the requests and the clock. For every step it sends each other rank one `Tick`, and all ranks meet in one
+reduction of fixed shape; then all know the same and decide alike. A rank without a tick sleeps on its socket. A rank
+whose work completes pokes rank 0, through a named pipe that wakes its poller, since nobody else starts a step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import msgspec
+import torch
+import zmq
+
+from sglang.srt.distributed.parallel_state import TensorParallelGroup
+from sglang.srt.managers.engine_core import Progress, pack_progress, unpack_progress
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.utils.child_process import open_pull, open_push
+
+
+class Tick(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 tells the others for one step; results are the tokens that it has and has not consumed."""
+
+    now: float
+    new: tuple[TokenizedGenerateReqInput, ...] = ()
+    aborts: tuple[str, ...] = ()
+    flush: tuple[str, ...] = ()
+    results: dict[int, bytes] = {}
+
+
+class RankSync:
+    """directory: the server's own; holds the sockets `rank_<n>_in` and the pipe `poke`, which the parent made."""
+
+    def __init__(self, group: TensorParallelGroup, context: zmq.Context, directory: str) -> None:
+        self._group = group
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(Tick).decode
+        self._peers: list[zmq.Socket] = []
+        self.socket: zmq.Socket | None = None
+        self.poke_fd: int | None = None
+        pipe = f"{directory}/poke"
+        if group.size == 1:
+            return
+        if group.rank == 0:
+            # Read and write, so that the pipe never ends while a rank is not there.
+            self.poke_fd = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+            self._peers = [open_push(context, f"ipc://{directory}/rank_{r}_in") for r in range(1, group.size)]
+        else:
+            self.poke_fd = os.open(pipe, os.O_WRONLY)
+            os.set_blocking(self.poke_fd, False)
+            self.socket = open_pull(context, f"ipc://{directory}/rank_{group.rank}_in")
+
+    def poke(self) -> None:
+        """Something completed here: rank 0 should step. Called from any thread; a full pipe says the same."""
+        try:
+            os.write(self.poke_fd, b"\0")  # type: ignore[arg-type]
+        except BlockingIOError:
+            pass
+
+    def take_pokes(self) -> bool:
+        """Whether another rank has poked rank 0 since the last call."""
+        if self.poke_fd is None:
+            return False
+        try:
+            return bool(os.read(self.poke_fd, 4096))
+        except BlockingIOError:
+            return False
+
+    def lead(self, tick: Tick, progress: Progress) -> Progress:
+        """Rank 0: start a step on all ranks. Returns the progress that all agree on."""
+        if not self._peers:
+            return progress
+        message = self._encode(tick)
+        for peer in self._peers:
+            peer.send(message)
+        return self._agree(progress, tick.results)
+
+    def follow(self, message: bytes, progress: Callable[[], Progress]) -> tuple[Tick, Progress]:
+        """Other ranks: join the step that `message` starts. progress: asked for when it has come."""
+        tick = self._decode(message)
+        return tick, self._agree(progress(), tick.results)
+
+    def _agree(self, progress: Progress, results: dict[int, bytes]) -> Progress:
+        least = self._group.reduce_min(torch.from_numpy(pack_progress(progress)))
+        return unpack_progress(least.numpy(), results)
