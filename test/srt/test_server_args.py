@@ -36,7 +36,7 @@ def test_the_served_name():
     "flags, words",
     [
         ("", "--model-path is missing"),
-        ("--model m --tp-size 2", "--tp-size is not a flag of this engine"),
+        ("--model m --pp-size 2", "--pp-size is not a flag of this engine"),
         ("--model m --quantization=fp8", "--quantization is not a flag of this engine"),
         ("--model m --nonsense", "--nonsense is not a flag of this engine"),
         ("--model m --hicache-rat 3", "--hicache-rat is not a flag"),
@@ -70,8 +70,8 @@ def test_a_wrong_flag_ends_with_one_sentence(flags, words, capsys):
 def test_keywords_are_checked_alike():
     with pytest.raises(ValueError, match="--page-size is 0"):
         ServerArgs(model_path="m", page_size=0)
-    with pytest.raises(TypeError, match="tp_size"):
-        ServerArgs(model_path="m", tp_size=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="pp_size"):
+        ServerArgs(model_path="m", pp_size=2)  # type: ignore[call-arg]
 
 
 def test_flags_are_checked_without_heavy_imports():

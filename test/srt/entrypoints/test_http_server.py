@@ -524,7 +524,7 @@ def test_a_child_that_cannot_start_tells_why():
 
 
 def test_wrong_flags():
-    assert "--tp-size" in failed_start("--tp-size", "2", fake=[], code=2)
+    assert "--pp-size" in failed_start("--pp-size", "2", fake=[], code=2)
 
 
 def test_sigterm_during_start_up():
