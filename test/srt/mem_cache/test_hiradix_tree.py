@@ -663,6 +663,16 @@ def test_compact_waits_for_launches_and_transfers():
     assert tree.num_nodes == 0
 
 
+def test_compact_leaves_out_the_end_that_is_in_flight():
+    tree = HiRadixTree(1)
+    _, middle = chain(tree, "ab", "cd")
+    low = publish(tree, "ef", 10, below=middle, fence=7).node
+    tree.compact(low, done=7)
+    assert list(shape(tree)) == ["abcd", "abcdef"] and low.parent is middle
+    tree.compact(low, done=8)
+    assert shape(tree) == {"abcdef": [[0, 1, 2, 3, 10, 11], None]}
+
+
 def test_compact_a_host_only_chain():
     tree = HiRadixTree(1)
     top, low = chain(tree, "ab", "cd")

@@ -329,10 +329,11 @@ class Driver:
         if self.tree.num_nodes == before:
             return
         self.seen["compact"] += 1
-        merged = [self.model[k] for k in self.pages_of(node)]
-        assert node.last_access == max(page.last_access for page in merged)
-        for page in merged:
-            page.last_access = node.last_access
+        for node in self.tree.walk():
+            merged = [self.model[k] for k in self.pages_of(node)]
+            assert node.last_access == max(page.last_access for page in merged)
+            for page in merged:
+                page.last_access = node.last_access
 
     # -- comparing --------------------------------------------------------------------------------------------------
 

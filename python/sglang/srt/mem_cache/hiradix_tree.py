@@ -368,11 +368,15 @@ class HiRadixTree:
         return dropped
 
     def compact(self, node: Node, done: int) -> None:
-        """Merge the chain of single children that ends with `node` into it, where all its parts are alike: same
-        residency, nothing in flight, no lock that ends inside. Launches below `done` are over."""
+        """Merge the chain of single children that ends with `node` into its end, where all its parts are alike: same
+        residency, nothing in flight, no lock that ends inside. Launches below `done` are over.
+
+        Where the last parts are still in flight, as those of a request that has just ended are, the chain ends above
+        them; the next request that ends there takes them in.
+        """
+        while node.parent is not None and not self._is_settled(node, done):
+            node = node.parent
         chain = [node]
-        if not self._is_settled(node, done):
-            return
         while True:
             upper = chain[-1].parent
             if (
