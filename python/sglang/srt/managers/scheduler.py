@@ -8,8 +8,9 @@ A step, in order:
     results of completed launches -> tokens, finished requests
     a failed launch               -> void everything from it on, requeue, drop what it published
     completed operations          -> commit, or abort and requeue their readers
+    new requests, aborts
     reap                          -> frames whose fence has passed and that nobody pins are free
-    new requests, aborts, flush
+    flush
     the next launch               -> prefill first; a decode step between two chunks of one prompt
 
 A request's life: waiting -> (admitted: lock the match, load, hold) -> prefilling, chunk by chunk -> running ->
@@ -139,13 +140,14 @@ class Scheduler:
         self.exec_done = done
         for link in LINKS:
             self._take_completions(link, inputs.done[link], inputs.failed.get(link))
-        for table in self.controller.tables.values():
-            table.reap(done)
         for msg in inputs.new:
             self._add(msg)
         # After the new ones: a request and its abort may have come together.
         for rid in inputs.aborts:
             self._abort(rid)
+        # After everything that gives memory up: perhaps no completion is to come that would cause another step.
+        for table in self.controller.tables.values():
+            table.reap(done)
         replies = tuple(FlushReply(i, *self._flush()) for i in inputs.flush)
         launch = None
         if self.next_launch - self.exec_done < self.config.max_ahead:
@@ -359,7 +361,12 @@ class Scheduler:
             if launch is not None:
                 return launch
         self._decode_owed = False
-        return self._decode()
+        num_running = len(self.running)
+        launch = self._decode()
+        if launch is None and num_running and not self.running:
+            # All were retracted, for a prompt: nothing is on its way that would cause another step.
+            launch = self._prefill()
+        return launch
 
     def _prefill(self) -> Launch | None:
         build = _ExtendBuilder(self.next_launch, self._take_page_runs())
