@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -450,3 +452,20 @@ def test_a_dead_stream_makes_poll_raise_and_releases_who_waits(threads):
     assert np.array_equal(raw(pools.device.kv), before), "a dead stream runs nothing"
     with pytest.raises(RuntimeError, match="stream copies died: notify broke"):
         link.poll()
+
+
+def test_of_a_finished_operation_neither_indices_nor_events_are_kept(stream):
+    """Thousands of operations are remembered; a load of 100,000 pages has arrays of 800 KB."""
+    pools = Pools()
+    link = CopyLink(H2D, pools.device, pools.host, stream, no_fence)
+    op = pools.load(0, ids(3), ids(7))
+    indices = weakref.ref(op.src_frames)
+    link.submit(op)
+    event = weakref.ref(link._operations[0].layer_events[0])
+    settle(stream)
+    del op
+    gc.collect()
+    assert indices() is None and event() is None
+    other = StreamEmulator(1).stream("compute")
+    link.gate(Ticket(H2D, 0)).wait(LAYERS - 1, other)
+    link.gate(Ticket(H2D, 0)).check()

@@ -35,10 +35,13 @@ class Fence(Protocol):
 
 
 class _Operation:
-    def __init__(self, op: TransferOp) -> None:
-        self.op = op
+    """What is kept of an operation: its index arrays and events would be gigabytes after thousands of long loads."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self.ticket = ticket
         self.layer_events: list[Event] = []
         self.cancelled = False
+        self.finished = False
         self.error = ""
 
 
@@ -47,14 +50,17 @@ class CopyGate:
         self._operation = operation
 
     def wait(self, layer: int, stream: Stream) -> None:
+        # In this order: the stream sets `finished`, then drops the events.
         events = self._operation.layer_events
+        if self._operation.finished:
+            return
         if layer >= len(events) or not events[layer].recorded:
-            raise GateError(f"{self._operation.op.ticket}: layer {layer} is awaited but was never enqueued")
+            raise GateError(f"{self._operation.ticket}: layer {layer} is awaited but was never enqueued")
         stream.wait(events[layer])
 
     def check(self) -> None:
         if self._operation.error:
-            raise LoadFailedError(f"{self._operation.op.ticket}: {self._operation.error}")
+            raise LoadFailedError(f"{self._operation.ticket}: {self._operation.error}")
 
 
 class CopyLink:
@@ -83,7 +89,7 @@ class CopyLink:
         link, seq = op.ticket
         assert link == self.name and seq == self._next_seq, f"{op.ticket} out of order, {self._next_seq} expected"
         self._next_seq += 1
-        operation = self._operations[seq] = _Operation(op)
+        operation = self._operations[seq] = _Operation(op.ticket)
         self._operations.pop(seq - _KEPT_OPERATIONS, None)
         src = torch.from_numpy(op.src_frames).to(torch.int64)
         dst = torch.from_numpy(op.dst_frames).to(torch.int64)
@@ -140,10 +146,12 @@ class CopyLink:
         except LoadFailedError as error:
             operation.error = str(error)
         except Exception as error:
-            logger.exception("%s failed", operation.op.ticket)
+            logger.exception("%s failed", operation.ticket)
             operation.error = str(error) or type(error).__name__
 
     def _finish(self, operation: _Operation) -> None:
         error = operation.error
-        self._results.append(OpResult(operation.op.ticket.seq, ok=not error, error=error))
+        self._results.append(OpResult(operation.ticket.seq, ok=not error, error=error))
+        operation.finished = True
+        operation.layer_events = []
         self.notify()
