@@ -469,3 +469,17 @@ def test_of_a_finished_operation_neither_indices_nor_events_are_kept(stream):
     other = StreamEmulator(1).stream("compute")
     link.gate(Ticket(H2D, 0)).wait(LAYERS - 1, other)
     link.gate(Ticket(H2D, 0)).check()
+
+
+def test_a_dying_stream_wakes_who_sleeps_until_work_completes():
+    woken = threading.Event()
+    stream = ThreadStream("compute", woken.set)
+
+    def die() -> None:
+        raise ValueError("no memory")
+
+    stream.enqueue(die)
+    assert woken.wait(5)
+    with pytest.raises(RuntimeError, match="stream compute died: no memory"):
+        stream.raise_if_dead()
+    stream.close()

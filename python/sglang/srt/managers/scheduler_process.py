@@ -147,7 +147,7 @@ def build_core(args: ServerArgs, group: TensorParallelGroup, notify: Callable[[]
         config.page_size,
         model_config.attn_scale,
         Sampler(),
-        ThreadStream("compute"),
+        ThreadStream("compute", notify),
         links,
         config.max_running_requests,
         model_config.vocab_size,
@@ -157,7 +157,7 @@ def build_core(args: ServerArgs, group: TensorParallelGroup, notify: Callable[[]
     if config.num_host_pages:
         host_pool = MHATokenToKVPoolHost(pool, config.num_host_pages)
         for name in (H2D, D2H):
-            links[name] = CopyLink(name, pool, host_pool, ThreadStream(name), executor.fence, notify)
+            links[name] = CopyLink(name, pool, host_pool, ThreadStream(name, notify), executor.fence, notify)
     record = None
     if args.record_steps and group.rank == 0:
         # Open as long as the process lives.

@@ -6,6 +6,7 @@ that may fail in an expected way catches its own errors.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -56,10 +57,12 @@ class ThreadEvent:
 
 
 class ThreadStream:
-    """A CPU stream: one daemon thread that runs closures in order."""
+    """A CPU stream: one daemon thread that runs closures in order. on_death: called once, from the thread; whoever
+    sleeps until work completes must wake and poll, for none will."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, on_death: Callable[[], None] = lambda: None) -> None:
         self.name = name
+        self._on_death = on_death
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -95,3 +98,5 @@ class ThreadStream:
                 work()
             except BaseException as error:  # kept for raise_if_dead
                 self._error = error
+                with contextlib.suppress(Exception):
+                    self._on_death()
