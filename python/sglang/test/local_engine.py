@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.transfer import D2H, H2D, Tier
 from sglang.srt.model_loader.loader import load_model
+from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.stream import ThreadStream
 from sglang.test.faults import FaultyExecutor, FaultyLink
@@ -39,6 +40,8 @@ class Generation:
 
     tokens: list[int] = field(default_factory=list)
     finish_reason: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     cached_tokens_details: dict[str, int] = field(default_factory=dict)
     first_token_s: float = 0.0
     end_s: float = 0.0
@@ -141,6 +144,7 @@ class LocalEngine:
         abort_after: dict[int, int] | None = None,
         after_step: Callable[[BatchDecision], None] = lambda decision: None,
         extra_key: str = "",
+        logprobs: LogprobSpec | None = None,
     ) -> list[Generation]:
         """Submit all prompts at once and run until all have ended. abort_after: prompt -> abort it once it has given
         this many tokens."""
@@ -159,6 +163,7 @@ class LocalEngine:
                     sampling_params=sampling,
                     extra_key=extra_key,
                     stream=True,
+                    logprobs=logprobs,
                 )
             )
         pending = {rids[i]: n for i, n in (abort_after or {}).items()}
@@ -202,6 +207,8 @@ class LocalEngine:
             if output.output_ids and not answer.tokens:
                 answer.first_token_s = now
             answer.tokens += bytes_to_ids(output.output_ids).tolist()
+            answer.logprobs += output.logprobs
+            answer.prompt_logprobs += output.prompt_logprobs
             answer.cached_tokens_details = output.cached_tokens_details
             if output.finish_reason is not None:
                 answer.finish_reason = output.finish_reason.type

@@ -11,7 +11,7 @@ from sglang.srt.layers.sampler import Sampler, random_uniform
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
-def info(n, vocab_size, temperature=1.0, top_p=1.0, top_k=-1, seed=0, position=0):
+def info(n, vocab_size, temperature=1.0, top_p=1.0, top_k=-1, seed=0, position=0, min_p=0.0):
     """Each argument a number for all rows or a list."""
 
     def column(value, dtype):
@@ -22,6 +22,7 @@ def info(n, vocab_size, temperature=1.0, top_p=1.0, top_k=-1, seed=0, position=0
         temperatures=temperatures,
         top_ps=column(top_p, torch.float32),
         top_ks=torch.where(top_ks < 0, vocab_size, top_ks),
+        min_ps=column(min_p, torch.float32),
         seeds=column(seed, torch.int64),
         positions=column(position, torch.int64),
         is_all_greedy=bool((temperatures == 0).all()),

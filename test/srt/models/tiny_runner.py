@@ -93,6 +93,7 @@ class TinyRunner:
                 torch.zeros(num),
                 torch.ones(num),
                 torch.full((num,), self.config.vocab_size),
+                torch.zeros(num),
                 torch.zeros(num, dtype=torch.int64),
                 torch.zeros(num, dtype=torch.int64),
                 True,

@@ -37,7 +37,7 @@ def random_uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor
 
 
 class Sampler:
-    """Top-k and top-p both look at the probabilities after temperature and before either cut, as SGLang does. A
+    """Top-k, top-p and min-p all look at the probabilities after temperature and before any cut, as SGLang does. A
     token that ties with the last one kept is kept too, so that ties do not depend on a sort's whims."""
 
     @torch.inference_mode()
@@ -59,6 +59,9 @@ class Sampler:
             some = probs.index_select(0, limited)
             _keep_top(some, info.top_ks.index_select(0, limited), info.top_ps.index_select(0, limited))
             probs.index_copy_(0, limited, some)
+        if bool((info.min_ps > 0).any()):
+            # The likeliest token is never cut, so its probability is still there to compare with.
+            probs.masked_fill_(probs < probs.amax(-1, keepdim=True) * info.min_ps.unsqueeze(1), 0.0)
 
         # Inverse of the distribution function, in the order of the vocabulary in every row: whether a row was cut
         # or not, it reads its random number alike. float64, because 150,000 float32 additions are off by 1e-4.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import BinaryIO
 
 import msgspec
@@ -19,6 +19,7 @@ from sglang.srt.managers.schedule_batch import BatchDecision, StepInputs
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
 from sglang.srt.mem_cache.transfer import EXEC, LINKS, Link, Tier
 from sglang.srt.model_executor.executor import Executor
+from sglang.srt.sampling.logprob_types import LaunchLogprobs
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Progress:
     done: dict[str, int]
     failed: dict[str, int]
     results: dict[int, bytes]
+    logprobs: dict[int, LaunchLogprobs] = field(default_factory=dict)
 
 
 _COUNTED = (EXEC, *LINKS)
@@ -40,18 +42,22 @@ def pack_progress(progress: Progress) -> np.ndarray:
     return np.array(done + [progress.failed.get(name, _NO_FAILURE) for name in _COUNTED], np.int64)
 
 
-def unpack_progress(least: np.ndarray, results: dict[int, bytes]) -> Progress:
-    """least: the minimum over ranks of what they packed. results: rank 0's tokens."""
+def unpack_progress(least: np.ndarray, results: dict[int, bytes], logprobs: dict[int, LaunchLogprobs]) -> Progress:
+    """least: the minimum over ranks of what they packed. results, logprobs: rank 0's."""
     values = least.tolist()
     done = dict(zip(_COUNTED, values))
     # A failure that some rank has not reached yet is reported once all have.
     failed = {name: first for name, first in zip(_COUNTED, values[len(_COUNTED) :]) if first < done[name]}
-    return Progress(done, failed, {seq: tokens for seq, tokens in results.items() if seq < done[EXEC]})
+    end = done[EXEC]
+    return Progress(
+        done, failed, {s: t for s, t in results.items() if s < end}, {s: p for s, p in logprobs.items() if s < end}
+    )
 
 
 def reduce_progress(ranks: Sequence[Progress]) -> Progress:
     """MIN over ranks of everything; the tokens are rank 0's."""
-    return unpack_progress(np.min([pack_progress(rank) for rank in ranks], axis=0), ranks[0].results)
+    least = np.min([pack_progress(rank) for rank in ranks], axis=0)
+    return unpack_progress(least, ranks[0].results, ranks[0].logprobs)
 
 
 class EngineCore:
@@ -75,6 +81,7 @@ class EngineCore:
         self._completed = dict.fromkeys(_COUNTED, 0)
         self._failures: dict[str, list[int]] = {name: [] for name in _COUNTED}
         self._results: dict[int, bytes] = {}
+        self._logprobs: dict[int, LaunchLogprobs] = {}
         self._seen: tuple[dict[str, int], dict[str, int]] = (dict(self._completed), {})
         self._stepped_on = self._seen
         self._reset_mark = 0
@@ -87,6 +94,8 @@ class EngineCore:
             assert result.seq == self._completed[EXEC], "launches complete in order"
             self._completed[EXEC] += 1
             self._results[result.seq] = result.tokens
+            if result.logprobs is not None:
+                self._logprobs[result.seq] = result.logprobs
             if result.failed and result.seq >= self._reset_mark:
                 self._failures[EXEC].append(result.seq)
         for name, link in self.links.items():
@@ -98,7 +107,7 @@ class EngineCore:
         failed = {name: seqs[0] for name, seqs in self._failures.items() if seqs}
         done = {name: min(n, failed[name] + 1) if name in failed else n for name, n in self._completed.items()}
         self._seen = (done, failed)
-        return Progress(done, failed, dict(self._results))
+        return Progress(done, failed, dict(self._results), dict(self._logprobs))
 
     def has_work(self) -> bool:
         """Whether a step could do anything without new requests: something completed here since the last one, as the
@@ -122,6 +131,7 @@ class EngineCore:
             done=progress.done,
             failed=progress.failed,
             results=progress.results,
+            logprobs=progress.logprobs,
             flush=tuple(flush),
         )
         self.num_steps += 1
@@ -146,6 +156,7 @@ class EngineCore:
         self._stepped_on = self._seen
         for seq in [s for s in self._results if s < progress.done[EXEC]]:
             del self._results[seq]
+            self._logprobs.pop(seq, None)
         for name, first in progress.failed.items():
             seqs = self._failures[name]
             self._failures[name] = [s for s in seqs if s > first]

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 PROMPT_TAIL_TOKENS = 5
@@ -40,6 +41,7 @@ class TokenizedGenerateReqInput(Message, frozen=True):
     sampling_params: SamplingParams
     extra_key: str = ""
     stream: bool = False
+    logprobs: LogprobSpec | None = None
 
 
 class DetokenizeReq(Message, frozen=True):
@@ -111,7 +113,8 @@ class FinishReason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """New tokens of one request since its last output. cached_tokens_details: tier -> prompt tokens found there."""
+    """New tokens of one request since its last output. cached_tokens_details: tier -> prompt tokens found there.
+    logprobs: one per new token, if asked for; prompt_logprobs: in the first output, for the prompt's."""
 
     rid: str
     output_ids: bytes
@@ -120,6 +123,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     cached_tokens: int
     cached_tokens_details: dict[str, int] = {}
+    logprobs: list[TokenLogprob] = []
+    prompt_logprobs: list[TokenLogprob] = []
 
 
 class BatchTokenIDOutput(Message, frozen=True):
@@ -137,6 +142,8 @@ class StrOutput(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     cached_tokens: int
     cached_tokens_details: dict[str, int] = {}
+    logprobs: list[TokenLogprob] = []
+    prompt_logprobs: list[TokenLogprob] = []
 
 
 class BatchStrOutput(Message, frozen=True):

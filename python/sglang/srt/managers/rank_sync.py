@@ -17,17 +17,19 @@ import zmq
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.managers.engine_core import Progress, pack_progress, unpack_progress
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.sampling.logprob_types import LaunchLogprobs
 from sglang.srt.utils.child_process import open_pull, open_push
 
 
 class Tick(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 tells the others for one step; results are the tokens that it has and has not consumed."""
+    """What rank 0 tells the others for one step; results and logprobs are those that it has and has not consumed."""
 
     now: float
     new: tuple[TokenizedGenerateReqInput, ...] = ()
     aborts: tuple[str, ...] = ()
     flush: tuple[str, ...] = ()
     results: dict[int, bytes] = {}
+    logprobs: dict[int, LaunchLogprobs] = {}
 
 
 class RankSync:
@@ -75,13 +77,13 @@ class RankSync:
         message = self._encode(tick)
         for peer in self._peers:
             peer.send(message)
-        return self._agree(progress, tick.results)
+        return self._agree(progress, tick)
 
     def follow(self, message: bytes, progress: Callable[[], Progress]) -> tuple[Tick, Progress]:
         """Other ranks: join the step that `message` starts. progress: asked for when it has come."""
         tick = self._decode(message)
-        return tick, self._agree(progress(), tick.results)
+        return tick, self._agree(progress(), tick)
 
-    def _agree(self, progress: Progress, results: dict[int, bytes]) -> Progress:
+    def _agree(self, progress: Progress, tick: Tick) -> Progress:
         least = self._group.reduce_min(torch.from_numpy(pack_progress(progress)))
-        return unpack_progress(least.numpy(), results)
+        return unpack_progress(least.numpy(), tick.results, tick.logprobs)

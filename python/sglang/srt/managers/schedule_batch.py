@@ -15,8 +15,8 @@ import numpy as np
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, TokenOutput
 from sglang.srt.mem_cache.hiradix_tree import Receipt
 from sglang.srt.mem_cache.transfer import Ticket, TransferOp
-from sglang.srt.model_executor.launch import Launch
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.model_executor.launch import Launch, SampleSpec
+from sglang.srt.sampling.logprob_types import LaunchLogprobs, TokenLogprob
 
 
 class SpanSource(IntEnum):
@@ -93,7 +93,8 @@ class Req:
     tokens: (max_len,) int32, prompt and output; the first num_known are there. length: tokens that exist or are being
     sampled. computed: tokens whose KV is there or will be after the launches issued so far. publish_at: when computed
     gets there, decoded tokens enter the tree. order: place in the order of arrival. epoch: counts holds; results of
-    an older epoch are not this request's any more.
+    an older epoch are not this request's any more. logprobs: one per generated token, if asked for.
+    prompt_logprobs_asked: prompt tokens below it have theirs, or a launch is finding it.
     """
 
     __slots__ = (
@@ -104,6 +105,7 @@ class Req:
         "hold",
         "last_launch",
         "length",
+        "logprobs",
         "max_len",
         "namespace",
         "num_emitted",
@@ -113,10 +115,12 @@ class Req:
         "num_retractions",
         "order",
         "plan",
+        "prompt_logprobs",
+        "prompt_logprobs_asked",
         "publish_at",
         "rid",
-        "sampling",
         "slot",
+        "spec",
         "stop_ids",
         "tokens",
     )
@@ -126,7 +130,7 @@ class Req:
     ) -> None:
         self.rid = msg.rid
         self.namespace = msg.extra_key
-        self.sampling: SamplingParams = msg.sampling_params
+        self.spec = SampleSpec(msg.sampling_params, tuple(sorted(stop_ids)), len(prompt), msg.logprobs)
         self.order = order
         self.tokens = np.empty(max_len, np.int32)
         self.tokens[: len(prompt)] = prompt
@@ -145,6 +149,19 @@ class Req:
         self.hold: ReqHold | None = None
         self.plan: tuple[Span, ...] = ()
         self.cached_tokens_details: dict[str, int] = {}
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        if self.spec.logprobs is not None and self.spec.logprobs.prompt_from == 0:
+            self.prompt_logprobs.append(TokenLogprob(int(prompt[0]), None))
+        self.prompt_logprobs_asked = self.next_prompt_logprob
+
+    @property
+    def next_prompt_logprob(self) -> int:
+        """The first prompt token whose log-probability is wanted and not there; num_prompt if there is none."""
+        spec = self.spec.logprobs
+        if spec is None or spec.prompt_from is None:
+            return self.num_prompt
+        return min(self.num_prompt, max(1, spec.prompt_from + len(self.prompt_logprobs)))
 
     def __repr__(self) -> str:
         return f"Req({self.rid}, {self.num_known} tokens known, {self.computed} computed, epoch {self.epoch})"
@@ -155,6 +172,7 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
 
     step: its number. now: seconds, from rank 0. done: completed operations per link, and launches under "exec".
     failed: per link the earliest failed number not yet consumed. results: launch -> its sampled tokens, int32 bytes.
+    logprobs: launch -> what it found of those that were asked for.
     cost: measured costs, for policies that use them. flush: ids of flush requests.
     """
 
@@ -165,6 +183,7 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     done: dict[str, int]
     failed: dict[str, int] = {}
     results: dict[int, bytes] = {}
+    logprobs: dict[int, LaunchLogprobs] = {}
     cost: dict[str, float] = {}
     flush: tuple[str, ...] = ()
 

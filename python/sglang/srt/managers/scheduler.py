@@ -39,7 +39,8 @@ from sglang.srt.managers.schedule_policy import (
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, MatchResult, Node
 from sglang.srt.mem_cache.transfer import EXEC, LINKS, TIER_NAMES, Ticket, Tier
-from sglang.srt.model_executor.launch import Launch, LaunchMode, PageRun
+from sglang.srt.model_executor.launch import Launch, LaunchMode, PageRun, PromptRows
+from sglang.srt.sampling.logprob_types import LaunchLogprobs
 
 # A request ends with an error when launches with it failed too often. A launch that waited for loads counts little:
 # each failed load takes its source out of the cache, so these failures end by themselves.
@@ -133,7 +134,7 @@ class Scheduler:
     def step(self, inputs: StepInputs) -> BatchDecision:
         self._outputs, self._changed = [], []
         done, failed = inputs.done[EXEC], inputs.failed.get(EXEC)
-        self._take_results(inputs.results, done, failed)
+        self._take_results(inputs, done, failed)
         reset = None
         if failed is not None:
             reset = self._reset(failed)
@@ -168,16 +169,28 @@ class Scheduler:
 
     # -- what came in -------------------------------------------------------------------------------------------
 
-    def _take_results(self, results: dict[int, bytes], done: int, failed: int | None) -> None:
+    def _take_results(self, inputs: StepInputs, done: int, failed: int | None) -> None:
         for seq in range(self.exec_done, done):
             if seq == failed or seq not in self._launches:
                 continue
             record = self._launches.pop(seq)
-            tokens = bytes_to_ids(results[seq]).tolist()
+            tokens = bytes_to_ids(inputs.results[seq]).tolist()
             assert len(tokens) == len(record.sampled), f"launch {seq} sampled {len(tokens)} of {len(record.sampled)}"
+            if seq in inputs.logprobs:
+                self._take_logprobs(record, inputs.logprobs[seq])
             for (req, epoch), token in zip(record.sampled, tokens):
                 if req.epoch == epoch:
                     self._take_token(req, token)
+
+    def _take_logprobs(self, record: _LaunchRecord, found: LaunchLogprobs) -> None:
+        for place, logprobs in found.prompt.items():
+            req, epoch = record.reqs[place]
+            if req.epoch == epoch:
+                req.prompt_logprobs += logprobs
+        for place, logprob in found.sampled.items():
+            req, epoch = record.sampled[place]
+            if req.epoch == epoch:
+                req.logprobs.append(logprob)
 
     def _take_token(self, req: Req, token: int) -> None:
         req.tokens[req.num_known] = token
@@ -314,6 +327,7 @@ class Scheduler:
         req.hold = None
         req.epoch += 1
         req.length = req.num_known
+        req.prompt_logprobs_asked = req.next_prompt_logprob
         req.computed = 0
         self._free_slots.append(req.slot)
         req.slot = -1
@@ -348,6 +362,8 @@ class Scheduler:
                 completion_tokens=req.num_known - req.num_prompt,
                 cached_tokens=sum(req.cached_tokens_details.values()),
                 cached_tokens_details=req.cached_tokens_details,
+                logprobs=req.logprobs[req.num_emitted - req.num_prompt :] if req.logprobs else [],
+                prompt_logprobs=req.prompt_logprobs if req.num_emitted == req.num_prompt else [],
             )
         )
         req.num_emitted = req.num_known
@@ -451,7 +467,8 @@ class Scheduler:
 
     def _match(self, req: Req) -> MatchResult:
         """What the cache has of all but the last token, which must be computed to sample the next one."""
-        limit = req.num_known - 1 if self.config.enable_radix_cache else 0
+        # A prompt token's log-probability comes from the row before it, which must be computed too.
+        limit = min(req.num_known, req.next_prompt_logprob) - 1 if self.config.enable_radix_cache else 0
         return self.tree.match(req.namespace, req.tokens[:limit])
 
     def _plan(self, req: Req, path: list[Node]) -> None:
@@ -490,6 +507,9 @@ class Scheduler:
             hold.extend(frames)
         samples = end == req.num_known
         build.add(req, start, req.tokens[start:end], samples)
+        if samples and req.spec.params.has_penalties:
+            build.said.append((req.slot, req.tokens[req.num_prompt : req.num_known]))
+        self._ask_prompt_logprobs(build, req, start, end)
         for span in req.plan:
             if span.ticket is not None and span.ticket in self.controller.in_flight:
                 build.gates.setdefault(span.ticket)
@@ -503,6 +523,16 @@ class Scheduler:
             self.prefilling = None
             self.running.append(req)
             self._decode_batch = None
+
+    @staticmethod
+    def _ask_prompt_logprobs(build: _ExtendBuilder, req: Req, start: int, end: int) -> None:
+        first, last = max(start, req.prompt_logprobs_asked - 1), min(end, req.num_prompt - 1)
+        spec = req.spec.logprobs
+        if spec is None or first >= last:
+            return
+        targets = req.tokens[first + 1 : last + 1]
+        build.prompt_logprobs.append(PromptRows(len(build.reqs) - 1, first - start, targets, spec))
+        req.prompt_logprobs_asked = last + 1
 
     def _decode(self) -> Launch | None:
         """One token for every running request. Steady decoding touches each request in one short loop."""
@@ -714,6 +744,8 @@ class _ExtendBuilder:
         self.ids: list[np.ndarray] = []
         self.samples: list[bool] = []
         self.gates: dict[Ticket, None] = {}
+        self.said: list[tuple[int, np.ndarray]] = []
+        self.prompt_logprobs: list[PromptRows] = []
 
     def add(self, req: Req, start: int, ids: np.ndarray, samples: bool) -> None:
         self.reqs.append(req)
@@ -731,10 +763,12 @@ class _ExtendBuilder:
             lens=np.array(self.lens, np.int32),
             input_ids=np.concatenate(self.ids),
             samples=np.array(self.samples, np.bool_),
-            sampling=tuple(r.sampling for r, s in zip(self.reqs, self.samples) if s),
+            sampling=tuple(r.spec for r, s in zip(self.reqs, self.samples) if s),
             page_runs=tuple(self.page_runs),
             page_appends=np.empty((3, 0), np.int32),
             gates=tuple(self.gates),
+            said=tuple(self.said),
+            prompt_logprobs=tuple(self.prompt_logprobs),
         )
 
 
@@ -753,5 +787,5 @@ class _DecodeBatch:
         self.ones = np.ones(n, np.int32)
         self.unknown = np.full(n, -1, np.int32)
         self.samples = np.ones(n, np.bool_)
-        self.sampling = tuple(r.sampling for r in reqs)
+        self.sampling = tuple(r.spec for r in reqs)
         self.steps_left = min((r.max_len - r.length for r in reqs), default=0)

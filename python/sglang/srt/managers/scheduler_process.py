@@ -209,6 +209,7 @@ class SchedulerProcess:
                     aborts=tuple(inbox.aborts),
                     flush=tuple(inbox.flush),
                     results=progress.results,
+                    logprobs=progress.logprobs,
                 )
                 progress = self.sync.lead(tick, progress)
                 self._send(self.core.step(tick.now, progress, tick.new, tick.aborts, tick.flush))

@@ -21,7 +21,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.mem_cache.kv_view import KVSegment
 from sglang.srt.mem_cache.transfer import LayerGate, Link, LoadFailedError
 from sglang.srt.model_executor.forward_batch_info import CausalLM, ForwardBatch, ForwardMode, KVPool
-from sglang.srt.model_executor.launch import Launch, LaunchMode, PageRun
+from sglang.srt.model_executor.launch import Launch, LaunchMode, PageRun, SampleSpec
+from sglang.srt.sampling.logprob_types import LaunchLogprobs
+from sglang.srt.sampling.logprobs import gather_logprobs
+from sglang.srt.sampling.penalties import PenaltyTable
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils.stream import Event, Stream
 
@@ -37,6 +40,7 @@ class StepResult:
     seq: int
     tokens: bytes = b""
     failed: bool = False
+    logprobs: LaunchLogprobs | None = None
 
 
 class Executor(Protocol):
@@ -117,6 +121,28 @@ class PageTable:
         self._tensors[slot] = torch.from_numpy(array)
 
 
+class _SamplingPlan:
+    """The parameters of a launch's samples as columns, and the rows that ask for anything special."""
+
+    def __init__(self, specs: tuple[SampleSpec, ...], vocab_size: int) -> None:
+        params = [spec.params for spec in specs]
+        self.specs = specs
+        self.temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32)
+        self.top_ps = torch.tensor([p.top_p for p in params], dtype=torch.float32)
+        self.top_ks = torch.tensor([p.top_k if p.top_k > 0 else vocab_size for p in params], dtype=torch.int64)
+        self.min_ps = torch.tensor([p.min_p for p in params], dtype=torch.float32)
+        self.seeds = torch.tensor([p.sampling_seed or 0 for p in params], dtype=torch.int64)
+        self.is_all_greedy = all(p.temperature == 0 for p in params)
+        self.penalised = [i for i, p in enumerate(params) if p.has_penalties]
+        self.penalties = [
+            torch.tensor([getattr(params[i], name) for i in self.penalised], dtype=torch.float32)
+            for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")
+        ]
+        self.biased = [i for i, p in enumerate(params) if p.logit_bias]
+        self.at_least = [i for i, s in enumerate(specs) if s.params.min_new_tokens and s.stop_ids]
+        self.logprobs = [i for i, s in enumerate(specs) if s.logprobs is not None]
+
+
 class ModelExecutor:
     """links: where gates come from. notify: called from the stream after every launch. check_finite: fail loudly on
     a logit that is not finite; the tests' poison relies on it. lockstep: other ranks compute the same launches and
@@ -151,6 +177,8 @@ class ModelExecutor:
         self.lockstep = lockstep
         self._page_table = PageTable()
         self._last_tokens = torch.zeros(max_slots, dtype=torch.int64)
+        self._penalties = PenaltyTable(max_slots, vocab_size)
+        self._sampling_plan = _SamplingPlan((), vocab_size)
         self._next_seq = 0
         self._reset_pending = False
         self._fences: dict[int, LaunchFence] = {}
@@ -196,6 +224,8 @@ class ModelExecutor:
         for page_run in run.launch.page_runs:
             self._page_table.apply(page_run)
         self._page_table.append(run.launch.page_appends)
+        for slot, said in run.launch.said:
+            self._penalties.start(slot, torch.from_numpy(said).to(torch.int64))
         if run.ends_void:
             self._void = False
         run.void = self._void
@@ -216,19 +246,17 @@ class ModelExecutor:
         self._guard(run, lambda batch: self.model.forward_layer(layer, run.state, batch, self.pool))
 
     def _finish(self, run: _Run) -> None:
-        tokens = b""
+        tokens, logprobs = b"", None
 
         def logits(batch: ForwardBatch) -> torch.Tensor | None:
             return self.model.logits(run.state, batch) if len(batch.sample_rows) else None
 
-        def sample(batch: ForwardBatch) -> bytes:
+        def sample(batch: ForwardBatch) -> tuple[bytes, LaunchLogprobs | None]:
             if run.state is None:
-                return b""
+                return b"", None
             if self.check_finite and not bool(torch.isfinite(run.state).all()):
                 raise NonFiniteLogitsError(f"launch {run.launch.seq}: a logit is not finite")
-            next_tokens = self.sampler(run.state, batch.sampling)
-            self._last_tokens[torch.from_numpy(run.launch.slots[run.launch.samples]).long()] = next_tokens
-            return next_tokens.to(torch.int32).numpy().tobytes()
+            return self._sample(run.launch, run.state, batch)
 
         self._guard(run, logits)
         if run.error is None and not run.void:
@@ -238,8 +266,8 @@ class ModelExecutor:
             if isinstance(run.error, NonFiniteLogitsError):
                 raise run.error
         elif not run.void:
-            tokens = run.state
-        self._results.append(StepResult(run.launch.seq, tokens, failed=run.error is not None))
+            tokens, logprobs = run.state
+        self._results.append(StepResult(run.launch.seq, tokens, run.error is not None, logprobs))
         run.batch = run.state = None
         self.notify()
 
@@ -298,6 +326,10 @@ class ModelExecutor:
             )
             last_rows = np.cumsum(launch.lens) - 1
         ends = (launch.starts + launch.lens)[launch.samples]
+        wanted_rows = [last_rows[launch.samples]]
+        for rows in launch.prompt_logprobs:
+            first = int(last_rows[rows.req]) - lens[rows.req] + 1 + rows.first_row
+            wanted_rows.append(np.arange(first, first + len(rows.targets)))
         return ForwardBatch(
             seq=launch.seq,
             mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND,
@@ -306,17 +338,70 @@ class ModelExecutor:
             out_loc=out_loc,
             segments=segments,
             attn=AttentionMetadata(q_lens=tuple(lens), scale=self.scale),
-            sample_rows=torch.from_numpy(last_rows[launch.samples]).to(torch.int64),
-            sampling=self._sampling_info(launch, ends),
+            sample_rows=torch.from_numpy(np.concatenate(wanted_rows)).to(torch.int64),
+            sampling=self._sampling_info(self._plan_of(launch), ends),
         )
 
-    def _sampling_info(self, launch: Launch, positions: np.ndarray) -> SamplingBatchInfo:
-        params = launch.sampling
+    def _sampling_info(self, plan: _SamplingPlan, positions: np.ndarray) -> SamplingBatchInfo:
         return SamplingBatchInfo(
-            temperatures=torch.tensor([p.temperature for p in params], dtype=torch.float32),
-            top_ps=torch.tensor([p.top_p for p in params], dtype=torch.float32),
-            top_ks=torch.tensor([p.top_k if p.top_k > 0 else self.vocab_size for p in params], dtype=torch.int64),
-            seeds=torch.tensor([p.sampling_seed or 0 for p in params], dtype=torch.int64),
+            temperatures=plan.temperatures,
+            top_ps=plan.top_ps,
+            top_ks=plan.top_ks,
+            min_ps=plan.min_ps,
+            seeds=plan.seeds,
             positions=torch.from_numpy(positions).to(torch.int64),
-            is_all_greedy=all(p.temperature == 0 for p in params),
+            is_all_greedy=plan.is_all_greedy,
         )
+
+    def _plan_of(self, launch: Launch) -> _SamplingPlan:
+        """Steady decoding brings the same tuple every time."""
+        if launch.sampling is not self._sampling_plan.specs:
+            self._sampling_plan = _SamplingPlan(launch.sampling, self.vocab_size)
+        return self._sampling_plan
+
+    def _sample(
+        self, launch: Launch, logits: torch.Tensor, batch: ForwardBatch
+    ) -> tuple[bytes, LaunchLogprobs | None]:
+        """logits: (num_samples + rows of prompt_logprobs, vocab_size) float32."""
+        plan = self._plan_of(launch)
+        slots = torch.from_numpy(launch.slots[launch.samples]).to(torch.int64)
+        shaped = self._shape_logits(plan, logits[: len(plan.specs)], slots, batch.sampling.positions)
+        next_tokens = self.sampler(shaped, batch.sampling)
+        self._last_tokens[slots] = next_tokens
+        if plan.penalised:
+            self._penalties.add(slots[plan.penalised], next_tokens[plan.penalised])
+        return next_tokens.to(torch.int32).numpy().tobytes(), self._logprobs(launch, plan, logits, next_tokens)
+
+    def _shape_logits(
+        self, plan: _SamplingPlan, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Penalties, biases and minimum lengths; the same tensor where nobody asks for any."""
+        if not (plan.penalised or plan.biased or plan.at_least):
+            return logits
+        logits = logits.clone()
+        if plan.penalised:
+            rows = plan.penalised
+            logits[rows] = self._penalties.apply(logits[rows], slots[rows], *plan.penalties)
+        for row in plan.biased:
+            bias = plan.specs[row].params.logit_bias
+            logits[row, list(bias)] += torch.tensor(list(bias.values()), dtype=torch.float32)
+        for row in plan.at_least:
+            spec = plan.specs[row]
+            if int(positions[row]) - spec.num_prompt < spec.params.min_new_tokens:
+                logits[row, list(spec.stop_ids)] = -torch.inf
+        return logits
+
+    def _logprobs(
+        self, launch: Launch, plan: _SamplingPlan, logits: torch.Tensor, next_tokens: torch.Tensor
+    ) -> LaunchLogprobs | None:
+        if not (plan.logprobs or launch.prompt_logprobs):
+            return None
+        specs = [spec for row in plan.logprobs if (spec := plan.specs[row].logprobs) is not None]
+        found = gather_logprobs(logits[plan.logprobs], next_tokens[plan.logprobs], specs)
+        sampled, prompt, row = dict(zip(plan.logprobs, found)), {}, len(plan.specs)
+        for rows in launch.prompt_logprobs:
+            n = len(rows.targets)
+            targets = torch.from_numpy(rows.targets).to(torch.int64)
+            prompt[rows.req] = gather_logprobs(logits[row : row + n], targets, [rows.spec] * n)
+            row += n
+        return LaunchLogprobs(sampled, prompt)

@@ -24,7 +24,7 @@ class ForwardBatch:
 
     input_ids, positions, out_loc: (num_tokens,) int64; out_loc is the slot `page * page_size + offset` that takes
     the token's KV. segments: per request, see `KVSegment`. sample_rows: (num_samples,) int64, the rows whose logits
-    are wanted; sampling: one entry per sample row.
+    are wanted: first those that are sampled, one entry each in `sampling`, then those of prompt log-probabilities.
     """
 
     seq: int

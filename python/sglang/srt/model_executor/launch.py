@@ -8,6 +8,7 @@ from enum import IntEnum
 import numpy as np
 
 from sglang.srt.mem_cache.transfer import Ticket
+from sglang.srt.sampling.logprob_types import LogprobSpec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 
@@ -27,13 +28,36 @@ class PageRun:
 
 
 @dataclass(frozen=True)
+class SampleSpec:
+    """How a request's tokens are chosen, made once per request. stop_ids: tokens that end it."""
+
+    params: SamplingParams
+    stop_ids: tuple[int, ...]
+    num_prompt: int
+    logprobs: LogprobSpec | None = None
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Rows first_row.. of the request's part of a launch (req: its place in the launch) predict the prompt's next
+    tokens `targets` (n,) int32."""
+
+    req: int
+    first_row: int
+    targets: np.ndarray
+    spec: LogprobSpec
+
+
+@dataclass(frozen=True)
 class Launch:
     """One forward pass. slots, starts, lens: (num_reqs,) int32; request i computes tokens starts[i] .. + lens[i].
 
     input_ids: (sum(lens),) int32; -1 stands for the token that the slot's previous launch samples. samples:
-    (num_reqs,) bool, whether the request's last row is sampled. sampling: parameters of the sampled requests; the
-    token they draw has position starts + lens. page_appends: (3, n) int32, single pages: slot, place in the sequence,
-    frame; applied after page_runs. gates: loads that the pass waits for, layer by layer.
+    (num_reqs,) bool, whether the request's last row is sampled. sampling: how, one per sampled request; the token
+    they draw has position starts + lens. page_appends: (3, n) int32, single pages: slot, place in the sequence,
+    frame; applied after page_runs. gates: loads that the pass waits for, layer by layer. said: what requests with
+    penalties have generated before this launch, for slots that begin to sample. prompt_logprobs: rows whose next
+    token is known and wants its log-probability.
     """
 
     seq: int
@@ -43,7 +67,9 @@ class Launch:
     lens: np.ndarray
     input_ids: np.ndarray
     samples: np.ndarray
-    sampling: tuple[SamplingParams, ...]
+    sampling: tuple[SampleSpec, ...]
     page_runs: tuple[PageRun, ...]
     page_appends: np.ndarray
     gates: tuple[Ticket, ...]
+    said: tuple[tuple[int, np.ndarray], ...] = ()
+    prompt_logprobs: tuple[PromptRows, ...] = ()

@@ -1,0 +1,48 @@
+"""`PenaltyTable`: how often each running request has said each token. Owned by the executor, on its stream.
+
+Frequency, presence and repetition penalties look at the tokens that a request has generated, not at its prompt, as in
+SGLang. Memory is taken only when the first request asks for one: 2 bytes per slot and word of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class PenaltyTable:
+    def __init__(self, max_slots: int, vocab_size: int) -> None:
+        self._shape = (max_slots, vocab_size)
+        self._counts: torch.Tensor | None = None
+
+    def start(self, slot: int, tokens: torch.Tensor) -> None:
+        """A request takes the slot; tokens: (n,) int64, what it has generated so far."""
+        if self._counts is None:
+            self._counts = torch.zeros(self._shape, dtype=torch.int16)
+        row = self._counts[slot]
+        row.zero_()
+        row.scatter_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int16))
+
+    def add(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Each of slots (n,), all different, has generated one more token (n,) int64."""
+        assert self._counts is not None
+        self._counts[slots, tokens] += 1
+
+    def apply(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        frequency: torch.Tensor,
+        presence: torch.Tensor,
+        repetition: torch.Tensor,
+    ) -> torch.Tensor:
+        """logits: (n, vocab_size) float32. The penalties: (n,) float32; 0, 0, 1 change nothing. Returns new logits.
+
+        repetition: positive ones divided, negative ones multiplied, where the token was said (Keskar et al., CTRL);
+        frequency and presence: subtracted, once per time it was said and once at all (OpenAI's API reference).
+        """
+        assert self._counts is not None
+        counts = self._counts[slots]
+        said = counts > 0
+        factor = repetition[:, None]
+        logits = torch.where(said, torch.where(logits > 0, logits / factor, logits * factor), logits)
+        return logits - counts * frequency[:, None] - said * presence[:, None]
