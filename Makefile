@@ -38,13 +38,13 @@ test-all: setup
 	$(PY) -m pytest -m 'not gpu'
 
 test-gpu:
-	$(or $(wildcard $(PY)),$(PYTHON)) -m pytest -m gpu
+	$(or $(wildcard $(PY)),$(PYTHON)) -m pytest -m gpu || { test $$? -eq 5 && echo 'there are no tests that need a GPU yet'; }
 
 fuzz: setup
 	$(PY) -m sglang.test.soak --seed $(SEED) --seeds 40 --steps 2000
 
 bench: setup
-	$(PY) benchmark/run_all.py
+	for script in benchmark/bench_*.py; do $(PY) $$script || exit 1; done
 
 clean:
 	rm -rf $(VENV) build bench-out .pytest_cache .ruff_cache .mypy_cache

@@ -135,9 +135,11 @@ class EngineCore:
             flush=tuple(flush),
         )
         self.num_steps += 1
+        if self.record is not None:
+            self.record.inputs(inputs)
         decision = self.scheduler.step(inputs)
         if self.record is not None:
-            self.record.write(inputs, decision)
+            self.record.decision(decision)
         self._consume(progress, decision)
         self._carry_out(decision)
         return decision
@@ -185,25 +187,24 @@ class EngineCore:
         self._launched_last = decision.launch is not None
 
 
-class _Recorded(msgspec.Struct, frozen=True):
-    inputs: StepInputs
-    digest: bytes
-
-
 class StepRecorder:
-    """Writes a run to a file: the scheduler's configuration, then every step's inputs and its decision's digest."""
+    """Writes a run to a file: the scheduler's configuration, then for every step its inputs, before it is taken, and
+    its decision's digest. A step that ends the process is thus the last in the file."""
 
     def __init__(self, file: BinaryIO, config: SchedulerConfig) -> None:
         self._file = file
         self._encode = msgspec.msgpack.Encoder().encode
         self._frame(self._encode(config))
 
-    def write(self, inputs: StepInputs, decision: BatchDecision) -> None:
-        self._frame(self._encode(_Recorded(inputs, digest_of(decision))))
+    def inputs(self, inputs: StepInputs) -> None:
+        self._frame(self._encode(inputs))
+
+    def decision(self, decision: BatchDecision) -> None:
+        self._frame(digest_of(decision))
 
     def _frame(self, data: bytes) -> None:
-        self._file.write(len(data).to_bytes(4, "little"))
-        self._file.write(data)
+        self._file.write(len(data).to_bytes(4, "little") + data)
+        self._file.flush()
 
 
 def digest_of(decision: BatchDecision) -> bytes:
@@ -215,24 +216,28 @@ class ReplayMismatchError(RuntimeError):
 
 
 def replay(file: BinaryIO) -> int:
-    """Run a recorded run's inputs through a fresh scheduler. Returns the number of steps; raises ReplayMismatchError
-    at the first decision that differs. A record cut off in its last frame ends there."""
+    """Run a recorded run's inputs through a fresh scheduler. Returns the number of steps that agree; raises
+    ReplayMismatchError at the first decision that differs, ValueError if the file is no record, and whatever a step
+    raises. A record may be cut off anywhere.
+    """
 
-    def frames() -> list[bytes]:
-        found = []
-        while len(head := file.read(4)) == 4:
-            size = int.from_bytes(head, "little")
-            data = file.read(size)
-            if len(data) < size:
-                break
-            found.append(data)
-        return found
+    def frame() -> bytes | None:
+        size = int.from_bytes(file.read(4), "little")
+        data = file.read(size)
+        return data if size and len(data) == size else None
 
-    first, *steps = frames()
-    scheduler = Scheduler(msgspec.msgpack.decode(first, type=SchedulerConfig))
-    decoder = msgspec.msgpack.Decoder(_Recorded)
-    for data in steps:
-        recorded = decoder.decode(data)
-        if digest_of(scheduler.step(recorded.inputs)) != recorded.digest:
-            raise ReplayMismatchError(f"step {recorded.inputs.step} decides differently than it was recorded")
-    return len(steps)
+    head = frame()
+    if head is None:
+        raise ValueError("this is no record of a run, or an empty one")
+    scheduler = Scheduler(msgspec.msgpack.decode(head, type=SchedulerConfig))
+    decoder = msgspec.msgpack.Decoder(StepInputs)
+    num_steps = 0
+    while (data := frame()) is not None:
+        decision = scheduler.step(decoder.decode(data))
+        digest = frame()
+        if digest is None:
+            break
+        if digest_of(decision) != digest:
+            raise ReplayMismatchError(f"step {decision.step} decides differently than it was recorded")
+        num_steps += 1
+    return num_steps

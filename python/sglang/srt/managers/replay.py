@@ -24,11 +24,6 @@ def main(argv: Sequence[str]) -> int:
     path = argv[0]
     try:
         with open(path, "rb") as file:
-            size = int.from_bytes(file.read(4), "little")
-            if size == 0 or len(file.read(size)) < size:
-                print(f"error: {path} holds no complete record", file=sys.stderr)
-                return 2
-            file.seek(0)
             num_steps = replay(file)
     except ReplayMismatchError as error:
         print(f"{path}: {error}")
@@ -36,8 +31,8 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         print(f"error: {path} cannot be read: {error.strerror}", file=sys.stderr)
         return 2
-    except msgspec.MsgspecError as error:
-        print(f"error: {path} is no record of this version: {error}", file=sys.stderr)
+    except (ValueError, msgspec.MsgspecError) as error:
+        print(f"error: {path} cannot be replayed: {error}", file=sys.stderr)
         return 2
     print(f"{path}: {num_steps} steps, every decision as recorded")
     return 0
