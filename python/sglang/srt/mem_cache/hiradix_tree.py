@@ -34,6 +34,8 @@ _TIERS = tuple(Tier)
 _DEVICE, _HOST = int(Tier.DEVICE), int(Tier.HOST)
 # Tokens. Above, the copies cost more than numpy's overhead.
 _COMPARE_AS_BYTES = 4096
+# Bytes of a base that a slice of it may keep alive beyond its own size, whatever that is.
+_KEPT_FOR_NOTHING = 4096
 
 
 class Node:
@@ -481,7 +483,7 @@ class HiRadixTree:
             del self.roots[node.namespace]
 
     def _new_node(self, key: np.ndarray, parent: Node) -> Node:
-        node = Node(self._next_id, key, parent)
+        node = Node(self._next_id, _trimmed(key), parent)
         self._next_id += 1
         self.num_nodes += 1
         parent.children[self._page_key(key, 0)] = node
@@ -493,7 +495,7 @@ class HiRadixTree:
         assert parent is not None
         upper = self._new_node(node.key[:num_tokens], parent)
         num_pages = num_tokens // self.page_size
-        node.key = node.key[num_tokens:]
+        node.key = _trimmed(node.key[num_tokens:])
         node.parent = upper
         upper.children[self._page_key(node.key, 0)] = node
         upper.lock = node.lock
@@ -503,8 +505,8 @@ class HiRadixTree:
             frames = node.frames[tier]
             if frames is None:
                 continue
-            upper.frames[tier] = frames[:num_pages]
-            node.frames[tier] = frames[num_pages:]
+            upper.frames[tier] = _trimmed(frames[:num_pages])
+            node.frames[tier] = _trimmed(frames[num_pages:])
             upper.fences[tier] = node.fences[tier]
             upper.num_resident_children[tier] = 1
             ticket = upper.tickets[tier] = node.tickets[tier]
@@ -514,7 +516,7 @@ class HiRadixTree:
 
     def _set_frames(self, node: Node, tier: Tier, frames: np.ndarray, ticket: Ticket | None, fence: int) -> None:
         assert node.parent is not None
-        node.frames[tier] = frames
+        node.frames[tier] = _trimmed(frames)
         node.tickets[tier] = ticket
         node.fences[tier] = fence
         node.parent.num_resident_children[tier] += 1
@@ -579,6 +581,14 @@ class HiRadixTree:
 
     def _is_settled(self, node: Node, done: int) -> bool:
         return all(t is None for t in node.tickets) and all(f < done for f in node.fences)
+
+
+def _trimmed(array: np.ndarray) -> np.ndarray:
+    """A copy if the array is a small part of one that it would keep alive."""
+    base = array.base
+    if isinstance(base, np.ndarray) and base.nbytes > _KEPT_FOR_NOTHING + 4 * array.nbytes:
+        return array.copy()
+    return array
 
 
 def _join_keys(keys: list[np.ndarray]) -> np.ndarray:
