@@ -1,5 +1,4 @@
-"""What serving adds to the model: CPU per token and process at 64 streams, the way of a request to its first step, and
-sampling for 256 requests.
+"""What serving adds to the model: CPU per token at 64 streams, a request's way to its first step, sampling.
 
     python benchmark/bench_serving_overhead.py [--rounds N]
 

@@ -656,6 +656,7 @@ class Scheduler:
             self.device.doom(result.duplicates, FrameState.HELD, req.last_launch)
             page_runs.append(PageRun(req.slot, start // page, result.frames))
         self.controller.begin_backup(result.node, self.exec_done)
+        self.tree.compact(result.node, self.exec_done)
 
     def _take_page_runs(self) -> list[PageRun]:
         runs, self._page_runs = self._page_runs, []
