@@ -15,13 +15,14 @@ import io
 import random
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder, digest_of, reduce_progress, replay
-from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
+from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
 from sglang.srt.mem_cache.frame_table import FrameState
@@ -50,7 +51,12 @@ class StuckError(AssertionError):
 
 @dataclass(frozen=True)
 class SoakConfig:
-    """One seed's configuration. Rates are probabilities; steps counts ticks in which requests may arrive."""
+    """One seed's configuration. Rates are probabilities; steps counts ticks in which requests may arrive.
+
+    num_documents: texts that requests begin with; more than the device holds make loads. whole_rate: share of
+    requests that keep it whole. twin_rate: share of requests that repeat one still running. load_late_rate: as
+    late_rate, for loads alone, so that they stay in flight while other things happen.
+    """
 
     seed: int
     steps: int
@@ -69,29 +75,48 @@ class SoakConfig:
     max_prompt: int = 48
     max_new_tokens: int = 24
     oracle_every: int = 25
+    num_documents: int = 1
+    whole_rate: float = 0.3
+    load_late_rate: float = 0.5
+    twin_rate: float = 0.1
+    flush_rate: float = 0.0
+    new_token_ratio: float = 0.3
+    max_filling_ratio: float = 0.5
+    publish_tokens: int = 8
+    enable_radix_cache: bool = True
 
     @staticmethod
     def draw(seed: int, steps: int) -> SoakConfig:
         rng = random.Random(seed)
         page_size = rng.choice((1, 3, 4, 16))
-        # Enough for one request, and for few more.
-        pages = -(-(48 + 24) // page_size) + 2 + rng.randrange(1 + rng.choice((20, 160)) // page_size)
-        faults = rng.random() < 0.6
+        # Too little for the longest requests, enough for one, and for few more.
+        pages = -(-rng.choice((40, 72, 72)) // page_size) + 2 + rng.randrange(1 + rng.choice((20, 160)) // page_size)
+        # By turns, so that a few seeds have every combination.
+        faults = seed % 4 != 0
         return SoakConfig(
             seed=seed,
             steps=steps,
             page_size=page_size,
             num_device_pages=pages,
-            num_host_pages=rng.choice((0, pages // 2 + 1, 2 * pages, 6 * pages)),
-            max_running_requests=rng.choice((1, 3, 8)),
+            num_host_pages=rng.choice((0, pages // 2 + 1, 3 * pages, 8 * pages, 8 * pages)),
+            max_running_requests=rng.choice((1, 4, 8, 8)),
             chunked_prefill_size=max(page_size, rng.choice((5, 16, 64))),
             max_ahead=rng.choice((1, 2, 2)),
-            num_ranks=rng.choice((1, 1, 2)),
-            arrival_rate=rng.choice((0.05, 0.2, 0.5)),
-            abort_rate=rng.choice((0.0, 0.02)),
-            link_fail_rate=rng.choice((0.05, 0.4)) if faults else 0.0,
+            num_ranks=2 if seed % 3 == 0 else 1,
+            arrival_rate=rng.choice((0.1, 0.2, 0.5)),
+            abort_rate=rng.choice((0.0, 0.02, 0.1)),
+            link_fail_rate=rng.choice((0.05, 0.2, 0.4)) if faults else 0.0,
             launch_fail_rate=rng.choice((0.0, 0.02)) if faults else 0.0,
             late_rate=rng.choice((0.0, 0.5)),
+            num_documents=rng.choice((1, 6, 12)),
+            whole_rate=rng.choice((0.0, 0.3)),
+            load_late_rate=rng.choice((0.0, 0.9)),
+            twin_rate=rng.choice((0.0, 0.3)),
+            flush_rate=rng.choice((0.0, 0.02)),
+            new_token_ratio=rng.choice((0.0, 0.3)),
+            max_filling_ratio=rng.choice((0.1, 0.5)),
+            publish_tokens=rng.choice((8, 8, 64)),
+            enable_radix_cache=rng.random() < 0.9,
         )
 
 
@@ -108,6 +133,8 @@ class _Expected:
     prompt: np.ndarray
     max_new_tokens: int
     stop: frozenset[int]
+    refused: bool
+    extra_key: str
     got: list[int] = field(default_factory=list)
 
 
@@ -125,7 +152,6 @@ def build_rank(
     page_bytes = pool.page_bytes(config.page_size, model.num_layers, HEADS, DIM, torch.float64)
     scheduler = Scheduler(scheduler_config(config, page_bytes))
     links: dict[str, FaultyLink] = {}
-    faults = {"late_rate": config.late_rate}
     executor = FaultyExecutor(
         model,
         pool,
@@ -139,7 +165,7 @@ def build_rank(
         check_finite="poison" in nets,
         seed=config.seed * 10 + rank,
         fail_rate=config.launch_fail_rate,
-        **faults,
+        late_rate=config.late_rate,
     )
     host_pool = None
     poison = {Tier.DEVICE: lambda frames: pool.poison(torch.from_numpy(frames).to(torch.int64))}
@@ -156,7 +182,7 @@ def build_rank(
                 executor.fence,
                 seed=config.seed * 100 + rank * 10 + i,
                 fail_rate=config.link_fail_rate,
-                **faults,
+                late_rate=config.load_late_rate if name == H2D else config.late_rate,
             )
     if "poison" not in nets:
         poison = {}
@@ -173,8 +199,11 @@ def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
         eos_token_ids=(EOS,),
         max_running_requests=config.max_running_requests,
         chunked_prefill_size=config.chunked_prefill_size,
-        publish_tokens=8,
+        publish_tokens=config.publish_tokens,
         max_ahead=config.max_ahead,
+        new_token_ratio=config.new_token_ratio,
+        max_filling_ratio=config.max_filling_ratio,
+        enable_radix_cache=config.enable_radix_cache,
     )
 
 
@@ -194,7 +223,10 @@ class Soak:
             for rank in range(config.num_ranks)
         ]
         self.live: dict[str, _Expected] = {}
-        self.histories: list[np.ndarray] = [np.array([1, 2, 1, 1, 2, 2] * 4, np.int32)]
+        self.aborted: set[str] = set()
+        # Few distinct tokens, so that paths fork everywhere.
+        self.documents = [self._random_tokens(config.max_prompt - 8) for _ in range(config.num_documents)]
+        self.histories: list[np.ndarray] = [self.documents[0]]
         self.num_finished = 0
         self.num_ticks = 0
         self._next_rid = 0
@@ -205,26 +237,33 @@ class Soak:
             aborts = []
             if self.live and self.random.random() < self.config.abort_rate:
                 aborts.append(self.random.choice(sorted(self.live)))
-            self._tick(arrivals, aborts)
+            self.aborted.update(aborts)
+            flush = ["flush"] if self.random.random() < self.config.flush_rate else []
+            self._tick(arrivals, aborts, flush)
         limit = self.num_ticks + 400 * (len(self.live) + 5)
         while self.live:
-            self._tick([], [])
+            self._tick()
             if self.num_ticks > limit:
                 raise StuckError(f"{len(self.live)} requests do not end: {self.ranks[0].core.scheduler.active()}")
         self._finish()
 
-    def _tick(self, arrivals: list[TokenizedGenerateReqInput], aborts: list[str]) -> None:
+    def _tick(
+        self,
+        arrivals: Sequence[TokenizedGenerateReqInput] = (),
+        aborts: Sequence[str] = (),
+        flush: Sequence[str] = (),
+    ) -> None:
         self.num_ticks += 1
         ran = 0
         for rank in self.ranks:
             ran += rank.emulator.run(self.random.choice((0, 1, 3, 10, 60)))
         reports = [rank.core.progress() for rank in self.ranks]
         progress = reduce_progress(reports)
-        if not (arrivals or aborts or any(rank.core.has_work() for rank in self.ranks)):
+        if not (arrivals or aborts or flush or any(rank.core.has_work() for rank in self.ranks)):
             if self.live and not any(r.core.has_outstanding for r in self.ranks):
                 raise StuckError(f"nothing is outstanding and {len(self.live)} requests wait")
             return
-        decisions = [r.core.step(self.num_ticks * 1e-3, progress, arrivals, aborts) for r in self.ranks]
+        decisions = [r.core.step(self.num_ticks * 1e-3, progress, arrivals, aborts, flush) for r in self.ranks]
         if len({digest_of(d) for d in decisions}) != 1:
             raise AssertionError(f"ranks decide differently in step {decisions[0].step}")
         if "invariants" in self.nets:
@@ -234,25 +273,37 @@ class Soak:
         if decisions[0].step % self.config.oracle_every == 0:
             self._ask_oracle()
 
+    def _random_tokens(self, n: int) -> np.ndarray:
+        return np.array([self.random.randrange(1, 3) for _ in range(n)], np.int32)
+
     def _new_request(self) -> TokenizedGenerateReqInput:
-        """A continuation or a variation of something said before, or something new; few distinct tokens."""
-        base = self.random.choice(self.histories)
-        kept = self.random.randrange(min(len(base), self.config.max_prompt - 8) + 1)
-        tail = [self.random.randrange(1, 3) for _ in range(self.random.randrange(1, 9))]
-        prompt = np.concatenate([base[:kept], np.array(tail, np.int32)]).astype(np.int32)
+        """A continuation or a variation of something said before, or the same as somebody says now."""
+        twin = self.live[self.random.choice(sorted(self.live))] if self.live else None
+        if twin is not None and self.random.random() < self.config.twin_rate:
+            prompt, extra_key = twin.prompt, twin.extra_key
+        else:
+            base = self.random.choice(self.histories + self.documents)
+            kept = min(len(base), self.config.max_prompt - 8)
+            if self.random.random() >= self.config.whole_rate:
+                kept = self.random.randrange(kept + 1)
+            prompt = np.concatenate([base[:kept], self._random_tokens(self.random.randrange(1, 9))])
+            extra_key = self.random.choice(("", "", "", "tenant"))
         rid = f"r{self._next_rid}"
         self._next_rid += 1
+        # What does not fit is refused, and answers end where the pool does.
+        room = self.ranks[0].core.scheduler.max_total_len - len(prompt)
         max_new = self.random.randrange(1, self.config.max_new_tokens)
         ignore_eos = self.random.random() < 0.6
-        self.live[rid] = _Expected(prompt, max_new, frozenset() if ignore_eos else frozenset({EOS}))
+        stop = frozenset() if ignore_eos else frozenset({EOS})
+        self.live[rid] = _Expected(prompt, min(max_new, room), stop, room <= 0, extra_key)
         return TokenizedGenerateReqInput(
             rid=rid,
             input_ids=ids_to_bytes(prompt),
             sampling_params=SamplingParams(
                 max_new_tokens=max_new, temperature=0.0, sampling_seed=0, ignore_eos=ignore_eos
             ),
-            extra_key=self.random.choice(("", "", "", "tenant")),
-            stream=True,
+            extra_key=extra_key,
+            stream=self.random.random() < 0.7,
         )
 
     def _take_outputs(self, decision: BatchDecision) -> None:
@@ -263,6 +314,9 @@ class Soak:
             if reason is None:
                 continue
             del self.live[output.rid]
+            self._check_end(output.rid, expected, reason)
+            if expected.refused:
+                continue
             wanted = self.model.generate(expected.prompt, expected.max_new_tokens, expected.stop)
             got = expected.got
             if got != (wanted if reason.type != "abort" else wanted[: len(got)]):
@@ -270,6 +324,13 @@ class Soak:
             self.num_finished += 1
             self.histories.append(np.concatenate([expected.prompt, np.array(got, np.int32)]).astype(np.int32))
             self.histories = self.histories[-12:]
+
+    def _check_end(self, rid: str, expected: _Expected, reason: FinishReason) -> None:
+        """Requests end early only for a reason that the soak knows."""
+        config = self.config
+        faults = config.launch_fail_rate > 0 or config.link_fail_rate > 0
+        allowed = {499: rid in self.aborted, 500: faults, 400: expected.refused, None: not expected.refused}
+        assert allowed[reason.status_code], f"{rid} ended with {reason}"
 
     def _ask_oracle(self) -> None:
         if "oracle" not in self.nets:
@@ -284,7 +345,7 @@ class Soak:
         for _ in range(10_000):
             if not any(r.core.has_outstanding for r in self.ranks):
                 break
-            self._tick([], [])
+            self._tick()
         for rank in self.ranks:
             scheduler = rank.core.scheduler
             assert not rank.core.has_outstanding, "operations never end"
