@@ -43,7 +43,7 @@ class ServerArgs:
     dtype: str = arg(
         "auto",
         "type of weights and cache; auto takes the checkpoint's",
-        choices=("auto", "float", "float32", "bfloat16"),
+        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
     )
     context_length: int | None = arg(None, "longest prompt plus answer in tokens (default: the model's)")
     random_seed: int | None = arg(None, "seed of dummy weights and of requests that bring none")
@@ -54,7 +54,9 @@ class ServerArgs:
 
     tp_size: int = arg(1, "ranks that share the model", aliases=("--tp", "--tensor-parallel-size"))
     page_size: int = arg(1, "tokens per page of the KV cache")
-    max_total_tokens: int | None = arg(None, "tokens of KV cache on the device (default: what memory allows)")
+    max_total_tokens: int | None = arg(
+        None, "tokens of KV cache on the device (default: four full contexts, or what memory allows)"
+    )
     mem_fraction_static: float | None = arg(None, "part of device memory for weights and KV cache")
     max_running_requests: int | None = arg(None, "most requests in one batch")
     max_queued_requests: int | None = arg(None, "most requests that wait for their first token; more get a 503")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGroup
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder
@@ -49,7 +50,8 @@ class Generation:
 
 class LocalEngine:
     """num_device_pages, num_host_pages: sizes of the pools. debug: poison freed memory, fail on non-finite logits and
-    check all invariants after every step. overrides: other fields of SchedulerConfig."""
+    check all invariants after every step. group: several ranks, in which every launch runs to its end. overrides:
+    other fields of SchedulerConfig."""
 
     def __init__(
         self,
@@ -63,24 +65,26 @@ class LocalEngine:
         seed: int = 0,
         model: Any = None,
         record: Any = None,
+        group: TensorParallelGroup = SINGLE_RANK,
         **overrides: Any,
     ) -> None:
         self.model_config = model_config
-        self.model = model or load_model(model_config, "auto", TorchNativeAttnBackend(), quiet=True)
+        self.model = model or load_model(model_config, "auto", TorchNativeAttnBackend(), quiet=True, group=group)
         c = model_config
+        num_kv_heads = c.kv_heads_per_rank(group.size)
         self.debug = debug
         config = SchedulerConfig(
             page_size=page_size,
             num_device_pages=num_device_pages,
             num_host_pages=num_host_pages,
-            page_bytes=MHATokenToKVPool.page_bytes(page_size, c.num_layers, c.num_kv_heads, c.head_dim, c.dtype),
+            page_bytes=MHATokenToKVPool.page_bytes(page_size, c.num_layers, num_kv_heads, c.head_dim, c.dtype),
             context_len=c.context_length,
             eos_token_ids=c.eos_token_ids,
             **overrides,
         )
         self._woken = threading.Event()
         self.device_pool = pool = MHATokenToKVPool(
-            num_device_pages, page_size, c.num_layers, c.num_kv_heads, c.head_dim, c.dtype
+            num_device_pages, page_size, c.num_layers, num_kv_heads, c.head_dim, c.dtype
         )
         links: dict[str, FaultyLink] = {}
         self._streams = [ThreadStream("compute")]
@@ -99,6 +103,7 @@ class LocalEngine:
             seed=seed,
             fail_rate=0.0,
             late_rate=late_rate,
+            lockstep=group.size > 1,
         )
         self.host_pool = None
         poison = {Tier.DEVICE: lambda frames: pool.poison(torch.from_numpy(frames).to(torch.int64))}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.linear import MergedLinear
+from sglang.srt.layers.linear import MergedColumnParallelLinear
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, apply_rotary
 
 
@@ -62,8 +63,8 @@ def test_a_position_has_the_same_bits_wherever_it_stands():
 
 def test_merged_linear_is_its_parts():
     torch.manual_seed(1)
-    linear = MergedLinear(6, (4, 2, 2), bias=True, dtype=torch.float32)
-    shards = linear.shards(("q", "k", "v"))
+    linear = MergedColumnParallelLinear(6, [SINGLE_RANK.shard(n) for n in (4, 2, 2)], True, torch.float32)
+    shards = {name: target.tensor for name, target in linear.weight_targets(("q", "k", "v")).items()}
     for shard in shards.values():
         shard.normal_()
     x = torch.randn(3, 6)

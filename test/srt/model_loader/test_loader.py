@@ -57,18 +57,19 @@ def test_every_tensor_arrives(tmp_path, classes, tied, shard):
     targets = model.weight_targets()
     assert targets.keys() == stored.keys()
     for name, tensor in stored.items():
-        assert torch.equal(targets[name], tensor.expand_as(targets[name])), name
+        ours = targets[name].tensor
+        assert torch.equal(ours, tensor.expand_as(ours)), name
     # The targets are views that cover the parameters: nothing stays as torch.empty left it.
-    assert sum(t.numel() for t in targets.values()) == sum(p.numel() for p in model.parameters())
+    assert sum(t.tensor.numel() for t in targets.values()) == sum(p.numel() for p in model.parameters())
     assert not any(p.requires_grad for p in model.parameters())
-    assert (model.lm_head is model.embed_tokens) == tied
+    assert (model.lm_head.weight is model.embed_tokens.weight) == tied
 
 
 def test_converts_dtype(tmp_path):
     theirs = save(tmp_path)
     model = load(tmp_path, dtype="bfloat16")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert torch.equal(model.weight_targets()["lm_head.weight"], theirs.lm_head.weight.to(torch.bfloat16))
+    assert torch.equal(model.lm_head.weight, theirs.lm_head.weight.to(torch.bfloat16))
 
 
 def test_ignores_what_old_checkpoints_carry(tmp_path):
@@ -79,7 +80,7 @@ def test_ignores_what_old_checkpoints_carry(tmp_path):
         tensors["lm_head.weight"] = torch.zeros(50, 16)
 
     rewrite(tmp_path, add)
-    assert bool(load(tmp_path).lm_head.any())
+    assert bool(load(tmp_path).lm_head.weight.any())
 
 
 def test_names_what_does_not_fit(tmp_path):
@@ -137,7 +138,10 @@ def test_refuses_other_formats(tmp_path):
 def test_dummy_weights_come_from_the_seed(tmp_path, dtype):
     save(tmp_path, Qwen3Config, Qwen3ForCausalLM)
     (tmp_path / "model.safetensors").unlink()
-    first, again, other = (load(tmp_path, "dummy", seed, dtype).weight_targets() for seed in (1, 1, 2))
+    first, again, other = (
+        {name: target.tensor for name, target in load(tmp_path, "dummy", seed, dtype).weight_targets().items()}
+        for seed in (1, 1, 2)
+    )
     for name, tensor in first.items():
         assert tensor.dtype == getattr(torch, dtype)
         assert torch.equal(tensor, again[name]), name

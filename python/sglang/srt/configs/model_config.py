@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,6 @@ import torch
 
 from sglang.srt.models.registry import supported_architectures
 
-logger = logging.getLogger(__name__)
-
 EMBEDDED_MODEL = "embedded"
 
 _DTYPES = {
@@ -27,9 +24,12 @@ _DTYPES = {
     "float": torch.float32,
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
 }
 DTYPE_CHOICES = ("auto", *_DTYPES)
-ROPE_TYPES = ("default", "linear", "llama3")
+# Those that layers/rotary_embedding.py knows; this file must not import layers.
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 # Weights and what belongs to the tokenizer; not the other frameworks' copies of the weights.
 _HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
@@ -43,8 +43,9 @@ class ModelConfigError(ValueError):
 @dataclass(frozen=True)
 class ModelConfig:
     """model_path: as the user gave it. local_path: the directory with config.json. context_length: tokens that a
-    sequence may have. rope_parameters: always with "rope_type" and "rope_theta". eos_token_ids: from config.json
-    and generation_config.json, in that order, each once."""
+    sequence may have. rope_parameters: always with "rope_type", "rope_theta" and "original_max_position_embeddings",
+    and with "factor" where the type has one. eos_token_ids: from config.json and generation_config.json, in that
+    order, each once."""
 
     model_path: str
     local_path: Path
@@ -73,22 +74,23 @@ class ModelConfig:
         dtype: str = "auto",
         context_length: int | None = None,
         revision: str | None = None,
-        device: str = "cpu",
     ) -> ModelConfig:
         """model_path: a directory, a name on the Hugging Face hub, or "embedded". dtype: one of `DTYPE_CHOICES`.
-        context_length: None takes the model's own; more than that is refused. revision: of a hub name."""
+        context_length: None takes the model's own; more than its positions reach is refused. revision: of a hub name.
+        """
         local_path = resolve_model_path(model_path, revision)
         raw = _read_config_json(local_path)
         architecture = _pick_architecture(model_path, raw)
         hf_config = _auto_config(local_path)
         num_heads = hf_config.num_attention_heads
+        rope_parameters = _rope_parameters(hf_config)
         config = cls(
             model_path=model_path,
             local_path=local_path,
             hf_config=hf_config,
             architecture=architecture,
-            dtype=_pick_dtype(dtype, hf_config, device),
-            context_length=_pick_context_length(context_length, hf_config.max_position_embeddings),
+            dtype=_pick_dtype(dtype, hf_config),
+            context_length=_pick_context_length(context_length, hf_config.max_position_embeddings, rope_parameters),
             hidden_size=hf_config.hidden_size,
             intermediate_size=hf_config.intermediate_size,
             num_layers=hf_config.num_hidden_layers,
@@ -97,7 +99,7 @@ class ModelConfig:
             head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // num_heads,
             vocab_size=hf_config.vocab_size,
             rms_norm_eps=hf_config.rms_norm_eps,
-            rope_parameters=_rope_parameters(hf_config),
+            rope_parameters=rope_parameters,
             attention_bias=bool(getattr(hf_config, "attention_bias", False)),
             mlp_bias=bool(getattr(hf_config, "mlp_bias", False)),
             tie_word_embeddings=bool(hf_config.tie_word_embeddings),
@@ -105,6 +107,24 @@ class ModelConfig:
         )
         _refuse_unsupported(config)
         return config
+
+    def kv_heads_per_rank(self, num_ranks: int) -> int:
+        """A KV head is never cut: where there are fewer than ranks, several ranks keep the same one."""
+        return max(1, self.num_kv_heads // num_ranks)
+
+    def check_tensor_parallel(self, num_ranks: int) -> None:
+        """Raises ModelConfigError if the model cannot be divided over so many ranks."""
+        for what, number in (("attention heads", self.num_heads), ("intermediate rows", self.intermediate_size)):
+            if number % num_ranks:
+                raise ModelConfigError(
+                    f"The model's {number} {what} cannot be divided over {num_ranks} ranks; choose a --tp-size that "
+                    f"divides {number}."
+                )
+        if self.num_kv_heads % num_ranks and num_ranks % self.num_kv_heads:
+            raise ModelConfigError(
+                f"The model's {self.num_kv_heads} KV heads can neither be divided over {num_ranks} ranks nor evenly "
+                f"repeated on them; choose a --tp-size that divides {self.num_kv_heads} or is a multiple of it."
+            )
 
     @property
     def attn_scale(self) -> float:
@@ -206,7 +226,7 @@ def _auto_config(local_path: Path) -> Any:
         raise ModelConfigError(f"transformers cannot read {str(local_path / 'config.json')!r}: {reason}") from e
 
 
-def _pick_dtype(dtype: str, hf_config: Any, device: str) -> torch.dtype:
+def _pick_dtype(dtype: str, hf_config: Any) -> torch.dtype:
     if dtype in _DTYPES:
         return _DTYPES[dtype]
     if dtype != "auto":
@@ -214,26 +234,28 @@ def _pick_dtype(dtype: str, hf_config: Any, device: str) -> torch.dtype:
     stored = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or torch.float32
     if isinstance(stored, str):
         stored = getattr(torch, stored.removeprefix("torch."), None)
-    if stored in (torch.float32, torch.bfloat16):
+    if isinstance(stored, torch.dtype) and stored in _DTYPES.values():
         return stored
-    if stored == torch.float16 and torch.device(device).type == "cpu":
-        # bfloat16 would lose 3 of float16's 10 mantissa bits; float32 keeps every weight as it is.
-        logger.info("The model's weights are float16, which the CPU backend does not compute in: using float32.")
-        return torch.float32
     raise ModelConfigError(
-        f"The model's dtype {stored} is not supported; choose one with --dtype bfloat16 or float32."
+        f"The model's dtype {stored} is not supported; choose one with --dtype bfloat16, float16 or float32."
     )
 
 
-def _pick_context_length(wanted: int | None, own: int) -> int:
+def _pick_context_length(wanted: int | None, own: int, rope_parameters: dict[str, Any]) -> int:
     if wanted is None:
         return own
     if wanted <= 0:
         raise ModelConfigError(f"context_length {wanted} must be positive.")
-    if wanted > own:
+    longest = own
+    if rope_parameters["rope_type"] == "yarn":
+        # A config may name the factor and leave max_position_embeddings at the original length, as Qwen's guides do.
+        stretched = rope_parameters["factor"] * rope_parameters["original_max_position_embeddings"]
+        longest = max(own, int(stretched))
+    if wanted > longest:
+        reason = f"{own} (max_position_embeddings)" if longest == own else f"{longest} (YaRN's factor of its context)"
         raise ModelConfigError(
-            f"context_length {wanted} is more than the model's {own} (max_position_embeddings); "
-            f"use at most {own}, or a model whose config.json scales its positions further."
+            f"context_length {wanted} is more than the model's {reason}; "
+            f"use at most {longest}, or a model whose config.json scales its positions further."
         )
     return wanted
 
@@ -245,7 +267,19 @@ def _rope_parameters(hf_config: Any) -> dict[str, Any]:
     params.setdefault("rope_theta", getattr(hf_config, "rope_theta", 10000.0))
     params["rope_type"] = params.get("rope_type") or params.get("type") or "default"
     params.setdefault("original_max_position_embeddings", hf_config.max_position_embeddings)
+    if params["rope_type"] in ("yarn", "longrope") and params.get("factor") is None:
+        params["factor"] = hf_config.max_position_embeddings / params["original_max_position_embeddings"]
     return params
+
+
+def _sliding_window(hf_config: Any) -> int | None:
+    """Tokens that some layer can look back on, itself included; None for all."""
+    # Only where transformers' model of this family has one: other configs may carry the name and nobody reads it.
+    if not hasattr(type(hf_config), "sliding_window") or not getattr(hf_config, "use_sliding_window", True):
+        return None
+    if "sliding_attention" not in (getattr(hf_config, "layer_types", None) or ["sliding_attention"]):
+        return None
+    return hf_config.sliding_window
 
 
 def _eos_token_ids(local_path: Path, hf_config: Any) -> tuple[int, ...]:
@@ -282,8 +316,19 @@ def _refuse_unsupported(config: ModelConfig) -> None:
         raise ModelConfigError(
             "Rotary embeddings over a part of the head, or over an odd head_dim, are not supported."
         )
-    if getattr(hf, "use_sliding_window", False) or "sliding_attention" in (getattr(hf, "layer_types", None) or ()):
-        raise ModelConfigError("Sliding-window attention is not supported; use a model with full attention.")
+    if rope_type == "longrope":
+        lengths = {len(config.rope_parameters.get(f"{name}_factor") or ()) for name in ("short", "long")}
+        if lengths != {config.head_dim // 2}:
+            raise ModelConfigError(
+                f"The rope type 'longrope' needs {config.head_dim // 2} factors in both short_factor and long_factor."
+            )
+    window = _sliding_window(hf)
+    if window is not None and window < config.context_length:
+        raise ModelConfigError(
+            f"The model's attention looks back on {window} tokens only (sliding_window), which is not supported in a "
+            f"context of {config.context_length}; use --context-length {window} or less, or a model with full "
+            "attention."
+        )
     if config.num_heads % config.num_kv_heads != 0:
         raise ModelConfigError(
             f"{config.num_heads} attention heads cannot share {config.num_kv_heads} KV heads evenly."

@@ -1,7 +1,7 @@
 """`TensorParallelGroup`: the ranks that share one model, and what they do together. Owns the process groups.
 
 Every rank calls the same collectives in the same order, whatever has happened to it: a launch that failed on one rank
-still takes part, with values that nobody will read.
+still takes part, with values that nobody will read. All ranks end a collective with the same bits.
 """
 
 from __future__ import annotations
@@ -19,6 +19,20 @@ _TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
+class Shard:
+    """A rank's part of a dimension of `full` entries: `size` of them from `start` on. What lies beyond the end is
+    padding."""
+
+    full: int
+    start: int
+    size: int
+
+    def times(self, width: int) -> Shard:
+        """The same part where each entry is `width` long: heads -> rows of a projection."""
+        return Shard(self.full * width, self.start * width, self.size * width)
+
+
+@dataclass(frozen=True)
 class TensorParallelGroup:
     """rank of size. model: the process group of the forward pass, on the compute stream; control: the scheduler's,
     on its thread. Both None for a single rank, where every operation is the identity."""
@@ -28,9 +42,18 @@ class TensorParallelGroup:
     model: Any = None
     control: Any = None
 
+    def shard(self, full: int) -> Shard:
+        """This rank's part where all have equally many, rounded up: the last ranks' may be padding."""
+        size = -(-full // self.size)
+        return Shard(full, self.rank * size, size)
+
+    def shard_kv_heads(self, num_kv_heads: int) -> Shard:
+        """A KV head is never cut: where there are fewer than ranks, neighbouring ranks keep the same one."""
+        return Shard(num_kv_heads, self.rank * num_kv_heads // self.size, max(1, num_kv_heads // self.size))
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place."""
-        if self.size > 1:
+        if self.size > 1 and x.numel():
             dist.all_reduce(x, group=self.model)
         return x
 

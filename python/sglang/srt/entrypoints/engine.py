@@ -16,6 +16,7 @@ import atexit
 import importlib.metadata
 import importlib.util
 import logging
+import math
 import os
 import shutil
 import signal
@@ -66,6 +67,7 @@ class Child:
         self.name = name
         self._error_file = args.error_file
         self._tail = b""
+        self._ended_at = math.inf
         # A session of its own: the terminal's Ctrl-C is for the parent, which drains first.
         self.process = subprocess.Popen(
             [*command, msgspec.json.encode(args).decode()],
@@ -85,9 +87,15 @@ class Child:
                 sys.stderr.flush()
             except (AttributeError, OSError, ValueError):  # no stderr any more, or one without bytes (a notebook)
                 pass
+        self._ended_at = time.monotonic()
 
     def dead(self) -> bool:
         return self.process.poll() is not None
+
+    def ended_at(self) -> float:
+        """When it ended, by the monotonic clock: one rank's death ends the others, and the first to go says why."""
+        self._reader.join(0.5)
+        return self._ended_at
 
     def startup_error(self) -> str | None:
         try:
@@ -192,7 +200,8 @@ class EngineProcesses:
         finally:
             died.cancel()
         if not self.manager.ready.done():
-            dead = next(child for child in self._children if child.dead())
+            dead = await asyncio.to_thread(self._first_dead)
+            assert dead is not None
             raise StartupError(dead.startup_error() or dead.obituary())
         ready = self.manager.ready.result()
         self.ready_info = {
@@ -208,12 +217,16 @@ class EngineProcesses:
         backend.save(f"{self._directory}/tokenizer.json", pretty=False)
         return f"{self._directory}/tokenizer.json"
 
+    def _first_dead(self) -> Child | None:
+        return min((child for child in self._children if child.dead()), key=Child.ended_at, default=None)
+
     async def wait_for_death(self) -> str:
         """Returns when a child, or this end of their sockets, is gone: one line that says which and why."""
         while True:
-            for child in self._children:
-                if child.dead():
-                    return await asyncio.to_thread(child.obituary)
+            if any(child.dead() for child in self._children):
+                dead = await asyncio.to_thread(self._first_dead)
+                assert dead is not None
+                return await asyncio.to_thread(dead.obituary)
             if self._receive is not None and self._receive.done():
                 return f"the tokenizer manager failed: {self._receive.exception()!r}"
             await asyncio.sleep(_WATCH_INTERVAL_S)

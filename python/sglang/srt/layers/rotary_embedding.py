@@ -1,4 +1,13 @@
-"""Rotary position embeddings. Owns one table of cosines and sines, shared by all layers."""
+"""Rotary position embeddings. Owns one table of cosines and sines, shared by all layers.
+
+Keys stay in the cache as they were rotated once, so a position's rotation may not depend on the length of the
+sequence that it stands in. Where a scaling does depend on it, the context length of the server decides instead:
+
+- dynamic (NTK, by the length beyond the model's own context): `ModelConfig` ends the context where the scaling would
+  begin; up to there it is the default.
+- longrope: its long factors if the server's context is longer than the original one, else its short ones, in all
+  sequences.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +17,81 @@ from typing import Any
 import torch
 from torch import nn
 
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
-def rope_frequencies(head_dim: int, rope_parameters: dict[str, Any]) -> torch.Tensor:
-    """(head_dim / 2,) float32: radians per position. rope_parameters: see `ModelConfig`."""
+
+def rope_frequencies(
+    head_dim: int, context_length: int, rope_parameters: dict[str, Any]
+) -> tuple[torch.Tensor, float]:
+    """(head_dim / 2,) float32, radians per position, and the factor on cosines and sines. context_length: of the
+    server, in tokens. rope_parameters: see `ModelConfig`."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / (rope_parameters["rope_theta"] ** exponents)
+    base = rope_parameters["rope_theta"]
+    frequencies = 1.0 / (base**exponents)
     rope_type = rope_parameters["rope_type"]
-    if rope_type == "default":
-        return frequencies
+    if rope_type in ("default", "dynamic"):
+        return frequencies, 1.0
+    original = rope_parameters["original_max_position_embeddings"]
+    if rope_type == "longrope":
+        # LongRoPE (Ding et al. 2024): searched factors per frequency; section 3.3 for the short ones, and Phi-3's
+        # report for the factor on cosines and sines.
+        searched = rope_parameters["long_factor" if context_length > original else "short_factor"]
+        attention_factor = rope_parameters.get("attention_factor")
+        if attention_factor is None:
+            factor = rope_parameters["factor"]
+            attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        return 1.0 / (torch.tensor(searched, dtype=torch.float32) * base**exponents), attention_factor
     factor = rope_parameters["factor"]
     if rope_type == "linear":
-        return frequencies / factor
+        return frequencies / factor, 1.0
     if rope_type == "llama3":
         # Llama 3.1: wavelengths that fit often into the original context stay, long ones are stretched by
         # `factor`, those between are blended.
         low, high = rope_parameters["low_freq_factor"], rope_parameters["high_freq_factor"]
-        turns = rope_parameters["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+        turns = original * frequencies / (2 * math.pi)
         blend = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-        return (1 - blend) * frequencies / factor + blend * frequencies
+        return (1 - blend) * frequencies / factor + blend * frequencies, 1.0
+    if rope_type == "yarn":
+        blend = _yarn_blend(head_dim, original, rope_parameters)
+        return (1 - blend) * frequencies / factor + blend * frequencies, _yarn_attention_factor(rope_parameters)
     raise ValueError(f"rope type {rope_type!r}")
 
 
+def _yarn_blend(head_dim: int, original: int, rope_parameters: dict[str, Any]) -> torch.Tensor:
+    """(head_dim / 2,): 1 where a frequency stays, 0 where it is stretched. YaRN (Peng et al. 2023), section 3.2: by
+    the number of turns in the original context, with the ramp over the dimensions as its authors' code has it."""
+
+    def dimension(num_turns: float) -> float:
+        return (
+            head_dim * math.log(original / (num_turns * 2 * math.pi)) / (2 * math.log(rope_parameters["rope_theta"]))
+        )
+
+    low = dimension(rope_parameters.get("beta_fast") or 32)
+    high = dimension(rope_parameters.get("beta_slow") or 1)
+    if rope_parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    return 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
+
+
+def _yarn_attention_factor(rope_parameters: dict[str, Any]) -> float:
+    """YaRN, Eq. 22: the square root of the softmax's temperature, once for queries and once for keys. mscale and
+    mscale_all_dim are DeepSeek's way to set it."""
+    if (given := rope_parameters.get("attention_factor")) is not None:
+        return float(given)
+    factor = rope_parameters["factor"]
+
+    def scale(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    mscale, mscale_all_dim = rope_parameters.get("mscale"), rope_parameters.get("mscale_all_dim")
+    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
+
+
 class RotaryEmbedding(nn.Module):
-    """max_position: positions 0 to max_position - 1 can be looked up.
+    """context_length: positions 0 to context_length - 1 can be looked up.
 
     A table, not a computation per batch: torch's vectorised cos differs in the last bit between the vector body and
     the tail of a tensor, and a position must give the same bits wherever it stands in a batch.
@@ -38,12 +99,15 @@ class RotaryEmbedding(nn.Module):
 
     table: torch.Tensor
 
-    def __init__(self, head_dim: int, max_position: int, rope_parameters: dict[str, Any], dtype: torch.dtype) -> None:
+    def __init__(
+        self, head_dim: int, context_length: int, rope_parameters: dict[str, Any], dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        frequencies = rope_frequencies(head_dim, rope_parameters)
-        angles = torch.outer(torch.arange(max_position, dtype=torch.float32), frequencies)
-        # (max_position, head_dim): cosines, then sines.
-        self.register_buffer("table", torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype), persistent=False)
+        frequencies, factor = rope_frequencies(head_dim, context_length, rope_parameters)
+        angles = torch.outer(torch.arange(context_length, dtype=torch.float32), frequencies)
+        # (context_length, head_dim): cosines, then sines.
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(factor).to(dtype)
+        self.register_buffer("table", table, persistent=False)
 
     def lookup(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions: (num_tokens,) int64. Returns cos and sin for `apply_rotary`, (num_tokens, 1, head_dim)."""

@@ -60,7 +60,7 @@ IDLE_CHECK_AFTER_MS = 5000
 def build_config(args: ServerArgs, model: ModelConfig, group: TensorParallelGroup) -> SchedulerConfig:
     """Sizes the pools, alike on all ranks. Raises StartupError where not even one short request would fit."""
     page_bytes = MHATokenToKVPool.page_bytes(
-        args.page_size, model.num_layers, kv_heads_per_rank(model, group), model.head_dim, model.dtype
+        args.page_size, model.num_layers, model.kv_heads_per_rank(group.size), model.head_dim, model.dtype
     )
     # The ranks share the machine's memory.
     available = psutil.virtual_memory().available // group.size
@@ -83,7 +83,11 @@ def build_config(args: ServerArgs, model: ModelConfig, group: TensorParallelGrou
     num_host_pages = 0
     if args.enable_hierarchical_cache:
         num_host_pages, limited = host_pages_that_fit(
-            num_pages, page_bytes, args.hicache_ratio, args.hicache_size / group.size, available
+            num_pages,
+            page_bytes,
+            args.hicache_ratio,
+            args.hicache_size / group.size,
+            available - num_pages * page_bytes,
         )
         if num_host_pages < 1:
             raise StartupError("no host memory is free for --hicache: lower --max-total-tokens or drop --hicache")
@@ -118,25 +122,25 @@ def build_config(args: ServerArgs, model: ModelConfig, group: TensorParallelGrou
     )
 
 
-def kv_heads_per_rank(model: ModelConfig, group: TensorParallelGroup) -> int:
-    """A KV head is never cut: where there are fewer than ranks, several ranks keep the same one."""
-    return max(1, model.num_kv_heads // group.size)
-
-
 def build_core(args: ServerArgs, group: TensorParallelGroup, notify: Callable[[], None]) -> EngineCore:
     """Load the model and build one rank around it. notify: called from other threads when something completed."""
     if args.device == "cuda":
         raise StartupError("--device cuda is not served yet: use --device cpu")
-    if group.size > 1:
-        raise StartupError("the model is not split over ranks yet: use --tp-size 1")
     model_config = ModelConfig.from_pretrained(args.model_path, args.dtype, args.context_length)
-    model = load_model(model_config, args.load_format, TorchNativeAttnBackend(), args.random_seed or 0)
+    model = load_model(
+        model_config,
+        args.load_format,
+        TorchNativeAttnBackend(),
+        args.random_seed or 0,
+        quiet=group.rank > 0,
+        group=group,
+    )
     config = build_config(args, model_config, group)
     pool = MHATokenToKVPool(
         config.num_device_pages,
         config.page_size,
         model_config.num_layers,
-        kv_heads_per_rank(model_config, group),
+        model_config.kv_heads_per_rank(group.size),
         model_config.head_dim,
         model_config.dtype,
     )
@@ -317,6 +321,9 @@ def start(child: ChildArgs) -> Callable[[], None]:
     group = init_tensor_parallel(rank, args.tp_size, f"{child.extra['directory']}/ranks")
     sync = RankSync(group, context, child.extra["directory"])
     torch.manual_seed(args.random_seed or 0)
+    if group.size > 1:
+        # Each rank would take all cores, and they would wait for each other's threads.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // group.size))
     if receiver is None:
         follower = FollowerProcess(build_core(args, group, sync.poke), sync)
         gc.collect()

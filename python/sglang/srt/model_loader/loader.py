@@ -1,7 +1,7 @@
 """Filling a model with weights, from safetensors or at random.
 
 Owns nothing after it returns. Tensors go straight from the mapped file into the (fused) parameters, one at a time,
-so loading takes no memory beyond the model's.
+and a rank reads only its part of each, so loading takes no memory beyond the model's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.weights import WeightTarget
 from sglang.srt.models.registry import get_model_class
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -35,13 +37,17 @@ def load_model(
     seed: int = 0,
     device: str = "cpu",
     quiet: bool = False,
+    group: TensorParallelGroup = SINGLE_RANK,
 ) -> Any:
-    """A `CausalLM` in config.dtype on `device`. load_format: "auto" and "safetensors" read config.local_path,
-    "dummy" draws weights from `seed` (the same on every run; reads only config.json)."""
+    """A `CausalLM` in config.dtype on `device`, this rank's part of it. load_format: "auto" and "safetensors" read
+    config.local_path, "dummy" draws weights from `seed` (the same on every run and for any number of ranks; reads
+    only config.json). Raises ModelConfigError if the model does not divide by the group's size, ModelLoadError if the
+    weights do not fit."""
     if load_format not in LOAD_FORMATS:
         raise ModelLoadError(f"load format {load_format!r} is not supported; choose from {', '.join(LOAD_FORMATS)}.")
+    config.check_tensor_parallel(group.size)
     with torch.device(device):
-        model = get_model_class(config.architecture)(config, attn_backend)
+        model = get_model_class(config.architecture)(config, attn_backend, group)
     if load_format == "dummy":
         _fill_at_random(model.weight_targets(), seed)
     else:
@@ -77,7 +83,12 @@ def _weight_files(path: Path) -> dict[str, Path]:
 def _load_safetensors(model: Any, path: Path, quiet: bool) -> None:
     targets = model.weight_targets()
     where = {name: file for name, file in _weight_files(path).items() if not model.ignores_weight(name)}
-    missing, unexpected = sorted(targets.keys() - where.keys()), sorted(where.keys() - targets.keys())
+    plan: dict[str, list[WeightTarget]] = {}
+    for name in where:
+        parts = (name,) if name in targets else model.parts_of_fused(name)
+        if parts and all(part in targets and (part == name or part not in where) for part in parts):
+            plan[name] = [targets.pop(part) for part in parts]
+    missing, unexpected = sorted(targets), sorted(where.keys() - plan.keys())
     if missing or unexpected:
         parts = [
             f"{kind}: {_some(names)}" for kind, names in (("missing", missing), ("unexpected", unexpected)) if names
@@ -101,18 +112,24 @@ def _load_safetensors(model: Any, path: Path, quiet: bool) -> None:
                 for name in names:
                     if name not in held:
                         raise ModelLoadError(f"{file.name} does not hold {name!r}, which {_INDEX} says it does.")
-                    _copy(name, f.get_tensor(name), targets[name])
+                    _copy(name, f, plan[name])
                     progress.update()
 
 
-def _copy(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:
-    # A norm's weight is repeated over the heads of a fused parameter.
-    fits = tensor.shape == (target.shape[-1:] if name.endswith("norm.weight") else target.shape)
-    if not fits:
-        raise ModelLoadError(
-            f"{name!r} has the shape {tuple(tensor.shape)}, but config.json asks for {tuple(target.shape)}."
-        )
-    target.copy_(tensor)
+def _copy(name: str, file: Any, targets: list[WeightTarget]) -> None:
+    """targets: their tensors stand in the file's one below the other."""
+    source = file.get_slice(name)
+    shape = tuple(source.get_shape())
+    rows = sum(target.shape[0] for target in targets)
+    wanted = (rows, *targets[0].shape[1:])
+    if shape != wanted:
+        raise ModelLoadError(f"{name!r} has the shape {shape}, but config.json asks for {wanted}.")
+    if all(target.is_whole for target in targets):
+        source = file.get_tensor(name)  # of the mapped file, not yet a copy
+    offset = 0
+    for target in targets:
+        target.fill(source, offset)
+        offset += target.shape[0]
 
 
 def _open(file: Path) -> Any:
@@ -129,13 +146,13 @@ def _some(names: Iterable[str], limit: int = 5) -> str:
 
 
 @torch.inference_mode()
-def _fill_at_random(targets: dict[str, torch.Tensor], seed: int) -> None:
-    """Norms are 1; matrices keep the scale of their input, so that activations neither vanish nor blow up."""
+def _fill_at_random(targets: dict[str, WeightTarget], seed: int) -> None:
+    """Norms are 1; matrices keep the scale of their input, so that activations neither vanish nor blow up. Every rank
+    draws all of a tensor and keeps its part."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    for name in sorted(targets):
-        target = targets[name]
+    for name, target in sorted(targets.items()):
         if name.endswith("norm.weight"):
-            target.fill_(1.0)
+            target.tensor.fill_(1.0)
         else:
-            std = 1.0 if "embed_tokens" in name or target.ndim < 2 else target.shape[-1] ** -0.5
-            target.copy_(torch.randn(target.shape, generator=generator).mul_(std))
+            std = 1.0 if "embed_tokens" in name or len(target.shape) < 2 else target.shape[-1] ** -0.5
+            target.fill(torch.randn(target.shape, generator=generator).mul_(std))

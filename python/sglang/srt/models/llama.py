@@ -1,7 +1,8 @@
 """The dense decoder: Llama, and by small variations most other families.
 
-Owns the weights. KV lives in the pool that each call brings; the model never waits for it: the executor calls layer
-by layer and opens each layer's gate first.
+Owns this rank's part of the weights: attention heads, rows of the feed-forward layers and of the vocabulary. KV lives
+in the pool that each call brings; the model never waits for it: the executor calls layer by layer and opens each
+layer's gate first. What goes from layer to layer is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -9,17 +10,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.linear import MergedLinear
+from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, apply_rotary
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from sglang.srt.layers.weights import WeightTarget
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, KVPool
+
+# Projections that are one matrix here, and in some checkpoints.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @dataclass
@@ -33,22 +39,24 @@ class DecoderState:
 
 
 class LlamaAttention(nn.Module):
-    """qk_norm: normalise each head of q and k before the rotation."""
+    """num_heads, num_kv_heads: this rank's. qk_norm: normalise each head of q and k before the rotation."""
 
     def __init__(
         self,
         config: ModelConfig,
         layer_id: int,
         backend: AttentionBackend,
+        group: TensorParallelGroup,
         qkv_bias: bool,
         o_bias: bool,
         qk_norm: bool,
     ) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.qkv_proj = MergedLinear(config.hidden_size, (q_size, kv_size, kv_size), qkv_bias, config.dtype)
-        self.o_proj = MergedLinear(q_size, (config.hidden_size,), o_bias, config.dtype)
+        heads, kv_heads = group.shard(config.num_heads), group.shard_kv_heads(config.num_kv_heads)
+        self.num_heads, self.num_kv_heads, self.head_dim = heads.size, kv_heads.size, config.head_dim
+        q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
+        self.qkv_proj = MergedColumnParallelLinear(config.hidden_size, (q, kv, kv), qkv_bias, config.dtype)
+        self.o_proj = RowParallelLinear(q, config.hidden_size, o_bias, config.dtype, group)
         # One normalisation for q and k: the weight of q's norm repeats over its heads, then that of k's.
         self.qk_norm = None
         if qk_norm:
@@ -66,34 +74,40 @@ class LlamaAttention(nn.Module):
         q, k = apply_rotary(qk, state.cos, state.sin).split((self.num_heads, self.num_kv_heads), dim=1)
         return self.attn(q, k, v, batch, pool).reshape(num_tokens, -1)
 
-    def weight_targets(self) -> dict[str, torch.Tensor]:
-        targets = self.qkv_proj.shards(("q_proj", "k_proj", "v_proj")) | self.o_proj.shards(("o_proj",))
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        targets = self.qkv_proj.weight_targets(FUSED["qkv_proj"]) | self.o_proj.weight_targets("o_proj")
         if self.qk_norm is not None:
             q_weight, k_weight = self.qk_norm.weight.split((self.num_heads, self.num_kv_heads))
-            targets |= {"q_norm.weight": q_weight, "k_norm.weight": k_weight}
+            shape = (self.head_dim,)
+            targets |= {
+                "q_norm.weight": WeightTarget(q_weight, shape),
+                "k_norm.weight": WeightTarget(k_weight, shape),
+            }
         return targets
 
 
 class LlamaMLP(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, group: TensorParallelGroup) -> None:
         super().__init__()
-        sizes = (config.intermediate_size, config.intermediate_size)
-        self.gate_up_proj = MergedLinear(config.hidden_size, sizes, config.mlp_bias, config.dtype)
-        self.down_proj = MergedLinear(config.intermediate_size, (config.hidden_size,), config.mlp_bias, config.dtype)
+        shard = group.shard(config.intermediate_size)
+        self.gate_up_proj = MergedColumnParallelLinear(
+            config.hidden_size, (shard, shard), config.mlp_bias, config.dtype
+        )
+        self.down_proj = RowParallelLinear(shard, config.hidden_size, config.mlp_bias, config.dtype, group)
         self.act = SiluAndMul()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act(self.gate_up_proj(x)))
 
-    def weight_targets(self) -> dict[str, torch.Tensor]:
-        return self.gate_up_proj.shards(("gate_proj", "up_proj")) | self.down_proj.shards(("down_proj",))
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        return self.gate_up_proj.weight_targets(FUSED["gate_up_proj"]) | self.down_proj.weight_targets("down_proj")
 
 
 class LlamaDecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, self_attn: LlamaAttention) -> None:
+    def __init__(self, config: ModelConfig, self_attn: LlamaAttention, group: TensorParallelGroup) -> None:
         super().__init__()
         self.self_attn = self_attn
-        self.mlp = LlamaMLP(config)
+        self.mlp = LlamaMLP(config, group)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
 
@@ -109,43 +123,48 @@ class LlamaDecoderLayer(nn.Module):
         state.hidden = self.mlp(self.post_attention_layernorm(hidden)).add_(hidden)
         return state
 
-    def weight_targets(self) -> dict[str, torch.Tensor]:
+    def weight_targets(self) -> dict[str, WeightTarget]:
         targets = {f"self_attn.{name}": target for name, target in self.self_attn.weight_targets().items()}
         targets |= {f"mlp.{name}": target for name, target in self.mlp.weight_targets().items()}
-        targets["input_layernorm.weight"] = self.input_layernorm.weight
-        targets["post_attention_layernorm.weight"] = self.post_attention_layernorm.weight
+        targets["input_layernorm.weight"] = WeightTarget.whole(self.input_layernorm.weight)
+        targets["post_attention_layernorm.weight"] = WeightTarget.whole(self.post_attention_layernorm.weight)
         return targets
 
 
 class LlamaForCausalLM(nn.Module):
-    """See `CausalLM`. A family that differs overrides the class attribute or `make_attention`."""
+    """See `CausalLM`. A family that differs overrides the class attribute, `biases` or `make_attention`.
+
+    group: the ranks that share the model; all call the same methods in the same order, on one thread each."""
 
     qk_norm = False
 
-    def __init__(self, config: ModelConfig, attn_backend: AttentionBackend) -> None:
+    def __init__(self, config: ModelConfig, attn_backend: AttentionBackend, group: TensorParallelGroup) -> None:
         super().__init__()
         self.config = config
+        self.group = group
         self.num_layers = config.num_layers
-        shape = (config.vocab_size, config.hidden_size)
-        self.embed_tokens = nn.Parameter(torch.empty(shape, dtype=config.dtype), requires_grad=False)
+        vocab = (config.vocab_size, config.hidden_size, config.dtype, group)
+        self.embed_tokens = VocabParallelEmbedding(*vocab)
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, self.make_attention(config, layer_id, attn_backend))
+            LlamaDecoderLayer(config, self.make_attention(config, layer_id, attn_backend), group)
             for layer_id in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
-        self.lm_head = self.embed_tokens
-        if not config.tie_word_embeddings:
-            self.lm_head = nn.Parameter(torch.empty(shape, dtype=config.dtype), requires_grad=False)
+        self.lm_head = ParallelLMHead(*vocab, tied=self.embed_tokens if config.tie_word_embeddings else None)
         self.rotary = RotaryEmbedding(config.head_dim, config.context_length, config.rope_parameters, config.dtype)
 
+    def biases(self, config: ModelConfig) -> tuple[bool, bool]:
+        """Whether q, k and v have biases, and whether the projection of attention's output has one."""
+        return config.attention_bias, config.attention_bias
+
     def make_attention(self, config: ModelConfig, layer_id: int, attn_backend: AttentionBackend) -> LlamaAttention:
-        bias = config.attention_bias
-        return LlamaAttention(config, layer_id, attn_backend, qkv_bias=bias, o_bias=bias, qk_norm=self.qk_norm)
+        qkv_bias, o_bias = self.biases(config)
+        return LlamaAttention(config, layer_id, attn_backend, self.group, qkv_bias, o_bias, self.qk_norm)
 
     @torch.inference_mode()
     def embed(self, batch: ForwardBatch) -> DecoderState:
         cos, sin = self.rotary.lookup(batch.positions)
-        return DecoderState(F.embedding(batch.input_ids, self.embed_tokens), cos, sin)
+        return DecoderState(self.embed_tokens(batch.input_ids), cos, sin)
 
     @torch.inference_mode()
     def forward_layer(self, layer_id: int, state: DecoderState, batch: ForwardBatch, pool: KVPool) -> DecoderState:
@@ -156,20 +175,24 @@ class LlamaForCausalLM(nn.Module):
 
     @torch.inference_mode()
     def logits(self, state: DecoderState, batch: ForwardBatch) -> torch.Tensor:
-        """(num_samples, vocab_size) float32."""
-        return F.linear(self.norm(state.hidden), self.lm_head).float()
+        """(num_samples, vocab_size) float32, on every rank."""
+        return self.lm_head(self.norm(state.hidden))
 
-    def weight_targets(self) -> dict[str, torch.Tensor]:
-        """Every tensor a checkpoint must have -> the (part of a) parameter that takes it. A target of more
-        dimensions than the checkpoint's tensor takes it broadcast."""
-        targets: dict[str, torch.Tensor] = {"model.embed_tokens.weight": self.embed_tokens}
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        """Every tensor a checkpoint must have -> where it goes."""
+        targets = self.embed_tokens.weight_targets("model.embed_tokens")
         for layer_id, layer in enumerate(self.layers):
             assert isinstance(layer, LlamaDecoderLayer)
             targets |= {f"model.layers.{layer_id}.{name}": t for name, t in layer.weight_targets().items()}
-        targets["model.norm.weight"] = self.norm.weight
-        if self.lm_head is not self.embed_tokens:
-            targets["lm_head.weight"] = self.lm_head
+        targets["model.norm.weight"] = WeightTarget.whole(self.norm.weight)
+        if not self.config.tie_word_embeddings:
+            targets |= self.lm_head.weight_targets("lm_head")
         return targets
+
+    def parts_of_fused(self, name: str) -> tuple[str, ...]:
+        """The tensors, one below the other, that a checkpoint may hold as one, `name`; () if it is no such name."""
+        *path, module, kind = name.split(".")
+        return tuple(".".join((*path, part, kind)) for part in FUSED.get(module, ()))
 
     def ignores_weight(self, name: str) -> bool:
         """Tensors that checkpoints may carry and nobody needs."""

@@ -1,0 +1,51 @@
+"""`WeightTarget`: where a tensor of a checkpoint goes. Owns nothing; layers make them, the loader fills them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class WeightTarget:
+    """shape: the tensor's, in the checkpoint. tensor: the (part of a) parameter that takes it. Its shape is the same
+    except along `dim`, where it takes what stands from `start` on; entries beyond the checkpoint's end are padding.
+    A tensor with more dimensions than `shape` takes it broadcast."""
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    dim: int = 0
+    start: int = 0
+
+    @classmethod
+    def whole(cls, tensor: torch.Tensor) -> WeightTarget:
+        return cls(tensor, tuple(tensor.shape))
+
+    @property
+    def is_whole(self) -> bool:
+        return self.tensor.dim() != len(self.shape) or self.tensor.shape == self.shape
+
+    @property
+    def num_read(self) -> int:
+        """Entries along `dim` that come from the checkpoint."""
+        if self.tensor.dim() != len(self.shape):
+            return self.shape[self.dim]
+        return max(0, min(self.tensor.shape[self.dim], self.shape[self.dim] - self.start))
+
+    def index(self, offset: int = 0) -> tuple[slice, ...]:
+        """What to read: an index into the checkpoint's tensor. offset: where the part for this target begins in a
+        tensor that holds several, one below the other."""
+        assert self.dim == 0 or offset == 0
+        begin = offset + self.start
+        return (*(slice(None) for _ in range(self.dim)), slice(begin, begin + self.num_read))
+
+    def fill(self, source: Any, offset: int = 0) -> None:
+        """source: the checkpoint's tensor, or whatever gives tensors when it is indexed. Padding becomes 0."""
+        if self.is_whole:
+            self.tensor.copy_(source[self.index(offset)])
+            return
+        if self.num_read:
+            self.tensor.narrow(self.dim, 0, self.num_read).copy_(source[self.index(offset)])
+        self.tensor.narrow(self.dim, self.num_read, self.tensor.shape[self.dim] - self.num_read).zero_()

@@ -1,0 +1,236 @@
+"""Two ranks as real processes: the same greedy tokens as one rank's and transformers', quiet when idle, and gone
+together. A token counts as equal if its logit is within MARGIN of the best: sums over ranks round differently."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import shutil
+import signal
+import tempfile
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from server_fixture import Server, wait_until
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+import sglang
+from sglang.srt.entrypoints.engine import EngineDeadError
+from sglang.srt.model_loader.embedded_model import ensure_embedded_model
+
+pytestmark = pytest.mark.e2e
+
+MARGIN = 1e-4
+VOCAB = 211  # odd: the second rank's rows end in padding
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 60,
+    "intermediate_size": 100,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+OPTIONS = {
+    "dtype": "float32",
+    "enable_hierarchical_cache": True,
+    "hicache_ratio": 8.0,
+    "max_total_tokens": 240,
+    "chunked_prefill_size": 33,
+}
+MODELS = {
+    "llama": LlamaConfig(
+        **SHAPE, num_attention_heads=6, num_key_value_heads=2, head_dim=14, attention_bias=True, mlp_bias=True
+    ),
+    # One KV head, which both ranks keep.
+    "qwen2": Qwen2Config(
+        **SHAPE, num_attention_heads=4, num_key_value_heads=1, head_dim=10, tie_word_embeddings=True
+    ),
+}
+
+
+class Reference:
+    """One random model, as transformers has it, in a directory with the embedded model's tokenizer."""
+
+    def __init__(self, name: str, path: str) -> None:
+        torch.manual_seed(11)
+        self.path = path
+        self.hf = AutoModelForCausalLM.from_config(MODELS[name]).eval()
+        with torch.no_grad():
+            for parameter_name, parameter in self.hf.named_parameters():
+                if parameter_name.endswith("bias"):
+                    parameter.normal_(0, 0.3)
+        self.hf.save_pretrained(path)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(ensure_embedded_model() / file, path)
+
+    def check(self, prompt: list[int], output_ids: list[int]) -> None:
+        with torch.inference_mode():
+            logits = self.hf(torch.tensor([prompt + output_ids])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits[torch.arange(len(output_ids)), torch.tensor(output_ids)]
+        gap = logits.max(-1).values - chosen
+        assert gap.max() < MARGIN, f"token {int(gap.argmax())} is {float(gap.max())} below the best"
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
+    return {name: Reference(name, str(tmp_path_factory.mktemp(name))) for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def reference(references: dict[str, Reference]) -> Reference:
+    return references["llama"]
+
+
+@pytest.fixture(scope="module")
+def engine(reference: Reference):
+    shared_memory = set(os.listdir("/dev/shm"))
+    directories = sockets()
+    with sglang.Engine(model_path=reference.path, tp_size=2, **OPTIONS) as engine:
+        yield engine
+    assert sockets() == directories
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+
+
+def sockets() -> set[str]:
+    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("sglang-")}
+
+
+def prompts(seed: int, lengths: list[int], shared: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    prefix = rng.integers(3, VOCAB, shared)
+    return [np.concatenate([prefix, rng.integers(3, VOCAB, n)]).tolist() for n in lengths]
+
+
+def greedy(num_tokens: int) -> dict:
+    return {"temperature": 0, "ignore_eos": True, "max_new_tokens": num_tokens}
+
+
+def ranks(engine: sglang.Engine) -> dict[str, psutil.Process]:
+    children = engine._processes._children
+    return {child.name: psutil.Process(child.process.pid) for child in children if "rank" in child.name}
+
+
+def test_greedy_with_hits_on_both_tiers_chunked_and_batched(engine, reference):
+    batch = prompts(1, [80, 90, 100, 7], shared=16)
+    tiers = {"device": 0, "host": 0}
+    first: list[list[int]] = []
+    for _ in range(3):
+        for prompt in batch:
+            reply = engine.generate(input_ids=prompt, sampling_params=greedy(8))
+            reference.check(prompt, reply["output_ids"])
+            for tier, tokens in reply["meta_info"]["cached_tokens_details"].items():
+                tiers[tier] += tokens
+            first.append(reply["output_ids"])
+    assert tiers["device"] > 0 and tiers["host"] > 100, tiers
+    together = engine.generate(input_ids=batch, sampling_params=greedy(8))
+    for prompt, reply in zip(batch, together):
+        reference.check(prompt, reply["output_ids"])
+    with sglang.Engine(model_path=reference.path, **OPTIONS) as single:
+        for prompt, reply in zip(batch, single.generate(input_ids=batch, sampling_params=greedy(8))):
+            reference.check(prompt, reply["output_ids"])
+            alike = sum(reply["output_ids"] == output_ids for output_ids in first)
+            assert alike >= 1, "one rank and two agree on no token sequence"
+
+
+def test_concurrent_requests_and_aborts(engine, reference):
+    batch = prompts(2, [20, 40, 60, 33, 5, 18, 50, 44], shared=8)
+
+    def run(i: int) -> tuple[list[int], int]:
+        wanted = 24
+        if i % 3 == 0:
+            stream = engine.generate(input_ids=batch[i], sampling_params=greedy(150), stream=True)
+            for event in stream:
+                if len(event["output_ids"]) >= 5:
+                    break
+            stream.close()
+            return event["output_ids"], 5
+        return engine.generate(input_ids=batch[i], sampling_params=greedy(wanted))["output_ids"], wanted
+
+    with concurrent.futures.ThreadPoolExecutor(len(batch)) as pool:
+        for prompt, (output_ids, wanted) in zip(batch, pool.map(run, range(len(batch)))):
+            assert len(output_ids) >= wanted
+            reference.check(prompt, output_ids)
+    state = engine.get_server_info()["internal_states"][0]
+    assert state["counters"]["aborted_reqs"] >= 1, state["counters"]
+    assert engine.flush_cache()
+
+
+def test_sampled_tokens_do_not_depend_on_who_samples(engine, reference):
+    """Every rank draws for itself: were the draws not alike, the next steps would continue different sequences."""
+    (prompt,) = prompts(3, [30])
+    params = {"temperature": 0.8, "top_p": 0.9, "max_new_tokens": 30, "ignore_eos": True, "sampling_seed": 5}
+    one, two = (engine.generate(input_ids=prompt, sampling_params=params)["output_ids"] for _ in range(2))
+    assert one == two
+    whole = torch.tensor([prompt + one])
+    with torch.inference_mode():
+        probs = reference.hf(whole).logits[0, len(prompt) - 1 : -1].div(0.8).softmax(-1)
+    # Each token lies among the most probable that make up 0.9 by transformers' account.
+    chosen = probs[torch.arange(30), torch.tensor(one)]
+    above = torch.where(probs > chosen[:, None] + 1e-5, probs, 0).sum(-1)
+    assert bool((above < 0.9).all())
+
+
+def test_idle_ranks_sleep(engine):
+    engine.generate(input_ids=[5, 6, 7], sampling_params=greedy(2))
+    time.sleep(0.3)
+
+    def cpu_seconds() -> dict[str, float]:
+        return {name: sum(process.cpu_times()[:2]) for name, process in ranks(engine).items()}
+
+    before = cpu_seconds()
+    assert len(before) == 2
+    time.sleep(2)
+    used = {name: seconds - before[name] for name, seconds in cpu_seconds().items()}
+    assert max(used.values()) < 0.1, used
+
+
+def test_a_kv_head_on_both_ranks_until_rank_1_is_killed(references):
+    reference = references["qwen2"]
+    directories = sockets()
+    engine = sglang.Engine(model_path=reference.path, tp_size=2, log_level="critical", **OPTIONS)
+    try:
+        batch = prompts(4, [90, 60, 80], shared=10)
+        hits = 0
+        for _ in range(2):
+            for prompt in batch:
+                reply = engine.generate(input_ids=prompt, sampling_params=greedy(8))
+                reference.check(prompt, reply["output_ids"])
+                hits += reply["meta_info"]["cached_tokens"]
+        assert hits > 100
+        processes = ranks(engine)
+        stream = engine.generate(input_ids=batch[0], sampling_params=greedy(130), stream=True)
+        next(stream)
+        processes["scheduler rank 1"].send_signal(signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="scheduler rank 1 process was killed by SIGKILL"):
+            list(stream)
+    finally:
+        engine.shutdown()
+    assert not [p for p in processes.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert sockets() == directories
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_server(reference, rank):
+    shared_memory = set(os.listdir("/dev/shm"))
+    with Server("--tp-size", "2", "--hicache", "--max-total-tokens", "240", model=reference.path) as server:
+        body = {"input_ids": prompts(5, [50])[0], "sampling_params": greedy(8)}
+        reply = server.post("/generate", body).json()
+        reference.check(body["input_ids"], reply["output_ids"])
+        schedulers = [c for c in server.children if any("scheduler_process" in word for word in c.cmdline())]
+        schedulers.sort(key=lambda c: c.create_time())
+        assert len(schedulers) == 2
+        schedulers[rank].send_signal(signal.SIGKILL)
+        assert server.wait(8) == 1
+        assert f"the scheduler rank {rank} process was killed by SIGKILL" in server.output()
+        server.assert_nothing_left()
+    wait_until(lambda: set(os.listdir("/dev/shm")) <= shared_memory, 2)
+
+
+def test_a_model_that_does_not_divide_ends_start_up_with_a_sentence(reference):
+    with pytest.raises(Exception, match=r"^The model's 6 attention heads cannot be divided over 4 ranks; choose"):
+        sglang.Engine(model_path=reference.path, tp_size=4, log_level="critical", **OPTIONS)
