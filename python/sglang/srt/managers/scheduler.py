@@ -47,6 +47,8 @@ from sglang.srt.sampling.logprob_types import LaunchLogprobs
 FAILURE_LIMIT = 30
 FAILURE_WITH_LOADS = 1
 FAILURE_WITHOUT_LOADS = 10
+# From here on it runs alone, so that what cannot be computed takes no neighbour with it.
+FAILURES_OF_A_SUSPECT = 20
 # Tokens of a request that is not streamed are passed on in groups.
 EMIT_EVERY_UNSTREAMED = 64
 
@@ -412,6 +414,9 @@ class Scheduler:
     def _admit(self, build: _ExtendBuilder, req: Req, budget: int) -> int:
         """Start a waiting request if memory permits. Returns the tokens it computes in this launch, 0 if it waits."""
         page = self.page_size
+        active = self.active()
+        if active and max(req.num_failures, active[0].num_failures) >= FAILURES_OF_A_SUSPECT:
+            return 0
         match = self._match(req)
         num_load = (match.total_len - match.device_len) // page
         filling = self.device.counts[FrameState.FILLING]
@@ -422,7 +427,6 @@ class Scheduler:
         available -= self.tree.evictable_pages_in(match)
         if need > available:
             return 0
-        active = self.active()
         futures = [r.max_len - r.length for r in active]
         admission = Admission(
             need=need,

@@ -229,11 +229,6 @@ class ModelExecutor:
         if run.ends_void:
             self._void = False
         run.void = self._void
-        if self._skips(run):
-            return
-        with torch.inference_mode():
-            run.batch = self._forward_batch(run.launch)
-        run.batch.gates = run.gates
         self._guard(run, self.model.embed)
 
     def _layer(self, run: _Run, layer: int) -> None:
@@ -279,9 +274,11 @@ class ModelExecutor:
         others would wait for it for ever."""
         if self._skips(run):
             return
-        assert run.batch is not None
         try:
             with torch.inference_mode():
+                if run.batch is None:
+                    run.batch = self._forward_batch(run.launch)
+                    run.batch.gates = run.gates
                 run.state = work(run.batch)
         except Exception as error:
             if self.lockstep:
