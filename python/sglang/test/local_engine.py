@@ -190,6 +190,13 @@ class LocalEngine:
         for stream in self._streams:
             stream.close()
 
+    def _step(self, requests: list[TokenizedGenerateReqInput], aborts: list[str]) -> BatchDecision | None:
+        """One step; None where there is nothing to do."""
+        progress = self.core.progress()
+        if not (requests or aborts or self.core.has_work()):
+            return None
+        return self.core.step(time.monotonic(), progress, requests, aborts)
+
     def _turn(
         self,
         start: float,
@@ -198,12 +205,11 @@ class LocalEngine:
         after_step: Callable[[BatchDecision], None],
     ) -> None:
         self._woken.clear()
-        progress = self.core.progress()
-        if not (requests or aborts or self.core.has_work()):
+        decision = self._step(requests, aborts)
+        if decision is None:
             # Late completions are held back by the faulty link and reported at a later poll: look again soon.
             self._woken.wait(0.001)
             return
-        decision = self.core.step(time.monotonic(), progress, requests, aborts)
         if self.debug:
             self.scheduler.check_invariants()
         now = time.perf_counter() - start

@@ -11,7 +11,14 @@ import io
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.engine_core import replay
@@ -42,9 +49,13 @@ SHAPE = {
 class Model:
     """One random model, as transformers and as ours see it."""
 
-    def __init__(self, hf_config: LlamaConfig | Qwen3Config, path: str) -> None:
+    def __init__(self, hf_config: PretrainedConfig, path: str) -> None:
         torch.manual_seed(7)
         self.hf = AutoModelForCausalLM.from_config(hf_config).eval()
+        with torch.no_grad():
+            for name, parameter in self.hf.named_parameters():
+                if name.endswith("bias"):  # fresh ones are 0
+                    parameter.normal_(0, 0.3)
         self.hf.save_pretrained(path)
         self.config = ModelConfig.from_pretrained(path, dtype="float32")
 
@@ -71,10 +82,17 @@ class Model:
         return torch.stack(layers).permute(3, 1, 0, 2, 4).double().numpy()
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+MODELS = {
+    "llama": LlamaConfig(**SHAPE),
+    "mistral": MistralConfig(**SHAPE, sliding_window=None),
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    config = LlamaConfig(**SHAPE) if request.param == "llama" else Qwen3Config(**SHAPE, tie_word_embeddings=True)
-    return Model(config, str(tmp_path_factory.mktemp(request.param)))
+    return Model(MODELS[request.param], str(tmp_path_factory.mktemp(request.param)))
 
 
 def prompts(seed: int, lengths: list[int], shared: int = 0) -> list[np.ndarray]:

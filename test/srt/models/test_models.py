@@ -8,7 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny_runner import TinyRunner
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from sglang.srt.configs.model_config import ModelConfig
 
@@ -45,6 +56,16 @@ MODELS = {
         LlamaForCausalLM,
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}},
     ),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None, "num_key_value_heads": 3}),
+    "mistral_window_as_long_as_the_context": (MistralConfig, MistralForCausalLM, {"sliding_window": 512}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "qwen2_window_not_used": (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        {"use_sliding_window": False, "sliding_window": 16, "max_window_layers": 1, "head_dim": 8},
+    ),
+    # Fused projections in the files; the size of a head follows from that of the hidden state.
+    "phi3": (Phi3Config, Phi3ForCausalLM, {"head_dim": 8, "pad_token_id": 0}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": False, "num_attention_heads": 4}),
     "qwen3_tied_biased": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": True, "attention_bias": True}),
 }
@@ -134,15 +155,16 @@ def test_greedy_tokens(pair):
         assert mine == want[0, len(prompt) :].tolist(), f"prompt of {len(prompt)} tokens, seed {SEED}"
 
 
-def test_bfloat16(pair):
-    ours = TinyRunner(ModelConfig.from_pretrained(str(pair.path), dtype="bfloat16"))
-    theirs = type(pair.theirs).from_pretrained(pair.path, dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(pair, dtype):
+    ours = TinyRunner(ModelConfig.from_pretrained(str(pair.path), dtype=dtype))
+    theirs = type(pair.theirs).from_pretrained(pair.path, dtype=getattr(torch, dtype))
     tokens = pair.prompts[2]
     exact = logits_of(pair.theirs, tokens)
     (seq,) = ours.start([tokens])
     got = ours.forward([(seq, 50)], all_rows=True)
     got = torch.cat((got, ours.forward([(seq, 40)], all_rows=True)))
-    # As far from the float32 result as transformers' own bfloat16 is, give or take.
+    # As far from the float32 result as transformers' own is in that type, give or take.
     noise = (logits_of(theirs, tokens) - exact).std().item()
     mine = (got - exact).std().item()
     assert mine < 1.5 * noise < 0.2 * exact.std().item(), f"seed {SEED}: {mine} beside transformers' {noise}"

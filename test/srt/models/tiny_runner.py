@@ -7,6 +7,7 @@ import random
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView
@@ -18,8 +19,8 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 class TinyPool:
     """Layer-first; what nobody has written is NaN."""
 
-    def __init__(self, config: ModelConfig, num_pages: int, page_size: int) -> None:
-        shape = (2, config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
+    def __init__(self, config: ModelConfig, num_pages: int, page_size: int, num_kv_heads: int) -> None:
+        shape = (2, config.num_layers, num_pages, page_size, num_kv_heads, config.head_dim)
         self.kv = torch.full(shape, torch.nan, dtype=config.dtype)
 
     def view(self, layer_id: int) -> KVView:
@@ -38,11 +39,18 @@ class TinySequence:
 
 
 class TinyRunner:
-    """Feeds sequences to a model in chunks of any size."""
+    """Feeds sequences to a model in chunks of any size. group: runs one rank of several."""
 
-    def __init__(self, config: ModelConfig, load_format: str = "auto", seed: int = 0) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        load_format: str = "auto",
+        seed: int = 0,
+        group: TensorParallelGroup = SINGLE_RANK,
+    ) -> None:
         self.config = config
-        self.model = load_model(config, load_format, TorchNativeAttnBackend(), seed, quiet=True)
+        self.num_kv_heads = config.kv_heads_per_rank(group.size)
+        self.model = load_model(config, load_format, TorchNativeAttnBackend(), seed, quiet=True, group=group)
 
     def start(
         self, prompts: list[list[int]], room: int = 64, page_size: int = 1, seed: int = 0
@@ -52,7 +60,7 @@ class TinyRunner:
         order = list(range(sum(needed) + 3))
         random.Random(seed).shuffle(order)
         self.page_size = page_size
-        self.pool = TinyPool(self.config, len(order), page_size)
+        self.pool = TinyPool(self.config, len(order), page_size, self.num_kv_heads)
         sequences = []
         for prompt, n in zip(prompts, needed):
             sequences.append(TinySequence(prompt, torch.tensor(order[:n])))

@@ -1,0 +1,209 @@
+"""Models divided over ranks that are threads: every family and several sizes, against one rank."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_runner import TinyRunner
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.model_loader import loader
+from sglang.srt.model_loader.loader import load_model
+from sglang.test.thread_group import thread_groups
+
+VOCAB = 101
+BASE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 36,
+    "intermediate_size": 60,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 6,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+MODELS = {
+    "llama_biased": LlamaConfig(**BASE, attention_bias=True, mlp_bias=True),
+    "mistral": MistralConfig(**BASE, sliding_window=None),
+    "phi3_fused": Phi3Config(**{**BASE, "hidden_size": 48, "head_dim": 4}),
+    "qwen2_one_kv_head_tied": Qwen2Config(**BASE | {"num_key_value_heads": 1}, tie_word_embeddings=True),
+    "qwen3_two_kv_heads": Qwen3Config(**BASE | {"num_key_value_heads": 2}),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def path(request, tmp_path_factory):
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_config(MODELS[request.param])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("norm.weight", "bias")):
+                parameter.uniform_(0.5, 1.5)
+    path = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(path, max_shard_size="30KB")
+    return str(path)
+
+
+def on_all_ranks(size, work):
+    """work(group) on a thread per rank; the results in the order of ranks."""
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(work, thread_groups(size)))
+
+
+@pytest.mark.parametrize("size", [2, 4, 12])
+def test_logits_equal_one_ranks(path, size):
+    config = ModelConfig.from_pretrained(path)
+    rng = random.Random(2)
+    prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (23, 1, 40)]
+
+    def run(runner):
+        seqs = runner.start(prompts, page_size=3)
+        # One in the middle of its prompt: no row is sampled in this launch.
+        got = [runner.forward([(seqs[2], 17)])]
+        got.append(runner.forward([(seqs[0], 23), (seqs[1], 1), (seqs[2], 23)]))
+        for seq in seqs:
+            seq.tokens.append(7)
+        got.append(runner.forward([(seq, 1) for seq in seqs]))
+        return torch.cat(got)
+
+    want = run(TinyRunner(config))
+    got = on_all_ranks(size, lambda group: run(TinyRunner(config, group=group)))
+    assert got[0].shape == want.shape == (6, VOCAB) and got[0].dtype == torch.float32
+    assert all(torch.equal(got[0], other) for other in got[1:]), "the ranks sample from different logits"
+    assert ((got[0] - want).abs().max() / want.std()).item() < 5e-5
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(path, dtype):
+    config = ModelConfig.from_pretrained(path, dtype=dtype)
+    tokens = list(range(40))
+
+    def run(runner):
+        (seq,) = runner.start([tokens])
+        return runner.forward([(seq, 40)], all_rows=True)
+
+    want = run(TinyRunner(config))
+    got = on_all_ranks(2, lambda group: run(TinyRunner(config, group=group)))
+    assert torch.equal(*got)
+    assert ((got[0] - want).std() / want.std()).item() < (0.08 if dtype == "bfloat16" else 0.01)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_hold_slices_of_the_whole(path, size, load_format):
+    config = ModelConfig.from_pretrained(path)
+
+    def load(group):
+        return load_model(config, load_format, TorchNativeAttnBackend(), 3, quiet=True, group=group).weight_targets()
+
+    whole = load_model(config, load_format, TorchNativeAttnBackend(), 3, quiet=True).weight_targets()
+    parts = [load(group) for group in thread_groups(size)]
+    for name, full in whole.items():
+        seen = torch.zeros(full.shape[full.dim], dtype=torch.bool)
+        for part in (rank[name] for rank in parts):
+            assert part.shape == full.shape
+            if part.tensor.dim() != len(part.shape):  # a norm, repeated over heads
+                assert torch.equal(part.tensor[0], full.tensor[0]), name
+                seen[:] = True
+                continue
+            rows = range(part.start, part.start + part.num_read)
+            taken = part.tensor.narrow(part.dim, 0, part.num_read)
+            assert torch.equal(taken, full.tensor.narrow(part.dim, part.start, part.num_read)), name
+            padding = part.tensor.narrow(part.dim, part.num_read, part.tensor.shape[part.dim] - part.num_read)
+            assert not bool(padding.any())
+            seen[list(rows)] = True
+        assert bool(seen.all()), f"nobody has all of {name}"
+
+
+def test_a_rank_reads_only_its_part(path, monkeypatch):
+    config = ModelConfig.from_pretrained(path)
+    read = 0
+
+    class Counting:
+        """A safetensors file that counts the entries read."""
+
+        def __init__(self, file):
+            self.file = file
+
+        def __enter__(self):
+            self.opened = self.file.__enter__()
+            return self
+
+        def __exit__(self, *args):
+            return self.file.__exit__(*args)
+
+        def keys(self):
+            return self.opened.keys()
+
+        def get_tensor(self, name):
+            nonlocal read
+            tensor = self.opened.get_tensor(name)
+            read += tensor.numel()
+            return tensor
+
+        def get_slice(self, name):
+            source = self.opened.get_slice(name)
+
+            class Slice:
+                def get_shape(self):
+                    return source.get_shape()
+
+                def __getitem__(self, index):
+                    nonlocal read
+                    tensor = source[index]
+                    read += tensor.numel()
+                    return tensor
+
+            return Slice()
+
+    opens = loader._open
+    monkeypatch.setattr(loader, "_open", lambda file: Counting(opens(file)))
+    group = thread_groups(2)[1]
+    model = load_model(config, "auto", TorchNativeAttnBackend(), quiet=True, group=group)
+    padding = (model.lm_head.shard.size * 2 - VOCAB) * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    held = sum(p.numel() for p in model.parameters())
+    assert 0 < read <= held - padding
+    stored = sum(t.numel() for file in config.local_path.glob("*.safetensors") for t in load_file(file).values())
+    assert read < 0.6 * stored
+
+
+@pytest.mark.parametrize(
+    ("size", "sentence"),
+    [
+        (5, r"12 attention heads cannot be divided over 5 ranks; choose a --tp-size that divides 12\.$"),
+        (3, r"4 KV heads can neither be divided over 3 ranks nor evenly repeated"),
+    ],
+)
+def test_refuses_what_does_not_divide(tmp_path, size, sentence):
+    MistralConfig(**BASE, sliding_window=None, architectures=["MistralForCausalLM"]).save_pretrained(tmp_path)
+    with pytest.raises(ModelConfigError, match=sentence):
+        load_model(
+            ModelConfig.from_pretrained(str(tmp_path)),
+            "dummy",
+            TorchNativeAttnBackend(),
+            group=thread_groups(size)[0],
+        )
+
+
+def test_refuses_an_intermediate_size_that_does_not_divide(tmp_path):
+    config = LlamaConfig(**BASE | {"intermediate_size": 61}, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelConfigError, match="61 intermediate rows cannot be divided over 2 ranks"):
+        ModelConfig.from_pretrained(str(tmp_path)).check_tensor_parallel(2)
