@@ -141,6 +141,16 @@ class HiCacheController:
                     assert (expected[frames] == -1).all(), f"{tier.name}: a frame belongs to two nodes"
                     filling = node.tickets[tier] is not None
                     expected[frames] = FrameState.FILLING if filling else FrameState.CACHED
+                ticket = node.tickets[tier]
+                if ticket is not None:
+                    assert frames is not None and ticket in self.in_flight, (
+                        f"{node} waits for {ticket}, which is over"
+                    )
+                    filled = self.in_flight[ticket].dst_frames
+                    assert np.isin(frames, filled).all(), f"{node}: {ticket} fills other pages"
+                    # A load's source stays, else its failure could not be told from eviction.
+                    ready = node.frames[Tier.HOST] is not None and node.tickets[Tier.HOST] is None
+                    assert tier != Tier.DEVICE or ready, f"{node}: its load has no source"
             in_tree = expected >= 0
             assert (table.state[in_tree] == expected[in_tree]).all(), f"{tier.name}: tree and frame table disagree"
             rest = table.state[~in_tree]

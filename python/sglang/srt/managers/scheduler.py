@@ -716,9 +716,15 @@ class Scheduler:
             assert req.hold is not None and self._reqs[req.rid] is req
             own[id(req.hold.receipt.node)] = own.get(id(req.hold.receipt.node), 0) + 1
             assert req.hold.published % self.page_size == 0
-            depth, node = 0, req.hold.receipt.node
+            depth, node, keys = 0, req.hold.receipt.node, []
             while node.parent is not None:
+                keys.append(node.key)
                 depth, node = depth + len(node.key), node.parent
+            said = req.tokens[: min(depth, req.num_known)]
+            assert not keys or np.array_equal(np.concatenate(keys[::-1]), said), (
+                f"{req}: locks other tokens than its own"
+            )
+            assert req.last_launch < self.next_launch
             assert depth == req.hold.published, f"{req}: locked to {depth}, published {req.hold.published}"
             assert len(req.hold.frames) == pages_for(req.computed, self.page_size) - depth // self.page_size
             assert req.num_known <= req.length <= req.max_len
@@ -730,6 +736,11 @@ class Scheduler:
         for node in [*self.tree.walk(), *self.tree.roots.values()]:
             locks = own.get(id(node), 0) + sum(c.lock for c in node.children.values())
             assert node.lock == locks, f"{node}: locked {node.lock} times, {locks} known"
+        for node in self.tree.walk():
+            assert max(*node.fences, node.last_use) < self.next_launch, (
+                f"{node}: waits for a launch that does not exist"
+            )
+        assert len({r.slot for r in active} | set(self._free_slots)) == self.config.max_running_requests
         orders = [r.order for r in self.waiting]
         assert orders == sorted(orders)
         assert all(r.hold is None and r.slot == -1 for r in self.waiting)
