@@ -24,24 +24,46 @@ def resolve_model_path(model_path: str) -> str:
     return str(resolve(model_path))
 
 
+# (tokenizer_class without "Fast", model_type) -> the class that AutoTokenizer would choose. Importing AutoTokenizer
+# imports torch, seconds that a server's start would wait for; importing one of these does not. A LlamaTokenizer of a
+# Llama is not among them: there AutoTokenizer decides by what the file holds.
+_TOKENIZER_CLASSES = {
+    ("LlamaTokenizer", "mistral"): "TokenizersBackend",
+    ("LlamaTokenizer", "phi3"): "TokenizersBackend",
+    ("Qwen2Tokenizer", "qwen2"): "Qwen2Tokenizer",
+    ("Qwen2Tokenizer", "qwen3"): "Qwen2Tokenizer",
+}
+
+
 def get_tokenizer(path: str) -> Any:
-    """A transformers tokenizer. Raises StartupError."""
+    """A transformers tokenizer, the one of AutoTokenizer. Raises StartupError."""
     try:
-        with open(os.path.join(path, "tokenizer_config.json")) as file:
-            tokenizer_class = json.load(file).get("tokenizer_class")
-    except (OSError, ValueError, AttributeError):
-        tokenizer_class = None
-    try:
-        if tokenizer_class == "PreTrainedTokenizerFast":
-            # AutoTokenizer would choose the same, but importing it imports torch: seconds.
-            from transformers import PreTrainedTokenizerFast
+        import transformers
 
-            return PreTrainedTokenizerFast.from_pretrained(path)
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(path)
+        name = _known_tokenizer_class(path)
+        tokenizer_class = getattr(transformers, name) if name else transformers.AutoTokenizer
+        return tokenizer_class.from_pretrained(path)
     except Exception as error:  # transformers raises anything from KeyError to its own errors for a broken file
         raise StartupError(f"{path} holds no usable tokenizer ({one_sentence(error)[:200]})") from None
+
+
+def _known_tokenizer_class(path: str) -> str | None:
+    def read(file_name: str) -> dict[str, Any]:
+        try:
+            with open(os.path.join(path, file_name)) as file:
+                content = json.load(file)
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    config = read("tokenizer_config.json")
+    name = str(config.get("tokenizer_class")).removesuffix("Fast")
+    files = set(os.listdir(path)) if os.path.isdir(path) else set()
+    if "auto_map" in config or "tokenizer.json" not in files or "tekken.json" in files:
+        return None
+    if name in ("PreTrainedTokenizer", "TokenizersBackend"):
+        return "TokenizersBackend"
+    return _TOKENIZER_CLASSES.get((name, str(read("config.json").get("model_type"))))
 
 
 def get_context_and_vocab(model_dir: str) -> tuple[int | None, int | None]:
