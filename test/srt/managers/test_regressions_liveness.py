@@ -77,3 +77,17 @@ def test_a_prompt_goes_on_when_all_younger_requests_have_been_retracted() -> Non
     while scheduler.num_reqs:
         driver.step()
     assert scheduler.counters["retracted_reqs"] == 1
+
+
+def test_a_retracted_request_computes_again_neither_its_prompt_nor_its_answer() -> None:
+    driver = Driver()
+    scheduler = driver.scheduler
+    driver.step(request("a", list(range(10, 15)), max_new_tokens=16))
+    for _ in range(8):
+        driver.step()
+    (req,) = scheduler.active()
+    assert req.num_known == 5 + 8
+    scheduler.close(req, "retract")
+    scheduler._requeue(req)
+    launch = driver.step().launch
+    assert launch is not None and launch.starts.tolist() == [req.num_known - 1]

@@ -471,9 +471,12 @@ class Scheduler:
 
     def _match(self, req: Req) -> MatchResult:
         """What the cache has of all but the last token, which must be computed to sample the next one."""
+        if not self.config.enable_radix_cache:
+            return self.tree.match(req.namespace, req.tokens[:0])
         # A prompt token's log-probability comes from the row before it, which must be computed too.
-        limit = min(req.num_known, req.next_prompt_logprob) - 1 if self.config.enable_radix_cache else 0
-        return self.tree.match(req.namespace, req.tokens[:limit])
+        wanted = req.next_prompt_logprob
+        limit = wanted if wanted < req.num_prompt else req.num_known
+        return self.tree.match(req.namespace, req.tokens[: limit - 1])
 
     def _plan(self, req: Req, path: list[Node]) -> None:
         """Where every token of the sequence comes from; counts what the cache saved, once per request."""
