@@ -33,6 +33,7 @@ from sglang.srt.managers.io_struct import (
     encode,
     ids_to_bytes,
 )
+from sglang.srt.sampling.logprob_types import TokenLogprob
 from sglang.srt.utils.child_process import ChildArgs, StartupError, open_pull, open_push, run_child
 
 EOS = 1
@@ -55,8 +56,22 @@ class Running:
             reason = FinishReason(type="length", length=params.max_new_tokens)
         return self.output([token], reason)
 
+    def logprob(self, token: int, first: bool = False) -> TokenLogprob:
+        """Made up, so that a test knows it: token 100 has -0.1, and the likeliest are it and those after it."""
+        spec = self.req.logprobs
+        if first:
+            return TokenLogprob(token, None)
+        top = [(-(token + i) / 1000, token + i) for i in range(spec.top)]
+        return TokenLogprob(token, -token / 1000, top, [(-other / 1000, other) for other in spec.token_ids])
+
     def output(self, ids: list[int], reason: FinishReason | None) -> TokenOutput:
         size = len(self.prompt)
+        logprobs, prompt_logprobs = [], []
+        if self.req.logprobs is not None:
+            logprobs = [self.logprob(token) for token in ids]
+            start = self.req.logprobs.prompt_from
+            if start is not None and self.done == len(ids):
+                prompt_logprobs = [self.logprob(self.prompt[i], first=i == 0) for i in range(start, size)]
         return TokenOutput(
             rid=self.req.rid,
             output_ids=ids_to_bytes(ids),
@@ -65,6 +80,8 @@ class Running:
             completion_tokens=self.done,
             cached_tokens=size // 2 + size // 4,
             cached_tokens_details={"device": size // 2, "host": size // 4},
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
 
 

@@ -51,6 +51,8 @@ class ServerArgs:
 
     host: str = arg("127.0.0.1", "address to listen on")
     port: int = arg(30000, "port to listen on")
+    api_key: str | None = arg(None, "key that clients must send as 'Authorization: Bearer <key>'")
+    admin_api_key: str | None = arg(None, "key for what changes the server, in place of --api-key")
 
     tp_size: int = arg(1, "ranks that share the model", aliases=("--tp", "--tensor-parallel-size"))
     page_size: int = arg(1, "tokens per page of the KV cache")
@@ -111,6 +113,8 @@ class ServerArgs:
         require(1 <= self.port <= 65535, "port", "from 1 to 65535")
         require(self.page_size >= 1, "page_size", "at least 1")
         require(1 <= self.tp_size <= 64, "tp_size", "from 1 to 64")
+        for name in ("api_key", "admin_api_key"):
+            require(getattr(self, name) != "", name, "a key that is not empty")
         for name in ("context_length", "max_running_requests", "max_queued_requests"):
             require((getattr(self, name) or 1) >= 1 and getattr(self, name) != 0, name, "at least 1")
         require(
@@ -134,6 +138,10 @@ class ServerArgs:
         require(self.stream_interval >= 1, "stream_interval", "at least 1")
         if self.enable_hierarchical_cache and self.disable_radix_cache:
             raise ValueError("--hicache needs the radix cache: drop --disable-radix-cache")
+
+    def without_keys(self) -> ServerArgs:
+        """For whoever shows or passes on the settings, where others may read them."""
+        return dataclasses.replace(self, api_key=None, admin_api_key=None)
 
     def to_json(self) -> str:
         return msgspec.json.encode(dataclasses.asdict(self)).decode()

@@ -62,15 +62,41 @@ def test_async_generate(engine):
 
 def test_wrong_requests(engine):
     for call in (
-        lambda: engine.generate("a", {"n": 2}),
+        lambda: engine.generate("a", {"n": 0}),
+        lambda: engine.generate("a", return_hidden_states=True),
+        lambda: engine.generate("a", rid=5),
         lambda: engine.generate("a", {"nonsense": 2}),
         lambda: engine.generate(),
         lambda: engine.generate(input_ids=[10**6]),
     ):
         with pytest.raises(ValueError):
             call()
+    with pytest.raises(TypeError, match="nonsense"):
+        engine.generate("a", nonsense=1)
     with pytest.raises(TypeError):
         sglang.Engine(model_path="embedded", no_such_flag=2)
+
+
+def test_logprobs_and_several_answers(engine):
+    asked = {"return_logprob": True, "top_logprobs_num": 1, "logprob_start_len": 0}
+    two = engine.generate(input_ids=[100, 101], sampling_params={"max_new_tokens": 2, "n": 2}, **asked)
+    assert len(two) == 2
+    for reply in two:
+        assert reply["meta_info"]["input_token_logprobs"] == [(None, 100, None), (-0.101, 101, None)]
+        assert reply["meta_info"]["output_top_logprobs"] == [[(-0.1, 100, None)], [(-0.101, 101, None)]]
+    events = list(engine.generate(input_ids=[100, 101], sampling_params=PARAMS, stream=True, **asked))
+    assert [triple[1] for triple in events[-1]["meta_info"]["output_token_logprobs"]] == [100, 101, 100, 101, 100]
+    biased = engine.generate("a", {"max_new_tokens": 1, "logit_bias": {5: 1.5}}, rid="mine", cache_salt="s")
+    assert biased["meta_info"]["id"] == "mine"
+
+
+@pytest.mark.parametrize("rid, abort_all", [("mine", False), ("", True)])
+def test_abort(engine, rid, abort_all):
+    stream = engine.generate("a b", {"max_new_tokens": 3900, "ignore_eos": True}, stream=True, rid="mine")
+    next(stream)
+    engine.abort_request(rid, abort_all)
+    *_, last = stream
+    assert last["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 def test_threads_may_share_it(engine):

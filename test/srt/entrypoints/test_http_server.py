@@ -214,7 +214,14 @@ def test_seeds(server):
         ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, ["max_tokens"]),
         ("/v1/completions", {"prompt": "a", "stop_token_ids": [9999]}, 400, ["9999"]),
         ("/v1/completions", {"prompt": "a", "model": "gpt-4"}, 404, ["gpt-4", "echo"]),
-        ("/v1/completions", {"prompt": "a", "echo": True}, 400, ["echo"]),
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, ["suffix"]),
+        ("/v1/completions", {"prompt": "a", "n": 1000}, 400, ["n is 1000", "128"]),
+        ("/v1/completions", {"prompt": "a", "best_of": 2}, 400, ["best_of"]),
+        ("/v1/completions", {"prompt": "a", "logprobs": -1}, 400, ["logprobs"]),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"2048": 1}}, 400, ["logit_bias", "2048"]),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"-1": 1}}, 400, ["logit_bias", "-1"]),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {str(1 << 90): 1}}, 400, ["logit_bias"]),
+        ("/v1/completions", {"prompt": "a", "max_tokens": None, "min_tokens": 9000}, 400, ["9000", "3999"]),
         ("/v1/chat/completions", {"messages": []}, 400, ["messages"]),
         ("/v1/chat/completions", {"messages": [{"content": "a"}]}, 400, ["role"]),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, 400, ["content"]),
@@ -226,7 +233,29 @@ def test_seeds(server):
         ),
         ("/generate", {}, 400, ["text or input_ids"]),
         ("/generate", {"text": "a", "sampling_params": {"max_tokens": 3}}, 400, ["max_tokens"]),
-        ("/generate", {"text": "a", "return_logprob": True}, 400, ["return_logprob"]),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"chat_template": "x"}},
+            400,
+            ["chat_template"],
+        ),
+        ("/generate", {"text": "a", "return_hidden_states": True}, 400, ["return_hidden_states"]),
+        ("/generate", {"input_ids": [5], "return_logprob": True, "logprob_start_len": 2}, 400, ["logprob_start_len"]),
+        (
+            "/generate",
+            {"input_ids": [5], "return_logprob": True, "logprob_start_len": -2},
+            400,
+            ["logprob_start_len"],
+        ),
+        ("/generate", {"text": "a", "return_logprob": True, "top_logprobs_num": 9999}, 400, ["top_logprobs_num"]),
+        ("/generate", {"text": "a", "return_logprob": True, "token_ids_logprob": [2048]}, 400, ["2048"]),
+        ("/generate", {"text": ["a", "b"], "return_logprob": [True]}, 400, ["return_logprob"]),
+        ("/tokenize", {}, 400, ["prompt"]),
+        ("/tokenize", {"prompt": 5}, 400, ["prompt"]),
+        ("/detokenize", {"tokens": [2048]}, 400, ["2048"]),
+        ("/detokenize", {"tokens": ["a"]}, 400, ["tokens"]),
+        ("/detokenize", {"tokens": [[1], 2]}, 400, ["tokens"]),
+        ("/abort_request", {}, 400, ["rid"]),
         ("/generate", {"text": ["a", "b"], "sampling_params": [{}]}, 400, ["sampling_params"]),
         ("/nowhere", {}, 404, ["Not Found"]),
     ],
@@ -247,8 +276,8 @@ def test_malformed_json(server):
 
 
 def test_the_openai_client_raises_its_own_error(client):
-    with pytest.raises(openai.BadRequestError, match="n is not supported"):
-        client.completions.create(model="echo", prompt="a", n=3)
+    with pytest.raises(openai.BadRequestError, match="n is 0"):
+        client.completions.create(model="echo", prompt="a", n=0)
 
 
 def test_a_full_queue(tmp_path):

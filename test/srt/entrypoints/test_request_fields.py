@@ -5,9 +5,18 @@ from __future__ import annotations
 import pytest
 
 from sglang.srt.entrypoints import request_fields
-from sglang.srt.entrypoints.native import GenerateReqInput, native_sampling_params
+from sglang.srt.entrypoints.native import GenerateReqInput, sampling_fields
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
-from sglang.srt.entrypoints.request_fields import convert, decode_body, namespace, sampling_params, split_prompts
+from sglang.srt.entrypoints.request_fields import (
+    SamplingFields,
+    convert,
+    decode_body,
+    namespace,
+    sampling_params,
+    split_prompts,
+)
+from sglang.srt.sampling.logprob_types import LogprobSpec
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.errors import RequestError
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -15,6 +24,10 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 def chat(**fields) -> ChatCompletionRequest:
     return convert({"messages": MESSAGES, **fields}, ChatCompletionRequest, request_fields.UNSUPPORTED_CHAT)
+
+
+def completion(**fields) -> CompletionRequest:
+    return convert({"prompt": "a", **fields}, CompletionRequest, request_fields.UNSUPPORTED_COMPLETION)
 
 
 @pytest.mark.parametrize(
@@ -31,18 +44,12 @@ def test_a_body_that_is_no_json_object(body):
 @pytest.mark.parametrize(
     "field, value",
     [
-        ("n", 2),
-        ("logprobs", True),
-        ("top_logprobs", 3),
-        ("frequency_penalty", 0.5),
-        ("presence_penalty", -0.5),
-        ("repetition_penalty", 1.1),
-        ("logit_bias", {"5": 1}),
         ("response_format", {"type": "json_object"}),
         ("tools", [{"type": "function"}]),
-        ("min_p", 0.1),
-        ("min_tokens", 4),
         ("regex", "a+"),
+        ("stop_regex", "a+"),
+        ("return_hidden_states", True),
+        ("reasoning_effort", "high"),
         ("lora_path", "x"),
         ("priority", 1),
     ],
@@ -55,7 +62,7 @@ def test_what_upstream_has_and_we_do_not_is_refused_by_name(field, value):
 
 def test_values_that_ask_for_nothing_pass():
     chat(n=1, logprobs=False, frequency_penalty=0.0, tools=[], tool_choice="none", response_format={"type": "text"})
-    chat(n=None, logit_bias={}, repetition_penalty=1.0, min_p=0, regex=None)
+    chat(n=None, logit_bias={}, repetition_penalty=1, min_p=0, regex=None, stop_regex=[])
 
 
 def test_unknown_fields_are_ignored():
@@ -98,25 +105,148 @@ def test_a_wrong_type_names_the_field(fields, param):
         ({"stop": ["a"] * 65}, "stop"),
         ({"stop": "x" * 2000}, "stop"),
         ({"sampling_seed": 1 << 70}, "seed"),
+        ({"n": 0}, "n is 0"),
+        ({"n": 129}, "from 1 to 128"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty"),
+        ({"presence_penalty": float("nan")}, "presence_penalty"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": 2.5}, "repetition_penalty"),
+        ({"min_new_tokens": -1}, "min_new_tokens"),
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens is 9"),
+        ({"logit_bias": {5: 101.0}}, "logit_bias"),
+        ({"logit_bias": {5: float("nan")}}, "logit_bias"),
+        ({"logit_bias": dict.fromkeys(range(2000), 1.0)}, "at most 1024 tokens"),
     ],
 )
 def test_parameters_out_of_range(fields, word):
     with pytest.raises(RequestError, match=word):
-        sampling_params(**fields)
+        sampling_params(SamplingFields(**fields))
 
 
 def test_parameters_and_their_defaults():
-    params = sampling_params()
-    assert (params.temperature, params.top_p, params.top_k, params.stop) == (1.0, 1.0, -1, ())
-    params = sampling_params(temperature=1e-9, stop="a", stop_token_ids=[1], sampling_seed=-3)
+    assert sampling_params(SamplingFields()) == SamplingParams()
+    params = sampling_params(SamplingFields(temperature=1e-9, stop="a", stop_token_ids=[1], sampling_seed=-3))
     assert (params.temperature, params.stop, params.stop_token_ids, params.sampling_seed) == (0.0, ("a",), (1,), -3)
 
 
+def test_openais_names_in_messages():
+    for fields, name in (
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"seed": 1 << 64}, "seed"),
+    ):
+        req = chat(**fields)
+        with pytest.raises(RequestError, match=f"^{name} is") as error:
+            req.sampling_params(req.max_tokens)
+        assert error.value.param == name
+
+
+def test_openais_logit_bias_has_strings_for_keys():
+    assert chat(logit_bias={"5": 1, "7": -2.5}).sampling_params(None).logit_bias == {5: 1.0, 7: -2.5}
+    with pytest.raises(RequestError, match="logit_bias"):
+        chat(logit_bias={"five": 1})
+
+
+def test_logprobs_of_chats_and_completions():
+    assert chat().logprob_spec() is None and chat(logprobs=False, top_logprobs=0).logprob_spec() is None
+    assert chat(logprobs=True, top_logprobs=3).logprob_spec() == LogprobSpec(top=3)
+    for wrong in (
+        {"top_logprobs": 3},
+        {"logprobs": True, "top_logprobs": 21},
+        {"logprobs": True, "top_logprobs": -1},
+    ):
+        with pytest.raises(RequestError, match="top_logprobs") as error:
+            chat(**wrong).logprob_spec()
+        assert error.value.param == "top_logprobs"
+    assert completion().logprob_spec() is None
+    assert completion(logprobs=0).logprob_spec() == LogprobSpec()
+    assert completion(logprobs=2, echo=True).logprob_spec() == LogprobSpec(top=2, prompt_from=0)
+    with pytest.raises(RequestError, match="logprobs is 21"):
+        completion(logprobs=21).logprob_spec()
+
+
+def test_best_of_only_if_it_changes_nothing():
+    completion(best_of=1).check_best_of()
+    completion(best_of=3, n=3).check_best_of()
+    with pytest.raises(RequestError, match="best_of"):
+        completion(best_of=3).check_best_of()
+
+
 def test_native_parameters_are_strict():
-    assert native_sampling_params({"max_new_tokens": 5, "n": 1, "min_p": 0.0}).max_new_tokens == 5
-    for wrong in ({"max_tokens": 5}, {"n": 2}, {"json_schema": "{}"}, {"top_k": "a"}, {"ignore_eos": None}):
+    fields = sampling_fields({"max_new_tokens": 5, "n": 2, "min_p": 0.5, "logit_bias": {"3": 1}})
+    assert (fields.max_new_tokens, fields.n, fields.min_p, fields.logit_bias) == (5, 2, 0.5, {3: 1.0})
+    for wrong in ({"max_tokens": 5}, {"json_schema": "{}"}, {"top_k": "a"}, {"ignore_eos": 3}, {"stop_regex": "a"}):
         with pytest.raises(RequestError):
-            native_sampling_params(wrong)
+            sampling_fields(wrong)
+
+
+# Upstream's fields (see the wheel of sglang 0.5.21) that this engine does not look at, and need not: they are about
+# logs, tracing and how upstream's own processes talk, or only say how to treat something that was refused.
+NOTHING_TO_DO = {
+    *("received_time", "http_worker_ipc", "external_trace_header", "log_metrics", "no_logs", "routing_key"),
+    *("conversation_id", "need_wait_for_mm_inputs", "num_items_assigned", "encoder_urls", "mm_hashes"),
+    *("mm_content_hashes", "parallel_tool_calls", "separate_reasoning", "stream_reasoning", "bootstrap_pair_key"),
+    *("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"),
+    "ebnf_full_assistant",
+}
+UPSTREAM_GENERATE = """
+    rid session_id text input_ids input_embeds image_data video_data audio_data mm_hashes mm_content_hashes
+    use_audio_in_video video_config sampling_params return_logprob logprob_start_len top_logprobs_num
+    token_ids_logprob return_sampling_mask sampling_logprobs_mode return_text_in_logprobs
+    return_flat_raw_top_logprobs return_flat_raw_top_logprobs_b64 stream log_metrics return_hidden_states
+    return_routed_experts routed_experts_start_len return_indexer_topk modalities session_params lora_path
+    lora_id custom_logit_processor positional_embed_overrides bootstrap_host bootstrap_port bootstrap_room
+    bootstrap_pair_key decode_tp_size routed_dp_rank data_parallel_rank disagg_prefill_dp_rank routing_key
+    conversation_id http_worker_ipc background require_reasoning max_thinking_tokens priority extra_key
+    no_logs custom_labels return_bytes return_entropy return_prompt_token_ids external_trace_header
+    received_time need_wait_for_mm_inputs num_items_assigned encoder_urls max_dynamic_patch min_dynamic_patch
+    image_max_dynamic_patch video_max_dynamic_patch images_config multi_item_delimiter_indices
+    token_indices_to_pool cache_salt kv_hints
+"""
+UPSTREAM_SAMPLING = """
+    max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty
+    presence_penalty repetition_penalty min_new_tokens n beam_width json_schema regex ebnf structural_tag
+    ignore_eos skip_special_tokens spaces_between_special_tokens no_stop_trim stream_interval logit_bias
+    sampling_seed custom_params
+"""
+UPSTREAM_CHAT = """
+    messages model frequency_penalty logit_bias logprobs top_logprobs max_tokens max_completion_tokens n
+    presence_penalty response_format seed stop stream stream_options temperature top_p user tools tool_choice
+    parallel_tool_calls return_hidden_states return_routed_experts routed_experts_start_len
+    return_cached_tokens_details return_spec_tokens_details return_prompt_token_ids return_token_ids
+    return_meta_info return_input_ids_in_sglext return_output_ids_in_sglext return_sampling_mask
+    sampling_logprobs_mode reasoning_effort task top_k min_p min_tokens regex ebnf repetition_penalty
+    stop_token_ids stop_regex no_stop_trim ignore_eos continue_final_message skip_special_tokens lora_path
+    session_id session_params separate_reasoning stream_reasoning chat_template_kwargs max_dynamic_patch
+    min_dynamic_patch use_audio_in_video images_config video_config custom_logit_processor custom_params
+    input_ids rid extra_key cache_salt priority bootstrap_host bootstrap_port bootstrap_room routed_dp_rank
+    disagg_prefill_dp_rank data_parallel_rank
+"""
+UPSTREAM_COMPLETION = """
+    model prompt best_of echo frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop
+    stream stream_options suffix temperature top_p user return_hidden_states return_routed_experts
+    routed_experts_start_len return_cached_tokens_details return_spec_tokens_details return_token_ids top_k
+    min_p min_tokens json_schema regex ebnf repetition_penalty stop_token_ids stop_regex no_stop_trim
+    ignore_eos skip_special_tokens lora_path session_id session_params response_format custom_params
+    custom_logit_processor images_config bootstrap_host bootstrap_port bootstrap_room routed_dp_rank
+    disagg_prefill_dp_rank data_parallel_rank rid extra_key cache_salt priority custom_labels
+"""
+
+
+@pytest.mark.parametrize(
+    "upstream, kind, refused",
+    [
+        (UPSTREAM_GENERATE, GenerateReqInput, request_fields.UNSUPPORTED_GENERATE),
+        (UPSTREAM_SAMPLING, SamplingFields, request_fields.UNSUPPORTED_NATIVE_SAMPLING),
+        (UPSTREAM_CHAT, ChatCompletionRequest, request_fields.UNSUPPORTED_CHAT),
+        (UPSTREAM_COMPLETION, CompletionRequest, request_fields.UNSUPPORTED_COMPLETION),
+    ],
+)
+def test_every_field_of_upstreams_is_served_or_refused(upstream, kind, refused):
+    assert not set(kind.__struct_fields__) & set(refused)
+    assert set(upstream.split()) - set(kind.__struct_fields__) - set(refused) <= NOTHING_TO_DO
 
 
 @pytest.mark.parametrize(
@@ -134,10 +264,9 @@ def test_mixed_or_empty_prompts(prompt):
 
 
 def test_completion_defaults_to_16_tokens():
-    req = convert({"prompt": "a"}, CompletionRequest, request_fields.UNSUPPORTED_COMPLETION)
-    assert req.max_tokens == 16
-    with pytest.raises(RequestError, match="echo"):
-        convert({"prompt": "a", "echo": True}, CompletionRequest, request_fields.UNSUPPORTED_COMPLETION)
+    assert completion().max_tokens == 16
+    with pytest.raises(RequestError, match="suffix"):
+        completion(suffix="b")
 
 
 def test_batches_of_generate():

@@ -34,6 +34,7 @@ import zmq
 import zmq.asyncio
 
 from sglang.srt.entrypoints.native import GenerateReqInput, serve_generate
+from sglang.srt.entrypoints.request_fields import UNSUPPORTED_GENERATE, convert
 from sglang.srt.entrypoints.streams import close
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.observability.metrics_collector import MetricsCollector
@@ -162,7 +163,7 @@ class EngineProcesses:
                 name,
                 command,
                 ChildArgs(
-                    server_args=asdict(args),
+                    server_args=asdict(args.without_keys()),  # a child's command line is public
                     ipc={key: ipc[key] for key in sockets},
                     error_file=f"{self._directory}/{name}.error".replace(" ", "_"),
                     parent_pid=os.getpid(),
@@ -315,12 +316,14 @@ class Engine:
         prompt: str | list[str] | None = None,
         sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
         input_ids: list[int] | list[list[int]] | None = None,
+        *,
         stream: bool = False,
-        rid: str | list[str] | None = None,
+        **fields: Any,
     ) -> dict[str, Any] | list[dict[str, Any]] | Iterator[dict[str, Any]]:
-        """With stream an iterator of dicts, each with the whole text so far. Raises ValueError for a request that is
-        wrong, EngineDeadError if the engine died."""
-        events = self._events(prompt, sampling_params, input_ids, stream, rid)
+        """fields: more of GenerateReqInput's, such as rid, return_logprob or cache_salt. With stream an iterator of
+        dicts, each with the whole text so far. Raises ValueError for a request that is wrong, EngineDeadError if the
+        engine died."""
+        events = self._events(_request(prompt, sampling_params, input_ids, stream, fields))
         if stream:
             return self._iterate(events)
         return self._run(_only(events))
@@ -330,21 +333,17 @@ class Engine:
         prompt: str | list[str] | None = None,
         sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
         input_ids: list[int] | list[list[int]] | None = None,
+        *,
         stream: bool = False,
-        rid: str | list[str] | None = None,
+        **fields: Any,
     ) -> Any:
         """`generate` for a running event loop; with stream an asynchronous iterator."""
-        events = self._events(prompt, sampling_params, input_ids, stream, rid)
+        events = self._events(_request(prompt, sampling_params, input_ids, stream, fields))
         if stream:
             return self._iterate_async(events)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_only(events), self._loop))
 
-    async def _events(
-        self, prompt: Any, sampling_params: Any, input_ids: Any, stream: bool, rid: Any
-    ) -> AsyncIterator[Any]:
-        request = GenerateReqInput(
-            text=prompt, input_ids=input_ids, sampling_params=sampling_params, stream=stream, rid=rid
-        )
+    async def _events(self, request: GenerateReqInput) -> AsyncIterator[Any]:
         events = serve_generate(request, self._processes.manager)
         try:
             async for event in events:
@@ -371,12 +370,16 @@ class Engine:
         finally:
             await on_loop(close(events))
 
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """The requests with this rid, or all: they answer with what they have, and finish reason abort."""
+        self._loop.call_soon_threadsafe(self._processes.manager.abort, None if abort_all else rid)
+
     def flush_cache(self) -> bool:
         return self._run(self._processes.manager.flush_cache()).success
 
     def get_server_info(self) -> dict[str, Any]:
         return {
-            **asdict(self._args),
+            **asdict(self._args.without_keys()),
             **self._processes.ready_info,
             "internal_states": [self._run(self._processes.manager.get_internal_state())],
         }
@@ -403,6 +406,20 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+
+def _request(
+    prompt: Any, sampling_params: Any, input_ids: Any, stream: bool, fields: dict[str, Any]
+) -> GenerateReqInput:
+    """Checked like a body of /generate, except that a name which nobody knows is an error, as in any call."""
+    for name in fields:
+        if name not in GenerateReqInput.__struct_fields__ and name not in UNSUPPORTED_GENERATE:
+            raise TypeError(f"generate() has no argument {name!r}")
+    body = {"text": prompt, "input_ids": input_ids, "sampling_params": sampling_params, "stream": stream, **fields}
+    try:
+        return convert(body, GenerateReqInput, UNSUPPORTED_GENERATE)
+    except RequestError as error:
+        raise ValueError(error.message) from None
 
 
 async def _next(events: AsyncIterator[T]) -> T | None:

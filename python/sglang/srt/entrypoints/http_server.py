@@ -1,4 +1,5 @@
-"""The HTTP server: its routes, and its life from a free port to an exit code. Owns the listening socket and signals.
+"""The HTTP server's life, from a free port to an exit code. Owns the listening socket and signals; routes are in
+http_routes.py.
 
 bind port -> start processes -> serve --SIGTERM/SIGINT--> refuse new, finish running -> stop, exit code 0
                                   |----a child dies-----> fail all waiting            -> stop, exit code 1
@@ -15,35 +16,16 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
-import msgspec
 import uvicorn
 import uvloop
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
 
 import sglang
 from sglang.srt.entrypoints.engine import SCHEDULER_COMMAND, EngineProcesses
-from sglang.srt.entrypoints.native import GenerateReqInput, serve_generate
-from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
-from sglang.srt.entrypoints.openai.serving_chat import serve_chat
-from sglang.srt.entrypoints.openai.serving_completions import serve_completions
-from sglang.srt.entrypoints.request_fields import (
-    UNSUPPORTED_CHAT,
-    UNSUPPORTED_COMPLETION,
-    UNSUPPORTED_GENERATE,
-    convert,
-    decode_body,
-)
-from sglang.srt.entrypoints.streams import answer
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.entrypoints.http_routes import make_app
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError, is_for_the_user, one_sentence
-from sglang.srt.utils.errors import RequestError
 from sglang.srt.utils.log import configure_logging
 
 DRAIN_TIMEOUT_S = 60.0
@@ -51,114 +33,6 @@ DRAIN_TIMEOUT_S = 60.0
 _GRACE_S = 3
 
 logger = logging.getLogger(__name__)
-
-
-def make_app(args: ServerArgs, manager: TokenizerManager, ready_info: dict[str, Any]) -> FastAPI:
-    app = FastAPI(title="SGLang-compatible engine", version=sglang.__version__)
-    created = int(time.time())
-    started = time.time()
-    accepted_names = {args.model_name, args.model_path, "default"}
-
-    def check_model(name: str | None) -> None:
-        if name and name not in accepted_names:
-            raise RequestError(f"the model {name!r} is not served here, {args.model_name!r} is", 404, param="model")
-
-    def model_card() -> dict[str, Any]:
-        return {
-            "id": args.model_name,
-            "object": "model",
-            "created": created,
-            "owned_by": "sglang",
-            "root": args.model_path,
-            "parent": None,
-            "max_model_len": manager.context_length,
-        }
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        req = convert(decode_body(await request.body()), ChatCompletionRequest, UNSUPPORTED_CHAT)
-        check_model(req.model)
-        return await answer(request.receive, serve_chat(req, manager, args.model_name), bool(req.stream))
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        req = convert(decode_body(await request.body()), CompletionRequest, UNSUPPORTED_COMPLETION)
-        check_model(req.model)
-        return await answer(request.receive, serve_completions(req, manager, args.model_name), bool(req.stream))
-
-    @app.api_route("/generate", methods=["POST", "PUT"])
-    async def generate(request: Request) -> Response:
-        req = convert(decode_body(await request.body()), GenerateReqInput, UNSUPPORTED_GENERATE)
-        return await answer(request.receive, serve_generate(req, manager), bool(req.stream))
-
-    @app.get("/health")
-    async def health() -> Response:
-        return Response(status_code=200 if manager.accepts else 503)
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [model_card()]})
-
-    @app.get("/v1/models/{model:path}")
-    async def model(model: str) -> Response:
-        check_model(model)
-        return JSONResponse(model_card())
-
-    @app.get("/get_model_info")
-    @app.get("/model_info")
-    async def model_info() -> Response:
-        return JSONResponse(
-            {
-                "model_path": args.model_path,
-                "tokenizer_path": args.tokenizer_path or args.model_path,
-                "served_model_name": args.model_name,
-                "is_generation": True,
-                "max_context_length": manager.context_length,
-                "weight_version": "default",
-            }
-        )
-
-    @app.get("/get_server_info")
-    @app.get("/server_info")
-    async def server_info() -> Response:
-        state = await manager.get_internal_state()
-        info = {
-            **asdict(args),
-            **ready_info,
-            "version": sglang.__version__,
-            "uptime_seconds": time.time() - started,
-            "internal_states": [state],
-        }
-        return Response(msgspec.json.encode(info), media_type="application/json")
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(await manager.render_metrics(), media_type=CONTENT_TYPE_LATEST)
-
-    @app.api_route("/flush_cache", methods=["GET", "POST"])
-    async def flush_cache() -> Response:
-        result = await manager.flush_cache()
-        default = "Cache flushed." if result.success else "The cache was not flushed: requests are running."
-        return PlainTextResponse((result.message or default) + "\n", status_code=200 if result.success else 400)
-
-    @app.get("/hicache/state")
-    async def hicache_state() -> Response:
-        return Response(msgspec.json.encode(await manager.get_internal_state()), media_type="application/json")
-
-    @app.exception_handler(RequestError)
-    async def request_error(_: Request, error: RequestError) -> Response:
-        return JSONResponse(error.body(), status_code=error.status_code)
-
-    @app.exception_handler(HTTPException)
-    async def http_error(_: Request, error: HTTPException) -> Response:
-        body = RequestError(str(error.detail), error.status_code).body()
-        return JSONResponse(body, status_code=error.status_code, headers=error.headers)
-
-    @app.exception_handler(Exception)
-    async def internal_error(_: Request, error: Exception) -> Response:
-        return JSONResponse(RequestError("internal error", 500).body(), status_code=500)
-
-    return app
 
 
 class HttpServer(uvicorn.Server):

@@ -12,6 +12,7 @@ import msgspec
 
 from sglang.srt.entrypoints.request_fields import (
     UNSUPPORTED_NATIVE_SAMPLING,
+    SamplingFields,
     namespace,
     refuse_unsupported,
     sampling_params,
@@ -19,33 +20,31 @@ from sglang.srt.entrypoints.request_fields import (
 )
 from sglang.srt.entrypoints.streams import close, merge
 from sglang.srt.managers.tokenizer_manager import Chunk, GenerateRequest, TokenizerManager
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.utils.errors import RequestError
+from sglang.srt.utils.token_texts import TokenTexts
+
+MAX_TOP_LOGPROBS = 1024
+MAX_TOKEN_IDS_LOGPROB = 1024
 
 Event = dict[str, Any]
-
-
-class NativeSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    no_stop_trim: bool = False
-    sampling_seed: int | None = None
+Triple = tuple[float | None, int, str | None]
 
 
 class GenerateReqInput(msgspec.Struct, frozen=True, kw_only=True):
-    """text or input_ids: one prompt or a list. sampling_params, rid: one for all, or a list."""
+    """text or input_ids: one prompt or a list. sampling_params, rid and what is asked of log-probabilities: one for
+    all, or a list."""
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
-    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any] | None] | None = None
     rid: str | list[str] | None = None
     stream: bool | None = False
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
+    token_ids_logprob: list[int | list[int] | None] | None = None
+    return_text_in_logprobs: bool | None = False
     extra_key: str | None = None
     cache_salt: str | None = None
 
@@ -55,21 +54,21 @@ class GenerateReqInput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def serve_generate(req: GenerateReqInput, manager: TokenizerManager) -> AsyncIterator[Event | list[Event]]:
-    """Streamed: an event per piece, with `index` in a batch. Else one event, a list for a batch."""
+    """One prompt with one answer gives an event, otherwise a list of them, a prompt's answers side by side. Streamed:
+    an event per piece, with its `index` in that list."""
     requests = _generate_requests(req)
+    is_list = req.is_batch() or len(requests) > 1
+    texts = manager.token_texts if req.return_text_in_logprobs else None
+    answers = [_Answer(request.logprobs, texts) for request in requests]
     chunks = merge([manager.generate(request) for request in requests])
-    texts = [""] * len(requests)
-    ids: list[list[int]] = [[] for _ in requests]
     events: list[Event] = [{} for _ in requests]
     try:
         async for index, chunk in chunks:
-            texts[index] += chunk.text
-            ids[index] += chunk.output_ids
-            events[index] = _event(chunk, texts[index], ids[index])
+            events[index] = answers[index].take(chunk)
             if req.stream:
-                yield {**events[index], "index": index} if req.is_batch() else events[index]
+                yield {**events[index], "index": index} if is_list else events[index]
         if not req.stream:
-            yield events if req.is_batch() else events[0]
+            yield events if is_list else events[0]
     finally:
         await close(chunks)
 
@@ -92,47 +91,114 @@ def _generate_requests(req: GenerateReqInput) -> list[GenerateRequest]:
 
     if isinstance(req.rid, str) and len(prompts) > 1:
         raise RequestError("rid must be a list if there are several prompts", param="rid")
-    return [
-        GenerateRequest(
+    token_ids: list[Any] | None = req.token_ids_logprob
+    if token_ids is not None and all(isinstance(token, int) for token in token_ids):
+        token_ids = [token_ids] * len(prompts)
+    columns = zip(
+        prompts,
+        per_prompt(req.sampling_params, "sampling_params"),
+        per_prompt(req.rid, "rid"),
+        per_prompt(req.return_logprob, "return_logprob"),
+        per_prompt(req.logprob_start_len, "logprob_start_len"),
+        per_prompt(req.top_logprobs_num, "top_logprobs_num"),
+        per_prompt(token_ids, "token_ids_logprob"),
+    )
+    requests = []
+    for prompt, params, rid, wanted, start, top, ids in columns:
+        fields = sampling_fields(params or {})
+        request = GenerateRequest(
             prompt=prompt,
-            params=native_sampling_params(params or {}),
+            params=sampling_params(fields),
+            logprobs=_logprob_spec(start, top, ids) if wanted else None,
             rid=rid,
             extra_key=namespace(req.cache_salt, req.extra_key),
             stream=bool(req.stream),
         )
-        for prompt, params, rid in zip(
-            prompts, per_prompt(req.sampling_params, "sampling_params"), per_prompt(req.rid, "rid")
-        )
-    ]
+        requests += request.copies(fields.n or 1)
+    return requests
 
 
-def native_sampling_params(body: dict[str, Any]) -> SamplingParams:
+def sampling_fields(body: dict[str, Any]) -> SamplingFields:
     """Unlike elsewhere, a name that nobody knows is an error, as upstream has it."""
     refuse_unsupported(body, UNSUPPORTED_NATIVE_SAMPLING)
     known = {name: value for name, value in body.items() if name not in UNSUPPORTED_NATIVE_SAMPLING}
     for name in known:
-        if name not in NativeSamplingParams.__struct_fields__:
+        if name not in SamplingFields.__struct_fields__:
             raise RequestError(f"sampling_params has no field {name!r}", param="sampling_params")
     try:
-        checked = msgspec.convert(known, NativeSamplingParams)
+        return msgspec.convert(known, SamplingFields, str_keys=True)
     except msgspec.ValidationError as error:
         raise RequestError(f"sampling_params: {error}".replace("`$.", "`"), param="sampling_params") from None
-    return sampling_params(**msgspec.structs.asdict(checked))
 
 
-def _event(chunk: Chunk, text: str, output_ids: list[int]) -> Event:
-    reason = chunk.finish_reason
-    return {
-        "text": text,
-        "output_ids": list(output_ids),
-        "meta_info": {
-            "id": chunk.rid,
-            "finish_reason": msgspec.to_builtins(reason) if reason is not None else None,
-            "prompt_tokens": chunk.prompt_tokens,
-            "completion_tokens": chunk.completion_tokens,
-            "cached_tokens": chunk.cached_tokens,
-            "cached_tokens_details": dict(chunk.cached_tokens_details),
-            "weight_version": "default",
-            "e2e_latency": chunk.latency_s,
-        },
-    }
+def _logprob_spec(start: int | None, top: int | None, token_ids: list[int] | None) -> LogprobSpec:
+    start, top, token_ids = -1 if start is None else start, top or 0, token_ids or []
+    if start < -1:
+        raise RequestError(
+            f"logprob_start_len is {start}, but it must be a place in the prompt, or -1 for none of it",
+            param="logprob_start_len",
+        )
+    if not 0 <= top <= MAX_TOP_LOGPROBS:
+        raise RequestError(
+            f"top_logprobs_num is {top}, but it must be from 0 to {MAX_TOP_LOGPROBS}", param="top_logprobs_num"
+        )
+    if len(token_ids) > MAX_TOKEN_IDS_LOGPROB:
+        raise RequestError(
+            f"token_ids_logprob holds {len(token_ids)} ids, at most {MAX_TOKEN_IDS_LOGPROB} are allowed",
+            param="token_ids_logprob",
+        )
+    return LogprobSpec(top=top, token_ids=tuple(token_ids), prompt_from=None if start == -1 else start)
+
+
+class _Answer:
+    """One answer so far. texts: None leaves the texts out of the log-probabilities."""
+
+    def __init__(self, spec: LogprobSpec | None, texts: TokenTexts | None) -> None:
+        self._spec = spec
+        self._texts = texts
+        self._text = ""
+        self._output_ids: list[int] = []
+        self._prompt_logprobs: list[TokenLogprob] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    def take(self, chunk: Chunk) -> Event:
+        """The event for everything up to this chunk."""
+        self._text += chunk.text
+        self._output_ids += chunk.output_ids
+        self._prompt_logprobs += chunk.prompt_logprobs
+        self._logprobs += chunk.logprobs
+        reason = chunk.finish_reason
+        return {
+            "text": self._text,
+            "output_ids": list(self._output_ids),
+            "meta_info": {
+                "id": chunk.rid,
+                "finish_reason": msgspec.to_builtins(reason) if reason is not None else None,
+                "prompt_tokens": chunk.prompt_tokens,
+                "completion_tokens": chunk.completion_tokens,
+                "cached_tokens": chunk.cached_tokens,
+                "cached_tokens_details": dict(chunk.cached_tokens_details),
+                "weight_version": "default",
+                "e2e_latency": chunk.latency_s,
+                **self._logprob_fields(),
+            },
+        }
+
+    def _logprob_fields(self) -> Event:
+        if self._spec is None:
+            return {}
+        found: Event = {}
+        for side, entries in (("input", self._prompt_logprobs), ("output", self._logprobs)):
+            found[f"{side}_token_logprobs"] = [self._triple(entry.logprob, entry.token) for entry in entries]
+            if self._spec.top:
+                found[f"{side}_top_logprobs"] = [self._triples(entry, entry.top) for entry in entries]
+            if self._spec.token_ids:
+                found[f"{side}_token_ids_logprobs"] = [self._triples(entry, entry.token_ids) for entry in entries]
+        return found
+
+    def _triples(self, entry: TokenLogprob, pairs: list[tuple[float, int]]) -> list[Triple] | None:
+        """None where nothing was predicted: a prompt's first token."""
+        return None if entry.logprob is None else [self._triple(logprob, token) for logprob, token in pairs]
+
+    def _triple(self, logprob: float | None, token: int) -> Triple:
+        return logprob, token, self._texts.text(token) if self._texts is not None else None

@@ -20,22 +20,15 @@ T = TypeVar("T")
 
 # Field -> the values, beside null, that ask for nothing.
 _UNSUPPORTED_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "min_p": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
     "regex": (),
     "ebnf": (),
     "json_schema": (),
     "structural_tag": (),
-    "stop_regex": ([],),
+    "stop_regex": ([], ""),
     "custom_params": ({},),
 }
 UNSUPPORTED_NATIVE_SAMPLING = {
     **_UNSUPPORTED_SAMPLING,
-    "min_new_tokens": (0,),
     "beam_width": (0, 1),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (),
@@ -62,17 +55,17 @@ _UNSUPPORTED_ROUTING: dict[str, tuple[Any, ...]] = {
 _UNSUPPORTED_OPENAI: dict[str, tuple[Any, ...]] = {
     **_UNSUPPORTED_SAMPLING,
     **_UNSUPPORTED_ROUTING,
-    "min_tokens": (0,),
     "response_format": ({"type": "text"},),
     "return_spec_tokens_details": (False,),
     "return_token_ids": (False,),
 }
 UNSUPPORTED_CHAT = {
     **_UNSUPPORTED_OPENAI,
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("auto", "none"),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "modalities": (["text"],),
     "return_prompt_token_ids": (False,),
     "return_meta_info": (False,),
     "return_input_ids_in_sglext": (False,),
@@ -87,9 +80,6 @@ UNSUPPORTED_CHAT = {
 }
 UNSUPPORTED_COMPLETION = {
     **_UNSUPPORTED_OPENAI,
-    "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (),
     "suffix": ("",),
     "custom_labels": ({},),
 }
@@ -100,11 +90,16 @@ UNSUPPORTED_GENERATE = {
     "video_data": (),
     "audio_data": (),
     "modalities": (),
-    "return_logprob": (False,),
-    "logprob_start_len": (-1,),
-    "top_logprobs_num": (0,),
-    "token_ids_logprob": (),
-    "return_text_in_logprobs": (False, True),
+    "use_audio_in_video": (False,),
+    "video_config": ({},),
+    "max_dynamic_patch": (),
+    "min_dynamic_patch": (),
+    "image_max_dynamic_patch": (),
+    "video_max_dynamic_patch": (),
+    "multi_item_delimiter_indices": (),
+    "token_indices_to_pool": (),
+    "return_flat_raw_top_logprobs": (False,),
+    "return_flat_raw_top_logprobs_b64": (False,),
     "return_indexer_topk": (False,),
     "lora_id": (),
     "require_reasoning": (False,),
@@ -114,10 +109,16 @@ UNSUPPORTED_GENERATE = {
     "return_entropy": (False,),
     "return_prompt_token_ids": (False,),
     "positional_embed_overrides": (),
+    "bootstrap_pair_key": (),
+    "decode_tp_size": (),
+    "kv_hints": (),
+    "custom_labels": ({},),
 }
 
+MAX_N = 128  # OpenAI's
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
+MAX_LOGIT_BIAS = 1024
 _INT64 = range(-(1 << 63), 1 << 63)
 _FIELD_IN_MESSAGE = re.compile(r"`\$\.([A-Za-z_]+)")
 
@@ -138,7 +139,7 @@ def convert(body: Mapping[str, Any], kind: type[T], unsupported: Mapping[str, Se
     """The body as a struct. Raises RequestError that names the field."""
     refuse_unsupported(body, unsupported)
     try:
-        return msgspec.convert(body, kind)
+        return msgspec.convert(body, kind, str_keys=True)
     except msgspec.ValidationError as error:
         found = _FIELD_IN_MESSAGE.search(str(error))
         message = str(error).replace("`$.", "`").replace(" | null`", "`")
@@ -152,57 +153,84 @@ def refuse_unsupported(body: Mapping[str, Any], unsupported: Mapping[str, Sequen
             raise RequestError(f"{name} is not supported by this engine yet: leave it out", param=name)
 
 
-def sampling_params(
-    *,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    top_k: int | None = None,
-    stop: str | Sequence[str] | None = None,
-    stop_token_ids: Sequence[int] | None = None,
-    ignore_eos: bool = False,
-    skip_special_tokens: bool = True,
-    no_stop_trim: bool = False,
-    sampling_seed: int | None = None,
-    names: Mapping[str, str] = {},
-) -> SamplingParams:
-    """None means the default. names: what the client calls a parameter, where that differs. Raises RequestError with
-    the range that was missed."""
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client says of sampling, unchecked, under /generate's names. None means the default."""
+
+    n: int | None = None
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    sampling_seed: int | None = None
+
+
+def sampling_params(fields: SamplingFields, names: Mapping[str, str] = {}) -> SamplingParams:
+    """names: what the client calls a parameter, where that differs. Raises RequestError with the range that was
+    missed."""
 
     def require(ok: bool, name: str, value: Any, rule: str) -> None:
         if not ok:
             name = names.get(name, name)
             raise RequestError(f"{name} is {value!r}, but it must be {rule}", param=name)
 
-    default = SamplingParams()
-    max_new_tokens = default.max_new_tokens if max_new_tokens is None else max_new_tokens
-    temperature = default.temperature if temperature is None else temperature
-    top_p = default.top_p if top_p is None else top_p
-    top_k = default.top_k if top_k is None else top_k
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    require(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "at least 1")
+    given = {name: value for name, value in msgspec.structs.asdict(fields).items() if value is not None}
+    n = given.pop("n", 1)
+    stops = given.pop("stop", ())
+    given["stop"] = stops = (stops,) if isinstance(stops, str) else tuple(stops)
+    given["stop_token_ids"] = tuple(given.get("stop_token_ids", ()))
+    params = SamplingParams(**given)
+
+    require(1 <= n <= MAX_N, "n", n, f"from 1 to {MAX_N}")
+    require(params.max_new_tokens >= 1, "max_new_tokens", params.max_new_tokens, "at least 1")
+    longest = fields.max_new_tokens
+    require(
+        params.min_new_tokens >= 0 and (longest is None or params.min_new_tokens <= longest),
+        "min_new_tokens",
+        params.min_new_tokens,
+        "at least 0 and at most " + names.get("max_new_tokens", "max_new_tokens"),
+    )
+    temperature = params.temperature
     require(math.isfinite(temperature) and temperature >= 0, "temperature", temperature, "a finite number from 0")
-    require(0 < top_p <= 1, "top_p", top_p, "above 0 and at most 1")
-    require(top_k == -1 or 1 <= top_k <= 1 << 31, "top_k", top_k, "at least 1, or -1 for the whole vocabulary")
+    require(0 < params.top_p <= 1, "top_p", params.top_p, "above 0 and at most 1")
+    require(
+        params.top_k == -1 or 1 <= params.top_k <= 1 << 31,
+        "top_k",
+        params.top_k,
+        "at least 1, or -1 for the whole vocabulary",
+    )
+    require(0 <= params.min_p <= 1, "min_p", params.min_p, "from 0 to 1")
+    require(-2 <= params.frequency_penalty <= 2, "frequency_penalty", params.frequency_penalty, "from -2 to 2")
+    require(-2 <= params.presence_penalty <= 2, "presence_penalty", params.presence_penalty, "from -2 to 2")
+    require(
+        1e-3 <= params.repetition_penalty <= 2,
+        "repetition_penalty",
+        params.repetition_penalty,
+        "above 0 (at least 0.001) and at most 2",
+    )
+    biases = params.logit_bias
+    require(
+        len(biases) <= MAX_LOGIT_BIAS, "logit_bias", f"a table of {len(biases)}", f"at most {MAX_LOGIT_BIAS} tokens"
+    )
+    for token, bias in biases.items():
+        require(-100 <= bias <= 100, "logit_bias", {token: bias}, "from -100 to 100 for each token")
     require(len(stops) <= MAX_STOP_STRINGS, "stop", f"a list of {len(stops)}", f"at most {MAX_STOP_STRINGS} strings")
     for each in stops:
         require(1 <= len(each) <= MAX_STOP_LENGTH, "stop", each[:40], f"strings of 1 to {MAX_STOP_LENGTH} characters")
-    require(
-        sampling_seed is None or sampling_seed in _INT64, "sampling_seed", sampling_seed, "a whole number of 64 bits"
-    )
-    return SamplingParams(
-        max_new_tokens=max_new_tokens,
-        # Dividing logits by less would overflow, and nobody means it.
-        temperature=0.0 if temperature < 1e-6 else temperature,
-        top_p=top_p,
-        top_k=top_k,
-        stop=stops,
-        stop_token_ids=tuple(stop_token_ids or ()),
-        ignore_eos=ignore_eos,
-        skip_special_tokens=skip_special_tokens,
-        no_stop_trim=no_stop_trim,
-        sampling_seed=sampling_seed,
-    )
+    seed = params.sampling_seed
+    require(seed is None or seed in _INT64, "sampling_seed", seed, "a whole number of 64 bits")
+    # Dividing logits by less would overflow, and nobody means it.
+    return msgspec.structs.replace(params, temperature=0.0 if temperature < 1e-6 else temperature)
 
 
 def split_prompts(prompt: str | Sequence[Any], name: str) -> list[str | list[int]]:

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -38,9 +38,11 @@ from sglang.srt.managers.io_struct import (
     ids_to_bytes,
 )
 from sglang.srt.observability.metrics_collector import MetricsCollector
+from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.errors import RequestError
+from sglang.srt.utils.token_texts import TokenTexts
 
 _CONTROL_TIMEOUT_S = 30.0
 _METRICS_TIMEOUT_S = 0.8
@@ -48,20 +50,31 @@ _METRICS_TIMEOUT_S = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """prompt: text or token ids. fill_context: generate up to the context's end instead of max_new_tokens."""
+    """prompt: text or token ids. fill_context: generate up to the context's end instead of max_new_tokens. rid: the
+    client's name for it, by which `abort` finds it; several may have the same."""
 
     prompt: str | Sequence[int]
     params: SamplingParams
+    logprobs: LogprobSpec | None = None
     fill_context: bool = False
     add_special_tokens: bool = True
     rid: str | None = None
     extra_key: str = ""
     stream: bool = False
 
+    def copies(self, n: int) -> list[GenerateRequest]:
+        """n answers to one prompt: a request each, drawn from seed, seed + 1 and so on if there is one."""
+        seed = self.params.sampling_seed
+        if seed is None:
+            return [self] * n
+        seeds = [(seed + i + (1 << 63)) % (1 << 64) - (1 << 63) for i in range(n)]
+        return [replace(self, params=msgspec.structs.replace(self.params, sampling_seed=each)) for each in seeds]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """What is new since the chunk before. finish_reason is set in the last one; latency_s counts from arrival."""
+    """What is new since the chunk before. finish_reason is set in the last one; latency_s counts from arrival.
+    logprobs: one per output id, if asked for; prompt_logprobs: in the first chunk."""
 
     rid: str
     text: str
@@ -72,15 +85,22 @@ class Chunk:
     cached_tokens: int
     cached_tokens_details: Mapping[str, int]
     latency_s: float
+    logprobs: list[TokenLogprob]
+    prompt_logprobs: list[TokenLogprob]
 
 
 @dataclass(kw_only=True)
 class ReqState:
-    """arrived, last: seconds of a monotonic clock. changed: something to read for whoever waits."""
+    """rid: on the wire, always a new one: a client may use its own for the next request before the engine has
+    forgotten the last. arrived, last: seconds of a monotonic clock. changed: something to read for whoever waits.
+    sent: the scheduler knows it. aborting: somebody asked for its end, so that an abort is an answer and no error."""
 
     rid: str
+    client_rid: str | None
     stream: bool
     arrived: float
+    sent: bool = False
+    aborting: bool = False
     last: float | None = None
     unread: list[StrOutput] = field(default_factory=list)
     unread_tokens: int = 0
@@ -103,6 +123,7 @@ class TokenizerManager:
         """send: hands one encoded message to the scheduler's socket, without blocking."""
         self._args = server_args
         self._tokenizer = tokenizer
+        self.token_texts = TokenTexts(tokenizer)
         self._vocab_size = vocab_size
         self.context_length = context_length
         self._send = send
@@ -130,17 +151,18 @@ class TokenizerManager:
         limit = self._args.max_queued_requests
         if limit is not None and sum(state.last is None for state in self._states.values()) >= limit:
             raise RequestError(f"the queue is full ({limit} requests wait): try again later", 503)
-        # The rid on the wire is always a new one: a client may use its own for the next request before the engine
-        # has forgotten the last.
-        state = ReqState(rid=uuid.uuid4().hex, stream=req.stream, arrived=time.perf_counter())
+        state = ReqState(rid=uuid.uuid4().hex, client_rid=req.rid, stream=req.stream, arrived=time.perf_counter())
+        self._states[state.rid] = state
         self._num_active += 1
         self._idle.clear()
         try:
             message = await self._tokenized(state.rid, req)
             if self._refusal is not None:  # while it was tokenised
                 raise self._refusal
-            self._states[state.rid] = state
             self._send(encode(message))
+            state.sent = True
+            if state.aborting:
+                self._send(encode(AbortReq(rid=state.rid)))
             while True:
                 await state.changed.wait()
                 state.changed.clear()
@@ -151,7 +173,8 @@ class TokenizerManager:
                 if chunk.finish_reason is not None:
                     return
         finally:
-            if self._states.pop(state.rid, None) is not None and not state.finished:
+            del self._states[state.rid]
+            if state.sent and not state.finished:
                 self._send(encode(AbortReq(rid=state.rid)))
                 self.metrics.finished(time.perf_counter() - state.arrived, aborted=True)
             self._num_active -= 1
@@ -172,30 +195,35 @@ class TokenizerManager:
             cached_tokens=last.cached_tokens,
             cached_tokens_details=last.cached_tokens_details,
             latency_s=time.perf_counter() - state.arrived,
+            logprobs=[entry for output in outputs for entry in output.logprobs],
+            prompt_logprobs=[entry for output in outputs for entry in output.prompt_logprobs],
         )
 
     async def _tokenized(self, rid: str, req: GenerateRequest) -> TokenizedGenerateReqInput:
         if isinstance(req.prompt, str):
-            ids = np.array(await self._off_loop(self._encode, req.prompt, req.add_special_tokens), dtype=np.int64)
+            ids = np.array(await self.tokenize(req.prompt, req.add_special_tokens), dtype=np.int64)
         else:
             try:
                 ids = np.array(req.prompt, dtype=np.int64)
             except (OverflowError, TypeError, ValueError):
                 raise RequestError("the prompt's token ids must be whole numbers", param="input_ids") from None
-        outside = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
-        if len(outside):
-            at = int(outside[0])
-            raise RequestError(
-                f"token id {ids[at]} at position {at} is not in the model's vocabulary of {self._vocab_size}",
-                param="input_ids",
-            )
-        params = req.params
+        self._check_vocabulary("input_ids", ids)
+        params, logprobs = req.params, req.logprobs
         max_new_tokens = self._max_new_tokens(len(ids), None if req.fill_context else params.max_new_tokens)
+        if params.min_new_tokens > max_new_tokens:
+            raise RequestError(
+                f"the answer is to have at least {params.min_new_tokens} tokens, but {max_new_tokens} at most: lower "
+                "the minimum or raise the maximum"
+            )
         seed = self._random.getrandbits(31) if params.sampling_seed is None else params.sampling_seed
-        for token in params.stop_token_ids:
-            if not 0 <= token < self._vocab_size:
+        self._check_vocabulary("stop_token_ids", params.stop_token_ids)
+        self._check_vocabulary("logit_bias", tuple(params.logit_bias))
+        if logprobs is not None:
+            self._check_vocabulary("token_ids_logprob", logprobs.token_ids)
+            if (logprobs.prompt_from or 0) > len(ids):
                 raise RequestError(
-                    f"stop_token_ids holds {token}, which is not in the vocabulary", param="stop_token_ids"
+                    f"logprob_start_len is {logprobs.prompt_from}, but the prompt has only {len(ids)} tokens",
+                    param="logprob_start_len",
                 )
         return TokenizedGenerateReqInput(
             rid=rid,
@@ -203,7 +231,22 @@ class TokenizerManager:
             sampling_params=msgspec.structs.replace(params, max_new_tokens=max_new_tokens, sampling_seed=seed),
             extra_key=req.extra_key,
             stream=req.stream,
+            logprobs=logprobs,
         )
+
+    def _check_vocabulary(self, name: str, tokens: Sequence[int] | np.ndarray) -> None:
+        # An array at once where it is long; integers of any size where a client named them one by one.
+        if isinstance(tokens, np.ndarray):
+            places = np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size)).tolist()
+        else:
+            places = [i for i, token in enumerate(tokens) if not 0 <= token < self._vocab_size]
+        if places:
+            at = places[0]
+            raise RequestError(
+                f"{name} holds {tokens[at]} at position {at}, which is not in the model's vocabulary of "
+                f"{self._vocab_size}",
+                param=name,
+            )
 
     def _max_new_tokens(self, prompt_tokens: int, wanted: int | None) -> int:
         if prompt_tokens == 0:
@@ -225,12 +268,23 @@ class TokenizerManager:
             )
         return wanted
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # The backend's encode takes no exclusive borrow, so that two threads may use it at once.
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is not None:
-            return backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        def run() -> list[int]:
+            # The backend's encode takes no exclusive borrow, so that two threads may use it at once.
+            backend = getattr(self._tokenizer, "backend_tokenizer", None)
+            if backend is not None:
+                return backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+        return await self._off_loop(run)
+
+    async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        self._check_vocabulary("tokens", ids)
+        return await self._off_loop(
+            lambda: self._tokenizer.decode(
+                list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
 
     async def render_chat(
         self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any], continue_final: bool
@@ -271,17 +325,18 @@ class TokenizerManager:
 
     def _on_output(self, output: StrOutput, now: float) -> None:
         state = self._states.get(output.rid)
-        if state is None:
+        if state is None or state.finished:
+            # Also an abort that crossed the text whose stop string had ended the request: its reader may be slow.
             return
         reason = output.finish_reason
         num_tokens = len(output.output_ids) // 4
-        if reason is not None and reason.type == "abort":
+        if reason is not None and reason.type == "abort" and not state.aborting:
             state.finished = True
             state.error = RequestError(reason.message or "the request was aborted", reason.status_code or 500)
             state.changed.set()
             self.metrics.finished(now - state.arrived, aborted=True)
             return
-        first = state.last is None
+        first = state.last is None and num_tokens > 0
         if first:
             details = output.cached_tokens_details or {"device": output.cached_tokens}
             self.metrics.first_token(now - state.arrived, output.prompt_tokens, details)
@@ -291,13 +346,21 @@ class TokenizerManager:
         state.unread_tokens += num_tokens
         if reason is not None:
             state.finished = True
-            self.metrics.finished(now - state.arrived, aborted=False)
+            self.metrics.finished(now - state.arrived, aborted=reason.type == "abort")
             if isinstance(reason.matched, str):
                 self._send(encode(AbortReq(rid=state.rid)))
         if state.finished or (state.stream and (first or state.unread_tokens >= self._args.stream_interval)):
             state.changed.set()
 
     # Control
+
+    def abort(self, rid: str | None) -> None:
+        """Ends the requests to which their clients gave this rid; None ends all. They answer with what they have."""
+        for state in self._states.values():
+            if (rid is None or state.client_rid == rid or state.rid == rid) and not state.finished:
+                state.aborting = True
+                if state.sent:
+                    self._send(encode(AbortReq(rid=state.rid)))
 
     async def flush_cache(self) -> FlushCacheReqOutput:
         return await self._control(lambda id: FlushCacheReqInput(id=id))

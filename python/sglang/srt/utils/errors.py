@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-_TYPES = {400: "BadRequestError", 404: "NotFoundError", 499: "ClientClosedRequest", 503: "ServiceUnavailableError"}
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    499: "ClientClosedRequest",
+    503: "ServiceUnavailableError",
+}
 
 
 class RequestError(Exception):

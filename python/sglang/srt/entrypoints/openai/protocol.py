@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import uuid
+from collections import Counter
 from typing import Any
 
 import msgspec
 
-from sglang.srt.entrypoints.request_fields import namespace, sampling_params, split_prompts
+from sglang.srt.entrypoints.request_fields import SamplingFields, namespace, sampling_params, split_prompts
 from sglang.srt.managers.io_struct import FinishReason
+from sglang.srt.managers.tokenizer_manager import Chunk
+from sglang.srt.sampling.logprob_types import LogprobSpec
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.errors import RequestError
 
-_OPENAI_NAMES = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
+_OPENAI_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+MAX_TOP_LOGPROBS = 20
+
+Event = dict[str, Any]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -23,7 +30,9 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that both endpoints share. None means the default, as a client may send null for any."""
 
     model: str | None = None
+    n: int | None = None
     max_tokens: int | None = None
+    min_tokens: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -32,6 +41,11 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
     no_stop_trim: bool | None = False
@@ -42,19 +56,30 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
 
     def sampling_params(self, max_new_tokens: int | None) -> SamplingParams:
-        return sampling_params(
+        fields = SamplingFields(
+            n=self.n,
             max_new_tokens=max_new_tokens,
+            min_new_tokens=self.min_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            min_p=self.min_p,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
-            ignore_eos=bool(self.ignore_eos),
-            skip_special_tokens=self.skip_special_tokens is not False,
-            no_stop_trim=bool(self.no_stop_trim),
+            ignore_eos=self.ignore_eos,
+            skip_special_tokens=self.skip_special_tokens,
+            no_stop_trim=self.no_stop_trim,
             sampling_seed=self.seed,
-            names=_OPENAI_NAMES,
         )
+        return sampling_params(fields, _OPENAI_NAMES)
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
 
     @property
     def namespace(self) -> str:
@@ -68,12 +93,25 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
     def usage_in_every_chunk(self) -> bool:
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
+    def reply_id(self) -> str:
+        """What the reply is called, and its requests, so that a client can abort by what it sees."""
+        return self.rid or uuid.uuid4().hex
+
 
 class ChatCompletionRequest(OpenAIRequest, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
     continue_final_message: bool | None = False
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def logprob_spec(self) -> LogprobSpec | None:
+        top = self.top_logprobs or 0
+        _check_top_logprobs("top_logprobs", top)
+        if top and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        return LogprobSpec(top=top) if self.logprobs else None
 
 
 class CompletionRequest(OpenAIRequest, frozen=True, kw_only=True):
@@ -81,26 +119,68 @@ class CompletionRequest(OpenAIRequest, frozen=True, kw_only=True):
 
     prompt: str | list[str | int | list[int]]
     max_tokens: int | None = 16
+    best_of: int | None = None
+    echo: bool | None = False
+    logprobs: int | None = None
 
     def prompts(self) -> list[str | list[int]]:
         return split_prompts(self.prompt, "prompt")
 
+    def logprob_spec(self) -> LogprobSpec | None:
+        if self.logprobs is None:
+            return None
+        _check_top_logprobs("logprobs", self.logprobs)
+        return LogprobSpec(top=self.logprobs, prompt_from=0 if self.echo else None)
 
-def usage(
-    prompt_tokens: int, completion_tokens: int, cached: int, details: Mapping[str, int] | None
-) -> dict[str, Any]:
-    """details: tier -> tokens, if the request asked for them."""
-    cached_part: dict[str, Any] = {"cached_tokens": cached}
-    if details is not None:
-        cached_part["cached_tokens_details"] = dict(details)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "completion_tokens": completion_tokens,
-        "prompt_tokens_details": cached_part,
-    }
+    def check_best_of(self) -> None:
+        if self.best_of is not None and self.best_of != self.num_choices:
+            raise RequestError(
+                f"best_of is {self.best_of}, but it must be {self.num_choices}, which is n: every answer is returned",
+                param="best_of",
+            )
 
 
-def choice_end(reason: FinishReason | None) -> dict[str, Any]:
+def _check_top_logprobs(name: str, value: int) -> None:
+    if not 0 <= value <= MAX_TOP_LOGPROBS:
+        raise RequestError(f"{name} is {value}, but it must be from 0 to {MAX_TOP_LOGPROBS}", param=name)
+
+
+class UsageOfChoices:
+    """Counts the tokens of a reply's choices. A prompt with several answers counts once, with what its first answer
+    found in the cache."""
+
+    def __init__(self, req: OpenAIRequest) -> None:
+        self._choices_per_prompt = req.num_choices
+        self._with_details = bool(req.return_cached_tokens_details)
+        self._last: dict[int, Chunk] = {}
+
+    def add(self, index: int, chunk: Chunk) -> None:
+        self._last[index] = chunk
+
+    def total(self) -> Event:
+        firsts = [chunk for index, chunk in self._last.items() if index % self._choices_per_prompt == 0]
+        return self._usage(firsts, sum(chunk.completion_tokens for chunk in self._last.values()))
+
+    def of(self, chunk: Chunk) -> Event:
+        """Of one choice so far."""
+        return self._usage([chunk], chunk.completion_tokens)
+
+    def _usage(self, prompts: list[Chunk], completion_tokens: int) -> Event:
+        prompt_tokens = sum(chunk.prompt_tokens for chunk in prompts)
+        cached: Event = {"cached_tokens": sum(chunk.cached_tokens for chunk in prompts)}
+        if self._with_details:
+            details: Counter[str] = Counter()
+            for chunk in prompts:
+                details.update(chunk.cached_tokens_details)
+            cached["cached_tokens_details"] = dict(details)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "completion_tokens": completion_tokens,
+            "prompt_tokens_details": cached,
+        }
+
+
+def choice_end(reason: FinishReason | None) -> Event:
     """The fields of a choice that say why it ended."""
     return {"finish_reason": reason and reason.type, "matched_stop": reason and reason.matched}

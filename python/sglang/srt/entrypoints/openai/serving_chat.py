@@ -6,24 +6,32 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, choice_end, usage
-from sglang.srt.entrypoints.streams import close
+from sglang.srt.entrypoints.openai.logprobs import chat_logprobs
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, UsageOfChoices, choice_end
+from sglang.srt.entrypoints.streams import close, merge
+from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.managers.tokenizer_manager import Chunk, GenerateRequest, TokenizerManager
+from sglang.srt.sampling.logprob_types import TokenLogprob
 from sglang.srt.utils.errors import RequestError
 
 Event = dict[str, Any]
+Chunks = AsyncIterator[tuple[int, Chunk]]
+
+# What the engine itself says to a template, and a template of the client's own: it is a program, and may not end.
+_NOT_FOR_CLIENTS = ("chat_template", "tokenize", "add_generation_prompt", "continue_final_message")
 
 
 async def serve_chat(req: ChatCompletionRequest, manager: TokenizerManager, model: str) -> AsyncIterator[Event]:
-    """Chunks if req.stream, else one whole reply."""
-    chunks = manager.generate(await _generate_request(req, manager))
+    """Chunks if req.stream, else one whole reply. Choice i is the conversation's i-th answer."""
+    request = await _generate_request(req, manager)
+    reply = _Reply(req, manager, {"id": request.rid, "created": int(time.time()), "model": model})
+    chunks = merge([manager.generate(each) for each in request.copies(req.num_choices)])
     try:
         if req.stream:
-            async for event in _chunk_events(req, chunks, model):
+            async for event in reply.events(chunks):
                 yield event
         else:
-            async for chunk in chunks:
-                yield _reply(req, chunk, model)
+            yield await reply.whole(chunks)
     finally:
         await close(chunks)
 
@@ -32,15 +40,21 @@ async def _generate_request(req: ChatCompletionRequest, manager: TokenizerManage
     if not req.messages:
         raise RequestError("messages is empty: give at least one", param="messages")
     limit = req.max_completion_tokens if req.max_completion_tokens is not None else req.max_tokens
-    params = req.sampling_params(limit)  # before the template's work: it may refuse
+    # Before the template's work: they may refuse.
+    params, logprobs = req.sampling_params(limit), req.logprob_spec()
+    kwargs = req.chat_template_kwargs or {}
+    for name in _NOT_FOR_CLIENTS:
+        if name in kwargs:
+            raise RequestError(f"chat_template_kwargs may not hold {name}", param="chat_template_kwargs")
     messages = [_template_message(message, at) for at, message in enumerate(req.messages)]
-    prompt = await manager.render_chat(messages, req.chat_template_kwargs or {}, bool(req.continue_final_message))
+    prompt = await manager.render_chat(messages, kwargs, bool(req.continue_final_message))
     return GenerateRequest(
         prompt=prompt,
         params=params,
+        logprobs=logprobs,
         fill_context=limit is None,
         add_special_tokens=False,  # the template writes them
-        rid=req.rid,
+        rid=req.reply_id(),
         extra_key=req.namespace,
         stream=bool(req.stream),
     )
@@ -66,51 +80,74 @@ def _template_message(message: dict[str, Any], at: int) -> dict[str, Any]:
     return {**message, "content": content if content is not None else ""}
 
 
-def _usage(req: ChatCompletionRequest, chunk: Chunk) -> Event:
-    details = chunk.cached_tokens_details if req.return_cached_tokens_details else None
-    return usage(chunk.prompt_tokens, chunk.completion_tokens, chunk.cached_tokens, details)
+class _Reply:
+    """One reply in the making. common: the fields that its events share."""
 
+    def __init__(self, req: ChatCompletionRequest, manager: TokenizerManager, common: Event) -> None:
+        self._req = req
+        self._texts = manager.token_texts
+        self._common = common
+        self._usage = UsageOfChoices(req)
 
-def _reply(req: ChatCompletionRequest, chunk: Chunk, model: str) -> Event:
-    return {
-        "id": chunk.rid,
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": [
-            {
-                "index": 0,
+    def _logprobs(self, entries: list[TokenLogprob]) -> Event | None:
+        return chat_logprobs(entries, self._texts) if self._req.logprobs else None
+
+    async def whole(self, chunks: Chunks) -> Event:
+        choices = {}
+        async for index, chunk in chunks:
+            self._usage.add(index, chunk)
+            choices[index] = {
+                "index": index,
                 "message": {"role": "assistant", "content": chunk.text},
-                "logprobs": None,
+                "logprobs": self._logprobs(chunk.logprobs),
                 **choice_end(chunk.finish_reason),
             }
-        ],
-        "usage": _usage(req, chunk),
-    }
+        return {
+            **self._common,
+            "object": "chat.completion",
+            "choices": [choices[index] for index in sorted(choices)],
+            "usage": self._usage.total(),
+        }
 
-
-async def _chunk_events(req: ChatCompletionRequest, chunks: AsyncIterator[Chunk], model: str) -> AsyncIterator[Event]:
-    created = int(time.time())
-    started = False
-    async for chunk in chunks:
-        common = {"id": chunk.rid, "object": "chat.completion.chunk", "created": created, "model": model}
-
-        def event(delta: Event, last: bool, chunk: Chunk = chunk, common: Event = common) -> Event:
-            choice = {
-                "index": 0,
-                "delta": delta,
-                "logprobs": None,
-                **choice_end(chunk.finish_reason if last else None),
+    async def events(self, chunks: Chunks) -> AsyncIterator[Event]:
+        """Log-probabilities are held back until there is text to go with them."""
+        pending: dict[int, list[TokenLogprob]] = {}
+        async for index, chunk in chunks:
+            self._usage.add(index, chunk)
+            if index not in pending:
+                pending[index] = []
+                yield self._event(index, chunk, {"role": "assistant", "content": ""})
+            pending[index] += chunk.logprobs
+            if chunk.text:
+                yield self._event(index, chunk, {"content": chunk.text}, pending[index])
+                pending[index] = []
+            if chunk.finish_reason is not None:
+                yield self._event(index, chunk, {}, pending[index], chunk.finish_reason)
+        if self._req.include_usage:
+            yield {
+                **self._common,
+                "object": "chat.completion.chunk",
+                "choices": [],
+                "usage": self._usage.total(),
             }
-            spent = _usage(req, chunk) if req.usage_in_every_chunk else None
-            return {**common, "choices": [choice], "usage": spent}
 
-        if not started:
-            started = True
-            yield event({"role": "assistant", "content": ""}, last=False)
-        if chunk.text:
-            yield event({"content": chunk.text}, last=False)
-        if chunk.finish_reason is not None:
-            yield event({}, last=True)
-            if req.include_usage:
-                yield {**common, "choices": [], "usage": _usage(req, chunk)}
+    def _event(
+        self,
+        index: int,
+        chunk: Chunk,
+        delta: Event,
+        logprobs: list[TokenLogprob] | None = None,
+        reason: FinishReason | None = None,
+    ) -> Event:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._logprobs(logprobs) if logprobs else None,
+            **choice_end(reason),
+        }
+        return {
+            **self._common,
+            "object": "chat.completion.chunk",
+            "choices": [choice],
+            "usage": self._usage.of(chunk) if self._req.usage_in_every_chunk else None,
+        }

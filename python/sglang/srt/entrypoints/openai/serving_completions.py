@@ -3,67 +3,100 @@
 from __future__ import annotations
 
 import time
-import uuid
-from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from typing import Any
 
-from sglang.srt.entrypoints.openai.protocol import CompletionRequest, choice_end, usage
+from sglang.srt.entrypoints.openai.logprobs import CompletionLogprobs
+from sglang.srt.entrypoints.openai.protocol import CompletionRequest, UsageOfChoices, choice_end
 from sglang.srt.entrypoints.streams import close, merge
 from sglang.srt.managers.tokenizer_manager import Chunk, GenerateRequest, TokenizerManager
+from sglang.srt.sampling.logprob_types import TokenLogprob
 
 Event = dict[str, Any]
 
 
 async def serve_completions(req: CompletionRequest, manager: TokenizerManager, model: str) -> AsyncIterator[Event]:
-    """Chunks if req.stream, else one whole reply. Choice i answers prompt i."""
-    params = req.sampling_params(req.max_tokens)
-    sources = [
-        manager.generate(
-            GenerateRequest(
-                prompt=prompt,
-                params=params,
-                fill_context=req.max_tokens is None,
-                extra_key=req.namespace,
-                stream=bool(req.stream),
-            )
-        )
-        for prompt in req.prompts()
-    ]
+    """Chunks if req.stream, else one whole reply. Prompt p's answers are choices p * n to p * n + n - 1."""
+    requests = _generate_requests(req)
     common = {
-        "id": req.rid or uuid.uuid4().hex,
+        "id": requests[0].rid,
         "object": "text_completion",
         "created": int(time.time()),
         "model": model,
     }
-    last: dict[int, Chunk] = {}
-    chunks = merge(sources)
+    builders = [_ChoiceBuilder(i, req, each, manager) for i, each in enumerate(requests)]
+    usage = UsageOfChoices(req)
+    chunks = merge([manager.generate(each) for each in requests])
+    choices: dict[int, Event] = {}
     try:
         async for index, chunk in chunks:
-            last[index] = chunk
-            if req.stream and (chunk.text or chunk.finish_reason is not None):
-                spent = _usage(req, [chunk]) if req.usage_in_every_chunk else None
-                yield {**common, "choices": [_choice(index, chunk)], "usage": spent}
+            usage.add(index, chunk)
+            choice = await builders[index].take(chunk)
+            if choice is None:
+                continue
+            if req.stream:
+                spent = usage.of(chunk) if req.usage_in_every_chunk else None
+                yield {**common, "choices": [choice], "usage": spent}
+            else:
+                choices[index] = choice
         if not req.stream:
-            choices = [_choice(index, last[index]) for index in sorted(last)]
-            yield {**common, "choices": choices, "usage": _usage(req, last.values())}
+            yield {**common, "choices": [choices[index] for index in sorted(choices)], "usage": usage.total()}
         elif req.include_usage:
-            yield {**common, "choices": [], "usage": _usage(req, last.values())}
+            yield {**common, "choices": [], "usage": usage.total()}
     finally:
         await close(chunks)
 
 
-def _choice(index: int, chunk: Chunk) -> Event:
-    return {"index": index, "text": chunk.text, "logprobs": None, **choice_end(chunk.finish_reason)}
+def _generate_requests(req: CompletionRequest) -> list[GenerateRequest]:
+    params = req.sampling_params(req.max_tokens)
+    req.check_best_of()
+    logprobs = req.logprob_spec()
+    rid = req.reply_id()
+    return [
+        each
+        for prompt in req.prompts()
+        for each in GenerateRequest(
+            prompt=prompt,
+            params=params,
+            logprobs=logprobs,
+            fill_context=req.max_tokens is None,
+            rid=rid,
+            extra_key=req.namespace,
+            stream=bool(req.stream),
+        ).copies(req.num_choices)
+    ]
 
 
-def _usage(req: CompletionRequest, chunks: Iterable[Chunk]) -> Event:
-    """The sum over the prompts; each chunk is the last of its prompt."""
-    prompt = completion = cached = 0
-    details: Counter[str] = Counter()
-    for chunk in chunks:
-        prompt += chunk.prompt_tokens
-        completion += chunk.completion_tokens
-        cached += chunk.cached_tokens
-        details.update(chunk.cached_tokens_details)
-    return usage(prompt, completion, cached, details if req.return_cached_tokens_details else None)
+class _ChoiceBuilder:
+    """Makes one choice's events of its chunks. Holds log-probabilities back until there is text to go with them."""
+
+    def __init__(
+        self, index: int, req: CompletionRequest, request: GenerateRequest, manager: TokenizerManager
+    ) -> None:
+        self._index = index
+        self._manager = manager
+        self._params = request.params
+        self._echo = request.prompt if req.echo else None
+        self._pending: list[TokenLogprob] = []
+        self._logprobs: CompletionLogprobs | None = None
+        if request.logprobs is not None:
+            self._logprobs = CompletionLogprobs(
+                manager.token_texts, request.logprobs.top, request.params.skip_special_tokens
+            )
+
+    async def take(self, chunk: Chunk) -> Event | None:
+        """None if nothing is to be sent yet."""
+        self._pending += [*chunk.prompt_logprobs, *chunk.logprobs]
+        text = await self._echoed() + chunk.text
+        if not text and chunk.finish_reason is None:
+            return None
+        entries, self._pending = self._pending, []
+        logprobs = self._logprobs.take(entries) if self._logprobs is not None else None
+        return {"index": self._index, "text": text, "logprobs": logprobs, **choice_end(chunk.finish_reason)}
+
+    async def _echoed(self) -> str:
+        """The prompt's text, once."""
+        prompt, self._echo = self._echo, None
+        if prompt is None or isinstance(prompt, str):
+            return prompt or ""
+        return await self._manager.detokenize(prompt, self._params.skip_special_tokens)

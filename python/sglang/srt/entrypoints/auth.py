@@ -1,0 +1,60 @@
+"""Who may ask for what: API keys in front of the routes. Stateless; knows no route but by its path.
+
+    --api-key      guards every path but /health and /health_generate
+    --admin-api-key  guards, in its place, what changes the server or other people's requests
+
+With --api-key alone it opens those too; with --admin-api-key alone the other paths are open.
+"""
+
+from __future__ import annotations
+
+import hmac
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.errors import RequestError
+
+_OPEN = ("/health", "/health_generate")
+_ADMIN = ("/flush_cache",)
+
+
+class ApiKeyMiddleware:
+    def __init__(self, app: ASGIApp, args: ServerArgs) -> None:
+        self._app = app
+        self._args = args
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in _OPEN:
+            try:
+                if scope["path"] in _ADMIN:
+                    require_admin(Request(scope), self._args)
+                else:
+                    _require(Request(scope), self._args.api_key)
+            except RequestError as error:
+                response = JSONResponse(
+                    error.body(), status_code=error.status_code, headers={"WWW-Authenticate": "Bearer"}
+                )
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def require_admin(request: Request, args: ServerArgs) -> None:
+    _require(request, args.admin_api_key or args.api_key)
+
+
+def _require(request: Request, key: str | None) -> None:
+    if not _has(request, key):
+        raise RequestError("the Authorization header must be 'Bearer' and this server's key", 401)
+
+
+def _has(request: Request, key: str | None) -> bool:
+    if key is None:
+        return True
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    # In constant time: how long a refusal takes must not tell how much of the key was right.
+    right = hmac.compare_digest(given.strip().encode(), key.encode())
+    return right and scheme.lower() == "bearer"

@@ -1,0 +1,205 @@
+"""The HTTP server's routes: which path is answered by what. Owns nothing; every answer is somebody else's.
+
+A reply that takes a while goes through streams.answer, which notices clients that leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+import sglang
+from sglang.srt.entrypoints.auth import ApiKeyMiddleware, require_admin
+from sglang.srt.entrypoints.native import GenerateReqInput, serve_generate
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+from sglang.srt.entrypoints.openai.serving_chat import serve_chat
+from sglang.srt.entrypoints.openai.serving_completions import serve_completions
+from sglang.srt.entrypoints.request_fields import (
+    UNSUPPORTED_CHAT,
+    UNSUPPORTED_COMPLETION,
+    UNSUPPORTED_GENERATE,
+    convert,
+    decode_body,
+)
+from sglang.srt.entrypoints.streams import answer
+from sglang.srt.entrypoints.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from sglang.srt.managers.tokenizer_manager import GenerateRequest, TokenizerManager
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.errors import RequestError
+
+# Upstream's, for /health_generate.
+_HEALTH_TIMEOUT_S = 20.0
+
+
+class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
+    rid: str | None = None
+    abort_all: bool | None = False
+
+
+def make_app(args: ServerArgs, manager: TokenizerManager, ready_info: dict[str, Any]) -> FastAPI:
+    app = FastAPI(title="SGLang-compatible engine", version=sglang.__version__)
+    if args.api_key is not None or args.admin_api_key is not None:
+        app.add_middleware(ApiKeyMiddleware, args=args)
+    _add_generation(app, args, manager)
+    _add_tokenization(app, args, manager)
+    _add_information(app, args, manager, ready_info)
+    _add_administration(app, args, manager)
+    _add_errors(app)
+    return app
+
+
+def _check_model(args: ServerArgs, name: str | None) -> None:
+    if name and name not in (args.model_name, args.model_path, "default"):
+        raise RequestError(f"the model {name!r} is not served here, {args.model_name!r} is", 404, param="model")
+
+
+def _add_generation(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        req = convert(decode_body(await request.body()), ChatCompletionRequest, UNSUPPORTED_CHAT)
+        _check_model(args, req.model)
+        return await answer(request.receive, serve_chat(req, manager, args.model_name), bool(req.stream))
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        req = convert(decode_body(await request.body()), CompletionRequest, UNSUPPORTED_COMPLETION)
+        _check_model(args, req.model)
+        return await answer(request.receive, serve_completions(req, manager, args.model_name), bool(req.stream))
+
+    @app.api_route("/generate", methods=["POST", "PUT"])
+    async def generate(request: Request) -> Response:
+        req = convert(decode_body(await request.body()), GenerateReqInput, UNSUPPORTED_GENERATE)
+        return await answer(request.receive, serve_generate(req, manager), bool(req.stream))
+
+
+def _add_tokenization(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> None:
+    @app.post("/tokenize")
+    @app.post("/v1/tokenize")
+    async def tokenize_(request: Request) -> Response:
+        req = convert(decode_body(await request.body()), TokenizeRequest, {})
+        _check_model(args, req.model)
+        return JSONResponse(await tokenize(req, manager))
+
+    @app.post("/detokenize")
+    @app.post("/v1/detokenize")
+    async def detokenize_(request: Request) -> Response:
+        req = convert(decode_body(await request.body()), DetokenizeRequest, {})
+        _check_model(args, req.model)
+        return JSONResponse(await detokenize(req, manager))
+
+
+def _add_information(app: FastAPI, args: ServerArgs, manager: TokenizerManager, ready_info: dict[str, Any]) -> None:
+    created = int(time.time())
+    started = time.time()
+
+    def model_card() -> dict[str, Any]:
+        return {
+            "id": args.model_name,
+            "object": "model",
+            "created": created,
+            "owned_by": "sglang",
+            "root": args.model_path,
+            "parent": None,
+            "max_model_len": manager.context_length,
+        }
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if manager.accepts else 503)
+
+    @app.get("/health_generate")
+    async def health_generate() -> Response:
+        probe = GenerateRequest(prompt=[0], params=SamplingParams(max_new_tokens=1, temperature=0.0))
+        try:
+            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+                async for _ in manager.generate(probe):
+                    pass
+        except TimeoutError:
+            raise RequestError(f"no token was generated within {_HEALTH_TIMEOUT_S:g} s", 503) from None
+        return Response()
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [model_card()]})
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        _check_model(args, model)
+        return JSONResponse(model_card())
+
+    @app.get("/get_model_info")
+    @app.get("/model_info")
+    async def model_info() -> Response:
+        return JSONResponse(
+            {
+                "model_path": args.model_path,
+                "tokenizer_path": args.tokenizer_path or args.model_path,
+                "served_model_name": args.model_name,
+                "is_generation": True,
+                "max_context_length": manager.context_length,
+                "weight_version": "default",
+            }
+        )
+
+    @app.get("/get_server_info")
+    @app.get("/server_info")
+    async def server_info() -> Response:
+        state = await manager.get_internal_state()
+        info = {
+            **asdict(args.without_keys()),
+            **ready_info,
+            "version": sglang.__version__,
+            "uptime_seconds": time.time() - started,
+            "internal_states": [state],
+        }
+        return Response(msgspec.json.encode(info), media_type="application/json")
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await manager.render_metrics(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/hicache/state")
+    async def hicache_state() -> Response:
+        return Response(msgspec.json.encode(await manager.get_internal_state()), media_type="application/json")
+
+
+def _add_administration(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> None:
+    @app.api_route("/flush_cache", methods=["GET", "POST"])
+    async def flush_cache() -> Response:
+        result = await manager.flush_cache()
+        default = "Cache flushed." if result.success else "The cache was not flushed: requests are running."
+        return PlainTextResponse((result.message or default) + "\n", status_code=200 if result.success else 400)
+
+    @app.post("/abort_request")
+    async def abort_request(request: Request) -> Response:
+        req = convert(decode_body(await request.body()), AbortRequest, {})
+        if req.abort_all:
+            require_admin(request, args)
+        elif not req.rid:
+            raise RequestError("give the rid of a request, or abort_all", param="rid")
+        manager.abort(None if req.abort_all else req.rid)
+        return Response()
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(RequestError)
+    async def request_error(_: Request, error: RequestError) -> Response:
+        return JSONResponse(error.body(), status_code=error.status_code)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(_: Request, error: HTTPException) -> Response:
+        body = RequestError(str(error.detail), error.status_code).body()
+        return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+    @app.exception_handler(Exception)
+    async def internal_error(_: Request, error: Exception) -> Response:
+        return JSONResponse(RequestError("internal error", 500).body(), status_code=500)
