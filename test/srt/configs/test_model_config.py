@@ -111,6 +111,48 @@ def test_refuses_with_a_reason(tmp_path, changes, sentence):
         ModelConfig.from_pretrained(write(tmp_path, **changes))
 
 
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 8}
+USED = {"use_sliding_window": True, "sliding_window": 100}
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        (MISTRAL | {"sliding_window": 100}, 100),
+        (MISTRAL | {"sliding_window": 256}, None),
+        (QWEN2 | {"sliding_window": 100}, None),  # use_sliding_window is false unless it says otherwise
+        (QWEN2 | USED | {"max_window_layers": 1}, 100),
+        (QWEN2 | USED | {"max_window_layers": 2}, None),  # from layer 2 on, and there are 2
+        (QWEN2 | USED | {"layer_types": ["full_attention", "sliding_attention"]}, 100),
+        (QWEN3 | {"use_sliding_window": False, "sliding_window": 100}, None),
+        (QWEN3 | USED | {"max_window_layers": 0}, 100),
+        ({"sliding_window": 100}, None),  # Llama has none, whatever its config carries
+    ],
+)
+def test_sliding_windows(tmp_path, changes, window):
+    path = write(tmp_path, **changes)
+    if window is None:
+        assert ModelConfig.from_pretrained(path).context_length == 256
+        return
+    with pytest.raises(ModelConfigError, match=f"looks back on {window} tokens only.*--context-length {window} or"):
+        ModelConfig.from_pretrained(path)
+    # Within the window attention is full.
+    assert ModelConfig.from_pretrained(path, context_length=window).context_length == window
+
+
+def test_a_mistral_without_a_window(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | MISTRAL | {"sliding_window": None}))
+    assert ModelConfig.from_pretrained(str(tmp_path)).context_length == 256
+
+
+def test_longrope_needs_a_factor_per_frequency(tmp_path):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 3}
+    with pytest.raises(ModelConfigError, match="needs 4 factors in both"):
+        ModelConfig.from_pretrained(write(tmp_path, rope_parameters=rope))
+
+
 def test_refuses_settings(tmp_path):
     path = write(tmp_path)
     assert ModelConfig.from_pretrained(path, context_length=128).context_length == 128

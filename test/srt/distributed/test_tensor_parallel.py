@@ -7,7 +7,6 @@ import concurrent.futures
 import os
 import shutil
 import signal
-import tempfile
 import time
 
 import numpy as np
@@ -88,16 +87,30 @@ def reference(references: dict[str, Reference]) -> Reference:
 
 @pytest.fixture(scope="module")
 def engine(reference: Reference):
-    shared_memory = set(os.listdir("/dev/shm"))
-    directories = sockets()
+    left = Leftovers()
     with sglang.Engine(model_path=reference.path, tp_size=2, **OPTIONS) as engine:
+        left.watch(engine)
         yield engine
-    assert sockets() == directories
-    assert set(os.listdir("/dev/shm")) <= shared_memory
+    left.check()
 
 
-def sockets() -> set[str]:
-    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("sglang-")}
+class Leftovers:
+    """What an engine could leave behind."""
+
+    def __init__(self) -> None:
+        self.shared_memory = set(os.listdir("/dev/shm"))
+
+    def watch(self, engine: sglang.Engine) -> None:
+        self.directory = engine._processes._directory
+        assert os.path.isdir(self.directory)
+        self.processes = [psutil.Process(child.process.pid) for child in engine._processes._children]
+        assert len(self.processes) == 3
+
+    def check(self) -> None:
+        assert not [p for p in self.processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        assert not os.path.exists(self.directory)
+        # Others on this machine may have some for a moment.
+        wait_until(lambda: set(os.listdir("/dev/shm")) <= self.shared_memory, 5)
 
 
 def prompts(seed: int, lengths: list[int], shared: int = 0) -> list[list[int]]:
@@ -191,9 +204,10 @@ def test_idle_ranks_sleep(engine):
 
 def test_a_kv_head_on_both_ranks_until_rank_1_is_killed(references):
     reference = references["qwen2"]
-    directories = sockets()
+    left = Leftovers()
     engine = sglang.Engine(model_path=reference.path, tp_size=2, log_level="critical", **OPTIONS)
     try:
+        left.watch(engine)
         batch = prompts(4, [90, 60, 80], shared=10)
         hits = 0
         for _ in range(2):
@@ -210,8 +224,7 @@ def test_a_kv_head_on_both_ranks_until_rank_1_is_killed(references):
             list(stream)
     finally:
         engine.shutdown()
-    assert not [p for p in processes.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert sockets() == directories
+    left.check()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -228,7 +241,7 @@ def test_a_killed_rank_ends_the_server(reference, rank):
         assert server.wait(8) == 1
         assert f"the scheduler rank {rank} process was killed by SIGKILL" in server.output()
         server.assert_nothing_left()
-    wait_until(lambda: set(os.listdir("/dev/shm")) <= shared_memory, 2)
+    wait_until(lambda: set(os.listdir("/dev/shm")) <= shared_memory, 5)
 
 
 def test_a_model_that_does_not_divide_ends_start_up_with_a_sentence(reference):

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.model_loader.loader import ModelLoadError, load_model
+from sglang.test.thread_group import thread_groups
 
 SHAPE = dict(
     vocab_size=50,
@@ -95,6 +96,50 @@ def test_names_what_does_not_fit(tmp_path):
         load(tmp_path)
     assert "missing: model.layers.1.mlp.up_proj.weight;" in str(e.value)
     assert "unexpected: model.layers.7.mlp.up_proj.weight." in str(e.value)
+
+
+def fuse(tensors, parts, fused):
+    """Replace the separate projections `parts` of every layer by one tensor."""
+    for kind in ("weight", "bias"):
+        for layer in range(SHAPE["num_hidden_layers"]):
+            names = [f"model.layers.{layer}.{part}.{kind}" for part in parts]
+            if names[0] in tensors:
+                tensors[f"model.layers.{layer}.{fused}.{kind}"] = torch.cat([tensors.pop(name) for name in names])
+
+
+QKV = [f"self_attn.{name}_proj" for name in "qkv"], "self_attn.qkv_proj"
+GATE_UP = ["mlp.gate_proj", "mlp.up_proj"], "mlp.gate_up_proj"
+
+
+@pytest.mark.parametrize("fusions", [(QKV,), (GATE_UP,), (QKV, GATE_UP)], ids=["qkv", "gate_up", "both"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_fused_projections(tmp_path, fusions, size):
+    save(tmp_path, attention_bias=True, mlp_bias=True, initializer_range=0.5)
+    rewrite(tmp_path, lambda tensors: [t.uniform_() for name, t in tensors.items() if name.endswith("bias")])
+    config = ModelConfig.from_pretrained(str(tmp_path))
+
+    def parameters():
+        models = (load_model(config, "auto", TorchNativeAttnBackend(), group=group) for group in thread_groups(size))
+        return [dict(model.named_parameters()) for model in models]
+
+    separate = parameters()
+    rewrite(tmp_path, lambda tensors: [fuse(tensors, *fusion) for fusion in fusions])
+    for mine, theirs in zip(parameters(), separate):
+        for name, parameter in theirs.items():
+            assert torch.equal(mine[name], parameter), name
+
+
+def test_a_fused_projection_of_another_shape_or_beside_its_parts_is_refused(tmp_path):
+    save(tmp_path)
+    rewrite(tmp_path, lambda tensors: fuse(tensors, *GATE_UP))
+    name = "model.layers.1.mlp.gate_up_proj.weight"
+    rewrite(tmp_path, lambda tensors: tensors.update({name: tensors[name][1:].clone()}))
+    with pytest.raises(ModelLoadError, match=r"gate_up_proj.weight' has the shape \(47, 16\).*\(48, 16\)"):
+        load(tmp_path)
+    save(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({name: torch.zeros(48, 16)}))
+    with pytest.raises(ModelLoadError, match=f"unexpected: {name}"):
+        load(tmp_path)
 
 
 def test_names_a_wrong_shape(tmp_path):
