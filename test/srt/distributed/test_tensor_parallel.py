@@ -244,6 +244,11 @@ def test_a_killed_rank_ends_the_server(reference, rank):
     wait_until(lambda: set(os.listdir("/dev/shm")) <= shared_memory, 5)
 
 
-def test_a_model_that_does_not_divide_ends_start_up_with_a_sentence(reference):
-    with pytest.raises(Exception, match=r"^The model's 6 attention heads cannot be divided over 4 ranks; choose"):
-        sglang.Engine(model_path=reference.path, tp_size=4, log_level="critical", **OPTIONS)
+def test_a_model_that_does_not_divide_ends_start_up_with_a_sentence(reference, tmp_path):
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(f"{reference.path}/{file}", tmp_path)
+    config = LlamaConfig(**SHAPE | {"intermediate_size": 101}, num_attention_heads=6, num_key_value_heads=2)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(Exception, match=r"^The model's 101 intermediate rows cannot be divided over 2 ranks; choose"):
+        sglang.Engine(model_path=str(tmp_path), tp_size=2, load_format="dummy", log_level="critical")
