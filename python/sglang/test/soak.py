@@ -310,6 +310,9 @@ class Soak:
         for output in decision.outputs:
             expected = self.live[output.rid]
             expected.got += bytes_to_ids(output.output_ids).tolist()
+            assert output.cached_tokens < max(1, output.prompt_tokens), (
+                f"{output.rid}: the last prompt token is never cached"
+            )
             reason = output.finish_reason
             if reason is None:
                 continue

@@ -70,3 +70,20 @@ def test_a_request_of_which_no_batch_can_be_made_ends_alone() -> None:
     for rid, prompt in (("good", [1, 2, 3]), ("late", [1, 1])):
         reason, got = ends[rid]
         assert reason.type == "length" and got == model.generate(np.array(prompt), 6)
+
+
+def test_what_a_request_had_computed_itself_does_not_count_as_cached() -> None:
+    rank = build_rank(CONFIG, HashModel(), 0, None)
+    scheduler = rank.core.scheduler
+    new = [request("a", [1, 2, 3, 4, 5])]
+    outputs = []
+    for i in range(100):
+        rank.emulator.run(1 << 20)
+        outputs += rank.core.step(0.0, rank.core.progress(), new).outputs
+        new = []
+        if i == 4:
+            # As after the failure of a launch that did not write these pages.
+            (req,) = scheduler.active()
+            scheduler.close(req, "lost")
+            scheduler._requeue(req)
+    assert outputs[-1].finish_reason is not None and outputs[-1].cached_tokens == 0

@@ -502,7 +502,11 @@ class Scheduler:
                 self.counters["prompt_tokens"] += req.num_prompt
                 for name, n in found.items():
                     self.counters[f"hit_tokens_{name}"] += n
-            req.cached_tokens_details = {TIER_NAMES[tier]: found[TIER_NAMES[tier]] for tier in self.controller.tables}
+            before = req.cached_tokens_details or found
+            # On another start less may be there; what is there beyond is the request's own work.
+            req.cached_tokens_details = {
+                name: min(found[name], before[name]) for name in (TIER_NAMES[tier] for tier in self.controller.tables)
+            }
 
     def _extend(self, build: _ExtendBuilder, req: Req, chunk: int, frames: np.ndarray) -> None:
         """Compute the next `chunk` tokens of a prompt in this launch."""
