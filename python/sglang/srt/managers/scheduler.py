@@ -49,6 +49,8 @@ FAILURE_WITH_LOADS = 1
 FAILURE_WITHOUT_LOADS = 10
 # From here on it runs alone, so that what cannot be computed takes no neighbour with it.
 FAILURES_OF_A_SUSPECT = 20
+# A decoding request publishes many small nodes; they are merged once per so many tokens.
+COMPACT_EVERY_TOKENS = 512
 # Tokens of a request that is not streamed are passed on in groups.
 EMIT_EVERY_UNSTREAMED = 64
 
@@ -667,7 +669,8 @@ class Scheduler:
             self.device.doom(result.duplicates, FrameState.HELD, req.last_launch)
             page_runs.append(PageRun(req.slot, start // page, result.frames))
         self.controller.begin_backup(result.node, self.exec_done)
-        self.tree.compact(result.node, self.exec_done)
+        if end // COMPACT_EVERY_TOKENS > start // COMPACT_EVERY_TOKENS:
+            self.tree.compact(result.node, self.exec_done)
 
     def _take_page_runs(self) -> list[PageRun]:
         runs, self._page_runs = self._page_runs, []
