@@ -70,8 +70,8 @@ def test_a_prompt_goes_on_when_all_younger_requests_have_been_retracted() -> Non
         driver.step()
     # As after a failed load: the older request starts again, behind the younger one, and nothing of it is cached.
     old = scheduler.active()[0]
-    first = next(node for node in scheduler.tree.walk() if node.key[0] == 10)
     scheduler.close(old, "lost")
+    first = next(node for node in scheduler.tree.walk() if node.key[0] == 10)
     scheduler.controller.drop(first, Tier.DEVICE, scheduler.last_launch)
     scheduler._requeue(old)
     while scheduler.num_reqs:
