@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -20,6 +21,7 @@ from sglang.srt.managers.io_struct import (
     bytes_to_ids,
     ids_to_bytes,
 )
+from sglang.srt.sampling.logprob_types import TokenLogprob
 
 TEXT = "Grüße aus Köln, 你好世界! 🎉👩‍👩‍👧 наука wörter stop here END of it. "
 
@@ -206,6 +208,21 @@ def test_usage_counts_to_the_token_that_completes_the_stop_string():
     assert second.completion_tokens == 5
     assert bytes_to_ids(second.output_ids).tolist() == ids[2:5]
     assert (second.prompt_tokens, second.cached_tokens, second.cached_tokens_details) == (3, 1, {"device": 1})
+
+
+def test_logprobs_stand_beside_their_tokens_and_end_with_the_stop_string():
+    ids = BYTE_LEVEL.encode("abcdefgh").ids
+    entries = [TokenLogprob(token, -0.1 * i) for i, token in enumerate(ids)]
+    prompt = [TokenLogprob(3, None)]
+    manager = DetokenizerManager(decode_with(BYTE_LEVEL))
+    manager.handle(DetokenizeReq(rid="r", stop=("de",)))
+    pieces = (
+        msgspec.structs.replace(output(ids[:4]), logprobs=entries[:4], prompt_logprobs=prompt),
+        msgspec.structs.replace(output(ids[4:], total=8), logprobs=entries[4:]),
+    )
+    first, second = run(manager, *pieces)
+    assert first.logprobs == entries[:4] and first.prompt_logprobs == prompt
+    assert second.logprobs == entries[4:5] and second.prompt_logprobs == []
 
 
 def test_no_stop_trim_keeps_the_stop_string():
