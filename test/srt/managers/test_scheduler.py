@@ -314,3 +314,19 @@ def test_token_outputs_of_a_quiet_request_come_in_groups() -> None:
         sizes += [len(bytes_to_ids(o.output_ids)) for o in decision.outputs]
     assert sizes == [64, 64, 22]
     assert np.sum(sizes) == 150
+
+
+def test_failures_between_which_a_request_moves_on_do_not_add_up() -> None:
+    driver = Driver(max_ahead=1)
+    decision = driver.step(request("a", [5, 6, 7], max_new_tokens=6, ignore_eos=True))
+    ends = []
+    for turn in range(20):
+        assert decision.launch is not None
+        seq = decision.launch.seq
+        decision = driver.step(fail={EXEC: seq}) if turn % 2 else driver.step(results={seq: [4]})
+        ends += [o.finish_reason.type for o in decision.outputs if o.finish_reason]
+        if ends:
+            break
+    assert (
+        ends == ["length"] and driver.scheduler.counters["failed_launches"] > FAILURE_LIMIT // FAILURE_WITHOUT_LOADS
+    )

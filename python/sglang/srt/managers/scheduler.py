@@ -200,6 +200,8 @@ class Scheduler:
         req.tokens[req.num_known] = token
         req.num_known += 1
         self.counters["generation_tokens"] += 1
+        if req.num_failures:
+            req.num_failures = 0  # it can be computed: what failed was not its fault
         if token in req.stop_ids:
             self._finish(req, FinishReason(type="stop", matched=token))
         elif req.num_known == req.max_len:
