@@ -52,6 +52,8 @@ def test_the_served_name():
         ("--model m --chunked-prefill-size 0", "at least 1, or -1"),
         ("--model m --mem-fraction-static 1.5", "between 0 and 1"),
         ("--model m --max-queued-requests 0", "at least 1"),
+        ("--model m --api-key=", "printable ASCII"),
+        ("--model m --admin-api-key é", "printable ASCII"),
         ("--model m --schedule-policy lpm", "fcfs"),
         ("--model m --hicache-write-policy write_back", "write_through"),
         ("--model m --attention-backend fa3", "torch_native"),

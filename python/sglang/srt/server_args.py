@@ -114,7 +114,12 @@ class ServerArgs:
         require(self.page_size >= 1, "page_size", "at least 1")
         require(1 <= self.tp_size <= 64, "tp_size", "from 1 to 64")
         for name in ("api_key", "admin_api_key"):
-            require(getattr(self, name) != "", name, "a key that is not empty")
+            key = getattr(self, name)
+            require(
+                key is None or (key != "" and key.isascii() and key.isprintable() and " " not in key),
+                name,
+                "printable ASCII without spaces, as a header carries it",
+            )
         for name in ("context_length", "max_running_requests", "max_queued_requests"):
             require((getattr(self, name) or 1) >= 1 and getattr(self, name) != 0, name, "at least 1")
         require(
