@@ -418,33 +418,12 @@ class Scheduler:
     def _admit(self, build: _ExtendBuilder, req: Req, budget: int) -> int:
         """Start a waiting request if memory permits. Returns the tokens it computes in this launch, 0 if it waits."""
         page = self.page_size
-        active = self.active()
-        if active and max(req.num_failures, active[0].num_failures) >= FAILURES_OF_A_SUSPECT:
-            return 0
         match = self._match(req)
-        num_load = (match.total_len - match.device_len) // page
-        filling = self.device.counts[FrameState.FILLING]
-        if num_load and filling and filling + num_load > self.config.max_filling_ratio * self.device.num_pages:
-            return 0
-        need = pages_for(req.num_known, page) - match.device_len // page
-        available = self.device.num_free + self.tree.evictable_pages(Tier.DEVICE)
-        available -= self.tree.evictable_pages_in(match)
-        if need > available:
-            return 0
-        futures = [r.max_len - r.length for r in active]
-        admission = Admission(
-            need=need,
-            own_future=pages_for(req.max_len - req.num_known, page),
-            was_retracted=req.num_retractions > 0,
-        )
-        reserve = decode_reserve(futures, self.config.new_token_ratio, page)
-        worst = decode_reserve(futures, 1.0, page)
-        if not may_admit(admission, available, reserve, worst, bool(active)):
-            return 0
         chunk = chunk_of(req.num_known - match.total_len, budget, page)
-        if chunk == 0:
+        if chunk == 0 or not self._may_start(req, match):
             return 0
         receipt = self.tree.lock(match, self.next_launch)
+        num_load = (match.total_len - match.device_len) // page
         num_own = pages_for(match.total_len + chunk, page) - match.total_len // page
         if not self._make_room(num_load + num_own):
             self.tree.unlock(receipt, self.next_launch, -1)
@@ -453,6 +432,7 @@ class Scheduler:
         self._next_hold += 1
         req.hold = ReqHold(self._next_hold, receipt, match.total_len)
         req.slot = self._free_slots.pop()
+        req.computed = match.total_len
         path = []
         node = receipt.node
         while node.parent is not None:
@@ -462,16 +442,43 @@ class Scheduler:
         if num_load:
             self.controller.begin_load([n for n in path if n.frames[Tier.DEVICE] is None])
         self._plan(req, path)
-        prefix = [n.frames[Tier.DEVICE] for n in path]
+        prefix = [frames for n in path if (frames := n.frames[Tier.DEVICE]) is not None]
         build.page_runs.append(
-            PageRun(req.slot, 0, np.concatenate(prefix) if prefix else np.empty(0, np.int32), fresh=True)  # type: ignore[arg-type]
+            PageRun(req.slot, 0, np.concatenate(prefix) if prefix else np.empty(0, np.int32), fresh=True)
         )
-        req.computed = match.total_len
         own = self.device.allocate(num_own, req.slot, FrameState.HELD)
         assert own is not None
         self.prefilling = req
         self._extend(build, req, chunk, own)
         return chunk
+
+    def _may_start(self, req: Req, match: MatchResult) -> bool:
+        """Whether memory and the other requests permit a waiting request to start."""
+        page = self.page_size
+        active = self.active()
+        if active and max(req.num_failures, active[0].num_failures) >= FAILURES_OF_A_SUSPECT:
+            return False
+        num_load = (match.total_len - match.device_len) // page
+        filling = self.device.counts[FrameState.FILLING]
+        if num_load and filling and filling + num_load > self.config.max_filling_ratio * self.device.num_pages:
+            return False
+        need = pages_for(req.num_known, page) - match.device_len // page
+        available = self.device.num_free + self.tree.evictable_pages(Tier.DEVICE)
+        available -= self.tree.evictable_pages_in(match)
+        if need > available:
+            return False
+        futures = [r.max_len - r.length for r in active]
+        return may_admit(
+            Admission(
+                need=need,
+                own_future=pages_for(req.max_len - req.num_known, page),
+                was_retracted=req.num_retractions > 0,
+            ),
+            available,
+            reserve=decode_reserve(futures, self.config.new_token_ratio, page),
+            worst_reserve=decode_reserve(futures, 1.0, page),
+            anything_active=bool(active),
+        )
 
     def _match(self, req: Req) -> MatchResult:
         """What the cache has of all but the last token, which must be computed to sample the next one."""
