@@ -146,6 +146,15 @@ def test_metrics_move(server):
     assert after[f"sglang:prompt_tokens_total{label}"] == before[f"sglang:prompt_tokens_total{label}"] + 40
     assert after[f"sglang:generation_tokens_total{label}"] == before[f"sglang:generation_tokens_total{label}"] + 5
     assert after[f"sglang:max_total_num_tokens{label}"] == 1024
+    assert after[f"sglang:num_pages{label}"] == 1024
+
+    def moved(name: str, mode: str = "") -> float:
+        key = f"sglang:{name}" + (label.replace("{", f'{{mode="{mode}",') if mode else label)
+        return after[key] - before.get(key, 0)
+
+    assert moved("prompt_tokens_histogram_sum") == 40 and moved("generation_tokens_histogram_sum") == 5
+    assert moved("realtime_tokens_total", "prefill_compute") + moved("realtime_tokens_total", "prefill_cache") == 40
+    assert moved("realtime_tokens_total", "decode") == 4
     assert after[f"sglang:hicache_host_total_tokens{label}"] == 8 * 1024
 
 

@@ -321,6 +321,12 @@ def test_metrics(server):
         "sglang:num_queue_reqs",
         "sglang:cache_hit_rate",
         "sglang:load_back_tokens_total",
+        "sglang:prompt_tokens_histogram_bucket",
+        "sglang:uncached_prompt_tokens_histogram_sum",
+        "sglang:generation_tokens_histogram_count",
+        "sglang:page_size",
+        "sglang:full_token_usage",
+        "sglang:realtime_tokens_total",
     } <= names
     assert float(values['sglang:token_usage{model_name="echo"}']) == 0.25
     assert float(values['sglang:hicache_host_total_tokens{model_name="echo"}']) == 8192

@@ -176,7 +176,7 @@ class TokenizerManager:
             del self._states[state.rid]
             if state.sent and not state.finished:
                 self._send(encode(AbortReq(rid=state.rid)))
-                self.metrics.finished(time.perf_counter() - state.arrived, aborted=True)
+                self.metrics.aborted()
             self._num_active -= 1
             if self._num_active == 0:
                 self._idle.set()
@@ -334,7 +334,7 @@ class TokenizerManager:
             state.finished = True
             state.error = RequestError(reason.message or "the request was aborted", reason.status_code or 500)
             state.changed.set()
-            self.metrics.finished(now - state.arrived, aborted=True)
+            self.metrics.aborted()
             return
         first = state.last is None and num_tokens > 0
         if first:
@@ -346,7 +346,10 @@ class TokenizerManager:
         state.unread_tokens += num_tokens
         if reason is not None:
             state.finished = True
-            self.metrics.finished(now - state.arrived, aborted=reason.type == "abort")
+            if reason.type == "abort":
+                self.metrics.aborted()
+            else:
+                self.metrics.finished(now - state.arrived, output.completion_tokens)
             if isinstance(reason.matched, str):
                 self._send(encode(AbortReq(rid=state.rid)))
         if state.finished or (state.stream and (first or state.unread_tokens >= self._args.stream_interval)):

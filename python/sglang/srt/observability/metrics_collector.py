@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 _SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 120, 240)
 _TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.8, 2)
+_TOKENS = (1, 4, 16, 64, 100, 300, 500, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 128000)
 
 disable_created_metrics()  # a second series per metric that upstream does not have
 
@@ -23,6 +24,8 @@ _GAUGES = (
     ("num_queue_reqs", "Requests that wait in the queue.", ("queues", "waiting")),
     ("gen_throughput", "Tokens generated per second.", ("gen_throughput",)),
     ("num_used_tokens", "Tokens of KV cache in use on the device.", ("tiers", "device", "used_tokens")),
+    ("num_pages", "Pages of KV cache on the device.", ("tiers", "device", "num_pages")),
+    ("page_size", "Tokens per page.", ("page_size",)),
     ("max_total_num_tokens", "Tokens of KV cache on the device.", ("tiers", "device", "total_tokens")),
     ("kv_used_tokens", "Tokens of KV cache in use on the device.", ("tiers", "device", "used_tokens")),
     ("kv_evictable_tokens", "Cached tokens that may be evicted.", ("tiers", "device", "evictable_tokens")),
@@ -36,6 +39,12 @@ _COUNTERS = (
     ("hicache_backup_dropped_tokens", "Tokens not written for lack of room.", "backup_dropped_tokens"),
     ("hicache_dropped_tokens", "Tokens evicted from the host.", "evicted_tokens_host"),
     ("num_retracted_requests", "Requests taken out of the batch for lack of memory.", "retracted_reqs"),
+)
+# mode, name among the state's counters: tokens as the scheduler goes through them
+_REALTIME = (
+    ("prefill_compute", ("prefill_tokens",)),
+    ("prefill_cache", ("hit_tokens_device", "hit_tokens_host")),
+    ("decode", ("decode_tokens",)),
 )
 
 
@@ -73,6 +82,11 @@ class MetricsCollector:
         self._first_token = self._histogram("time_to_first_token_seconds", "Time to the first token.", _SECONDS)
         self._inter_token = self._histogram("inter_token_latency_seconds", "Time between tokens.", _TOKEN_SECONDS)
         self._e2e = self._histogram("e2e_request_latency_seconds", "Time of a whole request.", _SECONDS)
+        self._prompt_lengths = self._histogram("prompt_tokens_histogram", "Tokens of a prompt.", _TOKENS)
+        self._uncached_lengths = self._histogram(
+            "uncached_prompt_tokens_histogram", "Tokens of a prompt that were not in the cache.", _TOKENS
+        )
+        self._answer_lengths = self._histogram("generation_tokens_histogram", "Tokens of a whole answer.", _TOKENS)
         self._registry.register(self)  # type: ignore[arg-type]  # a collector is whatever has `collect`
 
     def _counter(self, name: str, help: str) -> Counter:
@@ -86,6 +100,8 @@ class MetricsCollector:
         self._first_token.observe(seconds)
         self._prompt_tokens.inc(prompt_tokens)
         self._prompt_total += prompt_tokens
+        self._prompt_lengths.observe(prompt_tokens)
+        self._uncached_lengths.observe(prompt_tokens - sum(cached_tokens.values()))
         for tier, tokens in cached_tokens.items():
             self._cached_tokens.labels(**self._labels, cache_source=tier).inc(tokens)
             self._cached_total += tokens
@@ -97,12 +113,14 @@ class MetricsCollector:
             for _ in range(count):
                 self._inter_token.observe(seconds_each)
 
-    def finished(self, seconds: float, aborted: bool) -> None:
+    def finished(self, seconds: float, completion_tokens: int) -> None:
         self._requests.inc()
-        if aborted:
-            self._aborted.inc()
-        else:
-            self._e2e.observe(seconds)
+        self._e2e.observe(seconds)
+        self._answer_lengths.observe(completion_tokens)
+
+    def aborted(self) -> None:
+        self._requests.inc()
+        self._aborted.inc()
 
     def set_scheduler_state(self, state: Mapping[str, Any]) -> None:
         self._state = state
@@ -121,7 +139,8 @@ class MetricsCollector:
         used = _at(self._state, ("tiers", "device", "used_tokens"))
         total = _at(self._state, ("tiers", "device", "total_tokens"))
         if used is not None and total:
-            yield gauge("token_usage", "Part of the device's KV cache in use.", used / total)
+            for name in ("token_usage", "full_token_usage"):  # upstream's second leaves out other kinds of cache
+                yield gauge(name, "Part of the device's KV cache in use.", used / total)
         if (free := _free_tokens(self._state, "device")) is not None:
             yield gauge("kv_available_tokens", "Tokens of KV cache that are free.", free)
         host_total, host_free = _at(self._state, ("tiers", "host", "total_tokens")), _free_tokens(self._state, "host")
@@ -135,6 +154,10 @@ class MetricsCollector:
                 counter = CounterMetricFamily(f"sglang:{name}", help, labels=names)
                 counter.add_metric(values, _at(self._state, ("counters", key)) or 0)
                 yield counter
+            realtime = CounterMetricFamily("sglang:realtime_tokens", "Tokens processed.", labels=[*names, "mode"])
+            for mode, keys in _REALTIME:
+                realtime.add_metric([*values, mode], sum(_at(self._state, ("counters", key)) or 0 for key in keys))
+            yield realtime
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
