@@ -16,7 +16,10 @@ import pytest
 from server_fixture import Server, wait_until
 from transformers import AutoTokenizer
 
+from sglang.srt.entrypoints.openai.logprobs import LogprobStream
 from sglang.srt.model_loader.embedded_model import ensure_embedded_model
+from sglang.srt.sampling.logprob_types import TokenLogprob
+from sglang.srt.utils.token_texts import TokenTexts
 
 TEXT = "Grüße 你好 🎉 to all"
 
@@ -143,6 +146,32 @@ def test_characters_do_not_break_with_logprobs(client, tokenizer):
             data += b"" if entry.token in special else bytes(entry.bytes)
         assert choice.finish_reason or data.decode() == text
     assert TEXT in text
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_log_probabilities_wait_for_their_text(tokenizer, seed):
+    """Whatever the pieces: what has gone out never runs ahead of the text, and is its tokens once all is out."""
+    rng = random.Random(seed)
+    texts = TokenTexts(tokenizer)
+    ids = tokenizer.encode(TEXT * 3) + [1]
+    whole = tokenizer.decode(ids, skip_special_tokens=True)
+    stream = LogprobStream(texts, skip_special_tokens=True)
+    sent, taken, at = "", [], 0
+    while at < len(ids):
+        size = rng.randint(1, 4)
+        entries = [TokenLogprob(token, -1.0) for token in ids[at : at + size]]
+        at += size
+        known = tokenizer.decode(ids[:at], skip_special_tokens=True).rstrip("\ufffd")
+        held = rng.randint(0, 3)  # as if it might become a stop string
+        piece = whole[len(sent) : max(len(sent), len(known) - held)] if at < len(ids) else whole[len(sent) :]
+        sent += piece
+        placed = stream.take(entries, piece, final=at >= len(ids))
+        assert piece or at >= len(ids) or not placed
+        for start, entry in placed:
+            taken.append(entry.token)
+            if not texts.is_special(entry.token) and "\ufffd" not in texts.text(entry.token):
+                assert sent[start:].startswith(texts.text(entry.token))
+    assert taken == ids
 
 
 def test_completion_logprobs(client):

@@ -216,6 +216,8 @@ def test_seeds(server):
         ("/v1/completions", {"prompt": "a", "model": "gpt-4"}, 404, ["gpt-4", "echo"]),
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, ["suffix"]),
         ("/v1/completions", {"prompt": "a", "n": 1000}, 400, ["n is 1000", "128"]),
+        ("/v1/completions", {"prompt": ["a"] * 1000, "n": 100}, 400, ["100000 answers", "65536"]),
+        ("/generate", {"input_ids": [[5]] * 1000, "sampling_params": {"n": 100}}, 400, ["answers", "65536"]),
         ("/v1/completions", {"prompt": "a", "best_of": 2}, 400, ["best_of"]),
         ("/v1/completions", {"prompt": "a", "logprobs": -1}, 400, ["logprobs"]),
         ("/v1/completions", {"prompt": "a", "logit_bias": {"2048": 1}}, 400, ["logit_bias", "2048"]),

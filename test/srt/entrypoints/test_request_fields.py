@@ -117,6 +117,7 @@ def test_a_wrong_type_names_the_field(fields, param):
         ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens is 9"),
         ({"logit_bias": {5: 101.0}}, "logit_bias"),
         ({"logit_bias": {5: float("nan")}}, "logit_bias"),
+        ({"stop_token_ids": [5] * 2000}, "at most 1024 ids"),
         ({"logit_bias": dict.fromkeys(range(2000), 1.0)}, "at most 1024 tokens"),
     ],
 )

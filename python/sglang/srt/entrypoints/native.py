@@ -13,6 +13,7 @@ import msgspec
 from sglang.srt.entrypoints.request_fields import (
     UNSUPPORTED_NATIVE_SAMPLING,
     SamplingFields,
+    check_num_answers,
     namespace,
     refuse_unsupported,
     sampling_params,
@@ -81,6 +82,7 @@ def _generate_requests(req: GenerateReqInput) -> list[GenerateRequest]:
         prompts = split_prompts(req.text, "text")
     else:
         prompts = split_prompts(req.input_ids or [], "input_ids")
+    check_num_answers(len(prompts))
 
     def per_prompt(value: Any, name: str) -> list[Any]:
         if not isinstance(value, list):
@@ -103,7 +105,7 @@ def _generate_requests(req: GenerateReqInput) -> list[GenerateRequest]:
         per_prompt(req.top_logprobs_num, "top_logprobs_num"),
         per_prompt(token_ids, "token_ids_logprob"),
     )
-    requests = []
+    requests: list[GenerateRequest] = []
     for prompt, params, rid, wanted, start, top, ids in columns:
         fields = sampling_fields(params or {})
         request = GenerateRequest(
@@ -114,6 +116,7 @@ def _generate_requests(req: GenerateReqInput) -> list[GenerateRequest]:
             extra_key=namespace(req.cache_salt, req.extra_key),
             stream=bool(req.stream),
         )
+        check_num_answers(len(requests) + (fields.n or 1))
         requests += request.copies(fields.n or 1)
     return requests
 

@@ -119,6 +119,9 @@ MAX_N = 128  # OpenAI's
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_NAME_LENGTH = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_ANSWERS = 1 << 16
 _INT64 = range(-(1 << 63), 1 << 63)
 _FIELD_IN_MESSAGE = re.compile(r"`\$\.([A-Za-z_]+)")
 
@@ -227,10 +230,20 @@ def sampling_params(fields: SamplingFields, names: Mapping[str, str] = {}) -> Sa
     require(len(stops) <= MAX_STOP_STRINGS, "stop", f"a list of {len(stops)}", f"at most {MAX_STOP_STRINGS} strings")
     for each in stops:
         require(1 <= len(each) <= MAX_STOP_LENGTH, "stop", each[:40], f"strings of 1 to {MAX_STOP_LENGTH} characters")
+    num_ids = len(params.stop_token_ids)
+    require(
+        num_ids <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"a list of {num_ids}", f"at most {MAX_STOP_TOKEN_IDS} ids"
+    )
     seed = params.sampling_seed
     require(seed is None or seed in _INT64, "sampling_seed", seed, "a whole number of 64 bits")
     # Dividing logits by less would overflow, and nobody means it.
     return msgspec.structs.replace(params, temperature=0.0 if temperature < 1e-6 else temperature)
+
+
+def check_num_answers(number: int) -> None:
+    """Each costs memory here before the scheduler hears of it."""
+    if number > MAX_ANSWERS:
+        raise RequestError(f"this asks for {number} answers, but one request may ask for {MAX_ANSWERS}: split it")
 
 
 def split_prompts(prompt: str | Sequence[Any], name: str) -> list[str | list[int]]:
@@ -245,8 +258,17 @@ def split_prompts(prompt: str | Sequence[Any], name: str) -> list[str | list[int
     raise RequestError(f"{name} must be a text, token ids, or a list of either, and not empty", param=name)
 
 
+def check_name(value: str | None, name: str) -> str | None:
+    """A name that a client chose: it is kept, and sent back with every piece of an answer."""
+    if value is not None and len(value) > MAX_NAME_LENGTH:
+        raise RequestError(f"{name} has {len(value)} characters, at most {MAX_NAME_LENGTH} are allowed", param=name)
+    return value
+
+
 def namespace(cache_salt: str | None, extra_key: str | None) -> str:
     """What keeps the cache of requests apart. Encoded so that no two pairs give the same string."""
+    check_name(cache_salt, "cache_salt")
+    check_name(extra_key, "extra_key")
     if not cache_salt and not extra_key:
         return ""
     return msgspec.json.encode([cache_salt or "", extra_key or ""]).decode()

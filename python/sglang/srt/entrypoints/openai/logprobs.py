@@ -1,8 +1,12 @@
-"""Log-probabilities in the two shapes of OpenAI's API. Pure functions of what the engine found and of token texts."""
+"""Log-probabilities in the two shapes of OpenAI's API, and which of them go with which piece of a stream.
+
+`LogprobStream` owns how far into a choice's text its tokens have come; the rest are pure functions.
+"""
 
 from __future__ import annotations
 
 import codecs
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +14,36 @@ from sglang.srt.sampling.logprob_types import TokenLogprob
 from sglang.srt.utils.token_texts import TokenTexts
 
 Event = dict[str, Any]
+
+
+class LogprobStream:
+    """Log-probabilities of one choice on their way out. A token is held back while its text is: it may be part of a
+    character, or may become a stop string."""
+
+    def __init__(self, texts: TokenTexts, skip_special_tokens: bool) -> None:
+        self._texts = texts
+        self._skip_special_tokens = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._num_chars = 0
+        self._num_sent = 0
+        self._held: deque[tuple[int, int, TokenLogprob]] = deque()
+
+    def take(self, entries: Sequence[TokenLogprob], text: str, final: bool) -> list[tuple[int, TokenLogprob]]:
+        """entries: new ones. text: what is sent now. Returns those that go with it, each with its place: characters
+        of the choice's text before the token, or before the character that it goes on with."""
+        for entry in entries:
+            start = self._num_chars
+            if not (self._skip_special_tokens and self._texts.is_special(entry.token)):
+                self._num_chars += len(self._decoder.decode(self._texts.data(entry.token)))
+            begun = int(bool(self._decoder.getstate()[0]))
+            self._held.append((start, self._num_chars + begun, entry))
+        self._num_sent += len(text)
+        taken = []
+        # Nothing goes without text, except at the end: there would be no event for it.
+        while self._held and (final or (text and self._held[0][1] <= self._num_sent)):
+            start, _, entry = self._held.popleft()
+            taken.append((start, entry))
+        return taken
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts) -> Event:
@@ -28,36 +62,21 @@ def chat_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts) -> Event:
     return {"content": content, "refusal": None}
 
 
-class CompletionLogprobs:
-    """A completion choice's `logprobs`, piece by piece. Owns how far into the choice's text its tokens have come."""
+def completion_logprobs(placed: Sequence[tuple[int, TokenLogprob]], texts: TokenTexts, top: int) -> Event:
+    """A completion choice's `logprobs`. placed: as LogprobStream gives them."""
 
-    def __init__(self, texts: TokenTexts, top: int, skip_special_tokens: bool) -> None:
-        self._texts = texts
-        self._top = top
-        self._skip_special_tokens = skip_special_tokens
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._offset = 0
-
-    def take(self, entries: Sequence[TokenLogprob]) -> Event:
-        """text_offset: characters of the text before the token; a token that only goes on with a character stands
-        where the character does."""
-        offsets = []
-        for entry in entries:
-            offsets.append(self._offset)
-            if not (self._skip_special_tokens and self._texts.is_special(entry.token)):
-                self._offset += len(self._decoder.decode(self._texts.data(entry.token)))
-        return {
-            "tokens": [self._texts.text(entry.token) for entry in entries],
-            "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [self._likeliest(entry) for entry in entries] if self._top else None,
-            "text_offset": offsets,
-        }
-
-    def _likeliest(self, entry: TokenLogprob) -> dict[str, float] | None:
+    def likeliest(entry: TokenLogprob) -> dict[str, float] | None:
         """The likeliest tokens and the one that stands there. Of several with one text, the likeliest."""
         if entry.logprob is None:
             return None
         found: dict[str, float] = {}
         for logprob, token in [*entry.top, (entry.logprob, entry.token)]:
-            found.setdefault(self._texts.text(token), logprob)
+            found.setdefault(texts.text(token), logprob)
         return found
+
+    return {
+        "tokens": [texts.text(entry.token) for _, entry in placed],
+        "token_logprobs": [entry.logprob for _, entry in placed],
+        "top_logprobs": [likeliest(entry) for _, entry in placed] if top else None,
+        "text_offset": [start for start, _ in placed],
+    }

@@ -8,7 +8,13 @@ from typing import Any
 
 import msgspec
 
-from sglang.srt.entrypoints.request_fields import SamplingFields, namespace, sampling_params, split_prompts
+from sglang.srt.entrypoints.request_fields import (
+    SamplingFields,
+    check_name,
+    namespace,
+    sampling_params,
+    split_prompts,
+)
 from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.managers.tokenizer_manager import Chunk
 from sglang.srt.sampling.logprob_types import LogprobSpec
@@ -95,7 +101,7 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def reply_id(self) -> str:
         """What the reply is called, and its requests, so that a client can abort by what it sees."""
-        return self.rid or uuid.uuid4().hex
+        return check_name(self.rid, "rid") or uuid.uuid4().hex
 
 
 class ChatCompletionRequest(OpenAIRequest, frozen=True, kw_only=True):

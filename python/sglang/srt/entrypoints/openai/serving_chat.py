@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from sglang.srt.entrypoints.openai.logprobs import chat_logprobs
+from sglang.srt.entrypoints.openai.logprobs import LogprobStream, chat_logprobs
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, UsageOfChoices, choice_end
 from sglang.srt.entrypoints.streams import close, merge
 from sglang.srt.managers.io_struct import FinishReason
@@ -110,19 +110,20 @@ class _Reply:
         }
 
     async def events(self, chunks: Chunks) -> AsyncIterator[Event]:
-        """Log-probabilities are held back until there is text to go with them."""
-        pending: dict[int, list[TokenLogprob]] = {}
+        skip_special_tokens = self._req.skip_special_tokens is not False
+        streams: dict[int, LogprobStream] = {}
         async for index, chunk in chunks:
             self._usage.add(index, chunk)
-            if index not in pending:
-                pending[index] = []
+            if index not in streams:
+                streams[index] = LogprobStream(self._texts, skip_special_tokens)
                 yield self._event(index, chunk, {"role": "assistant", "content": ""})
-            pending[index] += chunk.logprobs
+            final = chunk.finish_reason is not None
+            logprobs = [entry for _, entry in streams[index].take(chunk.logprobs, chunk.text, final)]
             if chunk.text:
-                yield self._event(index, chunk, {"content": chunk.text}, pending[index])
-                pending[index] = []
-            if chunk.finish_reason is not None:
-                yield self._event(index, chunk, {}, pending[index], chunk.finish_reason)
+                yield self._event(index, chunk, {"content": chunk.text}, logprobs)
+                logprobs = []
+            if final:
+                yield self._event(index, chunk, {}, logprobs, chunk.finish_reason)
         if self._req.include_usage:
             yield {
                 **self._common,

@@ -6,11 +6,11 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from sglang.srt.entrypoints.openai.logprobs import CompletionLogprobs
+from sglang.srt.entrypoints.openai.logprobs import LogprobStream, completion_logprobs
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest, UsageOfChoices, choice_end
+from sglang.srt.entrypoints.request_fields import check_num_answers
 from sglang.srt.entrypoints.streams import close, merge
 from sglang.srt.managers.tokenizer_manager import Chunk, GenerateRequest, TokenizerManager
-from sglang.srt.sampling.logprob_types import TokenLogprob
 
 Event = dict[str, Any]
 
@@ -52,9 +52,11 @@ def _generate_requests(req: CompletionRequest) -> list[GenerateRequest]:
     req.check_best_of()
     logprobs = req.logprob_spec()
     rid = req.reply_id()
+    prompts = req.prompts()
+    check_num_answers(len(prompts) * req.num_choices)
     return [
         each
-        for prompt in req.prompts()
+        for prompt in prompts
         for each in GenerateRequest(
             prompt=prompt,
             params=params,
@@ -68,7 +70,7 @@ def _generate_requests(req: CompletionRequest) -> list[GenerateRequest]:
 
 
 class _ChoiceBuilder:
-    """Makes one choice's events of its chunks. Holds log-probabilities back until there is text to go with them."""
+    """Makes one choice's events of its chunks."""
 
     def __init__(
         self, index: int, req: CompletionRequest, request: GenerateRequest, manager: TokenizerManager
@@ -76,22 +78,20 @@ class _ChoiceBuilder:
         self._index = index
         self._manager = manager
         self._params = request.params
+        self._spec = request.logprobs
         self._echo = request.prompt if req.echo else None
-        self._pending: list[TokenLogprob] = []
-        self._logprobs: CompletionLogprobs | None = None
-        if request.logprobs is not None:
-            self._logprobs = CompletionLogprobs(
-                manager.token_texts, request.logprobs.top, request.params.skip_special_tokens
-            )
+        self._logprobs = LogprobStream(manager.token_texts, request.params.skip_special_tokens)
 
     async def take(self, chunk: Chunk) -> Event | None:
         """None if nothing is to be sent yet."""
-        self._pending += [*chunk.prompt_logprobs, *chunk.logprobs]
         text = await self._echoed() + chunk.text
-        if not text and chunk.finish_reason is None:
+        final = chunk.finish_reason is not None
+        logprobs = None
+        if self._spec is not None:
+            placed = self._logprobs.take([*chunk.prompt_logprobs, *chunk.logprobs], text, final)
+            logprobs = completion_logprobs(placed, self._manager.token_texts, self._spec.top)
+        if not (text or final):
             return None
-        entries, self._pending = self._pending, []
-        logprobs = self._logprobs.take(entries) if self._logprobs is not None else None
         return {"index": self._index, "text": text, "logprobs": logprobs, **choice_end(chunk.finish_reason)}
 
     async def _echoed(self) -> str:
