@@ -23,7 +23,8 @@ PARAMS = {"max_new_tokens": 5}
 
 @pytest.fixture(scope="module")
 def engine():
-    with sglang.Engine(model_path="embedded", scheduler_command=FAKE) as engine:
+    """Slow enough for an answer to be left or aborted before it ends."""
+    with sglang.Engine(model_path="embedded", scheduler_command=(*FAKE, "--delay-s", "0.0005")) as engine:
         yield engine
 
 
