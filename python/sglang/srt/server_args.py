@@ -65,6 +65,11 @@ class ServerArgs:
     chunked_prefill_size: int = arg(2048, "most tokens of one prompt in one step; -1 computes prompts whole")
     max_prefill_tokens: int = arg(16384, "most prompt tokens in one step")
     schedule_policy: str = arg("fcfs", "order of the queue", choices=("fcfs",))
+    radix_eviction_policy: str = arg(
+        "lru",
+        "what the cache gives up first: the least recently or the least frequently used",
+        choices=("lru", "lfu"),
+    )
     disable_radix_cache: bool = arg(False, "share no prefix between requests")
     disable_overlap_schedule: bool = arg(False, "schedule only once the previous step's tokens are known")
     attention_backend: str = arg("torch_native", "attention kernels", choices=("torch_native",))
@@ -74,7 +79,11 @@ class ServerArgs:
     )
     hicache_ratio: float = arg(2.0, "host pool's size as a multiple of the device pool's")
     hicache_size: float = arg(0, "host pool's size in GB; wins over the ratio when above 0")
-    hicache_write_policy: str = arg("write_through", "when pages go to the host", choices=("write_through",))
+    hicache_write_policy: str = arg(
+        "write_through",
+        "when pages go to the host: at once, on leaving the device, or when a second request uses them",
+        choices=("write_through", "write_back", "write_through_selective"),
+    )
 
     record_steps: str | None = arg(None, "write every scheduler step to this file, for replay")
 

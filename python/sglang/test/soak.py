@@ -75,6 +75,8 @@ class SoakConfig:
     max_prompt: int = 48
     max_new_tokens: int = 24
     oracle_every: int = 25
+    eviction_policy: str = "lru"
+    write_policy: str = "write_through"
     num_documents: int = 1
     whole_rate: float = 0.3
     load_late_rate: float = 0.5
@@ -117,6 +119,8 @@ class SoakConfig:
             max_filling_ratio=rng.choice((0.1, 0.5)),
             publish_tokens=rng.choice((8, 8, 64)),
             enable_radix_cache=rng.random() < 0.9,
+            eviction_policy=rng.choice(("lru", "lru", "lfu")),
+            write_policy=rng.choice(("write_through", "write_through", "write_back", "write_through_selective")),
         )
 
 
@@ -204,6 +208,8 @@ def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
         new_token_ratio=config.new_token_ratio,
         max_filling_ratio=config.max_filling_ratio,
         enable_radix_cache=config.enable_radix_cache,
+        eviction_policy=config.eviction_policy,
+        write_policy=config.write_policy,
     )
 
 

@@ -20,11 +20,13 @@ def tokens(text: str) -> np.ndarray:
 class Rig:
     """A tree of letters, page size 1, over small pools."""
 
-    def __init__(self, device: int = 12, host: int = 8) -> None:
-        self.tree = HiRadixTree(1)
+    def __init__(
+        self, device: int = 12, host: int = 8, write_policy: str = "write_through", eviction: str = "lru"
+    ) -> None:
+        self.tree = HiRadixTree(1, eviction)
         self.device = FrameTable(device)
         self.host = FrameTable(host) if host else None
-        self.controller = HiCacheController(self.tree, self.device, self.host, page_bytes=100)
+        self.controller = HiCacheController(self.tree, self.device, self.host, 100, write_policy)
 
     def publish(self, text: str, below: Node | None = None, fence: int = 0, now: int = 0) -> Node:
         frames = self.device.allocate(len(text), 0)
@@ -423,3 +425,58 @@ def test_operations_are_plain_data():
     rig.controller.begin_backup(rig.publish("abc"), done=0)
     ((op,), _) = rig.controller.take_ops()
     assert isinstance(op, TransferOp) and op.src_frames.dtype == op.dst_frames.dtype == np.int32
+
+
+def test_write_back_saves_what_leaves_the_device() -> None:
+    rig = Rig(write_policy="write_back")
+    node = rig.publish("abcd")
+    rig.controller.published(node, done=10)
+    assert rig.controller.take_ops()[0] == ()
+    rig.controller.evict(DEVICE, 4, done=10)
+    (op,) = rig.controller.take_ops()[0]
+    # The device frames stay until they are read, and nobody finds the node meanwhile.
+    assert op.ticket == Ticket(D2H, 0) and rig.device.counts[FrameState.DOOMED] == 4
+    assert rig.lengths("abcd") == (0, 0)
+    rig.controller.commit(op.ticket, done=10)
+    rig.device.reap(10)
+    assert rig.device.counts[FrameState.DOOMED] == 0 and rig.lengths("abcd") == (0, 4)
+
+
+def test_write_back_saves_the_way_to_what_it_saves() -> None:
+    rig = Rig(write_policy="write_back")
+    upper = rig.publish("ab")
+    rig.publish("cd", upper)
+    rig.controller.evict(DEVICE, 2, done=10)
+    (op,) = rig.controller.take_ops()[0]
+    assert len(op.src_frames) == 4 and rig.lengths("abcd")[0] == 2
+
+
+def test_selective_writing_waits_for_a_second_use() -> None:
+    rig = Rig(write_policy="write_through_selective")
+    node = rig.publish("abcd")
+    rig.controller.published(node, done=10)
+    assert rig.controller.take_ops()[0] == ()
+    receipt = rig.tree.lock(rig.tree.match("", tokens("ab")), 1)
+    rig.controller.used(receipt.node, done=10)
+    (op,) = rig.controller.take_ops()[0]
+    assert len(op.src_frames) == 2
+    rig.controller.commit(op.ticket, done=10)
+    rig.tree.unlock(receipt, 1, -1)
+    rig.controller.evict(DEVICE, 4, done=10)
+    assert rig.lengths("abcd") == (0, 2)
+
+
+def test_the_least_frequently_used_goes_first() -> None:
+    for eviction, gone in (("lru", "abc"), ("lfu", "xyz")):
+        rig = Rig(host=0, eviction=eviction)
+        rig.publish("abc", now=0)
+        for _ in range(2):
+            rig.tree.unlock(rig.tree.lock(rig.tree.match("", tokens("abc")), 1), 1, -1)
+        rig.publish("xyz", now=2)
+        rig.controller.evict(DEVICE, 3, done=10)
+        assert rig.lengths(gone) == (0, 0) and rig.lengths("xyz" if gone == "abc" else "abc") == (3, 3)
+
+
+def test_an_unknown_write_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="write_through"):
+        Rig(write_policy="sometimes")

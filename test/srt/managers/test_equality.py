@@ -253,3 +253,25 @@ def test_sampling_resumes_exactly_after_retraction(model: Model) -> None:
     assert len({tuple(tokens) for tokens in calm}) == 8
     wide.close()
     tiny.close()
+
+
+@pytest.mark.parametrize("write_policy", ["write_back", "write_through_selective"])
+@pytest.mark.parametrize("eviction_policy", ["lru", "lfu"])
+def test_host_hits_under_other_policies(model: Model, write_policy: str, eviction_policy: str) -> None:
+    engine = model.engine(
+        num_device_pages=200, num_host_pages=1200, write_policy=write_policy, eviction_policy=eviction_policy
+    )
+    batch = prompts(11, [80, 90, 100], shared=16)
+    hits = 0
+    for turn in range(3):
+        for prompt in batch:
+            for use in range(2):
+                (answer,) = engine.generate([prompt], greedy(6))
+                model.check(prompt, answer, 6)
+                hits += answer.cached_tokens_details["host"]
+                engine.settle()
+                if turn == 0 and use == 0 and prompt is batch[0]:
+                    # Nothing has left the device, and nothing was used twice.
+                    assert engine.scheduler.tree.resident_pages(Tier.HOST) == 0
+    assert hits > 100
+    check_memory(model, engine)

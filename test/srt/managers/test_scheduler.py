@@ -202,7 +202,7 @@ def test_a_failed_load_requeues_its_readers_and_forgets_the_source() -> None:
     assert driver.step(fail={H2D: 0}).launch is None
     assert driver.scheduler.controller.counters["failed_ops"] == 1
     # That launch fails too. Nothing of the load is left on either tier, and the next launch computes it.
-    after = driver.step(fail={EXEC: 2})
+    after = driver.step(fail={EXEC: 2}, ops={D2H: 1})
     assert after.reset == 3 and after.launch is not None and after.launch.seq == 3
     assert after.launch.gates == () and after.launch.lens.tolist() == [after.launch.input_ids.size]
     assert not [op for op in after.ops if op.ticket.link == H2D]

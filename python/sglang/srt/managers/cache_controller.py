@@ -15,13 +15,28 @@ from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import Dropped, HiRadixTree, Node
 from sglang.srt.mem_cache.transfer import D2H, H2D, LINKS, Ticket, Tier, TransferOp
 
+WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
+# With write_through_selective, pages that so many requests have used go to the host.
+SELECTIVE_HITS = 2
+
 
 class HiCacheController:
     """device, host: the pools' frame tables; host None turns the host tier off. page_bytes: K and V of one page,
-    all layers."""
+    all layers. write_policy: when pages go to the host: write_through at once, write_through_selective when a second
+    request uses them, write_back when they leave the device."""
 
-    def __init__(self, tree: HiRadixTree, device: FrameTable, host: FrameTable | None, page_bytes: int) -> None:
+    def __init__(
+        self,
+        tree: HiRadixTree,
+        device: FrameTable,
+        host: FrameTable | None,
+        page_bytes: int,
+        write_policy: str = "write_through",
+    ) -> None:
+        if write_policy not in WRITE_POLICIES:
+            raise ValueError(f"write policy {write_policy!r} is none of {', '.join(WRITE_POLICIES)}")
         self.tree = tree
+        self.write_policy = write_policy
         self.tables: dict[Tier, FrameTable] = {Tier.DEVICE: device}
         if host is not None:
             self.tables[Tier.HOST] = host
@@ -44,6 +59,21 @@ class HiCacheController:
         op = self._begin(H2D, Tier.HOST, Tier.DEVICE, src, frames, nodes, after=None)
         self.counters["load_back_tokens"] += len(frames) * self.tree.page_size
         return op.ticket
+
+    def published(self, node: Node, done: int) -> None:
+        """A path has pages that the host may lack."""
+        if self.write_policy == "write_through":
+            self.begin_backup(node, done)
+
+    def used(self, node: Node, done: int) -> None:
+        """Another request uses the path to `node`."""
+        if self.write_policy != "write_through_selective" or not self.has_host:
+            return
+        step: Node | None = node
+        while step is not None and step.parent is not None and step.hits < SELECTIVE_HITS:
+            step = step.parent
+        if step is not None and step.parent is not None:
+            self.begin_backup(step, done)
 
     def begin_backup(self, node: Node, done: int) -> Ticket | None:
         """Back up the part of the path to `node` that the host lacks. None if it lacks nothing or has no room."""
@@ -104,7 +134,9 @@ class HiCacheController:
         """
         table = self.tables[tier]
         before = table.counts[FrameState.CACHED]
-        dropped = self.tree.evict(tier, num_pages, keep)
+        saving = tier == Tier.DEVICE and self.write_policy == "write_back" and self.has_host
+        save = (lambda node: self.begin_backup(node, done)) if saving else (lambda node: None)
+        dropped = self.tree.evict(tier, num_pages, keep, save)
         self._release(dropped, tier, -1)
         for node in dropped.elsewhere:
             if len(node.children) == 1:

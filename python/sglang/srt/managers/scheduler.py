@@ -77,6 +77,8 @@ class SchedulerConfig:
     stream_interval: int = 1
     max_ahead: int = 2
     enable_radix_cache: bool = True
+    eviction_policy: str = "lru"
+    write_policy: str = "write_through"
 
 
 @dataclass
@@ -99,8 +101,8 @@ class Scheduler:
         self.page_size = config.page_size
         self.device = FrameTable(config.num_device_pages)
         self.host = FrameTable(config.num_host_pages) if config.num_host_pages else None
-        self.tree = HiRadixTree(config.page_size)
-        self.controller = HiCacheController(self.tree, self.device, self.host, config.page_bytes)
+        self.tree = HiRadixTree(config.page_size, config.eviction_policy)
+        self.controller = HiCacheController(self.tree, self.device, self.host, config.page_bytes, config.write_policy)
         self.counters: Counter[str] = Counter()
         # One page stays free of any single request: the step that runs ahead of a finish may ask for it.
         self.max_total_len = min(config.context_len, (config.num_device_pages - 1) * config.page_size)
@@ -441,6 +443,8 @@ class Scheduler:
         path.reverse()
         if num_load:
             self.controller.begin_load([n for n in path if n.frames[Tier.DEVICE] is None])
+        # After the load has its source: room for a backup may be made on the host.
+        self.controller.used(receipt.node, self.exec_done)
         self._plan(req, path)
         prefix = [frames for n in path if (frames := n.frames[Tier.DEVICE]) is not None]
         build.page_runs.append(
@@ -635,9 +639,12 @@ class Scheduler:
 
     def _make_room(self, num_pages: int) -> bool:
         """Evict until num_pages are free at once; False if they are not, or not yet."""
-        lacking = num_pages - self.device.num_free
-        if lacking > 0:
-            self.controller.evict(Tier.DEVICE, lacking, self.exec_done)
+        if num_pages > self.device.num_free:
+            self.device.reap(self.exec_done)
+            # What was given up and is still being read or written will be free soon: no need to give up more for it.
+            lacking = num_pages - self.device.num_free - self.device.counts[FrameState.DOOMED]
+            if lacking > 0:
+                self.controller.evict(Tier.DEVICE, lacking, self.exec_done)
         return self.device.num_free >= num_pages
 
     def _allocate(self, num_pages: int, state: FrameState, owner: int) -> np.ndarray | None:
@@ -677,7 +684,7 @@ class Scheduler:
         if len(result.duplicates):
             self.device.doom(result.duplicates, FrameState.HELD, req.last_launch)
             page_runs.append(PageRun(req.slot, start // page, result.frames))
-        self.controller.begin_backup(result.node, self.exec_done)
+        self.controller.published(result.node, self.exec_done)
         if end // COMPACT_EVERY_TOKENS > start // COMPACT_EVERY_TOKENS:
             self.tree.compact(result.node, self.exec_done)
 

@@ -94,10 +94,11 @@ def build_config(args: ServerArgs, model: ModelConfig, group: TensorParallelGrou
         if num_host_pages < 1:
             raise StartupError("no host memory is free for --hicache: lower --max-total-tokens or drop --hicache")
         logger.info(
-            "hicache: host tier of %d tokens (%.2f GB%s), write-through, no storage",
+            "hicache: host tier of %d tokens (%.2f GB%s), %s, no storage",
             num_host_pages * args.page_size,
             num_host_pages * page_bytes / 1e9,
             ", limited by free memory" if limited else "",
+            args.hicache_write_policy,
         )
     logger.info(
         "KV cache: %d tokens on the device (%.2f GB), page size %d",
@@ -121,6 +122,8 @@ def build_config(args: ServerArgs, model: ModelConfig, group: TensorParallelGrou
         stream_interval=args.stream_interval,
         max_ahead=1 if args.disable_overlap_schedule else 2,
         enable_radix_cache=not args.disable_radix_cache,
+        eviction_policy=args.radix_eviction_policy,
+        write_policy=args.hicache_write_policy,
     )
 
 

@@ -21,7 +21,7 @@ Matching never splits; locking and publishing do.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,14 +43,15 @@ class Node:
 
     key: int32, a slice of some request's tokens. frames, tickets, fences: per tier; a ticket means that the frames
     are FILLING under that operation; the fence is the launch that wrote the data. lock: holds that end here plus
-    those of the children. last_use: the last launch that may read the device frames. num_resident_children: per
-    tier.
+    those of the children. hits: requests that computed it or found it. last_use: the last launch that may read the
+    device frames. num_resident_children: per tier.
     """
 
     __slots__ = (
         "children",
         "fences",
         "frames",
+        "hits",
         "id",
         "key",
         "last_access",
@@ -71,6 +72,7 @@ class Node:
         self.fences = [_NO_FENCE] * len(_TIERS)
         self.num_resident_children = [0] * len(_TIERS)
         self.lock = 0
+        self.hits = 0
         self.last_access = 0
         self.last_use = _NO_FENCE
 
@@ -128,8 +130,22 @@ class Dropped:
     elsewhere: list[Node] = field(default_factory=list)
 
 
+def _least_recent(node: Node) -> tuple[int, int]:
+    return node.last_access, 0
+
+
+def _least_frequent(node: Node) -> tuple[int, int]:
+    return node.hits, node.last_access
+
+
+# What goes first: the smallest.
+EVICTION_POLICIES = {"lru": _least_recent, "lfu": _least_frequent}
+
+
 class HiRadixTree:
-    def __init__(self, page_size: int) -> None:
+    """eviction_policy: lru gives up what was not used for longest, lfu what the fewest requests have used."""
+
+    def __init__(self, page_size: int, eviction_policy: str = "lru") -> None:
         if page_size < 1:
             raise ValueError(f"page size must be at least 1, got {page_size}")
         self.page_size = page_size
@@ -139,7 +155,8 @@ class HiRadixTree:
         self._by_ticket: dict[Ticket, list[Node]] = {}
         self._evictable = [0] * len(_TIERS)
         self._resident = [0] * len(_TIERS)
-        self._heaps: list[list[tuple[int, int, Node]]] = [[] for _ in _TIERS]
+        self._rank = EVICTION_POLICIES[eviction_policy]
+        self._heaps: list[list[tuple[tuple[int, int], int, Node]]] = [[] for _ in _TIERS]
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -214,6 +231,10 @@ class HiRadixTree:
             node = match.path[-1]
             if match.last_len < len(node.key):
                 node = self._split(node, match.last_len)
+        step: Node | None = node
+        while step is not None:
+            step.hits += 1
+            step = step.parent
         return self.lock_node(node, now)
 
     def lock_node(self, node: Node, now: int) -> Receipt:
@@ -239,6 +260,8 @@ class HiRadixTree:
                 self._evictable[_DEVICE] += self._evictable_pages(step, _DEVICE)
                 if step.num_resident_children[_DEVICE] == 0:
                     self._offer(step, _DEVICE)
+                    if step.frames[_DEVICE] is None:
+                        self._offer(step, _HOST)
                 if step.parent is None:
                     self._prune(step)
             step = step.parent
@@ -266,6 +289,7 @@ class HiRadixTree:
                 child = self._new_node(tokens[pos:], node)
                 self._set_frames(child, Tier.DEVICE, frames[pos // page :], None, fence)
                 child.last_access = now
+                child.hits = 1
                 self._offer(child, Tier.DEVICE)
                 taken.append(frames[pos // page :])
                 created.append(child)
@@ -322,10 +346,17 @@ class HiRadixTree:
 
     # -- shrinking ----------------------------------------------------------------------------------------------
 
-    def evict(self, tier: Tier, num_pages: int, keep: Node | None = None) -> Dropped:
-        """Give up the least recently used leaves of a tier until num_pages are gone or none is left.
+    def evict(
+        self,
+        tier: Tier,
+        num_pages: int,
+        keep: Node | None = None,
+        before: Callable[[Node], object] = lambda node: None,
+    ) -> Dropped:
+        """Give up leaves of a tier, by the policy's order, until num_pages are gone or none is left.
 
-        The last leaf is split if a part of it is enough. keep: nodes on the path to it stay.
+        The last leaf is split if a part of it is enough. keep: nodes on the path to it stay. before: told of each
+        node while it still has its frames; it may save them elsewhere.
         """
         dropped = Dropped()
         kept = set()
@@ -339,8 +370,8 @@ class HiRadixTree:
             node = entry[2]
             if not self._is_evictable_leaf(node, tier):
                 continue
-            if entry[0] != node.last_access:
-                heapq.heappush(self._heaps[tier], (node.last_access, node.id, node))
+            if entry[0] != (rank := self._rank(node)):
+                heapq.heappush(self._heaps[tier], (rank, node.id, node))
                 continue
             if node.id in kept:
                 put_back.append(entry)
@@ -350,6 +381,7 @@ class HiRadixTree:
                 self._split(node, (n - num_pages) * self.page_size)
                 n = num_pages
             num_pages -= n
+            before(node)
             self._take_frames(node, tier, dropped)
         for entry in put_back:
             heapq.heappush(self._heaps[tier], entry)
@@ -404,6 +436,7 @@ class HiRadixTree:
             node.fences[tier] = max(n.fences[tier] for n in chain)
         node.last_use = max(n.last_use for n in chain)
         node.last_access = max(n.last_access for n in chain)
+        node.hits = max(n.hits for n in chain)
         node.parent = top.parent
         top.parent.children[first_key] = node
         for gone in chain[:-1]:
@@ -499,6 +532,7 @@ class HiRadixTree:
         node.parent = upper
         upper.children[self._page_key(node.key, 0)] = node
         upper.lock = node.lock
+        upper.hits = node.hits
         upper.last_access = node.last_access
         upper.last_use = node.last_use
         for tier in _TIERS:
@@ -559,13 +593,18 @@ class HiRadixTree:
         return len(frames)
 
     def _is_evictable_leaf(self, node: Node, tier: int) -> bool:
-        """The source of a load in flight stays on the host, else its failure could not be told from eviction."""
+        """The source of a load stays on the host: while the load is in flight, else its failure could not be told
+        from eviction, and from the lock of its path on, while room is made for it."""
         return (
             node.parent is not None
             and node.frames[tier] is not None
             and node.tickets[tier] is None
             and node.num_resident_children[tier] == 0
-            and (node.lock == 0 if tier == _DEVICE else node.tickets[_DEVICE] is None)
+            and (
+                node.lock == 0
+                if tier == _DEVICE
+                else node.tickets[_DEVICE] is None and (node.lock == 0 or node.frames[_DEVICE] is not None)
+            )
         )
 
     def _offer(self, node: Node, tier: int) -> None:
@@ -573,10 +612,10 @@ class HiRadixTree:
         if not self._is_evictable_leaf(node, tier):
             return
         heap = self._heaps[tier]
-        heapq.heappush(heap, (node.last_access, node.id, node))
+        heapq.heappush(heap, (self._rank(node), node.id, node))
         if len(heap) > 64 + 4 * self.num_nodes:
             best = {n.id: n for _, _, n in heap if self._is_evictable_leaf(n, tier)}
-            self._heaps[tier] = [(n.last_access, n.id, n) for n in best.values()]
+            self._heaps[tier] = [(self._rank(n), n.id, n) for n in best.values()]
             heapq.heapify(self._heaps[tier])
 
     def _is_settled(self, node: Node, done: int) -> bool:
