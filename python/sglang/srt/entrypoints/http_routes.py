@@ -62,22 +62,31 @@ def _check_model(args: ServerArgs, name: str | None) -> None:
         raise RequestError(f"the model {name!r} is not served here, {args.model_name!r} is", 404, param="model")
 
 
+async def _body(request: Request) -> dict[str, Any]:
+    """The JSON object that was sent. Another type than JSON's is refused: a browser sends a text, but not JSON, for
+    any page that it shows. No type at all is taken as JSON."""
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise RequestError(f"the body's content type is {kind!r}, but it must be application/json", 415)
+    return decode_body(await request.body())
+
+
 def _add_generation(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        req = convert(decode_body(await request.body()), ChatCompletionRequest, UNSUPPORTED_CHAT)
+        req = convert(await _body(request), ChatCompletionRequest, UNSUPPORTED_CHAT)
         _check_model(args, req.model)
         return await answer(request.receive, serve_chat(req, manager, args.model_name), bool(req.stream))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        req = convert(decode_body(await request.body()), CompletionRequest, UNSUPPORTED_COMPLETION)
+        req = convert(await _body(request), CompletionRequest, UNSUPPORTED_COMPLETION)
         _check_model(args, req.model)
         return await answer(request.receive, serve_completions(req, manager, args.model_name), bool(req.stream))
 
     @app.api_route("/generate", methods=["POST", "PUT"])
     async def generate(request: Request) -> Response:
-        req = convert(decode_body(await request.body()), GenerateReqInput, UNSUPPORTED_GENERATE)
+        req = convert(await _body(request), GenerateReqInput, UNSUPPORTED_GENERATE)
         return await answer(request.receive, serve_generate(req, manager), bool(req.stream))
 
 
@@ -85,14 +94,14 @@ def _add_tokenization(app: FastAPI, args: ServerArgs, manager: TokenizerManager)
     @app.post("/tokenize")
     @app.post("/v1/tokenize")
     async def tokenize_(request: Request) -> Response:
-        req = convert(decode_body(await request.body()), TokenizeRequest, {})
+        req = convert(await _body(request), TokenizeRequest, {})
         _check_model(args, req.model)
         return JSONResponse(await tokenize(req, manager))
 
     @app.post("/detokenize")
     @app.post("/v1/detokenize")
     async def detokenize_(request: Request) -> Response:
-        req = convert(decode_body(await request.body()), DetokenizeRequest, {})
+        req = convert(await _body(request), DetokenizeRequest, {})
         _check_model(args, req.model)
         return JSONResponse(await detokenize(req, manager))
 
@@ -181,7 +190,7 @@ def _add_administration(app: FastAPI, args: ServerArgs, manager: TokenizerManage
 
     @app.post("/abort_request")
     async def abort_request(request: Request) -> Response:
-        req = convert(decode_body(await request.body()), AbortRequest, {})
+        req = convert(await _body(request), AbortRequest, {})
         if req.abort_all:
             require_admin(request, args)
         elif not req.rid:

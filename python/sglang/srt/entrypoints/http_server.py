@@ -23,6 +23,7 @@ import uvloop
 
 import sglang
 from sglang.srt.entrypoints.engine import SCHEDULER_COMMAND, EngineProcesses
+from sglang.srt.entrypoints.http_limits import KEEP_ALIVE_S, Front, LimitedProtocol, limit_unread_replies
 from sglang.srt.entrypoints.http_routes import make_app
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError, is_for_the_user, one_sentence
@@ -51,6 +52,7 @@ def bind(args: ServerArgs) -> socket.socket:
     try:
         # A restart may follow at once: connections of the last server still linger on the port.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        limit_unread_replies(sock)
         sock.bind(address)
     except OSError as error:
         sock.close()
@@ -109,11 +111,14 @@ async def _serve_until_the_end(
     manager = processes.manager
     server = HttpServer(
         uvicorn.Config(
-            make_app(args, manager, processes.ready_info),
+            Front(make_app(args, manager, processes.ready_info)),
+            http=LimitedProtocol,
+            ws="none",
+            lifespan="off",
             log_config=None,
             log_level=(args.log_level_http or args.log_level),
             loop="uvloop",
-            timeout_keep_alive=5,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=_GRACE_S,
         )
     )

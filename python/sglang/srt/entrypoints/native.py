@@ -13,6 +13,7 @@ import msgspec
 from sglang.srt.entrypoints.request_fields import (
     UNSUPPORTED_NATIVE_SAMPLING,
     SamplingFields,
+    check_name,
     check_num_answers,
     namespace,
     refuse_unsupported,
@@ -112,7 +113,7 @@ def _generate_requests(req: GenerateReqInput) -> list[GenerateRequest]:
             prompt=prompt,
             params=sampling_params(fields),
             logprobs=_logprob_spec(start, top, ids) if wanted else None,
-            rid=rid,
+            rid=check_name(rid, "rid"),
             extra_key=namespace(req.cache_salt, req.extra_key),
             stream=bool(req.stream),
         )

@@ -8,15 +8,23 @@ _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
     404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
     499: "ClientClosedRequest",
     503: "ServiceUnavailableError",
 }
+_MAX_MESSAGE = 1000
 
 
 class RequestError(Exception):
-    """message: one sentence for the client. param: the field of the request that is wrong."""
+    """message: one sentence for the client, cut if it quotes too much of what came. param: the field of the request
+    that is wrong."""
 
     def __init__(self, message: str, status_code: int = 400, param: str | None = None) -> None:
+        if len(message) > _MAX_MESSAGE:
+            message = message[:_MAX_MESSAGE] + "…"
         super().__init__(message)
         self.message = message
         self.status_code = status_code
