@@ -38,7 +38,6 @@ def test_reads_a_directory(tmp_path):
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 4, 2, 8)
     assert (config.vocab_size, config.context_length, config.dtype) == (100, 256, torch.bfloat16)
     assert config.eos_token_ids == (7, 9)
-    assert config.kv_bytes_per_token == 2 * 2 * 2 * 8 * 2
     assert config.attn_scale == 8**-0.5
     assert config.local_path == tmp_path
 

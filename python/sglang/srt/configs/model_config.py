@@ -131,11 +131,6 @@ class ModelConfig:
         """The factor on q.k, for `AttentionMetadata.scale`."""
         return float(self.head_dim**-0.5)
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """K and V of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-
     def fingerprint(self, load_format: str = "auto", seed: int = 0) -> str:
         """32 hex digits that name config and weights: equal on every machine that holds the same files, and part
         of the key of cached KV. dtype is not in it. load_format, seed: as given to `load_model`.
