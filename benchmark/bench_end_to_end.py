@@ -28,6 +28,7 @@ from sglang.srt.model_loader.embedded_model import ensure_embedded_model
 
 CONCURRENT, PROMPT_LEN, OUTPUT_LEN = 32, 256, 64
 TTFT_LEN, SHARED = 2048, 0.9
+REST_S = 0.3
 
 
 class Server:
@@ -93,24 +94,32 @@ async def run(rounds: int) -> list[dict[str, object]]:
             async def concurrent(batch: list[np.ndarray] = prompts) -> None:
                 await asyncio.gather(*(server.generate(p, OUTPUT_LEN) for p in batch))
 
-            marks = [time.perf_counter()]
+            async def one_by_one(batch: list[np.ndarray] = prompts) -> None:
+                for p in batch:
+                    transformers_generate(p, OUTPUT_LEN)
 
-            def mark(name: str, warm_up: bool = i == 0, marks: list[float] = marks) -> None:
-                marks.append(time.perf_counter())
-                if not warm_up:
-                    seconds.setdefault(name, []).append(marks[-1] - marks[-2])
+            async def padded_batch(batch: list[np.ndarray] = prompts) -> None:
+                transformers_generate(np.stack(batch), OUTPUT_LEN)
 
-            await concurrent()
-            mark("server")
-            for p in prompts:
-                transformers_generate(p, OUTPUT_LEN)
-            mark("one by one")
-            transformers_generate(np.stack(prompts), OUTPUT_LEN)
-            mark("padded batch")
-            await server.generate(tailed, 1)
-            mark("server first token")
-            transformers_generate(tailed, 1)
-            mark("transformers first token")
+            async def server_first(p: np.ndarray = tailed) -> None:
+                await server.generate(p, 1)
+
+            async def transformers_first(p: np.ndarray = tailed) -> None:
+                transformers_generate(p, 1)
+
+            for name, work in (
+                ("server", concurrent),
+                ("one by one", one_by_one),
+                ("padded batch", padded_batch),
+                ("server first token", server_first),
+                ("transformers first token", transformers_first),
+            ):
+                # The threads of the one measured before spin for a while on the cores of the next.
+                await asyncio.sleep(REST_S)
+                start = time.perf_counter()
+                await work()
+                if i:  # the first round warms up
+                    seconds.setdefault(name, []).append(time.perf_counter() - start)
     finally:
         await server.stop()
     s = {name: np.array(values) for name, values in seconds.items()}
