@@ -1,0 +1,56 @@
+"""Which backend carries out a transfer. Pure decisions; imports no backend and starts no device.
+
+`auto` has not been measured on a GPU: its thresholds are read off published numbers and stay conservative until the
+GPU benchmark decides them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import torch
+
+from sgl_kernel.kvcacheio.layout import KVLayoutError
+
+# What a user may ask for. cuda and triton are the two implementations of kernel.
+BACKENDS = ("auto", "kernel", "dma", "direct", "cuda", "triton", "reference")
+# Copy engines reach the link's bandwidth with pieces of 64 KiB (published: 28 KiB 40-44 GB/s, 64 KiB 51-52) and take
+# no SM from the model; below that a kernel is ahead.
+DMA_PIECE_BYTES = 64 << 10
+
+
+def pick_backend(requested: str, page_bytes_per_layer: int, num_pages: int, device: torch.device | str) -> str:
+    """The backend that carries out a transfer of num_pages pages: reference, kernel, cuda, triton, dma or direct.
+
+    page_bytes_per_layer: K (or V, the larger) of one page and one layer. device: the GPU's, or cpu if no GPU is
+    involved. On the CPU `auto`, `kernel`, `cuda` and `triton` are the reference; `dma` and `direct` execute their
+    plans in numpy. On a GPU, `auto` is `dma` where single pages are 64 KiB and more, or where no kernel can be
+    compiled (neither CuPy nor Triton is installed), else `kernel`. num_pages decides nothing yet: adjacent pages would
+    make `dma` faster, but whether they are adjacent is known to the plan alone.
+    """
+    if requested not in BACKENDS:
+        raise KVLayoutError(f"backend {requested!r} is none of {', '.join(BACKENDS)}")
+    if torch.device(device).type == "cpu":
+        return requested if requested in ("dma", "direct") else "reference"
+    if requested != "auto":
+        return requested
+    if num_pages and page_bytes_per_layer >= DMA_PIECE_BYTES:
+        return "dma"
+    return "kernel" if _installed("cupy") or _installed("triton") else "dma"
+
+
+def available_kernel(requested: str) -> str:
+    """The implementation of `kernel`: cuda where CuPy is installed, else triton. An explicit name stays."""
+    if requested in ("cuda", "triton"):
+        return requested
+    if _installed("cupy"):
+        return "cuda"
+    if _installed("triton"):
+        return "triton"
+    raise KVLayoutError("backend kernel needs CuPy (pip install cupy-cuda13x) or Triton; use dma instead")
+
+
+@cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

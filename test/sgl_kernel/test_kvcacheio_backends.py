@@ -1,0 +1,225 @@
+"""Every backend that runs on the CPU against the model: all routes, dtypes, page sizes, kinds of indices."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from kv_model import DTYPES, PAGE_SIZES, ROUTES, Pool, expected, index_patterns, random_bytes
+
+from sgl_kernel import kvcacheio
+from sgl_kernel.kvcacheio import KVLayoutError, KVPages, dma, reference
+
+LAYERS = 3
+CPU_BACKENDS = ("reference", "dma", "direct")
+
+
+def ids(pages: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.tensor(pages, dtype=dtype)
+
+
+@pytest.fixture(params=["as shipped", "all slices", "never slices"])
+def reference_paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference chooses its way by size; small pools must take all of them."""
+    if request.param == "all slices":
+        monkeypatch.setattr(reference, "_SLICE_BYTES", 0)
+    if request.param == "never slices":
+        monkeypatch.setattr(reference, "_SLICE_BYTES", 1 << 60)
+        monkeypatch.setattr(reference, "_BLOCK_BYTES", 200)
+
+
+def check(backend: str, page_size: int, dtype: torch.dtype, seed: int, **shapes: tuple[int, int]) -> None:
+    rng = np.random.default_rng(seed)
+    routes = ROUTES if not shapes.get("v_shape") else [r for r in ROUTES if "block_major" not in r]
+    for from_layout, to_layout in routes:
+        for what, src_pages, dst_pages in index_patterns(rng, 9, 12, 6):
+            src = Pool(from_layout, 9, LAYERS, page_size, dtype, seed, **shapes)
+            dst = Pool(to_layout, 12, LAYERS, page_size, dtype, seed + 1, **shapes)
+            source, result = src.raw(), expected(src, dst, src_pages, dst_pages)
+            index = (torch.int64, torch.int32)[int(rng.integers(2))]
+            kvcacheio.copy_pages(src.pages, dst.pages, ids(src_pages, index), ids(dst_pages, index), backend=backend)
+            assert np.array_equal(dst.raw(), result), f"{from_layout} to {to_layout}, {what}"
+            assert np.array_equal(src.raw(), source), "the source was written"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("page_size", PAGE_SIZES, ids="page{}".format)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_all_routes(backend: str, page_size: int, dtype: torch.dtype):
+    check(backend, page_size, dtype, seed=page_size)
+
+
+@pytest.mark.parametrize("seed", range(3), ids="seed{}".format)
+@pytest.mark.parametrize("k_shape", [(1, 1), (3, 5), (2, 8)], ids="{0[0]}x{0[1]}".format)
+def test_the_reference_takes_every_path(reference_paths, k_shape: tuple[int, int], seed: int):
+    check("reference", 2, torch.bfloat16, seed, k_shape=k_shape)
+    check("reference", 3, torch.uint8, seed, k_shape=k_shape)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("v_shape", [(2, 3), (1, 16), (5, 1)], ids="{0[0]}x{0[1]}".format)
+def test_k_and_v_may_differ_in_size(v_shape: tuple[int, int], backend: str):
+    check(backend, 2, torch.float16, seed=7, k_shape=(2, 6), v_shape=v_shape)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("seed", range(6), ids="seed{}".format)
+def test_many_small_random_transfers(seed: int, backend: str):
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        layers, page_size = int(rng.integers(1, 5)), int(rng.integers(1, 6))
+        route = ROUTES[rng.integers(len(ROUTES))]
+        dtype = DTYPES[rng.integers(len(DTYPES))]
+        shape = (int(rng.integers(1, 4)), int(rng.integers(1, 9)))
+        src = Pool(route[0], int(rng.integers(1, 30)), layers, page_size, dtype, seed, shape)
+        dst = Pool(route[1], int(rng.integers(1, 30)), layers, page_size, dtype, seed + 1, shape)
+        n = int(rng.integers(0, min(src.num_pages, dst.num_pages) + 1))
+        # Sorted on one side or both: many short runs.
+        sides = [rng.permutation(pool.num_pages)[:n] for pool in (src, dst)]
+        src_pages, dst_pages = (s if rng.random() < 0.4 else np.sort(s) for s in sides)
+        result = expected(src, dst, src_pages.tolist(), dst_pages.tolist())
+        to, where = torch.from_numpy(src_pages), torch.from_numpy(dst_pages)
+        kvcacheio.copy_pages(src.pages, dst.pages, to, where, backend=backend)
+        assert np.array_equal(dst.raw(), result)
+
+
+@pytest.mark.parametrize("dst_layout", ["layer_first", "block_major"])
+@pytest.mark.parametrize("src_layout", ["page_first", "layer_first"])
+def test_loading_layer_by_layer_is_loading_all(src_layout: str, dst_layout: str):
+    src, dst = (
+        Pool(layout, 8, LAYERS, 2, torch.bfloat16, 3 + i) for i, layout in enumerate([src_layout, dst_layout])
+    )
+    result = expected(src, dst, [5, 1, 2], [0, 6, 7])
+    for layer in range(LAYERS):
+        k, v = dst.pages.k[layer], dst.pages.v[layer]
+        kvcacheio.transfer_kv_per_layer_pf_lf(src.pages, k, v, ids([5, 1, 2]), ids([0, 6, 7]), layer)
+    assert np.array_equal(dst.raw(), result)
+
+
+def test_the_named_functions_are_copy_pages():
+    host, device = (
+        Pool("page_first", 8, LAYERS, 2, torch.float32, 1),
+        Pool("layer_first", 9, LAYERS, 2, torch.float32, 2),
+    )
+    peer = Pool("block_major", 7, LAYERS, 2, torch.float32, 3)
+    kv = host.buffer.view(8, 2, LAYERS, 2, 2, 4)
+    k, v = device.pages.k, device.pages.v
+    result = expected(device, host, [8, 0], [3, 1])
+    kvcacheio.transfer_kv_all_layer_lf_pf(k, v, kv, ids([8, 0]), ids([3, 1]))
+    assert np.array_equal(host.raw(), result)
+    result = expected(host, device, [3, 4], [5, 2])
+    kvcacheio.transfer_kv_all_layer_pf_lf(kv, k, v, ids([3, 4]), ids([5, 2]))
+    assert np.array_equal(device.raw(), result)
+    result = expected(device, peer, [5, 2], [6, 0])
+    kvcacheio.transfer_kv_all_layer(k, v, peer.pages.k, peer.pages.v, ids([5, 2]), ids([6, 0]))
+    assert np.array_equal(peer.raw(), result)
+    result = expected(peer, device, [6], [1])
+    for i in range(LAYERS):
+        kvcacheio.transfer_kv_per_layer(peer.pages.k[i], peer.pages.v[i], k[i], v[i], ids([6]), ids([1]))
+    assert np.array_equal(device.raw(), result)
+
+
+@pytest.mark.parametrize("staging_pages", [1, 2, 5, 50])
+def test_whole_pages_through_a_staging_buffer(staging_pages: int):
+    rng = np.random.default_rng(staging_pages)
+    for _, src_pages, dst_pages in index_patterns(rng, 9, 12, 7):
+        src = Pool("page_first", 9, LAYERS, 2, torch.bfloat16, 1)
+        dst = Pool("layer_first", 12, LAYERS, 2, torch.bfloat16, 2)
+        result = expected(src, dst, src_pages, dst_pages)
+        host = src.buffer.view(9, 2, LAYERS, 2, 2, 4)
+        staging = torch.empty(staging_pages, 2, LAYERS, 2, 2, 4, dtype=torch.bfloat16)
+        dma.copy_pages_staged(host, dst.pages, ids(src_pages), ids(dst_pages), staging)
+        assert np.array_equal(dst.raw(), result)
+
+
+def test_pages_with_gaps_inside_are_the_references_alone():
+    """K and V interleaved per token: no page is one run."""
+    kv = random_bytes((LAYERS, 5, 4, 2, 2, 4), torch.float32, 1)  # (layers, pages, page_size, kv, heads, dim)
+    src = KVPages(kv[:, :, :, 0], kv[:, :, :, 1])
+    dst = Pool("layer_first", 6, LAYERS, 4, torch.float32, 2)
+    kvcacheio.copy_pages(src, dst.pages, ids([4, 0]), ids([1, 3]))
+    for pages, tensor in ((dst.pages.k, src.k), (dst.pages.v, src.v)):
+        same = pages[:, [1, 3]].contiguous().view(torch.uint8), tensor[:, [4, 0]].contiguous().view(torch.uint8)
+        assert torch.equal(*same)
+    with pytest.raises(KVLayoutError, match="without gaps"):
+        kvcacheio.copy_pages(src, dst.pages, ids([4]), ids([1]), backend="dma")
+
+
+def test_a_page_named_twice_as_destination_touches_no_other_page():
+    src, dst = (Pool("page_first", 6, 1, 1, torch.uint8, seed) for seed in (1, 2))
+    before = dst.raw().reshape(6, -1)
+    kvcacheio.copy_pages(src.pages, dst.pages, ids([5, 1, 3]), ids([0, 0, 2]))
+    after = dst.raw().reshape(6, -1)
+    assert np.array_equal(after[[1, 3, 4, 5]], before[[1, 3, 4, 5]])
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize(
+    ("src_pages", "dst_pages", "message"),
+    [
+        (
+            torch.tensor([0, 9]),
+            torch.tensor([0, 1]),
+            "src_pages has pages 0 to 9, index out of range for a pool of 9",
+        ),
+        (torch.tensor([0, 1]), torch.tensor([-1, 1]), "dst_pages has pages -1 to 1"),
+        (torch.tensor([0, 1]), torch.tensor([0]), "2 source pages and 1 destination pages"),
+        (torch.tensor([0.0]), torch.tensor([0]), "src_pages must be .n,. int64 or int32"),
+        (torch.tensor([[0]]), torch.tensor([0]), "src_pages must be"),
+        (torch.tensor([0]), torch.tensor([0], dtype=torch.int16), "dst_pages must be"),
+    ],
+    ids=["too large", "negative", "length", "float", "2-d", "int16"],
+)
+def test_bad_indices_move_nothing(backend: str, src_pages: torch.Tensor, dst_pages: torch.Tensor, message: str):
+    src, dst = (Pool("layer_first", 9, LAYERS, 2, torch.float32, seed) for seed in (1, 2))
+    before = dst.raw()
+    with pytest.raises(KVLayoutError, match=message):
+        kvcacheio.copy_pages(src.pages, dst.pages, src_pages, dst_pages, backend=backend)
+    assert np.array_equal(dst.raw(), before)
+
+
+def test_pools_that_do_not_fit_are_named():
+    src = Pool("layer_first", 9, LAYERS, 2, torch.float32, 1).pages
+    one = ids([0])
+    for other, message in [
+        (
+            Pool("layer_first", 9, LAYERS, 2, torch.bfloat16, 1).pages,
+            "K is torch.float32 in the source and torch.bfl",
+        ),
+        (Pool("layer_first", 9, 2, 2, torch.float32, 1).pages, "K has 3 layers in the source and 2 in the dest"),
+        (Pool("layer_first", 9, LAYERS, 4, torch.float32, 1).pages, r"\(2, 2, 4\) in the source and \(4, 2, 4\)"),
+        (Pool("layer_first", 9, LAYERS, 2, torch.float32, 1, (2, 4), (2, 5)).pages, "a page of V"),
+    ]:
+        with pytest.raises(KVLayoutError, match=message):
+            kvcacheio.copy_pages(src, other, one, one)
+    with pytest.raises(KVLayoutError, match="layer 3 of a pool with layers 0 to 2"):
+        src.layer(3)
+    with pytest.raises(KVLayoutError, match="page-first"):
+        KVPages.page_first(torch.zeros(2, 3, 4, 5, 6, 7))
+    with pytest.raises(KVLayoutError, match=r"must be \(num_layers"):
+        KVPages(torch.zeros(2, 3), torch.zeros(2, 3))
+    with pytest.raises(KVLayoutError, match="must agree in num_layers"):
+        KVPages(torch.zeros(1, 2, 3, 4, 5), torch.zeros(2, 2, 3, 4, 5))
+    with pytest.raises(KVLayoutError, match="they must agree"):
+        KVPages(torch.zeros(1, 2, 3, 4, 5), torch.zeros(1, 2, 3, 4, 5, dtype=torch.float64))
+
+
+def test_picking_a_backend(monkeypatch: pytest.MonkeyPatch):
+    pick = kvcacheio.pick_backend
+    for requested in ("auto", "kernel", "cuda", "triton", "reference"):
+        assert pick(requested, 2048, 100, "cpu") == "reference"
+    assert pick("dma", 2048, 100, "cpu") == "dma" and pick("direct", 2048, 100, "cpu") == "direct"
+    for requested in ("kernel", "cuda", "triton", "dma", "direct", "reference"):
+        assert pick(requested, 2048, 100, "cuda:0") == requested
+    installed = {"cupy": True, "triton": True}
+    monkeypatch.setattr(kvcacheio.pick, "_installed", installed.get)
+    assert pick("auto", 2048, 100, "cuda") == "kernel" and kvcacheio.available_kernel("kernel") == "cuda"
+    assert pick("auto", 128 << 10, 100, "cuda") == "dma"
+    installed["cupy"] = False
+    assert pick("auto", 2048, 100, "cuda") == "kernel" and kvcacheio.available_kernel("kernel") == "triton"
+    installed["triton"] = False
+    assert pick("auto", 2048, 100, "cuda") == "dma"
+    with pytest.raises(KVLayoutError, match="use dma instead"):
+        kvcacheio.available_kernel("kernel")
+    with pytest.raises(KVLayoutError, match="'rdma' is none of auto"):
+        pick("rdma", 2048, 100, "cuda")

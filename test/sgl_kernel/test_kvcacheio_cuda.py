@@ -1,0 +1,128 @@
+"""The CUDA kernel without a GPU: compiled for sm_90, its arguments checked, its index arithmetic run in Python."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from kv_model import DTYPES, ROUTES, Pool, expected, index_patterns
+
+from sgl_kernel.kvcacheio import KVLayoutError, cuda_kernels
+from sgl_kernel.kvcacheio.cuda_kernels import KERNEL, SEGMENT_BYTES, SOURCE, THREADS
+
+NVCC = shutil.which("nvcc")
+NVRTC = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
+
+
+def check_ptx(ptx: str) -> None:
+    assert f".entry {KERNEL}" in ptx
+    assert ptx.count("ld.global.nc.L1::no_allocate.v4.u32") >= 5, "four loads in flight, and the rest"
+    assert ptx.count("st.global.cs.v4.u32") >= 5
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
+def test_nvcc_compiles_it_for_sm_90(tmp_path: Path):
+    assert NVCC is not None
+    command = [NVCC, "-arch=sm_90", "-std=c++17", "-Werror", "all-warnings", "--ptxas-options=-v"]
+    cubin = subprocess.run(
+        [*command, "-cubin", "-o", str(tmp_path / "k.cubin"), str(SOURCE)], capture_output=True, text=True
+    )
+    assert cubin.returncode == 0, cubin.stderr
+    registers = re.search(r"Used (\d+) registers", cubin.stderr)
+    assert registers and int(registers[1]) * THREADS <= 65536, "a block of 1,024 threads must fit an SM"
+    assert "0 bytes spill stores, 0 bytes spill loads" in cubin.stderr
+    ptx = subprocess.run([*command[:3], "-ptx", "-o", "-", str(SOURCE)], capture_output=True, text=True)
+    assert ptx.returncode == 0, ptx.stderr
+    check_ptx(ptx.stdout)
+
+
+@pytest.mark.skipif(not NVRTC, reason="cuda.bindings is not installed")
+def test_nvrtc_compiles_it_for_sm_90():
+    """As CuPy does at run time: no headers, the same options."""
+    from cuda.bindings import nvrtc
+
+    try:
+        error, program = nvrtc.nvrtcCreateProgram(SOURCE.read_bytes(), b"kvcacheio.cu", 0, [], [])
+    except Exception as missing:
+        pytest.skip(f"the NVRTC library is not installed: {missing}")
+    assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS
+    options = [b"--std=c++17", b"--gpu-architecture=sm_90"]
+    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
+    nvrtc.nvrtcGetProgramLog(program, log)
+    assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS, log.decode()
+    ptx = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
+    nvrtc.nvrtcGetPTX(program, ptx)
+    check_ptx(ptx.decode())
+
+
+def test_the_arguments_are_the_kernels_in_its_order():
+    signature = SOURCE.read_text().partition(f"{KERNEL}(")[2].partition(") {")[0]
+    parameters = [p.split() for p in " ".join(signature.split()).split(", ")]
+    src, dst = Pool("page_first", 5, 3, 2, torch.float16, 1), Pool("layer_first", 6, 3, 2, torch.float16, 2)
+    indices = [torch.tensor([1, 2]), torch.tensor([3, 4])]
+    arguments = cuda_kernels.kernel_arguments(src.pages, dst.pages, indices, lambda t: t.data_ptr())
+    assert len(arguments) == len(parameters)
+    for value, parameter in zip(arguments, parameters):
+        kind = np.uint64 if "*" in "".join(parameter) else {"long": np.int64, "int": np.int32}[parameter[0]]
+        assert isinstance(value, kind), parameter
+    named = {parameter[-1].lstrip("*"): int(value) for value, parameter in zip(arguments, parameters)}
+    assert named["src_v"] == src.pages.v.data_ptr() and named["dst_pages"] == indices[1].data_ptr()
+    assert (named["src_layer_stride_v"], named["src_page_stride_v"]) == (32, 2 * 3 * 32)
+    assert (named["dst_layer_stride_k"], named["dst_page_stride_k"]) == (6 * 32, 32)
+    assert (named["k_bytes"], named["num_layers"], named["num_segments"]) == (32, 3, 2 * 3 * 2)
+
+
+def test_more_segments_than_the_kernel_counts_are_refused():
+    src = Pool("page_first", 2, 3, 2, torch.float16, 1)
+    many = torch.zeros(1, dtype=torch.int64).expand(1 << 30)
+    with pytest.raises(KVLayoutError, match="in parts"):
+        cuda_kernels.kernel_arguments(src.pages, src.pages, [many, many], lambda t: t.data_ptr())
+
+
+@pytest.mark.parametrize("seed", range(4), ids="seed{}".format)
+def test_its_index_arithmetic_reaches_every_byte_once(monkeypatch: pytest.MonkeyPatch, seed: int):
+    """The kernel's loop, line by line, in Python. That the CUDA text computes the same is for a GPU to show."""
+    monkeypatch.setattr(cuda_kernels, "SEGMENT_BYTES", 24)
+    rng = np.random.default_rng(seed)
+    for from_layout, to_layout in ROUTES[:5]:
+        uneven = {"v_shape": (2, 3)} if "block_major" not in (from_layout, to_layout) else {}
+        for what, src_pages, dst_pages in index_patterns(rng, 7, 9, 5):
+            dtype = DTYPES[seed]
+            src = Pool(from_layout, 7, 3, 3, dtype, seed, **uneven)
+            dst = Pool(to_layout, 9, 3, 3, dtype, seed + 1, **uneven)
+            result = expected(src, dst, src_pages, dst_pages)
+            indices = [torch.tensor(p, dtype=torch.int64) for p in (src_pages, dst_pages)]
+            base = {id(t): t.storage_offset() * t.dtype.itemsize for p in (src.pages, dst.pages) for t in (p.k, p.v)}
+            args = cuda_kernels.kernel_arguments(src.pages, dst.pages, indices, lambda t, b=base: b.get(id(t), 0))
+            source, target = src.raw(), dst.buffer.view(torch.uint8).numpy()
+            run_kernel_model(source, target, src_pages, dst_pages, *(int(a) for a in args))
+            assert np.array_equal(dst.raw(), result), what
+
+
+def run_kernel_model(
+    source, target, src_pages, dst_pages, src_k, src_v, dst_k, dst_v, _s, _d,
+    src_layer_k, src_page_k, src_layer_v, src_page_v, dst_layer_k, dst_page_k, dst_layer_v, dst_page_v,
+    k_bytes, v_bytes, num_layers, k_segments, v_segments, segment_bytes, num_segments,
+) -> None:  # fmt: skip
+    per_layer = k_segments + v_segments
+    for item in range(num_segments):
+        index, in_page = divmod(item, per_layer * num_layers)
+        layer, in_layer = divmod(in_page, per_layer)
+        is_v = in_layer >= k_segments
+        start = (in_layer - k_segments if is_v else in_layer) * segment_bytes
+        size = min((v_bytes if is_v else k_bytes) - start, segment_bytes)
+        s, d = src_pages[index], dst_pages[index]
+        src = src_v + layer * src_layer_v + s * src_page_v if is_v else src_k + layer * src_layer_k + s * src_page_k
+        dst = dst_v + layer * dst_layer_v + d * dst_page_v if is_v else dst_k + layer * dst_layer_k + d * dst_page_k
+        target[dst + start : dst + start + size] = source[src + start : src + start + size]
+
+
+def test_a_segment_is_a_whole_number_of_accesses():
+    assert SEGMENT_BYTES % (32 * 16) == 0

@@ -1,0 +1,97 @@
+"""Every backend on a GPU against the model. Skipped without one."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+from kv_model import DTYPES, Pool, expected, index_patterns
+
+from sgl_kernel import kvcacheio
+from sgl_kernel.kvcacheio import KVLayoutError, KVPages, dma
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+NEEDS = {"cuda": "cupy", "triton": "triton", "dma": "cupy", "direct": "cupy"}
+# Source and destination: layout, and whether it lies on the device.
+GPU_ROUTES = [
+    (("page_first", False), ("layer_first", True)),
+    (("layer_first", False), ("layer_first", True)),
+    (("page_first", False), ("block_major", True)),
+    (("layer_first", True), ("page_first", False)),
+    (("block_major", True), ("page_first", False)),
+    (("page_first", True), ("layer_first", True)),
+    (("layer_first", True), ("block_major", True)),
+]
+
+
+def place(pool: Pool, on_device: bool) -> tuple[torch.Tensor, KVPages]:
+    buffer = pool.buffer.cuda() if on_device else pool.buffer.pin_memory()
+    return buffer, pool.view(buffer)
+
+
+@pytest.fixture(params=NEEDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    if importlib.util.find_spec(NEEDS[request.param]) is None:
+        pytest.skip(f"{NEEDS[request.param]} is not installed")
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64], ids="page{}".format)
+def test_every_backend_is_exact(backend: str, page_size: int, dtype: torch.dtype):
+    rng = np.random.default_rng(page_size)
+    for k_shape in ((2, 64), (3, 5)):
+        for (from_layout, from_device), (to_layout, to_device) in GPU_ROUTES:
+            for what, src_pages, dst_pages in index_patterns(rng, 40, 50, 30):
+                src = Pool(from_layout, 40, 3, page_size, dtype, 1, k_shape)
+                dst = Pool(to_layout, 50, 3, page_size, dtype, 2, k_shape)
+                result = expected(src, dst, src_pages, dst_pages)
+                (_, source), (buffer, target) = place(src, from_device), place(dst, to_device)
+                ids = [torch.tensor(p, dtype=torch.int64) for p in (src_pages, dst_pages)]
+                kvcacheio.copy_pages(source, target, *ids, backend=backend)
+                torch.cuda.synchronize()
+                found = buffer.cpu().view(torch.uint8).numpy()
+                assert np.array_equal(found, result), f"{from_layout} to {to_layout}, {what}, {k_shape}"
+
+
+@pytest.mark.parametrize("num_ctas", [1, 2, 16])
+def test_any_quota_is_exact_and_in_stream_order(backend: str, num_ctas: int):
+    src, dst = Pool("page_first", 300, 4, 1, torch.bfloat16, 1, (8, 128)), None
+    dst = Pool("layer_first", 300, 4, 1, torch.bfloat16, 2, (8, 128))
+    pages = np.random.default_rng(num_ctas).permutation(300)
+    result = expected(src, dst, pages.tolist(), pages[::-1].tolist())
+    (_, source), (buffer, target) = place(src, False), place(dst, True)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        buffer.zero_()
+        buffer.copy_(dst.buffer, non_blocking=True)
+    ids = torch.from_numpy(pages), torch.from_numpy(pages[::-1].copy())
+    kvcacheio.copy_pages(source, target, *ids, backend=backend, num_ctas=num_ctas, stream=stream)
+    with torch.cuda.stream(stream):
+        found = buffer.to("cpu")
+    assert np.array_equal(found.view(torch.uint8).numpy(), result)
+
+
+def test_whole_pages_through_a_staging_buffer():
+    pytest.importorskip("cupy")
+    src, dst = Pool("page_first", 90, 3, 2, torch.bfloat16, 1), Pool("layer_first", 80, 3, 2, torch.bfloat16, 2)
+    src_pages, dst_pages = list(range(5, 60)), np.random.default_rng(1).permutation(80)[:55].tolist()
+    result = expected(src, dst, src_pages, dst_pages)
+    host = src.buffer.pin_memory().view(90, 2, 3, 2, 2, 4)
+    buffer, target = place(dst, True)
+    staging = torch.empty(16, *host.shape[1:], dtype=host.dtype, device="cuda")
+    dma.copy_pages_staged(host, target, torch.tensor(src_pages), torch.tensor(dst_pages), staging)
+    assert np.array_equal(buffer.cpu().view(torch.uint8).numpy(), result)
+
+
+def test_unpinned_memory_is_refused():
+    pytest.importorskip("cupy")
+    src, dst = (Pool("page_first", 4, 1, 1, torch.bfloat16, seed) for seed in (1, 2))
+    one = torch.tensor([0])
+    with pytest.raises(KVLayoutError, match="pinned"):
+        kvcacheio.copy_pages(src.pages, place(dst, True)[1], one, one, backend="cuda")

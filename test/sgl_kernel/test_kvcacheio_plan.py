@@ -1,0 +1,112 @@
+"""Plans of `dma` and `direct`: how many copies, of what shape. test_kvcacheio_backends executes them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sgl_kernel.kvcacheio.plan import COPY, Side, plan_copies, plan_staged
+
+RUN, LAYERS, PAGES = 64, 4, 100
+LAYER_FIRST = Side((PAGES * RUN,) * 2, (RUN,) * 2, LAYERS * PAGES * RUN)
+PAGE_FIRST = Side((RUN,) * 2, (2 * LAYERS * RUN,) * 2, LAYERS * RUN)
+PAGE = 2 * LAYERS * RUN
+
+
+def copies(src_pages: list[int], dst_pages: list[int], src: Side, dst: Side, **options) -> list[tuple]:
+    layers = options.pop("num_layers", LAYERS)
+    plan = plan_copies(np.array(src_pages), np.array(dst_pages), src, dst, (RUN, RUN), layers, **options)
+    assert plan.dtype == COPY
+    return plan.tolist()
+
+
+def test_a_run_of_layer_first_pages_is_one_linear_copy():
+    plan = copies([3, 4, 5], [7, 8, 9], LAYER_FIRST, LAYER_FIRST, num_layers=1)
+    assert plan == [(kv, 3 * RUN, 7 * RUN, 3 * RUN, 1, 3 * RUN, 3 * RUN) for kv in range(2)]
+
+
+def test_a_run_of_page_first_pages_is_strided_per_layer():
+    plan = copies([3, 4, 5], [7, 8, 9], PAGE_FIRST, LAYER_FIRST, num_layers=1)
+    assert plan == [(kv, 3 * PAGE, 7 * RUN, RUN, 3, PAGE, RUN) for kv in range(2)]
+
+
+def test_both_sides_must_go_up_by_one():
+    assert len(copies([3, 4, 5, 6], [7, 8, 20, 21], PAGE_FIRST, LAYER_FIRST, num_layers=1)) == 2 * 2
+    assert len(copies([3, 2, 1], [7, 8, 9], PAGE_FIRST, LAYER_FIRST, num_layers=1)) == 2 * 3
+    assert len(copies([3, 3, 3], [7, 8, 9], PAGE_FIRST, LAYER_FIRST, num_layers=1)) == 2 * 3
+
+
+def test_direct_merges_nothing():
+    plan = copies([3, 4, 5], [7, 8, 9], LAYER_FIRST, LAYER_FIRST, num_layers=1, merge=False)
+    assert len(plan) == 2 * 3 and {(c[3], c[4]) for c in plan} == {(RUN, 1)}
+
+
+def test_rows_are_layers_where_a_run_is_shorter_than_the_layers():
+    one = copies([3], [7], LAYER_FIRST, PAGE_FIRST)
+    assert one == [(kv, 3 * RUN, 7 * PAGE, RUN, LAYERS, PAGES * RUN, RUN) for kv in range(2)]
+    assert len(copies(list(range(4)), list(range(4)), LAYER_FIRST, PAGE_FIRST)) == 2 * LAYERS
+    long = copies(list(range(50)), list(range(50)), LAYER_FIRST, PAGE_FIRST)
+    assert len(long) == 2 * LAYERS and {(c[3], c[4], c[5], c[6]) for c in long} == {(RUN, 50, RUN, PAGE)}
+
+
+def test_whole_pages_without_gaps_are_one_copy():
+    assert copies([3, 4, 9], [0, 1, 2], PAGE_FIRST, PAGE_FIRST) == [
+        (0, 3 * PAGE, 0, 2 * PAGE, 1, 2 * PAGE, 2 * PAGE),
+        (0, 9 * PAGE, 2 * PAGE, PAGE, 1, PAGE, PAGE),
+    ]
+    assert len(copies([3, 4, 9], [0, 1, 2], PAGE_FIRST, PAGE_FIRST, merge=False)) == 3
+
+
+def test_k_and_v_in_memory_of_their_own_are_two_copies():
+    apart = Side(PAGE_FIRST.layer_stride, PAGE_FIRST.page_stride)
+    assert [c[0] for c in copies([3, 4], [0, 1], apart, PAGE_FIRST)] == [0, 1]
+
+
+def test_no_pitch_is_larger_than_a_gpu_allows():
+    for pages in (list(range(10)), [3], [5, 1, 2, 9, 8]):
+        for src, dst in ((LAYER_FIRST, PAGE_FIRST), (PAGE_FIRST, LAYER_FIRST), (PAGE_FIRST, PAGE_FIRST)):
+            for limit in (RUN, PAGE - 1, PAGE, PAGES * RUN - 1, PAGES * RUN):
+                for layers in (1, LAYERS):
+                    plan = copies(pages, pages, src, dst, max_pitch=limit, num_layers=layers)
+                    assert sum(c[3] * c[4] for c in plan) == len(pages) * layers * 2 * RUN
+                    for _, _, _, width, height, src_pitch, dst_pitch in plan:
+                        assert height == 1 or width <= min(src_pitch, dst_pitch) <= max(src_pitch, dst_pitch) <= limit
+
+
+@pytest.mark.parametrize("seed", range(20), ids="seed{}".format)
+def test_every_byte_is_written_once_whatever_the_limits(seed: int):
+    rng = np.random.default_rng(seed)
+    sides = [LAYER_FIRST, PAGE_FIRST]
+    src, dst = sides[rng.integers(2)], sides[rng.integers(2)]
+    n = int(rng.integers(1, 30))
+    pages = [np.sort(rng.permutation(40)[:n]) if rng.random() < 0.5 else rng.permutation(40)[:n] for _ in range(2)]
+    limit = int(rng.choice([RUN, PAGE, PAGES * RUN]))
+    plan = plan_copies(pages[0], pages[1], src, dst, (RUN, RUN), LAYERS, bool(rng.integers(2)), limit)
+    moved = {}
+    for kv, s, d, width, height, src_pitch, dst_pitch in plan.tolist():
+        for row in range(height):
+            for byte in range(0, width, RUN):
+                source = s + row * src_pitch + byte + (kv and src.v_after_k)
+                target = d + row * dst_pitch + byte + (kv and dst.v_after_k)
+                assert target not in moved
+                moved[target] = source
+    wanted = {}
+    for a, b in zip(pages[0].tolist(), pages[1].tolist()):
+        for layer in range(LAYERS):
+            for kv in range(2):
+                at = [side.layer_stride[0] * layer + side.page_stride[0] * p for side, p in ((src, a), (dst, b))]
+                wanted[at[1] + kv * dst.v_after_k] = at[0] + kv * src.v_after_k
+    assert moved == wanted
+
+
+def test_nothing_to_copy_is_no_copy():
+    assert copies([], [], PAGE_FIRST, LAYER_FIRST) == []
+
+
+def test_staging_needs_only_the_source_in_order():
+    rounds = plan_staged(np.arange(10, 16), np.array([5, 0, 9, 2, 7, 1]), PAGE, PAGE, 4)
+    assert [len(r.copies) for r in rounds] == [1, 1]
+    assert rounds[0].copies.tolist() == [(0, 10 * PAGE, 0, 4 * PAGE, 1, 4 * PAGE, 4 * PAGE)]
+    assert [r.dst_pages.tolist() for r in rounds] == [[5, 0, 9, 2], [7, 1]]
+    with pytest.raises(ValueError, match="one page at least"):
+        plan_staged(np.arange(2), np.arange(2), PAGE, PAGE, 0)
