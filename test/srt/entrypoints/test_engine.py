@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -160,15 +161,17 @@ print("pids", *[c.pid for c in psutil.Process().children(recursive=True)])
 
 
 def test_the_sockets_directory_is_private(monkeypatch, tmp_path):
-    path = private_directory()
+    path, lock = private_directory()
     assert os.stat(path).st_mode & 0o777 == 0o700
-    os.rmdir(path)
+    shutil.rmtree(path)
+    os.close(lock)
     deep = tmp_path / ("x" * 90)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    path = private_directory()
+    path, lock = private_directory()
     assert path.startswith("/tmp/")
-    os.rmdir(path)
+    shutil.rmtree(path)
+    os.close(lock)
 
 
 def test_upstreams_packages_beside_ours_are_refused(monkeypatch):

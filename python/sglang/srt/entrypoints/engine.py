@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import fcntl
+import glob
 import importlib.metadata
 import importlib.util
 import logging
@@ -106,13 +108,24 @@ class Child:
             return None
 
     def obituary(self) -> str:
-        """One line: who died, how, and its last words."""
-        self._reader.join(0.5)
+        """One line: who died, and how. What it said last is why, unless a signal cut it short."""
         code = self.process.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if code < 0:
+            return f"the {self.name} process was killed by {signal.Signals(-code).name}"
+        last = self.last_words()
+        return f"the {self.name} process ended with exit code {code}" + (f": {last}" if last else "")
+
+    def last_words(self) -> str:
+        self._reader.join(0.5)
         lines = self._tail.decode(errors="replace").replace("\r", "\n").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return f"the {self.name} process {how}" + (f": {last}" if last else "")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+    def log_signal(self) -> None:
+        """What helps to find out who sent the signal that it died of, if it did."""
+        if self.process.returncode < 0:
+            hint = "; the kernel sends SIGKILL when memory runs out" if self.process.returncode == -9 else ""
+            last = f"its last line of log was {words!r}" if (words := self.last_words()) else "it had logged nothing"
+            logger.warning("about the %s: %s%s", self.name, last, hint)
 
     def ask_to_stop(self) -> None:
         if not self.dead():
@@ -138,6 +151,7 @@ class EngineProcesses:
         self._children: list[Child] = []
         self._context: zmq.Context | None = None
         self._directory: str | None = None
+        self._lock = -1
         self._receive: asyncio.Task[None] | None = None
         self.manager: TokenizerManager
         self.ready_info: dict[str, Any] = {}
@@ -155,10 +169,17 @@ class EngineProcesses:
         refuse_mixed_installation()
         model_dir = await asyncio.to_thread(resolve_model_path, args.model_path)
         own_context, vocab_size = get_context_and_vocab(model_dir)
-        self._directory = private_directory()
+        self._directory, self._lock = private_directory()
         ipc = {name: f"ipc://{self._directory}/{name}" for name in ("scheduler_in", "detokenizer_in", "tokenizer_in")}
 
-        def child(name: str, command: Sequence[str], sockets: tuple[str, ...], extra: dict[str, Any]) -> Child:
+        def child(
+            name: str,
+            command: Sequence[str],
+            sockets: tuple[str, ...],
+            extra: dict[str, Any],
+            remove_directory: str = "",
+            log_prefix: str = "",
+        ) -> Child:
             made = Child(
                 name,
                 command,
@@ -167,6 +188,8 @@ class EngineProcesses:
                     ipc={key: ipc[key] for key in sockets},
                     error_file=f"{self._directory}/{name}.error".replace(" ", "_"),
                     parent_pid=os.getpid(),
+                    remove_directory=remove_directory,
+                    log_prefix=log_prefix,
                     extra=extra,
                 ),
             )
@@ -177,11 +200,13 @@ class EngineProcesses:
         for rank in range(args.tp_size):
             name = "scheduler" if args.tp_size == 1 else f"scheduler rank {rank}"
             extra = {"tp_rank": rank, "directory": self._directory}
-            child(name, self._scheduler_command, ("scheduler_in", "detokenizer_in"), extra)
+            prefix = "" if args.tp_size == 1 else f"TP{rank}"
+            child(name, self._scheduler_command, ("scheduler_in", "detokenizer_in"), extra, log_prefix=prefix)
         # Meanwhile; it is ready long before the model is.
         tokenizer = await asyncio.to_thread(get_tokenizer, args.tokenizer_path or model_dir)
         path = await asyncio.to_thread(self._tokenizer_for_child, tokenizer, args.tokenizer_path or model_dir)
-        child("detokenizer", DETOKENIZER_COMMAND, ("detokenizer_in", "tokenizer_in"), {"tokenizer": path})
+        sockets = ("detokenizer_in", "tokenizer_in")
+        child("detokenizer", DETOKENIZER_COMMAND, sockets, {"tokenizer": path}, remove_directory=self._directory)
 
         self._context = zmq.Context()
         receive = zmq.asyncio.Socket(open_pull(self._context, ipc["tokenizer_in"]))
@@ -227,6 +252,7 @@ class EngineProcesses:
             if any(child.dead() for child in self._children):
                 dead = await asyncio.to_thread(self._first_dead)
                 assert dead is not None
+                await asyncio.to_thread(dead.log_signal)
                 return await asyncio.to_thread(dead.obituary)
             if self._receive is not None and self._receive.done():
                 return f"the tokenizer manager failed: {self._receive.exception()!r}"
@@ -254,16 +280,40 @@ class EngineProcesses:
             self._context = None
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+            os.close(self._lock)
             self._directory = None
 
 
-def private_directory() -> str:
-    """Only its owner may enter, so that nobody else can write to the sockets in it."""
-    path = tempfile.mkdtemp(prefix="sglang-")
-    if len(path) + len("/detokenizer_in") > _MAX_SOCKET_PATH:
-        os.rmdir(path)
-        path = tempfile.mkdtemp(prefix="sglang-", dir="/tmp")
-    return path
+def private_directory() -> tuple[str, int]:
+    """A directory that only its owner may enter, so that nobody else can write to the sockets in it; and the
+    descriptor of the lock in it, which says as long as it is open that somebody lives there."""
+    parent = tempfile.gettempdir()
+    if len(parent) + len("/sglang-xxxxxxxx/detokenizer_in") > _MAX_SOCKET_PATH:
+        parent = "/tmp"
+    _remove_deserted(parent)
+    while True:
+        path = tempfile.mkdtemp(prefix="sglang-", dir=parent)
+        lock = os.open(f"{path}/lock", os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.path.exists(f"{path}/lock"):  # else another server has found it before it was locked
+            return path, lock
+        os.close(lock)
+
+
+def _remove_deserted(parent: str) -> None:
+    """The directories of servers that were killed together with all their processes: nobody holds their locks."""
+    for path in glob.glob(f"{glob.escape(parent)}/sglang-*/lock"):
+        try:
+            lock = os.open(path, os.O_RDWR)
+        except OSError:  # another user's, or just removed
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+        except OSError:
+            pass
+        finally:
+            os.close(lock)
 
 
 def refuse_mixed_installation() -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
-import psutil
 import torch
 import zmq
 
@@ -45,8 +44,10 @@ from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost, host_pag
 from sglang.srt.mem_cache.transfer import D2H, H2D, Link, Tier
 from sglang.srt.model_executor.executor import ModelExecutor
 from sglang.srt.model_loader.loader import load_model
+from sglang.srt.models.registry import get_model_class
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import ChildArgs, StartupError, open_pull, open_push, run_child
+from sglang.srt.utils.memory import available_memory
 from sglang.srt.utils.stream import ThreadStream
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ def build_config(args: ServerArgs, model: ModelConfig, group: TensorParallelGrou
         args.page_size, model.num_layers, model.kv_heads_per_rank(group.size), model.head_dim, model.dtype
     )
     # The ranks share the machine's memory.
-    available = psutil.virtual_memory().available // group.size
+    available = available_memory() // group.size
     fitting = int(available * (args.mem_fraction_static or DEFAULT_MEM_FRACTION)) // page_bytes
     if args.max_total_tokens is not None:
         num_pages = args.max_total_tokens // args.page_size
@@ -127,11 +128,30 @@ def build_config(args: ServerArgs, model: ModelConfig, group: TensorParallelGrou
     )
 
 
+def check_weights_fit(model: ModelConfig, group: TensorParallelGroup) -> None:
+    """Says what this rank's weights need, before they are read. Raises StartupError if that is more than is free: the
+    system would kill a process much later, and say nothing."""
+    with torch.device("meta"):
+        weights = get_model_class(model.architecture)(model, TorchNativeAttnBackend(), group)
+    size = sum(each.numel() * each.element_size() for each in weights.parameters())
+    # All ranks look before any takes its part.
+    free = int(group.reduce_min(torch.tensor([available_memory()]))[0]) // group.size
+    if size > free:
+        ranks = f" on each of {group.size} ranks" if group.size > 1 else ""
+        raise StartupError(
+            f"the weights need {size / 1e9:.1f} GB{ranks}, but {free / 1e9:.1f} GB of memory are free: free some, or "
+            "choose a smaller model or --dtype"
+        )
+    logger.info("weights: %.2f GB of %.2f GB of free memory", size / 1e9, free / 1e9)
+
+
 def build_core(args: ServerArgs, group: TensorParallelGroup, notify: Callable[[], None]) -> EngineCore:
     """Load the model and build one rank around it. notify: called from other threads when something completed."""
     if args.device == "cuda":
         raise StartupError("--device cuda is not served yet: use --device cpu")
     model_config = ModelConfig.from_pretrained(args.model_path, args.dtype, args.context_length)
+    model_config.check_tensor_parallel(group.size)
+    check_weights_fit(model_config, group)
     model = load_model(
         model_config,
         args.load_format,
@@ -203,6 +223,7 @@ class SchedulerProcess:
             self._poller.register(sync.poke_fd, zmq.POLLIN)
         self._busy_since_check = False
         self._logged_at = time.monotonic()
+        self._slept_s = 0.0
         self._logged: dict[str, int] = {}
         self._gen_throughput = 0.0
 
@@ -252,8 +273,11 @@ class SchedulerProcess:
 
     def _sleep(self) -> None:
         """Until something happens. After some idle seconds, once: check all invariants and put garbage away."""
-        timeout_ms = IDLE_CHECK_AFTER_MS if self._busy_since_check and self.core.is_idle else None
+        idle, started = self.core.is_idle, time.monotonic()
+        timeout_ms = IDLE_CHECK_AFTER_MS if self._busy_since_check and idle else None
         ready = dict(self._poller.poll(timeout_ms))
+        if idle:
+            self._slept_s += time.monotonic() - started
         if self.wake_fd in ready:
             os.eventfd_read(self.wake_fd)
         if not ready and timeout_ms is not None:
@@ -269,9 +293,10 @@ class SchedulerProcess:
 
     def _log_throughput(self) -> None:
         now = time.monotonic()
-        elapsed = now - self._logged_at
-        if elapsed < LOG_EVERY_S:
+        if now - self._logged_at < LOG_EVERY_S:
             return
+        # Of the time at work: after an idle hour, one request would look slow.
+        elapsed = now - self._logged_at - self._slept_s
         scheduler = self.core.scheduler
         counters = dict(scheduler.counters)
 
@@ -280,15 +305,18 @@ class SchedulerProcess:
 
         self._gen_throughput = per_second("generation_tokens")
         table = scheduler.device
+        in_use = table.num_pages - table.num_free - scheduler.tree.evictable_pages(Tier.DEVICE)
         logger.info(
-            "running %d, waiting %d, KV in use %.1f %%, prefill %.0f tokens/s, generation %.0f tokens/s",
+            "Batch. #running-req: %d, #queue-req: %d, #token: %d, token usage: %.2f, "
+            "prefill throughput (token/s): %.1f, gen throughput (token/s): %.1f",
             len(scheduler.active()),
             len(scheduler.waiting),
-            100 * (1 - (table.num_free + scheduler.tree.evictable_pages(Tier.DEVICE)) / table.num_pages),
+            in_use * scheduler.page_size,
+            in_use / table.num_pages,
             per_second("prefill_tokens"),
             self._gen_throughput,
         )
-        self._logged_at, self._logged = now, counters
+        self._logged_at, self._logged, self._slept_s = now, counters, 0.0
 
 
 class FollowerProcess:

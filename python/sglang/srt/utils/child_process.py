@@ -11,17 +11,21 @@ The protocol, for whoever writes a child:
 - The scheduler says that it is ready by sending SchedulerReady. An error in `start` that a user can mend is raised as
   ValueError, OSError, StartupError or any exception type of this package, with one sentence that says what to do: it
   is written to `error_file`, the exit code is 1, nothing is printed, and the parent repeats the sentence once. Any
-  other exception, and any in `serve`, also prints its traceback.
+  other exception, and any in `serve`, also logs a traceback: once, of where it happened, in our own frames.
 - SIGINT and SIGTERM mean nothing to a child: the parent drains first, then asks with SIGUSR1, again and again, whose
   first raises SystemExit in the main thread (`finally` blocks run), and in the end kills a child that has not left.
-- A child dies with its parent, however that died: with the parent's thread that started it, as Linux has it.
+- A child dies with its parent, however that died: with the parent's thread that started it, as Linux has it. One
+  child (`remove_directory`) notices that by itself, and removes what the parent can no longer remove.
 - Logging goes to stderr, which the parent passes on; its last line is the hint that the parent gives if a child dies.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
+import select
+import shutil
 import signal
 import sys
 import threading
@@ -38,6 +42,10 @@ from sglang.srt.utils.log import configure_logging
 
 STOP_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
+# What gloo says on one rank when another has gone.
+_PEER_IS_GONE = ("closed by peer", "reset by peer", "Broken pipe")
+
+logger = logging.getLogger(__name__)
 
 
 class StartupError(Exception):
@@ -45,12 +53,15 @@ class StartupError(Exception):
 
 
 class ChildArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """ipc: socket name -> address. extra: what only one kind of child needs. parent_pid 0: started by hand."""
+    """ipc: socket name -> address. extra: what only one kind of child needs. parent_pid 0: started by hand.
+    remove_directory: what this child removes if the parent dies."""
 
     server_args: dict[str, Any]
     ipc: dict[str, str]
     error_file: str = ""
     parent_pid: int = 0
+    remove_directory: str = ""
+    log_prefix: str = ""
     extra: dict[str, Any] = {}
 
     def parsed_server_args(self) -> ServerArgs:
@@ -82,8 +93,8 @@ def run_child(start: Callable[[ChildArgs], Callable[[], None]], argv: list[str] 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(STOP_SIGNAL, _stop)
     if args.parent_pid:
-        _die_with_parent(args.parent_pid)
-    configure_logging(args.server_args.get("log_level", "info"))
+        _die_with_parent(args.parent_pid, args.remove_directory)
+    configure_logging(args.server_args.get("log_level", "info"), args.log_prefix)
     serving = False
     try:
         serve = start(args)
@@ -91,7 +102,7 @@ def run_child(start: Callable[[ChildArgs], Callable[[], None]], argv: list[str] 
         serve()
     except Exception as error:
         if serving or not is_for_the_user(error):
-            traceback.print_exc()
+            log_uncaught(error)
         if args.error_file:
             with open(args.error_file, "w") as file:
                 file.write(one_sentence(error))
@@ -113,16 +124,38 @@ def one_sentence(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _die_with_parent(parent_pid: int) -> None:
-    if sys.platform == "linux":
+def log_uncaught(error: BaseException) -> None:
+    """Once, of where it happened: not of whoever heard of it later, nor of the libraries' frames in between. The last
+    line is the error itself."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    what = "".join(traceback.format_exception_only(error)).rstrip()
+    if "gloo" in what and any(words in what for words in _PEER_IS_GONE):
+        logger.warning("another rank is gone: %s", one_sentence(error))  # who says why
+        return
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+    logger.error("uncaught exception, latest call last:\n%s%s", "".join(traceback.format_list(ours)), what)
+
+
+def _die_with_parent(parent_pid: int, remove_directory: str) -> None:
+    if sys.platform == "linux" and not remove_directory:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
-        threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
+        threading.Thread(target=_watch_parent, args=(parent_pid, remove_directory), daemon=True).start()
+        return
     if os.getppid() != parent_pid:  # it died before the line above took effect
         os._exit(1)
 
 
-def _watch_parent(parent_pid: int) -> None:
+def _watch_parent(parent_pid: int, remove_directory: str) -> None:
+    try:
+        select.select([os.pidfd_open(parent_pid)], [], [])
+    except (AttributeError, OSError):  # not on this system, or it is dead already
+        pass
     while os.getppid() == parent_pid:
-        time.sleep(0.5)
+        time.sleep(0.1)
+    if remove_directory:
+        time.sleep(0.2)  # the others die at the same moment, and should write no more
+        shutil.rmtree(remove_directory, ignore_errors=True)
     os._exit(1)

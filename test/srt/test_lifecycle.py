@@ -1,0 +1,249 @@
+"""How a server ends, whatever ends it: signals, deaths of any process, clients that leave; and what the log says."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import psutil
+import pytest
+from server_fixture import Server, wait_until
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import SINGLE_RANK
+from sglang.srt.entrypoints.engine import private_directory
+from sglang.srt.managers import scheduler_process
+from sglang.srt.utils.child_process import StartupError, log_uncaught
+from sglang.srt.utils.memory import available_memory
+
+pytestmark = pytest.mark.e2e
+
+SLOW = ["--delay-s", "0.02"]
+
+
+class Stream(threading.Thread):
+    """A client that reads a long answer to its end. events: what came."""
+
+    def __init__(self, server: Server, tokens: int, **params) -> None:
+        super().__init__(daemon=True)
+        self.server = server
+        self.body = {
+            "text": "so long",
+            "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True, **params},
+            "stream": True,
+        }
+        self.events: list[dict] = []
+        self.cut = False
+        self.start()
+        wait_until(lambda: bool(self.events))
+
+    def run(self) -> None:
+        try:
+            with httpx.stream("POST", self.server.url + "/generate", json=self.body, timeout=60) as response:
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        self.events.append(json.loads(line.removeprefix("data: ")))
+        except httpx.TransportError:
+            self.cut = True
+
+    def last(self) -> dict:
+        self.join(20)
+        assert not self.is_alive()
+        return self.events[-1]
+
+
+def errors_in(output: str) -> list[str]:
+    return [line for line in output.splitlines() if "ERROR" in line]
+
+
+# Signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_open_stream_is_drained(number):
+    with Server(fake=SLOW) as server:
+        stream = Stream(server, 60)
+        server.process.send_signal(number)
+        assert stream.last()["meta_info"]["completion_tokens"] == 60
+        assert server.wait() == 0 and not errors_in(server.output())
+        server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_streams_at_once(second):
+    with Server(fake=SLOW, drain_s=60) as server:
+        streams = [Stream(server, 3000), Stream(server, 3000, n=3)]
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.get("/health").status_code == 503)
+        started = time.monotonic()
+        server.process.send_signal(second)
+        assert server.wait() == 0 and time.monotonic() - started < 3
+        for stream in streams:
+            assert stream.last()["error"]["code"] == 503
+        assert "Traceback" not in server.output() and not errors_in(server.output())
+        server.assert_nothing_left()
+
+
+def test_a_client_that_reads_nothing_does_not_hold_up_the_end():
+    with Server(fake=SLOW, drain_s=60) as server:
+        params = {"max_new_tokens": 3000, "ignore_eos": True}
+        body = json.dumps({"text": ["so long " * 20] * 64, "sampling_params": params, "stream": True}).encode()
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", server.port))
+            head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            sock.sendall(head.encode() + body)
+            wait_until(lambda: server.state()["queues"]["running"] == 64)
+            time.sleep(3)  # until all buffers are full: each event holds the whole answer so far
+            server.process.terminate()
+            time.sleep(0.2)
+            server.process.terminate()
+            assert server.wait(12) == 0
+        assert "Traceback" not in server.output(), server.output()[-3000:]
+        server.assert_nothing_left()
+
+
+# Deaths
+
+
+@pytest.mark.parametrize(
+    "fake, error, warning",
+    [
+        (["--kill-at", "20"], "the scheduler process was killed by SIGKILL; shutting down", "about the scheduler"),
+        (["--crash-at", "20"], "ended with exit code 1: RuntimeError: the fake scheduler was told to crash", None),
+    ],
+    ids=["killed", "raises"],
+)
+def test_the_log_names_who_died_and_says_why_once(fake, error, warning):
+    with Server(fake=[*fake, *SLOW]) as server:
+        stream = Stream(server, 500)
+        assert server.wait(8) == 1
+        assert "the scheduler process" in stream.last()["error"]["message"]
+        output = server.output()
+        (line,) = [line for line in errors_in(output) if "the scheduler process" in line]
+        assert error in line
+        assert output.count("told to crash") == (
+            0 if warning else 3
+        )  # the line that raised, what it raised, who died
+        assert len([line for line in output.splitlines() if "WARNING" in line]) == (1 if warning else 0)
+        assert not warning or warning in output
+        server.assert_nothing_left()
+
+
+def test_nothing_is_left_of_a_killed_parent():
+    with Server(fake=SLOW) as server:
+        stream = Stream(server, 3000)
+        server.process.kill()
+        _, alive = psutil.wait_procs(server.children, timeout=5)
+        assert not alive
+        stream.join(5)
+        assert stream.cut
+        server.process.wait()
+        server.assert_nothing_left()
+
+
+def test_the_next_start_removes_what_a_massacre_left(monkeypatch, tmp_path):
+    code = "from sglang.srt.entrypoints.engine import private_directory as d; print(d()[0], flush=True); input()"
+    command = [sys.executable, "-c", code]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    other = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    theirs = other.stdout.readline().strip()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    path, lock = private_directory()
+    assert os.path.isdir(theirs), "it lives"
+    other.kill()
+    other.wait()
+    again, second = private_directory()
+    assert not os.path.exists(theirs) and os.path.isdir(path)
+    for descriptor in (lock, second):
+        os.close(descriptor)
+    shutil.rmtree(path)
+    shutil.rmtree(again)
+
+
+# Two ranks
+
+
+def test_two_ranks_free_what_clients_leave_and_stop_at_the_second_signal():
+    shared_memory = set(os.listdir("/dev/shm"))
+    with Server("--tp-size", "2", "--hicache", "--max-total-tokens", "2048") as server:
+        body = {"text": "so long", "sampling_params": {"max_new_tokens": 400, "n": 3, "ignore_eos": True}}
+        with httpx.stream("POST", server.url + "/generate", json={**body, "stream": True}, timeout=30) as response:
+            pieces = response.iter_raw()
+            next(pieces)
+            assert server.state()["queues"]["running"] == 3
+        wait_until(lambda: not any(server.state()["queues"].values()))
+        wait_until(lambda: server.state()["tiers"]["device"]["pages"]["held"] == 0)
+        drained = Stream(server, 100)
+        endless = Stream(server, 1900)
+        server.process.terminate()
+        assert drained.last()["meta_info"]["completion_tokens"] == 100
+        server.process.terminate()
+        assert server.wait() == 0
+        assert endless.last()["error"]["code"] == 503
+        output = server.output()
+        assert "Traceback" not in output and not errors_in(output), output
+        assert "TP0] INFO: weights: " in output and "TP1] INFO: weights: " in output
+        server.assert_nothing_left()
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+
+
+# Memory
+
+
+def test_weights_that_do_not_fit_end_start_up_with_a_sentence(monkeypatch, caplog):
+    model = ModelConfig.from_pretrained("embedded", "float32", None)
+    with caplog.at_level(logging.INFO):
+        scheduler_process.check_weights_fit(model, SINGLE_RANK)
+    assert "weights: 0.0" in caplog.text
+    monkeypatch.setattr(scheduler_process, "available_memory", lambda: 1000)
+    with pytest.raises(StartupError, match=r"the weights need 0\.\d GB, but 0\.0 GB of memory are free"):
+        scheduler_process.check_weights_fit(model, SINGLE_RANK)
+
+
+def test_a_containers_limit_counts(tmp_path):
+    machine = available_memory(tmp_path)
+    assert machine > 1 << 20
+    (tmp_path / "memory.current").write_text("300000\n")
+    (tmp_path / "memory.stat").write_text("anon 100000\ninactive_file 150000\nactive_file 50000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory(tmp_path) > 1 << 20
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert available_memory(tmp_path) == 900_000
+
+
+# Tracebacks
+
+
+def fails(message: str) -> None:
+    raise KeyError(message)
+
+
+def test_an_uncaught_exception_is_logged_once_in_our_own_frames(caplog):
+    try:
+        try:
+            fails("the cause")
+        except KeyError as cause:
+            raise RuntimeError("stream compute died: the cause") from cause
+    except RuntimeError as error:
+        log_uncaught(error)
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert text.count("the cause") == 2 and "compute" not in text  # the line that raised, and the error
+    assert text.splitlines()[-1] == "KeyError: 'the cause'"
+
+
+def test_the_loss_of_another_rank_is_a_line(caplog):
+    log_uncaught(RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:24716"))
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and "\n" not in record.getMessage()
