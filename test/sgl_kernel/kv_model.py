@@ -114,6 +114,7 @@ def index_patterns(rng: np.random.Generator, num_src: int, num_dst: int, n: int)
     yield "from a shuffled run", rng.permutation(run_src).tolist(), scattered_dst
     gap = int(rng.integers(1, n)) if n > 1 and b + n < num_dst else 0
     yield "runs with a gap", run_src, run_dst[:gap] + [d + 1 for d in run_dst[gap:]] if gap else run_dst
+    yield "some sources twice", rng.choice(run_src, n).tolist(), scattered_dst
     yield "one source many times", [a] * n, scattered_dst
     yield "one", scattered_src[:1], scattered_dst[:1]
     yield "none", [], []

@@ -145,6 +145,15 @@ def test_pages_with_gaps_inside_are_the_references_alone():
         kvcacheio.copy_pages(src, dst.pages, ids([4]), ids([1]), backend="dma")
 
 
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_k_and_v_may_be_tensors_of_their_own_that_happen_to_touch(backend: str):
+    """By their addresses they look like one page; each ends where its own storage does."""
+    raw = [np.random.default_rng(seed).integers(0, 256, 2 * 48, dtype=np.uint8) for seed in (1, 2)]
+    pools = [[torch.from_numpy(half).view(2, 1, 1, 3, 8) for half in (r[:48], r[48:])] for r in raw]
+    kvcacheio.copy_pages(KVPages(*pools[0]), KVPages(*pools[1]), ids([0]), ids([0]), backend=backend)
+    assert np.array_equal(raw[0], raw[1])
+
+
 def test_a_page_named_twice_as_destination_touches_no_other_page():
     src, dst = (Pool("page_first", 6, 1, 1, torch.uint8, seed) for seed in (1, 2))
     before = dst.raw().reshape(6, -1)

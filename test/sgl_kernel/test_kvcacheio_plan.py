@@ -62,6 +62,11 @@ def test_k_and_v_in_memory_of_their_own_are_two_copies():
     assert [c[0] for c in copies([3, 4], [0, 1], apart, PAGE_FIRST)] == [0, 1]
 
 
+def test_k_and_v_with_page_strides_of_their_own_are_two_copies():
+    odd = Side((RUN, RUN), (PAGE, 2 * PAGE), LAYERS * RUN)
+    assert [c[0] for c in copies([3], [0], odd, PAGE_FIRST)] == [0, 1]
+
+
 def test_no_pitch_is_larger_than_a_gpu_allows():
     for pages in (list(range(10)), [3], [5, 1, 2, 9, 8]):
         for src, dst in ((LAYER_FIRST, PAGE_FIRST), (PAGE_FIRST, LAYER_FIRST), (PAGE_FIRST, PAGE_FIRST)):

@@ -26,8 +26,8 @@ def pick_backend(requested: str, page_bytes_per_layer: int, num_pages: int, devi
     page_bytes_per_layer: K (or V, the larger) of one page and one layer. device: the GPU's, or cpu if no GPU is
     involved. On the CPU `auto`, `kernel`, `cuda` and `triton` are the reference; `dma` and `direct` execute their
     plans in numpy. On a GPU, `auto` is `dma` where single pages are 64 KiB and more, or where no kernel can be
-    compiled (neither CuPy nor Triton is installed), else `kernel`. num_pages decides nothing yet: adjacent pages would
-    make `dma` faster, but whether they are adjacent is known to the plan alone.
+    compiled (neither CuPy nor Triton is installed), else `kernel`. num_pages decides nothing yet: adjacent pages
+    would make `dma` faster, but whether they are adjacent is known to the plan alone.
     """
     if requested not in BACKENDS:
         raise KVLayoutError(f"backend {requested!r} is none of {', '.join(BACKENDS)}")
