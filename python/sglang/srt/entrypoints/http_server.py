@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -64,6 +65,15 @@ def _cannot_listen(args: ServerArgs, error: OSError) -> StartupError:
     return StartupError(
         f"cannot listen on {args.host}:{args.port} ({os.strerror(error.errno or 0)}): choose another --port or --host"
     )
+
+
+def allow_connections() -> None:
+    """As many open files as the system lets this process have: the usual first limit is 1024 connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError):  # macOS knows a hard limit that it does not grant
+        logger.warning("no more than %d open files: connections beyond will wait", soft)
 
 
 async def serve(args: ServerArgs, scheduler_command: Sequence[str], drain_timeout_s: float) -> int:
@@ -170,6 +180,7 @@ def launch_server(
     """Runs a server in this thread until it ends. Returns the process's exit code; has said why if it is not 0."""
     configure_logging(args.log_level)
     logger.info("SGLang-compatible engine %s: serving %s", sglang.__version__, args.model_path)
+    allow_connections()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(serve(args, scheduler_command, drain_timeout_s))

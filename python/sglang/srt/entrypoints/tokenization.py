@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from sglang.srt.entrypoints.request_fields import split_prompts
+from sglang.srt.entrypoints.request_fields import check_num_answers, split_prompts
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.utils.errors import RequestError
 
@@ -26,6 +26,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 async def tokenize(req: TokenizeRequest, manager: TokenizerManager) -> dict[str, Any]:
     """For a list of texts, tokens and count are lists too."""
     texts = [req.prompt] if isinstance(req.prompt, str) else req.prompt
+    check_num_answers(len(texts))
     tokens = [await manager.tokenize(text, req.add_special_tokens is not False) for text in texts]
     counts = [len(ids) for ids in tokens]
     single = isinstance(req.prompt, str)
@@ -41,7 +42,9 @@ async def detokenize(req: DetokenizeRequest, manager: TokenizerManager) -> dict[
     if not req.tokens:
         return {"text": ""}
     texts = []
-    for ids in split_prompts(req.tokens, "tokens"):
+    prompts = split_prompts(req.tokens, "tokens")
+    check_num_answers(len(prompts))
+    for ids in prompts:
         if isinstance(ids, str):
             raise RequestError("tokens must be token ids", param="tokens")
         texts.append(await manager.detokenize(ids, req.skip_special_tokens is not False))

@@ -46,6 +46,8 @@ from sglang.srt.utils.token_texts import TokenTexts
 
 _CONTROL_TIMEOUT_S = 30.0
 _METRICS_TIMEOUT_S = 0.8
+# Characters. Longer texts take a second and more, and wait for each other instead of holding up the short ones.
+_LONG_TEXT = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +131,7 @@ class TokenizerManager:
         self._send = send
         self.metrics = metrics
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize-long")
         self._random = (
             random.Random(server_args.random_seed) if server_args.random_seed is not None else random.Random()
         )
@@ -203,6 +206,7 @@ class TokenizerManager:
         if isinstance(req.prompt, str):
             ids = np.array(await self.tokenize(req.prompt, req.add_special_tokens), dtype=np.int64)
         else:
+            self._max_new_tokens(len(req.prompt), None)  # before looking at millions of ids
             try:
                 ids = np.array(req.prompt, dtype=np.int64)
             except (OverflowError, TypeError, ValueError):
@@ -276,7 +280,8 @@ class TokenizerManager:
                 return backend.encode(text, add_special_tokens=add_special_tokens).ids
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-        return await self._off_loop(run)
+        pool = self._pool if len(text) <= _LONG_TEXT else self._long_pool
+        return await asyncio.get_running_loop().run_in_executor(pool, run)
 
     async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         self._check_vocabulary("tokens", ids)
@@ -426,4 +431,5 @@ class TokenizerManager:
                 future.set_exception(self._refusal)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._long_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
