@@ -25,7 +25,7 @@ settings.register_profile(
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
     suppress_health_check=list(HealthCheck),
 )
-CASES = settings(settings.get_profile("http"), max_examples=1200)
+CASES = settings(settings.get_profile("http"), max_examples=1000)
 MANY_CASES = settings(settings.get_profile("http"), max_examples=10_000)
 
 
