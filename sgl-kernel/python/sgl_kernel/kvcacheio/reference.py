@@ -6,7 +6,7 @@ Owns nothing but a temporary of at most 1 MiB per call. Arguments have been chec
 What it does is one line per layer, `dst[layer, dst_pages] = src[layer, src_pages]`. How depends on the indices, since
 that line copies everything twice:
 
-    consecutive on both sides, or large pieces   one slice copy per run of pages, all layers at once
+    consecutive on both sides, or large pieces   slice copies, per run and layer or per page
     consecutive destination, in any order        one gather per layer, straight to its place
     consecutive source, in any order             one scatter per layer, straight from its place
     neither                                      gather and scatter in blocks that stay in the CPU's cache
@@ -19,7 +19,7 @@ import torch
 
 from sgl_kernel.kvcacheio.layout import KVPages, page_is_one_run
 
-# A slice copy costs about 1 µs of Python, as long as 16 KiB take to copy.
+# Below this a slice copy takes longer to begin (about 1 µs of Python) than to run.
 _SLICE_BYTES = 16 << 10
 _BLOCK_BYTES = 1 << 20
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -84,12 +84,15 @@ def _copy_runs(
 ) -> None:
     ends = np.append(starts[1:], len(src_ids))
     pieces = zip(src_ids[starts].tolist(), dst_ids[starts].tolist(), (ends - starts).tolist())
-    s_array, d_array = s.numpy(), d.numpy()
+    num_layers = s.shape[0]
+    source, target = s.numpy(), d.numpy()
     for a, b, n in pieces:
-        if n == 1:
-            d_array[:, b] = s_array[:, a]  # numpy has the smaller fixed cost
+        if n < num_layers:
+            for i in range(n):
+                target[:, b + i] = source[:, a + i]
         else:
-            d[:, b : b + n].copy_(s[:, a : a + n])  # torch picks the order of its loops better
+            for layer in range(num_layers):
+                target[layer, b : b + n] = source[layer, a : a + n]
 
 
 def _copy_scattered(s: torch.Tensor, d: torch.Tensor, src_ids: np.ndarray, dst_ids: np.ndarray) -> None:
