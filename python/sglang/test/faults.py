@@ -12,6 +12,23 @@ from sglang.srt.mem_cache.transfer import LoadFailedError, OpResult, TransferOp
 from sglang.srt.model_executor.executor import ModelExecutor, StepResult, _Run
 
 
+class _Late:
+    """Holds completions back, the last ones first, so that they stay in order."""
+
+    def __init__(self, rng: random.Random, rate: float) -> None:
+        self._random = rng
+        self._rate = rate
+        self._held: list[Any] = []
+
+    def pass_on(self, results: list[Any]) -> list[Any]:
+        self._held += results
+        n = len(self._held)
+        while n and self._random.random() < self._rate:
+            n -= 1
+        ready, self._held = self._held[:n], self._held[n:]
+        return ready
+
+
 class FaultyLink(CopyLink):
     """fail_rate: share of operations that fail, at a random layer or after copying everything. late_rate: chance that
     a poll holds a completion back. Half of the failures come as cancellations."""
@@ -20,9 +37,8 @@ class FaultyLink(CopyLink):
         super().__init__(*args, **kwargs)
         self._random = random.Random(seed)
         self._fail_rate = fail_rate
-        self._late_rate = late_rate
+        self._late = _Late(self._random, late_rate)
         self._fail_at: dict[int, int] = {}
-        self._held: list[OpResult] = []
 
     def submit(self, op: TransferOp) -> None:
         fails = self._random.random() < self._fail_rate
@@ -33,12 +49,7 @@ class FaultyLink(CopyLink):
             self.cancel(op.ticket)
 
     def poll(self) -> list[OpResult]:
-        self._held += super().poll()
-        n = len(self._held)
-        while n and self._random.random() < self._late_rate:
-            n -= 1
-        ready, self._held = self._held[:n], self._held[n:]
-        return ready
+        return self._late.pass_on(super().poll())
 
     def _load_layer(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, layer: int) -> None:
         if self._fail_at.get(op.ticket.seq) == layer:
@@ -58,8 +69,7 @@ class FaultyExecutor(ModelExecutor):
         super().__init__(*args, **kwargs)
         self._random = random.Random(seed)
         self._fail_rate = fail_rate
-        self._late_rate = late_rate
-        self._held: list[StepResult] = []
+        self._late = _Late(self._random, late_rate)
 
     def _layer(self, run: _Run, layer: int) -> None:
         super()._layer(run, layer)
@@ -68,9 +78,4 @@ class FaultyExecutor(ModelExecutor):
             run.error = RuntimeError("injected")
 
     def poll(self) -> list[StepResult]:
-        self._held += super().poll()
-        n = len(self._held)
-        while n and self._random.random() < self._late_rate:
-            n -= 1
-        ready, self._held = self._held[:n], self._held[n:]
-        return ready
+        return self._late.pass_on(super().poll())

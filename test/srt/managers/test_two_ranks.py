@@ -112,5 +112,5 @@ def test_loads_that_fail_on_one_rank(hf, fail_rates):
         assert counters["failed_ops"] > 0 and counters["failed_launches"] > 0, "nothing failed"
         for table in rank.scheduler.controller.tables.values():
             assert table.counts[FrameState.FREE] + table.counts[FrameState.CACHED] == table.num_pages
-    assert host > 50, "nothing came from the host"
+    assert host > 0, "nothing came from the host"
     engine.close()

@@ -131,19 +131,10 @@ class BatchTokenIDOutput(Message, frozen=True):
     outputs: list[TokenOutput]
 
 
-class StrOutput(msgspec.Struct, frozen=True, kw_only=True):
+class StrOutput(TokenOutput, frozen=True, kw_only=True):
     """text: new text only. A request that ended by a stop string ends here, whatever the scheduler still sends."""
 
-    rid: str
     text: str
-    output_ids: bytes
-    finish_reason: FinishReason | None
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    cached_tokens_details: dict[str, int] = {}
-    logprobs: list[TokenLogprob] = []
-    prompt_logprobs: list[TokenLogprob] = []
 
 
 class BatchStrOutput(Message, frozen=True):
