@@ -21,6 +21,9 @@ def ids(pages: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
 @pytest.fixture(params=["as shipped", "all slices", "never slices"])
 def reference_paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference chooses its way by size; small pools must take all of them."""
+    if request.param != "as shipped":
+        monkeypatch.setattr(reference, "_FEW_PAGES", 0)
+        monkeypatch.setattr(reference, "_SMALL_BYTES", 0)
     if request.param == "all slices":
         monkeypatch.setattr(reference, "_SLICE_BYTES", 0)
     if request.param == "never slices":
@@ -132,15 +135,21 @@ def test_whole_pages_through_a_staging_buffer(staging_pages: int):
         assert np.array_equal(dst.raw(), result)
 
 
-def test_pages_with_gaps_inside_are_the_references_alone():
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("num_pages", [2, 9])
+def test_pages_with_gaps_inside_are_the_references_alone(num_pages: int, dtype: torch.dtype):
     """K and V interleaved per token: no page is one run."""
-    kv = random_bytes((LAYERS, 5, 4, 2, 2, 4), torch.float32, 1)  # (layers, pages, page_size, kv, heads, dim)
+    kv = random_bytes((LAYERS, 11, 4, 2, 2, 4), dtype, 1)  # (layers, pages, page_size, kv, heads, dim)
     src = KVPages(kv[:, :, :, 0], kv[:, :, :, 1])
-    dst = Pool("layer_first", 6, LAYERS, 4, torch.float32, 2)
-    kvcacheio.copy_pages(src, dst.pages, ids([4, 0]), ids([1, 3]))
-    for pages, tensor in ((dst.pages.k, src.k), (dst.pages.v, src.v)):
-        same = pages[:, [1, 3]].contiguous().view(torch.uint8), tensor[:, [4, 0]].contiguous().view(torch.uint8)
-        assert torch.equal(*same)
+    dst = Pool("layer_first", 12, LAYERS, 4, dtype, 2)
+    src_pages, dst_pages = list(range(10, 10 - num_pages, -1)), list(range(1, num_pages + 1))
+    source, result = kv.view(torch.uint8).numpy(), dst.raw()
+    for s, d in zip(src_pages, dst_pages):
+        for layer in range(LAYERS):
+            for i in range(2):
+                dst.run(result, i, layer, d)[:] = source[layer, s, :, i].reshape(-1)
+    kvcacheio.copy_pages(src, dst.pages, ids(src_pages), ids(dst_pages))
+    assert np.array_equal(dst.raw(), result)
     with pytest.raises(KVLayoutError, match="without gaps"):
         kvcacheio.copy_pages(src, dst.pages, ids([4]), ids([1]), backend="dma")
 

@@ -155,7 +155,7 @@ def check_indices(src: KVPages, dst: KVPages, src_pages: torch.Tensor, dst_pages
         if pages.dim() != 1 or pages.dtype not in (torch.int64, torch.int32):
             raise KVLayoutError(f"{name} must be (n,) int64 or int32, not {tuple(pages.shape)} {pages.dtype}")
         if pages.is_cpu and len(pages):
-            low, high = np_bounds(pages)
+            low, high = bounds(pages)
             if low < 0 or high >= pool.num_pages:
                 raise KVLayoutError(
                     f"{name} has pages {low} to {high}, index out of range for a pool of {pool.num_pages}"
@@ -164,7 +164,10 @@ def check_indices(src: KVPages, dst: KVPages, src_pages: torch.Tensor, dst_pages
         raise KVLayoutError(f"{len(src_pages)} source pages and {len(dst_pages)} destination pages")
 
 
-def np_bounds(pages: torch.Tensor) -> tuple[int, int]:
+def bounds(pages: torch.Tensor) -> tuple[int, int]:
+    if len(pages) <= 16:  # numpy's fixed cost is that of so many numbers
+        few = pages.tolist()
+        return min(few), max(few)
     array: np.ndarray = pages.numpy()
     return int(array.min()), int(array.max())
 

@@ -21,17 +21,26 @@ from sgl_kernel.kvcacheio.layout import KVPages, page_is_one_run
 
 # Below this a slice copy takes longer to begin (about 1 µs of Python) than to run.
 _SLICE_BYTES = 16 << 10
+# So little is copied before the rest of this file has made up its mind, which takes 40 µs and more.
+_SMALL_BYTES = 64 << 10
+_FEW_PAGES = 4
 _BLOCK_BYTES = 1 << 20
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def copy_pages(src: KVPages, dst: KVPages, src_pages: torch.Tensor, dst_pages: torch.Tensor) -> None:
     """dst[:, dst_pages] = src[:, src_pages], for K and V. Where a page is named twice in dst_pages, either stays."""
-    if not len(src_pages):
+    run_bytes = max(src.run_bytes)
+    if src.num_layers == 1 and len(src_pages) * run_bytes <= _SMALL_BYTES:
+        _copy_plainly(src, dst, src_pages, dst_pages)
+        return
+    if len(src_pages) <= _FEW_PAGES:
+        for a, b in zip(src_pages.tolist(), dst_pages.tolist()):
+            dst.k[:, b].copy_(src.k[:, a])
+            dst.v[:, b].copy_(src.v[:, a])
         return
     src_ids, dst_ids = src_pages.numpy(), dst_pages.numpy()
     starts = run_starts(src_ids, dst_ids)
-    run_bytes = max(src.run_bytes)
     many_runs = len(starts) > 1 and len(src_ids) * src.num_layers * run_bytes < len(starts) * _SLICE_BYTES
     if many_runs:
         # Sorted by destination, pages often become runs again: frames are handed out lowest first.
@@ -39,17 +48,25 @@ def copy_pages(src: KVPages, dst: KVPages, src_pages: torch.Tensor, dst_pages: t
         src_ids, dst_ids = src_ids[order], dst_ids[order]
         starts = run_starts(src_ids, dst_ids)
         many_runs = len(starts) > 1 and len(src_ids) * src.num_layers * run_bytes < len(starts) * _SLICE_BYTES
+    if not all(page_is_one_run(t) for t in (src.k, src.v, dst.k, dst.v)):
+        _copy_plainly(src, dst, src_pages, dst_pages)
+        return
     for s, d in ((src.k, dst.k), (src.v, dst.v)):
-        if not (page_is_one_run(s) and page_is_one_run(d)):
-            for layer in range(s.shape[0]):
-                picked = s[layer].index_select(0, torch.from_numpy(src_ids))
-                d[layer].index_copy_(0, torch.from_numpy(dst_ids).to(torch.int64), picked)
-            continue
         s, d = words(s, d)
         if many_runs:
             _copy_scattered(s, d, src_ids, dst_ids)
         else:
             _copy_runs(s, d, src_ids, dst_ids, starts)
+
+
+def _copy_plainly(src: KVPages, dst: KVPages, src_pages: torch.Tensor, dst_pages: torch.Tensor) -> None:
+    """Any strides; the smallest fixed cost, and the slowest per byte."""
+    dst_pages = dst_pages.to(torch.int64)
+    for s, d in ((src.k, dst.k), (src.v, dst.v)):
+        if s.dtype.itemsize == 1:
+            s, d = s.view(torch.uint8), d.view(torch.uint8)  # torch does not index every 8-bit float
+        for layer in range(s.shape[0]):
+            d[layer].index_copy_(0, dst_pages, s[layer].index_select(0, src_pages))
 
 
 def run_starts(src_ids: np.ndarray, dst_ids: np.ndarray) -> np.ndarray:
@@ -61,12 +78,11 @@ def run_starts(src_ids: np.ndarray, dst_ids: np.ndarray) -> np.ndarray:
 def words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Each (num_layers, num_pages, page_size, num_kv_heads, head_dim) as (num_layers, num_pages, words): integers, of
     the widest type that fits all, so that no copy looks at a value."""
-    width = 8
+    bits = 8
     for t in tensors:
-        itemsize = t.dtype.itemsize
-        sizes = (t.data_ptr(), *(stride * itemsize for stride in t.stride()[:2]), t.shape[2:].numel() * itemsize)
-        while any(size % width for size in sizes):
-            width //= 2
+        layer_stride, page_stride, *_ = t.stride()
+        bits |= t.data_ptr() | (layer_stride | page_stride | t.shape[2:].numel()) * t.dtype.itemsize
+    width = bits & -bits  # the largest power of two that divides all of them, and 8
     return tuple(_reinterpret(t, _WORDS[width]) for t in tensors)
 
 
