@@ -117,8 +117,12 @@ def test_flush(engine):
     assert engine.flush_cache()
 
 
+def engine_directories() -> set[str]:
+    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("sglang-")}
+
+
 def test_a_crash_raises_and_shutdown_leaves_nothing():
-    before = set(os.listdir(tempfile.gettempdir()))
+    before = engine_directories()
     engine = sglang.Engine(model_path="embedded", scheduler_command=(*FAKE, "--crash-at", "10"), log_level="critical")
     children = psutil.Process().children(recursive=True)
     with pytest.raises(EngineDeadError, match="the scheduler process ended with exit code 1"):
@@ -127,7 +131,7 @@ def test_a_crash_raises_and_shutdown_leaves_nothing():
         engine.generate("a b", PARAMS)
     engine.shutdown()
     engine.shutdown()
-    assert set(os.listdir(tempfile.gettempdir())) <= before
+    assert engine_directories() <= before
     assert len([c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]) <= 2  # the fixture's
 
 
