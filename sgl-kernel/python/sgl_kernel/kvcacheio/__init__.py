@@ -21,7 +21,7 @@ Contract of every function here:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -86,6 +86,14 @@ def copy_pages(
         triton_kernels.copy_pages(src, dst, src_pages, dst_pages, num_ctas=num_ctas, stream=stream)
 
 
+class CopyOptions(TypedDict, total=False):
+    """See `copy_pages`."""
+
+    backend: str
+    num_ctas: int
+    stream: Any
+
+
 def transfer_kv_per_layer_pf_lf(
     host: torch.Tensor | KVPages,
     dst_k: torch.Tensor,
@@ -93,10 +101,7 @@ def transfer_kv_per_layer_pf_lf(
     src_pages: torch.Tensor,
     dst_pages: torch.Tensor,
     layer_id: int,
-    *,
-    backend: str = "auto",
-    num_ctas: int = LOAD_CTAS,
-    stream: Any = None,
+    **options: Unpack[CopyOptions],
 ) -> None:
     """Load one layer from a page-first pool.
 
@@ -108,9 +113,7 @@ def transfer_kv_per_layer_pf_lf(
         KVPages(dst_k[None], dst_v[None]),
         src_pages,
         dst_pages,
-        backend=backend,
-        num_ctas=num_ctas,
-        stream=stream,
+        **options,
     )
 
 
@@ -121,10 +124,7 @@ def transfer_kv_per_layer(
     dst_v: torch.Tensor,
     src_pages: torch.Tensor,
     dst_pages: torch.Tensor,
-    *,
-    backend: str = "auto",
-    num_ctas: int = LOAD_CTAS,
-    stream: Any = None,
+    **options: Unpack[CopyOptions],
 ) -> None:
     """Copy one layer between pools whose layers are views: a layer-first host pool, another GPU's pool.
 
@@ -135,9 +135,7 @@ def transfer_kv_per_layer(
         KVPages(dst_k[None], dst_v[None]),
         src_pages,
         dst_pages,
-        backend=backend,
-        num_ctas=num_ctas,
-        stream=stream,
+        **options,
     )
 
 
@@ -147,25 +145,15 @@ def transfer_kv_all_layer_lf_pf(
     host: torch.Tensor | KVPages,
     src_pages: torch.Tensor,
     dst_pages: torch.Tensor,
-    *,
-    backend: str = "auto",
-    num_ctas: int = BACKUP_CTAS,
-    stream: Any = None,
+    **options: Unpack[CopyOptions],
 ) -> None:
     """Back up all layers to a page-first pool.
 
     src_k, src_v: (num_layers, num_pages, page_size, num_kv_heads, head_dim), any strides of layers and pages.
     host: (num_pages, 2, num_layers, page_size, num_kv_heads, head_dim), pinned for a GPU, or `KVPages` of any layout.
     """
-    copy_pages(
-        KVPages(src_k, src_v),
-        _page_first(host),
-        src_pages,
-        dst_pages,
-        backend=backend,
-        num_ctas=num_ctas,
-        stream=stream,
-    )
+    options.setdefault("num_ctas", BACKUP_CTAS)
+    copy_pages(KVPages(src_k, src_v), _page_first(host), src_pages, dst_pages, **options)
 
 
 def transfer_kv_all_layer_pf_lf(
@@ -174,10 +162,7 @@ def transfer_kv_all_layer_pf_lf(
     dst_v: torch.Tensor,
     src_pages: torch.Tensor,
     dst_pages: torch.Tensor,
-    *,
-    backend: str = "auto",
-    num_ctas: int = LOAD_CTAS,
-    stream: Any = None,
+    **options: Unpack[CopyOptions],
 ) -> None:
     """Scatter a landing buffer: all layers of pages that arrived in the host page layout, in device memory or pinned.
 
@@ -188,9 +173,7 @@ def transfer_kv_all_layer_pf_lf(
         KVPages(dst_k, dst_v),
         src_pages,
         dst_pages,
-        backend=backend,
-        num_ctas=num_ctas,
-        stream=stream,
+        **options,
     )
 
 
@@ -201,10 +184,7 @@ def transfer_kv_all_layer(
     dst_v: torch.Tensor,
     src_pages: torch.Tensor,
     dst_pages: torch.Tensor,
-    *,
-    backend: str = "auto",
-    num_ctas: int = LOAD_CTAS,
-    stream: Any = None,
+    **options: Unpack[CopyOptions],
 ) -> None:
     """Copy all layers between two pools: to and from a peer's, or a layer-first host pool.
 
@@ -215,9 +195,7 @@ def transfer_kv_all_layer(
         KVPages(dst_k, dst_v),
         src_pages,
         dst_pages,
-        backend=backend,
-        num_ctas=num_ctas,
-        stream=stream,
+        **options,
     )
 
 
