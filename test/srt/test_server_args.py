@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import asdict
 
+import msgspec
 import pytest
 
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.child_process import ChildArgs
 
 
 def test_defaults_are_upstreams():
@@ -22,9 +25,10 @@ def test_the_names_of_the_host_tier(flag):
     assert ServerArgs.from_cli(["--model", "m", flag]).enable_hierarchical_cache
 
 
-def test_json_keeps_everything():
+def test_a_child_process_gets_every_setting():
     args = ServerArgs(model_path="m", page_size=16, enable_hierarchical_cache=True, hicache_size=1.5, random_seed=7)
-    assert ServerArgs.from_json(args.to_json()) == args
+    sent = msgspec.json.encode(ChildArgs(server_args=asdict(args), ipc={}))
+    assert msgspec.json.decode(sent, type=ChildArgs).parsed_server_args() == args
 
 
 def test_the_served_name():

@@ -15,8 +15,6 @@ import typing
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import msgspec
-
 EMBEDDED_MODEL = "embedded"
 
 
@@ -156,13 +154,6 @@ class ServerArgs:
     def without_keys(self) -> ServerArgs:
         """For whoever shows or passes on the settings, where others may read them."""
         return dataclasses.replace(self, api_key=None, admin_api_key=None)
-
-    def to_json(self) -> str:
-        return msgspec.json.encode(dataclasses.asdict(self)).decode()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> ServerArgs:
-        return cls(**msgspec.json.decode(text))
 
     @classmethod
     def from_cli(cls, argv: list[str]) -> ServerArgs:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from functools import reduce
 
 import pytest
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
-from sglang.srt.layers.attention.merge_state import merge_state, merge_states
+from sglang.srt.layers.attention.merge_state import merge_state
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend, _group_by_length
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView
 
@@ -128,7 +129,7 @@ def test_partials_merge_to_the_whole(page_size, dtype):
             row += q_len
             parts = [backend.partial(q, case.view, segment, case.scale) for segment in segments]
             assert all(o.dtype == lse.dtype == torch.float32 for o, lse in parts)
-            out, lse = merge_states(parts)
+            out, lse = reduce(lambda a, b: merge_state(*a, *b), parts)
             assert (out.double() - want).abs().max() < case.tolerance(), f"seed {seed}"
             assert (lse.double() - want_lse).abs().max() < case.tolerance(), f"seed {seed}"
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 
@@ -21,11 +19,3 @@ def merge_state(
     weight_b = torch.sigmoid(lse_b - lse_a).nan_to_num_(nan=0.0)
     out = torch.lerp(out_a.float(), out_b.float(), weight_b.unsqueeze(-1))
     return out, torch.logaddexp(lse_a, lse_b)
-
-
-def merge_states(states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`merge_state` over one or more (out, lse) pairs, from left to right."""
-    out, lse = states[0]
-    for next_out, next_lse in states[1:]:
-        out, lse = merge_state(out, lse, next_out, next_lse)
-    return out.float(), lse.float()
