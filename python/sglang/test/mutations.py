@@ -312,9 +312,9 @@ def last_token_of_wrong_slot() -> Any:
 def match_takes_half_a_page() -> Any:
     """A common prefix is not rounded down to whole pages."""
 
-    def patched(self: Any, key: np.ndarray, tokens: np.ndarray) -> int:
-        n = min(len(key), len(tokens))
-        differs = np.flatnonzero(key[:n] != tokens[:n])
+    def patched(self: Any, key: np.ndarray, tokens: np.ndarray, pos: int, end: int) -> int:
+        n = min(len(key), end - pos)
+        differs = np.flatnonzero(key[:n] != tokens[pos : pos + n])
         first = int(differs[0]) if len(differs) else n
         return -(-first // self.page_size) * self.page_size
 
@@ -365,6 +365,8 @@ def hunt(name: str, nets: frozenset[str] = ALL_NETS) -> str | None:
         with MUTATIONS[name]():
             try:
                 Soak(config, nets).run()
+            except (TypeError, AttributeError, NameError):
+                raise  # the mutation itself is broken: the code that it changes has moved on
             except Exception as error:
                 return catcher(error)
     return None
