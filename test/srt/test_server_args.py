@@ -60,6 +60,7 @@ def test_the_served_name():
         ("--model m --admin-api-key é", "printable ASCII"),
         ("--model m --schedule-policy lpm", "fcfs"),
         ("--model m --hicache-write-policy sometimes", "write_through"),
+        ("--model m --hicache-mem-layout page_head", "page_first"),
         ("--model m --attention-backend fa3", "torch_native"),
         ("--model m --hicache --disable-radix-cache", "drop --disable-radix-cache"),
     ],

@@ -82,6 +82,11 @@ class ServerArgs:
         "when pages go to the host: at once, on leaving the device, or when a second request uses them",
         choices=("write_through", "write_back", "write_through_selective"),
     )
+    hicache_mem_layout: str = arg(
+        "page_first",
+        "how the host pool lies in memory: whole pages together, or a layer of all pages",
+        choices=("page_first", "layer_first"),
+    )
 
     record_steps: str | None = arg(None, "write every scheduler step to this file, for replay")
 

@@ -86,6 +86,7 @@ class SoakConfig:
     max_filling_ratio: float = 0.5
     publish_tokens: int = 8
     enable_radix_cache: bool = True
+    host_layout: str = "page_first"
 
     @staticmethod
     def draw(seed: int, steps: int) -> SoakConfig:
@@ -121,6 +122,7 @@ class SoakConfig:
             enable_radix_cache=rng.random() < 0.9,
             eviction_policy=rng.choice(("lru", "lru", "lfu")),
             write_policy=rng.choice(("write_through", "write_through", "write_back", "write_through_selective")),
+            host_layout=rng.choice(("page_first", "layer_first")),
         )
 
 
@@ -174,7 +176,7 @@ def build_rank(
     host_pool = None
     poison = {Tier.DEVICE: lambda frames: pool.poison(torch.from_numpy(frames).to(torch.int64))}
     if config.num_host_pages:
-        host_pool = host = MHATokenToKVPoolHost(pool, config.num_host_pages)
+        host_pool = host = MHATokenToKVPoolHost(pool, config.num_host_pages, config.host_layout)
         host.kv.fill_(empty)
         poison[Tier.HOST] = lambda frames: host.poison(torch.from_numpy(frames).to(torch.int64))
         for i, name in enumerate((H2D, D2H)):

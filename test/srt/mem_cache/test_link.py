@@ -14,7 +14,7 @@ import torch
 
 from sglang.srt.mem_cache.link import CopyLink
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.memory_pool_host import LAYOUTS, MHATokenToKVPoolHost
 from sglang.srt.mem_cache.transfer import D2H, H2D, GateError, LoadFailedError, OpResult, Ticket, Tier, TransferOp
 from sglang.srt.utils.stream import Event, ThreadEvent, ThreadStream
 from sglang.test.stream_emulator import EmulatedEvent, EmulatedStream, StreamEmulator
@@ -32,9 +32,9 @@ def ids(*frames: int) -> np.ndarray:
 
 
 class Pools:
-    def __init__(self, page_size: int = 2, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, page_size: int = 2, dtype: torch.dtype = torch.float32, layout: str = "page_first") -> None:
         self.device = MHATokenToKVPool(DEVICE_PAGES, page_size, LAYERS, HEADS, DIM, dtype)
-        self.host = MHATokenToKVPoolHost(self.device, HOST_PAGES)
+        self.host = MHATokenToKVPoolHost(self.device, HOST_PAGES, layout)
         generator = torch.Generator().manual_seed(3)
         for kv in (self.device.kv, self.host.kv):
             kv.copy_(torch.randn(kv.shape, generator=generator))
@@ -90,9 +90,10 @@ def settle(stream: ThreadStream | EmulatedStream) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_loads_and_backups_are_exact(stream, page_size: int, dtype: torch.dtype):
-    pools = Pools(page_size, dtype)
-    device, host = raw(pools.device.kv), raw(pools.host.kv)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loads_and_backups_are_exact(stream, layout: str, page_size: int, dtype: torch.dtype):
+    pools = Pools(page_size, dtype, layout)
+    device, host = raw(pools.device.kv), raw(pools.host.pages(torch.arange(HOST_PAGES)))
     h2d = CopyLink(H2D, pools.device, pools.host, stream, no_fence)
     d2h = CopyLink(D2H, pools.device, pools.host, stream, no_fence)
     ops = [
@@ -107,7 +108,7 @@ def test_loads_and_backups_are_exact(stream, page_size: int, dtype: torch.dtype)
         pools.expect(op, device, host)
     settle(stream)
     assert np.array_equal(raw(pools.device.kv), device)
-    assert np.array_equal(raw(pools.host.kv), host)
+    assert np.array_equal(raw(pools.host.pages(torch.arange(HOST_PAGES))), host)
     assert h2d.poll() == [OpResult(0, True), OpResult(1, True), OpResult(2, True)]
     assert d2h.poll() == [OpResult(0, True), OpResult(1, True)]
     assert h2d.poll() == []

@@ -184,7 +184,7 @@ def build_core(args: ServerArgs, group: TensorParallelGroup, notify: Callable[[]
         lockstep=group.size > 1,
     )
     if config.num_host_pages:
-        host_pool = MHATokenToKVPoolHost(pool, config.num_host_pages)
+        host_pool = MHATokenToKVPoolHost(pool, config.num_host_pages, args.hicache_mem_layout)
         for name in (H2D, D2H):
             links[name] = CopyLink(name, pool, host_pool, ThreadStream(name, notify), executor.fence, notify)
     record = None

@@ -126,13 +126,13 @@ class CopyLink:
 
     def _load_layer(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, layer: int) -> None:
         view = self.device_pool.view(layer)
-        transfer_kv_per_layer_pf_lf(self.host_pool.kv, view.k, view.v, src, dst, layer)
+        transfer_kv_per_layer_pf_lf(self.host_pool.kv_pages, view.k, view.v, src, dst, layer)
 
     def _back_up(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, fence: Fence | None) -> None:
         if fence is not None and fence.failed:
             raise LoadFailedError(f"launch {op.after}, which was to write the source, failed")
         kv = self.device_pool.kv
-        transfer_kv_all_layer_lf_pf(kv[0], kv[1], self.host_pool.kv, src, dst)
+        transfer_kv_all_layer_lf_pf(kv[0], kv[1], self.host_pool.kv_pages, src, dst)
 
     def _guard(self, operation: _Operation, work: Callable[[], Any]) -> None:
         """Run one part of an operation; an error fails the operation, not the stream."""

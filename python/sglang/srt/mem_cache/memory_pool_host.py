@@ -1,39 +1,93 @@
-"""`MHATokenToKVPoolHost`: the host tier's memory, page-first, so that a page is one run for K and one for V."""
+"""`MHATokenToKVPoolHost`: the host tier's memory. Which page is whose is the frame table's business.
+
+Owns the memory and knows its layout; nobody outside needs to. Whatever the layout, the bytes of a page that leaves
+for storage are the *canonical* ones, a page-first pool's: (2, num_layers, page_size, num_kv_heads, head_dim).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
 import torch
 
+from sgl_kernel.kvcacheio import KVPages
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 # Left for the system when the host pool is sized.
 HOST_MEMORY_RESERVE_BYTES = 2 << 30
 
+LAYOUTS = ("page_first", "layer_first")
+
 
 class MHATokenToKVPoolHost:
-    """kv: (num_pages, 2, num_layers, page_size, num_kv_heads, head_dim), like one device pool; pinned where there is
-    a GPU. Written by backups and read by loads, on their links."""
+    """One host pool, like one device pool; pinned where there is a GPU. Written by backups and by reads from storage,
+    read by loads and by writes to storage, each on its link; tickets keep them apart.
 
-    def __init__(self, device_pool: MHATokenToKVPool, num_pages: int) -> None:
+    kv: page-first (num_pages, 2, num_layers, page_size, num_kv_heads, head_dim), or layer-first
+    (2, num_layers, num_pages, page_size, num_kv_heads, head_dim).
+    layout: "page_first" or "layer_first". kv_pages: the same memory for `sgl_kernel.kvcacheio`. page_bytes: K and V
+    of one page, all layers.
+    """
+
+    def __init__(self, device_pool: MHATokenToKVPool, num_pages: int, layout: str = "page_first") -> None:
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout {layout!r} is none of {', '.join(LAYOUTS)}")
         _, num_layers, _, page_size, num_kv_heads, head_dim = device_pool.kv.shape
+        dtype = device_pool.kv.dtype
         self.num_pages = num_pages
-        self.kv = torch.empty(
-            num_pages,
-            2,
-            num_layers,
-            page_size,
-            num_kv_heads,
-            head_dim,
-            dtype=device_pool.kv.dtype,
-            pin_memory=device_pool.kv.is_cuda,
-        )
+        self.page_size = page_size
+        self.page_bytes = device_pool.page_bytes(page_size, num_layers, num_kv_heads, head_dim, dtype)
+        self.layout = layout
+        self._page_dim = 0 if layout == "page_first" else 2
+        shape = [2, num_layers, page_size, num_kv_heads, head_dim]
+        shape.insert(self._page_dim, num_pages)
+        self.kv = torch.empty(shape, dtype=dtype, pin_memory=device_pool.kv.is_cuda)
+        self.kv_pages = KVPages.page_first(self.kv) if layout == "page_first" else KVPages.layer_first(self.kv)
+        self._bytes = self.kv.view(-1).view(torch.uint8).numpy()
+        # (num_pages, 2, num_layers, bytes of a run): the canonical order, whatever the strides.
+        shape[3:] = [-1]
+        self._canonical = np.moveaxis(self._bytes.reshape(shape), self._page_dim, 0)
+
+    def buffers(self, frames: np.ndarray) -> list[memoryview] | None:
+        """The memory of pages `frames` (n,) int32 itself, in this order and without a copy: writable, adjacent
+        ascending frames as one buffer. None where a page is not one piece of memory (layer-first)."""
+        if self.layout != "page_first":
+            return None
+        size, memory = self.page_bytes, self._bytes.data
+        return [memory[first * size : (first + n) * size] for _, first, n in self._runs(frames)]
+
+    def copy_out(self, frames: np.ndarray, out: np.ndarray) -> None:
+        """Copy pages `frames` (n,) int32 to out: (n * page_bytes,) uint8, page after page."""
+        assert out.flags.c_contiguous, "the copy would go to a temporary"
+        pages = out.reshape(len(frames), *self._canonical.shape[1:])
+        for at, first, n in self._runs(frames):
+            np.copyto(pages[at : at + n], self._canonical[first : first + n])
+
+    def copy_in(self, frames: np.ndarray, data: np.ndarray) -> None:
+        """Overwrite pages `frames` (n,) int32, each once, with data: (n * page_bytes,) uint8, page after page."""
+        pages = data.reshape(len(frames), *self._canonical.shape[1:])
+        for at, first, n in self._runs(frames):
+            np.copyto(self._canonical[first : first + n], pages[at : at + n])
 
     def pages(self, frames: torch.Tensor) -> torch.Tensor:
-        """A copy of pages `frames` (n,) int64."""
-        return self.kv.index_select(0, frames)
+        """A copy of pages `frames` (n,) int64, page-first."""
+        return self.kv.index_select(self._page_dim, frames).movedim(self._page_dim, 0).contiguous()
 
     def poison(self, frames: torch.Tensor) -> None:
-        self.kv.index_fill_(0, frames, float("nan"))
+        self.kv.index_fill_(self._page_dim, frames, float("nan"))
+
+    def _runs(self, frames: np.ndarray) -> Iterator[tuple[int, int, int]]:
+        """(position in frames, first frame, length) of each run of adjacent ascending frames."""
+        if len(frames) == 0:
+            return iter(())
+        # A slice past the end would be shortened, one from below 0 would count from the end.
+        assert frames.min() >= 0 and frames.max() < self.num_pages, (
+            f"frames beyond the pool of {self.num_pages} pages"
+        )
+        starts = np.concatenate(([0], np.flatnonzero(np.diff(frames) != 1) + 1))
+        lengths = np.diff(starts, append=len(frames))
+        return zip(starts.tolist(), frames[starts].tolist(), lengths.tolist())
 
 
 def host_pages_that_fit(
