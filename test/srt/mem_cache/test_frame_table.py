@@ -226,6 +226,10 @@ def corrupt_state(table: FrameTable) -> None:
     table.state[0] = CACHED
 
 
+def corrupt_free(table: FrameTable) -> None:
+    table._free.take(1)
+
+
 def corrupt_doomed(table: FrameTable) -> None:
     table._doomed.clear()
 
@@ -234,9 +238,10 @@ def corrupt_pin(table: FrameTable) -> None:
     table.pins[5] = 1
 
 
-@pytest.mark.parametrize("corrupt", [corrupt_count, corrupt_state, corrupt_doomed, corrupt_pin])
-def test_check_invariants_notices(corrupt):
-    table = FrameTable(6)
+@pytest.mark.parametrize("corrupt", [corrupt_count, corrupt_state, corrupt_free, corrupt_doomed, corrupt_pin])
+@pytest.mark.parametrize("block_pages", [1, 2])
+def test_check_invariants_notices(corrupt, block_pages: int):
+    table = FrameTable(6, block_pages)
     frames = take(table, 3)
     table.doom(frames[1:], HELD, 4)
     table.check_invariants()
@@ -264,12 +269,14 @@ class Model:
         return freed
 
 
-@pytest.mark.parametrize("num_pages", [3, 40, 700])
+@pytest.mark.parametrize(
+    "num_pages, block_pages", [(3, 1), (40, 1), (700, 1), (3, 2), (41, 4), (700, 16), (700, 300)]
+)
 @pytest.mark.parametrize("seed", range(6))
-def test_random_operations_against_a_dictionary(seed: int, num_pages: int):
-    print(f"seed {seed}, {num_pages} pages")
+def test_random_operations_against_a_dictionary(seed: int, num_pages: int, block_pages: int):
+    print(f"seed {seed}, {num_pages} pages in blocks of {block_pages}")
     rng = random.Random(seed * 1000 + num_pages)
-    table, model = FrameTable(num_pages), Model(num_pages)
+    table, model = FrameTable(num_pages, block_pages), Model(num_pages)
     done = 0
     transfers: list[np.ndarray] = []
     num_reaped = 0

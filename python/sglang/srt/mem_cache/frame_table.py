@@ -1,7 +1,7 @@
 """Says *when* a pool's memory may be reused: the state, pins and owner of every frame (one page of a pool).
 
-Owns three arrays and a free list. Never touches the memory itself, never reads the tree (which alone says *where* a
-page is), and knows nothing of requests or links.
+Owns three arrays and a free list (`free_frames.py`: which free frame comes next). Never touches the memory itself,
+never reads the tree (which alone says *where* a page is), and knows nothing of requests or links.
 
                 allocate             doom                      reap: pins 0 and fence passed
     FREE ------------------> HELD ------------> DOOMED -------------------------------------> FREE
@@ -20,6 +20,8 @@ from __future__ import annotations
 from enum import IntEnum
 
 import numpy as np
+
+from sglang.srt.mem_cache.free_frames import FreeBlocks, FreeList, FreeStack
 
 # Frames; fewer are faster as they are.
 _LONG = 128
@@ -40,9 +42,10 @@ class FrameTable:
 
     state: (num_pages,) uint8 of FrameState. pins: (num_pages,) int32, transfers that read or write the frame. owner:
     (num_pages,) int32, who allocated the frame last (a hold's id, or -1 - seq of the operation that fills it).
+    block_pages: above 1, frames are handed out as whole aligned blocks of so many where that is possible.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, block_pages: int = 1) -> None:
         if num_pages < 1:
             raise ValueError(f"a pool needs at least one page, got {num_pages}")
         self.num_pages = num_pages
@@ -52,9 +55,7 @@ class FrameTable:
         self.counts = [0] * len(FrameState)
         self.counts[FrameState.FREE] = num_pages
         self._ids = np.arange(num_pages, dtype=np.int32)
-        # A stack: the lowest frames lie on top, so that a fresh pool hands out ascending runs.
-        self._free = self._ids[::-1].copy()
-        self._num_free = num_pages
+        self._free: FreeList = FreeBlocks(num_pages, block_pages) if block_pages > 1 else FreeStack(num_pages)
         self._doomed: dict[int, list[np.ndarray]] = {}
         self._doomed_pinned: list[np.ndarray] = []
         self._unpinned_since_reap = False
@@ -62,14 +63,13 @@ class FrameTable:
 
     @property
     def num_free(self) -> int:
-        return self._num_free
+        return self.counts[FrameState.FREE]
 
     def allocate(self, n: int, owner: int, state: FrameState = FrameState.HELD) -> np.ndarray | None:
         """Take n frames. Returns (n,) int32, or None if fewer are free (then nothing changes)."""
-        if n > self._num_free:
+        if n > self.counts[FrameState.FREE]:
             return None
-        self._num_free -= n
-        frames = self._free[self._num_free : self._num_free + n][::-1].copy()
+        frames = self._free.take(n)
         where = self._where(frames)
         self.state[where] = state
         self.owner[where] = owner
@@ -121,11 +121,9 @@ class FrameTable:
             self._doomed_pinned.append(frames[pinned])
             frames = frames[~pinned]
             where = frames
-        n = len(frames)
         self.state[where] = FrameState.FREE
-        self._free[self._num_free : self._num_free + n] = frames[::-1]
-        self._num_free += n
-        self._count(n, FrameState.DOOMED, FrameState.FREE)
+        self._free.give(frames)
+        self._count(len(frames), FrameState.DOOMED, FrameState.FREE)
         self._freed.append(frames)
 
     def take_freed(self) -> np.ndarray:
@@ -137,9 +135,9 @@ class FrameTable:
         counted = np.bincount(self.state, minlength=len(FrameState)).tolist()
         assert counted == self.counts, f"counts {self.counts}, states {counted}"
         assert sum(self.counts) == self.num_pages
-        free = self._free[: self._num_free]
-        assert self.counts[FrameState.FREE] == self._num_free
-        assert (self.state[free] == FrameState.FREE).all() and len(np.unique(free)) == self._num_free
+        free = self._free.frames()
+        assert self.counts[FrameState.FREE] == len(free) == len(np.unique(free))
+        assert (self.state[free] == FrameState.FREE).all()
         doomed = [f for fs in self._doomed.values() for f in fs] + self._doomed_pinned
         listed = np.concatenate(doomed) if doomed else self._ids[:0]
         assert len(listed) == len(np.unique(listed)) == self.counts[FrameState.DOOMED], "a doomed frame is lost"

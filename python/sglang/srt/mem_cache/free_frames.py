@@ -1,0 +1,158 @@
+"""Which free frame comes next: two free lists of a pool's frames. Both are deterministic.
+
+Own which frames are free, and nothing else of them; a `FrameTable` owns its list.
+
+    FreeStack    what was freed last, comes first. Cheapest; after a while, frames come scattered.
+    FreeBlocks   aligned blocks of frames, whole ones kept whole. For a pool whose pages leave in blocks: storage and
+                 copy engines move a run of adjacent pages as one piece.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+
+class FreeList(Protocol):
+    def take(self, n: int) -> np.ndarray:
+        """(n,) int32 frames, free no more. The caller knows that as many are free."""
+        ...
+
+    def give(self, frames: np.ndarray) -> None:
+        """Frames (int32) are free again."""
+        ...
+
+    def frames(self) -> np.ndarray:
+        """All free frames, in no order. For checks."""
+        ...
+
+
+class FreeStack:
+    def __init__(self, num_pages: int) -> None:
+        # The lowest frames lie on top, so that a fresh pool hands out ascending runs.
+        self._stack = np.arange(num_pages, dtype=np.int32)[::-1].copy()
+        self._height = num_pages
+
+    def take(self, n: int) -> np.ndarray:
+        self._height -= n
+        return self._stack[self._height : self._height + n][::-1].copy()
+
+    def give(self, frames: np.ndarray) -> None:
+        n = len(frames)
+        self._stack[self._height : self._height + n] = frames[::-1]
+        self._height += n
+
+    def frames(self) -> np.ndarray:
+        return self._stack[: self._height]
+
+
+class FreeBlocks:
+    """Frames in aligned blocks of block_pages.
+
+    n frames are n // block_pages whole blocks, and the rest from the block that it fits best:
+
+        blocks      | . . . . | x x . . | . . . . | . . . . | x . . . |       . free   x in use
+        take(10)                  8 9     0 1 2 3   4 5 6 7                   block_pages 4
+
+    The whole blocks are a run of exactly as many free ones, else the front of a longer run, else several runs. The
+    rest breaks a block only where it fits into none that is broken already.
+    """
+
+    def __init__(self, num_pages: int, block_pages: int) -> None:
+        self._block = block_pages
+        num_blocks = -(-num_pages // block_pages)
+        self._is_free = np.zeros((num_blocks, block_pages), np.bool_)
+        self._flat = self._is_free.reshape(-1)
+        self._flat[:num_pages] = True  # the last block may be short: it is never whole
+        # Free frames per block. Narrow, because every request looks at all of them; unsigned, for `_take_rest`.
+        self._count = self._is_free.sum(1).astype(np.min_scalar_type(block_pages))
+        # Of the same type: else `np.add.at` takes 20 times as long.
+        self._one = self._count.dtype.type(1)
+        self._ids = np.arange(num_blocks * block_pages, dtype=np.int32)
+
+    def take(self, n: int) -> np.ndarray:
+        num_blocks, rest = divmod(n, self._block)
+        parts = self._take_blocks(num_blocks) if num_blocks else []
+        rest = n - sum(map(len, parts))
+        if rest:
+            parts.append(self._take_rest(rest) if rest < self._block else self._gather(rest))
+        if len(parts) == 1:
+            return parts[0].copy()
+        return np.concatenate(parts) if parts else self._ids[:0].copy()
+
+    def give(self, frames: np.ndarray) -> None:
+        self._flat[frames] = True
+        np.add.at(self._count, frames // self._block, self._one)
+
+    def frames(self) -> np.ndarray:
+        assert (self._count == self._is_free.sum(1)).all(), "a block's count is wrong"
+        return np.flatnonzero(self._flat).astype(np.int32)
+
+    def _take_blocks(self, n: int) -> list[np.ndarray]:
+        """The frames of n whole blocks, or of as many as there are, in few runs."""
+        is_whole = self._count == self._block
+        bits = int.from_bytes(np.packbits(is_whole, bitorder="little").tobytes(), "little")  # bit i: block i is whole
+        parts = []
+        length, shortest = n, n // 8
+        while n and bits and length > shortest:
+            starts = _runs_of(bits, length)
+            if not starts:
+                length //= 2
+                continue
+            exact = starts & ~(bits << 1) & ~(bits >> length)
+            at = _lowest(exact or starts)
+            parts.append(self._take_run(at, length))
+            bits ^= ((1 << length) - 1) << at
+            n -= length
+            length = min(length, n)
+        if n and bits:  # scattered: so many short runs are not worth the time
+            scattered = np.flatnonzero(self._count == self._block)[:n]
+            self._is_free[scattered] = False
+            self._count[scattered] = 0
+            parts.append(self._ids.reshape(self._is_free.shape)[scattered].reshape(-1))
+        return parts
+
+    def _take_run(self, at: int, num_blocks: int) -> np.ndarray:
+        self._is_free[at : at + num_blocks] = False
+        self._count[at : at + num_blocks] = 0
+        return self._ids[at * self._block : (at + num_blocks) * self._block]
+
+    def _take_rest(self, n: int) -> np.ndarray:
+        """n frames, fewer than a block, adjacent if possible: from the block with the fewest free ones that has n."""
+        # What has fewer than n wraps around and is large; a whole block is larger than all broken ones that fit.
+        at = int((self._count - self._count.dtype.type(n)).argmin())
+        if self._count[at] < n:
+            return self._gather(n)
+        free = np.flatnonzero(self._is_free[at])
+        adjacent = np.flatnonzero(free[n - 1 :] - free[: len(free) - n + 1] == n - 1)
+        first = int(adjacent[0]) if len(adjacent) else 0
+        frames = self._ids[at * self._block + free[first : first + n]]
+        self._flat[frames] = False
+        self._count[at] -= self._count.dtype.type(n)
+        return frames
+
+    def _gather(self, n: int) -> np.ndarray:
+        """n frames from as few blocks as possible, where no block has n."""
+        order = np.argsort(self._count, kind="stable")[::-1]
+        num_rows = int(np.searchsorted(np.cumsum(self._count[order], dtype=np.int64), n)) + 1
+        rows = order[:num_rows]
+        row, column = np.nonzero(self._is_free[rows])
+        frames = self._ids[(rows[row] * self._block + column)[:n]]
+        self._flat[frames] = False
+        np.subtract.at(self._count, frames // self._block, self._one)
+        return frames
+
+
+def _runs_of(bits: int, n: int) -> int:
+    """Where n set bits follow each other: bit i stands for i to i + n - 1."""
+    have = 1
+    while have < n:
+        step = min(have, n - have)
+        bits &= bits >> step
+        have += step
+    return bits
+
+
+def _lowest(bits: int) -> int:
+    return (bits & -bits).bit_length() - 1
