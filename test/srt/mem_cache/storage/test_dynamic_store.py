@@ -18,6 +18,8 @@ from plugin_fixture import Blocks, FakePool, block_keys
 
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host import HostKVCache
 from sglang.srt.mem_cache.storage.backend_factory import create_store
 from sglang.srt.mem_cache.storage.dynamic_store import MAX_REWRITES, PluginStore
@@ -143,6 +145,22 @@ def test_batches_are_cut_to_the_staging_memory_and_stop_at_the_first_gap(v1):
     assert store.get([], np.empty(0, np.int32)) == store.set([], np.empty(0, np.int32)) == store.exists([]) == 0
 
 
+@both
+@pytest.mark.parametrize("layout", ["page_first", "layer_first"])
+def test_blocks_come_back_into_the_real_host_pool(layout, v1):
+    device_pool = MHATokenToKVPool(1, 16, 2, 2, 4, torch.bfloat16)
+    pool = MHATokenToKVPoolHost(device_pool, 64, layout)
+    pool.kv.normal_()
+    store = PluginStore(Plugin(), "mine", "ns", pool, BLOCK, interface_v1=v1)
+    keys, frames = block_keys(5), np.random.default_rng(0).permutation(64).astype(np.int32)
+    written, read = frames[:20], frames[20:40]
+    others = torch.from_numpy(np.setdiff1d(np.arange(64), read))
+    before = pool.pages(others)
+    assert store.set(keys, written) == 5 and store.get(keys, read) == 5
+    assert torch.equal(pool.pages(torch.from_numpy(read).long()), pool.pages(torch.from_numpy(written).long()))
+    assert torch.equal(pool.pages(others), before)
+
+
 def test_blocks_of_other_namespaces_ranks_dtypes_and_sizes_are_never_found():
     plugin, keys = Plugin(), block_keys(2)
     variants = [
@@ -203,6 +221,11 @@ def test_sizes_of_the_facade_agree(page_size, dtype):
     assert view[0].is_contiguous() and view[1].is_contiguous()
     view.view(torch.uint8).fill_(0)
     assert torch.equal(page.view(torch.uint8), flat.view(torch.uint8)), "a flat page is the caller's own"
+
+
+def test_a_flat_page_is_a_copy_even_of_the_only_page():
+    pool = HostKVCache(1, 16, 5000, torch.float32)
+    assert pool.get_data_page(0).data_ptr() != pool.kv_buffer.data_ptr()
 
 
 def test_the_facade_refuses_what_is_not_a_page():
@@ -510,6 +533,7 @@ def test_answers_of_generic_reads_are_believed_as_far_as_they_can_be(change, exp
         ([True, True, True], 3, 3),
         ([True, False, True], 1, 1),
         ([True], 1, 1),
+        ([True] * 5, 3, 3),
         (False, 2, 2),  # upstream's file backend: not all, and does not say which
         (None, 3, 3),  # no answer, but it says that it has them
         (None, 0, 0),
@@ -532,6 +556,7 @@ def test_answers_of_writes_are_believed_as_far_as_they_can_be(answer, stored, ex
     setattr(plugin, name, some)
     assert blocks.store(store, block_keys(3)) == expected
     assert store.stats()["write_errors"] == int(expected < 3 or answer is None)
+    assert store.stats()["blocks"] == expected
 
 
 @both
@@ -682,6 +707,8 @@ def test_a_plugin_is_made_as_upstream_makes_it():
     assert config.extra_config["its_own"] == "setting" and config.is_page_first_layout and not config.is_mla_model
     assert store._plugin.mem_pool_host is store.staging and store.staging.page_size == BLOCK
     assert store.name == "dynamic" and store.block_tokens == BLOCK
+    assert store.staging.page_num == 256
+    assert create(mine("Plugin", staging_mb=0.001)).staging.page_num == 2
 
 
 class Grabby(Plugin):
@@ -735,8 +762,8 @@ not_a_class = 3
         ({}, "lacks backend_name, module_path, class_name; it has to be like"),
         (mine("Plugin") | {"backend_name": ""}, "lacks backend_name;"),
         (mine("Plugin") | {"module_path": 3}, "lacks module_path;"),
-        (mine("Plugin", staging_bytes="much"), "staging_bytes has to be a positive whole number, not 'much'"),
-        (mine("Plugin", staging_bytes=True), "staging_bytes has to be a positive whole number, not True"),
+        (mine("Plugin", staging_mb="much"), "staging_mb has to be a positive number of megabytes, not 'much'"),
+        (mine("Plugin", staging_mb=True), "staging_mb has to be a positive number of megabytes, not True"),
         (
             mine("X") | {"module_path": "no.such.module"},
             "No module named 'no'); install it and what it needs, or put",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import signal
 import threading
 from collections.abc import Mapping
@@ -42,7 +43,7 @@ def create_store(
     if name == "file":
         from sglang.srt.mem_cache.storage.file_store import HiCacheFile
 
-        return HiCacheFile.from_config(config, namespace, pool, block_tokens)
+        return HiCacheFile.from_config(dict(config), namespace, pool, block_tokens)
     if name == "dynamic":
         return _create_dynamic(dict(config), namespace, pool, block_tokens, model_name, tp_rank, tp_size)
     raise StoreError(
@@ -70,9 +71,9 @@ def _create_dynamic(
             f"{where}: --hicache-storage-backend-extra-config lacks {', '.join(missing)}; it has to be like"
             ' {"backend_name": "mine", "module_path": "my_package.my_module", "class_name": "MyStorage"}'
         )
-    staging_bytes = config.get("staging_bytes", DEFAULT_STAGING_BYTES)
-    if not isinstance(staging_bytes, int) or isinstance(staging_bytes, bool) or staging_bytes <= 0:
-        raise StoreError(f"{where}: staging_bytes has to be a positive whole number, not {staging_bytes!r}")
+    staging_mb = config.get("staging_mb", DEFAULT_STAGING_BYTES / 1e6)
+    if not isinstance(staging_mb, (int, float)) or isinstance(staging_mb, bool) or not 0 < staging_mb < math.inf:
+        raise StoreError(f"{where}: staging_mb has to be a positive number of megabytes, not {staging_mb!r}")
     interface_v1 = bool(config.get("interface_v1", 0))
     plugin_class = _plugin_class(where, config["module_path"], config["class_name"], interface_v1)
 
@@ -101,7 +102,7 @@ def _create_dynamic(
             tp_rank=tp_rank,
             tp_size=tp_size,
             interface_v1=interface_v1,
-            staging_bytes=staging_bytes,
+            staging_bytes=int(staging_mb * 1e6),
         )
     except (Exception, SystemExit) as error:
         raise StoreError(

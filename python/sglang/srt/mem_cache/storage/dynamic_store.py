@@ -48,7 +48,7 @@ MAX_REWRITES = 3
 # Blocks that are remembered as having come wrong.
 MAX_REWRITTEN = 65536
 LOG_INTERVAL_S = 60.0
-DEFAULT_STAGING_BYTES = 256 << 20
+DEFAULT_STAGING_BYTES = 256_000_000
 
 # Stands for the answer of a call that raised.
 _RAISED = object()
