@@ -235,9 +235,33 @@ def test_picking_a_backend(monkeypatch: pytest.MonkeyPatch):
     assert pick("auto", 128 << 10, 100, "cuda") == "dma"
     installed["cupy"] = False
     assert pick("auto", 2048, 100, "cuda") == "kernel" and kvcacheio.available_kernel("kernel") == "triton"
+    assert pick("auto", 128 << 10, 100, "cuda") == "kernel", "nothing is installed that issues copies"
     installed["triton"] = False
     assert pick("auto", 2048, 100, "cuda") == "dma"
     with pytest.raises(KVLayoutError, match="use dma instead"):
         kvcacheio.available_kernel("kernel")
     with pytest.raises(KVLayoutError, match="'rdma' is none of auto"):
         pick("rdma", 2048, 100, "cuda")
+
+
+def test_what_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch):
+    why_not = kvcacheio.why_not
+    for requested in ("auto", "dma", "direct", "reference"):
+        assert why_not(requested, "cpu") is None
+    for requested in ("kernel", "cuda", "triton"):
+        assert why_not(requested, "cpu") == "it needs a GPU; on the CPU use auto, dma or direct"
+    assert "none of auto" in str(why_not("rdma", "cpu"))
+    installed = {"cupy": True, "triton": False}
+    monkeypatch.setattr(kvcacheio.pick, "_installed", installed.get)
+    for requested in ("auto", "kernel", "cuda", "dma", "direct"):
+        assert why_not(requested, "cuda") is None
+    assert "host memory only" in str(why_not("reference", "cuda"))
+    assert "needs Triton" in str(why_not("triton", "cuda"))
+    installed.update(cupy=False, triton=True)
+    for requested in ("auto", "kernel", "triton"):
+        assert why_not(requested, "cuda") is None
+    for requested in ("cuda", "dma", "direct"):
+        assert "needs CuPy" in str(why_not(requested, "cuda"))
+    installed["triton"] = False
+    for requested in ("auto", "kernel"):
+        assert "CuPy (pip install cupy-cuda13x) or Triton" in str(why_not(requested, "cuda"))

@@ -31,6 +31,12 @@ def test_a_child_process_gets_every_setting():
     assert msgspec.json.decode(sent, type=ChildArgs).parsed_server_args() == args
 
 
+def test_rate_limits_are_bytes_per_second():
+    assert ServerArgs(model_path="m").rate_limits == {}
+    args = ServerArgs.from_cli(["--model", "m", "--hicache-rate-limit", "h2d=10,d2h=2.5,fetch=1e-3,store=1"])
+    assert args.rate_limits == {"h2d": 10e9, "d2h": 2.5e9, "fetch": 1e6, "store": 1e9}
+
+
 def test_the_served_name():
     assert ServerArgs(model_path="m").model_name == "m"
     assert ServerArgs(model_path="m", served_model_name="n").model_name == "n"
@@ -61,6 +67,14 @@ def test_the_served_name():
         ("--model m --schedule-policy lpm", "fcfs"),
         ("--model m --hicache-write-policy sometimes", "write_through"),
         ("--model m --hicache-mem-layout page_head", "page_first"),
+        ("--model m --hicache-io-backend kernel_ascend", "auto"),
+        ("--model m --hicache-rate-limit nvlink=3", "some of h2d, d2h, fetch, store"),
+        ("--model m --hicache-rate-limit h2d", "GB/s above 0"),
+        ("--model m --hicache-rate-limit h2d=0", "GB/s above 0"),
+        ("--model m --hicache-rate-limit h2d=nan", "GB/s above 0"),
+        ("--model m --hicache-rate-limit h2d=inf", "GB/s above 0"),
+        ("--model m --hicache-rate-limit h2d=1,h2d=2", "each once"),
+        ("--model m --hicache-rate-limit=", "each once"),
         ("--model m --attention-backend fa3", "torch_native"),
         ("--model m --hicache --disable-radix-cache", "drop --disable-radix-cache"),
     ],

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 EMBEDDED_MODEL = "embedded"
+RATE_LIMITED_LINKS = ("h2d", "d2h", "fetch", "store")
 
 
 def arg(default: Any, help: str, aliases: tuple[str, ...] = (), choices: tuple[str, ...] = ()) -> Any:
@@ -87,6 +88,14 @@ class ServerArgs:
         "how the host pool lies in memory: whole pages together, or a layer of all pages",
         choices=("page_first", "layer_first"),
     )
+    hicache_io_backend: str = arg(
+        "auto",
+        "what copies between device and host pool: a kernel, the copy engines, or these page by page",
+        choices=("auto", "kernel", "dma", "direct"),
+    )
+    hicache_rate_limit: str | None = arg(
+        None, "for experiments: links made as slow as this, in GB/s (1e9 bytes), as h2d=10,d2h=10,fetch=2,store=1"
+    )
 
     record_steps: str | None = arg(None, "write every scheduler step to this file, for replay")
 
@@ -152,9 +161,15 @@ class ServerArgs:
         )
         require(self.hicache_ratio > 0, "hicache_ratio", "above 0")
         require(self.hicache_size >= 0, "hicache_size", "0 or more GB")
+        parse_rate_limits(self.hicache_rate_limit)
         require(self.stream_interval >= 1, "stream_interval", "at least 1")
         if self.enable_hierarchical_cache and self.disable_radix_cache:
             raise ValueError("--hicache needs the radix cache: drop --disable-radix-cache")
+
+    @property
+    def rate_limits(self) -> dict[str, float]:
+        """Link name -> bytes per second, for links that are limited."""
+        return parse_rate_limits(self.hicache_rate_limit)
 
     def without_keys(self) -> ServerArgs:
         """For whoever shows or passes on the settings, where others may read them."""
@@ -176,6 +191,24 @@ class ServerArgs:
             return cls(**vars(values))
         except ValueError as error:
             parser.error(str(error))
+
+
+def parse_rate_limits(text: str | None) -> dict[str, float]:
+    """ "h2d=10,fetch=0.5" -> bytes per second by link."""
+    limits: dict[str, float] = {}
+    for part in text.split(",") if text is not None else ():
+        name, _, value = part.partition("=")
+        try:
+            gb_per_s = float(value)
+        except ValueError:
+            gb_per_s = math.nan
+        if name not in RATE_LIMITED_LINKS or name in limits or not 0 < gb_per_s < math.inf:
+            raise ValueError(
+                f"--hicache-rate-limit is {text!r}, but it must be GB/s above 0 for some of "
+                f"{', '.join(RATE_LIMITED_LINKS)}, each once, as in h2d=10,fetch=0.5"
+            )
+        limits[name] = gb_per_s * 1e9
+    return limits
 
 
 def flag_name(field_name: str) -> str:

@@ -271,8 +271,8 @@ def load_forgets_v() -> Any:
     """A load copies K twice."""
     transfer = link_module.transfer_kv_per_layer_pf_lf
 
-    def patched(host: Any, k: Any, v: Any, src: Any, dst: Any, layer: int) -> None:
-        transfer(host, k, v, src, dst, layer)
+    def patched(host: Any, k: Any, v: Any, src: Any, dst: Any, layer: int, **options: Any) -> None:
+        transfer(host, k, v, src, dst, layer, **options)
         v.index_copy_(0, dst, k.index_select(0, dst))
 
     return mock.patch.object(link_module, "transfer_kv_per_layer_pf_lf", patched)

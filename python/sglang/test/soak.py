@@ -87,6 +87,7 @@ class SoakConfig:
     publish_tokens: int = 8
     enable_radix_cache: bool = True
     host_layout: str = "page_first"
+    io_backend: str = "auto"
 
     @staticmethod
     def draw(seed: int, steps: int) -> SoakConfig:
@@ -123,6 +124,7 @@ class SoakConfig:
             eviction_policy=rng.choice(("lru", "lru", "lfu")),
             write_policy=rng.choice(("write_through", "write_through", "write_back", "write_through_selective")),
             host_layout=rng.choice(("page_first", "layer_first")),
+            io_backend=rng.choice(("auto", "auto", "dma", "direct")),
         )
 
 
@@ -186,6 +188,7 @@ def build_rank(
                 host,
                 emulator.stream(name),
                 executor.fence,
+                io_backend=config.io_backend,
                 seed=config.seed * 100 + rank * 10 + i,
                 fail_rate=config.link_fail_rate,
                 late_rate=config.load_late_rate if name == H2D else config.late_rate,

@@ -7,14 +7,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from sglang.srt.mem_cache.link import CopyLink
+from sgl_kernel.kvcacheio import dma
+from sglang.srt.mem_cache.link import CopyLink, index_device
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import LAYOUTS, MHATokenToKVPoolHost
+from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.transfer import D2H, H2D, GateError, LoadFailedError, OpResult, Ticket, Tier, TransferOp
 from sglang.srt.utils.stream import Event, ThreadEvent, ThreadStream
 from sglang.test.stream_emulator import EmulatedEvent, EmulatedStream, StreamEmulator
@@ -90,12 +93,13 @@ def settle(stream: ThreadStream | EmulatedStream) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("io_backend", ["auto", "dma", "direct"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_loads_and_backups_are_exact(stream, layout: str, page_size: int, dtype: torch.dtype):
+def test_loads_and_backups_are_exact(stream, layout: str, io_backend: str, page_size: int, dtype: torch.dtype):
     pools = Pools(page_size, dtype, layout)
     device, host = raw(pools.device.kv), raw(pools.host.pages(torch.arange(HOST_PAGES)))
-    h2d = CopyLink(H2D, pools.device, pools.host, stream, no_fence)
-    d2h = CopyLink(D2H, pools.device, pools.host, stream, no_fence)
+    h2d = CopyLink(H2D, pools.device, pools.host, stream, no_fence, io_backend=io_backend)
+    d2h = CopyLink(D2H, pools.device, pools.host, stream, no_fence, io_backend=io_backend)
     ops = [
         pools.load(0, ids(3, 4, 5), ids(0, 1, 2)),
         pools.backup(0, ids(1, 11), ids(19, 0)),
@@ -183,6 +187,56 @@ def test_a_gate_needs_a_submitted_load(stream):
     d2h.submit(pools.backup(0, ids(0), ids(0)))
     with pytest.raises(GateError, match="layer 0 is awaited"):
         d2h.gate(Ticket(D2H, 0)).wait(0, stream)
+
+
+def test_the_backend_that_was_asked_for_copies(stream, monkeypatch):
+    """Else equality between backends would prove nothing: on the CPU most names mean the reference."""
+    merged: list[bool] = []
+    copy = dma.copy_pages
+
+    def spy(*args: Any, merge: bool, **options: Any) -> None:
+        merged.append(merge)
+        copy(*args, merge=merge, **options)
+
+    monkeypatch.setattr(dma, "copy_pages", spy)
+    pools = Pools()
+    for io_backend, expected in (("auto", []), ("dma", [True]), ("direct", [False])):
+        merged.clear()
+        h2d = CopyLink(H2D, pools.device, pools.host, stream, no_fence, io_backend=io_backend)
+        d2h = CopyLink(D2H, pools.device, pools.host, stream, no_fence, io_backend=io_backend)
+        h2d.submit(pools.load(0, ids(3, 4), ids(0, 1)))
+        d2h.submit(pools.backup(0, ids(0, 1), ids(5, 6)))
+        settle(stream)
+        assert merged == expected * (LAYERS + 1), "a call per layer, and one for the backup"
+
+
+def test_page_numbers_lie_where_the_backend_reads_them():
+    """Nothing runs: the GPU is only named."""
+    pools = Pools()
+    gpu = torch.device("cuda", 0)
+    for io_backend, expected in (("kernel", gpu), ("dma", torch.device("cpu")), ("direct", torch.device("cpu"))):
+        assert index_device(io_backend, pools.host, gpu) == expected
+        assert index_device(io_backend, pools.host, torch.device("cpu")) == torch.device("cpu")
+
+
+def test_a_limited_link_waits_for_each_layer(stream):
+    pools = Pools()
+    now, slept = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(round(seconds, 9))
+        now[0] += seconds
+
+    for name, num_waits in ((H2D, LAYERS), (D2H, 1)):
+        slept.clear()
+        limit = RateLimit(pools.page_bytes, lambda: now[0], sleep)  # a page per second
+        link = CopyLink(name, pools.device, pools.host, stream, no_fence, rate_limit=limit)
+        make = pools.load if name == H2D else pools.backup
+        link.submit(make(0, ids(0, 1, 2), ids(3, 4, 5)))
+        link.submit(make(1, ids(), ids()))
+        settle(stream)
+        assert slept == [3 / num_waits] * num_waits
+        assert link.poll() == [OpResult(0, True), OpResult(1, True)]
 
 
 def test_a_load_of_nothing_completes(stream):

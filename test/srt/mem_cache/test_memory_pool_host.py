@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.mem_cache.memory_pool_host import LAYOUTS, MHATokenToKVPoolHost
+from sglang.srt.mem_cache.memory_pool_host import (
+    LAYOUTS,
+    HostMemoryError,
+    MHATokenToKVPoolHost,
+    cuda_register,
+    pin_memory,
+)
 
 LAYERS, HEADS, DIM, PAGES = 3, 2, 4, 12
 
@@ -126,3 +133,37 @@ def test_bytes_of_another_size_are_a_bug(layout: str):
     pool = make_pool(layout)
     with pytest.raises(ValueError, match="reshape"):
         pool.copy_in(ids(1, 2), np.zeros(2 * pool.page_bytes - 1, np.uint8))
+
+
+def test_pinning_takes_the_whole_pool_once_and_says_how_long(caplog):
+    asked: list[tuple[int, int]] = []
+    device = MHATokenToKVPool(2, 2, LAYERS, HEADS, DIM, torch.float32)
+    with caplog.at_level("INFO"):
+        pool = MHATokenToKVPoolHost(device, PAGES, register=lambda address, size: asked.append((address, size)))
+    assert asked == [(pool.kv.data_ptr(), PAGES * pool.page_bytes)]
+    assert [r.getMessage()[:16] for r in caplog.records] == ["hicache: pinning", "hicache: pinned "]
+    caplog.clear()
+    times = iter((10.0, 42.5))
+    with caplog.at_level("INFO"):
+        pin_memory(torch.empty(30_000_000, dtype=torch.int16), lambda address, size: None, lambda: next(times))
+    assert [r.getMessage() for r in caplog.records] == [
+        "hicache: pinning 0.1 GB of host memory",
+        "hicache: pinned 0.1 GB in 32.5 s",
+    ]
+
+
+def test_without_a_gpu_nothing_is_pinned(caplog):
+    with caplog.at_level("INFO"):
+        make_pool("page_first")
+    assert not caplog.records
+
+
+def test_memory_that_cannot_be_pinned_says_what_to_lower(monkeypatch):
+    runtime = mock.Mock()
+    runtime.cudaHostRegister.return_value = 2
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    with pytest.raises(HostMemoryError, match=r"pin 64\.0 GB .* \(error 2\): lower --hicache-size"):
+        cuda_register(4096, 64_000_000_000)
+    runtime.cudaHostRegister.assert_called_once_with(4096, 64_000_000_000, 0)
+    runtime.cudaHostRegister.return_value = 0
+    cuda_register(4096, 8192)

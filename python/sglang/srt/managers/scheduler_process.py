@@ -17,6 +17,7 @@ import msgspec
 import torch
 import zmq
 
+from sgl_kernel.kvcacheio import why_not
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import TensorParallelGroup, init_tensor_parallel
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -41,6 +42,7 @@ from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
 from sglang.srt.mem_cache.link import CopyLink
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost, host_pages_that_fit
+from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.transfer import D2H, H2D, Link, Tier
 from sglang.srt.model_executor.executor import ModelExecutor
 from sglang.srt.model_loader.loader import load_model
@@ -149,6 +151,8 @@ def build_core(args: ServerArgs, group: TensorParallelGroup, notify: Callable[[]
     """Load the model and build one rank around it. notify: called from other threads when something completed."""
     if args.device == "cuda":
         raise StartupError("--device cuda is not served yet: use --device cpu")
+    if reason := why_not(args.hicache_io_backend, "cpu"):
+        raise StartupError(f"--hicache-io-backend {args.hicache_io_backend} cannot run here: {reason}")
     model_config = ModelConfig.from_pretrained(args.model_path, args.dtype, args.context_length)
     model_config.check_tensor_parallel(group.size)
     check_weights_fit(model_config, group)
@@ -185,8 +189,14 @@ def build_core(args: ServerArgs, group: TensorParallelGroup, notify: Callable[[]
     )
     if config.num_host_pages:
         host_pool = MHATokenToKVPoolHost(pool, config.num_host_pages, args.hicache_mem_layout)
+        limits = {name: RateLimit(rate) for name, rate in args.rate_limits.items()}
+        for name, limit in limits.items():
+            logger.info("hicache: link %s is limited to %g GB/s", name, limit.bytes_per_s / 1e9)
         for name in (H2D, D2H):
-            links[name] = CopyLink(name, pool, host_pool, ThreadStream(name, notify), executor.fence, notify)
+            stream = ThreadStream(name, notify)
+            links[name] = CopyLink(
+                name, pool, host_pool, stream, executor.fence, notify, args.hicache_io_backend, limits.get(name)
+            )
     record = None
     if args.record_steps and group.rank == 0:
         # Open as long as the process lives.

@@ -8,14 +8,16 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from sgl_kernel.kvcacheio import transfer_kv_all_layer_lf_pf, transfer_kv_per_layer_pf_lf
+from sgl_kernel.kvcacheio import pick_backend, transfer_kv_all_layer_lf_pf, transfer_kv_per_layer_pf_lf
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.transfer import GateError, LoadFailedError, OpResult, Ticket, Tier, TransferOp
 from sglang.srt.utils.stream import Event, Stream
 
@@ -64,7 +66,8 @@ class CopyGate:
 
 
 class CopyLink:
-    """fence: launch number -> its fence, None if long over. notify: called from the stream after every operation."""
+    """fence: launch number -> its fence, None if long over. notify: called from the stream after every operation.
+    io_backend: see `kvcacheio.pick_backend`. rate_limit: the link is no faster than that, for experiments."""
 
     def __init__(
         self,
@@ -74,6 +77,8 @@ class CopyLink:
         stream: Stream,
         fence: Callable[[int], Fence | None],
         notify: Callable[[], None] = lambda: None,
+        io_backend: str = "auto",
+        rate_limit: RateLimit | None = None,
     ) -> None:
         self.name = name
         self.device_pool = device_pool
@@ -81,6 +86,9 @@ class CopyLink:
         self.stream = stream
         self.fence = fence
         self.notify = notify
+        self.io_backend = io_backend
+        self.rate_limit = rate_limit
+        self._index_device = index_device(io_backend, host_pool, device_pool.kv.device)
         self._operations: dict[int, _Operation] = {}
         self._next_seq = 0
         self._results: deque[OpResult] = deque()
@@ -91,8 +99,9 @@ class CopyLink:
         self._next_seq += 1
         operation = self._operations[seq] = _Operation(op.ticket)
         self._operations.pop(seq - _KEPT_OPERATIONS, None)
-        src = torch.from_numpy(op.src_frames).to(torch.int64)
-        dst = torch.from_numpy(op.dst_frames).to(torch.int64)
+        # Once per operation, not per layer.
+        src = torch.from_numpy(op.src_frames).to(self._index_device, torch.int64)
+        dst = torch.from_numpy(op.dst_frames).to(self._index_device, torch.int64)
         if op.dst == Tier.DEVICE:
             for layer in range(self.device_pool.num_layers):
                 self.stream.enqueue(partial(self._guard, operation, partial(self._load_layer, op, src, dst, layer)))
@@ -126,13 +135,20 @@ class CopyLink:
 
     def _load_layer(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, layer: int) -> None:
         view = self.device_pool.view(layer)
-        transfer_kv_per_layer_pf_lf(self.host_pool.kv_pages, view.k, view.v, src, dst, layer)
+        with self._pace(op.size_bytes // self.device_pool.num_layers):
+            transfer_kv_per_layer_pf_lf(
+                self.host_pool.kv_pages, view.k, view.v, src, dst, layer, backend=self.io_backend
+            )
 
     def _back_up(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, fence: Fence | None) -> None:
         if fence is not None and fence.failed:
             raise LoadFailedError(f"launch {op.after}, which was to write the source, failed")
         kv = self.device_pool.kv
-        transfer_kv_all_layer_lf_pf(kv[0], kv[1], self.host_pool.kv_pages, src, dst)
+        with self._pace(op.size_bytes):
+            transfer_kv_all_layer_lf_pf(kv[0], kv[1], self.host_pool.kv_pages, src, dst, backend=self.io_backend)
+
+    def _pace(self, size_bytes: int) -> AbstractContextManager[None]:
+        return self.rate_limit.transfer(size_bytes) if self.rate_limit else nullcontext()
 
     def _guard(self, operation: _Operation, work: Callable[[], Any]) -> None:
         """Run one part of an operation; an error fails the operation, not the stream."""
@@ -155,3 +171,9 @@ class CopyLink:
         operation.finished = True
         operation.layer_events = []
         self.notify()
+
+
+def index_device(io_backend: str, host_pool: MHATokenToKVPoolHost, device: torch.device) -> torch.device:
+    """Where page numbers must lie: on the GPU for a kernel, in host memory for whoever plans copies there."""
+    chosen = pick_backend(io_backend, max(host_pool.kv_pages.run_bytes), 1, device)
+    return device if chosen in ("kernel", "cuda", "triton") else torch.device("cpu")

@@ -6,7 +6,9 @@ for storage are the *canonical* ones, a page-first pool's: (2, num_layers, page_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -19,6 +21,8 @@ HOST_MEMORY_RESERVE_BYTES = 2 << 30
 
 LAYOUTS = ("page_first", "layer_first")
 
+logger = logging.getLogger(__name__)
+
 
 class MHATokenToKVPoolHost:
     """One host pool, like one device pool; pinned where there is a GPU. Written by backups and by reads from storage,
@@ -27,10 +31,16 @@ class MHATokenToKVPoolHost:
     kv: page-first (num_pages, 2, num_layers, page_size, num_kv_heads, head_dim), or layer-first
     (2, num_layers, num_pages, page_size, num_kv_heads, head_dim).
     layout: "page_first" or "layer_first". kv_pages: the same memory for `sgl_kernel.kvcacheio`. page_bytes: K and V
-    of one page, all layers.
+    of one page, all layers. register: see `pin_memory`; by default CUDA's where the device pool is on a GPU.
     """
 
-    def __init__(self, device_pool: MHATokenToKVPool, num_pages: int, layout: str = "page_first") -> None:
+    def __init__(
+        self,
+        device_pool: MHATokenToKVPool,
+        num_pages: int,
+        layout: str = "page_first",
+        register: Callable[[int, int], None] | None = None,
+    ) -> None:
         if layout not in LAYOUTS:
             raise ValueError(f"layout {layout!r} is none of {', '.join(LAYOUTS)}")
         _, num_layers, _, page_size, num_kv_heads, head_dim = device_pool.kv.shape
@@ -42,7 +52,11 @@ class MHATokenToKVPoolHost:
         self._page_dim = 0 if layout == "page_first" else 2
         shape = [2, num_layers, page_size, num_kv_heads, head_dim]
         shape.insert(self._page_dim, num_pages)
-        self.kv = torch.empty(shape, dtype=dtype, pin_memory=device_pool.kv.is_cuda)
+        self.kv = torch.empty(shape, dtype=dtype)
+        if register is None and device_pool.kv.is_cuda:
+            register = cuda_register
+        if register is not None:
+            pin_memory(self.kv, register)
         self.kv_pages = KVPages.page_first(self.kv) if layout == "page_first" else KVPages.layer_first(self.kv)
         self._bytes = self.kv.view(-1).view(torch.uint8).numpy()
         # (num_pages, 2, num_layers, bytes of a run): the canonical order, whatever the strides.
@@ -88,6 +102,35 @@ class MHATokenToKVPoolHost:
         starts = np.concatenate(([0], np.flatnonzero(np.diff(frames) != 1) + 1))
         lengths = np.diff(starts, append=len(frames))
         return zip(starts.tolist(), frames[starts].tolist(), lengths.tolist())
+
+
+class HostMemoryError(RuntimeError):
+    """The host pool's memory cannot be had as asked; the message says what to change."""
+
+
+def pin_memory(
+    memory: torch.Tensor, register: Callable[[int, int], None], clock: Callable[[], float] = time.monotonic
+) -> None:
+    """Lock memory for a GPU, for as long as the process lives, and log how long that took: seconds per 10 GB.
+
+    register(address, size_bytes). In one piece, since a copy may not cross the border of two. Not through
+    `torch.empty(pin_memory=True)`, which takes the next power of two: 64 GiB for 40.
+    """
+    size_bytes = memory.numel() * memory.element_size()
+    logger.info("hicache: pinning %.1f GB of host memory", size_bytes / 1e9)
+    start = clock()
+    register(memory.data_ptr(), size_bytes)
+    logger.info("hicache: pinned %.1f GB in %.1f s", size_bytes / 1e9, clock() - start)
+
+
+def cuda_register(address: int, size_bytes: int) -> None:
+    """Has not run on a GPU."""
+    error = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
+    if error:
+        raise HostMemoryError(
+            f"CUDA cannot pin {size_bytes / 1e9:.1f} GB of host memory (error {error}): lower --hicache-size or "
+            "--hicache-ratio"
+        )
 
 
 def host_pages_that_fit(

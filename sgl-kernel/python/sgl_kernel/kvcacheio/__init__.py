@@ -27,7 +27,7 @@ import torch
 
 from sgl_kernel.kvcacheio import reference
 from sgl_kernel.kvcacheio.layout import KVLayoutError, KVPages, check_fit, check_indices
-from sgl_kernel.kvcacheio.pick import BACKENDS, available_kernel, pick_backend
+from sgl_kernel.kvcacheio.pick import BACKENDS, available_kernel, pick_backend, why_not
 
 __all__ = [
     "BACKENDS",
@@ -42,6 +42,7 @@ __all__ = [
     "transfer_kv_all_layer_pf_lf",
     "transfer_kv_per_layer",
     "transfer_kv_per_layer_pf_lf",
+    "why_not",
 ]
 
 LOAD_CTAS = 2

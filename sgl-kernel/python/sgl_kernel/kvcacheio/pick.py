@@ -25,9 +25,10 @@ def pick_backend(requested: str, page_bytes_per_layer: int, num_pages: int, devi
 
     page_bytes_per_layer: K (or V, the larger) of one page and one layer. device: the GPU's, or cpu if no GPU is
     involved. On the CPU `auto`, `kernel`, `cuda` and `triton` are the reference; `dma` and `direct` execute their
-    plans in numpy. On a GPU, `auto` is `dma` where single pages are 64 KiB and more, or where no kernel can be
-    compiled (neither CuPy nor Triton is installed), else `kernel`. num_pages decides nothing yet: adjacent pages
-    would make `dma` faster, but whether they are adjacent is known to the plan alone.
+    plans in numpy. On a GPU, `auto` is `dma` where single pages are 64 KiB and more and CuPy is there to issue
+    copies, or where no kernel can be compiled (neither CuPy nor Triton is installed), else `kernel`. num_pages
+    decides nothing yet: adjacent pages would make `dma` faster, but whether they are adjacent is known to the plan
+    alone.
     """
     if requested not in BACKENDS:
         raise KVLayoutError(f"backend {requested!r} is none of {', '.join(BACKENDS)}")
@@ -35,7 +36,7 @@ def pick_backend(requested: str, page_bytes_per_layer: int, num_pages: int, devi
         return requested if requested in ("dma", "direct") else "reference"
     if requested != "auto":
         return requested
-    if num_pages and page_bytes_per_layer >= DMA_PIECE_BYTES:
+    if num_pages and page_bytes_per_layer >= DMA_PIECE_BYTES and _installed("cupy"):
         return "dma"
     return "kernel" if _installed("cupy") or _installed("triton") else "dma"
 
@@ -49,6 +50,27 @@ def available_kernel(requested: str) -> str:
     if _installed("triton"):
         return "triton"
     raise KVLayoutError("backend kernel needs CuPy (pip install cupy-cuda13x) or Triton; use dma instead")
+
+
+def why_not(requested: str, device: torch.device | str) -> str | None:
+    """Why a backend that a user asks for cannot run with pools on this device; None if it can.
+
+    Stricter than `pick_backend`: nobody who asks for a kernel on the CPU means the reference.
+    """
+    if requested not in BACKENDS:
+        return f"it is none of {', '.join(BACKENDS)}"
+    if torch.device(device).type == "cpu":
+        needs_gpu = requested in ("kernel", "cuda", "triton")
+        return "it needs a GPU; on the CPU use auto, dma or direct" if needs_gpu else None
+    if requested == "reference":
+        return "it copies in host memory only; use auto, kernel, dma or direct"
+    if requested == "triton":
+        return None if _installed("triton") else "it needs Triton"
+    if _installed("cupy"):
+        return None
+    if requested in ("dma", "direct", "cuda"):
+        return "it needs CuPy (pip install cupy-cuda13x)"
+    return None if _installed("triton") else "it needs CuPy (pip install cupy-cuda13x) or Triton"
 
 
 @cache

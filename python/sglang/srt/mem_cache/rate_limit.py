@@ -1,0 +1,45 @@
+"""`RateLimit`: makes a link as slow as one asks, for experiments. Owns no thread; whoever moves bytes waits in it.
+
+A transfer takes the longer of what it really takes and its bytes over the rate. Transfers of one link follow each
+other, also where several threads carry them out; time in which nothing moves is lost, as on a real link.
+
+    rate       |---- a ----|---- b ----|            |---- c ----|
+    really     |-a-|.......|--b--|.....|            |-c-|.......|       . asleep
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class RateLimit:
+    def __init__(
+        self,
+        bytes_per_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if not bytes_per_s > 0:
+            raise ValueError(f"a rate must be above 0 bytes per second, not {bytes_per_s}")
+        self.bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._free_at = clock()
+        # Sleep ends late by some 60 us, as long as 600 KB take at 10 GB/s: the next transfer begins earlier by that.
+        self._overslept = 0.0
+
+    @contextmanager
+    def transfer(self, size_bytes: int) -> Iterator[None]:
+        """Move size_bytes within this context; it is left when a link of this rate would have moved them."""
+        with self._lock:
+            begin = max(self._free_at, self._clock() - self._overslept)
+            end = self._free_at = begin + size_bytes / self.bytes_per_s
+        yield
+        left = end - self._clock()
+        if left > 0:
+            self._sleep(left)
+            self._overslept = max(0.0, self._clock() - end)
