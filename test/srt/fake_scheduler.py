@@ -19,9 +19,9 @@ import zmq
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenIDOutput,
+    ControlReqOutput,
     FinishReason,
     FlushCacheReqInput,
-    FlushCacheReqOutput,
     GetInternalStateReq,
     GetInternalStateReqOutput,
     SchedulerReady,
@@ -118,7 +118,7 @@ class FakeScheduler:
                 self.send(BatchTokenIDOutput(outputs=[req.output([], FinishReason(type="abort"))]))
         elif isinstance(message, FlushCacheReqInput):
             busy = bool(self.running)
-            self.send(FlushCacheReqOutput(id=message.id, success=not busy, message="busy" if busy else ""))
+            self.send(ControlReqOutput(id=message.id, success=not busy, message="busy" if busy else ""))
         elif isinstance(message, GetInternalStateReq):
             if self.flags.deaf:
                 return

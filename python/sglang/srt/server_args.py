@@ -66,8 +66,9 @@ class ServerArgs:
     schedule_policy: str = arg("fcfs", "order of the queue", choices=("fcfs",))
     radix_eviction_policy: str = arg(
         "lru",
-        "what the cache gives up first: the least recently or the least frequently used",
-        choices=("lru", "lfu"),
+        "what the cache gives up first: the least recently used, the least frequently used, or what only requests of "
+        "low priority have used",
+        choices=("lru", "lfu", "priority"),
     )
     disable_radix_cache: bool = arg(False, "share no prefix between requests")
     disable_overlap_schedule: bool = arg(False, "schedule only once the previous step's tokens are known")
@@ -95,6 +96,18 @@ class ServerArgs:
     )
     hicache_rate_limit: str | None = arg(
         None, "for experiments: links made as slow as this, in GB/s (1e9 bytes), as h2d=10,d2h=10,fetch=2,store=1"
+    )
+    hicache_storage_backend: str | None = arg(
+        None, "keep KV cache beyond host memory: 'file' on a disk, 'dynamic' through a plugin"
+    )
+    hicache_storage_backend_extra_config: str = arg(
+        "", "settings of the storage backend: JSON, or @ and the name of a file with it"
+    )
+    hicache_storage_prefetch_policy: str = arg(
+        "timeout",
+        "how long a queued request waits for storage: not beyond its turn, till everything has come, or for a time "
+        "that grows with its length",
+        choices=("best_effort", "wait_complete", "timeout"),
     )
 
     record_steps: str | None = arg(None, "write every scheduler step to this file, for replay")
@@ -159,6 +172,19 @@ class ServerArgs:
             "mem_fraction_static",
             "between 0 and 1",
         )
+        if self.hicache_storage_backend is not None:
+            if "," in self.hicache_storage_backend:
+                raise ValueError(
+                    f"--hicache-storage-backend is {self.hicache_storage_backend!r}, but there is one storage tier "
+                    "so far: name one backend"
+                )
+            require(self.hicache_storage_backend in ("file", "dynamic"), "hicache_storage_backend", "file or dynamic")
+            if not self.enable_hierarchical_cache:
+                raise ValueError("--hicache-storage-backend fills the host tier: add --hicache")
+        elif self.hicache_storage_backend_extra_config:
+            raise ValueError(
+                "--hicache-storage-backend-extra-config is for a storage backend: add --hicache-storage-backend"
+            )
         require(self.hicache_ratio > 0, "hicache_ratio", "above 0")
         require(self.hicache_size >= 0, "hicache_size", "0 or more GB")
         parse_rate_limits(self.hicache_rate_limit)

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from sglang.srt.mem_cache.link import CopyLink, Fence
+from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
 from sglang.srt.mem_cache.transfer import LoadFailedError, OpResult, TransferOp
 from sglang.srt.model_executor.executor import ModelExecutor, StepResult, _Run
+from sglang.srt.utils.stream import Stream
 
 
 class _Late:
@@ -60,6 +62,17 @@ class FaultyLink(CopyLink):
         if op.ticket.seq in self._fail_at:
             raise LoadFailedError("injected")
         super()._back_up(op, src, dst, fence)
+
+
+class LateStorageLink(StorageLink):
+    """late_rate: as for links. What fails is the store's business."""
+
+    def __init__(self, name: str, slot: StoreSlot, stream: Stream, seed: int, late_rate: float) -> None:
+        super().__init__(name, slot, stream)
+        self._late = _Late(random.Random(seed), late_rate)
+
+    def poll(self) -> list[OpResult]:
+        return self._late.pass_on(super().poll())
 
 
 class FaultyExecutor(ModelExecutor):

@@ -6,7 +6,7 @@ the wrong place under the right tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -77,4 +77,32 @@ def check_kv(
             if not good:
                 raise OracleError(f"{node}: wrong bytes on {tier.name.lower()} for tokens {tokens_to(node)[:32]}…")
             compared += len(frames)
+    return compared
+
+
+def check_stored(
+    scheduler: Scheduler, blocks: Mapping[bytes, np.ndarray], reference: Callable[[np.ndarray], np.ndarray]
+) -> int:
+    """Compare what storage has under the names of the tree's blocks with its recomputation; returns how many blocks.
+
+    blocks: key -> bytes, page after page; reference: as for `check_kv`, of the pools' dtype.
+    """
+    names, page, compared = scheduler.tree.block_keys, scheduler.page_size, 0
+    if names is None:
+        return 0
+    for node in list(scheduler.tree.walk()):
+        if node.block_keys is None or not len(node.block_keys):
+            continue
+        tokens = tokens_to(node)
+        kv = reference(tokens)
+        for i, key in enumerate(node.block_keys):
+            stored = blocks.get(key.tobytes())
+            if stored is None:
+                continue
+            start = (node.start // names.block_tokens + i) * names.block_tokens
+            wanted = kv[start : start + names.block_tokens]
+            wanted = wanted.reshape(-1, page, *wanted.shape[1:]).transpose(0, 2, 3, 1, 4, 5)
+            if stored.tobytes() != np.ascontiguousarray(wanted).tobytes():
+                raise OracleError(f"{node}: storage has wrong bytes for the block at token {start} of {tokens[:32]}…")
+            compared += 1
     return compared

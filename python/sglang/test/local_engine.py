@@ -23,9 +23,11 @@ from sglang.srt.managers.engine_core import EngineCore, StepRecorder
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
+from sglang.srt.mem_cache.block_store import BlockStore
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
-from sglang.srt.mem_cache.transfer import D2H, H2D, Tier
+from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
+from sglang.srt.mem_cache.transfer import D2H, H2D, STORAGE_LINKS, Tier
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -50,8 +52,9 @@ class Generation:
 
 class LocalEngine:
     """num_device_pages, num_host_pages: sizes of the pools. debug: poison freed memory, fail on non-finite logits and
-    check all invariants after every step. group: several ranks, in which every launch runs to its end. overrides:
-    other fields of SchedulerConfig."""
+    check all invariants after every step. group: several ranks, in which every launch runs to its end. open_store:
+    what storage the host pool has; without `storage` in overrides it is attached later. overrides: other fields of
+    SchedulerConfig."""
 
     def __init__(
         self,
@@ -66,6 +69,7 @@ class LocalEngine:
         model: Any = None,
         record: Any = None,
         group: TensorParallelGroup = SINGLE_RANK,
+        open_store: Callable[[MHATokenToKVPoolHost], BlockStore] | None = None,
         **overrides: Any,
     ) -> None:
         self.model_config = model_config
@@ -123,6 +127,14 @@ class LocalEngine:
                     fail_rate=load_fail_rate if name == H2D else 0.0,
                     late_rate=late_rate,
                 )
+        storage_links: dict[str, StorageLink] = {}
+        self.store = None
+        if self.host_pool is not None and open_store is not None:
+            self.store = open_store(self.host_pool)
+            slot = StoreSlot(lambda setup: open_store(host), self.store)
+            for name in STORAGE_LINKS:
+                self._streams.append(ThreadStream(name))
+                storage_links[name] = StorageLink(name, slot, self._streams[-1], self._woken.set)
         if debug:
             pool.kv.fill_(float("nan"))
             if self.host_pool is not None:
@@ -130,7 +142,7 @@ class LocalEngine:
         self.core = EngineCore(
             Scheduler(config),
             executor,
-            dict(links),
+            {**links, **storage_links},
             poison if debug else None,
             StepRecorder(record, config) if record is not None else None,
         )
@@ -193,7 +205,7 @@ class LocalEngine:
     def _step(self, requests: list[TokenizedGenerateReqInput], aborts: list[str]) -> BatchDecision | None:
         """One step; None where there is nothing to do."""
         progress = self.core.progress()
-        if not (requests or aborts or self.core.has_work()):
+        if not (requests or aborts or self.core.has_work(time.monotonic())):
             return None
         return self.core.step(time.monotonic(), progress, requests, aborts)
 

@@ -25,7 +25,7 @@ from sglang.srt.mem_cache import link as link_module
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node
 from sglang.srt.mem_cache.link import CopyGate, CopyLink
-from sglang.srt.mem_cache.transfer import GateError, Tier
+from sglang.srt.mem_cache.transfer import FRAME_TIERS, GateError, Tier
 from sglang.srt.model_executor import executor as executor_module
 from sglang.srt.model_executor.executor import ModelExecutor, NonFiniteLogitsError
 from sglang.test import soak as soak_module
@@ -246,7 +246,7 @@ def split_forgets_ticket() -> Any:
 
     def patched(self: Any, node: Node, num_tokens: int) -> Node:
         upper = split(self, node, num_tokens)
-        for tier in Tier:
+        for tier in FRAME_TIERS:
             if upper.tickets[tier] is not None:
                 self._by_ticket[upper.tickets[tier]].remove(upper)
                 upper.tickets[tier] = None

@@ -12,28 +12,34 @@ from __future__ import annotations
 
 import argparse
 import io
+import logging
 import random
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 
+from sglang.srt.managers.cache_controller import WRITE_POLICIES, StorageLimits
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder, digest_of, reduce_progress, replay
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
-from sglang.srt.managers.schedule_batch import BatchDecision
+from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest, StorageSetup
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
+from sglang.srt.managers.storage_prefetch import PrefetchConfig
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
-from sglang.srt.mem_cache.transfer import D2H, H2D, Tier
+from sglang.srt.mem_cache.storage_link import StoreSlot
+from sglang.srt.mem_cache.transfer import D2H, H2D, STORAGE_LINKS, TIER_NAMES, StorageAction, Tier
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.faults import FaultyExecutor, FaultyLink
+from sglang.test.faults import FaultyExecutor, FaultyLink, LateStorageLink
 from sglang.test.hash_model import DIM, HEADS, HashModel
-from sglang.test.kv_oracle import PagedMemory, check_kv
+from sglang.test.kv_oracle import PagedMemory, check_kv, check_stored
+from sglang.test.memory_store import MemoryStore
 from sglang.test.stream_emulator import StreamEmulator
 
 EOS = 0
@@ -55,7 +61,8 @@ class SoakConfig:
 
     num_documents: texts that requests begin with; more than the device holds make loads. whole_rate: share of
     requests that keep it whole. twin_rate: share of requests that repeat one still running. load_late_rate: as
-    late_rate, for loads alone, so that they stay in flight while other things happen.
+    late_rate, for loads alone, so that they stay in flight while other things happen; store_late_rate: for storage.
+    storage: used where there is a host tier. storage_request_rate: how often it is attached, detached or cleared.
     """
 
     seed: int
@@ -86,6 +93,10 @@ class SoakConfig:
     max_filling_ratio: float = 0.5
     publish_tokens: int = 8
     enable_radix_cache: bool = True
+    storage: StorageSetup | None = None
+    store_fail_rate: float = 0.0
+    store_late_rate: float = 0.0
+    storage_request_rate: float = 0.0
     host_layout: str = "page_first"
     io_backend: str = "auto"
 
@@ -97,12 +108,17 @@ class SoakConfig:
         pages = -(-rng.choice((40, 72, 72)) // page_size) + 2 + rng.randrange(1 + rng.choice((20, 160)) // page_size)
         # By turns, so that a few seeds have every combination.
         faults = seed % 4 != 0
+        storage = draw_storage(rng, page_size)
+        # What the host keeps, nobody asks storage for.
+        hosts = (
+            (pages // 2 + 1, pages, 3 * pages) if storage else (0, pages // 2 + 1, 3 * pages, 8 * pages, 8 * pages)
+        )
         return SoakConfig(
             seed=seed,
             steps=steps,
             page_size=page_size,
             num_device_pages=pages,
-            num_host_pages=rng.choice((0, pages // 2 + 1, 3 * pages, 8 * pages, 8 * pages)),
+            num_host_pages=rng.choice(hosts),
             max_running_requests=rng.choice((1, 4, 8, 8)),
             chunked_prefill_size=max(page_size, rng.choice((5, 16, 64))),
             max_ahead=rng.choice((1, 2, 2)),
@@ -112,8 +128,8 @@ class SoakConfig:
             link_fail_rate=rng.choice((0.05, 0.2, 0.4)) if faults else 0.0,
             launch_fail_rate=rng.choice((0.0, 0.02)) if faults else 0.0,
             late_rate=rng.choice((0.0, 0.5)),
-            num_documents=rng.choice((1, 6, 12)),
-            whole_rate=rng.choice((0.0, 0.3)),
+            num_documents=rng.choice((12, 40) if storage else (1, 6, 12)),
+            whole_rate=rng.choice((0.3, 0.8) if storage else (0.0, 0.3)),
             load_late_rate=rng.choice((0.0, 0.9)),
             twin_rate=rng.choice((0.0, 0.3)),
             flush_rate=rng.choice((0.0, 0.02)),
@@ -121,11 +137,38 @@ class SoakConfig:
             max_filling_ratio=rng.choice((0.1, 0.5)),
             publish_tokens=rng.choice((8, 8, 64)),
             enable_radix_cache=rng.random() < 0.9,
+            storage=storage,
+            store_fail_rate=rng.choice((0.02, 0.2)) if faults else 0.0,
+            store_late_rate=rng.choice((0.0, 0.5, 0.9)),
+            storage_request_rate=rng.choice((0.0, 0.0, 0.02)),
             eviction_policy=rng.choice(("lru", "lru", "lfu")),
             write_policy=rng.choice(("write_through", "write_through", "write_back", "write_through_selective")),
             host_layout=rng.choice(("page_first", "layer_first")),
             io_backend=rng.choice(("auto", "auto", "dma", "direct")),
         )
+
+
+def draw_storage(rng: random.Random, page_size: int) -> StorageSetup | None:
+    """Short blocks, since prompts are short, and limits that are met."""
+    block_pages = rng.choice((1, 2, 4)) if page_size < 16 else 1
+    setup = StorageSetup(
+        backend="memory",
+        setup="",
+        secret=b"soak",
+        block_tokens=page_size * block_pages,
+        limits=StorageLimits(
+            blocks_per_op=rng.choice((1, 2, 3)),
+            max_fetch_pages=rng.choice((4, 20, 200)) * block_pages,
+            max_store_pages=rng.choice((2, 20)) * block_pages,
+        ),
+        prefetch=PrefetchConfig(
+            policy=rng.choice(("best_effort", "wait_complete", "timeout", "timeout")),
+            threshold=rng.choice((1, 12)),
+            timeout_base_s=rng.choice((0.01, 0.2)),
+        ),
+        write_policy=rng.choice(WRITE_POLICIES),
+    )
+    return setup if rng.random() < 0.6 else None
 
 
 @dataclass
@@ -134,6 +177,7 @@ class Rank:
     emulator: StreamEmulator
     device_pool: MHATokenToKVPool
     host_pool: MHATokenToKVPoolHost | None
+    store: MemoryStore | None
 
 
 @dataclass
@@ -160,6 +204,7 @@ def build_rank(
     page_bytes = pool.page_bytes(config.page_size, model.num_layers, HEADS, DIM, torch.float64)
     scheduler = Scheduler(scheduler_config(config, page_bytes))
     links: dict[str, FaultyLink] = {}
+    storage_links: dict[str, LateStorageLink] = {}
     executor = FaultyExecutor(
         model,
         pool,
@@ -175,7 +220,7 @@ def build_rank(
         fail_rate=config.launch_fail_rate,
         late_rate=config.late_rate,
     )
-    host_pool = None
+    host_pool = store = None
     poison = {Tier.DEVICE: lambda frames: pool.poison(torch.from_numpy(frames).to(torch.int64))}
     if config.num_host_pages:
         host_pool = host = MHATokenToKVPoolHost(pool, config.num_host_pages, config.host_layout)
@@ -193,9 +238,24 @@ def build_rank(
                 fail_rate=config.link_fail_rate,
                 late_rate=config.load_late_rate if name == H2D else config.late_rate,
             )
+        if config.storage is not None:
+            block_tokens = config.storage.block_tokens
+            store = MemoryStore(host, block_tokens, config.seed * 10 + rank, config.store_fail_rate)
+            slot = StoreSlot(partial(_reopen, store), store)
+            for i, name in enumerate(STORAGE_LINKS):
+                storage_links[name] = LateStorageLink(
+                    name, slot, emulator.stream(name), config.seed * 100 + rank * 10 + i, config.store_late_rate
+                )
     if "poison" not in nets:
         poison = {}
-    return Rank(EngineCore(scheduler, executor, dict(links), poison, record), emulator, pool, host_pool)
+    core = EngineCore(scheduler, executor, {**links, **storage_links}, poison, record)
+    return Rank(core, emulator, pool, host_pool, store)
+
+
+def _reopen(store: MemoryStore, setup: str) -> MemoryStore:
+    """What was stored before is still there, as on a disk."""
+    store.is_open = True
+    return store
 
 
 def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
@@ -215,6 +275,7 @@ def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
         enable_radix_cache=config.enable_radix_cache,
         eviction_policy=config.eviction_policy,
         write_policy=config.write_policy,
+        storage=config.storage if config.num_host_pages else None,
     )
 
 
@@ -250,7 +311,11 @@ class Soak:
                 aborts.append(self.random.choice(sorted(self.live)))
             self.aborted.update(aborts)
             flush = ["flush"] if self.random.random() < self.config.flush_rate else []
-            self._tick(arrivals, aborts, flush)
+            storage = []
+            if self.config.storage is not None and self.random.random() < self.config.storage_request_rate:
+                action = self.random.choice((StorageAction.ATTACH, StorageAction.DETACH, StorageAction.CLEAR))
+                storage.append(StorageRequest(id="admin", action=action, what=self.config.storage))
+            self._tick(arrivals, aborts, flush, storage)
         limit = self.num_ticks + 400 * (len(self.live) + 5)
         while self.live:
             self._tick()
@@ -263,18 +328,21 @@ class Soak:
         arrivals: Sequence[TokenizedGenerateReqInput] = (),
         aborts: Sequence[str] = (),
         flush: Sequence[str] = (),
+        storage: Sequence[StorageRequest] = (),
     ) -> None:
         self.num_ticks += 1
+        now = self.num_ticks * 1e-3
         ran = 0
         for rank in self.ranks:
             ran += rank.emulator.run(self.random.choice((0, 1, 3, 10, 60)))
         reports = [rank.core.progress() for rank in self.ranks]
         progress = reduce_progress(reports)
-        if not (arrivals or aborts or flush or any(rank.core.has_work() for rank in self.ranks)):
+        inputs = arrivals or aborts or flush or storage
+        if not (inputs or any(rank.core.has_work(now) for rank in self.ranks)):
             if self.live and not any(r.core.has_outstanding for r in self.ranks):
                 raise StuckError(f"nothing is outstanding and {len(self.live)} requests wait")
             return
-        decisions = [r.core.step(self.num_ticks * 1e-3, progress, arrivals, aborts, flush) for r in self.ranks]
+        decisions = [r.core.step(now, progress, arrivals, aborts, flush, storage) for r in self.ranks]
         if len({digest_of(d) for d in decisions}) != 1:
             raise AssertionError(f"ranks decide differently in step {decisions[0].step}")
         if "invariants" in self.nets:
@@ -354,6 +422,8 @@ class Soak:
             if rank.host_pool is not None:
                 memory[Tier.HOST] = rank.host_pool
             check_kv(rank.core.scheduler, memory, self.model.reference)
+            if rank.store is not None:
+                check_stored(rank.core.scheduler, rank.store.blocks, self.model.reference)
 
     def _finish(self) -> None:
         for _ in range(10_000):
@@ -380,6 +450,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000, help="steps with arrivals per seed")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    logging.disable(logging.WARNING)  # every injected failure says so
     for seed in range(args.seed, args.seed + args.seeds):
         config = SoakConfig.draw(seed, args.steps)
         soak = Soak(config)
@@ -393,7 +464,8 @@ def main() -> None:
         print(
             f"seed {seed}: page {config.page_size}, {config.num_device_pages}+{config.num_host_pages} pages, "
             f"{config.num_ranks} ranks, {soak.num_finished} requests, "
-            f"{counters.get('hit_tokens_device', 0)}/{counters.get('hit_tokens_host', 0)} tokens hit, "
+            f"{'/'.join(str(counters.get(f'hit_tokens_{t}', 0)) for t in TIER_NAMES)} tokens hit, "
+            f"{counters.get('prefetched_tokens', 0)} prefetched, "
             f"{counters.get('retracted_reqs', 0)} retracted, {counters.get('failed_ops', 0)} transfers and "
             f"{counters.get('failed_launches', 0)} launches failed, {time.perf_counter() - start:.1f} s",
             flush=True,

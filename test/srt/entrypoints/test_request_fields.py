@@ -51,7 +51,6 @@ def test_a_body_that_is_no_json_object(body):
         ("return_hidden_states", True),
         ("reasoning_effort", "high"),
         ("lora_path", "x"),
-        ("priority", 1),
     ],
 )
 def test_what_upstream_has_and_we_do_not_is_refused_by_name(field, value):

@@ -6,14 +6,20 @@ import io
 
 import pytest
 
-from sglang.srt.managers.engine_core import Progress, ReplayMismatchError, reduce_progress, replay
-from sglang.srt.mem_cache.transfer import D2H, EXEC, H2D
+from sglang.srt.managers.engine_core import (
+    COUNTS_PER_STEP,
+    Progress,
+    ReplayMismatchError,
+    reduce_progress,
+    replay,
+)
+from sglang.srt.mem_cache.transfer import D2H, EXEC, FETCH, H2D, LINKS, PROBE, STORAGE_LINKS, STORE
 from sglang.test.soak import Soak, SoakConfig
 
 
 def progress(exec_done: int, h2d: int = 0, d2h: int = 0, failed: dict[str, int] | None = None) -> Progress:
     results = {seq: bytes([seq]) * 4 for seq in range(exec_done)}
-    return Progress({EXEC: exec_done, H2D: h2d, D2H: d2h}, failed or {}, results)
+    return Progress(dict.fromkeys(STORAGE_LINKS, 0) | {EXEC: exec_done, H2D: h2d, D2H: d2h}, failed or {}, results)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +40,22 @@ def test_reduction_is_min(ranks: list[Progress], done: tuple[int, int, int], fai
     assert tuple(reduced.done[name] for name in (EXEC, H2D, D2H)) == done
     assert reduced.failed == failed
     assert sorted(reduced.results) == list(range(done[0]))
+
+
+def stored(fetched: tuple[int, ...], consumed: int = 0) -> Progress:
+    done = dict.fromkeys((EXEC, *LINKS), 0) | {FETCH: consumed + len(fetched)}
+    return Progress(done, {}, {}, counts={FETCH: fetched}, consumed={FETCH: consumed})
+
+
+@pytest.mark.parametrize("consumed", [0, 7])
+def test_storage_has_brought_what_every_rank_has(consumed: int) -> None:
+    ranks = [stored((4, 2, 9), consumed), stored((3, 5), consumed)]
+    reduced = reduce_progress(ranks)
+    assert reduced.done[FETCH] == consumed + 2
+    assert reduced.counts == {PROBE: (), FETCH: (3, 2), STORE: ()}
+    # As many as one reduction has room for.
+    many = tuple(range(1, COUNTS_PER_STEP + 1))
+    assert reduce_progress([stored(many, consumed)] * 2).counts[FETCH] == many
 
 
 def recorded(seed: int = 3) -> bytes:

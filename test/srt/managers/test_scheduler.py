@@ -9,7 +9,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_id
 from sglang.srt.managers.schedule_batch import BatchDecision, Span, SpanSource, StepInputs
 from sglang.srt.managers.scheduler import FAILURE_LIMIT, FAILURE_WITHOUT_LOADS, Scheduler, SchedulerConfig
 from sglang.srt.mem_cache.frame_table import FrameState
-from sglang.srt.mem_cache.transfer import D2H, EXEC, H2D, Ticket, Tier
+from sglang.srt.mem_cache.transfer import D2H, EXEC, FRAME_TIERS, H2D, Ticket, Tier
 from sglang.srt.model_executor.launch import LaunchMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -278,7 +278,7 @@ def test_flush_empties_an_idle_cache_and_refuses_otherwise() -> None:
     driver.step(results={0: [1]}, ops={D2H: 1})
     (reply,) = driver.step(flush=("f",)).replies
     assert reply.success
-    for tier in Tier:
+    for tier in FRAME_TIERS:
         assert driver.scheduler.tree.resident_pages(tier) == 0
     for table in driver.scheduler.controller.tables.values():
         assert table.counts[FrameState.FREE] == table.num_pages

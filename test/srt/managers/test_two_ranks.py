@@ -57,7 +57,7 @@ class TwoRanks(LocalEngine):
     def _step(self, requests: list[TokenizedGenerateReqInput], aborts: list[str]) -> BatchDecision | None:
         cores = (self.core, self.other.core)
         ranks = [core.progress() for core in cores]
-        if not (requests or aborts or any(core.has_work() for core in cores)):
+        if not (requests or aborts or any(core.has_work(time.monotonic()) for core in cores)):
             return None
         progress, now = reduce_progress(ranks), time.monotonic()
         mine, theirs = (core.step(now, progress, requests, aborts) for core in cores)

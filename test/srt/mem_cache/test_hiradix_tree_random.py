@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from sglang.srt.mem_cache.hiradix_tree import Dropped, HiRadixTree, Node, Receipt
-from sglang.srt.mem_cache.transfer import D2H, H2D, Ticket, Tier
+from sglang.srt.mem_cache.transfer import D2H, FRAME_TIERS, H2D, Ticket, Tier
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 MAX_PAGES = 7
@@ -343,11 +343,11 @@ class Driver:
         found: dict[Key, tuple[dict[Tier, int], dict[Tier, Ticket]]] = {}
         for node in tree.walk():
             for i, key in enumerate(self.pages_of(node)):
-                frames = {t: int(node.frames[t][i]) for t in Tier if node.frames[t] is not None}  # type: ignore[index]
-                found[key] = frames, {t: node.tickets[t] for t in Tier if node.tickets[t] is not None}  # type: ignore[misc]
+                frames = {t: int(node.frames[t][i]) for t in FRAME_TIERS if node.frames[t] is not None}  # type: ignore[index]
+                found[key] = frames, {t: node.tickets[t] for t in FRAME_TIERS if node.tickets[t] is not None}  # type: ignore[misc]
         assert found == {k: (page.frames, page.tickets) for k, page in self.model.items()}
         locked = self.locked()
-        for tier in Tier:
+        for tier in FRAME_TIERS:
             assert tree.resident_pages(tier) == sum(tier in p.frames for p in self.model.values())
             assert tree.evictable_pages(tier) == sum(self.is_evictable(k, tier, locked) for k in self.model)
         assert set(tree.roots) == {k[0] for k in self.model} | {key[0] for _, key in self.receipts}
@@ -385,7 +385,7 @@ def test_random_operations_against_a_dictionary(seed: int, page_size: int):
         driver.release(0)
     while driver.fills:
         driver.commit()
-    for tier in Tier:
+    for tier in FRAME_TIERS:
         driver.take(driver.tree.evict(tier, 1 << 30), tier)
     driver.check()
     assert driver.tree.num_nodes == 0 and not driver.model and not driver.tree.roots

@@ -18,7 +18,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.errors import RequestError
 
 _OPEN = ("/health", "/health_generate")
-_ADMIN = ("/flush_cache",)
+_ADMIN = ("/flush_cache", "/hicache/storage-backend", "/hicache/storage-backend/clear")
 
 
 class ApiKeyMiddleware:
@@ -44,6 +44,12 @@ class ApiKeyMiddleware:
 
 def require_admin(request: Request, args: ServerArgs) -> None:
     _require(request, args.admin_api_key or args.api_key)
+
+
+def require_a_key(args: ServerArgs) -> None:
+    """For what is too dangerous to be open: a storage plugin is code that this server runs."""
+    if not (args.admin_api_key or args.api_key):
+        raise RequestError("storage is changed only on a server that has a key: start it with --admin-api-key", 400)
 
 
 def _require(request: Request, key: str | None) -> None:

@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 import sglang
-from sglang.srt.entrypoints.auth import ApiKeyMiddleware, require_admin
+from sglang.srt.entrypoints.auth import ApiKeyMiddleware, require_a_key, require_admin
 from sglang.srt.entrypoints.native import GenerateReqInput, serve_generate
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.entrypoints.openai.serving_chat import serve_chat
@@ -31,6 +31,7 @@ from sglang.srt.entrypoints.request_fields import (
 )
 from sglang.srt.entrypoints.streams import answer
 from sglang.srt.entrypoints.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from sglang.srt.managers.io_struct import ControlReqOutput
 from sglang.srt.managers.tokenizer_manager import GenerateRequest, TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
@@ -43,6 +44,13 @@ _HEALTH_TIMEOUT_S = 20.0
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
     rid: str | None = None
     abort_all: bool | None = False
+
+
+class AttachStorageRequest(msgspec.Struct, frozen=True, kw_only=True):
+    hicache_storage_backend: str
+    hicache_storage_backend_extra_config_json: str | None = None
+    hicache_storage_prefetch_policy: str | None = None
+    hicache_write_policy: str | None = None
 
 
 def make_app(args: ServerArgs, manager: TokenizerManager, ready_info: dict[str, Any]) -> FastAPI:
@@ -184,9 +192,38 @@ def _add_information(app: FastAPI, args: ServerArgs, manager: TokenizerManager, 
 def _add_administration(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> None:
     @app.api_route("/flush_cache", methods=["GET", "POST"])
     async def flush_cache() -> Response:
-        result = await manager.flush_cache()
-        default = "Cache flushed." if result.success else "The cache was not flushed: requests are running."
-        return PlainTextResponse((result.message or default) + "\n", status_code=200 if result.success else 400)
+        return _done(await manager.flush_cache(), "Cache flushed.")
+
+    @app.put("/hicache/storage-backend")
+    async def attach_hicache_storage_backend(request: Request) -> Response:
+        require_a_key(args)
+        req = convert(await _body(request), AttachStorageRequest, {})
+        result = await manager.attach_hicache_storage(
+            req.hicache_storage_backend,
+            req.hicache_storage_backend_extra_config_json or "",
+            req.hicache_storage_prefetch_policy or args.hicache_storage_prefetch_policy,
+            req.hicache_write_policy or args.hicache_write_policy,
+        )
+        return _done(result, "HiCache storage backend attached.")
+
+    @app.delete("/hicache/storage-backend")
+    async def detach_hicache_storage_backend() -> Response:
+        require_a_key(args)
+        return _done(await manager.detach_hicache_storage(), "HiCache storage backend detached.")
+
+    @app.post("/hicache/storage-backend/clear")
+    async def clear_hicache_storage_backend() -> Response:
+        require_a_key(args)
+        return _done(await manager.clear_hicache_storage(), "HiCache storage backend cleared.")
+
+    @app.get("/hicache/storage-backend")
+    async def hicache_storage_backend() -> dict[str, Any]:
+        storage = (await manager.get_internal_state())["storage"] or {}
+        return {
+            "hicache_storage_backend": storage.get("backend"),
+            "hicache_storage_prefetch_policy": storage.get("prefetch_policy"),
+            "hicache_write_policy": storage.get("write_policy", args.hicache_write_policy),
+        }
 
     @app.post("/abort_request")
     async def abort_request(request: Request) -> Response:
@@ -197,6 +234,10 @@ def _add_administration(app: FastAPI, args: ServerArgs, manager: TokenizerManage
             raise RequestError("give the rid of a request, or abort_all", param="rid")
         manager.abort(None if req.abort_all else req.rid)
         return Response()
+
+
+def _done(result: ControlReqOutput, what: str) -> Response:
+    return PlainTextResponse((what if result.success else result.message) + "\n", 200 if result.success else 400)
 
 
 def _add_errors(app: FastAPI) -> None:

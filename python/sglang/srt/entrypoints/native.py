@@ -21,6 +21,7 @@ from sglang.srt.entrypoints.request_fields import (
     split_prompts,
 )
 from sglang.srt.entrypoints.streams import close, merge
+from sglang.srt.entrypoints.usage import cached_tokens_details
 from sglang.srt.managers.tokenizer_manager import Chunk, GenerateRequest, TokenizerManager
 from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.utils.errors import RequestError
@@ -49,6 +50,7 @@ class GenerateReqInput(msgspec.Struct, frozen=True, kw_only=True):
     return_text_in_logprobs: bool | None = False
     extra_key: str | None = None
     cache_salt: str | None = None
+    priority: int | None = None
 
     def is_batch(self) -> bool:
         prompt = self.text if self.text is not None else self.input_ids
@@ -115,6 +117,7 @@ def _generate_requests(req: GenerateReqInput) -> list[GenerateRequest]:
             logprobs=_logprob_spec(start, top, ids) if wanted else None,
             rid=check_name(rid, "rid"),
             extra_key=namespace(req.cache_salt, req.extra_key),
+            priority=req.priority,
             stream=bool(req.stream),
         )
         check_num_answers(len(requests) + (fields.n or 1))
@@ -181,7 +184,7 @@ class _Answer:
                 "prompt_tokens": chunk.prompt_tokens,
                 "completion_tokens": chunk.completion_tokens,
                 "cached_tokens": chunk.cached_tokens,
-                "cached_tokens_details": dict(chunk.cached_tokens_details),
+                "cached_tokens_details": cached_tokens_details(chunk.cached_tokens_details),
                 "weight_version": "default",
                 "e2e_latency": chunk.latency_s,
                 **self._logprob_fields(),

@@ -45,7 +45,6 @@ _UNSUPPORTED_ROUTING: dict[str, tuple[Any, ...]] = {
     "routed_dp_rank": (),
     "disagg_prefill_dp_rank": (),
     "data_parallel_rank": (),
-    "priority": (),
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
     "routed_experts_start_len": (0,),

@@ -3,21 +3,55 @@
 Owns the numbering of operations and what each one pins. Decides nothing about requests, executes nothing: links do.
 Between `begin_*` and `commit` or `abort` the frames on both sides are pinned, so that neither eviction nor the end
 of a request can give the memory away; the tree shows the ticket on the nodes that are being filled.
+
+    device ── D2H: begin_backup ──► host ── STORE: _store_path, by itself after each backup ──► storage
+    device ◄── H2D: begin_load ──── host ◄── FETCH: begin_fetch, for storage_prefetch.py ────── storage
+
+What storage brings and what the device computes may be the same page: such a node is CACHED on the device and FILLING
+on the host. Nothing below a node that is being fetched is backed up before the fetch has ended, so that of two pages
+on the host the upper one is always ready first, and its failure can take the lower one with it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 
+from sglang.srt.mem_cache.block_keys import NO_KEYS, BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
-from sglang.srt.mem_cache.hiradix_tree import Dropped, HiRadixTree, Node
-from sglang.srt.mem_cache.transfer import D2H, H2D, LINKS, Ticket, Tier, TransferOp
+from sglang.srt.mem_cache.hiradix_tree import Dropped, HiRadixTree, MatchResult, Node
+from sglang.srt.mem_cache.transfer import (
+    D2H,
+    FETCH,
+    H2D,
+    LINKS,
+    PROBE,
+    STORE,
+    StorageAction,
+    StorageOp,
+    Ticket,
+    Tier,
+    TransferOp,
+)
 
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 # With write_through_selective, pages that so many requests have used go to the host.
 SELECTIVE_HITS = 2
+_NO_FRAMES = np.empty(0, np.int32)
+_MAX_STORE_LATER = 4096
+
+
+@dataclass(frozen=True)
+class StorageLimits:
+    """What storage may have in flight, so that it neither takes the host pool away from others nor stands in its own
+    way. blocks_per_op: one operation reads or writes that many, a fraction of a second of work. max_fetch_pages,
+    max_store_pages: host pages that reads may be filling, and that writes may be holding on to."""
+
+    blocks_per_op: int
+    max_fetch_pages: int
+    max_store_pages: int
 
 
 class HiCacheController:
@@ -41,11 +75,19 @@ class HiCacheController:
         if host is not None:
             self.tables[Tier.HOST] = host
         self.page_bytes = page_bytes
-        self.in_flight: dict[Ticket, TransferOp] = {}
+        self.in_flight: dict[Ticket, TransferOp | StorageOp] = {}
+        # None while no storage is attached, or is being emptied or detached.
+        self.storage: StorageLimits | None = None
+        self.fetching_pages = 0
+        self.storing_pages = 0
         self.counters: Counter[str] = Counter()
         self._next_seq = {link: 0 for link in LINKS}
-        self._new_ops: list[TransferOp] = []
+        self._new_ops: list[TransferOp | StorageOp] = []
         self._new_cancels: list[Ticket] = []
+        # FETCH operations -> the place of their first block on its path.
+        self._fetches: dict[Ticket, int] = {}
+        # Ends of paths that are to be stored and found too much on its way, oldest first.
+        self._store_later: dict[int, Node] = {}
 
     @property
     def has_host(self) -> bool:
@@ -84,7 +126,7 @@ class HiCacheController:
         while step is not None and step.parent is not None and step.frames[Tier.HOST] is None:
             nodes.append(step)
             step = step.parent
-        if not nodes:
+        if not nodes or (step is not None and _is_fetching(step)):
             return None
         nodes.reverse()
         src = np.concatenate([self._device_frames(n) for n in nodes])
@@ -105,12 +147,11 @@ class HiCacheController:
     def commit(self, ticket: Ticket, done: int) -> None:
         """The operation brought its bytes on every rank."""
         op = self.in_flight.pop(ticket)
-        nodes = self.tree.commit(ticket, op.dst)
-        for node in nodes:
-            frames = node.frames[op.dst]
-            assert frames is not None
-            self.tables[op.dst].transition(frames, FrameState.FILLING, FrameState.CACHED)
+        assert isinstance(op, TransferOp)
         self._unpin(op)
+        nodes = self._commit_nodes(ticket, op.dst)
+        if op.dst == Tier.HOST and nodes:
+            self._store_path(max(nodes, key=lambda n: n.end))
         # The last one takes in all above it.
         for node in reversed(nodes):
             self.tree.compact(node, done)
@@ -119,6 +160,7 @@ class HiCacheController:
         """The operation failed on some rank. A failed load also loses its source, else it is retried for ever; the
         scheduler has closed all requests that read these nodes."""
         op = self.in_flight.pop(ticket)
+        assert isinstance(op, TransferOp)
         for node in list(self.tree.nodes_of(ticket)):
             for tier in (Tier.DEVICE, Tier.HOST):
                 if tier == op.dst or op.dst == Tier.DEVICE:
@@ -150,7 +192,113 @@ class HiCacheController:
         """Take a node and all below it off a tier; operations that fill nothing any more are cancelled."""
         self._release(self.tree.drop(node, tier), tier, last_launch)
 
-    def take_ops(self) -> tuple[tuple[TransferOp, ...], tuple[Ticket, ...]]:
+    # -- storage ------------------------------------------------------------------------------------------------
+
+    def probe(self, keys: np.ndarray) -> Ticket:
+        """Ask storage how many of the leading keys it has."""
+        return self._begin_storage(PROBE, StorageAction.EXISTS, keys, _NO_FRAMES)
+
+    def end_probe(self, ticket: Ticket) -> None:
+        del self.in_flight[ticket]
+
+    def administer(self, action: StorageAction, setup: str = "") -> Ticket:
+        """Attach, detach or clear; nothing else is in flight to storage."""
+        assert not self.storage_in_flight
+        return self._begin_storage(PROBE, action, NO_KEYS, _NO_FRAMES, setup)
+
+    def make_host_room(self, num_pages: int, keep: Node | None, done: int) -> bool:
+        """Evict until so many host pages are free; what is on the path to `keep` stays."""
+        host = self.tables[Tier.HOST]
+        host.reap(done)
+        missing = num_pages - host.num_free
+        if 0 < missing <= self.tree.evictable_pages(Tier.HOST, keep=keep):
+            self.evict(Tier.HOST, missing, done, keep=keep)
+        return host.num_free >= num_pages
+
+    def begin_fetch(self, match: MatchResult, tokens: np.ndarray, keys: np.ndarray, now: int) -> Ticket:
+        """Fetch the blocks that cover tokens [match.total_len, …), of which the first may begin before. The caller
+        has made room.
+
+        match: made with `fetching`; its end is ready on the host, or being fetched, or the root. tokens: int32, up to
+        the end of the last block. keys: (n, 16).
+        """
+        names, page, host = self.tree.block_keys, self.tree.page_size, self.tables[Tier.HOST]
+        assert names is not None
+        num_pages = len(keys) * names.block_tokens // page
+        frames = host.allocate(num_pages, -1 - self._next_seq[FETCH], FrameState.FILLING)
+        assert frames is not None, "a fetch needs free frames: make room first"
+        ticket = self._begin_storage(FETCH, StorageAction.GET, keys, frames)
+        self._fetches[ticket] = match.total_len // names.block_tokens
+        spare = num_pages - len(tokens) // page
+        self.tree.begin_fetch(match, tokens, frames[spare:], keys, ticket, now)
+        # The part of the first block that is there already is read into pages that nobody gets.
+        host.doom(frames[:spare], FrameState.FILLING, -1)
+        self.fetching_pages += num_pages
+        return ticket
+
+    def end_fetch(self, ticket: Ticket, count: int, done: int) -> tuple[int, int]:
+        """The operation brought its first `count` blocks, on every rank. Returns which tokens [start, end) of their
+        path are on the host now, as far as the tree still wanted them."""
+        op = self.in_flight.pop(ticket)
+        assert isinstance(op, StorageOp) and self.tree.block_keys is not None
+        first = self._fetches.pop(ticket)
+        self.fetching_pages -= len(op.frames)
+        dropped = self.tree.cut(ticket, Tier.HOST, (first + count) * self.tree.block_keys.block_tokens)
+        self._release(dropped, Tier.HOST, -1)
+        self.tables[Tier.HOST].unpin(op.frames)
+        nodes = self._commit_nodes(ticket, Tier.HOST)
+        start, end = min((n.start for n in nodes), default=0), max((n.end for n in nodes), default=0)
+        self.counters["prefetched_tokens"] += end - start
+        self._back_up_below(nodes + dropped.elsewhere, done)
+        for node in reversed(nodes):
+            self.tree.compact(node, done)
+        return start, end
+
+    def cancel_fetch(self, ticket: Ticket, done: int) -> None:
+        """Nobody waits for it any more."""
+        dropped = self.tree.cut(ticket, Tier.HOST, 0)
+        self._release(dropped, Tier.HOST, -1)
+        self._back_up_below(dropped.elsewhere, done)
+
+    def end_store(self, ticket: Ticket, count: int) -> None:
+        """The first `count` blocks are stored, on every rank. The others are taken for stored as well: whoever misses
+        them computes them, and they are stored then."""
+        op = self.in_flight.pop(ticket)
+        assert isinstance(op, StorageOp)
+        self.tables[Tier.HOST].unpin(op.frames)
+        self.storing_pages -= len(op.frames)
+        block_tokens = len(op.frames) * self.tree.page_size // len(op.keys)
+        self.counters["backuped_tokens"] += count * block_tokens
+        self.counters["storage_backup_failed_tokens"] += (len(op.keys) - count) * block_tokens
+        while self._store_later and self._store_room() > 0:
+            node = self._store_later.pop(next(iter(self._store_later)))
+            if node.parent is not None:
+                self._store_path(node)
+
+    @property
+    def storage_in_flight(self) -> bool:
+        return any(ticket.link in (FETCH, STORE, PROBE) for ticket in self.in_flight)
+
+    def close_storage(self, done: int) -> None:
+        """Begin nothing new, and give up what is on its way."""
+        self.storage = None
+        self._store_later = {}
+        for ticket, op in list(self.in_flight.items()):
+            if ticket.link == FETCH:
+                self.cancel_fetch(ticket, done)
+            if isinstance(op, StorageOp) and op.action in (
+                StorageAction.EXISTS,
+                StorageAction.GET,
+                StorageAction.SET,
+            ):
+                self._new_cancels.append(ticket)
+
+    def open_storage(self, limits: StorageLimits | None, block_keys: BlockKeys | None) -> None:
+        """Storage was attached, emptied or detached: nothing that the tree knew of it holds any more."""
+        self.tree.rename_blocks(block_keys)
+        self.storage = limits
+
+    def take_ops(self) -> tuple[tuple[TransferOp | StorageOp, ...], tuple[Ticket, ...]]:
         """Operations begun and tickets cancelled since the last call."""
         ops, cancels = tuple(self._new_ops), tuple(t for t in self._new_cancels if t in self.in_flight)
         self._new_ops, self._new_cancels = [], []
@@ -161,6 +309,10 @@ class HiCacheController:
             table.check_invariants()
             pins = np.zeros_like(table.pins)
             for op in self.in_flight.values():
+                if isinstance(op, StorageOp):
+                    if tier == Tier.HOST:
+                        np.add.at(pins, op.frames, 1)
+                    continue
                 if op.src == tier:
                     np.add.at(pins, op.src_frames, 1)
                 if op.dst == tier:
@@ -178,7 +330,8 @@ class HiCacheController:
                     assert frames is not None and ticket in self.in_flight, (
                         f"{node} waits for {ticket}, which is over"
                     )
-                    filled = self.in_flight[ticket].dst_frames
+                    op = self.in_flight[ticket]
+                    filled = op.frames if isinstance(op, StorageOp) else op.dst_frames
                     assert np.isin(frames, filled).all(), f"{node}: {ticket} fills other pages"
                     # A load's source stays, else its failure could not be told from eviction.
                     ready = node.frames[Tier.HOST] is not None and node.tickets[Tier.HOST] is None
@@ -187,6 +340,94 @@ class HiCacheController:
             assert (table.state[in_tree] == expected[in_tree]).all(), f"{tier.name}: tree and frame table disagree"
             rest = table.state[~in_tree]
             assert not np.isin(rest, (FrameState.CACHED, FrameState.FILLING)).any(), f"{tier.name}: a page is lost"
+        by_link: dict[str, int] = dict.fromkeys((PROBE, FETCH, STORE), 0)
+        for ticket, op in self.in_flight.items():
+            if isinstance(op, StorageOp):
+                by_link[ticket.link] += len(op.frames)
+        assert by_link == {PROBE: 0, FETCH: self.fetching_pages, STORE: self.storing_pages}
+        assert self._fetches.keys() == {t for t in self.in_flight if t.link == FETCH}
+        for node in self.tree.walk():
+            parent = node.parent
+            if parent is not None and _is_fetching(parent) and node.frames[Tier.HOST] is not None:
+                assert _is_fetching(node), f"{node} is on the host, its prefix is still being fetched"
+
+    def _commit_nodes(self, ticket: Ticket, tier: Tier) -> list[Node]:
+        nodes = self.tree.commit(ticket, tier)
+        for node in nodes:
+            frames = node.frames[tier]
+            assert frames is not None
+            self.tables[tier].transition(frames, FrameState.FILLING, FrameState.CACHED)
+        return nodes
+
+    def _store_path(self, end: Node) -> None:
+        """Write to storage what it is not believed to have of the path to `end`, whose host pages are all ready."""
+        if self.storage is None:
+            return
+        tree, page = self.tree, self.tree.page_size
+        tree.name_blocks(end)
+        path = tree.path_of(end)
+        first = next((i for i, n in enumerate(path) if n.stored is not None and not n.stored.all()), None)
+        if first is None or any(n.frames[Tier.HOST] is None or n.tickets[Tier.HOST] is not None for n in path):
+            return
+        assert tree.block_keys is not None
+        size = tree.block_keys.block_tokens
+        keys = np.concatenate([n.block_keys for n in path[first:]])  # type: ignore[misc]
+        lacking = np.flatnonzero(~np.concatenate([n.stored for n in path[first:]]))  # type: ignore[misc]
+        if (room := self._store_room()) < len(lacking):
+            self._store_later[end.id] = end
+            if len(self._store_later) > _MAX_STORE_LATER:
+                del self._store_later[next(iter(self._store_later))]
+                self.counters["storage_backup_dropped_paths"] += 1
+            lacking = lacking[: max(0, room)]
+        if not len(lacking):
+            return
+        # The first block may begin in a node above.
+        begin, top = path[first].start // size * size, first
+        while path[top].start > begin:
+            top -= 1
+        frames = np.concatenate([self._host_frames(n) for n in path[top:]])[(begin - path[top].start) // page :]
+        pages_per_block = size // page
+        for i in range(0, len(lacking), self.storage.blocks_per_op):
+            blocks = lacking[i : i + self.storage.blocks_per_op]
+            pages = blocks[:, None] * pages_per_block + np.arange(pages_per_block)
+            self._begin_storage(STORE, StorageAction.SET, keys[blocks], frames[pages.ravel()])
+            self.storing_pages += pages.size
+        pos = 0
+        for node in path[first:]:
+            assert node.stored is not None
+            node.stored[: max(0, lacking[-1] + 1 - pos)] = True
+            pos += len(node.stored)
+
+    def _store_room(self) -> int:
+        """Blocks that may be handed to storage now."""
+        if self.storage is None or self.tree.block_keys is None:
+            return 0
+        pages_per_block = self.tree.block_keys.block_tokens // self.tree.page_size
+        return (self.storage.max_store_pages - self.storing_pages) // pages_per_block
+
+    def _back_up_below(self, nodes: list[Node], done: int) -> None:
+        """The host side of these nodes is decided: what was computed on and below them meanwhile may follow."""
+        stack = list(nodes)
+        while stack:
+            node = stack.pop()
+            below = [
+                c for c in node.children.values() if c.frames[Tier.DEVICE] is not None and c.frames[Tier.HOST] is None
+            ]
+            stack += below
+            if node.parent is not None and node.frames[Tier.HOST] is None and not below:
+                self.published(node, done)
+
+    def _begin_storage(
+        self, link: str, action: StorageAction, keys: np.ndarray, frames: np.ndarray, setup: str = ""
+    ) -> Ticket:
+        ticket = Ticket(link, self._next_seq[link])
+        self._next_seq[link] += 1
+        if len(frames):
+            self.tables[Tier.HOST].pin(frames)
+        op = StorageOp(ticket, action, keys, frames, len(frames) * self.page_bytes, setup)
+        self.in_flight[ticket] = op
+        self._new_ops.append(op)
+        return ticket
 
     def _begin(
         self,
@@ -236,3 +477,8 @@ class HiCacheController:
         frames = node.frames[Tier.DEVICE]
         assert frames is not None and node.tickets[Tier.DEVICE] is None, f"{node} is not ready on the device"
         return frames
+
+
+def _is_fetching(node: Node) -> bool:
+    ticket = node.tickets[Tier.HOST]
+    return ticket is not None and ticket.link == FETCH

@@ -15,49 +15,72 @@ import msgspec
 import numpy as np
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-from sglang.srt.managers.schedule_batch import BatchDecision, StepInputs
+from sglang.srt.managers.schedule_batch import BatchDecision, StepInputs, StorageRequest
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
-from sglang.srt.mem_cache.transfer import EXEC, LINKS, Link, Tier
+from sglang.srt.mem_cache.transfer import EXEC, LINKS, STORAGE_LINKS, Link, Tier
 from sglang.srt.model_executor.executor import Executor
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What has completed on a rank, or on all: see StepInputs."""
+    """What has completed on a rank, or on all: see StepInputs. consumed: operations per storage link whose counts
+    earlier steps have taken, alike on all ranks."""
 
     done: dict[str, int]
     failed: dict[str, int]
     results: dict[int, bytes]
     logprobs: dict[int, LaunchLogprobs] = field(default_factory=dict)
+    counts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    consumed: dict[str, int] = field(default_factory=dict)
 
 
 _COUNTED = (EXEC, *LINKS)
 _NO_FAILURE = np.iinfo(np.int64).max
+# Results of storage operations that one step takes, per link.
+COUNTS_PER_STEP = 16
 
 
 def pack_progress(progress: Progress) -> np.ndarray:
-    """What a rank brings to the reduction, always of the same shape: (6,) int64, what is done, then what failed."""
+    """What a rank brings to the reduction, int64, always of the same shape: what is done, then what failed, then the
+    counts of storage operations, padded."""
     done = [progress.done[name] for name in _COUNTED]
-    return np.array(done + [progress.failed.get(name, _NO_FAILURE) for name in _COUNTED], np.int64)
+    failed = [progress.failed.get(name, _NO_FAILURE) for name in _COUNTED]
+    counts = np.zeros((len(STORAGE_LINKS), COUNTS_PER_STEP), np.int64)
+    for row, name in zip(counts, STORAGE_LINKS):
+        of_link = progress.counts.get(name, ())
+        row[: len(of_link)] = of_link
+    return np.concatenate((np.array(done + failed, np.int64), counts.ravel()))
 
 
-def unpack_progress(least: np.ndarray, results: dict[int, bytes], logprobs: dict[int, LaunchLogprobs]) -> Progress:
-    """least: the minimum over ranks of what they packed. results, logprobs: rank 0's."""
+def unpack_progress(
+    least: np.ndarray, results: dict[int, bytes], logprobs: dict[int, LaunchLogprobs], consumed: dict[str, int]
+) -> Progress:
+    """least: the minimum over ranks of what they packed. results, logprobs: rank 0's. consumed: see Progress."""
     values = least.tolist()
     done = dict(zip(_COUNTED, values))
+    n = len(_COUNTED)
     # A failure that some rank has not reached yet is reported once all have.
-    failed = {name: first for name, first in zip(_COUNTED, values[len(_COUNTED) :]) if first < done[name]}
+    failed = {name: first for name, first in zip(_COUNTED, values[n : 2 * n]) if first < done[name]}
     end = done[EXEC]
+    counts = {
+        name: tuple(values[start : start + done[name] - consumed.get(name, 0)])
+        for name, start in zip(STORAGE_LINKS, range(2 * n, len(values), COUNTS_PER_STEP))
+    }
     return Progress(
-        done, failed, {s: t for s, t in results.items() if s < end}, {s: p for s, p in logprobs.items() if s < end}
+        done,
+        failed,
+        {s: t for s, t in results.items() if s < end},
+        {s: p for s, p in logprobs.items() if s < end},
+        counts,
+        consumed,
     )
 
 
 def reduce_progress(ranks: Sequence[Progress]) -> Progress:
     """MIN over ranks of everything; the tokens are rank 0's."""
     least = np.min([pack_progress(rank) for rank in ranks], axis=0)
-    return unpack_progress(least, ranks[0].results, ranks[0].logprobs)
+    return unpack_progress(least, ranks[0].results, ranks[0].logprobs, ranks[0].consumed)
 
 
 class EngineCore:
@@ -82,6 +105,7 @@ class EngineCore:
         self._failures: dict[str, list[int]] = {name: [] for name in _COUNTED}
         self._results: dict[int, bytes] = {}
         self._logprobs: dict[int, LaunchLogprobs] = {}
+        self._counts: dict[str, list[int]] = {name: [] for name in STORAGE_LINKS}
         self._seen: tuple[dict[str, int], dict[str, int]] = (dict(self._completed), {})
         self._stepped_on = self._seen
         self._reset_mark = 0
@@ -102,17 +126,28 @@ class EngineCore:
             for op in link.poll():
                 assert op.seq == self._completed[name], f"{name}: operations complete in order"
                 self._completed[name] += 1
-                if not op.ok:
+                if name in self._counts:
+                    self._counts[name].append(op.count)
+                elif not op.ok:
                     self._failures[name].append(op.seq)
         failed = {name: seqs[0] for name, seqs in self._failures.items() if seqs}
         done = {name: min(n, failed[name] + 1) if name in failed else n for name, n in self._completed.items()}
+        counts, consumed = {}, {}
+        for name, of_link in self._counts.items():
+            counts[name] = tuple(of_link[:COUNTS_PER_STEP])
+            consumed[name] = self._completed[name] - len(of_link)
+            done[name] = consumed[name] + len(counts[name])
         self._seen = (done, failed)
-        return Progress(done, failed, dict(self._results), dict(self._logprobs))
+        return Progress(done, failed, dict(self._results), dict(self._logprobs), counts, consumed)
 
-    def has_work(self) -> bool:
+    def has_work(self, now: float) -> bool:
         """Whether a step could do anything without new requests: something completed here since the last one, as the
-        last `progress` found, or that step launched, so that another launch may follow at once."""
-        return self._launched_last or self._seen != self._stepped_on
+        last `progress` found, or that step launched, so that another launch may follow at once, or a request has
+        waited long enough. now: seconds, of the clock that `step` is told."""
+        if self._launched_last or self._seen != self._stepped_on:
+            return True
+        wake_at = self.scheduler.wake_at
+        return wake_at is not None and wake_at <= now
 
     def step(
         self,
@@ -121,6 +156,7 @@ class EngineCore:
         new: Sequence[TokenizedGenerateReqInput] = (),
         aborts: Sequence[str] = (),
         flush: Sequence[str] = (),
+        storage: Sequence[StorageRequest] = (),
     ) -> BatchDecision:
         """One step on reduced progress, carried out."""
         inputs = StepInputs(
@@ -130,9 +166,11 @@ class EngineCore:
             aborts=tuple(aborts),
             done=progress.done,
             failed=progress.failed,
+            counts=progress.counts,
             results=progress.results,
             logprobs=progress.logprobs,
             flush=tuple(flush),
+            storage=tuple(storage),
         )
         self.num_steps += 1
         if self.record is not None:
@@ -159,6 +197,8 @@ class EngineCore:
         for seq in [s for s in self._results if s < progress.done[EXEC]]:
             del self._results[seq]
             self._logprobs.pop(seq, None)
+        for name, of_link in progress.counts.items():
+            del self._counts[name][: len(of_link)]
         for name, first in progress.failed.items():
             seqs = self._failures[name]
             self._failures[name] = [s for s in seqs if s > first]

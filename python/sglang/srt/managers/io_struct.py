@@ -33,13 +33,15 @@ class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class TokenizedGenerateReqInput(Message, frozen=True):
-    """input_ids: int32 bytes. extra_key: namespace; requests with different keys share no cache. The sender sets
-    sampling_params.sampling_seed, so that the scheduler draws nothing."""
+    """input_ids: int32 bytes. extra_key: namespace; requests with different keys share no cache. priority: of what it
+    leaves in the cache, for --radix-eviction-policy priority. The sender sets sampling_params.sampling_seed, so that
+    the scheduler draws nothing."""
 
     rid: str
     input_ids: bytes
     sampling_params: SamplingParams
     extra_key: str = ""
+    priority: int = 0
     stream: bool = False
     logprobs: LogprobSpec | None = None
 
@@ -77,11 +79,33 @@ class FlushCacheReqInput(Message, frozen=True):
     id: str
 
 
+class AttachHiCacheStorageReqInput(Message, frozen=True):
+    """As the flags of the same names say; extra_config: JSON."""
+
+    id: str
+    backend: str
+    extra_config: str = ""
+    prefetch_policy: str = "timeout"
+    write_policy: str = "write_through"
+
+
+class DetachHiCacheStorageReqInput(Message, frozen=True):
+    id: str
+
+
+class ClearHiCacheReqInput(Message, frozen=True):
+    """Forget everything that the storage backend has of this model."""
+
+    id: str
+
+
 class GetInternalStateReq(Message, frozen=True):
     id: str
 
 
-class FlushCacheReqOutput(Message, frozen=True):
+class ControlReqOutput(Message, frozen=True):
+    """The answer to a flush, or to a request about storage."""
+
     id: str
     success: bool
     message: str = ""
@@ -141,8 +165,9 @@ class BatchStrOutput(Message, frozen=True):
     outputs: list[StrOutput]
 
 
-ToScheduler = TokenizedGenerateReqInput | AbortReq | FlushCacheReqInput | GetInternalStateReq
-Control = FlushCacheReqOutput | GetInternalStateReqOutput | SchedulerReady
+StorageReqInput = AttachHiCacheStorageReqInput | DetachHiCacheStorageReqInput | ClearHiCacheReqInput
+ToScheduler = TokenizedGenerateReqInput | AbortReq | FlushCacheReqInput | StorageReqInput | GetInternalStateReq
+Control = ControlReqOutput | GetInternalStateReqOutput | SchedulerReady
 ToDetokenizer = DetokenizeReq | BatchTokenIDOutput | Control
 ToTokenizer = BatchStrOutput | Control
 

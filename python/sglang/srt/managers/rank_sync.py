@@ -17,6 +17,7 @@ import zmq
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.managers.engine_core import Progress, pack_progress, unpack_progress
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.schedule_batch import StorageRequest
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
 from sglang.srt.utils.child_process import open_pull, open_push
 
@@ -28,6 +29,7 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     new: tuple[TokenizedGenerateReqInput, ...] = ()
     aborts: tuple[str, ...] = ()
     flush: tuple[str, ...] = ()
+    storage: tuple[StorageRequest, ...] = ()
     results: dict[int, bytes] = {}
     logprobs: dict[int, LaunchLogprobs] = {}
 
@@ -86,4 +88,4 @@ class RankSync:
 
     def _agree(self, progress: Progress, tick: Tick) -> Progress:
         least = self._group.reduce_min(torch.from_numpy(pack_progress(progress)))
-        return unpack_progress(least.numpy(), tick.results, tick.logprobs)
+        return unpack_progress(least.numpy(), tick.results, tick.logprobs, progress.consumed)

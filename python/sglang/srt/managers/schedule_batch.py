@@ -12,9 +12,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from sglang.srt.managers.cache_controller import StorageLimits
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, TokenOutput
+from sglang.srt.managers.storage_prefetch import PrefetchConfig
 from sglang.srt.mem_cache.hiradix_tree import Receipt
-from sglang.srt.mem_cache.transfer import Ticket, TransferOp
+from sglang.srt.mem_cache.transfer import StorageAction, StorageOp, Ticket, TransferOp
 from sglang.srt.model_executor.launch import Launch, SampleSpec
 from sglang.srt.sampling.logprob_types import LaunchLogprobs, TokenLogprob
 
@@ -94,7 +96,8 @@ class Req:
     sampled. computed: tokens whose KV is there or will be after the launches issued so far. publish_at: when computed
     gets there, decoded tokens enter the tree. order: place in the order of arrival. epoch: counts holds; results of
     an older epoch are not this request's any more. logprobs: one per generated token, if asked for.
-    prompt_logprobs_asked: prompt tokens below it have theirs, or a launch is finding it.
+    prompt_logprobs_asked: prompt tokens below it have theirs, or a launch is finding it. fetched: prompt tokens
+    [start, end) that storage brought to the host for it.
     """
 
     __slots__ = (
@@ -102,6 +105,7 @@ class Req:
         "computed",
         "emit_every",
         "epoch",
+        "fetched",
         "hold",
         "last_launch",
         "length",
@@ -115,6 +119,7 @@ class Req:
         "num_retractions",
         "order",
         "plan",
+        "priority",
         "prompt_logprobs",
         "prompt_logprobs_asked",
         "publish_at",
@@ -130,6 +135,7 @@ class Req:
     ) -> None:
         self.rid = msg.rid
         self.namespace = msg.extra_key
+        self.priority = msg.priority
         self.spec = SampleSpec(msg.sampling_params, tuple(sorted(stop_ids)), len(prompt), msg.logprobs)
         self.order = order
         self.tokens = np.empty(max_len, np.int32)
@@ -148,6 +154,7 @@ class Req:
         self.slot = -1
         self.hold: ReqHold | None = None
         self.plan: tuple[Span, ...] = ()
+        self.fetched = (0, 0)
         self.cached_tokens_details: dict[str, int] = {}
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -167,13 +174,37 @@ class Req:
         return f"Req({self.rid}, {self.num_known} tokens known, {self.computed} computed, epoch {self.epoch})"
 
 
+@dataclass(frozen=True)
+class StorageSetup:
+    """What is attached. backend: its name; setup: what each rank opens, as JSON. secret, block_tokens: see BlockKeys;
+    the secret covers what all requests share (model, weights, dtype, layout). write_policy: of the host tier, through
+    which everything goes."""
+
+    backend: str
+    setup: str
+    secret: bytes
+    block_tokens: int
+    limits: StorageLimits
+    prefetch: PrefetchConfig
+    write_policy: str
+
+
+class StorageRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Attach storage, detach or clear it. what: for ATTACH."""
+
+    id: str
+    action: StorageAction
+    what: StorageSetup | None = None
+
+
 class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a step may know. Equal on all ranks.
 
     step: its number. now: seconds, from rank 0. done: completed operations per link, and launches under "exec".
-    failed: per link the earliest failed number not yet consumed. results: launch -> its sampled tokens, int32 bytes.
-    logprobs: launch -> what it found of those that were asked for.
-    cost: measured costs, for policies that use them. flush: ids of flush requests.
+    failed: per link the earliest failed number not yet consumed. counts: per storage link, the results of the
+    operations that are new in done. results: launch -> its sampled tokens, int32 bytes. logprobs: launch -> what it
+    found of those that were asked for. cost: measured costs, for policies that use them. flush: ids of flush
+    requests. storage: what an administrator asks of the storage tier.
     """
 
     step: int
@@ -182,13 +213,17 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     aborts: tuple[str, ...] = ()
     done: dict[str, int]
     failed: dict[str, int] = {}
+    counts: dict[str, tuple[int, ...]] = {}
     results: dict[int, bytes] = {}
     logprobs: dict[int, LaunchLogprobs] = {}
     cost: dict[str, float] = {}
     flush: tuple[str, ...] = ()
+    storage: tuple[StorageRequest, ...] = ()
 
 
-class FlushReply(msgspec.Struct, frozen=True):
+class ControlReply(msgspec.Struct, frozen=True):
+    """The answer to a flush or a storage request."""
+
     id: str
     success: bool
     message: str = ""
@@ -203,11 +238,11 @@ class BatchDecision:
     step: int
     reset: int | None = None
     cancels: tuple[Ticket, ...] = ()
-    ops: tuple[TransferOp, ...] = ()
+    ops: tuple[TransferOp | StorageOp, ...] = ()
     launch: Launch | None = None
     freed: dict[int, np.ndarray] = field(default_factory=dict)
     outputs: tuple[TokenOutput, ...] = ()
-    replies: tuple[FlushReply, ...] = ()
+    replies: tuple[ControlReply, ...] = ()
 
     def encode(self) -> bytes:
         """Canonical bytes: equal decisions, equal bytes."""

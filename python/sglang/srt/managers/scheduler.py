@@ -7,14 +7,15 @@ A step, in order:
 
     results of completed launches -> tokens, finished requests
     a failed launch               -> void everything from it on, requeue, drop what it published
-    completed operations          -> commit, or abort and requeue their readers
+    completed operations          -> commit, or abort and requeue their readers; what storage found and brought
     new requests, aborts
     reap                          -> frames whose fence has passed and that nobody pins are free
     flush
     the next launch               -> prefill first; a decode step between two chunks of one prompt
 
-A request's life: waiting -> (admitted: lock the match, load, hold) -> prefilling, chunk by chunk -> running ->
-`close`, which is the only way a hold ends, whether the request finished, was aborted, retracted or lost its KV.
+A request's life: waiting, perhaps for storage -> (admitted: lock the match, load, hold) -> prefilling, chunk by
+chunk -> running -> `close`, which is the only way a hold ends, whether the request finished, was aborted, retracted
+or lost its KV.
 """
 
 from __future__ import annotations
@@ -27,7 +28,17 @@ import numpy as np
 
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput, TokenOutput, bytes_to_ids
-from sglang.srt.managers.schedule_batch import BatchDecision, FlushReply, Req, ReqHold, Span, SpanSource, StepInputs
+from sglang.srt.managers.schedule_batch import (
+    BatchDecision,
+    ControlReply,
+    Req,
+    ReqHold,
+    Span,
+    SpanSource,
+    StepInputs,
+    StorageRequest,
+    StorageSetup,
+)
 from sglang.srt.managers.schedule_policy import (
     Admission,
     choose_victim,
@@ -36,9 +47,24 @@ from sglang.srt.managers.schedule_policy import (
     may_admit,
     pages_for,
 )
+from sglang.srt.managers.storage_prefetch import PrefetchConfig, StoragePrefetcher
+from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, MatchResult, Node
-from sglang.srt.mem_cache.transfer import EXEC, LINKS, TIER_NAMES, Ticket, Tier
+from sglang.srt.mem_cache.transfer import (
+    COPY_LINKS,
+    EXEC,
+    FETCH,
+    FRAME_TIERS,
+    LINKS,
+    STORAGE_LINKS,
+    STORE,
+    TIER_NAMES,
+    StorageAction,
+    StorageOp,
+    Ticket,
+    Tier,
+)
 from sglang.srt.model_executor.launch import Launch, LaunchMode, PageRun, PromptRows
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
 
@@ -51,6 +77,8 @@ FAILURE_WITHOUT_LOADS = 10
 FAILURES_OF_A_SUSPECT = 20
 # A decoding request publishes many small nodes; they are merged once per so many tokens.
 COMPACT_EVERY_TOKENS = 512
+# Host pages come in whole blocks of so many tokens where they can: those of most storage backends.
+HOST_BLOCK_TOKENS = 64
 # Tokens of a request that is not streamed are passed on in groups.
 EMIT_EVERY_UNSTREAMED = 64
 
@@ -60,7 +88,7 @@ class SchedulerConfig:
     """page_bytes: K and V of one page, all layers. num_host_pages 0: no host tier. context_len: prompt and output.
     max_filling_ratio: share of the device that loads may be filling. publish_tokens: decoded tokens enter the tree
     in runs of about this many. stream_interval: tokens per output of a streamed request. max_ahead: launches issued
-    and not completed, 2 executes one step ahead."""
+    and not completed, 2 executes one step ahead. storage: attached from the start; needs a host tier."""
 
     page_size: int
     num_device_pages: int
@@ -79,6 +107,7 @@ class SchedulerConfig:
     enable_radix_cache: bool = True
     eviction_policy: str = "lru"
     write_policy: str = "write_through"
+    storage: StorageSetup | None = None
 
 
 @dataclass
@@ -100,9 +129,17 @@ class Scheduler:
         self.config = config
         self.page_size = config.page_size
         self.device = FrameTable(config.num_device_pages)
-        self.host = FrameTable(config.num_host_pages) if config.num_host_pages else None
+        # Blocks of consecutive pages are one read or write of storage.
+        block_pages = max(1, HOST_BLOCK_TOKENS // config.page_size)
+        self.host = FrameTable(config.num_host_pages, block_pages) if config.num_host_pages else None
         self.tree = HiRadixTree(config.page_size, config.eviction_policy)
         self.controller = HiCacheController(self.tree, self.device, self.host, config.page_bytes, config.write_policy)
+        self.prefetcher = StoragePrefetcher(self.controller, PrefetchConfig())
+        self.storage: StorageSetup | None = None
+        if config.storage is not None:
+            self._open_storage(config.storage)
+        self._storage_requests: deque[StorageRequest] = deque()
+        self._storage_request_ticket: Ticket | None = None
         self.counters: Counter[str] = Counter()
         # One page stays free of any single request: the step that runs ahead of a finish may ask for it.
         self.max_total_len = min(config.context_len, (config.num_device_pages - 1) * config.page_size)
@@ -123,6 +160,7 @@ class Scheduler:
         # Page runs for slots whose launch is already built; they go out with the next one.
         self._page_runs: list[PageRun] = []
         self._outputs: list[TokenOutput] = []
+        self._replies: list[ControlReply] = []
         self._changed: list[Req] = []
 
     @property
@@ -132,6 +170,11 @@ class Scheduler:
     @property
     def num_reqs(self) -> int:
         return len(self._reqs)
+
+    @property
+    def wake_at(self) -> float | None:
+        """Seconds, as in `StepInputs.now`: a step is due then even if nothing comes in."""
+        return self.prefetcher.next_deadline
 
     def active(self) -> list[Req]:
         """Requests that hold device memory."""
@@ -145,17 +188,24 @@ class Scheduler:
         if failed is not None:
             reset = self._reset(failed)
         self.exec_done = done
-        for link in LINKS:
+        for link in COPY_LINKS:
             self._take_completions(link, inputs.done[link], inputs.failed.get(link))
+        self._replies = []
+        for link in STORAGE_LINKS:
+            self._take_counts(link, inputs.done.get(link, 0), inputs.counts.get(link, ()))
+        self.prefetcher.go_on(self.next_launch, done)
+        self.prefetcher.expire(inputs.now, done)
         for msg in inputs.new:
-            self._add(msg)
+            self._add(msg, inputs.now)
         # After the new ones: a request and its abort may have come together.
         for rid in inputs.aborts:
             self._abort(rid)
         # After everything that gives memory up: perhaps no completion is to come that would cause another step.
         for table in self.controller.tables.values():
             table.reap(done)
-        replies = tuple(FlushReply(i, *self._flush()) for i in inputs.flush)
+        self._replies += [ControlReply(i, *self._flush()) for i in inputs.flush]
+        self._storage_requests.extend(inputs.storage)
+        self._serve_storage_requests()
         launch = None
         if self.next_launch - self.exec_done < self.config.max_ahead:
             launch = self._next()
@@ -170,7 +220,7 @@ class Scheduler:
             launch=launch,
             freed={tier.value: table.take_freed() for tier, table in self.controller.tables.items()},
             outputs=tuple(self._outputs),
-            replies=replies,
+            replies=tuple(self._replies),
         )
 
     # -- what came in -------------------------------------------------------------------------------------------
@@ -228,7 +278,7 @@ class Scheduler:
             else:
                 self._requeue(req)
         for node in list(self.tree.walk()):
-            for tier in Tier:
+            for tier in FRAME_TIERS:
                 if node.frames[tier] is not None and node.fences[tier] >= failed:
                     self.controller.drop(node, tier, self.last_launch)
         self.counters["failed_launches"] += 1
@@ -242,6 +292,24 @@ class Scheduler:
                 self.controller.abort(ticket, self.last_launch)
             else:
                 self.controller.commit(ticket, self.exec_done)
+        self._link_done[link] = done
+
+    def _take_counts(self, link: str, done: int, counts: tuple[int, ...]) -> None:
+        for seq, count in zip(range(self._link_done[link], done), counts, strict=True):
+            ticket = Ticket(link, seq)
+            if link == FETCH:
+                op = self.controller.in_flight[ticket]
+                assert isinstance(op, StorageOp)
+                start, end = self.controller.end_fetch(ticket, count, self.exec_done)
+                self.prefetcher.end_fetch(ticket, start, end, whole=count == len(op.keys))
+            elif link == STORE:
+                self.controller.end_store(ticket, count)
+            else:
+                self.controller.end_probe(ticket)
+                if ticket == self._storage_request_ticket:
+                    self._end_storage_request(count > 0)
+                else:
+                    self.prefetcher.end_probe(ticket, count, self.next_launch, self.exec_done)
         self._link_done[link] = done
 
     def _close_readers(self, ticket: Ticket) -> None:
@@ -258,7 +326,7 @@ class Scheduler:
                 self.close(req, "lost")
                 self._requeue(req)
 
-    def _add(self, msg: TokenizedGenerateReqInput) -> None:
+    def _add(self, msg: TokenizedGenerateReqInput, now: float) -> None:
         assert msg.rid not in self._reqs, f"request id {msg.rid} is in use"
         prompt = bytes_to_ids(msg.input_ids)
         sampling = msg.sampling_params
@@ -292,6 +360,7 @@ class Scheduler:
         self._reqs[req.rid] = req
         self.waiting.append(req)
         self.counters["requests"] += 1
+        self.prefetcher.begin(req.rid, req.namespace, req.tokens[: self._cacheable(req)], now)
 
     def _abort(self, rid: str) -> None:
         req = self._reqs.get(rid)
@@ -300,6 +369,7 @@ class Scheduler:
         if req.hold is not None:
             self.close(req, "abort")
         else:
+            self.prefetcher.detach(rid, self.exec_done)
             self.waiting.remove(req)
         self.counters["aborted_reqs"] += 1
         self._end(req, FinishReason(type="abort", message="the request was aborted", status_code=499))
@@ -307,7 +377,7 @@ class Scheduler:
     def _flush(self) -> tuple[bool, str]:
         if self._reqs:
             return False, f"{len(self._reqs)} requests are queued or running; the cache is flushed only when idle"
-        for tier in Tier:
+        for tier in FRAME_TIERS:
             for root in list(self.tree.roots.values()):
                 for node in list(root.children.values()):
                     if node.frames[tier] is not None:
@@ -315,6 +385,56 @@ class Scheduler:
         for table in self.controller.tables.values():
             table.reap(self.exec_done)
         return True, ""
+
+    # -- storage, as an administrator sees it -------------------------------------------------------------------
+
+    def _open_storage(self, setup: StorageSetup) -> None:
+        assert self.host is not None, "storage needs a host tier"
+        self.storage = setup
+        self.controller.write_policy = setup.write_policy
+        self.prefetcher.config = setup.prefetch
+        self.controller.open_storage(setup.limits, BlockKeys(setup.secret, setup.block_tokens))
+
+    def _serve_storage_requests(self) -> None:
+        """One after another, each when nothing else is on its way to storage or from it."""
+        while self._storage_requests and self._storage_request_ticket is None:
+            request = self._storage_requests[0]
+            refusal = self._refusal(request)
+            if refusal:
+                self._storage_requests.popleft()
+                self._replies.append(ControlReply(request.id, False, refusal))
+                continue
+            if self.controller.storage is not None:
+                self.prefetcher.detach_all(self.exec_done)
+                self.controller.close_storage(self.exec_done)
+            if self.controller.storage_in_flight:
+                return
+            setup = request.what.setup if request.what is not None else ""
+            self._storage_request_ticket = self.controller.administer(request.action, setup)
+
+    def _refusal(self, request: StorageRequest) -> str:
+        if self.host is None:
+            return "there is no host tier for storage to fill: start the server with --hicache"
+        if request.action == StorageAction.ATTACH and self.storage is not None:
+            return f"the backend {self.storage.backend!r} is attached: detach it first"
+        if request.action != StorageAction.ATTACH and self.storage is None:
+            return "no storage backend is attached"
+        return ""
+
+    def _end_storage_request(self, success: bool) -> None:
+        request = self._storage_requests.popleft()
+        self._storage_request_ticket = None
+        if request.action == StorageAction.CLEAR:
+            assert self.storage is not None
+            self._open_storage(self.storage)
+        elif request.action == StorageAction.DETACH:
+            self.storage = None
+            self.controller.open_storage(None, None)
+        elif success and request.what is not None:
+            self._open_storage(request.what)
+        message = "" if success else "the backend did not succeed; the server's log says why"
+        self._replies.append(ControlReply(request.id, success, message))
+        self._serve_storage_requests()
 
     # -- ends ---------------------------------------------------------------------------------------------------
 
@@ -404,8 +524,11 @@ class Scheduler:
                 self._extend(build, req, chunk, frames)
                 budget -= chunk
         if self.prefilling is None:
-            while self.waiting and self._free_slots and budget >= self.page_size:
-                used = self._admit(build, self.waiting[0], budget)
+            # Whoever waits for storage lets the younger ones pass.
+            for req in [r for r in self.waiting if self.prefetcher.may_start(r.rid)]:
+                if not self._free_slots or budget < self.page_size:
+                    break
+                used = self._admit(build, req, budget)
                 if used == 0:
                     break
                 budget -= used
@@ -424,13 +547,13 @@ class Scheduler:
         chunk = chunk_of(req.num_known - match.total_len, budget, page)
         if chunk == 0 or not self._may_start(req, match):
             return 0
-        receipt = self.tree.lock(match, self.next_launch)
+        receipt = self.tree.lock(match, self.next_launch, req.priority)
         num_load = (match.total_len - match.device_len) // page
         num_own = pages_for(match.total_len + chunk, page) - match.total_len // page
         if not self._make_room(num_load + num_own):
             self.tree.unlock(receipt, self.next_launch, -1)
             return 0
-        self.waiting.popleft()
+        self.waiting.remove(req)
         self._next_hold += 1
         req.hold = ReqHold(self._next_hold, receipt, match.total_len)
         req.slot = self._free_slots.pop()
@@ -445,6 +568,9 @@ class Scheduler:
             self.controller.begin_load([n for n in path if n.frames[Tier.DEVICE] is None])
         # After the load has its source: room for a backup may be made on the host.
         self.controller.used(receipt.node, self.exec_done)
+        if self.prefetcher.found(req.rid)[1]:
+            req.fetched = self.prefetcher.found(req.rid)
+        self.prefetcher.detach(req.rid, self.exec_done)
         self._plan(req, path)
         prefix = [frames for n in path if (frames := n.frames[Tier.DEVICE]) is not None]
         build.page_runs.append(
@@ -485,13 +611,16 @@ class Scheduler:
         )
 
     def _match(self, req: Req) -> MatchResult:
-        """What the cache has of all but the last token, which must be computed to sample the next one."""
+        """What the cache has of the tokens that it may serve."""
+        return self.tree.match(req.namespace, req.tokens[: self._cacheable(req)])
+
+    def _cacheable(self, req: Req) -> int:
+        """How many tokens the cache may serve: the last must be computed, to sample the next one."""
         if not self.config.enable_radix_cache:
-            return self.tree.match(req.namespace, req.tokens[:0])
+            return 0
         # A prompt token's log-probability comes from the row before it, which must be computed too.
         wanted = req.next_prompt_logprob
-        limit = wanted if wanted < req.num_prompt else req.num_known
-        return self.tree.match(req.namespace, req.tokens[: limit - 1])
+        return (wanted if wanted < req.num_prompt else req.num_known) - 1
 
     def _plan(self, req: Req, path: list[Node]) -> None:
         """Where every token of the sequence comes from; counts what the cache saved, once per request."""
@@ -511,16 +640,21 @@ class Scheduler:
         if req.num_emitted == req.num_prompt and req.num_retractions == 0:
             found = dict.fromkeys(TIER_NAMES, 0)
             for span in spans[:-1]:
-                tier = Tier.DEVICE if span.source == SpanSource.DEVICE else Tier.HOST
-                found[TIER_NAMES[tier]] += span.end - span.start
+                if span.source == SpanSource.DEVICE:
+                    found["device"] += span.end - span.start
+                    continue
+                from_disk = max(0, min(span.end, req.fetched[1]) - max(span.start, req.fetched[0]))
+                found["disk"] += from_disk
+                found["host"] += span.end - span.start - from_disk
             if not req.cached_tokens_details:
                 self.counters["prompt_tokens"] += req.num_prompt
                 for name, n in found.items():
                     self.counters[f"hit_tokens_{name}"] += n
             before = req.cached_tokens_details or found
             # On another start less may be there; what is there beyond is the request's own work.
+            tiers = [*self.controller.tables, *([Tier.DISK] if self.storage is not None else [])]
             req.cached_tokens_details = {
-                name: min(found[name], before[name]) for name in (TIER_NAMES[tier] for tier in self.controller.tables)
+                TIER_NAMES[t]: min(found[TIER_NAMES[t]], before.get(TIER_NAMES[t], 0)) for t in tiers
             }
 
     def _extend(self, build: _ExtendBuilder, req: Req, chunk: int, frames: np.ndarray) -> None:
@@ -670,6 +804,7 @@ class Scheduler:
             hold.frames[:num_pages],
             req.last_launch,
             self.next_launch,
+            req.priority,
         )
         if result.end == 0:
             return
@@ -711,7 +846,8 @@ class Scheduler:
                 "pages": counts,
             }
         links = {}
-        for link in LINKS:
+        shown = (COPY_LINKS if self.host is not None else ()) + (STORAGE_LINKS if self.storage is not None else ())
+        for link in shown:
             pending = [op for ticket, op in self.controller.in_flight.items() if ticket.link == link]
             links[link] = {
                 "operations_done": self._link_done[link],
@@ -721,17 +857,36 @@ class Scheduler:
         return {
             "page_size": page,
             "tiers": tiers,
-            "links": links if self.host is not None else {},
-            "queues": {"waiting": len(self.waiting), "running": len(self.active())},
+            "links": links,
+            "queues": {
+                "waiting": len(self.waiting),
+                "waiting_for_storage": self.prefetcher.num_waiting,
+                "running": len(self.active()),
+            },
+            "storage": None if self.storage is None else self._storage_state(self.storage),
             "launches": {"issued": self.next_launch, "done": self.exec_done},
             "tree": {"nodes": self.tree.num_nodes, "namespaces": len(self.tree.roots)},
-            "counters": dict(sorted((self.counters + self.controller.counters).items())),
+            "counters": dict(sorted((self.counters + self.controller.counters + self.prefetcher.counters).items())),
+        }
+
+    def _storage_state(self, setup: StorageSetup) -> dict[str, Any]:
+        page, controller = self.page_size, self.controller
+        return {
+            "backend": setup.backend,
+            "prefetch_policy": setup.prefetch.policy,
+            "write_policy": setup.write_policy,
+            "block_tokens": setup.block_tokens,
+            "fetching_tokens": controller.fetching_pages * page,
+            "fetching_limit_tokens": setup.limits.max_fetch_pages * page,
+            "storing_tokens": controller.storing_pages * page,
+            "storing_limit_tokens": setup.limits.max_store_pages * page,
         }
 
     def check_invariants(self) -> None:
         """Everything that must hold after every step; quadratic here and there, for tests and idle moments."""
         self.tree.check_invariants()
         self.controller.check_invariants()
+        self.prefetcher.check_invariants()
         active = self.active()
         held = [r.hold.frames for r in active if r.hold is not None]
         frames = np.concatenate(held) if held else np.empty(0, np.int32)

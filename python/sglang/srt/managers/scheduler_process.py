@@ -11,7 +11,8 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 import torch
@@ -26,24 +27,30 @@ from sglang.srt.managers.engine_core import EngineCore, StepRecorder
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenIDOutput,
+    ClearHiCacheReqInput,
+    ControlReqOutput,
+    DetachHiCacheStorageReqInput,
     FlushCacheReqInput,
-    FlushCacheReqOutput,
     GetInternalStateReq,
     GetInternalStateReqOutput,
     SchedulerReady,
+    StorageReqInput,
     TokenizedGenerateReqInput,
     decode_to_scheduler,
     detokenize_req,
     encode,
 )
 from sglang.srt.managers.rank_sync import RankSync, Tick
-from sglang.srt.managers.schedule_batch import BatchDecision
+from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
+from sglang.srt.managers.storage_setup import StorageOpener
+from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.mem_cache.link import CopyLink
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost, host_pages_that_fit
 from sglang.srt.mem_cache.rate_limit import RateLimit
-from sglang.srt.mem_cache.transfer import D2H, H2D, Link, Tier
+from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
+from sglang.srt.mem_cache.transfer import D2H, H2D, STORAGE_LINKS, Link, StorageAction, Tier
 from sglang.srt.model_executor.executor import ModelExecutor
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.registry import get_model_class
@@ -97,11 +104,12 @@ def build_config(args: ServerArgs, model: ModelConfig, group: TensorParallelGrou
         if num_host_pages < 1:
             raise StartupError("no host memory is free for --hicache: lower --max-total-tokens or drop --hicache")
         logger.info(
-            "hicache: host tier of %d tokens (%.2f GB%s), %s, no storage",
+            "hicache: host tier of %d tokens (%.2f GB%s), %s, %s",
             num_host_pages * args.page_size,
             num_host_pages * page_bytes / 1e9,
             ", limited by free memory" if limited else "",
             args.hicache_write_policy,
+            f"storage {args.hicache_storage_backend}" if args.hicache_storage_backend else "no storage",
         )
     logger.info(
         "KV cache: %d tokens on the device (%.2f GB), page size %d",
@@ -147,8 +155,19 @@ def check_weights_fit(model: ModelConfig, group: TensorParallelGroup) -> None:
     logger.info("weights: %.2f GB of %.2f GB of free memory", size / 1e9, free / 1e9)
 
 
-def build_core(args: ServerArgs, group: TensorParallelGroup, notify: Callable[[], None]) -> EngineCore:
-    """Load the model and build one rank around it. notify: called from other threads when something completed."""
+@dataclass(frozen=True)
+class Storage:
+    """A rank's storage tier. opener makes what a request to attach needs."""
+
+    opener: StorageOpener
+    slot: StoreSlot
+
+
+def build_core(
+    args: ServerArgs, group: TensorParallelGroup, notify: Callable[[], None]
+) -> tuple[EngineCore, Storage | None]:
+    """Load the model and build one rank around it. notify: called from other threads when something completed. The
+    storage is None where there is no host tier."""
     if args.device == "cuda":
         raise StartupError("--device cuda is not served yet: use --device cpu")
     if reason := why_not(args.hicache_io_backend, "cpu"):
@@ -174,6 +193,7 @@ def build_core(args: ServerArgs, group: TensorParallelGroup, notify: Callable[[]
         model_config.dtype,
     )
     links: dict[str, Link] = {}
+    storage = None
     executor = ModelExecutor(
         model,
         pool,
@@ -197,12 +217,32 @@ def build_core(args: ServerArgs, group: TensorParallelGroup, notify: Callable[[]
             links[name] = CopyLink(
                 name, pool, host_pool, stream, executor.fence, notify, args.hicache_io_backend, limits.get(name)
             )
+        opener = StorageOpener(
+            f"{model_config.fingerprint(args.load_format, args.random_seed or 0)} {model_config.dtype}",
+            args.model_name,
+            host_pool,
+            group.rank,
+            group.size,
+        )
+        slot = StoreSlot(opener.open)
+        for name in STORAGE_LINKS:
+            links[name] = StorageLink(name, slot, ThreadStream(name, notify), notify, limits.get(name))
+        storage = Storage(opener, slot)
+        if args.hicache_storage_backend is not None:
+            setup = opener.setup(
+                args.hicache_storage_backend,
+                args.hicache_storage_backend_extra_config,
+                args.hicache_storage_prefetch_policy,
+                args.hicache_write_policy,
+            )
+            slot.store = opener.open(setup.setup)
+            config = replace(config, storage=setup)
     record = None
     if args.record_steps and group.rank == 0:
         # Open as long as the process lives.
         record = StepRecorder(open(args.record_steps, "wb"), config)  # noqa: SIM115
         logger.info("recording every step to %s", args.record_steps)
-    return EngineCore(Scheduler(config), executor, links, record=record)
+    return EngineCore(Scheduler(config), executor, links, record=record), storage
 
 
 @dataclass
@@ -210,18 +250,26 @@ class _Inbox:
     new: list[TokenizedGenerateReqInput] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     flush: list[str] = field(default_factory=list)
+    storage: list[StorageRequest] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.new or self.aborts or self.flush)
+        return bool(self.new or self.aborts or self.flush or self.storage)
 
 
 class SchedulerProcess:
     """Rank 0. wake_fd: an eventfd that completions write to."""
 
     def __init__(
-        self, core: EngineCore, sync: RankSync, receiver: zmq.Socket, sender: zmq.Socket, wake_fd: int
+        self,
+        core: EngineCore,
+        storage: Storage | None,
+        sync: RankSync,
+        receiver: zmq.Socket,
+        sender: zmq.Socket,
+        wake_fd: int,
     ) -> None:
         self.core = core
+        self.storage = storage
         self.sync = sync
         self.receiver = receiver
         self.sender = sender
@@ -242,17 +290,18 @@ class SchedulerProcess:
             inbox = self._receive()
             progress = self.core.progress()
             # Both, always: a poke must not be left to wake the poller again.
-            if self.sync.take_pokes() or inbox or self.core.has_work():
+            if self.sync.take_pokes() or inbox or self.core.has_work(time.monotonic()):
                 tick = Tick(
                     now=time.monotonic(),
                     new=tuple(inbox.new),
                     aborts=tuple(inbox.aborts),
                     flush=tuple(inbox.flush),
+                    storage=tuple(inbox.storage),
                     results=progress.results,
                     logprobs=progress.logprobs,
                 )
                 progress = self.sync.lead(tick, progress)
-                self._send(self.core.step(tick.now, progress, tick.new, tick.aborts, tick.flush))
+                self._send(self.core.step(tick.now, progress, tick.new, tick.aborts, tick.flush, tick.storage))
                 self._busy_since_check = True
                 self._log_throughput()
             else:
@@ -274,23 +323,46 @@ class SchedulerProcess:
                 inbox.flush.append(message.id)
             elif isinstance(message, GetInternalStateReq):
                 self.sender.send(encode(GetInternalStateReqOutput(id=message.id, state=self._state())))
+            else:
+                try:
+                    inbox.storage.append(self._storage_request(message))
+                except StoreError as error:
+                    self.sender.send(encode(ControlReqOutput(id=message.id, success=False, message=str(error))))
+
+    def _storage_request(self, message: StorageReqInput) -> StorageRequest:
+        if isinstance(message, DetachHiCacheStorageReqInput):
+            return StorageRequest(id=message.id, action=StorageAction.DETACH)
+        if isinstance(message, ClearHiCacheReqInput):
+            return StorageRequest(id=message.id, action=StorageAction.CLEAR)
+        if self.storage is None:
+            raise StoreError("there is no host tier for storage to fill: start the server with --hicache")
+        what = self.storage.opener.setup(
+            message.backend, message.extra_config, message.prefetch_policy, message.write_policy
+        )
+        return StorageRequest(id=message.id, action=StorageAction.ATTACH, what=what)
 
     def _send(self, decision: BatchDecision) -> None:
         if decision.outputs:
             self.sender.send(encode(BatchTokenIDOutput(outputs=list(decision.outputs))))
         for reply in decision.replies:
-            self.sender.send(encode(FlushCacheReqOutput(id=reply.id, success=reply.success, message=reply.message)))
+            message = reply.message
+            if self.storage is not None and self.storage.slot.last_error and not reply.success:
+                message, self.storage.slot.last_error = self.storage.slot.last_error, ""
+            self.sender.send(encode(ControlReqOutput(id=reply.id, success=reply.success, message=message)))
 
     def _sleep(self) -> None:
         """Until something happens. After some idle seconds, once: check all invariants and put garbage away."""
         idle, started = self.core.is_idle, time.monotonic()
         timeout_ms = IDLE_CHECK_AFTER_MS if self._busy_since_check and idle else None
+        wake_at = self.core.scheduler.wake_at
+        if wake_at is not None:
+            timeout_ms = int(max(0.0, wake_at - started) * 1000) + 1
         ready = dict(self._poller.poll(timeout_ms))
         if idle:
             self._slept_s += time.monotonic() - started
         if self.wake_fd in ready:
             os.eventfd_read(self.wake_fd)
-        if not ready and timeout_ms is not None:
+        if not ready and timeout_ms is not None and wake_at is None:
             self._busy_since_check = False
             self._gen_throughput = 0.0
             tidy_up(self.core)
@@ -299,6 +371,10 @@ class SchedulerProcess:
         state = self.core.scheduler.state()
         state["gen_throughput"] = round(self._gen_throughput, 2)
         state["steps"] = self.core.num_steps
+        store = self.storage.slot.store if self.storage is not None else None
+        if store is not None:
+            stats = store.stats()
+            state["tiers"]["disk"] = {"cached_tokens": stats["blocks"] * store.block_tokens, **stats}
         return msgspec.json.encode(state)
 
     def _log_throughput(self) -> None:
@@ -345,7 +421,7 @@ class FollowerProcess:
                 if self.core.is_idle:
                     tidy_up(self.core)
             tick, progress = self.sync.follow(self.sync.socket.recv(), self.core.progress)
-            self.core.step(tick.now, progress, tick.new, tick.aborts, tick.flush)
+            self.core.step(tick.now, progress, tick.new, tick.aborts, tick.flush, tick.storage)
             busy_since_check = True
 
 
@@ -369,14 +445,14 @@ def start(child: ChildArgs) -> Callable[[], None]:
         # Each rank would take all cores, and they would wait for each other's threads.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // group.size))
     if receiver is None:
-        follower = FollowerProcess(build_core(args, group, sync.poke), sync)
+        core, storage = build_core(args, group, sync.poke)
         gc.collect()
         gc.freeze()
-        return follower.serve
+        return partial(_serve, FollowerProcess(core, sync).serve, storage)
     sender = open_push(context, child.ipc["detokenizer_in"])
     wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
-    core = build_core(args, group, notify=lambda: os.eventfd_write(wake_fd, 1))
-    process = SchedulerProcess(core, sync, receiver, sender, wake_fd)
+    core, storage = build_core(args, group, notify=lambda: os.eventfd_write(wake_fd, 1))
+    process = SchedulerProcess(core, storage, sync, receiver, sender, wake_fd)
     gc.collect()
     gc.freeze()
     config = core.scheduler.config
@@ -389,7 +465,17 @@ def start(child: ChildArgs) -> Callable[[], None]:
             )
         )
     )
-    return process.serve
+    return partial(_serve, process.serve, storage)
+
+
+def _serve(serve: Callable[[], None], storage: Storage | None) -> None:
+    """Until this process is told to stop, by an exception. What storage has not written down then, the next start
+    finds out by itself, only slower."""
+    try:
+        serve()
+    finally:
+        if storage is not None:
+            storage.slot.detach()
 
 
 if __name__ == "__main__":

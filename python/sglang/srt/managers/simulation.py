@@ -79,13 +79,13 @@ class Simulation:
                 self.times[request.rid] = RequestTimes(at)
                 due.append(request)
             progress = self.core.progress()
-            if due or self.core.has_work():
+            if due or self.core.has_work(self.now):
                 decision = self.core.step(self.now, progress, due)
                 self._take_outputs(decision)
                 after_step(decision)
                 continue
             upcoming = [self.executor.next_end(), *(link.next_end() for link in self.links.values())]
-            upcoming.append(waiting[-1][0] if waiting else None)
+            upcoming += [waiting[-1][0] if waiting else None, self.core.scheduler.wake_at]
             times = [t for t in upcoming if t is not None]
             if not times:
                 assert self.core.scheduler.num_reqs == 0, "requests wait and nothing is under way"

@@ -23,10 +23,13 @@ import numpy as np
 
 from sglang.srt.managers.io_struct import (
     AbortReq,
+    AttachHiCacheStorageReqInput,
     BatchStrOutput,
+    ClearHiCacheReqInput,
+    ControlReqOutput,
+    DetachHiCacheStorageReqInput,
     FinishReason,
     FlushCacheReqInput,
-    FlushCacheReqOutput,
     GetInternalStateReq,
     GetInternalStateReqOutput,
     SchedulerReady,
@@ -46,6 +49,7 @@ from sglang.srt.utils.token_texts import TokenTexts
 
 _CONTROL_TIMEOUT_S = 30.0
 _METRICS_TIMEOUT_S = 0.8
+_MAX_PRIORITY = (1 << 31) - 1
 # Characters. Longer texts take a second and more, and wait for each other instead of holding up the short ones.
 _LONG_TEXT = 1 << 20
 
@@ -62,6 +66,7 @@ class GenerateRequest:
     add_special_tokens: bool = True
     rid: str | None = None
     extra_key: str = ""
+    priority: int | None = None
     stream: bool = False
 
     def copies(self, n: int) -> list[GenerateRequest]:
@@ -229,11 +234,20 @@ class TokenizerManager:
                     f"logprob_start_len is {logprobs.prompt_from}, but the prompt has only {len(ids)} tokens",
                     param="logprob_start_len",
                 )
+        if req.priority is not None and self._args.radix_eviction_policy != "priority":
+            raise RequestError(
+                "priority says what the cache keeps longest, but this server does not go by it: start it with "
+                "--radix-eviction-policy priority",
+                param="priority",
+            )
+        if req.priority is not None and not -_MAX_PRIORITY <= req.priority <= _MAX_PRIORITY:
+            raise RequestError(f"priority is {req.priority}, but it must be a 32-bit number", param="priority")
         return TokenizedGenerateReqInput(
             rid=rid,
             input_ids=ids_to_bytes(ids),
             sampling_params=msgspec.structs.replace(params, max_new_tokens=max_new_tokens, sampling_seed=seed),
             extra_key=req.extra_key,
+            priority=req.priority or 0,
             stream=req.stream,
             logprobs=logprobs,
         )
@@ -370,8 +384,27 @@ class TokenizerManager:
                 if state.sent:
                     self._send(encode(AbortReq(rid=state.rid)))
 
-    async def flush_cache(self) -> FlushCacheReqOutput:
+    async def flush_cache(self) -> ControlReqOutput:
         return await self._control(lambda id: FlushCacheReqInput(id=id))
+
+    async def attach_hicache_storage(
+        self, backend: str, extra_config: str, prefetch_policy: str, write_policy: str
+    ) -> ControlReqOutput:
+        return await self._control(
+            lambda id: AttachHiCacheStorageReqInput(
+                id=id,
+                backend=backend,
+                extra_config=extra_config,
+                prefetch_policy=prefetch_policy,
+                write_policy=write_policy,
+            )
+        )
+
+    async def detach_hicache_storage(self) -> ControlReqOutput:
+        return await self._control(lambda id: DetachHiCacheStorageReqInput(id=id))
+
+    async def clear_hicache_storage(self) -> ControlReqOutput:
+        return await self._control(lambda id: ClearHiCacheReqInput(id=id))
 
     async def get_internal_state(self) -> dict[str, Any]:
         answer: GetInternalStateReqOutput = await self._control(lambda id: GetInternalStateReq(id=id))

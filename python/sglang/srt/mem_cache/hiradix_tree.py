@@ -15,7 +15,15 @@ A split keeps the identity of the lower half, so that locks, which name the end 
              frames 0 1 2 3 4 5                          frames 0 1 2    frames 3 4 5
              ticket t, fence f, lock n                   t, f, n         t, f, n
 
-Matching never splits; locking and publishing do.
+Matching never splits; locking, publishing and fetching do.
+
+What storage has is no residency: a node that neither device nor host has is gone. Nodes know the names of their
+*blocks* (see block_keys.py), computed when first asked for, and whether each is believed stored. A block belongs
+to the node that holds its last token, so that a split divides names and never makes new ones:
+
+    blocks        |   0   |   1   |   2   |          block_tokens 4, page size 1
+    before        [ node: a b c d e f g h i j ]      keys 0 1
+    after         [ upper: a b c d e ][ f g h i j ]  keys 0 | 1
 """
 
 from __future__ import annotations
@@ -26,10 +34,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sglang.srt.mem_cache.transfer import Ticket, Tier
+from sglang.srt.mem_cache.block_keys import BlockKeys
+from sglang.srt.mem_cache.transfer import FETCH, FRAME_TIERS, Ticket, Tier
 
 _NO_FENCE = -1
-_TIERS = tuple(Tier)
+_TIERS = FRAME_TIERS
 # Plain integers: looking up a member of an enumeration costs as much as the rest of a line.
 _DEVICE, _HOST = int(Tier.DEVICE), int(Tier.HOST)
 # Tokens. Above, the copies cost more than numpy's overhead.
@@ -41,13 +50,16 @@ _KEPT_FOR_NOTHING = 4096
 class Node:
     """One edge of the tree and the pages on it.
 
-    key: int32, a slice of some request's tokens. frames, tickets, fences: per tier; a ticket means that the frames
-    are FILLING under that operation; the fence is the launch that wrote the data. lock: holds that end here plus
-    those of the children. hits: requests that computed it or found it. last_use: the last launch that may read the
-    device frames. num_resident_children: per tier.
+    key: int32, a slice of some request's tokens; start: tokens before it. frames, tickets, fences: per tier; a ticket
+    means that the frames are FILLING under that operation; the fence is the launch that wrote the data. lock: holds
+    that end here plus those of the children. hits: requests that computed it or found it. priority: the highest of
+    theirs. last_use: the last launch that may read the device frames. num_resident_children: per tier.
+    block_keys: (n, 16) uint8, the names of the blocks that end in this node; None while nobody has asked. stored:
+    (n,) bool, which of them storage is believed to have.
     """
 
     __slots__ = (
+        "block_keys",
         "children",
         "fences",
         "frames",
@@ -59,11 +71,15 @@ class Node:
         "lock",
         "num_resident_children",
         "parent",
+        "priority",
+        "start",
+        "stored",
         "tickets",
     )
 
     def __init__(self, node_id: int, key: np.ndarray, parent: Node | None) -> None:
         self.id = node_id
+        self.start = 0 if parent is None else parent.end
         self.key = key
         self.parent = parent
         self.children: dict[int | bytes, Node] = {}
@@ -73,8 +89,15 @@ class Node:
         self.num_resident_children = [0] * len(_TIERS)
         self.lock = 0
         self.hits = 0
+        self.priority = 0
         self.last_access = 0
         self.last_use = _NO_FENCE
+        self.block_keys: np.ndarray | None = None
+        self.stored: np.ndarray | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.key)
 
     def __repr__(self) -> str:
         where = "+".join(t.name.lower() for t in _TIERS if self.frames[t] is not None)
@@ -138,17 +161,23 @@ def _least_frequent(node: Node) -> tuple[int, int]:
     return node.hits, node.last_access
 
 
+def _least_important(node: Node) -> tuple[int, int]:
+    return node.priority, node.last_access
+
+
 # What goes first: the smallest.
-EVICTION_POLICIES = {"lru": _least_recent, "lfu": _least_frequent}
+EVICTION_POLICIES = {"lru": _least_recent, "lfu": _least_frequent, "priority": _least_important}
 
 
 class HiRadixTree:
-    """eviction_policy: lru gives up what was not used for longest, lfu what the fewest requests have used."""
+    """eviction_policy: lru gives up what was not used for longest, lfu what the fewest requests have used, priority
+    what only requests of low priority have used. block_keys: how blocks are named, None while there is no storage."""
 
-    def __init__(self, page_size: int, eviction_policy: str = "lru") -> None:
+    def __init__(self, page_size: int, eviction_policy: str = "lru", block_keys: BlockKeys | None = None) -> None:
         if page_size < 1:
             raise ValueError(f"page size must be at least 1, got {page_size}")
         self.page_size = page_size
+        self.block_keys = block_keys
         self.roots: dict[str, Root] = {}
         self.num_nodes = 0
         self._next_id = 0
@@ -160,8 +189,11 @@ class HiRadixTree:
 
     # -- reading ------------------------------------------------------------------------------------------------
 
-    def match(self, namespace: str, tokens: np.ndarray) -> MatchResult:
-        """The longest cached prefix of tokens (int32), in whole pages. Changes nothing."""
+    def match(self, namespace: str, tokens: np.ndarray, fetching: bool = False) -> MatchResult:
+        """The longest cached prefix of tokens (int32), in whole pages. Changes nothing.
+
+        fetching: also what is on its way from storage to the host.
+        """
         node: Node | None = self.roots.get(namespace)
         path: list[Node] = []
         last_len = device_len = pos = 0
@@ -173,8 +205,9 @@ class HiRadixTree:
             if child is None:
                 break
             if child.frames[_DEVICE] is None:
-                if child.tickets[_HOST] is not None:
-                    break  # it left the device while its backup is still on the way: it is nowhere yet
+                ticket = child.tickets[_HOST]
+                if ticket is not None and not (fetching and ticket.link == FETCH):
+                    break  # its backup, or its fetch, is still on the way: it is nowhere yet
                 on_device = False
             key = child.key
             last_len = self._common(key, tokens, pos, end)
@@ -186,6 +219,14 @@ class HiRadixTree:
                 break
             node = child
         return MatchResult(namespace, tuple(path), last_len, device_len, pos)
+
+    def is_nowhere(self, match: MatchResult, tokens: np.ndarray) -> bool:
+        """Whether the match ended at a node that has left the device while its backup is still on the way. tokens:
+        what was matched, and at least a page more."""
+        node = match.path[-1] if match.path else self.roots.get(match.namespace)
+        if node is None or (match.path and match.last_len < len(node.key)):
+            return False
+        return self._page_key(tokens, match.total_len) in node.children
 
     def evictable_pages(self, tier: Tier, keep: Node | None = None) -> int:
         """Pages that eviction could give up sooner or later: ready, and not locked if on the device. keep: as for
@@ -223,17 +264,14 @@ class HiRadixTree:
 
     # -- locks --------------------------------------------------------------------------------------------------
 
-    def lock(self, match: MatchResult, now: int) -> Receipt:
-        """Lock the matched path, splitting its last node if it matched in part."""
-        if not match.path:
-            node = self._root(match.namespace)
-        else:
-            node = match.path[-1]
-            if match.last_len < len(node.key):
-                node = self._split(node, match.last_len)
+    def lock(self, match: MatchResult, now: int, priority: int = 0) -> Receipt:
+        """Lock the matched path for a request, splitting its last node if it matched in part."""
+        node = self._end_of(match)
         step: Node | None = node
         while step is not None:
             step.hits += 1
+            if priority > step.priority:
+                step.priority = priority
             step = step.parent
         return self.lock_node(node, now)
 
@@ -269,7 +307,14 @@ class HiRadixTree:
     # -- growing ------------------------------------------------------------------------------------------------
 
     def publish(
-        self, namespace: str, below: Node | None, tokens: np.ndarray, frames: np.ndarray, fence: int, now: int
+        self,
+        namespace: str,
+        below: Node | None,
+        tokens: np.ndarray,
+        frames: np.ndarray,
+        fence: int,
+        now: int,
+        priority: int = 0,
     ) -> PublishResult:
         """Enter device pages that launch `fence` writes, below the node where their prefix ends (None: the root).
 
@@ -290,6 +335,7 @@ class HiRadixTree:
                 self._set_frames(child, Tier.DEVICE, frames[pos // page :], None, fence)
                 child.last_access = now
                 child.hits = 1
+                child.priority = priority
                 self._offer(child, Tier.DEVICE)
                 taken.append(frames[pos // page :])
                 created.append(child)
@@ -311,6 +357,8 @@ class HiRadixTree:
                 taken.append(mine)
                 duplicates.append(offered)
             child.last_access = now
+            if priority > child.priority:
+                child.priority = priority
             node = child
             pos += common
         none = frames[:0]
@@ -334,6 +382,43 @@ class HiRadixTree:
         assert pos == len(frames)
         self._by_ticket[ticket] = list(nodes)
 
+    def begin_fetch(
+        self,
+        match: MatchResult,
+        tokens: np.ndarray,
+        frames: np.ndarray,
+        block_keys: np.ndarray,
+        ticket: Ticket,
+        now: int,
+    ) -> Node:
+        """Enter what storage has below a match (made with `fetching`), in host frames that the operation will fill.
+
+        tokens: int32, whole pages up to the end of a block; frames: one per page; block_keys: of the blocks that end
+        in them. The end of the match is on the host, or the root.
+        """
+        parent = self._end_of(match)
+        assert parent.parent is None or parent.frames[_HOST] is not None, f"{parent} is not on the host"
+        assert self._page_key(tokens, 0) not in parent.children
+        node = self._new_node(tokens, parent)
+        self._set_frames(node, Tier.HOST, frames, ticket, _NO_FENCE)
+        node.last_access = now
+        node.block_keys = block_keys
+        node.stored = np.ones(len(block_keys), np.bool_)
+        assert len(block_keys) == self._num_blocks(node)
+        self._by_ticket[ticket] = [node]
+        return node
+
+    def cut(self, ticket: Ticket, tier: Tier, end: int) -> Dropped:
+        """The operation filled its nodes only up to token `end` of their path: drop what lies behind."""
+        dropped = Dropped()
+        for node in list(self.nodes_of(ticket)):
+            if node.frames[tier] is None or node.end <= end:
+                continue
+            if node.start < end:
+                self._split(node, end - node.start)
+            self._drop(node, tier, dropped)
+        return dropped
+
     def commit(self, ticket: Ticket, tier: Tier) -> list[Node]:
         """The operation has filled its frames. Returns the nodes that still wanted them."""
         nodes = self._by_ticket.pop(ticket, [])
@@ -343,6 +428,51 @@ class HiRadixTree:
             for t in _TIERS:
                 self._offer(node, t)
         return nodes
+
+    # -- blocks, as storage names them ------------------------------------------------------------------------------
+
+    def name_blocks(self, node: Node) -> None:
+        """Give the nodes on the path to `node` the keys of their blocks, where they have none yet."""
+        names = self.block_keys
+        assert names is not None
+        path = self.path_of(node)
+        first = next((i for i, n in enumerate(path) if n.block_keys is None), len(path))
+        if first == len(path):
+            return
+        root = path[0].parent
+        assert isinstance(root, Root)
+        last, tail, lacking = names.root(root.namespace), path[0].key[:0], path[first].start % names.block_tokens
+        for above in path[:first]:
+            if above.block_keys is not None and len(above.block_keys):
+                last = above.block_keys[-1].tobytes()
+        # The tokens since the last border of a block.
+        for above in reversed(path[:first]):
+            if len(tail) >= lacking:
+                break
+            tail = np.concatenate((above.key, tail))
+        tail = tail[len(tail) - lacking :]
+        for each in path[first:]:
+            run = np.concatenate((tail, each.key)) if len(tail) else each.key
+            if each.block_keys is None:
+                each.block_keys = names.chain(last, run)
+                each.stored = np.zeros(len(each.block_keys), np.bool_)
+            if len(each.block_keys):
+                last = each.block_keys[-1].tobytes()
+            tail = run[len(run) - each.end % names.block_tokens :]
+
+    def rename_blocks(self, block_keys: BlockKeys | None) -> None:
+        """Another storage, or none: forget all names and what was stored."""
+        self.block_keys = block_keys
+        for node in self.walk():
+            node.block_keys = node.stored = None
+
+    def path_of(self, node: Node) -> list[Node]:
+        """Top first, without the root."""
+        path = []
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        return path[::-1]
 
     # -- shrinking ----------------------------------------------------------------------------------------------
 
@@ -390,6 +520,10 @@ class HiRadixTree:
     def drop(self, node: Node, tier: Tier) -> Dropped:
         """Take a node and all below it off a tier, whatever their age. On the device they must not be locked."""
         dropped = Dropped()
+        self._drop(node, tier, dropped)
+        return dropped
+
+    def _drop(self, node: Node, tier: Tier, dropped: Dropped) -> None:
         stack, order = [node], []
         while stack:
             step = stack.pop()
@@ -399,7 +533,6 @@ class HiRadixTree:
         for step in reversed(order):
             assert tier != Tier.DEVICE or step.lock == 0, f"{step} is locked: close its readers first"
             self._take_frames(step, tier, dropped)
-        return dropped
 
     def compact(self, node: Node, done: int) -> None:
         """Merge the chain of single children that ends with `node` into its end, where all its parts are alike: same
@@ -420,6 +553,7 @@ class HiRadixTree:
                 or upper.lock != node.lock
                 or not self._is_settled(upper, done)
                 or any((upper.frames[t] is None) != (node.frames[t] is None) for t in _TIERS)
+                or (upper.block_keys is None) != (node.block_keys is None)
             ):
                 break
             chain.append(upper)
@@ -437,6 +571,11 @@ class HiRadixTree:
         node.last_use = max(n.last_use for n in chain)
         node.last_access = max(n.last_access for n in chain)
         node.hits = max(n.hits for n in chain)
+        node.priority = max(n.priority for n in chain)
+        if node.block_keys is not None:
+            node.block_keys = np.concatenate([n.block_keys for n in chain])  # type: ignore[misc]
+            node.stored = np.concatenate([n.stored for n in chain])  # type: ignore[misc]
+        node.start = top.start
         node.parent = top.parent
         top.parent.children[first_key] = node
         for gone in chain[:-1]:
@@ -457,6 +596,9 @@ class HiRadixTree:
             assert parent is not None
             assert parent.children[self._page_key(node.key, 0)] is node
             assert len(node.key) > 0 and len(node.key) % self.page_size == 0
+            assert node.start == parent.end, f"{node} starts at {node.start}, its parent ends at {parent.end}"
+            if node.block_keys is not None:
+                assert node.stored is not None and len(node.block_keys) == len(node.stored) == self._num_blocks(node)
             assert any(f is not None for f in node.frames), f"{node} is on no tier"
             assert node.lock >= sum(c.lock for c in node.children.values())
             assert node.lock == 0 or node.frames[Tier.DEVICE] is not None, f"{node} is locked but not on the device"
@@ -504,6 +646,18 @@ class HiRadixTree:
         first = int(differs.argmax())
         return first - first % self.page_size if differs[first] else n
 
+    def _end_of(self, match: MatchResult) -> Node:
+        """The node that the match ends with, split if it matched in part."""
+        if not match.path:
+            return self._root(match.namespace)
+        node = match.path[-1]
+        return self._split(node, match.last_len) if match.last_len < len(node.key) else node
+
+    def _num_blocks(self, node: Node) -> int:
+        assert self.block_keys is not None
+        size = self.block_keys.block_tokens
+        return node.end // size - node.start // size
+
     def _root(self, namespace: str) -> Node:
         root = self.roots.get(namespace)
         if root is None:
@@ -528,11 +682,17 @@ class HiRadixTree:
         assert parent is not None
         upper = self._new_node(node.key[:num_tokens], parent)
         num_pages = num_tokens // self.page_size
+        if node.block_keys is not None and node.stored is not None:
+            n = self._num_blocks(upper)
+            upper.block_keys, node.block_keys = node.block_keys[:n], node.block_keys[n:]
+            upper.stored, node.stored = node.stored[:n].copy(), node.stored[n:].copy()
         node.key = _trimmed(node.key[num_tokens:])
+        node.start = upper.end
         node.parent = upper
         upper.children[self._page_key(node.key, 0)] = node
         upper.lock = node.lock
         upper.hits = node.hits
+        upper.priority = node.priority
         upper.last_access = node.last_access
         upper.last_use = node.last_use
         for tier in _TIERS:

@@ -13,18 +13,27 @@ import numpy as np
 
 
 class Tier(IntEnum):
-    """Where a node's KV can be. Each is prefix-closed: a node is resident only if its parent is."""
+    """Where KV can be. The device and the host have frames, and are prefix-closed: a node is resident only if its
+    parent is. What the disk has is known by name (see block_keys.py), and only for sure once it has been read."""
 
     DEVICE = 0
     HOST = 1
+    DISK = 2
 
 
-TIER_NAMES = ("device", "host")
+TIER_NAMES = ("device", "host", "disk")
+FRAME_TIERS = (Tier.DEVICE, Tier.HOST)
 
 # Operations that a launch waits for (loads) and operations that wait for a launch (backups) never share a link.
 H2D = "h2d"
 D2H = "d2h"
-LINKS = (H2D, D2H)
+COPY_LINKS = (H2D, D2H)
+# Storage: a long read must not hold up the question what is there, nor a write a read.
+PROBE = "probe"
+FETCH = "fetch"
+STORE = "store"
+STORAGE_LINKS = (PROBE, FETCH, STORE)
+LINKS = COPY_LINKS + STORAGE_LINKS
 # The executor's launches count like a link's operations, under this name.
 EXEC = "exec"
 
@@ -53,11 +62,47 @@ class TransferOp:
     after: int | None = None
 
 
+class StorageAction(IntEnum):
+    """What a storage operation does. ATTACH, DETACH and CLEAR run on the probe link while the others are empty."""
+
+    EXISTS = 0
+    GET = 1
+    SET = 2
+    ATTACH = 3
+    DETACH = 4
+    CLEAR = 5
+
+
+@dataclass(frozen=True)
+class StorageOp:
+    """An operation on the storage tier. It never fails: the count in its result says how many leading blocks are
+    there (EXISTS), came (GET) or are stored (SET), and 1 or 0 whether the others succeeded.
+
+    keys: (n, 16) uint8, see block_keys.py. frames: host frames (int32), all pages of block after block; none for
+    EXISTS. setup: for ATTACH, what to open, as JSON.
+    """
+
+    ticket: Ticket
+    action: StorageAction
+    keys: np.ndarray
+    frames: np.ndarray
+    size_bytes: int
+    setup: str = ""
+
+    @property
+    def after(self) -> None:
+        """Source and destination are ready: it waits for no launch."""
+        return None
+
+
 @dataclass(frozen=True)
 class OpResult:
+    """count: of a storage operation, see StorageOp."""
+
     seq: int
     ok: bool
     error: str = ""
+    count: int = 0
 
 
 class LayerGate(Protocol):
@@ -73,12 +118,12 @@ class LayerGate(Protocol):
 
 
 class Link(Protocol):
-    """Executes operations in order. A cancelled operation keeps its number and completes as failed, or completes
-    as if nothing had happened: cancel is a hint."""
+    """Executes operations (`TransferOp`, `StorageOp`; each link takes one kind) in order. A cancelled operation keeps
+    its number and completes as failed, or completes as if nothing had happened: cancel is a hint."""
 
     name: str
 
-    def submit(self, op: TransferOp) -> None: ...
+    def submit(self, op: Any) -> None: ...
 
     def cancel(self, ticket: Ticket) -> None: ...
 

@@ -30,6 +30,11 @@ _GAUGES = (
     ("kv_used_tokens", "Tokens of KV cache in use on the device.", ("tiers", "device", "used_tokens")),
     ("kv_evictable_tokens", "Cached tokens that may be evicted.", ("tiers", "device", "evictable_tokens")),
     ("hicache_host_total_tokens", "Tokens of KV cache on the host.", ("tiers", "host", "total_tokens")),
+    ("hicache_storage_tokens", "Tokens of KV cache in storage.", ("tiers", "disk", "cached_tokens")),
+    ("hicache_storage_size_bytes", "Bytes that storage takes.", ("tiers", "disk", "size_bytes")),
+    ("hicache_storage_limit_bytes", "Bytes that storage may take, 0 if any.", ("tiers", "disk", "limit_bytes")),
+    ("hicache_storage_read_errors", "Blocks that came damaged or not at all.", ("tiers", "disk", "read_errors")),
+    ("hicache_storage_write_errors", "Writes to storage that failed.", ("tiers", "disk", "write_errors")),
 )
 # metric, help, name among the state's counters, which hold what has happened at least once
 _COUNTERS = (
@@ -38,12 +43,23 @@ _COUNTERS = (
     ("hicache_backup_tokens", "Tokens written to the host.", "backup_tokens"),
     ("hicache_backup_dropped_tokens", "Tokens not written for lack of room.", "backup_dropped_tokens"),
     ("hicache_dropped_tokens", "Tokens evicted from the host.", "evicted_tokens_host"),
+    ("prefetched_tokens", "Tokens brought from storage to the host.", "prefetched_tokens"),
+    ("backuped_tokens", "Tokens written to storage.", "backuped_tokens"),
+    ("storage_prefetch_hit_tokens", "Tokens that storage had of prompts that the host lacked.", "storage_hit_tokens"),
+    ("hicache_storage_probes", "Prompts that storage was asked for.", "storage_probes"),
+    ("hicache_prefetch_timeouts", "Requests that stopped waiting for storage.", "prefetch_timeouts"),
+    ("hicache_prefetch_dropped_tokens", "Tokens not fetched: no room on the host.", "prefetch_dropped_tokens"),
+    (
+        "hicache_storage_backup_failed_tokens",
+        "Tokens that storage did not take.",
+        "storage_backup_failed_tokens",
+    ),
     ("num_retracted_requests", "Requests taken out of the batch for lack of memory.", "retracted_reqs"),
 )
 # mode, name among the state's counters: tokens as the scheduler goes through them
 _REALTIME = (
     ("prefill_compute", ("prefill_tokens",)),
-    ("prefill_cache", ("hit_tokens_device", "hit_tokens_host")),
+    ("prefill_cache", ("hit_tokens_device", "hit_tokens_host", "hit_tokens_disk")),
     ("decode", ("decode_tokens",)),
 )
 

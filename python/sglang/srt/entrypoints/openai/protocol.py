@@ -15,6 +15,7 @@ from sglang.srt.entrypoints.request_fields import (
     sampling_params,
     split_prompts,
 )
+from sglang.srt.entrypoints.usage import cached_tokens_details
 from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.managers.tokenizer_manager import Chunk
 from sglang.srt.sampling.logprob_types import LogprobSpec
@@ -59,6 +60,7 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
     rid: str | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
+    priority: int | None = None
     user: str | None = None
 
     def sampling_params(self, max_new_tokens: int | None) -> SamplingParams:
@@ -178,7 +180,7 @@ class UsageOfChoices:
             details: Counter[str] = Counter()
             for chunk in prompts:
                 details.update(chunk.cached_tokens_details)
-            cached["cached_tokens_details"] = dict(details)
+            cached["cached_tokens_details"] = cached_tokens_details(details)
         return {
             "prompt_tokens": prompt_tokens,
             "total_tokens": prompt_tokens + completion_tokens,

@@ -56,6 +56,7 @@ async def _generate_request(req: ChatCompletionRequest, manager: TokenizerManage
         add_special_tokens=False,  # the template writes them
         rid=req.reply_id(),
         extra_key=req.namespace,
+        priority=req.priority,
         stream=bool(req.stream),
     )
 

@@ -64,6 +64,7 @@ def _generate_requests(req: CompletionRequest) -> list[GenerateRequest]:
             fill_context=req.max_tokens is None,
             rid=rid,
             extra_key=req.namespace,
+            priority=req.priority,
             stream=bool(req.stream),
         ).copies(req.num_choices)
     ]

@@ -1,0 +1,157 @@
+"""`StorageOpener`: from the words of a user to the storage tier of one rank.
+
+Owns what all backends have in common: what a block is, what its name depends on, how much may be in flight. The
+backends themselves are opened by `storage/backend_factory.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.managers.cache_controller import WRITE_POLICIES, StorageLimits
+from sglang.srt.managers.schedule_batch import StorageSetup
+from sglang.srt.managers.storage_prefetch import PREFETCH_POLICIES, PrefetchConfig
+from sglang.srt.mem_cache.block_store import BlockStore, StoreError
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.storage.backend_factory import BACKENDS, create_store
+
+EXTRA_CONFIG_FLAG = "--hicache-storage-backend-extra-config"
+BLOCK_TOKENS = 64
+# What is in a block, and in which order; another number makes all that was stored before unknown.
+_LAYOUT_VERSION = 1
+# An operation moves about so much: long enough to be efficient, short enough to be cut off in time.
+_BYTES_PER_OP = 32 << 20
+_MAX_BLOCKS_PER_OP = 256
+# Keys of the extra config that are ours, under upstream's names where it has them; the others are the backend's.
+_OWN_KEYS = (
+    "block_tokens",
+    "prefetch_threshold",
+    "prefetch_timeout_base",
+    "prefetch_timeout_per_ki_token",
+    "secret",
+)
+
+
+@dataclass(frozen=True)
+class StorageOpener:
+    """model: what names the KV: the fingerprint of config and weights, and the dtype. pool: this rank's host pool;
+    all ranks' are alike."""
+
+    model: str
+    model_name: str
+    pool: MHATokenToKVPoolHost
+    tp_rank: int
+    tp_size: int
+
+    def setup(self, backend: str, extra_config: str, prefetch_policy: str, write_policy: str) -> StorageSetup:
+        """What the scheduler has to know of a backend. extra_config: JSON, or @ and a file with it. Raises
+        StoreError."""
+        if backend not in BACKENDS:
+            raise StoreError(
+                f"--hicache-storage-backend {backend} is not built in: it is one of {', '.join(BACKENDS)}, and "
+                "'dynamic' loads plugins"
+            )
+        if prefetch_policy not in PREFETCH_POLICIES:
+            raise StoreError(f"the prefetch policy {prefetch_policy!r} is none of {', '.join(PREFETCH_POLICIES)}")
+        if write_policy not in WRITE_POLICIES:
+            raise StoreError(f"the write policy {write_policy!r} is none of {', '.join(WRITE_POLICIES)}")
+        config = parse_extra_config(extra_config)
+        own = {key: config.pop(key) for key in _OWN_KEYS if key in config}
+        page_size = self.pool.page_size
+        # The smallest whole number of pages that is at least a block.
+        block_tokens = _whole(own, "block_tokens", -(-BLOCK_TOKENS // page_size) * page_size, 1)
+        if block_tokens % page_size:
+            raise StoreError(
+                f"{EXTRA_CONFIG_FLAG}: block_tokens is {block_tokens}, no multiple of the page size {page_size}"
+            )
+        block_pages = block_tokens // page_size
+        if block_pages > self.pool.num_pages // 4:
+            raise StoreError(
+                f"a block of {block_tokens} tokens is more than a quarter of the host tier: raise --hicache-size, or "
+                f"lower block_tokens in {EXTRA_CONFIG_FLAG}"
+            )
+        secret = own.get("secret", "")
+        if not isinstance(secret, str):
+            raise StoreError(f"{EXTRA_CONFIG_FLAG}: secret has to be a string")
+        return StorageSetup(
+            backend=backend,
+            setup=json.dumps({"backend": backend, "config": config, "block_tokens": block_tokens}),
+            secret=self._chain_secret(backend, config, secret, block_tokens),
+            block_tokens=block_tokens,
+            limits=StorageLimits(
+                blocks_per_op=max(1, min(_MAX_BLOCKS_PER_OP, _BYTES_PER_OP // (block_pages * self.pool.page_bytes))),
+                max_fetch_pages=self.pool.num_pages // 2,
+                max_store_pages=self.pool.num_pages // 4,
+            ),
+            prefetch=PrefetchConfig(
+                policy=prefetch_policy,
+                threshold=_whole(own, "prefetch_threshold", PrefetchConfig.threshold, 0),
+                timeout_base_s=_seconds(own, "prefetch_timeout_base", PrefetchConfig.timeout_base_s),
+                timeout_per_ki_token_s=_seconds(
+                    own, "prefetch_timeout_per_ki_token", PrefetchConfig.timeout_per_ki_token_s
+                ),
+            ),
+            write_policy=write_policy,
+        )
+
+    def open(self, setup: str) -> BlockStore:
+        """This rank's store. setup: of a `StorageSetup`. Raises StoreError."""
+        words = json.loads(setup)
+        return create_store(
+            words["backend"],
+            words["config"],
+            f"{self._namespace(words['block_tokens'])} rank {self.tp_rank} of {self.tp_size}",
+            self.pool,
+            words["block_tokens"],
+            self.model_name,
+            self.tp_rank,
+            self.tp_size,
+        )
+
+    def _namespace(self, block_tokens: int) -> str:
+        """What the bytes of a block depend on beside its tokens: equal on all ranks."""
+        return f"v{_LAYOUT_VERSION} {self.model} page {self.pool.page_size} block {block_tokens}"
+
+    def _chain_secret(self, backend: str, config: dict[str, Any], secret: str, block_tokens: int) -> bytes:
+        key = hashlib.blake2b(secret.encode()).digest()
+        if backend == "file" and not secret:
+            from sglang.srt.mem_cache.storage.file_store import config_root
+            from sglang.srt.mem_cache.storage.folder import storage_secret
+
+            key = storage_secret(config_root(config))
+        return hashlib.blake2b(self._namespace(block_tokens).encode(), key=key[:64], digest_size=32).digest()
+
+
+def parse_extra_config(text: str) -> dict[str, Any]:
+    """JSON, or @ and the name of a file with it. Raises StoreError."""
+    if text.startswith("@"):
+        try:
+            text = Path(text[1:]).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise StoreError(f"{EXTRA_CONFIG_FLAG}: cannot read {text[1:]}: {error}") from None
+    try:
+        config = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise StoreError(f"{EXTRA_CONFIG_FLAG} has to be JSON, or @ and a file with it: {error}") from None
+    if not isinstance(config, dict):
+        raise StoreError(f'{EXTRA_CONFIG_FLAG} has to be a JSON object, like {{"path": "/var/cache/kv"}}')
+    return config
+
+
+def _whole(config: dict[str, Any], key: str, default: int, least: int) -> int:
+    value = config.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise StoreError(f"{EXTRA_CONFIG_FLAG}: {key} is {value!r}, but it has to be a whole number from {least} on")
+    return value
+
+
+def _seconds(config: dict[str, Any], key: str, default: float) -> float:
+    value = config.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise StoreError(f"{EXTRA_CONFIG_FLAG}: {key} is {value!r}, but it has to be a number of seconds")
+    return float(value)

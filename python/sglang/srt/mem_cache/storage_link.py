@@ -1,0 +1,119 @@
+"""`StorageLink`: operations on a `BlockStore`, in order, on a stream of their own. Three links share one store.
+
+Owns the operations it was given until they are polled, and through its `StoreSlot` what is attached. Never decides
+what moves, never touches frame states. An operation that is cancelled before it starts does nothing; one that raises,
+which no store should, counts as one that brought nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+
+from sglang.srt.mem_cache.block_keys import to_bytes
+from sglang.srt.mem_cache.block_store import BlockStore, StoreError
+from sglang.srt.mem_cache.rate_limit import RateLimit
+from sglang.srt.mem_cache.transfer import GateError, LayerGate, OpResult, StorageAction, StorageOp, Ticket
+from sglang.srt.utils.stream import Stream
+
+logger = logging.getLogger(__name__)
+
+
+class StoreSlot:
+    """The store that a rank's storage links use, or None. open_store: setup (see StorageOp) -> a store; raises
+    StoreError. last_error: why the last attachment failed, for the one who asked for it."""
+
+    def __init__(self, open_store: Callable[[str], BlockStore], store: BlockStore | None = None) -> None:
+        self.store = store
+        self.last_error = ""
+        self._open_store = open_store
+
+    def attach(self, setup: str) -> bool:
+        try:
+            self.store = self._open_store(setup)
+        except StoreError as error:
+            self.last_error = str(error)
+            return False
+        return True
+
+    def detach(self) -> None:
+        store, self.store = self.store, None
+        if store is not None:
+            store.close()
+
+
+class StorageLink:
+    """notify: called from the stream after every operation. rate_limit: of the bytes that move, for experiments."""
+
+    def __init__(
+        self,
+        name: str,
+        slot: StoreSlot,
+        stream: Stream,
+        notify: Callable[[], None] = lambda: None,
+        rate_limit: RateLimit | None = None,
+    ) -> None:
+        self.name = name
+        self.slot = slot
+        self.stream = stream
+        self.notify = notify
+        self.rate_limit = rate_limit
+        self._next_seq = 0
+        self._cancelled: set[int] = set()
+        self._results: deque[OpResult] = deque()
+
+    def submit(self, op: StorageOp) -> None:
+        link, seq = op.ticket
+        assert link == self.name and seq == self._next_seq, f"{op.ticket} out of order, {self._next_seq} expected"
+        self._next_seq += 1
+        self.stream.enqueue(partial(self._run, op))
+
+    def cancel(self, ticket: Ticket) -> None:
+        self._cancelled.add(ticket.seq)
+
+    def gate(self, ticket: Ticket) -> LayerGate:
+        raise GateError(f"{ticket}: a launch may not wait for storage; requests wait for it before they start")
+
+    def poll(self) -> list[OpResult]:
+        self.stream.raise_if_dead()
+        results = []
+        while self._results:
+            results.append(self._results.popleft())
+        return results
+
+    # -- on the stream ------------------------------------------------------------------------------------------
+
+    def _run(self, op: StorageOp) -> None:
+        count, error = 0, ""
+        if op.ticket.seq in self._cancelled:
+            self._cancelled.discard(op.ticket.seq)
+            error = "cancelled"
+        else:
+            try:
+                count = self._carry_out(op)
+            except Exception as raised:
+                logger.warning("%s of %d blocks failed: %r", op.action.name, len(op.keys), raised)
+                error = str(raised) or type(raised).__name__
+        self._results.append(OpResult(op.ticket.seq, ok=not error, error=error, count=count))
+        self.notify()
+
+    def _carry_out(self, op: StorageOp) -> int:
+        store = self.slot.store
+        if op.action == StorageAction.ATTACH:
+            return int(self.slot.attach(op.setup))
+        if store is None:
+            return 0
+        if op.action == StorageAction.EXISTS:
+            return store.exists(to_bytes(op.keys))
+        if op.action == StorageAction.CLEAR:
+            store.clear()
+            return 1
+        if op.action == StorageAction.DETACH:
+            self.slot.detach()
+            return 1
+        move = store.get if op.action == StorageAction.GET else store.set
+        with self.rate_limit.transfer(op.size_bytes) if self.rate_limit is not None else nullcontext():
+            return move(to_bytes(op.keys), op.frames)

@@ -1,0 +1,367 @@
+"""The storage tier under real schedulers, models and threads: what it brings is what was computed, and nobody waits
+for what does not come."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.cache_controller import StorageLimits
+from sglang.srt.managers.schedule_batch import StorageRequest, StorageSetup
+from sglang.srt.managers.storage_prefetch import PrefetchConfig
+from sglang.srt.mem_cache.frame_table import FrameState
+from sglang.srt.mem_cache.transfer import StorageAction, Tier
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.test.local_engine import LocalEngine
+from sglang.test.memory_store import MemoryStore
+
+PAGE = 4
+BLOCK = 16
+SETUP = StorageSetup(
+    backend="memory",
+    setup="",
+    secret=b"test",
+    block_tokens=BLOCK,
+    limits=StorageLimits(blocks_per_op=2, max_fetch_pages=1000, max_store_pages=1000),
+    prefetch=PrefetchConfig(policy="wait_complete", threshold=1),
+    write_policy="write_through",
+)
+PARAMS = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True, sampling_seed=0)
+
+
+@pytest.fixture(scope="module")
+def model_config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        eos_token_id=2,
+    )
+    path = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return ModelConfig.from_pretrained(str(path), dtype="float32")
+
+
+def prompt(seed: int, n: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, 97, n).astype(np.int32)
+
+
+class Engine(LocalEngine):
+    def __init__(self, model_config: ModelConfig, store: MemoryStore | None = None, **options: object) -> None:
+        kept = {} if store is None else store.blocks
+
+        def open_store(pool: object) -> MemoryStore:
+            fresh = MemoryStore(pool, BLOCK)  # type: ignore[arg-type]
+            fresh.blocks = kept
+            return fresh
+
+        options = {"storage": SETUP, "num_device_pages": 60, "num_host_pages": 80} | options
+        super().__init__(model_config, page_size=PAGE, open_store=open_store, **options)  # type: ignore[arg-type]
+
+    def counter(self, name: str) -> int:
+        return self.scheduler.state()["counters"].get(name, 0)
+
+    def administer(self, action: StorageAction, what: StorageSetup | None = None) -> tuple[bool, str]:
+        """The reply to a storage request."""
+        request = StorageRequest(id="x", action=action, what=what)
+        decision = self.core.step(time.monotonic(), self.core.progress(), storage=[request])
+        while not decision.replies:
+            progress = self.core.progress()
+            if self.core.has_work(time.monotonic()):
+                decision = self.core.step(time.monotonic(), progress)
+        return decision.replies[0].success, decision.replies[0].message
+
+    def assert_nothing_left(self) -> None:
+        self.settle()
+        self.scheduler.check_invariants()
+        for table in self.scheduler.controller.tables.values():
+            assert table.counts[FrameState.FREE] + table.counts[FrameState.CACHED] == table.num_pages
+
+
+def test_a_new_server_finds_what_the_last_one_stored(model_config: ModelConfig) -> None:
+    text = prompt(1, 100)
+    first = Engine(model_config)
+    wanted = first.generate([text], PARAMS)[0]
+    assert wanted.cached_tokens_details == {"device": 0, "host": 0, "disk": 0}
+    first.assert_nothing_left()
+    # 105 tokens have been computed, 6 whole blocks of 16.
+    assert len(first.store.blocks) == 6
+    first.close()
+
+    second = Engine(model_config, store=first.store)
+    got = second.generate([text], PARAMS)[0]
+    assert got.tokens == wanted.tokens
+    assert got.cached_tokens_details == {"device": 0, "host": 0, "disk": 96}
+    assert second.counter("prefetched_tokens") == 96
+    again = second.generate([text], PARAMS)[0]
+    assert again.tokens == wanted.tokens
+    assert again.cached_tokens_details == {"device": 96, "host": 0, "disk": 0}
+    second.assert_nothing_left()
+    second.close()
+
+
+def test_a_prompt_is_put_together_from_device_host_disk_and_computation(model_config: ModelConfig) -> None:
+    text = prompt(2, 120)
+    first = stored(model_config, text)
+    engine = Engine(model_config, store=first)
+    engine.generate([text[:50]], PARAMS)  # 48 from disk, the rest computed
+    engine.settle()
+    scheduler = engine.scheduler
+    # Leaves first: the answer's 4 whole pages after token 48 are no part of the prompt, then 5 of its own.
+    scheduler.controller.evict(Tier.DEVICE, 5, scheduler.exec_done)
+    match = scheduler.tree.match("", text[:48])
+    assert 0 < match.device_len < match.total_len == 48
+    got = engine.generate([text], PARAMS)[0]
+    assert got.tokens == computed(model_config, text)
+    assert got.cached_tokens_details == {"device": match.device_len, "host": 48 - match.device_len, "disk": 64}
+    engine.assert_nothing_left()
+    engine.close()
+
+
+def stored(model_config: ModelConfig, *texts: np.ndarray, extra_key: str = "") -> MemoryStore:
+    """A store with the blocks of these texts and their answers."""
+    engine = Engine(model_config)
+    engine.generate(texts, PARAMS, extra_key=extra_key)
+    engine.assert_nothing_left()
+    engine.close()
+    assert engine.store.blocks
+    return engine.store
+
+
+_answers: dict[bytes, list[int]] = {}
+
+
+def computed(model_config: ModelConfig, text: np.ndarray) -> list[int]:
+    """The answer without any cache."""
+    if text.tobytes() not in _answers:
+        engine = LocalEngine(model_config, 80, page_size=PAGE, enable_radix_cache=False)
+        _answers[text.tobytes()] = engine.generate([text], PARAMS)[0].tokens
+        engine.close()
+    return _answers[text.tobytes()]
+
+
+def test_requests_with_the_same_prompt_read_it_once(model_config: ModelConfig) -> None:
+    text = prompt(3, 100)
+    engine = Engine(model_config, store=stored(model_config, text))
+    reads: list[bytes] = []
+    get = engine.store.get
+    engine.store.get = lambda keys, frames: (reads.extend(keys), get(keys, frames))[1]
+    answers = engine.generate([text, text, np.concatenate((text[:70], text[:10]))], PARAMS)
+    assert [a.tokens for a in answers[:2]] == [computed(model_config, text)] * 2
+    assert len(reads) == len(set(reads)) == 6
+    # The first one loads what the others then find on the device.
+    assert answers[0].cached_tokens_details["disk"] == 96
+    assert sum(answers[2].cached_tokens_details.values()) >= 64
+    engine.assert_nothing_left()
+    engine.close()
+
+
+def test_a_block_that_is_lost_is_computed_and_stored_anew(model_config: ModelConfig) -> None:
+    text = prompt(4, 100)
+    store = stored(model_config, text)
+    lost = list(store.blocks)[2]
+    kept = store.blocks[lost].copy()
+    engine = Engine(model_config, store=store)
+    exists = engine.store.exists
+    # Storage believes that it has the block, and finds out when it reads.
+    engine.store.exists = lambda keys: len(keys) if lost in keys else exists(keys)
+    del engine.store.blocks[lost]
+    got = engine.generate([text], PARAMS)[0]
+    assert got.tokens == computed(model_config, text)
+    assert got.cached_tokens_details == {"device": 0, "host": 0, "disk": 32}
+    engine.assert_nothing_left()
+    np.testing.assert_allclose(
+        engine.store.blocks[lost].view(np.float32), kept.view(np.float32), atol=1e-5
+    )  # computed in a chunk of another shape
+    engine.close()
+
+
+def test_tenants_share_no_block(model_config: ModelConfig) -> None:
+    text = prompt(5, 100)
+    store = stored(model_config, text, extra_key="tenant a")
+    engine = Engine(model_config, store=store)
+    for extra_key, disk in (("tenant b", 0), ("", 0), ("tenant a", 96)):
+        got = engine.generate([text], PARAMS, extra_key=extra_key)[0]
+        assert got.cached_tokens_details["disk"] == disk, extra_key
+        assert got.tokens == computed(model_config, text)
+    engine.settle()
+    assert len(store.blocks) == 3 * 6
+    engine.close()
+
+
+def with_policy(policy: str, **fields: object) -> StorageSetup:
+    prefetch = dataclasses.replace(SETUP.prefetch, policy=policy, **fields)  # type: ignore[arg-type]
+    return dataclasses.replace(SETUP, prefetch=prefetch)
+
+
+class Gated:
+    """Makes a store's method wait until `open` is set; `entered` says that somebody waits."""
+
+    def __init__(self, store: MemoryStore, method: str) -> None:
+        self.open, self.entered = threading.Event(), threading.Event()
+        real = getattr(store, method)
+
+        def waiting(*args: object) -> int:
+            self.entered.set()
+            assert self.open.wait(30), "the test forgot to open the gate"
+            return real(*args)
+
+        setattr(store, method, waiting)
+
+
+@pytest.mark.parametrize("method", ["exists", "get"])
+def test_best_effort_starts_without_what_has_not_come(model_config: ModelConfig, method: str) -> None:
+    text = prompt(6, 100)
+    engine = Engine(model_config, store=stored(model_config, text), storage=with_policy("best_effort"))
+    gate = Gated(engine.store, method)
+    got = engine.generate([text], PARAMS)[0]
+    assert got.tokens == computed(model_config, text)
+    assert got.cached_tokens_details["disk"] == 0
+    gate.open.set()
+    engine.assert_nothing_left()
+    engine.close()
+
+
+@pytest.mark.parametrize("method", ["exists", "get"])
+def test_a_request_waits_no_longer_than_its_time_for_storage_that_hangs(
+    model_config: ModelConfig, method: str
+) -> None:
+    text = prompt(7, 100)
+    setup = with_policy("timeout", timeout_base_s=0.2, timeout_per_ki_token_s=0.0)
+    engine = Engine(model_config, store=stored(model_config, text), storage=setup)
+    gate = Gated(engine.store, method)
+    start = time.monotonic()
+    got = engine.generate([text, prompt(8, 12)], PARAMS)
+    assert time.monotonic() - start >= 0.2
+    assert got[0].tokens == computed(model_config, text)
+    assert got[0].cached_tokens_details["disk"] == 0
+    # The other one did not wait with it.
+    assert got[1].end_s < got[0].first_token_s and got[0].first_token_s >= 0.2
+    assert engine.counter("prefetch_timeouts") == 1
+    gate.open.set()
+    engine.assert_nothing_left()
+    engine.close()
+
+
+@pytest.mark.parametrize("method", ["exists", "get"])
+def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(model_config: ModelConfig, method: str) -> None:
+    text = prompt(9, 100)
+    engine = Engine(model_config, store=stored(model_config, text))
+    gate = Gated(engine.store, method)
+    threading.Thread(target=lambda: (gate.entered.wait(30), time.sleep(0.05), gate.open.set())).start()
+    assert engine.generate([text], PARAMS, abort_after={0: 0})[0].finish_reason == "abort"
+    engine.assert_nothing_left()
+    assert engine.scheduler.tree.resident_pages(Tier.HOST) == 0
+    engine.close()
+
+
+def test_what_is_in_flight_stays_within_its_limits(model_config: ModelConfig) -> None:
+    texts = [prompt(20 + i, 90) for i in range(4)]
+    limits = StorageLimits(blocks_per_op=1, max_fetch_pages=8, max_store_pages=8)
+    setup = dataclasses.replace(SETUP, limits=limits)
+    engine = Engine(model_config, storage=setup, num_device_pages=120, num_host_pages=160)
+    seen = []
+
+    def look(_: object) -> None:
+        controller = engine.scheduler.controller
+        seen.append((controller.fetching_pages, controller.storing_pages))
+
+    engine.generate(texts, PARAMS, after_step=look)
+    while engine.core.has_outstanding:
+        engine.settle()
+    assert len(engine.store.blocks) == 4 * 5, "what had to wait was stored later"
+    reader = Engine(model_config, store=engine.store, storage=setup, num_device_pages=120, num_host_pages=160)
+    engine.close()
+    engine = reader
+    answers = engine.generate(texts, PARAMS, after_step=look)
+    assert [a.cached_tokens_details["disk"] for a in answers] == [80] * 4
+    assert max(f for f, _ in seen) == 8 and max(s for _, s in seen) == 8
+    engine.assert_nothing_left()
+    engine.close()
+
+
+def test_attach_clear_and_detach_at_run_time(model_config: ModelConfig) -> None:
+    text = prompt(10, 100)
+    engine = Engine(model_config, storage=None)
+    assert engine.administer(StorageAction.DETACH) == (False, "no storage backend is attached")
+    engine.generate([text], PARAMS)
+    engine.settle()
+    assert not engine.store.blocks
+    assert engine.administer(StorageAction.ATTACH, SETUP) == (True, "")
+    success, message = engine.administer(StorageAction.ATTACH, SETUP)
+    assert not success and "detach it first" in message
+    # The next request backs nothing up, as the host has it all: it is stored when something new is published below.
+    engine.generate([np.concatenate((text, text[:40]))], PARAMS)
+    engine.settle()
+    assert len(engine.scheduler.tree.match("", text).path) and len(current(engine).blocks) == 9
+    assert engine.administer(StorageAction.CLEAR) == (True, "")
+    assert not current(engine).blocks
+    engine.generate([np.concatenate((text, text[:80]))], PARAMS)
+    engine.settle()
+    assert current(engine).blocks
+    assert engine.administer(StorageAction.DETACH) == (True, "")
+    assert engine.scheduler.state()["storage"] is None
+    assert engine.generate([text], PARAMS)[0].tokens == computed(model_config, text)
+    engine.assert_nothing_left()
+    engine.close()
+
+
+def current(engine: Engine) -> MemoryStore:
+    return engine.core.links["fetch"].slot.store  # type: ignore[attr-defined,no-any-return]
+
+
+def test_detaching_lets_go_of_those_who_wait(model_config: ModelConfig) -> None:
+    text = prompt(11, 100)
+    engine = Engine(model_config, store=stored(model_config, text))
+    gate = Gated(engine.store, "get")
+    replies = []
+
+    def detach_once_it_reads() -> None:
+        gate.entered.wait(30)
+        gate.open.set()
+
+    threading.Thread(target=detach_once_it_reads).start()
+    asked = False
+
+    def ask(_: object) -> None:
+        nonlocal asked
+        if gate.entered.is_set() and not asked:
+            asked = True
+            request = StorageRequest(id="x", action=StorageAction.DETACH)
+            replies.extend(engine.core.step(time.monotonic(), engine.core.progress(), storage=[request]).replies)
+
+    got = engine.generate([text, prompt(12, 30)], PARAMS, after_step=ask)
+    assert got[0].tokens == computed(model_config, text)
+    engine.assert_nothing_left()
+    engine.close()
+
+
+@pytest.mark.parametrize("policy", ["write_back", "write_through_selective"])
+def test_what_reaches_the_host_later_is_stored_later(model_config: ModelConfig, policy: str) -> None:
+    text = prompt(13, 100)
+    setup = dataclasses.replace(SETUP, write_policy=policy)
+    engine = Engine(model_config, storage=setup, write_policy=policy)
+    engine.generate([text], PARAMS)
+    engine.settle()
+    assert not engine.store.blocks
+    if policy == "write_back":
+        engine.generate([prompt(14, 200)], PARAMS)  # takes the device
+    else:
+        engine.generate([text], PARAMS)
+    engine.settle()
+    assert engine.store.blocks
+    engine.assert_nothing_left()
+    engine.close()
