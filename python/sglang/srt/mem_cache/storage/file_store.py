@@ -64,6 +64,8 @@ LOG_INTERVAL_S = 60.0
 _BATCH_BYTES = 16 << 20
 _MAX_OPEN_FILES = 64
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+# Opening a segment: there is none, or a link in its place.
+_GONE = (errno.ENOENT, errno.ELOOP)
 
 # The number of a segment and a slot in it, as one int: the index holds a million of them.
 _SLOT_BITS = MAX_SLOTS.bit_length() - 1
@@ -202,7 +204,11 @@ class HiCacheFile:
             self._load()
             self._leftovers = Leftovers(root, self._folder.path)
             if self._folder.writable:
-                self._shrink_to_limit()
+                if self.limit_bytes:
+                    self._make_room(0, self._tick)  # The limit may have been larger.
+                newest = max(self._segments, default=None)
+                if newest is not None and self._segments[newest].free:
+                    self._active = self._segments[newest]
             else:
                 logger.warning("%s cannot be written: KV is read from it, and none is stored", self._folder.path)
         except BaseException:
@@ -330,6 +336,7 @@ class HiCacheFile:
             assert (segment.fd is not None) == (number in self._open_files)
         assert self._active is None or self._segments[self._active.number] is self._active
         assert len(self._open_files) <= _MAX_OPEN_FILES
+        assert self._open_files.keys() <= self._segments.keys()
         assert not self.limit_bytes or self._size_bytes <= self.limit_bytes
 
     # -- start ------------------------------------------------------------------------------------------------------
@@ -371,9 +378,6 @@ class HiCacheFile:
             ages.append((stat.st_mtime_ns, number))
         for _, number in sorted(ages):
             self._touch(number)
-        newest = max(self._segments, default=None)
-        if newest is not None and self._segments[newest].free and self._folder.writable:
-            self._active = self._segments[newest]
 
     def _read_head(self, path: Path) -> tuple[os.stat_result, SegmentLayout, bytes] | str:
         """A file's state, layout and table; a string says why it cannot be used."""
@@ -406,11 +410,11 @@ class HiCacheFile:
         slot_bytes, payload_bytes = segment.layout.slot_bytes, segment.layout.payload_bytes
         try:
             fd = self._read_fd(segment)
-        except FileNotFoundError:
-            if self._lose(segment):
-                self._read_failed(n, "the file is gone", segment.path)
-            return verified, None
         except OSError as error:
+            if error.errno in _GONE:
+                if self._lose(segment):
+                    self._read_failed(n, "the file is gone", segment.path)
+                return verified, None
             self._forget(segment, first_slot)
             self._read_failed(1, f"opening failed ({error.strerror})", segment.path)
             return verified, error
@@ -544,8 +548,9 @@ class HiCacheFile:
         blocks = self._block_buffers(pages, reading=False)
         try:
             fd = os.open(segment.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            self._lose(segment)
+        except OSError as error:
+            if error.errno in _GONE:
+                self._lose(segment)
             raise
         try:
             try:
@@ -619,12 +624,6 @@ class HiCacheFile:
             over -= freed
         return True
 
-    def _shrink_to_limit(self) -> None:
-        """After a start with a smaller limit."""
-        if self.limit_bytes and not self._make_room(0, self._tick):
-            self._active = None
-            self._make_room(0, self._tick)
-
     def _evict_oldest(self, before: int) -> int:
         """Delete what was not used for longest, other namespaces' leftovers first. Returns the bytes that this frees;
         0: all was used after tick `before`."""
@@ -697,12 +696,12 @@ class HiCacheFile:
                 del self._index[key]
         segment.live = 0
         del self._segments[segment.number]
-        self._open_files.pop(segment.number, None)
         self._size_bytes -= segment.size_bytes
         if segment is self._active:
             self._active = None
         fd = None
         if not segment.pins:
+            self._open_files.pop(segment.number, None)
             fd, segment.fd = segment.fd, None
         return fd, segment.path
 

@@ -89,7 +89,8 @@ def open_namespace(root: Path, digest: bytes, description: str) -> NamespaceFold
     path = root / digest.hex()[:32]
     try:
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             if error.errno not in _NOT_WRITABLE or not path.is_dir():
                 raise
