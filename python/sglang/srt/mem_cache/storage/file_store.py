@@ -102,7 +102,7 @@ class _Segment:
 
     __slots__ = ("checksums", "fd", "keys", "last_used", "layout", "live", "number", "path", "pins", "size_bytes")
 
-    def __init__(self, number: int, path: Path, layout: SegmentLayout) -> None:
+    def __init__(self, number: int, path: str, layout: SegmentLayout) -> None:
         self.number = number
         self.path = path
         self.layout = layout
@@ -343,46 +343,46 @@ class HiCacheFile:
 
     def _load(self) -> None:
         """Build the index from the segments' tables; the blocks themselves are not read."""
-        paths = sorted(path for path in self._folder.path.glob("*" + SEGMENT_SUFFIX) if _number_of(path) is not None)
+        numbers = sorted(n for name in os.listdir(self._folder.path) if (n := _number_of(name)) is not None)
+        parts = [numbers[i : i + 256] for i in range(0, len(numbers), 256)]
         # Threads, because a cold disk answers many small reads at once faster than one by one.
         with ThreadPoolExecutor(8, "hicache-open") as threads:
-            loaded = list(threads.map(self._read_head, paths))
+            heads = [
+                head for part in threads.map(lambda part: list(map(self._read_head, part)), parts) for head in part
+            ]
         ages = []
-        for path, head in zip(paths, loaded):
-            number = _number_of(path)
-            assert number is not None
-            self._next_number = max(self._next_number, number + 1)
+        for number, head in zip(numbers, heads):
+            path = self._path(number)
+            self._next_number = number + 1
             if isinstance(head, str):
                 self._read_failed(1, head, path)
                 if self._folder.writable:
                     self._delete(None, path)
                 continue
-            stat, layout, table = head
-            entries, used, num_bad = layout.read_table(table)
-            if num_bad:
-                self._read_failed(num_bad, "entries of its table do not verify", path)
+            stat, layout, raw = head
+            table = layout.read_table(raw)
+            if table.num_bad:
+                self._read_failed(table.num_bad, "entries of its table do not verify", path)
             segment = _Segment(number, path, layout)
-            segment.keys = bytearray(used * KEY_BYTES)
-            segment.checksums = bytearray(used * CHECKSUM_BYTES)
-            segment.size_bytes = max(layout.size_bytes(used), allocated_bytes(stat))
-            for slot, key, checksum in entries:
-                segment.keys[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] = key
-                segment.checksums[slot * CHECKSUM_BYTES : (slot + 1) * CHECKSUM_BYTES] = checksum
-                # The same key again: stored anew after its block had gone bad, so the later one counts.
-                if (earlier := self._index.get(key)) is not None:
-                    self._segment_of(earlier, segment).live -= 1
-                self._index[key] = segment.place(slot)
-                segment.live += 1
+            segment.keys, segment.checksums = bytearray(table.keys), bytearray(table.checksums)
+            segment.size_bytes = max(layout.size_bytes(segment.used), allocated_bytes(stat))
+            segment.live = len(table.slots)
             self._segments[number] = segment
             self._size_bytes += segment.size_bytes
             ages.append((stat.st_mtime_ns, number))
+            keys = [table.keys[at : at + KEY_BYTES] for at in range(0, len(table.keys), KEY_BYTES)]
+            for slot in table.slots:
+                # The same key again: stored anew after its block had gone bad, so the later one counts.
+                if (earlier := self._index.get(keys[slot])) is not None:
+                    self._segments[earlier >> _SLOT_BITS].live -= 1
+                self._index[keys[slot]] = number << _SLOT_BITS | slot
         for _, number in sorted(ages):
             self._touch(number)
 
-    def _read_head(self, path: Path) -> tuple[os.stat_result, SegmentLayout, bytes] | str:
+    def _read_head(self, number: int) -> tuple[os.stat_result, SegmentLayout, bytes] | str:
         """A file's state, layout and table; a string says why it cannot be used."""
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(self._path(number), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 # One read for header and table of the segments that this store would write.
                 head = os.pread(fd, self._layout.data_offset, 0)
@@ -396,6 +396,9 @@ class HiCacheFile:
             return str(error)
         except OSError as error:
             return error.strerror or str(error)
+
+    def _path(self, number: int) -> str:
+        return f"{self._folder.path}/{number:08d}{SEGMENT_SUFFIX}"
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -589,13 +592,13 @@ class HiCacheFile:
     def _create(self) -> _Segment:
         """A new active segment, empty."""
         number = self._next_number
-        path = self._folder.path / f"{number:08d}{SEGMENT_SUFFIX}"
+        path = self._path(number)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             transfer(os.pwritev, fd, [memoryview(self._layout.header())], 0)
             os.ftruncate(fd, self._layout.data_offset)
         except OSError:
-            path.unlink(missing_ok=True)
+            os.unlink(path)
             raise
         finally:
             os.close(fd)
@@ -684,11 +687,7 @@ class HiCacheFile:
         self._segments[number].last_used = self._tick
         self._segments.move_to_end(number)
 
-    def _segment_of(self, place: int, loading: _Segment) -> _Segment:
-        number = place >> _SLOT_BITS
-        return loading if number == loading.number else self._segments[number]
-
-    def _drop(self, segment: _Segment) -> tuple[int | None, Path]:
+    def _drop(self, segment: _Segment) -> tuple[int | None, str]:
         """Forget a segment and its blocks. Returns the file to close, unless a read still uses it. Locked."""
         for slot in range(segment.used):
             key = segment.key(slot)
@@ -705,15 +704,17 @@ class HiCacheFile:
             fd, segment.fd = segment.fd, None
         return fd, segment.path
 
-    def _delete(self, fd: int | None, path: Path) -> None:
+    def _delete(self, fd: int | None, path: str) -> None:
         if fd is not None:
             os.close(fd)
         try:
-            path.unlink(missing_ok=True)
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
         except OSError as error:
             self._write_failed(error)
 
-    def _read_failed(self, num_blocks: int, why: str, path: Path) -> None:
+    def _read_failed(self, num_blocks: int, why: str, path: str) -> None:
         with self._lock:
             self._counters["read_errors"] += num_blocks
         if self._read_log.allows():
@@ -779,8 +780,9 @@ def _number(config: dict[str, Any], key: str, default: float) -> float:
     return value
 
 
-def _number_of(path: Path) -> int | None:
-    return int(path.stem) if path.stem.isdecimal() else None
+def _number_of(name: str) -> int | None:
+    stem, suffix = os.path.splitext(name)
+    return int(stem) if suffix == SEGMENT_SUFFIX and len(stem) == 8 and stem.isdecimal() else None
 
 
 def _runs(places: list[int], max_blocks: int) -> Iterator[list[int]]:
