@@ -8,9 +8,10 @@ half of a pool of twice the size). *Piece by piece* is what a store does that kn
 per page, layer, K and V, without a checksum (Strata, figure 12). The limit is the same bytes in one contiguous buffer
 and one file, 16 MiB per call.
 
-Write: until the calls return, the data lies in the page cache; and with the fsync of all files. Read cold: after
-fsync and POSIX_FADV_DONTNEED of all files, which empties the guest's page cache, not the virtual disk's host. Read
-warm: once more. Variants take turns within a round; medians.
+Write: until the calls return, the data lies in the page cache, or on the disk where the store writes past it (memory
+here is aligned as pinned memory is; *page cache*: the same store without that); and with the fsync of all files.
+Read cold: after fsync and POSIX_FADV_DONTNEED of all files, which empties the guest's page cache, not the virtual
+disk's host. Read warm: once more. Variants take turns within a round; medians.
 
 --start-up: opening a store of N blocks whose segments hold tables and no payload (the store reads no payload then).
 """
@@ -138,10 +139,12 @@ class Bench:
         path.unlink()
         return rates
 
-    def store(self, page_size: int, layer_first: bool, order: str) -> dict[str, float]:
+    def store(self, page_size: int, layer_first: bool, order: str, direct: bool = True) -> dict[str, float]:
         pool = Pool(self.memory, self.num_layers, page_size, layer_first)
         frames = self.frames(pool, order)
         store = HiCacheFile(self.folder, "bench", pool, BLOCK_TOKENS, 4 * self.size_bytes)
+        if not direct:
+            store._direct = False
 
         def check(count: int) -> None:
             assert count == len(self.keys), store.stats()
@@ -183,6 +186,8 @@ class Bench:
                 yield name, lambda p=page_size, o=order: self.store(p, False, o)  # type: ignore[misc]
                 name = {"page size": page_size, "host": "layer_first", "pages": order}
                 yield name, lambda p=page_size, o=order: self.store(p, True, o)  # type: ignore[misc]
+            name = {"page size": page_size, "host": "page_first, page cache", "pages": "scattered"}
+            yield name, lambda p=page_size: self.store(p, False, "scattered", False)  # type: ignore[misc]
             name = {"page size": page_size, "host": "layer_first, piece by piece", "pages": "scattered"}
             yield name, lambda p=page_size: self.piece_by_piece(p, "scattered")  # type: ignore[misc]
 

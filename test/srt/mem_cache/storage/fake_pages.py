@@ -18,12 +18,21 @@ class FakePages(HostPages):
     page_bytes = 0
 
     def __init__(
-        self, num_pages: int, page_size: int = 16, token_bytes: int = 64, num_layers: int = 2, page_first: bool = True
+        self,
+        num_pages: int,
+        page_size: int = 16,
+        token_bytes: int = 64,
+        num_layers: int = 2,
+        page_first: bool = True,
+        aligned: bool = True,
     ) -> None:
         piece_bytes = page_size * token_bytes
         self.page_size, self.page_bytes, self.page_first = page_size, 2 * num_layers * piece_bytes, page_first
         if page_first:
-            self.kv = np.zeros((num_pages, 2 * num_layers, piece_bytes), np.uint8)
+            # As pinned memory is, or off by 16 bytes as malloc's.
+            memory = np.zeros(num_pages * self.page_bytes + 4096 + 16, np.uint8)
+            start = -memory.ctypes.data % 4096 + (0 if aligned else 16)
+            self.kv = memory[start : start + num_pages * self.page_bytes].reshape(num_pages, 2 * num_layers, -1)
         else:
             self.kv = np.zeros((2 * num_layers, num_pages, piece_bytes), np.uint8).transpose(1, 0, 2)
 

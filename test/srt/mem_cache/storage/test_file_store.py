@@ -116,6 +116,40 @@ def test_blocks_come_back_byte_for_byte(tmp_path: Path, page_size: int, item_byt
         store.close()
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_writes_go_past_the_page_cache_where_memory_is_aligned(
+    tmp_path: Path, aligned: bool, page_size: int, monkeypatch: pytest.MonkeyPatch
+):
+    disk = Disk(tmp_path, page_size=page_size, token_bytes=1024, aligned=aligned)
+    store = disk.open(segment_bytes=1 << 20)
+    direct: set[int] = set()
+    written = {True: 0, False: 0}
+    open_, pwritev = os.open, os.pwritev
+
+    def noting(path: str, flags: int, mode: int = 0o777) -> int:
+        fd = open_(path, flags, mode)
+        (direct.add if flags & os.O_DIRECT else direct.discard)(fd)
+        return fd
+
+    def counting(fd: int, buffers: list[memoryview], at: int) -> int:
+        done = pwritev(fd, buffers, at)
+        written[fd in direct] += done
+        return done
+
+    try:
+        os.close(open_(tmp_path / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
+    except OSError:
+        pytest.skip("this file system has no direct writes")
+    monkeypatch.setattr(os, "open", noting)
+    monkeypatch.setattr(os, "pwritev", counting)
+    keys = keys_of(*range(12))
+    assert disk.set(store, keys) == disk.get(store, keys) == 12
+    payload = 12 * BLOCK_TOKENS * 4096
+    assert written[True] == (payload if aligned else 0)
+    store.close()
+
+
 def test_only_leading_blocks_count(disk: Disk):
     store = disk.open()
     assert store.exists(keys_of(1, 2)) == 0 and disk.get(store, keys_of(1, 2)) == 0

@@ -29,6 +29,7 @@ class World:
             page_size,
             token_bytes=self.rng.choice((40, 64)),
             page_first=self.rng.random() < 0.6,
+            aligned=self.rng.random() < 0.5,
         )
         self.now = 0.0
         self.store = self.open()

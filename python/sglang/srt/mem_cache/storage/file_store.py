@@ -64,6 +64,8 @@ LOG_INTERVAL_S = 60.0
 _BATCH_BYTES = 16 << 20
 _MAX_OPEN_FILES = 64
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_WRITE = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+O_DIRECT = getattr(os, "O_DIRECT", 0)
 # Opening a segment: there is none, or a link in its place.
 _GONE = (errno.ENOENT, errno.ELOOP)
 
@@ -175,6 +177,8 @@ class HiCacheFile:
         self._batch_blocks = max(1, _BATCH_BYTES // layout.slot_bytes)
         padding_bytes = layout.slot_bytes - layout.payload_bytes
         self._read_padding, self._write_padding = (memoryview(bytearray(padding_bytes)) for _ in range(2))
+        # Until a write shows that memory or file system are not made for it.
+        self._direct = O_DIRECT != 0
         # For pools that are not page-first; one for each direction, as a get and a set may run at once.
         self._read_scratch: np.ndarray | None = None
         self._write_scratch: np.ndarray | None = None
@@ -498,7 +502,7 @@ class HiCacheFile:
             segment.live -= 1
         if self._folder.writable:
             try:
-                fd = os.open(segment.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                fd = os.open(segment.path, _WRITE)
                 try:
                     os.pwrite(fd, bytes(ENTRY_BYTES), segment.layout.entry_offset(slot))
                 finally:
@@ -550,14 +554,14 @@ class HiCacheFile:
         slot = segment.used
         blocks = self._block_buffers(pages, reading=False)
         try:
-            fd = os.open(segment.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(segment.path, _WRITE)
         except OSError as error:
             if error.errno in _GONE:
                 self._lose(segment)
             raise
         try:
             try:
-                transfer(os.pwritev, fd, chained(blocks, self._write_padding), layout.slot_offset(slot))
+                self._write_payloads(segment.path, fd, blocks, layout.slot_offset(slot))
                 checksums = [layout.checksum(key, block) for key, block in zip(keys, blocks)]
                 rows = [layout.entry(slot + i, key, checksums[i]) for i, key in enumerate(keys)]
                 transfer(os.pwritev, fd, [memoryview(b"".join(rows))], layout.entry_offset(slot))
@@ -589,11 +593,29 @@ class HiCacheFile:
                 self._active = None
         return len(keys)
 
+    def _write_payloads(self, path: str, fd: int, blocks: list[list[memoryview]], offset: int) -> None:
+        """Past the page cache where memory and file system allow it: what was just stored is in the host pool, so a
+        copy of it in the page cache would cost a core and memory for nothing."""
+        if self._direct:
+            try:
+                direct_fd = os.open(path, _WRITE | O_DIRECT)
+                try:
+                    transfer(os.pwritev, direct_fd, chained(blocks, self._write_padding), offset)
+                finally:
+                    os.close(direct_fd)
+                return
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # Not after a call that fell short, which may have ended at an odd place.
+                self._direct = isinstance(error, PartialTransferError) and error.done_bytes > 0
+        transfer(os.pwritev, fd, chained(blocks, self._write_padding), offset)
+
     def _create(self) -> _Segment:
         """A new active segment, empty."""
         number = self._next_number
         path = self._path(number)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = os.open(path, _WRITE | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             transfer(os.pwritev, fd, [memoryview(self._layout.header())], 0)
             os.ftruncate(fd, self._layout.data_offset)
@@ -652,11 +674,11 @@ class HiCacheFile:
             shape = (self._batch_blocks, self._layout.payload_bytes)
             if reading:
                 if self._read_scratch is None:
-                    self._read_scratch = np.empty(shape, np.uint8)
+                    self._read_scratch = _aligned_empty(*shape)
                 scratch = self._read_scratch
             else:
                 if self._write_scratch is None:
-                    self._write_scratch = np.empty(shape, np.uint8)
+                    self._write_scratch = _aligned_empty(*shape)
                 scratch = self._write_scratch
                 self._pool.copy_out(pages.reshape(-1), scratch[:n].reshape(-1, self._pool.page_bytes))
             buffers = [scratch[:n].reshape(-1).data]
@@ -778,6 +800,12 @@ def _number(config: dict[str, Any], key: str, default: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value > 0 or value == default):
         raise StoreError(f"{key} in {CONFIG_FLAG} is {value!r}: give a number above 0, or leave it out")
     return value
+
+
+def _aligned_empty(num_rows: int, row_bytes: int) -> np.ndarray:
+    memory = np.empty(num_rows * row_bytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + num_rows * row_bytes].reshape(num_rows, row_bytes)
 
 
 def _number_of(name: str) -> int | None:
