@@ -60,8 +60,10 @@ FREE_SHARE = 0.1
 # After a failed write none is tried for so long, so that a full disk costs a failed call per pause, not per request.
 WRITE_PAUSE_S = 10.0
 LOG_INTERVAL_S = 60.0
-# Bytes per call: a block is hashed while it is still in the CPU's cache, and a failed call loses little.
+# Of payloads before their entries are written; of the scratch buffers.
 _BATCH_BYTES = 16 << 20
+# Per call of reading: it is hashed while it lies in the core's cache, and meanwhile the kernel reads ahead.
+_READ_BYTES = 1 << 20
 _MAX_OPEN_FILES = 64
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _WRITE = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -201,12 +203,14 @@ class HiCacheFile:
         self._read_log = _RateLimit(clock)
         self._write_log = _RateLimit(clock)
 
+        # Looked up by the first write that needs room: by then the other ranks of this server hold their folders.
+        self._root = root
+        self._leftovers: Leftovers | None = None
         self._folder: NamespaceFolder = open_namespace(
             root, layout.namespace, raw.decode("utf-8", "backslashreplace")
         )
         try:
             self._load()
-            self._leftovers = Leftovers(root, self._folder.path)
             if self._folder.writable:
                 if self.limit_bytes:
                     self._make_room(0, self._tick)  # The limit may have been larger.
@@ -221,9 +225,10 @@ class HiCacheFile:
 
     @classmethod
     def from_config(
-        cls, config: dict[str, Any], namespace: str | bytes, pool: HostPages, block_tokens: int
+        cls, config: dict[str, Any], namespace: str | bytes, pool: HostPages, block_tokens: int, num_ranks: int = 1
     ) -> HiCacheFile:
-        """From the keys of --hicache-storage-backend-extra-config: path, limit_gb (1e9 bytes), segment_mb (1e6).
+        """From the keys of --hicache-storage-backend-extra-config: path, limit_gb (1e9 bytes, of all ranks that share
+        the disk), segment_mb (1e6).
 
         Raises StoreError.
         """
@@ -232,7 +237,7 @@ class HiCacheFile:
                 f"{CONFIG_FLAG} has {', '.join(map(repr, unknown))}, which --hicache-storage-backend file does not "
                 "know: it takes path, limit_gb and segment_mb"
             )
-        limit_bytes = int(_number(config, "limit_gb", 0) * 1e9)
+        limit_bytes = int(_number(config, "limit_gb", 0) * 1e9) // num_ranks
         segment_bytes = int(_number(config, "segment_mb", DEFAULT_SEGMENT_BYTES / 1e6) * 1e6)
         return cls(config_root(config), namespace, pool, block_tokens, limit_bytes, segment_bytes)
 
@@ -322,7 +327,7 @@ class HiCacheFile:
                 "size_bytes": self._size_bytes,
                 "limit_bytes": self.limit_bytes,
                 "segments": len(self._segments),
-                "leftover_bytes": self._leftovers.size_bytes,
+                "leftover_bytes": self._leftover_bytes,
                 **self._counters,
             }
 
@@ -359,7 +364,8 @@ class HiCacheFile:
             path = self._path(number)
             self._next_number = number + 1
             if isinstance(head, str):
-                self._read_failed(1, head, path)
+                if head:
+                    self._read_failed(1, head, path)
                 if self._folder.writable:
                     self._delete(None, path)
                 continue
@@ -384,12 +390,14 @@ class HiCacheFile:
             self._touch(number)
 
     def _read_head(self, number: int) -> tuple[os.stat_result, SegmentLayout, bytes] | str:
-        """A file's state, layout and table; a string says why it cannot be used."""
+        """A file's state, layout and table; a string says why it cannot be used, "" that nothing was written yet."""
         try:
             fd = os.open(self._path(number), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 # One read for header and table of the segments that this store would write.
                 head = os.pread(fd, self._layout.data_offset, 0)
+                if not head:
+                    return ""
                 layout = self._layout.read_header(head)
                 if layout.data_offset > len(head):
                     head += os.pread(fd, layout.data_offset - len(head), len(head))
@@ -414,7 +422,7 @@ class HiCacheFile:
         """
         n = len(pages)
         verified = np.zeros(n, bool)
-        slot_bytes, payload_bytes = segment.layout.slot_bytes, segment.layout.payload_bytes
+        blocks_per_call = max(1, _READ_BYTES // segment.layout.slot_bytes)
         try:
             fd = self._read_fd(segment)
         except OSError as error:
@@ -430,21 +438,17 @@ class HiCacheFile:
         start = 0
         failure: OSError | None = None
         while start < n and failure is None:
-            buffers = chained(blocks[start:], self._read_padding)
-            try:
-                done = transfer(os.preadv, fd, buffers, segment.layout.slot_offset(first_slot + start))
-            except PartialTransferError as error:
-                done, failure = error.done_bytes, error.error
-            # The padding behind the last block need not be there.
-            stop = min(n, start + (done + slot_bytes - payload_bytes) // slot_bytes)
-            for i in range(start, stop):
-                checksum = segment.layout.checksum(segment.key(first_slot + i), blocks[i])
-                verified[i] = checksum == segment.checksum(first_slot + i)
+            tried = blocks[start : start + blocks_per_call]
+            keys = [segment.key(first_slot + start + i) for i in range(len(tried))]
+            digests, failure = self._read_and_hash(fd, segment.layout.slot_offset(first_slot + start), keys, tried)
+            for i, digest in enumerate(digests, start):
+                verified[i] = digest == segment.checksum(first_slot + i)
                 if not verified[i]:
                     bad.append(i)
-            if stop < n:
-                bad.append(stop)
-            start = stop + 1
+            start += len(digests)
+            if len(digests) < len(tried):
+                bad.append(start)
+                start += 1
         for i in bad:
             self._forget(segment, first_slot + i)
         if failure is not None:
@@ -455,6 +459,33 @@ class HiCacheFile:
             data = self._read_scratch[:n][verified].reshape(-1, self._pool.page_bytes)
             self._pool.copy_in(pages[verified].reshape(-1), data)
         return verified, failure
+
+    def _read_and_hash(
+        self, fd: int, offset: int, keys: list[bytes], blocks: list[list[memoryview]]
+    ) -> tuple[list[bytes], OSError | None]:
+        """Read neighbouring blocks into their buffers. Returns the checksums of those that came in full, and why the
+        disk failed."""
+        layout = self._layout
+        try:
+            if len(blocks) == 1:
+                state = layout.hasher(keys[0])
+                done = 0
+                for part in pieces(blocks[0], _READ_BYTES):
+                    got = transfer(os.preadv, fd, list(part), offset + done)
+                    if got < sum(map(len, part)):
+                        return [], None
+                    for piece in part:
+                        state.update(piece)
+                    done += got
+                return [state.digest()], None
+            done, failure = transfer(os.preadv, fd, chained(blocks, self._read_padding), offset), None
+        except PartialTransferError as error:
+            if len(blocks) == 1:
+                return [], error.error
+            done, failure = error.done_bytes, error.error
+        # The padding behind the last block need not be there.
+        whole = (done + layout.slot_bytes - layout.payload_bytes) // layout.slot_bytes
+        return [layout.checksum(key, block) for key, block in zip(keys[:whole], blocks)], failure
 
     def _read_fd(self, segment: _Segment) -> int:
         """The file of a pinned segment, open for reading. Only `get` opens, so nobody opens it twice."""
@@ -529,10 +560,12 @@ class HiCacheFile:
         """
         done = 0
         while done < len(missing):
-            layout = self._active.layout if self._active is not None else self._layout
-            free = self._active.free if self._active is not None else layout.num_slots
+            if self._leftovers is None:
+                self._leftovers = Leftovers(self._root, self._folder.path)
+            active = self._active
+            free = active.free if active is not None else self._layout.num_slots
             batch = missing[done : done + min(free, self._batch_blocks)]
-            need = len(batch) * layout.slot_bytes + (0 if self._active is not None else layout.data_offset)
+            need = len(batch) * self._layout.slot_bytes + (0 if active is not None else self._layout.data_offset)
             if not self._make_room(need, before):
                 if not self.limit_bytes:
                     raise OSError(errno.ENOSPC, f"less than {FREE_SHARE:.0%} of the file system is free")
@@ -636,12 +669,15 @@ class HiCacheFile:
     def _make_room(self, need_bytes: int, before: int) -> bool:
         """Evict until need_bytes more are within the limit; False: that is not possible."""
         if self.limit_bytes:
-            over = self._size_bytes + self._leftovers.size_bytes + need_bytes - self.limit_bytes
-        else:
-            disk = os.statvfs(self._folder.path)
-            reserve = int(disk.f_blocks * disk.f_frsize * FREE_SHARE)
-            # Where others fill the disk, the store stops growing, but gives nothing up.
-            over = min(need_bytes, reserve + need_bytes - disk.f_bavail * disk.f_frsize)
+            # Asked anew each time: leftovers may have gone without this store's doing.
+            while not self._fits(need_bytes):
+                if not self._evict_oldest(before):
+                    return self._fits(need_bytes)
+            return True
+        disk = os.statvfs(self._folder.path)
+        reserve = int(disk.f_blocks * disk.f_frsize * FREE_SHARE)
+        # Where others fill the disk, the store stops growing, but gives nothing up.
+        over = min(need_bytes, reserve + need_bytes - disk.f_bavail * disk.f_frsize)
         while over > 0:
             freed = self._evict_oldest(before)
             if not freed:
@@ -649,10 +685,13 @@ class HiCacheFile:
             over -= freed
         return True
 
+    def _fits(self, need_bytes: int) -> bool:
+        return self._size_bytes + self._leftover_bytes + need_bytes <= self.limit_bytes
+
     def _evict_oldest(self, before: int) -> int:
         """Delete what was not used for longest, other namespaces' leftovers first. Returns the bytes that this frees;
         0: all was used after tick `before`."""
-        if freed := self._leftovers.evict_oldest():
+        if self._leftovers is not None and (freed := self._leftovers.evict_oldest()):
             return freed
         with self._lock:
             victim = next((s for s in self._segments.values() if s is not self._active), None)
@@ -662,6 +701,10 @@ class HiCacheFile:
             fd, path = self._drop(victim)
         self._delete(fd, path)
         return victim.size_bytes
+
+    @property
+    def _leftover_bytes(self) -> int:
+        return self._leftovers.size_bytes if self._leftovers is not None else 0
 
     # -- shared -----------------------------------------------------------------------------------------------------
 

@@ -156,10 +156,14 @@ class SegmentLayout:
         keys, checksums = rows["key"].tobytes(), rows["checksum"].tobytes()
         return Table(slots, keys, checksums, len(written) - len(slots))
 
+    def hasher(self, key: bytes) -> xxhash.xxh3_128:
+        """For `checksum`, piece by piece."""
+        return xxhash.xxh3_128(self.namespace + key)
+
     def checksum(self, key: bytes, payload: Sequence[memoryview]) -> bytes:
         """xxh3_128 of the namespace, the key and the payload, which may lie in several pieces: the same bytes under
         another key do not verify. Gives up the GIL over large pieces."""
-        state = xxhash.xxh3_128(self.namespace + key)
+        state = self.hasher(key)
         for piece in payload:
             state.update(piece)
         return state.digest()
@@ -173,7 +177,8 @@ def namespace_digest(namespace: bytes, block_tokens: int, page_size: int, page_b
 
 
 def pieces(buffers: Sequence[memoryview], size_bytes: int) -> list[list[memoryview]]:
-    """Cut a sequence of buffers into consecutive parts of size_bytes each; a part is one or more pieces."""
+    """Cut a sequence of buffers into consecutive parts of size_bytes each, the last may have fewer; a part is one or
+    more pieces."""
     parts: list[list[memoryview]] = []
     part: list[memoryview] = []
     room = size_bytes
@@ -187,8 +192,7 @@ def pieces(buffers: Sequence[memoryview], size_bytes: int) -> list[list[memoryvi
             if not room:
                 parts.append(part)
                 part, room = [], size_bytes
-    assert not part, "the buffers are not a whole number of parts"
-    return parts
+    return [*parts, part] if part else parts
 
 
 def _aligned(size_bytes: int) -> int:
