@@ -118,7 +118,7 @@ def test_blocks_come_back_byte_for_byte(tmp_path: Path, page_size: int, item_byt
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("aligned", [True, False])
-def test_writes_go_past_the_page_cache_where_memory_is_aligned(
+def test_writes_go_past_the_page_cache(
     tmp_path: Path, aligned: bool, page_size: int, monkeypatch: pytest.MonkeyPatch
 ):
     disk = Disk(tmp_path, page_size=page_size, token_bytes=1024, aligned=aligned)
@@ -145,8 +145,47 @@ def test_writes_go_past_the_page_cache_where_memory_is_aligned(
     monkeypatch.setattr(os, "pwritev", counting)
     keys = keys_of(*range(12))
     assert disk.set(store, keys) == disk.get(store, keys) == 12
-    payload = 12 * BLOCK_TOKENS * 4096
-    assert written[True] == (payload if aligned else 0)
+    assert written[True] == 12 * BLOCK_TOKENS * 4096
+    assert store._staged == (not aligned), "unaligned memory is copied first"
+    store.close()
+
+
+@pytest.mark.parametrize("page_first", [True, False])
+@pytest.mark.parametrize("when", ["open", "write"])
+def test_a_file_system_without_direct_writes(
+    tmp_path: Path, when: str, page_first: bool, monkeypatch: pytest.MonkeyPatch
+):
+    disk = Disk(tmp_path, page_first=page_first)
+    store = disk.open()
+    direct: set[int] = set()
+    open_, pwritev = os.open, os.pwritev
+    refused = []
+
+    def refusing(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            if when == "open":
+                refused.append(path)
+                raise OSError(errno.EINVAL, "Invalid argument")
+            flags &= ~os.O_DIRECT
+            fd = open_(path, flags, mode)
+            direct.add(fd)
+            return fd
+        fd = open_(path, flags, mode)
+        direct.discard(fd)
+        return fd
+
+    def failing(fd: int, buffers: list[memoryview], at: int) -> int:
+        if fd in direct:
+            refused.append(fd)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return pwritev(fd, buffers, at)
+
+    monkeypatch.setattr(os, "open", refusing)
+    monkeypatch.setattr(os, "pwritev", failing)
+    keys = keys_of(*range(20))
+    assert disk.set(store, keys) == disk.get(store, keys) == 20
+    assert len(refused) <= 2, "asked once with the pool's memory, once with aligned memory"
+    assert store.stats()["write_errors"] == 0
     store.close()
 
 

@@ -67,7 +67,7 @@ _READ_BYTES = 1 << 20
 _MAX_OPEN_FILES = 64
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _WRITE = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-O_DIRECT = getattr(os, "O_DIRECT", 0)
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
 # Opening a segment: there is none, or a link in its place.
 _GONE = (errno.ENOENT, errno.ELOOP)
 
@@ -179,9 +179,11 @@ class HiCacheFile:
         self._batch_blocks = max(1, _BATCH_BYTES // layout.slot_bytes)
         padding_bytes = layout.slot_bytes - layout.payload_bytes
         self._read_padding, self._write_padding = (memoryview(bytearray(padding_bytes)) for _ in range(2))
-        # Until a write shows that memory or file system are not made for it.
-        self._direct = O_DIRECT != 0
-        # For pools that are not page-first; one for each direction, as a get and a set may run at once.
+        # Writes go past the page cache until one shows that the file system does not allow it; through the scratch
+        # buffer once one shows that the pool's memory is not aligned.
+        self._direct = _O_DIRECT != 0 and not padding_bytes
+        self._staged = False
+        # For such writes, and for pools that are not page-first; two, as a get and a set may run at once.
         self._read_scratch: np.ndarray | None = None
         self._write_scratch: np.ndarray | None = None
 
@@ -585,7 +587,6 @@ class HiCacheFile:
         layout = segment.layout
         keys, pages = keys[: segment.free], pages[: segment.free]
         slot = segment.used
-        blocks = self._block_buffers(pages, reading=False)
         try:
             fd = os.open(segment.path, _WRITE)
         except OSError as error:
@@ -594,7 +595,7 @@ class HiCacheFile:
             raise
         try:
             try:
-                self._write_payloads(segment.path, fd, blocks, layout.slot_offset(slot))
+                blocks = self._write_payloads(segment.path, fd, pages, layout.slot_offset(slot))
                 checksums = [layout.checksum(key, block) for key, block in zip(keys, blocks)]
                 rows = [layout.entry(slot + i, key, checksums[i]) for i, key in enumerate(keys)]
                 transfer(os.pwritev, fd, [memoryview(b"".join(rows))], layout.entry_offset(slot))
@@ -626,23 +627,31 @@ class HiCacheFile:
                 self._active = None
         return len(keys)
 
-    def _write_payloads(self, path: str, fd: int, blocks: list[list[memoryview]], offset: int) -> None:
-        """Past the page cache where memory and file system allow it: what was just stored is in the host pool, so a
-        copy of it in the page cache would cost a core and memory for nothing."""
-        if self._direct:
+    def _write_payloads(self, path: str, fd: int, pages: np.ndarray, offset: int) -> list[list[memoryview]]:
+        """Write the blocks of pages, and return the memory that they were written from.
+
+        Past the page cache where the file system allows it: what was just stored is in the host pool, so a copy of it
+        in the page cache would cost a core and memory for nothing. Unaligned memory goes through the scratch buffer.
+        """
+        while self._direct:
+            blocks = self._block_buffers(pages, reading=False)
             try:
-                direct_fd = os.open(path, _WRITE | O_DIRECT)
+                direct_fd = os.open(path, _WRITE | _O_DIRECT)
                 try:
                     transfer(os.pwritev, direct_fd, chained(blocks, self._write_padding), offset)
                 finally:
                     os.close(direct_fd)
-                return
+                return blocks
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                # Not after a call that fell short, which may have ended at an odd place.
-                self._direct = isinstance(error, PartialTransferError) and error.done_bytes > 0
+                if isinstance(error, PartialTransferError) and error.done_bytes:
+                    break  # A call fell short and ended at an odd place: this once through the page cache.
+                # The memory is to blame, or else the file system.
+                self._direct = self._staged = not self._staged and self._pool.buffers(pages[0]) is not None
+        blocks = self._block_buffers(pages, reading=False)
         transfer(os.pwritev, fd, chained(blocks, self._write_padding), offset)
+        return blocks
 
     def _create(self) -> _Segment:
         """A new active segment, empty."""
@@ -712,7 +721,8 @@ class HiCacheFile:
         """The memory of each block of pages (n, pages per block), in pieces: the pool's own, or a scratch buffer,
         filled if it is to be written."""
         n = len(pages)
-        buffers = self._pool.buffers(pages.reshape(-1))
+        staged = self._staged and not reading
+        buffers = None if staged else self._pool.buffers(pages.reshape(-1))
         if buffers is None:
             shape = (self._batch_blocks, self._layout.payload_bytes)
             if reading:
@@ -725,7 +735,9 @@ class HiCacheFile:
                 scratch = self._write_scratch
                 self._pool.copy_out(pages.reshape(-1), scratch[:n].reshape(-1, self._pool.page_bytes))
             buffers = [scratch[:n].reshape(-1).data]
-        return pieces(buffers, self._layout.payload_bytes)
+        blocks = pieces(buffers, self._layout.payload_bytes)
+        assert len(blocks) == n and sum(map(len, blocks[-1])) == self._layout.payload_bytes
+        return blocks
 
     def _use(self, keys: Sequence[bytes]) -> list[int]:
         """The places of the leading keys that are stored; their segments become the most recently used. Locked."""
