@@ -1004,3 +1004,24 @@ def test_loads_neither_torch_nor_what_is_above():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     loaded = json.loads(done.stdout)
     assert not [m for m in loaded if m.split(".")[0] in ("torch", "zmq") or m.startswith("sglang.srt.managers")]
+
+
+@pytest.mark.parametrize("layout", ["page_first", "layer_first"])
+def test_the_real_host_pool(tmp_path: Path, layout: str):
+    torch = pytest.importorskip("torch")
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+
+    device = MHATokenToKVPool(4, 16, 2, 2, 8, torch.bfloat16)
+    host = MHATokenToKVPoolHost(device, 64, layout)
+    host.kv.copy_(torch.randn(host.kv.shape))
+    frames = np.random.default_rng(0).permutation(64)[:24].astype(np.int32)
+    before = host.pages(torch.from_numpy(frames).long())
+    store = HiCacheFile(tmp_path, "model A", host, BLOCK_TOKENS)
+    assert store.set(keys_of(*range(6)), frames) == 6
+    host.kv.zero_()
+    # Elsewhere in the pool than they were.
+    elsewhere = np.ascontiguousarray(frames[::-1])
+    assert store.get(keys_of(*range(6)), elsewhere) == 6
+    assert torch.equal(host.pages(torch.from_numpy(elsewhere).long()), before)
+    store.close()
