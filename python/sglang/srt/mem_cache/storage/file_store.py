@@ -229,8 +229,8 @@ class HiCacheFile:
     def from_config(
         cls, config: dict[str, Any], namespace: str | bytes, pool: HostPages, block_tokens: int, num_ranks: int = 1
     ) -> HiCacheFile:
-        """From the keys of --hicache-storage-backend-extra-config: path, limit_gb (1e9 bytes, divided among num_ranks),
-        segment_mb (1e6).
+        """From the keys of --hicache-storage-backend-extra-config: path, limit_gb (1e9 bytes, divided among
+        num_ranks), segment_mb (1e6).
 
         Raises StoreError.
         """
