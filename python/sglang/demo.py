@@ -2,12 +2,14 @@
 
 Starts two servers of the embedded model as a user would, talks to both with the `openai` client, prints for each turn
 what the cache saved, and fails unless every answer is the same. The device pool holds about one conversation, so that
-the others wait in host memory for their next turn.
+the others wait in host memory for their next turn; then the cached server is stopped and started anew, and finds the
+conversations on disk.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import statistics
@@ -24,6 +26,7 @@ from typing import Any
 
 from openai import OpenAI
 
+TIERS = ("device", "host", "disk")
 NAMES = ("Ada", "Ben", "Cho", "Dan")
 TURNS = 3
 ANSWER_TOKENS = 32
@@ -153,55 +156,62 @@ def together(client: OpenAI, conversations: Sequence[Messages]) -> tuple[list[An
 
 
 HEADER = (
-    "turn  who      prompt   from device   from host   first token: cold      cached            tok/s   same answer"
+    "turn  who      prompt   from device     host     disk   first token: cold      cached            tok/s   "
+    "same answer"
 )
 
 
 def row(turn: str, name: str, cold: Answer, warm: Answer) -> str:
-    device, host = warm.tiers.get("device", 0), warm.tiers.get("host", 0)
+    device, host, disk = (warm.tiers.get(tier, 0) for tier in TIERS)
     ratio, same = f"({cold.ttft_s / warm.ttft_s:.1f}x)", "yes" if cold.text == warm.text else "NO"
     return (
-        f"{turn:<5} {name:<6} {warm.prompt_tokens:>8} {device:>13} {host:>11} {cold.ttft_s * 1e3:>15.0f} ms "
+        f"{turn:<5} {name:<6} {warm.prompt_tokens:>8} {device:>13} {host:>8} {disk:>8} {cold.ttft_s * 1e3:>15.0f} ms "
         f"{warm.ttft_s * 1e3:>8.0f} ms {ratio:>8} {warm.tokens_per_s:>8.0f}   {same}"
     )
 
 
-def talk(warm_client: OpenAI, cold_client: OpenAI) -> list[tuple[Answer, Answer]]:
-    """Every turn on both servers, printed as it comes: (cold, warm) pairs."""
-    system = {"role": "system", "content": system_prompt()}
-    conversations: dict[str, Messages] = {name: [system] for name in NAMES}
-    pairs: list[tuple[Answer, Answer]] = []
+class Talk:
+    """Conversations that go on on both servers, whoever serves them. pairs: (cold, warm) answers."""
 
-    def record(turn: str, name: str, cold: Answer, warm: Answer) -> None:
-        pairs.append((cold, warm))
-        conversations[name].append({"role": "assistant", "content": warm.text})
-        print(row(turn, name, cold, warm), flush=True)
+    def __init__(self) -> None:
+        system = {"role": "system", "content": system_prompt()}
+        self.conversations: dict[str, Messages] = {name: [system] for name in NAMES}
+        self.pairs: list[tuple[Answer, Answer]] = []
 
-    print(HEADER)
-    for turn in range(1, TURNS + 1):
+    def turn(self, number: int, warm_client: OpenAI, cold_client: OpenAI) -> None:
+        """Everybody's next question, one after another."""
         for name in NAMES:
-            conversations[name].append({"role": "user", "content": question(name, turn)})
-            warm = ask(warm_client, conversations[name])
-            cold = ask(cold_client, conversations[name])
-            record(str(turn), name, cold, warm)
-    for name in NAMES:
-        conversations[name].append({"role": "user", "content": question(name, TURNS + 1)})
-    warm_answers, warm_s = together(warm_client, list(conversations.values()))
-    cold_answers, cold_s = together(cold_client, list(conversations.values()))
-    for name, cold, warm in zip(NAMES, cold_answers, warm_answers):
-        record(f"{TURNS + 1}*", name, cold, warm)
-    count = sum(answer.tokens for answer in warm_answers)
-    print(f"* all at once: {count / warm_s:.0f} tok/s with the cache, {count / cold_s:.0f} without\n")
-    return pairs
+            self._ask(name, number)
+            warm = ask(warm_client, self.conversations[name])
+            cold = ask(cold_client, self.conversations[name])
+            self._record(str(number), name, cold, warm)
+
+    def turn_together(self, number: int, warm_client: OpenAI, cold_client: OpenAI) -> None:
+        """Everybody's next question at once."""
+        for name in NAMES:
+            self._ask(name, number)
+        warm_answers, warm_s = together(warm_client, list(self.conversations.values()))
+        cold_answers, cold_s = together(cold_client, list(self.conversations.values()))
+        for name, cold, warm in zip(NAMES, cold_answers, warm_answers):
+            self._record(f"{number}*", name, cold, warm)
+        count = sum(answer.tokens for answer in warm_answers)
+        print(f"* all at once: {count / warm_s:.0f} tok/s with the cache, {count / cold_s:.0f} without\n")
+
+    def _ask(self, name: str, turn: int) -> None:
+        self.conversations[name].append({"role": "user", "content": question(name, turn)})
+
+    def _record(self, turn: str, name: str, cold: Answer, warm: Answer) -> None:
+        self.pairs.append((cold, warm))
+        self.conversations[name].append({"role": "assistant", "content": warm.text})
+        print(row(turn, name, cold, warm), flush=True)
 
 
 def summarise(pairs: Sequence[tuple[Answer, Answer]]) -> bool:
     prompt = sum(warm.prompt_tokens for _, warm in pairs)
-    device = sum(warm.tiers.get("device", 0) for _, warm in pairs)
-    host = sum(warm.tiers.get("host", 0) for _, warm in pairs)
+    found = {tier: sum(warm.tiers.get(tier, 0) for _, warm in pairs) for tier in TIERS}
     reused = [(cold, warm) for cold, warm in pairs if 2 * sum(warm.tiers.values()) > warm.prompt_tokens]
-    print(f"prompt tokens   {prompt}, of these {device} reused from the device and {host} from the host", end="")
-    print(f" ({100 * (device + host) / prompt:.0f} %)")
+    parts = ", ".join(f"{tokens} from the {tier}" for tier, tokens in found.items())
+    print(f"prompt tokens   {prompt}, of these reused: {parts} ({100 * sum(found.values()) / prompt:.0f} %)")
     if reused:
         cold_ms = statistics.median(cold.ttft_s for cold, _ in reused) * 1e3
         warm_ms = statistics.median(warm.ttft_s for _, warm in reused) * 1e3
@@ -211,27 +221,50 @@ def summarise(pairs: Sequence[tuple[Answer, Answer]]) -> bool:
     for cold, warm in pairs:
         if cold.text != warm.text:
             print(f"  cold   {cold.text!r}\n  cached {warm.text!r}")
-    if not host:
-        print("nothing came from the host tier: the demo expects some")
-    return same == len(pairs) and host > 0
+    for tier, tokens in found.items():
+        if not tokens:
+            print(f"nothing came from the {tier}: the demo expects some")
+    return same == len(pairs) and all(found.values())
+
+
+def connect(url: str) -> OpenAI:
+    client = OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
+    # The first request of a process pays for what is set up lazily.
+    ask(client, [{"role": "user", "content": "Good morning."}])
+    return client
 
 
 def main() -> int:
     began = time.perf_counter()
     print(
-        "Starting two servers of the embedded model: one with --hicache, one with --disable-radix-cache ...",
+        "Starting two servers of the embedded model: one with --hicache and storage on disk, one with "
+        "--disable-radix-cache ...",
         flush=True,
     )
-    hicache = ("--hicache", "--max-total-tokens", str(DEVICE_TOKENS), "--hicache-ratio", "8")
-    with server(*hicache) as (warm, warm_url), server("--disable-radix-cache") as (cold, cold_url):
-        wait_ready(warm, warm_url)
-        wait_ready(cold, cold_url)
-        print(f"ready after {time.perf_counter() - began:.1f} s at {warm_url} and {cold_url}")
-        print(f"device pool {DEVICE_TOKENS} tokens, host pool 8 times that; {os.cpu_count()} CPU cores\n")
-        clients = [OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) for url in (warm_url, cold_url)]
-        for client in clients:  # the first request of a process pays for what is set up lazily
-            ask(client, [{"role": "user", "content": "Good morning."}])
-        good = summarise(talk(*clients))
+    talk = Talk()
+    with tempfile.TemporaryDirectory(prefix="hicache-demo-") as folder, contextlib.ExitStack() as stack:
+        hicache = ["--hicache", "--max-total-tokens", str(DEVICE_TOKENS), "--hicache-ratio", "8"]
+        hicache += ["--hicache-storage-backend", "file"]
+        hicache += ["--hicache-storage-backend-extra-config", json.dumps({"path": folder})]
+        cold, cold_url = stack.enter_context(server("--disable-radix-cache"))
+        with server(*hicache) as (warm, warm_url):
+            wait_ready(warm, warm_url)
+            wait_ready(cold, cold_url)
+            print(f"ready after {time.perf_counter() - began:.1f} s at {warm_url} and {cold_url}")
+            print(f"device pool {DEVICE_TOKENS} tokens, host pool 8 times that; {os.cpu_count()} CPU cores\n")
+            cold_client, warm_client = connect(cold_url), connect(warm_url)
+            print(HEADER)
+            for number in range(1, TURNS + 1):
+                talk.turn(number, warm_client, cold_client)
+            talk.turn_together(TURNS + 1, warm_client, cold_client)
+        print("the cached server stops and starts anew: device and host are empty, the disk is not", flush=True)
+        with server(*hicache) as (warm, warm_url):
+            wait_ready(warm, warm_url)
+            warm_client = connect(warm_url)
+            print(HEADER)
+            talk.turn(TURNS + 2, warm_client, cold_client)
+        print()
+        good = summarise(talk.pairs)
     print(f"done in {time.perf_counter() - began:.0f} s")
     return 0 if good else 1
 

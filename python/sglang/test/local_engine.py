@@ -70,6 +70,7 @@ class LocalEngine:
         record: Any = None,
         group: TensorParallelGroup = SINGLE_RANK,
         open_store: Callable[[MHATokenToKVPoolHost], BlockStore] | None = None,
+        host_layout: str = "page_first",
         **overrides: Any,
     ) -> None:
         self.model_config = model_config
@@ -112,7 +113,7 @@ class LocalEngine:
         self.host_pool = None
         poison = {Tier.DEVICE: lambda frames: pool.poison(torch.from_numpy(frames).to(torch.int64))}
         if num_host_pages:
-            self.host_pool = host = MHATokenToKVPoolHost(pool, num_host_pages)
+            self.host_pool = host = MHATokenToKVPoolHost(pool, num_host_pages, host_layout)
             poison[Tier.HOST] = lambda frames: host.poison(torch.from_numpy(frames).to(torch.int64))
             for i, name in enumerate((H2D, D2H)):
                 self._streams.append(ThreadStream(name))
