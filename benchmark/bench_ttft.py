@@ -1,20 +1,24 @@
-"""Time to the first token of a warm prompt: recomputed, from the device, from the host, by prompt length.
+"""Time to the first token of a warm prompt: recomputed, from the device, the host and the disk, by prompt length.
 
-    python benchmark/bench_ttft.py [--rounds N]
+    python benchmark/bench_ttft.py [--rounds N] [--folder DIR]
 
-In process, the embedded model, real copies between real pools. In each round the three variants take turns, so that
-the ratios hold on a noisy machine.
+In process, the embedded model, real copies between real pools, files in a temporary folder. In each round the four
+variants take turns, so that the ratios hold on a noisy machine. What is read from disk has just been written: the
+store's reads and writes are real, but the system may have the data in memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import tempfile
 
 import numpy as np
 from common import print_table, write_json
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.mem_cache.transfer import Tier
+from sglang.srt.managers.storage_setup import StorageOpener
+from sglang.srt.mem_cache.transfer import StorageAction, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.local_engine import LocalEngine
 
@@ -22,7 +26,7 @@ NEW_TOKENS = 16
 ONE = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True, sampling_seed=0)
 
 
-def measure(page_size: int, length: int, rounds: int) -> dict[str, object]:
+def measure(page_size: int, length: int, rounds: int, folder: str) -> dict[str, object]:
     pages = 4 * (length + 64) // page_size
     engine = LocalEngine(
         ModelConfig.from_pretrained("embedded"),
@@ -31,46 +35,60 @@ def measure(page_size: int, length: int, rounds: int) -> dict[str, object]:
         page_size=page_size,
         debug=False,
         chunked_prefill_size=2048,
+        open_store=lambda pool: opener.open(setup.setup),
     )
+    assert engine.host_pool is not None
+    opener = StorageOpener(f"bench {page_size} {length}", "embedded", engine.host_pool, 0, 1)
+    setup = opener.setup("file", json.dumps({"path": folder}), "wait_complete", "write_through")
+    engine.administer(StorageAction.ATTACH, setup)
     rng = np.random.default_rng(0)
 
     def first_token(prompt: np.ndarray, tier: str | None) -> float:
         (answer,) = engine.generate([prompt], ONE)
         engine.settle()
         found = answer.cached_tokens_details
-        expected = length // page_size * page_size
+        expected = length // 64 * 64
         assert tier is None or found[tier] >= expected, f"{found} of {length} found"
         return answer.first_token_s * 1e3
 
-    times: dict[str, list[float]] = {"recompute": [], "device": [], "host": []}
+    times: dict[str, list[float]] = {"recompute": [], "device": [], "host": [], "disk": []}
     for i in range(rounds + 1):
         base = rng.integers(3, 2000, length)
-        tails = rng.integers(3, 2000, (3, NEW_TOKENS))
+        tails = rng.integers(3, 2000, (4, NEW_TOKENS))
         sample = {"recompute": first_token(np.concatenate([base, tails[0]]), None)}
         sample["device"] = first_token(np.concatenate([base, tails[1]]), "device")
         engine.scheduler.controller.evict(Tier.DEVICE, pages, engine.scheduler.exec_done)
         sample["host"] = first_token(np.concatenate([base, tails[2]]), "host")
+        engine.forget()
+        sample["disk"] = first_token(np.concatenate([base, tails[3]]), "disk")
+        engine.forget()
         if i:  # the first round warms up
             for name, value in sample.items():
                 times[name].append(value)
     engine.close()
-    recompute, device, host = (np.array(times[name]) for name in ("recompute", "device", "host"))
+    recompute, device, host, disk = (np.array(times[name]) for name in ("recompute", "device", "host", "disk"))
     return {
         "prompt tokens": length,
         "page size": page_size,
         "recompute ms": float(np.median(recompute)),
         "device hit ms": float(np.median(device)),
         "host hit ms": float(np.median(host)),
+        "disk hit ms": float(np.median(disk)),
         "recompute / host": float(np.median(recompute / host)),
+        "recompute / disk": float(np.median(recompute / disk)),
         "host / device": float(np.median(host / device)),
+        "disk / host": float(np.median(disk / host)),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--folder", help="where the files go (default: a temporary folder)")
     args = parser.parse_args()
-    rows = [measure(page, length, args.rounds) for page in (1, 16) for length in (256, 1024, 4096, 16384)]
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        shapes = [(page, length) for page in (1, 16) for length in (256, 1024, 4096, 16384)]
+        rows = [measure(page, length, args.rounds, folder) for page, length in shapes]
     print_table("Time to first token, medians, 16 new tokens", rows)
     write_json("ttft", {"rounds": args.rounds, "new_tokens": NEW_TOKENS, "model": "embedded, float32"}, rows)
 

@@ -21,13 +21,13 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
-from sglang.srt.managers.schedule_batch import BatchDecision
+from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest, StorageSetup
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
 from sglang.srt.mem_cache.block_store import BlockStore
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
-from sglang.srt.mem_cache.transfer import D2H, H2D, STORAGE_LINKS, Tier
+from sglang.srt.mem_cache.transfer import D2H, H2D, STORAGE_LINKS, StorageAction, Tier
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -53,7 +53,7 @@ class Generation:
 class LocalEngine:
     """num_device_pages, num_host_pages: sizes of the pools. debug: poison freed memory, fail on non-finite logits and
     check all invariants after every step. group: several ranks, in which every launch runs to its end. open_store:
-    what storage the host pool has; without `storage` in overrides it is attached later. overrides: other fields of
+    the storage of the host pool; attached from the start if overrides have `storage`. overrides: other fields of
     SchedulerConfig."""
 
     def __init__(
@@ -129,13 +129,13 @@ class LocalEngine:
                     late_rate=late_rate,
                 )
         storage_links: dict[str, StorageLink] = {}
-        self.store = None
-        if self.host_pool is not None and open_store is not None:
-            self.store = open_store(self.host_pool)
-            slot = StoreSlot(lambda setup: open_store(host), self.store)
+        self._slot = StoreSlot(lambda setup: open_store(host)) if open_store is not None else None
+        if self.host_pool is not None and self._slot is not None:
+            if config.storage is not None:
+                self._slot.attach("")
             for name in STORAGE_LINKS:
                 self._streams.append(ThreadStream(name))
-                storage_links[name] = StorageLink(name, slot, self._streams[-1], self._woken.set)
+                storage_links[name] = StorageLink(name, self._slot, self._streams[-1], self._woken.set)
         if debug:
             pool.kv.fill_(float("nan"))
             if self.host_pool is not None:
@@ -150,6 +150,11 @@ class LocalEngine:
         self._next_rid = 0
         self._answers: dict[str, Generation] = {}
         self._submitted: dict[str, float] = {}
+
+    @property
+    def store(self) -> Any:
+        """What is attached: what `open_store` returned, or None."""
+        return self._slot.store if self._slot is not None else None
 
     @property
     def scheduler(self) -> Scheduler:
@@ -193,6 +198,22 @@ class LocalEngine:
             self._turn(start, requests, aborts, after_step)
             requests = []
         return [self._answers.pop(rid) for rid in rids]
+
+    def administer(self, action: StorageAction, what: StorageSetup | None = None) -> tuple[bool, str]:
+        """Attach storage, detach or clear it; attaching calls `open_store`. Whether it succeeded, and why not."""
+        request = StorageRequest(id="admin", action=action, what=what)
+        decision = self.core.step(time.monotonic(), self.core.progress(), storage=[request])
+        while not decision.replies:
+            progress = self.core.progress()
+            if self.core.has_work(time.monotonic()):
+                decision = self.core.step(time.monotonic(), progress)
+        return decision.replies[0].success, decision.replies[0].message
+
+    def forget(self) -> None:
+        """Empty device and host, once all is over; storage keeps what it has."""
+        self.settle()
+        for tier, table in self.scheduler.controller.tables.items():
+            self.scheduler.controller.evict(tier, table.num_pages, self.scheduler.exec_done)
 
     def settle(self) -> None:
         """Wait until every launch and transfer is over and consumed."""

@@ -74,16 +74,6 @@ class Engine(LocalEngine):
     def counter(self, name: str) -> int:
         return self.scheduler.state()["counters"].get(name, 0)
 
-    def administer(self, action: StorageAction, what: StorageSetup | None = None) -> tuple[bool, str]:
-        """The reply to a storage request."""
-        request = StorageRequest(id="x", action=action, what=what)
-        decision = self.core.step(time.monotonic(), self.core.progress(), storage=[request])
-        while not decision.replies:
-            progress = self.core.progress()
-            if self.core.has_work(time.monotonic()):
-                decision = self.core.step(time.monotonic(), progress)
-        return decision.replies[0].success, decision.replies[0].message
-
     def assert_nothing_left(self) -> None:
         self.settle()
         self.scheduler.check_invariants()
@@ -299,28 +289,24 @@ def test_attach_clear_and_detach_at_run_time(model_config: ModelConfig) -> None:
     assert engine.administer(StorageAction.DETACH) == (False, "no storage backend is attached")
     engine.generate([text], PARAMS)
     engine.settle()
-    assert not engine.store.blocks
+    assert engine.store is None
     assert engine.administer(StorageAction.ATTACH, SETUP) == (True, "")
     success, message = engine.administer(StorageAction.ATTACH, SETUP)
     assert not success and "detach it first" in message
     # The next request backs nothing up, as the host has it all: it is stored when something new is published below.
     engine.generate([np.concatenate((text, text[:40]))], PARAMS)
     engine.settle()
-    assert len(engine.scheduler.tree.match("", text).path) and len(current(engine).blocks) == 9
+    assert len(engine.scheduler.tree.match("", text).path) and len(engine.store.blocks) == 9
     assert engine.administer(StorageAction.CLEAR) == (True, "")
-    assert not current(engine).blocks
+    assert not engine.store.blocks
     engine.generate([np.concatenate((text, text[:80]))], PARAMS)
     engine.settle()
-    assert current(engine).blocks
+    assert engine.store.blocks
     assert engine.administer(StorageAction.DETACH) == (True, "")
     assert engine.scheduler.state()["storage"] is None
     assert engine.generate([text], PARAMS)[0].tokens == computed(model_config, text)
     engine.assert_nothing_left()
     engine.close()
-
-
-def current(engine: Engine) -> MemoryStore:
-    return engine.core.links["fetch"].slot.store  # type: ignore[attr-defined,no-any-return]
 
 
 def test_detaching_lets_go_of_those_who_wait(model_config: ModelConfig) -> None:
