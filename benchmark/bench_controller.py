@@ -36,10 +36,12 @@ class Rig:
         if storage:
             limits = StorageLimits(256, self.host.num_pages, self.host.num_pages)
             self.controller.open_storage(limits, self.names)
-        # Others hold most of the host pool; what they gave back lies scattered.
+        # Others hold most of the host pool; what they gave back lies in runs, as prompts did.
         held = self.host.allocate(self.host.num_pages, 0)
         assert held is not None
-        self.host.doom(self.rng.permutation(held)[: self.host.num_pages // 10], FrameState.HELD, -1)
+        runs = np.array_split(held, HOST_TOKENS // 1500)
+        for i in self.rng.permutation(len(runs))[: len(runs) // 10]:
+            self.host.doom(runs[i], FrameState.HELD, -1)
         self.host.reap(0)
 
     def publish(self, num_tokens: int) -> Node:

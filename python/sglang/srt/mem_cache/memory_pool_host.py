@@ -7,8 +7,10 @@ for storage are the *canonical* ones, a page-first pool's: (2, num_layers, page_
 from __future__ import annotations
 
 import logging
+import math
+import mmap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -52,7 +54,7 @@ class MHATokenToKVPoolHost:
         self._page_dim = 0 if layout == "page_first" else 2
         shape = [2, num_layers, page_size, num_kv_heads, head_dim]
         shape.insert(self._page_dim, num_pages)
-        self.kv = torch.empty(shape, dtype=dtype)
+        self.kv = _page_aligned(shape, dtype)
         if register is None and device_pool.kv.is_cuda:
             register = cuda_register
         if register is not None:
@@ -106,6 +108,15 @@ class MHATokenToKVPoolHost:
 
 class HostMemoryError(RuntimeError):
     """The host pool's memory cannot be had as asked; the message says what to change."""
+
+
+def _page_aligned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Untouched memory that begins where a page of the system does: reads and writes past the page cache ask for it,
+    and registering memory with a GPU takes whole pages anyway."""
+    size_bytes = math.prod(shape) * dtype.itemsize
+    memory = torch.empty(size_bytes + mmap.PAGESIZE, dtype=torch.uint8)
+    start = -memory.data_ptr() % mmap.PAGESIZE
+    return memory[start : start + size_bytes].view(dtype).view(*shape)
 
 
 def pin_memory(

@@ -43,7 +43,7 @@ def create_store(
     if name == "file":
         from sglang.srt.mem_cache.storage.file_store import HiCacheFile
 
-        return HiCacheFile.from_config(dict(config), namespace, pool, block_tokens)
+        return HiCacheFile.from_config(dict(config), namespace, pool, block_tokens, num_ranks=tp_size)
     if name == "dynamic":
         return _create_dynamic(dict(config), namespace, pool, block_tokens, model_name, tp_rank, tp_size)
     raise StoreError(
