@@ -20,14 +20,16 @@ from common import percentiles, print_table, write_json
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 
 BLOCK = 64
-VARIANTS = {"stack": 1, "whole blocks": BLOCK}
+# Name -> frames per block, and whether the table is told where in a block an allocation begins.
+VARIANTS = {"stack": (1, False), "whole blocks": (BLOCK, False), "cut at borders": (BLOCK, True)}
 
 
 class Churn:
     """A table in use. A *piece* is what one request, backup or fetch allocated: frames, and the place of its first
     token within a block."""
 
-    def __init__(self, num_pages: int, block_pages: int, used: float, seed: int) -> None:
+    def __init__(self, num_pages: int, block_pages: int, tell: bool, used: float, seed: int) -> None:
+        self.tell = tell
         self.table = FrameTable(num_pages, block_pages)
         self.limit = int(num_pages * used)
         self.rng = random.Random(seed)
@@ -49,15 +51,16 @@ class Churn:
 
     def step(self) -> None:
         n = self.size()
+        offset = self.rng.choice((0, self.rng.randrange(BLOCK)))
         while self.used + n > self.limit:
             self.give_back()
         start = time.perf_counter()
-        frames = self.table.allocate(n, 0)
+        frames = self.table.allocate(n, 0, first_page=offset if self.tell else 0)
         self.allocate_s.setdefault(n, []).append(time.perf_counter() - start)
         assert frames is not None
         self.used += n
         self.turned_over += n
-        self.pieces.append((frames, self.rng.choice((0, self.rng.randrange(BLOCK)))))
+        self.pieces.append((frames, offset))
 
     def give_back(self) -> None:
         """A piece, or its tail: eviction goes from the leaves upwards."""
@@ -91,7 +94,7 @@ class Churn:
 
 
 def measure(num_pages: int, used: float, rounds: int, seed: int) -> list[dict[str, Any]]:
-    churns = {name: Churn(num_pages, block, used, seed) for name, block in VARIANTS.items()}
+    churns = {name: Churn(num_pages, *variant, used, seed) for name, variant in VARIANTS.items()}
     while any(c.turned_over < rounds * num_pages for c in churns.values()):
         for churn in churns.values():  # by turns, since machines are noisy
             for _ in range(50):

@@ -342,3 +342,14 @@ def test_random_operations_against_a_dictionary(seed: int, num_pages: int, block
         table.doom(np.array(model.of(state), np.int32), state, done)
     table.reap(done + 4)
     assert table.num_free == num_pages and num_reaped > num_pages
+
+
+@pytest.mark.parametrize("first_page", [0, 1, 5, 8, 11])
+def test_blocks_of_a_sequence_lie_in_blocks_of_frames(first_page: int) -> None:
+    table = FrameTable(64, block_pages=8)
+    frames = table.allocate(19, 0, first_page=first_page)
+    assert frames is not None and len(np.unique(frames)) == 19
+    table.check_invariants()
+    for start in range(-first_page % 8, 19 - 7, 8):
+        block = frames[start : start + 8]
+        assert block[0] % 8 == 0 and (np.diff(block) == 1).all()

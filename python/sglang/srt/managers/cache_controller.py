@@ -135,7 +135,8 @@ class HiCacheController:
         # What could not make room anyway stays cached.
         if 0 < missing <= self.tree.evictable_pages(Tier.HOST, keep=node):
             self.evict(Tier.HOST, missing, done, keep=node)
-        dst = host.allocate(len(src), -1 - self._next_seq[D2H], FrameState.FILLING)
+        first_page = nodes[0].start // self.tree.page_size
+        dst = host.allocate(len(src), -1 - self._next_seq[D2H], FrameState.FILLING, first_page)
         num_tokens = len(src) * self.tree.page_size
         if dst is None:
             self.counters["backup_dropped_tokens"] += num_tokens

@@ -49,6 +49,7 @@ class FrameTable:
         if num_pages < 1:
             raise ValueError(f"a pool needs at least one page, got {num_pages}")
         self.num_pages = num_pages
+        self.block_pages = block_pages
         self.state = np.zeros(num_pages, np.uint8)
         self.pins = np.zeros(num_pages, np.int32)
         self.owner = np.full(num_pages, -1, np.int32)
@@ -65,11 +66,20 @@ class FrameTable:
     def num_free(self) -> int:
         return self.counts[FrameState.FREE]
 
-    def allocate(self, n: int, owner: int, state: FrameState = FrameState.HELD) -> np.ndarray | None:
-        """Take n frames. Returns (n,) int32, or None if fewer are free (then nothing changes)."""
+    def allocate(
+        self, n: int, owner: int, state: FrameState = FrameState.HELD, first_page: int = 0
+    ) -> np.ndarray | None:
+        """Take n frames. Returns (n,) int32, or None if fewer are free (then nothing changes).
+
+        first_page: the place of the first in its sequence, whose blocks are to lie in blocks of frames.
+        """
         if n > self.counts[FrameState.FREE]:
             return None
-        frames = self._free.take(n)
+        head = -first_page % self.block_pages
+        if 0 < head < n:
+            frames = np.concatenate((self._free.take(head), self._free.take(n - head)))
+        else:
+            frames = self._free.take(n)
         where = self._where(frames)
         self.state[where] = state
         self.owner[where] = owner
