@@ -150,6 +150,7 @@ class Scheduler:
         self.next_launch = 0
         self._reqs: dict[str, Req] = {}
         self._link_done = dict.fromkeys(LINKS, 0)
+        self._link_bytes = dict.fromkeys(LINKS, 0)
         self._launches: dict[int, _LaunchRecord] = {}
         self._free_slots = list(range(config.max_running_requests))[::-1]
         self._next_order = 0
@@ -291,15 +292,18 @@ class Scheduler:
                 self._close_readers(ticket)
                 self.controller.abort(ticket, self.last_launch)
             else:
+                self._link_bytes[link] += self.controller.in_flight[ticket].size_bytes
                 self.controller.commit(ticket, self.exec_done)
         self._link_done[link] = done
 
     def _take_counts(self, link: str, done: int, counts: tuple[int, ...]) -> None:
         for seq, count in zip(range(self._link_done[link], done), counts, strict=True):
             ticket = Ticket(link, seq)
+            op = self.controller.in_flight[ticket]
+            assert isinstance(op, StorageOp)
+            if len(op.keys):
+                self._link_bytes[link] += op.size_bytes * count // len(op.keys)
             if link == FETCH:
-                op = self.controller.in_flight[ticket]
-                assert isinstance(op, StorageOp)
                 start, end = self.controller.end_fetch(ticket, count, self.exec_done)
                 self.prefetcher.end_fetch(ticket, start, end, whole=count == len(op.keys))
             elif link == STORE:
@@ -851,11 +855,13 @@ class Scheduler:
             pending = [op for ticket, op in self.controller.in_flight.items() if ticket.link == link]
             links[link] = {
                 "operations_done": self._link_done[link],
+                "bytes_done": self._link_bytes[link],
                 "operations_in_flight": len(pending),
                 "bytes_in_flight": sum(op.size_bytes for op in pending),
             }
         return {
             "page_size": page,
+            "page_bytes": self.config.page_bytes,
             "tiers": tiers,
             "links": links,
             "queues": {

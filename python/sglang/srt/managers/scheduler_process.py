@@ -45,6 +45,7 @@ from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
 from sglang.srt.managers.storage_setup import StorageOpener
 from sglang.srt.mem_cache.block_store import StoreError
+from sglang.srt.mem_cache.hottest_prefixes import HottestPrefixes
 from sglang.srt.mem_cache.link import CopyLink
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost, host_pages_that_fit
@@ -284,6 +285,7 @@ class SchedulerProcess:
         self._slept_s = 0.0
         self._logged: dict[str, int] = {}
         self._gen_throughput = 0.0
+        self._hottest = HottestPrefixes(core.scheduler.tree)
 
     def serve(self) -> None:
         while True:
@@ -375,6 +377,7 @@ class SchedulerProcess:
         if store is not None:
             stats = store.stats()
             state["tiers"]["disk"] = {"cached_tokens": stats["blocks"] * store.block_tokens, **stats}
+        state["hottest"] = self._hottest.table(self.core.scheduler.next_launch)
         return msgspec.json.encode(state)
 
     def _log_throughput(self) -> None:

@@ -1,0 +1,145 @@
+"""`hottest`: which prefixes the most requests have used; `HottestPrefixes`: what may be said of them.
+
+Reads the tree and changes nothing, beside the steps of the scheduler, never inside: what it says decides nothing.
+Neither tokens nor namespaces leave it, only hashes with a secret that this process draws and tells nobody: whoever
+may look at a server's cache must not learn what others asked it, nor find out by trying. Storage's own secret would
+not do: it is as good as its owner has chosen it.
+
+A prefix is what its deepest node ends. Where about the same requests used a node and its parent, the two are one
+prefix, the longer:
+
+    [system prompt: 90] --- [rules: 88] --- [Ada's question: 3]      two prefixes: rules (88), Ada's question (3)
+                                        \\-- [Ben's question: 1]      and one more (1)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import secrets
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from sglang.srt.mem_cache.block_keys import BlockKeys
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node, Root
+from sglang.srt.mem_cache.transfer import FRAME_TIERS, TIER_NAMES, Tier
+
+# Below this part of the hits at the top of a chain, a node is a prefix of its own.
+_SAME = 0.9
+# Nodes that one call looks at, and children of one node: a few milliseconds, however large the tree.
+_MAX_LOOKS = 4096
+_MAX_CHILDREN = 1024
+
+
+def hottest(tree: HiRadixTree, num_prefixes: int, max_looks: int = _MAX_LOOKS) -> list[Node]:
+    """The ends of the num_prefixes prefixes with most hits, most first.
+
+    Best first from the roots: a request that uses a node uses its parent, so nothing below a node has more hits, and
+    few nodes are expanded. At most max_looks nodes are looked at, and the oldest _MAX_CHILDREN children of each: what
+    lies behind is left out, and a node that could not be expanded ends its prefix.
+    """
+    # (-hits, order of arrival, node, hits at the top of its chain)
+    queue: list[tuple[int, int, Node, int]] = []
+    found: list[tuple[int, int, Node]] = []
+    # Hits of the best found, the least of them first.
+    best: list[int] = []
+    looks = 0
+
+    def put(node: Node, top: int) -> None:
+        heapq.heappush(queue, (-node.hits, looks, node, top))
+
+    for root in islice(tree.roots.values(), _MAX_CHILDREN):
+        for child in islice(root.children.values(), max(0, min(_MAX_CHILDREN, max_looks - looks))):
+            looks += 1
+            put(child, child.hits)
+    while queue and (len(best) < num_prefixes or -queue[0][0] > best[0]):
+        _, order, node, top = heapq.heappop(queue)
+        goes_on = False
+        for child in islice(node.children.values(), max(0, min(_MAX_CHILDREN, max_looks - looks))):
+            looks += 1
+            same = child.hits >= _SAME * top
+            goes_on = goes_on or same
+            if len(best) < num_prefixes or child.hits > best[0]:
+                put(child, top if same else child.hits)
+        if not goes_on:
+            found.append((-node.hits, order, node))
+            heapq.heappush(best, node.hits)
+            if len(best) > num_prefixes:
+                heapq.heappop(best)
+    return [node for _, _, node in sorted(found)[:num_prefixes]]
+
+
+class HottestPrefixes:
+    """Owns the secret, and the hashes that it has given."""
+
+    def __init__(self, tree: HiRadixTree, num_prefixes: int = 20) -> None:
+        self.tree = tree
+        self.num_prefixes = num_prefixes
+        self._secret = secrets.token_bytes(32)
+        self._own_names = BlockKeys(self._secret, 64)
+        self._names = self._own_names
+        # By node id. A node keeps its end, and with it its prefix, as long as it lives.
+        self._given: dict[int, str] = {}
+
+    def table(self, now: int) -> list[dict[str, Any]]:
+        """now: the next launch. What the fields mean: docs/api.md, /hicache/state."""
+        names = self.tree.block_keys or self._own_names
+        if names is not self._names:
+            self._names, self._given = names, {}
+        nodes = hottest(self.tree, self.num_prefixes)
+        self._given = {node.id: self._given.get(node.id) or self._hash(self._key_of(node)) for node in nodes}
+        return [self._entry(node, now) for node in nodes]
+
+    def _entry(self, node: Node, now: int) -> dict[str, Any]:
+        names, storage = self._names, self.tree.block_keys is not None
+        tiers = [*FRAME_TIERS, *([Tier.DISK] if storage else [])]
+        tokens = {TIER_NAMES[tier]: 0 for tier in tiers}
+        last_access, step = node.last_access, node
+        while step.parent is not None:
+            for tier in FRAME_TIERS:
+                if step.frames[tier] is not None and step.tickets[tier] is None:
+                    tokens[TIER_NAMES[tier]] += len(step.key)
+            if storage and step.stored is not None:
+                tokens["disk"] += int(step.stored.sum()) * names.block_tokens
+            step = step.parent
+        assert isinstance(step, Root)
+        num_blocks = node.end // names.block_tokens
+        return {
+            "hash": self._given[node.id],
+            # The one without a salt is no secret.
+            "namespace": self._hash(names.root(step.namespace)) if step.namespace else None,
+            "tokens": node.end,
+            "hits": node.hits,
+            "tokens_on": tokens,
+            "stored": 0 < num_blocks * names.block_tokens == tokens["disk"] if storage else None,
+            "locks": node.lock,
+            "idle_launches": 0 if node.lock else max(0, now - last_access),
+        }
+
+    def _hash(self, key: bytes) -> str:
+        return hashlib.blake2b(key, key=self._secret, digest_size=16).hexdigest()
+
+    def _key_of(self, node: Node) -> bytes:
+        """The key of its last block, the part after the last border taken as a block of its own."""
+        names, parts, step = self._names, [], node
+        last = b""
+        while not last and step.parent is not None:
+            keys = step.block_keys
+            if keys is not None and len(keys):
+                last = keys[-1].tobytes()
+                parts.append(step.key[step.end // names.block_tokens * names.block_tokens - step.start :])
+            else:
+                parts.append(step.key)
+                step = step.parent
+        if not last:
+            assert isinstance(step, Root)
+            last = names.root(step.namespace)
+        rest = np.concatenate(parts[::-1])
+        whole = names.chain(last, rest)
+        if len(whole):
+            last, rest = whole[-1].tobytes(), rest[len(whole) * names.block_tokens :]
+        if len(rest):
+            last = BlockKeys(names.secret, len(rest)).chain(last, rest)[-1].tobytes()
+        return last
