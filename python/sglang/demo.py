@@ -251,6 +251,7 @@ def main() -> int:
             wait_ready(warm, warm_url)
             wait_ready(cold, cold_url)
             print(f"ready after {time.perf_counter() - began:.1f} s at {warm_url} and {cold_url}")
+            print(f"watch the cache at {warm_url}/hicache")
             print(f"device pool {DEVICE_TOKENS} tokens, host pool 8 times that; {os.cpu_count()} CPU cores\n")
             cold_client, warm_client = connect(cold_url), connect(warm_url)
             print(HEADER)

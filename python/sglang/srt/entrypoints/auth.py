@@ -1,6 +1,6 @@
 """Who may ask for what: API keys in front of the routes. Stateless; knows no route but by its path.
 
-    --api-key      guards every path but /health and /health_generate
+    --api-key      guards every path but /health, /health_generate and /hicache, a page without data
     --admin-api-key  guards, in its place, what changes the server or other people's requests
 
 With --api-key alone it opens those too; with --admin-api-key alone the other paths are open.
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.errors import RequestError
 
-_OPEN = ("/health", "/health_generate")
+_OPEN = ("/health", "/health_generate", "/hicache")
 _ADMIN = ("/flush_cache", "/hicache/storage-backend", "/hicache/storage-backend/clear")
 
 

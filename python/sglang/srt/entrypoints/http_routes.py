@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 
 import sglang
 from sglang.srt.entrypoints.auth import ApiKeyMiddleware, require_a_key, require_admin
+from sglang.srt.entrypoints.hicache_page import hicache_page
 from sglang.srt.entrypoints.native import GenerateReqInput, serve_generate
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.entrypoints.openai.serving_chat import serve_chat
@@ -186,7 +187,13 @@ def _add_information(app: FastAPI, args: ServerArgs, manager: TokenizerManager, 
 
     @app.get("/hicache/state")
     async def hicache_state() -> Response:
-        return Response(msgspec.json.encode(await manager.get_internal_state()), media_type="application/json")
+        about = {"model_name": args.model_name, "uptime_seconds": round(time.time() - started, 1)}
+        state = about | await manager.get_internal_state()
+        return Response(msgspec.json.encode(state), media_type="application/json")
+
+    @app.get("/hicache")
+    async def hicache() -> Response:
+        return hicache_page()
 
 
 def _add_administration(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> None:
