@@ -5,10 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.managers.cache_controller import HiCacheController, StorageLimits
+from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node, Receipt
-from sglang.srt.mem_cache.transfer import D2H, H2D, Ticket, Tier, TransferOp
+from sglang.srt.mem_cache.transfer import (
+    D2H,
+    FETCH,
+    H2D,
+    PROBE,
+    STORE,
+    StorageAction,
+    StorageOp,
+    Ticket,
+    Tier,
+    TransferOp,
+)
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 
@@ -480,3 +492,406 @@ def test_the_least_frequently_used_goes_first() -> None:
 def test_an_unknown_write_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="write_through"):
         Rig(write_policy="sometimes")
+
+
+# -- storage ----------------------------------------------------------------------------------------------------
+
+NAMES = BlockKeys(b"secret", 2)
+
+
+class StorageRig(Rig):
+    """Blocks of two letters; storage is what the test says."""
+
+    def __init__(self, device: int = 16, host: int = 16, blocks_per_op: int = 8, store: int = 99, **rig: str) -> None:
+        super().__init__(device, host, **rig)
+        self.attach(blocks_per_op, store)
+
+    def attach(self, blocks_per_op: int = 8, store: int = 99) -> None:
+        self.controller.open_storage(StorageLimits(blocks_per_op, 99, store), NAMES)
+
+    def fetch(self, text: str, start: int = 0) -> Ticket:
+        """Fetch what lies behind the first `start` letters, to the end of the text."""
+        match = self.tree.match("", tokens(text), fetching=True)
+        assert match.total_len == start
+        keys = NAMES.of_prompt("", tokens(text))[start // 2 :]
+        ticket = self.controller.begin_fetch(match, tokens(text[start:]), keys, now=1)
+        self.check()
+        return ticket
+
+    def end_fetch(self, ticket: Ticket, count: int) -> tuple[int, int]:
+        found = self.controller.end_fetch(ticket, count, done=10)
+        self.host.reap(10)
+        self.check()
+        return found
+
+    def begun(self) -> list[tuple[str, int, list[str], list[int]]]:
+        """Link, number, blocks by their letters, host frames; of copies, the frames they fill."""
+        found = []
+        for op in self.controller.take_ops()[0]:
+            if isinstance(op, TransferOp):
+                found.append((op.ticket.link, op.ticket.seq, [], op.dst_frames.tolist()))
+            else:
+                found.append(
+                    (op.ticket.link, op.ticket.seq, [LETTERS[k.tobytes()] for k in op.keys], op.frames.tolist())
+                )
+        return found
+
+    def commit(self, seq: int) -> None:
+        self.controller.commit(Ticket(D2H, seq), done=10)
+        self.check()
+
+    def end_store(self, seq: int, count: int = 1) -> None:
+        self.controller.end_store(Ticket(STORE, seq), count)
+        self.check()
+
+
+LETTERS: dict[bytes, str] = {}
+for _text in ("abcdefghijkl", "uvwxyz", "pqrs"):
+    for _i, _key in enumerate(NAMES.of_prompt("", tokens(_text))):
+        LETTERS[_key.tobytes()] = _text[2 * _i : 2 * _i + 2]
+
+
+def test_a_fetch_from_begin_to_end() -> None:
+    rig = StorageRig(host=6)
+    ticket = rig.fetch("abcd")
+    assert rig.begun() == [(FETCH, 0, ["ab", "cd"], [0, 1, 2, 3])] and ticket == Ticket(FETCH, 0)
+    assert rig.states(HOST) == "IIIIFF" and rig.host.pins.tolist() == [1, 1, 1, 1, 0, 0]
+    assert rig.lengths("abcd") == (0, 0) and rig.controller.fetching_pages == 4
+    assert rig.controller.storage_in_flight
+    assert rig.end_fetch(ticket, 2) == (0, 4)
+    assert rig.states(HOST) == "CCCCFF" and not rig.host.pins.any() and rig.lengths("abcd") == (0, 4)
+    assert rig.controller.fetching_pages == 0 and not rig.controller.in_flight
+    assert rig.controller.counters == {"prefetched_tokens": 4}
+    assert rig.begun() == [], "storage has it: it is not written back"
+
+
+@pytest.mark.parametrize(
+    ("count", "states", "found"), [(0, "FFFFFF", (0, 0)), (1, "CCFFFF", (0, 2)), (2, "CCCCFF", (0, 4))]
+)
+def test_a_fetch_that_comes_in_part(count: int, states: str, found: tuple[int, int]) -> None:
+    rig = StorageRig(host=6)
+    assert rig.end_fetch(rig.fetch("abcd"), count) == found
+    assert rig.states(HOST) == states and rig.lengths("abcd") == (0, found[1])
+
+
+def test_the_head_of_a_block_that_begins_above_is_read_for_nobody() -> None:
+    rig = StorageRig(host=8)
+    rig.back_up(rig.publish("abc"))
+    rig.begun()
+    ticket = rig.fetch("abcdef", start=3)
+    assert rig.begun() == [(FETCH, 0, ["cd", "ef"], [3, 4, 5, 6])]
+    assert rig.states(HOST) == "CCCDIIIF", "frame 3 takes what the tree has already"
+    rig.host.reap(10)
+    assert rig.states(HOST) == "CCCDIIIF" and rig.host.pins.tolist() == [1, 1, 0, 1, 1, 1, 1, 0], (
+        "it is being read into"
+    )
+    assert rig.end_fetch(ticket, 2) == (3, 6)
+    assert rig.states(HOST) == "CCCFCCCF" and rig.lengths("abcdef") == (3, 6)
+
+
+def test_a_part_that_ends_within_the_node_above() -> None:
+    rig = StorageRig(host=8)
+    rig.back_up(rig.publish("abc"))
+    assert rig.end_fetch(rig.fetch("abcdef", start=3), 0) == (0, 0)
+    assert rig.lengths("abcdef") == (3, 3) and rig.states(HOST) == "CCCFFFFF"
+
+
+def test_a_fetch_that_is_given_up_keeps_its_memory_until_it_is_over() -> None:
+    rig = StorageRig(host=6)
+    ticket = rig.fetch("abcd")
+    rig.begun()
+    rig.controller.cancel_fetch(ticket, done=10)
+    rig.host.reap(10)
+    assert rig.states(HOST) == "DDDDFF" and rig.tree.num_nodes == 0
+    assert rig.controller.take_ops() == ((), (ticket,))
+    rig.fetch("ab")
+    assert rig.end_fetch(ticket, 2) == (0, 0), "what came is not wanted"
+    assert rig.states(HOST) == "FFFFII" and rig.controller.fetching_pages == 2
+
+
+def test_giving_up_a_fetch_gives_up_what_is_fetched_below() -> None:
+    rig = StorageRig()
+    first, second = rig.fetch("ab"), rig.fetch("abcd", start=2)
+    rig.begun()
+    rig.controller.cancel_fetch(first, done=10)
+    rig.check()
+    assert rig.controller.take_ops() == ((), (second, first))
+    assert rig.tree.num_nodes == 0
+    assert rig.end_fetch(first, 1) == rig.end_fetch(second, 1) == (0, 0)
+    assert rig.states(HOST) == "F" * 16
+
+
+def test_what_is_computed_while_it_is_fetched() -> None:
+    rig = StorageRig()
+    ticket = rig.fetch("abcd")
+    node = rig.publish("abc")
+    assert node.frames[DEVICE].tolist() == [0, 1, 2] and node.tickets[HOST] == ticket
+    assert rig.lengths("abcd") == (3, 3), "the rest is not there yet"
+    assert rig.end_fetch(ticket, 2) == (0, 4)
+    assert rig.lengths("abcd") == (3, 4) and rig.states(HOST)[:5] == "CCCCF"
+
+
+def test_below_a_fetch_nothing_is_backed_up_before_it_has_ended() -> None:
+    rig = StorageRig()
+    ticket = rig.fetch("abcd")
+    low = rig.publish("abcdef")
+    rig.publish("abxy")
+    rig.begun()
+    assert rig.controller.begin_backup(low, done=10) is None and rig.begun() == []
+    assert rig.end_fetch(ticket, 2) == (0, 4)
+    assert sorted(len(frames) for link, _, _, frames in rig.begun() if link == D2H) == [2, 2], "both branches follow"
+    rig.commit(0)
+    rig.commit(1)
+    assert rig.lengths("abcdef") == (6, 6) and rig.tree.match("", tokens("abxy")).path[-1].frames[HOST] is not None
+
+
+def test_what_does_not_come_and_was_computed_is_backed_up_and_stored_anew() -> None:
+    rig = StorageRig()
+    ticket = rig.fetch("abcd")
+    rig.publish("abcd")
+    rig.begun()
+    assert rig.end_fetch(ticket, 1) == (0, 2)
+    ((link, _, _, frames),) = rig.begun()
+    assert link == D2H and len(frames) == 2
+    rig.commit(0)
+    assert rig.begun() == [(STORE, 0, ["cd"], frames)], "storage has lost it"
+
+
+def test_a_fetch_that_is_given_up_after_it_was_computed_is_backed_up() -> None:
+    rig = StorageRig()
+    ticket = rig.fetch("abcd")
+    rig.publish("abcd")
+    rig.begun()
+    rig.controller.cancel_fetch(ticket, done=10)
+    rig.check()
+    assert [link for link, *_ in rig.begun()] == [D2H] and rig.lengths("abcd") == (4, 4)
+
+
+def test_a_fetch_needs_room() -> None:
+    rig = StorageRig(host=4)
+    rig.back_up(rig.publish("uvw"))
+    assert not rig.controller.make_host_room(5, None, done=10)
+    assert rig.states(HOST) == "CCCF", "nothing is gained by throwing this away"
+    assert rig.controller.make_host_room(2, None, done=10) and rig.states(HOST) == "CCFF"
+    rig.fetch("ab")
+    assert not rig.controller.make_host_room(3, None, done=10), "what is being filled stays"
+    with pytest.raises(AssertionError, match="make room first"):
+        rig.fetch("pqrs")
+
+
+def test_each_block_is_written_once_from_the_host_pages() -> None:
+    rig = StorageRig()
+    node = rig.publish("abcde")
+    rig.controller.begin_backup(node, done=10)
+    assert [link for link, *_ in rig.begun()] == [D2H]
+    rig.commit(0)
+    assert rig.begun() == [(STORE, 0, ["ab", "cd"], [0, 1, 2, 3])], "the last letter is no whole block"
+    assert rig.host.pins.tolist()[:6] == [1, 1, 1, 1, 0, 0] and rig.controller.storing_pages == 4
+    # While it is written, the path grows: the block that began in the node above is written with its head.
+    rig.back_up(rig.publish("fgh", below=rig.tree.match("", tokens("abcde")).path[-1]))
+    assert rig.begun() == [(STORE, 1, ["ef", "gh"], [4, 5, 6, 7])]
+    rig.end_store(0, 2)
+    rig.end_store(1, 2)
+    assert not rig.host.pins.any() and rig.controller.storing_pages == 0
+    assert rig.controller.counters["backuped_tokens"] == 8
+    rig.back_up(rig.publish("xy", below=rig.tree.lock(rig.tree.match("", tokens("abcd")), 0).node))
+    assert [len(keys) for _, _, keys, _ in _named(rig)] == [1], "only the new branch"
+
+
+def _named(rig: StorageRig) -> list[tuple[str, int, list[bytes], list[int]]]:
+    ops = rig.controller.take_ops()[0]
+    return [
+        (op.ticket.link, op.ticket.seq, [k.tobytes() for k in op.keys], op.frames.tolist())
+        for op in ops
+        if isinstance(op, StorageOp)
+    ]
+
+
+def test_operations_are_of_a_few_blocks() -> None:
+    rig = StorageRig(blocks_per_op=2)
+    rig.back_up(rig.publish("abcdefghij"))
+    assert rig.begun() == [
+        (STORE, 0, ["ab", "cd"], [0, 1, 2, 3]),
+        (STORE, 1, ["ef", "gh"], [4, 5, 6, 7]),
+        (STORE, 2, ["ij"], [8, 9]),
+    ]
+
+
+def test_eviction_from_the_host_keeps_what_is_being_written() -> None:
+    rig = StorageRig(host=4)
+    rig.back_up(rig.publish("abcd"))
+    rig.begun()
+    rig.controller.evict(HOST, 4, done=10)
+    assert rig.states(HOST) == "DDDD", "the bytes stay"
+    rig.end_store(0, 2)
+    rig.host.reap(10)
+    assert rig.states(HOST) == "FFFF"
+
+
+def test_what_storage_did_not_take_is_counted_and_not_tried_again() -> None:
+    rig = StorageRig()
+    node = rig.publish("abcd")
+    rig.back_up(node)
+    rig.begun()
+    rig.end_store(0, 1)
+    assert rig.controller.counters["backuped_tokens"] == 2
+    assert rig.controller.counters["storage_backup_failed_tokens"] == 2
+    rig.back_up(rig.publish("ef", below=node))
+    assert rig.begun() == [(STORE, 1, ["ef"], [4, 5])]
+
+
+def test_too_much_at_once_is_stored_later() -> None:
+    rig = StorageRig(store=4, blocks_per_op=1)
+    rig.back_up(rig.publish("abcdefgh"))
+    assert rig.begun() == [(STORE, 0, ["ab"], [0, 1]), (STORE, 1, ["cd"], [2, 3])]
+    rig.back_up(rig.publish("uv"))
+    assert rig.begun() == [] and rig.controller.storing_pages == 4
+    rig.end_store(0)
+    assert rig.begun() == [(STORE, 2, ["ef"], [4, 5])]
+    rig.end_store(1)
+    rig.end_store(2)
+    assert sorted(keys[0] for _, _, keys, _ in rig.begun()) == ["gh", "uv"]
+    rig.end_store(3)
+    rig.end_store(4)
+    assert rig.begun() == [] and rig.controller.storing_pages == 0
+
+
+def test_what_is_gone_by_then_is_not_stored() -> None:
+    rig = StorageRig(store=2)
+    rig.back_up(rig.publish("ab"))
+    rig.back_up(rig.publish("uvwx", now=1))
+    rig.begun()
+    for tier in (DEVICE, HOST):
+        rig.controller.drop(rig.tree.match("", tokens("uv")).path[0], tier, -1)
+    rig.end_store(0)
+    assert rig.begun() == []
+
+
+def test_of_a_path_that_lost_its_end_the_rest_is_stored() -> None:
+    rig = StorageRig(store=2, host=8)
+    rig.back_up(rig.publish("ab", now=9))
+    rig.back_up(rig.publish("uvwx"))
+    rig.begun()
+    rig.controller.evict(HOST, 2, done=10)
+    rig.end_store(0)
+    assert [keys for _, _, keys, _ in rig.begun()] == [["uv"]]
+
+
+def test_a_path_to_be_stored_that_is_merged_into_what_is_fetched_below() -> None:
+    rig = StorageRig(store=2)
+    rig.back_up(rig.publish("uv"))
+    rig.back_up(rig.publish("ab"))
+    rig.begun()
+    rig.controller.evict(DEVICE, 4, done=10)
+    rig.end_fetch(rig.fetch("abcd", start=2), 1)
+    assert rig.tree.num_nodes == 2
+    rig.begun()
+    rig.end_store(0)
+    assert [keys for _, _, keys, _ in rig.begun()] == [["ab"]]
+
+
+def test_what_waits_to_be_stored_does_not_keep_what_has_left_the_tree() -> None:
+    rig = StorageRig(store=2, host=8)
+    rig.back_up(rig.publish("ab"))
+    for _ in range(1000):
+        node = rig.publish("uvwx")
+        rig.controller.commit(rig.controller.begin_backup(node, done=10), done=10)
+        for tier in (DEVICE, HOST):
+            rig.controller.drop(node, tier, -1)
+            rig.controller.tables[tier].reap(10)
+    assert len(rig.controller._store_later) <= 2 * 64
+    rig.end_store(0)
+    rig.check()
+
+
+def test_closing_gives_up_what_is_on_its_way() -> None:
+    rig = StorageRig()
+    rig.back_up(rig.publish("uvwx"))
+    fetch = rig.fetch("abcd")
+    low = rig.publish("abcdef")
+    probe = rig.controller.probe(NAMES.of_prompt("", tokens("pqrs")))
+    rig.begun()
+    rig.controller.close_storage(done=10)
+    rig.check()
+    ops, cancels = rig.controller.take_ops()
+    assert set(cancels) == {fetch, probe, Ticket(STORE, 0)}
+    assert [op.ticket.link for op in ops] == [D2H], "what was computed below the fetch is backed up now"
+    rig.controller.commit(ops[0].ticket, done=10)
+    rig.check()
+    assert rig.begun() == [], "nothing new is begun"
+    with pytest.raises(AssertionError):
+        rig.controller.administer(StorageAction.DETACH)
+    rig.end_fetch(fetch, 2)
+    rig.end_store(0, 0)
+    rig.controller.end_probe(probe)
+    assert not rig.controller.storage_in_flight and low.frames[HOST] is not None
+    ticket = rig.controller.administer(StorageAction.DETACH)
+    assert ticket == Ticket(PROBE, 1)
+    rig.controller.end_probe(ticket)
+    rig.controller.open_storage(None, None)
+    rig.check()
+    assert all(n.block_keys is None and n.stored is None for n in rig.tree.walk())
+    rig.back_up(rig.publish("pq"))
+    assert [link for link, *_ in rig.begun()] == [], "there is no storage"
+
+
+def test_another_storage_knows_nothing() -> None:
+    rig = StorageRig()
+    node = rig.publish("abcd")
+    rig.back_up(node)
+    rig.begun()
+    rig.end_store(0, 2)
+    rig.controller.close_storage(done=10)
+    rig.attach()
+    rig.check()
+    rig.back_up(rig.publish("ef", below=node))
+    assert rig.begun() == [(STORE, 1, ["ab", "cd", "ef"], [0, 1, 2, 3, 4, 5])]
+
+
+def forget_what_is_fetched(rig: StorageRig) -> None:
+    rig.controller.fetching_pages -= 1
+
+
+def forget_what_is_stored(rig: StorageRig) -> None:
+    rig.controller.storing_pages = 0
+
+
+def forget_a_fetch(rig: StorageRig) -> None:
+    rig.controller._fetches.clear()
+
+
+def unpin_a_fetch(rig: StorageRig) -> None:
+    rig.host.unpin(np.array([4], np.int32))
+
+
+def a_fetch_fills_other_pages(rig: StorageRig) -> None:
+    op = rig.controller.in_flight[Ticket(FETCH, 0)]
+    op.frames[:] = op.frames[::-1] - 4  # type: ignore[union-attr]
+
+
+def back_up_below_a_fetch(rig: StorageRig) -> None:
+    node = rig.tree.match("", tokens("abcdef")).path[-1]
+    src, dst = node.frames[DEVICE], rig.host.allocate(2, 0, FrameState.FILLING)
+    rig.controller._begin(D2H, DEVICE, HOST, src, dst, [node], None)
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        forget_what_is_fetched,
+        forget_what_is_stored,
+        forget_a_fetch,
+        unpin_a_fetch,
+        a_fetch_fills_other_pages,
+        back_up_below_a_fetch,
+    ],
+)
+def test_check_invariants_notices_what_is_wrong_with_storage(corrupt) -> None:
+    rig = StorageRig()
+    rig.back_up(rig.publish("uvwx"))
+    rig.fetch("abcd")
+    rig.publish("abcdef")
+    rig.check()
+    corrupt(rig)
+    with pytest.raises(AssertionError):
+        rig.check()

@@ -351,3 +351,68 @@ def test_what_reaches_the_host_later_is_stored_later(model_config: ModelConfig, 
     assert engine.store.blocks
     engine.assert_nothing_left()
     engine.close()
+
+
+def test_a_store_that_hangs_does_not_stop_requests_that_need_memory(model_config: ModelConfig) -> None:
+    """What is being stored gives the device nothing back: somebody has to be retracted all the same."""
+    params = SamplingParams(max_new_tokens=60, temperature=0.0, ignore_eos=True, sampling_seed=0)
+    texts = [prompt(40 + i, 40) for i in range(3)]
+    engine = Engine(model_config, num_device_pages=34, new_token_ratio=0.0)
+    gate = Gated(engine.store, "set")
+    timer = threading.Timer(8, gate.open.set)
+    timer.start()
+    answers = engine.generate(texts, params)
+    assert not gate.open.is_set() and gate.entered.is_set()
+    assert engine.counter("retracted_reqs") > 0
+    assert [len(a.tokens) for a in answers] == [60] * 3
+    gate.open.set()
+    timer.cancel()
+    engine.assert_nothing_left()
+    engine.close()
+
+
+def test_a_question_that_hangs_does_not_hold_up_the_next_for_ever(model_config: ModelConfig) -> None:
+    """Those who gave up are not asked for any more: the next one's answer comes as soon as the medium is back."""
+    texts = [prompt(50 + i, 100) for i in range(4)]
+    setup = with_policy("timeout", timeout_base_s=0.05, timeout_per_ki_token_s=0.0)
+    engine = Engine(model_config, store=stored(model_config, *texts), storage=setup)
+    asked: list[bytes] = []
+    exists = engine.store.exists
+    engine.store.exists = lambda keys: (asked.append(keys[0]), exists(keys))[1]  # type: ignore[method-assign]
+    gate = Gated(engine.store, "exists")
+    assert [a.cached_tokens_details["disk"] for a in engine.generate(texts[:3], PARAMS)] == [0, 0, 0]
+    gate.open.set()
+    engine.settle()
+    assert len(asked) == 1, "two had given up before they were asked for"
+    engine.assert_nothing_left()
+    engine.close()
+
+
+def test_a_failed_load_of_what_was_just_fetched_is_computed(model_config: ModelConfig) -> None:
+    text = prompt(60, 100)
+    engine = Engine(model_config, store=stored(model_config, text), load_fail_rate=1.0)
+    got = engine.generate([text], PARAMS)[0]
+    assert got.tokens == computed(model_config, text)
+    assert engine.counter("load_back_tokens") == 96, "once: it is not tried again"
+    assert got.cached_tokens_details["disk"] == 0
+    engine.assert_nothing_left()
+    engine.close()
+
+
+def test_a_flush_leaves_what_is_being_read_and_written_alone(model_config: ModelConfig) -> None:
+    text = prompt(61, 100)
+    engine = Engine(model_config, store=stored(model_config, text, prompt(62, 40)))
+    gates = [Gated(engine.store, method) for method in ("get", "set")]
+    engine.generate([prompt(63, 40)], PARAMS)  # is being written
+    assert engine.generate([text], PARAMS, abort_after={0: 0})[0].finish_reason == "abort"
+    decision = engine.core.step(time.monotonic(), engine.core.progress(), flush=["f"])
+    assert [r.success for r in decision.replies] == [True]
+    assert engine.scheduler.tree.num_nodes == 0
+    engine.scheduler.check_invariants()
+    for gate in gates:
+        gate.open.set()
+    engine.assert_nothing_left()
+    host = engine.scheduler.host
+    assert host is not None and host.num_free == host.num_pages
+    assert engine.generate([text], PARAMS)[0].cached_tokens_details["disk"] == 96
+    engine.close()

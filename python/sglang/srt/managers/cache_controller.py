@@ -41,6 +41,7 @@ WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 SELECTIVE_HITS = 2
 _NO_FRAMES = np.empty(0, np.int32)
 _MAX_STORE_LATER = 4096
+_TIDY_STORE_LATER = 64
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class HiCacheController:
         self._fetches: dict[Ticket, int] = {}
         # Ends of paths that are to be stored and found too much on its way, oldest first.
         self._store_later: dict[int, Node] = {}
+        self._tidy_store_later_at = _TIDY_STORE_LATER
 
     @property
     def has_host(self) -> bool:
@@ -202,6 +204,10 @@ class HiCacheController:
     def end_probe(self, ticket: Ticket) -> None:
         del self.in_flight[ticket]
 
+    def cancel_probe(self, ticket: Ticket) -> None:
+        """Nobody waits for it any more: those that come later must not wait behind it."""
+        self._new_cancels.append(ticket)
+
     def administer(self, action: StorageAction, setup: str = "") -> Ticket:
         """Attach, detach or clear; nothing else is in flight to storage."""
         assert not self.storage_in_flight
@@ -246,11 +252,18 @@ class HiCacheController:
         self.fetching_pages -= len(op.frames)
         dropped = self.tree.cut(ticket, Tier.HOST, (first + count) * self.tree.block_keys.block_tokens)
         self._release(dropped, Tier.HOST, -1)
+        for node in dropped.elsewhere:
+            # Computed meanwhile: what did not come is stored anew.
+            if node.stored is not None:
+                node.stored[:] = False
         self.tables[Tier.HOST].unpin(op.frames)
         nodes = self._commit_nodes(ticket, Tier.HOST)
         start, end = min((n.start for n in nodes), default=0), max((n.end for n in nodes), default=0)
         self.counters["prefetched_tokens"] += end - start
         self._back_up_below(nodes + dropped.elsewhere, done)
+        if nodes:
+            # What is to be stored of the path above is merged with these.
+            self._store_path(max(nodes, key=lambda n: n.end))
         for node in reversed(nodes):
             self.tree.compact(node, done)
         return start, end
@@ -361,24 +374,26 @@ class HiCacheController:
         return nodes
 
     def _store_path(self, end: Node) -> None:
-        """Write to storage what it is not believed to have of the path to `end`, whose host pages are all ready."""
+        """Write to storage what it is not believed to have of the path to `end`, as far as that is on the host."""
         if self.storage is None:
             return
         tree, page = self.tree, self.tree.page_size
-        tree.name_blocks(end)
         path = tree.path_of(end)
+        while path and (path[-1].frames[Tier.HOST] is None or path[-1].tickets[Tier.HOST] is not None):
+            path.pop()
+        if not path:
+            return
+        end = path[-1]
+        tree.name_blocks(end)
         first = next((i for i, n in enumerate(path) if n.stored is not None and not n.stored.all()), None)
-        if first is None or any(n.frames[Tier.HOST] is None or n.tickets[Tier.HOST] is not None for n in path):
+        if first is None:
             return
         assert tree.block_keys is not None
         size = tree.block_keys.block_tokens
         keys = np.concatenate([n.block_keys for n in path[first:]])  # type: ignore[misc]
         lacking = np.flatnonzero(~np.concatenate([n.stored for n in path[first:]]))  # type: ignore[misc]
         if (room := self._store_room()) < len(lacking):
-            self._store_later[end.id] = end
-            if len(self._store_later) > _MAX_STORE_LATER:
-                del self._store_later[next(iter(self._store_later))]
-                self.counters["storage_backup_dropped_paths"] += 1
+            self._put_off(end)
             lacking = lacking[: max(0, room)]
         if not len(lacking):
             return
@@ -398,6 +413,18 @@ class HiCacheController:
             assert node.stored is not None
             node.stored[: max(0, lacking[-1] + 1 - pos)] = True
             pos += len(node.stored)
+
+    def _put_off(self, end: Node) -> None:
+        later = self._store_later
+        if end.id not in later and len(later) >= self._tidy_store_later_at:
+            # Nodes that have left the tree keep their tokens alive.
+            for gone in [i for i, n in later.items() if n.parent is None]:
+                del later[gone]
+            if len(later) >= _MAX_STORE_LATER:
+                del later[next(iter(later))]
+                self.counters["storage_backup_dropped_paths"] += 1
+            self._tidy_store_later_at = min(2 * len(later) + _TIDY_STORE_LATER, _MAX_STORE_LATER)
+        later[end.id] = end
 
     def _store_room(self) -> int:
         """Blocks that may be handed to storage now."""

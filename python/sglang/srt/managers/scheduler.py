@@ -53,6 +53,7 @@ from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, MatchResult, Node
 from sglang.srt.mem_cache.transfer import (
     COPY_LINKS,
+    D2H,
     EXEC,
     FETCH,
     FRAME_TIERS,
@@ -189,13 +190,15 @@ class Scheduler:
         if failed is not None:
             reset = self._reset(failed)
         self.exec_done = done
+        ended = [self._link_done[link] for link in (FETCH, D2H)]
         for link in COPY_LINKS:
             self._take_completions(link, inputs.done[link], inputs.failed.get(link))
         self._replies = []
         for link in STORAGE_LINKS:
             self._take_counts(link, inputs.done.get(link, 0), inputs.counts.get(link, ()))
-        self.prefetcher.go_on(self.next_launch, done)
         self.prefetcher.expire(inputs.now, done)
+        if [self._link_done[link] for link in (FETCH, D2H)] != ended:
+            self.prefetcher.go_on(self.next_launch, done)
         for msg in inputs.new:
             self._add(msg, inputs.now)
         # After the new ones: a request and its abort may have come together.
@@ -528,10 +531,11 @@ class Scheduler:
                 self._extend(build, req, chunk, frames)
                 budget -= chunk
         if self.prefilling is None:
-            # Whoever waits for storage lets the younger ones pass.
-            for req in [r for r in self.waiting if self.prefetcher.may_start(r.rid)]:
+            for req in list(self.waiting):
                 if not self._free_slots or budget < self.page_size:
                     break
+                if not self.prefetcher.may_start(req.rid):
+                    continue  # whoever waits for storage lets the younger ones pass
                 used = self._admit(build, req, budget)
                 if used == 0:
                     break
@@ -562,19 +566,15 @@ class Scheduler:
         req.hold = ReqHold(self._next_hold, receipt, match.total_len)
         req.slot = self._free_slots.pop()
         req.computed = match.total_len
-        path = []
-        node = receipt.node
-        while node.parent is not None:
-            path.append(node)
-            node = node.parent
-        path.reverse()
+        if self.prefetcher.found(req.rid)[1]:
+            req.fetched = self.prefetcher.found(req.rid)
+        # Before anybody looks at the path: giving up a fetch may merge nodes.
+        self.prefetcher.detach(req.rid, self.exec_done)
+        path = self.tree.path_of(receipt.node)
         if num_load:
             self.controller.begin_load([n for n in path if n.frames[Tier.DEVICE] is None])
         # After the load has its source: room for a backup may be made on the host.
         self.controller.used(receipt.node, self.exec_done)
-        if self.prefetcher.found(req.rid)[1]:
-            req.fetched = self.prefetcher.found(req.rid)
-        self.prefetcher.detach(req.rid, self.exec_done)
         self._plan(req, path)
         prefix = [frames for n in path if (frames := n.frames[Tier.DEVICE]) is not None]
         build.page_runs.append(
@@ -715,7 +715,7 @@ class Scheduler:
             if (
                 self.next_launch > self.exec_done
                 or self.device.counts[FrameState.DOOMED]
-                or self.controller.in_flight
+                or any(ticket.link in COPY_LINKS for ticket in self.controller.in_flight)
             ):
                 return None
             active = self.active()

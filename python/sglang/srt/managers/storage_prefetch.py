@@ -19,7 +19,7 @@ import numpy as np
 
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hiradix_tree import MatchResult
-from sglang.srt.mem_cache.transfer import FETCH, Ticket, Tier
+from sglang.srt.mem_cache.transfer import D2H, FETCH, Ticket, Tier
 
 PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
 # A medium that does not answer must not keep a request for ever, whatever the policy says.
@@ -77,8 +77,10 @@ class StoragePrefetcher:
         self.counters: Counter[str] = Counter()
         self._prefetches: dict[str, Prefetch] = {}
         self._waiters: dict[Ticket, dict[str, None]] = {}
-        # Those that have something to begin and found too much on its way, or their prefix not on the host yet.
+        # Those that have something to begin and found too much on its way, or their prefix not on the host yet, the
+        # oldest first; whether it was too much: then younger ones queue up behind them.
         self._unfinished: dict[str, None] = {}
+        self._is_full = False
         # Of all that have begun; entries go stale.
         self._deadlines: list[tuple[float, str]] = []
 
@@ -162,7 +164,9 @@ class StoragePrefetcher:
             if count:
                 self.counters["storage_hit_tokens"] += count * names.block_tokens
                 prefetch.end = (prefetch.probed + count) * names.block_tokens
-                self._begin_fetches(rid, prefetch, now, done)
+                self._unfinished[rid] = None
+                if not self._is_full:
+                    self._begin_fetches(rid, prefetch, now, done)
 
     def end_fetch(self, ticket: Ticket, start: int, end: int, whole: bool) -> None:
         """The operation is over; tokens [start, end) of the path are on the host. whole: all blocks came."""
@@ -176,7 +180,8 @@ class StoragePrefetcher:
                 self._unfinished.pop(rid, None)
 
     def go_on(self, now: int, done: int) -> None:
-        """Operations have ended: begin what had to wait for them, oldest first."""
+        """Fetches or backups have ended: begin what had to wait for them, oldest first."""
+        self._is_full = False
         for rid in list(self._unfinished):
             if not self._begin_fetches(rid, self._prefetches[rid], now, done):
                 return
@@ -187,15 +192,18 @@ class StoragePrefetcher:
             assert rids, f"nobody waits for {ticket}"
         for rid, prefetch in self._prefetches.items():
             assert all(rid in self._waiters[ticket] for ticket in prefetch.asked)
-        assert self._unfinished.keys() <= self._prefetches.keys()
+        for rid in self._unfinished:
+            assert self._prefetches[rid].end, f"{rid} has nothing to begin"
+        awaited = any(ticket.link in (FETCH, D2H) for ticket in self.controller.in_flight)
+        assert awaited or not self._unfinished, f"{list(self._unfinished)} wait for nothing"
 
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _begin_fetches(self, rid: str, prefetch: Prefetch, now: int, done: int) -> bool:
-        """Begin what the request lacks. False if too much is in flight; then, and while the page above is on its way
-        to the host, the rest is tried again when operations have ended."""
+        """Begin what the request, one of the unfinished, lacks. False if too much is in flight; then, and while the
+        page above is on its way to the host, it keeps its place, and the rest is tried again when operations have
+        ended."""
         controller, names = self.controller, self.tree.block_keys
-        self._unfinished.pop(rid, None)
         while prefetch.end:
             assert controller.storage is not None and names is not None
             match = self._match(prefetch)
@@ -210,20 +218,20 @@ class StoragePrefetcher:
                 controller.fetching_pages
                 and controller.fetching_pages + num_pages > controller.storage.max_fetch_pages
             ):
-                self._unfinished[rid] = None
+                self._is_full = True
                 return False
             if self.tree.is_nowhere(match, prefetch.tokens):
-                self._unfinished[rid] = None
                 return True
             above = match.path[-1] if match.path else None
             if above is not None:
                 ticket = above.tickets[Tier.HOST]
                 if above.frames[Tier.HOST] is None:
+                    if self._fetching(match):
+                        return True  # computed below what is being fetched: it is backed up after that
                     ticket = controller.begin_backup(above, done)
                     if ticket is None:
                         break
                 if ticket is not None and ticket.link != FETCH:
-                    self._unfinished[rid] = None
                     return True
             if not controller.make_host_room(num_pages, above, done):
                 self.counters["prefetch_dropped_tokens"] += prefetch.end - start
@@ -233,6 +241,7 @@ class StoragePrefetcher:
             ticket = controller.begin_fetch(match, prefetch.tokens[start:end], prefetch.keys[first:last], now)
             self._wait(rid, prefetch, ticket)
         prefetch.end = 0
+        del self._unfinished[rid]
         return True
 
     def _match(self, prefetch: Prefetch) -> MatchResult:
@@ -259,4 +268,6 @@ class StoragePrefetcher:
                 del self._waiters[ticket]
                 if ticket.link == FETCH:
                     self.controller.cancel_fetch(ticket, done)
+                else:
+                    self.controller.cancel_probe(ticket)
         prefetch.probe, prefetch.end, prefetch.tickets = None, 0, {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,8 @@ _LAYOUT_VERSION = 1
 # An operation moves about so much: long enough to be efficient, short enough to be cut off in time.
 _BYTES_PER_OP = 32 << 20
 _MAX_BLOCKS_PER_OP = 256
+_MAX_TOKENS = 1 << 30
+_MAX_SECONDS = 86400
 # Keys of the extra config that are ours, under upstream's names where it has them; the others are the backend's.
 _OWN_KEYS = (
     "block_tokens",
@@ -118,7 +119,7 @@ class StorageOpener:
         return f"v{_LAYOUT_VERSION} {self.model} page {self.pool.page_size} block {block_tokens}"
 
     def _chain_secret(self, backend: str, config: dict[str, Any], secret: str, block_tokens: int) -> bytes:
-        key = hashlib.blake2b(secret.encode()).digest()
+        key = hashlib.blake2b(secret.encode(errors="surrogatepass")).digest()
         if backend == "file" and not secret:
             from sglang.srt.mem_cache.storage.file_store import config_root
             from sglang.srt.mem_cache.storage.folder import storage_secret
@@ -132,11 +133,11 @@ def parse_extra_config(text: str) -> dict[str, Any]:
     if text.startswith("@"):
         try:
             text = Path(text[1:]).read_text()
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise StoreError(f"{EXTRA_CONFIG_FLAG}: cannot read {text[1:]}: {error}") from None
     try:
         config = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise StoreError(f"{EXTRA_CONFIG_FLAG} has to be JSON, or @ and a file with it: {error}") from None
     if not isinstance(config, dict):
         raise StoreError(f'{EXTRA_CONFIG_FLAG} has to be a JSON object, like {{"path": "/var/cache/kv"}}')
@@ -145,13 +146,24 @@ def parse_extra_config(text: str) -> dict[str, Any]:
 
 def _whole(config: dict[str, Any], key: str, default: int, least: int) -> int:
     value = config.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise StoreError(f"{EXTRA_CONFIG_FLAG}: {key} is {value!r}, but it has to be a whole number from {least} on")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MAX_TOKENS:
+        raise StoreError(
+            f"{EXTRA_CONFIG_FLAG}: {key} is {_short(value)}, but it has to be a whole number from {least} to "
+            f"{_MAX_TOKENS}"
+        )
     return value
 
 
 def _seconds(config: dict[str, Any], key: str, default: float) -> float:
     value = config.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise StoreError(f"{EXTRA_CONFIG_FLAG}: {key} is {value!r}, but it has to be a number of seconds")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MAX_SECONDS:
+        raise StoreError(
+            f"{EXTRA_CONFIG_FLAG}: {key} is {_short(value)}, but it has to be a number of seconds, {_MAX_SECONDS} at "
+            "most"
+        )
     return float(value)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:80] + "…"

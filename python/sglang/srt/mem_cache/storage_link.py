@@ -32,9 +32,12 @@ class StoreSlot:
         self._open_store = open_store
 
     def attach(self, setup: str) -> bool:
+        # One that was opened when other ranks could not; it may hold a lock that the new one needs.
+        self.detach()
         try:
             self.store = self._open_store(setup)
         except StoreError as error:
+            logger.warning("storage cannot be attached: %s", error)
             self.last_error = str(error)
             return False
         return True
@@ -62,6 +65,8 @@ class StorageLink:
         self.notify = notify
         self.rate_limit = rate_limit
         self._next_seq = 0
+        # Operations that have begun; touched on the stream only.
+        self._num_started = 0
         self._cancelled: set[int] = set()
         self._results: deque[OpResult] = deque()
 
@@ -72,7 +77,8 @@ class StorageLink:
         self.stream.enqueue(partial(self._run, op))
 
     def cancel(self, ticket: Ticket) -> None:
-        self._cancelled.add(ticket.seq)
+        if ticket.seq >= self._num_started:
+            self._cancelled.add(ticket.seq)
 
     def gate(self, ticket: Ticket) -> LayerGate:
         raise GateError(f"{ticket}: a launch may not wait for storage; requests wait for it before they start")
@@ -82,14 +88,16 @@ class StorageLink:
         results = []
         while self._results:
             results.append(self._results.popleft())
+            # Cancelled in the moment when it began.
+            self._cancelled.discard(results[-1].seq)
         return results
 
     # -- on the stream ------------------------------------------------------------------------------------------
 
     def _run(self, op: StorageOp) -> None:
         count, error = 0, ""
+        self._num_started = op.ticket.seq + 1
         if op.ticket.seq in self._cancelled:
-            self._cancelled.discard(op.ticket.seq)
             error = "cancelled"
         else:
             try:

@@ -1,0 +1,512 @@
+"""`StoragePrefetcher` by example: letters are tokens, blocks have four, storage is a set of names."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sglang.srt.managers.cache_controller import HiCacheController, StorageLimits
+from sglang.srt.managers.storage_prefetch import PrefetchConfig, StoragePrefetcher
+from sglang.srt.mem_cache.block_keys import BlockKeys, to_bytes
+from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node
+from sglang.srt.mem_cache.transfer import D2H, FETCH, PROBE, StorageOp, Ticket, Tier
+
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
+NAMES = BlockKeys(b"secret", 4)
+DONE = 10
+
+
+def tokens(text: str) -> np.ndarray:
+    return np.array([ord(c) for c in text], np.int32)
+
+
+class Rig:
+    """stored: texts whose whole blocks storage has. Everything is checked after every call."""
+
+    def __init__(
+        self,
+        *stored: str,
+        device: int = 64,
+        host: int = 64,
+        blocks_per_op: int = 2,
+        max_fetch_pages: int = 64,
+        **config: object,
+    ) -> None:
+        self.tree = HiRadixTree(1, block_keys=NAMES)
+        self.device, self.host = FrameTable(device), FrameTable(host)
+        self.controller = HiCacheController(self.tree, self.device, self.host, 100)
+        self.controller.open_storage(StorageLimits(blocks_per_op, max_fetch_pages, 64), NAMES)
+        config = {"policy": "wait_complete", "threshold": 1} | config
+        self.prefetcher = StoragePrefetcher(self.controller, PrefetchConfig(**config))  # type: ignore[arg-type]
+        self.stored = {key for text in stored for key in to_bytes(NAMES.of_prompt("", tokens(text)))}
+        self.ops: dict[Ticket, object] = {}
+        self.cancelled: list[Ticket] = []
+
+    def collect(self) -> list[Ticket]:
+        """Tickets of what was begun since the last call."""
+        ops, cancels = self.controller.take_ops()
+        self.ops |= {op.ticket: op for op in ops}
+        self.cancelled += cancels
+        self.check()
+        return [op.ticket for op in ops]
+
+    def check(self) -> None:
+        self.tree.check_invariants()
+        self.controller.check_invariants()
+        self.prefetcher.check_invariants()
+
+    def begin(self, rid: str, text: str, now: float = 0.0) -> list[Ticket]:
+        self.prefetcher.begin(rid, "", tokens(text), now)
+        return self.collect()
+
+    def detach(self, rid: str) -> None:
+        self.prefetcher.detach(rid, DONE)
+        self.collect()
+
+    def finish(self, ticket: Ticket, count: int | None = None) -> list[Ticket]:
+        """Storage answers; then whatever had to wait goes on. Returns what is begun."""
+        op = self.ops.pop(ticket)
+        if ticket.link == D2H:
+            self.controller.commit(ticket, DONE)
+        else:
+            assert isinstance(op, StorageOp)
+            if count is None:
+                keys = to_bytes(op.keys)
+                count = next((i for i, key in enumerate(keys) if key not in self.stored), len(keys))
+            if ticket.link == PROBE:
+                self.controller.end_probe(ticket)
+                self.prefetcher.end_probe(ticket, count, 5, DONE)
+            elif ticket.link == FETCH:
+                start, end = self.controller.end_fetch(ticket, count, DONE)
+                self.prefetcher.end_fetch(ticket, start, end, whole=count == len(op.keys))
+            else:
+                self.controller.end_store(ticket, count)
+        if ticket.link in (FETCH, D2H):
+            self.prefetcher.go_on(5, DONE)
+        self.host.reap(DONE)
+        return self.collect()
+
+    def finish_all(self) -> None:
+        while self.ops:
+            self.finish(min(self.ops, key=lambda t: (t.link, t.seq)))
+
+    def publish(self, text: str, below: Node | None = None) -> Node:
+        frames = self.device.allocate(len(text), 0)
+        assert frames is not None
+        result = self.tree.publish("", below, tokens(text), frames, 0, 0)
+        for node in result.created:
+            self.device.transition(node.frames[DEVICE], FrameState.HELD, FrameState.CACHED)
+        self.device.doom(result.duplicates, FrameState.HELD, -1)
+        return result.node
+
+    def on_host(self, text: str) -> int:
+        return self.tree.match("", tokens(text)).total_len
+
+    def over(self, *rids: str) -> list[bool]:
+        return [self.prefetcher.may_start(rid) for rid in rids]
+
+    def assert_nothing_left(self) -> None:
+        self.finish_all()
+        assert not self.controller.in_flight and self.controller.fetching_pages == 0
+        assert not self.prefetcher._waiters and not self.prefetcher._unfinished
+        self.host.reap(DONE)
+        counts = self.host.counts
+        assert counts[FrameState.FREE] + counts[FrameState.CACHED] == self.host.num_pages
+
+
+def keys_of(rig: Rig, ticket: Ticket) -> int:
+    op = rig.ops[ticket]
+    assert isinstance(op, StorageOp)
+    return len(op.keys)
+
+
+TEXT = "aaaabbbbccccddddeeee"
+
+
+# -- one request ------------------------------------------------------------------------------------------------
+
+
+def test_from_the_question_to_the_host():
+    rig = Rig(TEXT)
+    assert rig.begin("r", TEXT + "xy") == [Ticket(PROBE, 0)]
+    assert keys_of(rig, Ticket(PROBE, 0)) == 5 and rig.over("r") == [False]
+    assert rig.finish(Ticket(PROBE, 0)) == [Ticket(FETCH, 0), Ticket(FETCH, 1), Ticket(FETCH, 2)]
+    assert [keys_of(rig, Ticket(FETCH, i)) for i in range(3)] == [2, 2, 1]
+    assert rig.on_host(TEXT) == 0 and rig.prefetcher.num_waiting == 1
+    for i, there in enumerate((8, 16, 20)):
+        assert rig.over("r") == [False]
+        assert rig.finish(Ticket(FETCH, i)) == []
+        assert rig.on_host(TEXT) == there and rig.prefetcher.found("r") == (0, there)
+    assert rig.over("r") == [True] and rig.prefetcher.num_waiting == 0
+    assert rig.tree.num_nodes == 1, "pieces of one path are merged"
+    rig.detach("r")
+    assert rig.prefetcher.found("r") == (0, 0)
+    assert rig.controller.counters["prefetched_tokens"] == 20
+    assert rig.prefetcher.counters == {"storage_probes": 1, "storage_hit_tokens": 20}
+    rig.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("stored", "count"), [("", 0), (TEXT[:8], 2), (TEXT, 5), (TEXT + "zzzz", 5)])
+def test_what_the_answer_says_is_fetched(stored: str, count: int):
+    rig = Rig(stored, blocks_per_op=10)
+    rig.begin("r", TEXT)
+    begun = rig.finish(Ticket(PROBE, 0))
+    assert [keys_of(rig, t) for t in begun] == ([count] if count else [])
+    assert rig.over("r") == [count == 0]
+    rig.finish_all()
+    assert rig.on_host(TEXT) == 4 * count and rig.over("r") == [True]
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+def test_only_whole_blocks_beyond_what_is_there_are_asked_for():
+    rig = Rig(TEXT, threshold=8)
+    rig.publish("aaaabb")
+    assert rig.begin("few", "aaaabbbbcccc") == [], "6 tokens are below the threshold"
+    assert rig.begin("none", "aaa") == []
+    assert rig.over("few", "none") == [True, True]
+    (probe,) = rig.begin("enough", "aaaabbbbccccddddx")
+    assert keys_of(rig, probe) == 3, "the block that begins on the device is asked for as a whole"
+    # The page above goes to the host first.
+    assert rig.finish(probe) == [Ticket(D2H, 0)] and rig.over("enough") == [False]
+    assert rig.finish(Ticket(D2H, 0))[:1] == [Ticket("store", 0)]
+    rig.finish_all()
+    assert rig.on_host("aaaabbbbccccdddd") == 16 and rig.prefetcher.found("enough") == (6, 16)
+    rig.detach("enough")
+    rig.assert_nothing_left()
+
+
+def test_what_does_not_come_ends_the_wait():
+    rig = Rig(TEXT)
+    rig.begin("r", TEXT)
+    rig.finish(Ticket(PROBE, 0))
+    rig.finish(Ticket(FETCH, 0), count=1)
+    # What lies below what did not come is given up as well.
+    assert rig.cancelled == [Ticket(FETCH, 2), Ticket(FETCH, 1)]
+    rig.finish(Ticket(FETCH, 1))
+    rig.finish(Ticket(FETCH, 2), count=0)
+    assert rig.over("r") == [True] and rig.on_host(TEXT) == 4 and rig.prefetcher.found("r") == (0, 4)
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+def test_somebody_computes_it_between_question_and_answer():
+    rig = Rig(TEXT)
+    (probe,) = rig.begin("r", TEXT)
+    rig.publish(TEXT[:18])
+    assert rig.finish(probe) == [Ticket(D2H, 0)], "the page above what is still lacking"
+    rig.finish(Ticket(D2H, 0))
+    rig.finish_all()
+    assert rig.prefetcher.found("r") == (18, 20) and rig.on_host(TEXT) == 20
+    rig.detach("r")
+    (probe,) = rig.begin("s", TEXT + "ffffgggg")
+    rig.publish(TEXT + "ffffgggg")
+    rig.finish(probe, count=1)
+    assert rig.over("s") == [True], "nothing is lacking any more"
+    rig.detach("s")
+    rig.assert_nothing_left()
+
+
+def test_it_waits_for_a_node_that_is_nowhere_yet():
+    rig = Rig(TEXT)
+    node = rig.publish(TEXT[:10])
+    backup = rig.controller.begin_backup(node, DONE)
+    rig.controller.evict(DEVICE, 10, DONE)
+    assert rig.collect() == [backup] and rig.on_host(TEXT) == 0
+    (probe,) = rig.begin("r", TEXT)
+    assert rig.finish(probe) == [] and rig.over("r") == [False]
+    begun = rig.finish(backup)
+    assert [keys_of(rig, t) for t in begun if t.link == FETCH] == [2, 1]
+    rig.finish_all()
+    assert rig.prefetcher.found("r") == (10, 20)
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+def test_what_is_computed_below_a_fetch_is_backed_up_before_it_goes_on():
+    """The path: fetched (computed meanwhile), computed, then what storage has beyond."""
+    rig = Rig(TEXT)
+    (probe,) = rig.begin("r", TEXT[:8])
+    (fetch,) = rig.finish(probe)
+    rig.publish(TEXT[:14])
+    (probe,) = rig.begin("s", TEXT)
+    assert rig.finish(probe) == [] and rig.over("s") == [False]
+    assert rig.finish(fetch) == [Ticket(D2H, 0)]
+    assert rig.over("r", "s") == [True, False]
+    rig.finish_all()
+    assert rig.over("s") == [True] and rig.on_host(TEXT) == 20
+    assert rig.prefetcher.found("s") == (0, 20)
+    for rid in "rs":
+        rig.detach(rid)
+    rig.assert_nothing_left()
+
+
+def test_without_room_on_the_host_the_rest_is_computed():
+    rig = Rig(TEXT, host=10)
+    rig.begin("r", TEXT)
+    assert rig.finish(Ticket(PROBE, 0)) == [Ticket(FETCH, 0)]
+    assert rig.prefetcher.counters["prefetch_dropped_tokens"] == 12
+    rig.finish_all()
+    assert rig.over("r") == [True] and rig.on_host(TEXT) == 8
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+def test_without_room_for_the_page_above_the_rest_is_computed():
+    rig = Rig(TEXT, host=4)
+    rig.publish(TEXT[:8])
+    rig.begin("r", TEXT)
+    assert rig.finish(Ticket(PROBE, 0)) == [] and rig.over("r") == [True]
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+def test_room_is_made_from_others_not_from_the_path():
+    rig = Rig(TEXT, host=16)
+    for text in (TEXT[:4], "zzzzzzzz"):
+        rig.controller.begin_backup(rig.publish(text), DONE)
+        rig.collect()
+        rig.finish_all()
+    rig.controller.evict(DEVICE, 12, DONE)
+    rig.begin("r", TEXT)
+    rig.finish_all()
+    assert rig.on_host(TEXT) == 12 and rig.on_host("zzzzzzzz") == 4, "for the last operation there was too little"
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+# -- several requests -------------------------------------------------------------------------------------------
+
+
+def test_requests_share_what_is_fetched():
+    rig = Rig(TEXT)
+    first, second = rig.begin("r", TEXT), rig.begin("s", TEXT)
+    assert len(rig.finish(first[0])) == 3
+    assert rig.finish(second[0]) == [], "all of it is on its way"
+    # One that comes later finds it there, and has nothing to ask for.
+    assert rig.begin("t", TEXT + "x") == [] and rig.over("t") == [False]
+    (probe,) = rig.begin("u", TEXT[:12] + "ffff")
+    assert keys_of(rig, probe) == 1
+    rig.finish(Ticket(FETCH, 0))
+    rig.finish(Ticket(FETCH, 1))
+    rig.finish(probe)
+    # The last one shares three blocks only, two operations: it need not wait for the third.
+    assert rig.over("r", "s", "t", "u") == [False, False, False, True]
+    rig.finish(Ticket(FETCH, 2))
+    assert rig.over("r", "s", "t") == [True] * 3
+    assert [rig.prefetcher.found(rid) for rid in "rst"] == [(0, 20)] * 3
+    for rid in "rstu":
+        rig.detach(rid)
+    assert rig.controller.counters["prefetched_tokens"] == 20
+    rig.assert_nothing_left()
+
+
+def test_a_transfer_is_cancelled_when_its_last_waiter_leaves():
+    rig = Rig(TEXT)
+    rig.finish(rig.begin("r", TEXT)[0])
+    rig.begin("s", TEXT[:8])
+    rig.detach("r")
+    assert rig.cancelled == [Ticket(FETCH, 2), Ticket(FETCH, 1)], "the last of the path first"
+    assert rig.over("s") == [False]
+    rig.finish(Ticket(FETCH, 0))
+    assert rig.over("s") == [True] and rig.on_host(TEXT) == 8
+    rig.detach("s")
+    rig.finish(Ticket(FETCH, 1))
+    assert rig.on_host(TEXT) == 8, "what comes all the same is not kept"
+    rig.assert_nothing_left()
+
+
+def test_what_was_given_up_may_be_fetched_again_at_once():
+    rig = Rig(TEXT, blocks_per_op=8)
+    rig.finish(rig.begin("r", TEXT)[0])
+    rig.detach("r")
+    rig.finish(rig.begin("s", TEXT)[0])
+    assert rig.cancelled == [Ticket(FETCH, 0)] and Ticket(FETCH, 1) in rig.ops
+    rig.finish(Ticket(FETCH, 0))
+    assert rig.on_host(TEXT) == 0 and rig.over("s") == [False]
+    rig.finish(Ticket(FETCH, 1))
+    assert rig.on_host(TEXT) == 20
+    rig.detach("s")
+    rig.assert_nothing_left()
+
+
+def test_a_question_that_nobody_asks_any_more_is_cancelled():
+    rig = Rig(TEXT)
+    (probe,) = rig.begin("r", TEXT)
+    rig.detach("r")
+    assert rig.cancelled == [probe], "else the next one would wait behind it"
+    assert rig.finish(probe) == []
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+def test_detach_all_lets_everybody_go():
+    rig = Rig(TEXT, max_fetch_pages=8)
+    rig.finish(rig.begin("r", TEXT)[0])
+    rig.begin("s", "zzzzyyyy")
+    rig.prefetcher.detach_all(DONE)
+    rig.collect()
+    assert rig.over("r", "s") == [True, True] and len(rig.cancelled) == 2
+    rig.assert_nothing_left()
+
+
+# -- limits -----------------------------------------------------------------------------------------------------
+
+LONG, OTHER = "aaaabbbbccccdddd", "ppppqqqqrrrrssss"
+
+
+def test_what_is_too_much_goes_on_later_oldest_first():
+    rig = Rig(LONG, OTHER, "tttt", blocks_per_op=1, max_fetch_pages=8)
+    begun = [rig.finish(rig.begin(rid, text)[0]) for rid, text in (("r", LONG), ("s", OTHER), ("t", "tttt"))]
+    assert begun == [[Ticket(FETCH, 0), Ticket(FETCH, 1)], [], []]
+    order = []
+    while rig.ops:
+        ticket = min(rig.ops)
+        before = {rid: rig.prefetcher.found(rid) for rid in "rst"}
+        rig.finish(ticket)
+        order += [rid for rid in "rst" if rig.prefetcher.found(rid) != before[rid]]
+        assert rig.controller.fetching_pages <= 8
+    assert order == list("rrrrsssst")
+    for rid in "rst":
+        rig.detach(rid)
+    rig.assert_nothing_left()
+
+
+def test_a_small_one_does_not_overtake_when_there_is_room_for_it_alone():
+    rig = Rig(LONG, OTHER, "tttt", blocks_per_op=2, max_fetch_pages=12)
+    rig.finish(rig.begin("r", LONG[:8])[0])
+    assert rig.finish(rig.begin("s", OTHER)[0]) == [], "8 and 8 are more than 12"
+    assert rig.finish(rig.begin("t", "tttt")[0]) == [], "4 would fit, but somebody is older"
+    begun = rig.finish(Ticket(FETCH, 0))
+    assert [keys_of(rig, t) for t in begun] == [2], "of s"
+    rig.finish_all()
+    assert rig.over("r", "s", "t") == [True] * 3 and rig.on_host("tttt") == 4
+    for rid in "rst":
+        rig.detach(rid)
+    rig.assert_nothing_left()
+
+
+def test_one_operation_may_always_run():
+    rig = Rig(LONG, blocks_per_op=2, max_fetch_pages=1)
+    assert rig.finish(rig.begin("r", LONG)[0]) == [Ticket(FETCH, 0)]
+    assert rig.finish(Ticket(FETCH, 0)) == [Ticket(FETCH, 1)]
+    rig.finish_all()
+    assert rig.on_host(LONG) == 16
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+def test_one_that_leaves_the_queue_does_not_stop_it():
+    rig = Rig(LONG, OTHER, blocks_per_op=1, max_fetch_pages=4)
+    rig.finish(rig.begin("r", LONG)[0])
+    rig.finish(rig.begin("s", OTHER)[0])
+    rig.detach("r")
+    assert rig.controller.fetching_pages == 4, "its operation still runs"
+    assert rig.finish(Ticket(FETCH, 0)) == [Ticket(FETCH, 1)]
+    rig.finish_all()
+    assert rig.on_host(OTHER) == 16 and rig.on_host(LONG) == 0
+    rig.detach("s")
+    rig.assert_nothing_left()
+
+
+# -- time -------------------------------------------------------------------------------------------------------
+
+
+def expire(rig: Rig, now: float) -> None:
+    rig.prefetcher.expire(now, DONE)
+    rig.collect()
+
+
+def test_deadlines_pass_in_order():
+    rig = Rig(TEXT, policy="timeout", timeout_base_s=1.0, timeout_per_ki_token_s=1024 / 4)
+    assert rig.prefetcher.next_deadline is None
+    rig.begin("late", TEXT, now=10.0)  # 1 + 5
+    rig.begin("early", TEXT[:8], now=11.0)  # 1 + 2
+    assert rig.prefetcher.next_deadline == 14.0
+    expire(rig, 13.9)
+    assert rig.over("early", "late") == [False, False]
+    expire(rig, 14.0)
+    assert rig.over("early", "late") == [True, False] and rig.prefetcher.next_deadline == 16.0
+    assert rig.cancelled == [Ticket(PROBE, 1)]
+    expire(rig, 99.0)
+    assert rig.over("late") == [True] and rig.prefetcher.next_deadline is None
+    assert rig.prefetcher.counters["prefetch_timeouts"] == 2
+    for ticket in list(rig.ops):
+        assert rig.finish(ticket) == [], "an answer that comes too late begins nothing"
+    rig.detach("early")
+    rig.detach("late")
+    rig.assert_nothing_left()
+
+
+def test_what_has_come_in_time_is_kept():
+    rig = Rig(TEXT, policy="timeout", timeout_base_s=1.0, timeout_per_ki_token_s=0.0)
+    rig.finish(rig.begin("r", TEXT, now=0.0)[0])
+    rig.finish(Ticket(FETCH, 0))
+    expire(rig, 1.0)
+    assert rig.over("r") == [True] and rig.prefetcher.found("r") == (0, 8) and rig.on_host(TEXT) == 8
+    rig.finish_all()
+    assert rig.prefetcher.found("r") == (0, 8) and rig.on_host(TEXT) == 8
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+def test_those_who_left_or_are_ready_have_no_deadline():
+    rig = Rig(TEXT, policy="timeout", timeout_base_s=1.0)
+    (first,) = rig.begin("gone", TEXT, now=0.0)
+    (second,) = rig.begin("ready", "zzzz", now=0.1)
+    rig.detach("gone")
+    rig.finish(second)
+    assert rig.over("ready") == [True]
+    assert rig.prefetcher.next_deadline is None, "nobody has to be woken"
+    rig.begin("gone", TEXT, now=5.0)  # a name may come again
+    expire(rig, 2.0)
+    assert rig.over("gone") == [False] and rig.prefetcher.next_deadline > 6.0
+    rig.finish(first)
+    for rid in ("gone", "ready"):
+        rig.detach(rid)
+    rig.assert_nothing_left()
+
+
+def test_even_waiting_for_everything_ends():
+    rig = Rig(TEXT)
+    rig.begin("r", TEXT, now=1.0)
+    assert rig.prefetcher.next_deadline == 61.0
+    expire(rig, 61.0)
+    assert rig.over("r") == [True]
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+def test_best_effort_waits_for_nothing():
+    rig = Rig(TEXT, policy="best_effort")
+    rig.finish(rig.begin("r", TEXT)[0])
+    assert rig.over("r") == [True] and rig.prefetcher.num_waiting == 1
+    rig.finish(Ticket(FETCH, 0))
+    rig.detach("r")
+    assert rig.on_host(TEXT) == 8
+    rig.assert_nothing_left()
+
+
+def test_an_expired_one_gives_its_place_up():
+    rig = Rig(LONG, OTHER, policy="timeout", timeout_base_s=1.0, blocks_per_op=1, max_fetch_pages=4)
+    rig.finish(rig.begin("r", LONG, now=0.0)[0])
+    rig.finish(rig.begin("s", OTHER, now=5.0)[0])
+    expire(rig, 3.0)
+    rig.finish_all()
+    assert rig.on_host(LONG) == 0 and rig.on_host(OTHER) == 16
+    for rid in "rs":
+        rig.detach(rid)
+    rig.assert_nothing_left()
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match="best_effort"):
+        Rig(policy="sometimes")
+
+
+def test_without_storage_nobody_waits():
+    rig = Rig(TEXT)
+    rig.controller.close_storage(DONE)
+    assert rig.begin("r", TEXT) == [] and rig.over("r") == [True]
+    rig.assert_nothing_left()

@@ -1,0 +1,222 @@
+"""`StorageLink` and `StoreSlot`: operations in order, whatever the store does."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from sglang.srt.mem_cache.block_keys import NO_KEYS
+from sglang.srt.mem_cache.block_store import StoreError
+from sglang.srt.mem_cache.rate_limit import RateLimit
+from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
+from sglang.srt.mem_cache.transfer import GateError, StorageAction, StorageOp, Ticket
+from sglang.srt.utils.stream import ThreadStream
+from sglang.test.stream_emulator import StreamEmulator
+
+
+class Store:
+    """Counts what it is asked; `fails` makes every call raise."""
+
+    name, block_tokens = "test", 4
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+        self.fails = False
+
+    def _called(self, *call: object) -> None:
+        self.calls.append(call)
+        if self.fails:
+            raise OSError("the disk is gone")
+
+    def exists(self, keys) -> int:
+        self._called("exists", keys)
+        return len(keys) - 1
+
+    def get(self, keys, frames) -> int:
+        self._called("get", keys, frames.tolist())
+        return len(keys)
+
+    def set(self, keys, frames) -> int:
+        self._called("set", keys, frames.tolist())
+        return len(keys)
+
+    def clear(self) -> None:
+        self._called("clear")
+
+    def close(self) -> None:
+        self._called("close")
+
+    def stats(self) -> dict[str, int]:
+        return {}
+
+
+def no_store(setup: str) -> Store:
+    raise StoreError(f"cannot open {setup}")
+
+
+class Rig:
+    def __init__(self, name: str = "fetch", store: Store | None = None, open_store=no_store) -> None:
+        self.emulator = StreamEmulator(0)
+        self.slot = StoreSlot(open_store, store)
+        self.notified = 0
+        self.link = StorageLink(name, self.slot, self.emulator.stream(name), self.notify)
+        self.seq = 0
+
+    def notify(self) -> None:
+        self.notified += 1
+
+    def submit(self, action: StorageAction, num_keys: int = 2, setup: str = "") -> Ticket:
+        op = operation(self.link.name, self.seq, action, num_keys, setup)
+        self.link.submit(op)
+        self.seq += 1
+        return op.ticket
+
+    def run(self) -> list[tuple[int, bool, int]]:
+        self.emulator.run(100)
+        return [(r.seq, r.ok, r.count) for r in self.link.poll()]
+
+
+def operation(link: str, seq: int, action: StorageAction, num_keys: int = 2, setup: str = "") -> StorageOp:
+    keys = np.arange(num_keys * 16, dtype=np.uint8).reshape(-1, 16) if num_keys else NO_KEYS
+    return StorageOp(Ticket(link, seq), action, keys, np.arange(num_keys, dtype=np.int32), num_keys * 100, setup)
+
+
+A, B = bytes(range(16)), bytes(range(16, 32))
+
+
+def test_operations_run_in_order_and_count():
+    rig = Rig(store=Store())
+    for action in (StorageAction.EXISTS, StorageAction.GET, StorageAction.SET, StorageAction.CLEAR):
+        rig.submit(action)
+    assert rig.link.poll() == [], "nothing has run yet"
+    assert rig.run() == [(0, True, 1), (1, True, 2), (2, True, 2), (3, True, 1)]
+    assert rig.slot.store.calls == [("exists", [A, B]), ("get", [A, B], [0, 1]), ("set", [A, B], [0, 1]), ("clear",)]
+    assert rig.notified == 4 and rig.link.poll() == []
+
+
+def test_the_order_of_numbers_is_asserted():
+    rig = Rig(store=Store())
+    rig.submit(StorageAction.EXISTS)
+    for seq in (0, 2):
+        with pytest.raises(AssertionError, match="out of order"):
+            rig.link.submit(operation("fetch", seq, StorageAction.EXISTS))
+    with pytest.raises(AssertionError, match="out of order"):
+        rig.link.submit(operation("store", 1, StorageAction.SET))
+
+
+def test_what_is_cancelled_before_it_starts_does_nothing_and_keeps_its_number():
+    rig = Rig(store=Store())
+    first, second = rig.submit(StorageAction.GET), rig.submit(StorageAction.GET)
+    rig.link.cancel(second)
+    rig.link.cancel(Ticket("fetch", 2))  # a decision's cancels are passed on before its operations
+    rig.submit(StorageAction.GET)
+    assert rig.run() == [(0, True, 2), (1, False, 0), (2, False, 0)]
+    assert len(rig.slot.store.calls) == 1
+    rig.link.cancel(first)
+    rig.link.cancel(second)
+    assert not rig.link._cancelled, "a cancel that comes too late leaves nothing behind"
+    rig.submit(StorageAction.GET)
+    assert rig.run() == [(3, True, 2)]
+
+
+def test_a_store_that_raises_brought_nothing():
+    rig = Rig(store=Store())
+    rig.slot.store.fails = True
+    rig.submit(StorageAction.GET)
+    rig.emulator.run(100)
+    (result,) = rig.link.poll()
+    assert (result.ok, result.count, result.error) == (False, 0, "the disk is gone")
+    rig.slot.store.fails = False
+    rig.submit(StorageAction.GET)
+    assert rig.run() == [(1, True, 2)], "the next may succeed"
+
+
+def test_without_a_store_nothing_is_there():
+    rig = Rig()
+    for action in (StorageAction.EXISTS, StorageAction.GET, StorageAction.SET, StorageAction.CLEAR):
+        rig.submit(action)
+    rig.submit(StorageAction.DETACH, 0)
+    assert [count for _, _, count in rig.run()] == [0] * 5
+
+
+def test_attach_and_detach():
+    opened = []
+
+    def open_store(setup: str) -> Store:
+        opened.append((setup, Store()))
+        return opened[-1][1]
+
+    rig = Rig("probe", open_store=open_store)
+    rig.submit(StorageAction.ATTACH, 0, "here")
+    rig.submit(StorageAction.EXISTS)
+    rig.submit(StorageAction.DETACH, 0)
+    rig.submit(StorageAction.EXISTS)
+    assert rig.run() == [(0, True, 1), (1, True, 1), (2, True, 1), (3, True, 0)]
+    assert [setup for setup, _ in opened] == ["here"]
+    assert opened[0][1].calls[-1] == ("close",) and rig.slot.store is None
+
+
+def test_a_store_that_does_not_open_says_why_and_leaves_none():
+    rig = Rig("probe")
+    rig.submit(StorageAction.ATTACH, 0, "there")
+    assert rig.run() == [(0, True, 0)]
+    assert rig.slot.last_error == "cannot open there" and rig.slot.store is None
+
+
+def test_a_store_left_by_an_attachment_that_failed_elsewhere_is_closed_first():
+    """A rank may have succeeded where another one failed; its store holds a lock on its folder."""
+    left = Store()
+    seen = []
+
+    def open_store(setup: str) -> Store:
+        seen.append(left.calls == [("close",)])
+        return Store()
+
+    rig = Rig("probe", left, open_store)
+    rig.submit(StorageAction.ATTACH, 0)
+    assert rig.run() == [(0, True, 1)] and seen == [True]
+
+
+def test_a_store_that_cannot_close_is_gone_all_the_same():
+    rig = Rig("probe", Store())
+    rig.slot.store.fails = True
+    rig.submit(StorageAction.DETACH, 0)
+    assert rig.run() == [(0, False, 0)] and rig.slot.store is None
+
+
+def test_a_launch_may_not_wait_for_storage():
+    rig = Rig(store=Store())
+    ticket = rig.submit(StorageAction.GET)
+    with pytest.raises(GateError, match="may not wait"):
+        rig.link.gate(ticket)
+
+
+def test_the_bytes_are_limited_and_questions_are_not():
+    stream = ThreadStream("fetch")
+    link = StorageLink("fetch", StoreSlot(no_store, Store()), stream, rate_limit=RateLimit(2000.0))
+    start = time.monotonic()
+    link.submit(operation("fetch", 0, StorageAction.EXISTS, 200))
+    stream.record().synchronize()
+    assert time.monotonic() - start < 0.2, "what moves nothing takes no time"
+    link.submit(operation("fetch", 1, StorageAction.GET, 4))
+    stream.record().synchronize()
+    assert time.monotonic() - start >= 0.19, "400 bytes at 2,000 per second"
+    assert [r.count for r in link.poll()] == [199, 4]
+    stream.close()
+
+
+def test_a_dead_thread_raises_where_results_are_awaited():
+    stream = ThreadStream("fetch")
+    link = StorageLink("fetch", StoreSlot(no_store, Store()), stream)
+
+    def die() -> None:
+        raise SystemExit
+
+    stream.enqueue(die)
+    deadline = time.monotonic() + 5
+    with pytest.raises(RuntimeError, match="stream fetch died"):
+        while time.monotonic() < deadline:
+            link.poll()
+            time.sleep(0.001)
