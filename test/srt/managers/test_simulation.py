@@ -7,7 +7,9 @@ import pytest
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.scheduler import SchedulerConfig
-from sglang.srt.managers.simulation import SimulatedHardware, Simulation
+from sglang.srt.managers.simulation import RequestSource, SimulatedHardware, Simulation
+from sglang.srt.mem_cache.simulated_link import SimulatedLink
+from sglang.srt.mem_cache.transfer import D2H, H2D, Ticket, Tier, TransferOp
 from sglang.srt.model_executor.launch import Launch, LaunchMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -85,3 +87,91 @@ def test_a_simulation_repeats_itself() -> None:
         return [t.ttft for t in simulation().run(arrivals).values()]
 
     assert run() == run()
+
+
+class Chain:
+    """A source whose n requests come one by one, each `think` seconds after the last one ended."""
+
+    def __init__(self, n: int, think: float) -> None:
+        self.left, self.think = n, think
+        self.at: float | None = 0.0
+        self.ended: list[tuple[str, float]] = []
+
+    def next_at(self) -> float | None:
+        return self.at
+
+    def take(self, now: float) -> list[TokenizedGenerateReqInput]:
+        if self.at is None or self.at > now:
+            return []
+        self.at = None
+        self.left -= 1
+        return [request(f"r{self.left}", list(range(50 * self.left, 50 * self.left + 50)))]
+
+    def finished(self, rid: str, now: float) -> None:
+        self.ended.append((rid, now))
+        if self.left:
+            self.at = now + self.think
+
+
+def test_requests_that_wait_for_others() -> None:
+    source = Chain(3, think=0.5)
+    assert isinstance(source, RequestSource)
+    times = simulation().run(source)
+    takes = 50 * TOKEN_S + 2 * DECODE_S
+    assert [t.arrival for t in times.values()] == pytest.approx([i * (takes + 0.5) for i in range(3)])
+    assert source.ended == [(rid, t.tokens[-1]) for rid, t in times.items()]
+
+
+def test_a_link_says_when_its_bytes_move() -> None:
+    """Two operations of 3 s after a latency of 1 s each: bytes move in [1, 4) and [5, 8)."""
+    link = SimulatedLink(H2D, lambda: 0.0, lambda op: 3.0, 1.0, LAYERS, lambda seq: 0.0)
+    frames = np.arange(1, dtype=np.int32)
+    for seq in range(2):
+        link.submit(TransferOp(Ticket(H2D, seq), Tier.HOST, Tier.DEVICE, frames, frames, 1))
+    assert [link.busy_between(*window) for window in ((0, 1), (0, 10), (2, 3), (3, 6), (4, 5), (6, 9), (8, 9))] == [
+        0,
+        6,
+        1,
+        2,
+        0,
+        2,
+        0,
+    ]
+
+
+def test_an_operation_costs_what_the_hardware_says() -> None:
+    prompt = list(range(100))
+    arrivals = [(0.0, request("a", prompt, 1)), (5.0, request("b", list(range(1000, 1150)), 1))]
+    last = [(10.0, request("c", prompt + [7], 1))]
+    config = SchedulerConfig(
+        page_size=1, num_device_pages=200, num_host_pages=2000, page_bytes=PAGE_BYTES, context_len=190
+    )
+    sim = Simulation(config, SimulatedHardware(LAYERS, launch_seconds, op_seconds=lambda op: 0.5))
+    times = sim.run(arrivals + last)
+    computed = 101 - sum(times["c"].cached_tokens_details.values())
+    assert times["c"].ttft == pytest.approx(0.5 + TOKEN_S * computed / LAYERS)
+
+
+def test_transfers_slow_what_runs_beside_them() -> None:
+    """The backup of the first prompt runs beside its decode steps, which take half as long again meanwhile."""
+    config = SchedulerConfig(
+        page_size=1, num_device_pages=200, num_host_pages=2000, page_bytes=PAGE_BYTES, context_len=190
+    )
+
+    def run(share: float) -> tuple[Simulation, list[float]]:
+        hardware = SimulatedHardware(
+            LAYERS,
+            launch_seconds,
+            op_seconds=lambda op: 0.5,
+            interference=lambda mode, link: share * (link == D2H and mode == LaunchMode.DECODE),
+        )
+        sim = Simulation(config, hardware)
+        return sim, sim.run([(0.0, request("a", list(range(100)), 5))])["a"].tokens
+
+    quiet, alone = run(0.0)
+    slowed, beside = run(0.5)
+    assert quiet.executor.interference_s == 0
+    assert np.diff(alone) == pytest.approx([DECODE_S] * 4)
+    assert slowed.executor.interference_s == pytest.approx(4 * 0.5 * DECODE_S)
+    assert np.diff(beside)[-1] == pytest.approx(1.5 * DECODE_S)
+    assert beside[-1] - alone[-1] == pytest.approx(slowed.executor.interference_s)

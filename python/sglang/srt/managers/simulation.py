@@ -5,29 +5,73 @@ Owns the clock and the order of arrivals. Every number that comes out of it is s
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
-from sglang.srt.mem_cache.simulated_link import SimulatedLink
+from sglang.srt.mem_cache.simulated_link import SimulatedLink, at_bandwidth
 from sglang.srt.mem_cache.transfer import D2H, H2D, TransferOp
-from sglang.srt.model_executor.launch import Launch
+from sglang.srt.model_executor.launch import Launch, LaunchMode
 from sglang.srt.model_executor.simulated_executor import SimulatedExecutor
 
 
 @dataclass(frozen=True)
 class SimulatedHardware:
-    """launch_seconds: cost of a launch without loads. Bandwidths in bytes per second, latencies in seconds."""
+    """launch_seconds: cost of a launch without loads. Bandwidths in bytes per second, latencies in seconds.
+
+    op_seconds: how long an operation's bytes take, where that depends on more than their number; the bandwidths are
+    then unused. interference: by what share an operation of the named link slows a launch while both run.
+    """
 
     num_layers: int
     launch_seconds: Callable[[Launch], float]
-    h2d_bandwidth: float
-    d2h_bandwidth: float
+    h2d_bandwidth: float = float("inf")
+    d2h_bandwidth: float = float("inf")
     link_latency_s: float = 0.0
     load_fails: Callable[[TransferOp], bool] = lambda op: False
+    op_seconds: Callable[[TransferOp], float] | None = None
+    interference: Callable[[LaunchMode, str], float] | None = None
+
+
+@runtime_checkable
+class RequestSource(Protocol):
+    """Where requests come from, if when they come depends on what became of others."""
+
+    def next_at(self) -> float | None:
+        """When the next request is due, as far as is known; None: none before another one ends."""
+        ...
+
+    def take(self, now: float) -> list[TokenizedGenerateReqInput]:
+        """The requests that are sent now, each given out once. They arrive at `now`."""
+        ...
+
+    def finished(self, rid: str, now: float) -> None:
+        """The request has its last token."""
+        ...
+
+
+class TimedRequests:
+    """A `RequestSource` whose requests depend on nothing. arrivals: (seconds, request)."""
+
+    def __init__(self, arrivals: Iterable[tuple[float, TokenizedGenerateReqInput]]) -> None:
+        self._waiting = deque(sorted(arrivals, key=lambda pair: pair[0]))
+
+    def next_at(self) -> float | None:
+        return self._waiting[0][0] if self._waiting else None
+
+    def take(self, now: float) -> list[TokenizedGenerateReqInput]:
+        due = []
+        while self._waiting and self._waiting[0][0] <= now:
+            due.append(self._waiting.popleft()[1])
+        return due
+
+    def finished(self, rid: str, now: float) -> None:
+        """Nobody waits for it."""
 
 
 @dataclass
@@ -49,13 +93,15 @@ class Simulation:
         self.now = 0.0
         clock = lambda: self.now  # noqa: E731
         links: dict[str, SimulatedLink] = {}
-        self.executor = SimulatedExecutor(clock, hardware.num_layers, hardware.launch_seconds, links)
+        self.executor = SimulatedExecutor(
+            clock, hardware.num_layers, hardware.launch_seconds, links, interference=hardware.interference
+        )
         if config.num_host_pages:
             for name, bandwidth in ((H2D, hardware.h2d_bandwidth), (D2H, hardware.d2h_bandwidth)):
                 links[name] = SimulatedLink(
                     name,
                     clock,
-                    bandwidth,
+                    hardware.op_seconds or at_bandwidth(bandwidth),
                     hardware.link_latency_s,
                     hardware.num_layers,
                     self.executor.launch_end,
@@ -67,35 +113,34 @@ class Simulation:
 
     def run(
         self,
-        arrivals: Iterable[tuple[float, TokenizedGenerateReqInput]],
+        arrivals: RequestSource | Iterable[tuple[float, TokenizedGenerateReqInput]],
         after_step: Callable[[BatchDecision], None] = lambda decision: None,
     ) -> dict[str, RequestTimes]:
-        """Run until all requests have ended. arrivals: (seconds, request), ascending."""
-        waiting = sorted(arrivals, key=lambda pair: pair[0])[::-1]
+        """Run until all requests have ended. arrivals: a source, or (seconds, request)."""
+        source = arrivals if isinstance(arrivals, RequestSource) else TimedRequests(arrivals)
         while True:
-            due = []
-            while waiting and waiting[-1][0] <= self.now:
-                at, request = waiting.pop()
-                self.times[request.rid] = RequestTimes(at)
-                due.append(request)
+            due = source.take(self.now)
+            for request in due:
+                self.times[request.rid] = RequestTimes(self.now)
             progress = self.core.progress()
             if due or self.core.has_work(self.now):
                 decision = self.core.step(self.now, progress, due)
-                self._take_outputs(decision)
+                self._take_outputs(decision, source)
                 after_step(decision)
                 continue
             upcoming = [self.executor.next_end(), *(link.next_end() for link in self.links.values())]
-            upcoming += [waiting[-1][0] if waiting else None, self.core.scheduler.wake_at]
+            upcoming += [source.next_at(), self.core.scheduler.wake_at]
             times = [t for t in upcoming if t is not None]
             if not times:
                 assert self.core.scheduler.num_reqs == 0, "requests wait and nothing is under way"
                 return self.times
             self.now = min(times)
 
-    def _take_outputs(self, decision: BatchDecision) -> None:
+    def _take_outputs(self, decision: BatchDecision, source: RequestSource) -> None:
         for output in decision.outputs:
             times = self.times[output.rid]
             times.tokens += [self.now] * (len(output.output_ids) // 4)
             times.cached_tokens_details = output.cached_tokens_details
             if output.finish_reason is not None:
                 times.finish_reason = output.finish_reason.type
+                source.finished(output.rid, self.now)

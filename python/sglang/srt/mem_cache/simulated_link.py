@@ -41,9 +41,14 @@ class SimulatedGate:
             raise LoadFailedError(f"{self._ticket}: failed in the simulation")
 
 
+def at_bandwidth(bandwidth: float) -> Callable[[TransferOp], float]:
+    """Seconds of an operation's bytes at so many bytes per second."""
+    return lambda op: op.size_bytes / bandwidth
+
+
 class SimulatedLink:
-    """One operation after another: start when the link is free and the source is ready, then latency_s, then the
-    bytes at bandwidth (bytes per second).
+    """One operation after another: start when the link is free and the source is ready, then latency_s, then
+    seconds(op) for the bytes.
 
     now: the virtual clock. launch_end: launch number -> when it completes, for backups. fails: decides which
     operations fail, at their end.
@@ -53,7 +58,7 @@ class SimulatedLink:
         self,
         name: str,
         now: Callable[[], float],
-        bandwidth: float,
+        seconds: Callable[[TransferOp], float],
         latency_s: float,
         num_layers: int,
         launch_end: Callable[[int], float],
@@ -62,7 +67,7 @@ class SimulatedLink:
         self.name = name
         self.busy_s = 0.0
         self._now = now
-        self._bandwidth = bandwidth
+        self._seconds = seconds
         self._latency_s = latency_s
         self._num_layers = num_layers
         self._launch_end = launch_end
@@ -80,7 +85,7 @@ class SimulatedLink:
         if op.dst == Tier.HOST and op.after is not None:
             start = max(start, self._launch_end(op.after))
         start += self._latency_s
-        end = start + op.size_bytes / self._bandwidth
+        end = start + self._seconds(op)
         self._timings[seq] = _Timing(start, end, not self._fails(op))
         self._free_at = end
         self.busy_s += end - start
@@ -101,6 +106,16 @@ class SimulatedLink:
             seq = self._pending.popleft()
             results.append(OpResult(seq, self._timings[seq].ok))
         return results
+
+    def busy_between(self, start: float, end: float) -> float:
+        """Seconds of [start, end) in which bytes move, as far as operations are submitted."""
+        busy = 0.0
+        for seq in reversed(self._pending):
+            timing = self._timings[seq]
+            busy += max(0.0, min(end, timing.end) - max(start, timing.start))
+            if timing.start <= start:
+                break
+        return busy
 
     def next_end(self) -> float | None:
         """When the next operation completes; None if none is under way."""

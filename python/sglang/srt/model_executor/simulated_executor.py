@@ -13,7 +13,7 @@ import numpy as np
 from sglang.srt.mem_cache.simulated_link import SimulatedLink
 from sglang.srt.mem_cache.transfer import LoadFailedError
 from sglang.srt.model_executor.executor import StepResult
-from sglang.srt.model_executor.launch import Launch
+from sglang.srt.model_executor.launch import Launch, LaunchMode
 
 
 class SimulatedExecutor:
@@ -21,6 +21,8 @@ class SimulatedExecutor:
     have arrived.
 
     now: the virtual clock. launch_seconds: what a launch costs without loads. token: what every request samples.
+    interference: by what share an operation of the named link slows a launch of the mode while both run; operations
+    that are submitted after the launch slow only the next one.
     """
 
     def __init__(
@@ -30,14 +32,17 @@ class SimulatedExecutor:
         launch_seconds: Callable[[Launch], float],
         links: dict[str, SimulatedLink],
         token: int = 1,
+        interference: Callable[[LaunchMode, str], float] | None = None,
     ) -> None:
         self.stall_s = 0.0
         self.busy_s = 0.0
+        self.interference_s = 0.0
         self._now = now
         self._num_layers = num_layers
         self._launch_seconds = launch_seconds
         self._links = links
         self._token = token
+        self._interference = interference
         self._next_seq = 0
         self._free_at = 0.0
         self._ends: dict[int, float] = {}
@@ -52,7 +57,12 @@ class SimulatedExecutor:
         failed = False
         if not self._void:
             cost = self._launch_seconds(launch)
-            for layer in range(self._num_layers):
+            slower = self._slow_down(launch.mode, start, cost)
+            self.interference_s += slower
+            cost += slower
+            if not gates:
+                time += cost
+            for layer in range(self._num_layers if gates else 0):
                 time = max([time, *(gate.ready_at(layer) for gate in gates)]) + cost / self._num_layers
             self.busy_s += cost
             self.stall_s += time - start - cost
@@ -67,6 +77,15 @@ class SimulatedExecutor:
         self._void = self._void or failed
         self._free_at = self._ends[launch.seq] = time
         self._pending.append(StepResult(launch.seq, tokens, failed))
+
+    def _slow_down(self, mode: LaunchMode, start: float, cost: float) -> float:
+        """Seconds by which transfers make a launch longer."""
+        if self._interference is None:
+            return 0.0
+        return sum(
+            self._interference(mode, name) * link.busy_between(start, start + cost)
+            for name, link in self._links.items()
+        )
 
     def reset(self, mark: int) -> None:
         self._void = False
