@@ -1,0 +1,86 @@
+"""Puts cost models under the engine's simulation: from model, machine and method to `SimulatedHardware` and pools.
+
+Owns no state. The one file here that knows the engine's launches and transfer operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from benchmark.simulator.cost_models import (
+    KERNEL_LOAD,
+    Method,
+    ModelShape,
+    load_seconds,
+    pass_cost,
+)
+from benchmark.simulator.profiles import Hardware, device_tokens, host_tokens
+
+from sglang.srt.managers.scheduler import SchedulerConfig
+from sglang.srt.managers.simulation import SimulatedHardware
+from sglang.srt.mem_cache.transfer import D2H, Tier, TransferOp
+from sglang.srt.model_executor.launch import Launch, LaunchMode
+
+
+def simulated_hardware(
+    model: ModelShape,
+    hardware: Hardware,
+    page_size: int,
+    load: Method = KERNEL_LOAD,
+    backup: Method | None = None,
+) -> SimulatedHardware:
+    """One rank of the model on the machine; the others do the same at the same time. backup: None: as `load`, by one
+    CTA if that is a kernel (Strata 4.2)."""
+    to_host = backup if backup is not None else replace(load, ctas=1)
+
+    def launch_seconds(launch: Launch) -> float:
+        decode = launch.mode == LaunchMode.DECODE
+        return pass_cost(model, hardware.gpu, launch.starts, launch.lens, int(launch.samples.sum()), decode).seconds
+
+    def op_seconds(op: TransferOp) -> float:
+        method = to_host if op.dst == Tier.HOST else load
+        num_runs = count_runs(op.src_frames, op.dst_frames) if method.kind == "dma" else None
+        return load_seconds(model, hardware.link, method, len(op.src_frames) * page_size, page_size, num_runs)
+
+    def interference(mode: LaunchMode, link: str) -> float:
+        method = to_host if link == D2H else load
+        return hardware.interference.slowdown(method, mode == LaunchMode.DECODE)
+
+    return SimulatedHardware(
+        num_layers=model.num_layers,
+        launch_seconds=launch_seconds,
+        op_seconds=op_seconds,
+        interference=interference,
+    )
+
+
+def count_runs(src: np.ndarray, dst: np.ndarray) -> int:
+    """Runs of pages that lie side by side in both pools."""
+    if not len(src):
+        return 0
+    return 1 + int(np.count_nonzero((np.diff(src) != 1) | (np.diff(dst) != 1)))
+
+
+def scheduler_config(
+    model: ModelShape,
+    hardware: Hardware,
+    page_size: int,
+    context_len: int,
+    num_device_tokens: int | None = None,
+    num_host_tokens: int | None = None,
+    **changes: Any,
+) -> SchedulerConfig:
+    """Pools as large as the machine has them, unless said otherwise; num_host_tokens 0: no hierarchy. One rank holds
+    its share of every token, so its pages are tp times smaller and as many."""
+    device = device_tokens(model, hardware.gpu) if num_device_tokens is None else num_device_tokens
+    host = host_tokens(model, hardware.host_bytes) if num_host_tokens is None else num_host_tokens
+    return SchedulerConfig(
+        page_size=page_size,
+        num_device_pages=device // page_size,
+        num_host_pages=host // page_size,
+        page_bytes=page_size * model.kv_bytes_per_token,
+        context_len=context_len,
+        **changes,
+    )

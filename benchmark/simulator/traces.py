@@ -1,0 +1,148 @@
+"""Readers for published files: LooGLE, NarrativeQA, ShareGPT, and production traces in Mooncake's format.
+
+Files are read, never fetched. `encode` turns a text into token ids; any tokenizer's method will do. What a file does
+not say (when queries arrive) comes from the arguments, as for generated workloads.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from benchmark.simulator.workloads import (
+    FIRST_TOKEN,
+    LAST_TOKEN,
+    Conversation,
+    Order,
+    Turn,
+    Workload,
+    poisson_times,
+    questions_workload,
+)
+
+Encode = Callable[[str], Sequence[int]]
+
+# Tokens that one hash id of a Mooncake trace stands for.
+MOONCAKE_BLOCK = 512
+
+
+def read_loogle(path: Path, encode: Encode, seed: int, rate: float, order: Order = Order.SHUFFLE) -> Workload:
+    """bigai-nlco/LooGLE, longdep_qa.jsonl or shortdep_qa.jsonl, in either of its two forms: one line per document
+    (`input`, and `qa_pairs`, a list or its Python or JSON text, of `{"Q", "A"}`), or one line per question
+    (`context`, `question`, `answer`). The answer's length in the file is the output length."""
+    asked: list[tuple[str, str, str]] = []
+    for where, row in _json_lines(path):
+        if "qa_pairs" in row:
+            pairs = _literal(row["qa_pairs"], where)
+            asked += [(row["input"], pair["Q"], pair["A"]) for pair in pairs]
+        else:
+            asked.append((_field(row, "context", where), row["question"], row["answer"]))
+    return _questions("LooGLE", asked, encode, seed, rate, order)
+
+
+def read_narrativeqa(path: Path, encode: Encode, seed: int, rate: float, order: Order = Order.SHUFFLE) -> Workload:
+    """deepmind/narrativeqa as JSON lines (`document.text`, `question.text`, `answers[].text`), or LongBench's
+    narrativeqa.jsonl (`context`, `input`, `answers`). The first answer gives the output length."""
+    asked: list[tuple[str, str, str]] = []
+    for where, row in _json_lines(path):
+        if "document" in row:
+            asked.append((row["document"]["text"], row["question"]["text"], row["answers"][0]["text"]))
+        else:
+            asked.append((_field(row, "context", where), row["input"], row["answers"][0]))
+    return _questions("NarrativeQA", asked, encode, seed, rate, order)
+
+
+def read_sharegpt(path: Path, encode: Encode, seed: int, rate: float, think_s: float = 60.0) -> Workload:
+    """ShareGPT as published: a JSON list of `{"conversations": [{"from": "human" | "gpt", "value"}]}`. A turn is what
+    people say up to an answer; what precedes the first human message is the context. rate: queries per second."""
+    rng = np.random.default_rng(seed)
+    found: list[tuple[np.ndarray, tuple[Turn, ...]]] = []
+    for row in json.loads(Path(path).read_text()):
+        context: list[int] = []
+        message: list[int] = []
+        turns: list[Turn] = []
+        for said in row["conversations"]:
+            ids = list(encode(said["value"]))
+            if said["from"] in ("human", "user"):
+                message += ids
+            elif message and said["from"] in ("gpt", "assistant", "chatgpt", "bing", "bard"):
+                turns.append(Turn(np.array(message, np.int32), max(1, len(ids))))
+                message = []
+            elif not turns and not message:
+                context += ids
+        if turns:
+            found.append((np.array(context, np.int32), tuple(turns)))
+    num_queries = sum(len(turns) for _, turns in found)
+    starts = poisson_times(rng, len(found), rate * len(found) / max(1, num_queries))
+    conversations = [
+        Conversation(start, context, turns, think_s) for start, (context, turns) in zip(starts.tolist(), found)
+    ]
+    return Workload("ShareGPT", tuple(conversations))
+
+
+def read_mooncake(path: Path, speed: float = 1.0, max_in_flight: int | None = None) -> Workload:
+    """JSON lines of `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one per block of 512 tokens.
+    Token ids are made from the hash ids, so prompts share a prefix as far as their hash ids do; the last block may be
+    cut short. speed: 2 sends everything in half the time. As traces of production are open loops, nothing limits what
+    is in flight unless asked for."""
+    conversations = []
+    for where, row in _json_lines(path):
+        hashes = np.asarray(_field(row, "hash_ids", where), np.uint64)
+        length = int(row["input_length"])
+        if not 0 < length <= len(hashes) * MOONCAKE_BLOCK:
+            raise ValueError(f"{where}: {length} tokens do not fit {len(hashes)} blocks of {MOONCAKE_BLOCK}")
+        prompt = tokens_of_hashes(hashes)[:length]
+        turn = Turn(prompt, max(1, int(row["output_length"])))
+        conversations.append(Conversation(float(row["timestamp"]) / 1000 / speed, np.empty(0, np.int32), (turn,)))
+    conversations.sort(key=lambda c: c.start)
+    return Workload("Mooncake", tuple(conversations), max_in_flight)
+
+
+def tokens_of_hashes(hashes: np.ndarray) -> np.ndarray:
+    """(n * 512,) int32: 512 ids per hash, the same for the same hash. Mixed by splitmix64 (Steele et al., 2014)."""
+    x: np.ndarray = (hashes.astype(np.uint64)[:, None] << np.uint64(9)) + np.arange(MOONCAKE_BLOCK, dtype=np.uint64)
+    x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return (FIRST_TOKEN + x % np.uint64(LAST_TOKEN - FIRST_TOKEN)).astype(np.int32).ravel()
+
+
+def _questions(
+    name: str, asked: Sequence[tuple[str, str, str]], encode: Encode, seed: int, rate: float, order: Order
+) -> Workload:
+    numbers: dict[str, int] = {}
+    about = np.array([numbers.setdefault(context, len(numbers)) for context, _, _ in asked], np.int64)
+    documents = [np.asarray(encode(text), np.int32) for text in numbers]
+    turns = [Turn(np.asarray(encode(q), np.int32), max(1, len(encode(a)))) for _, q, a in asked]
+    return questions_workload(name, documents, about, turns, np.random.default_rng(seed), rate, order)
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, row): where names file and line, for error messages."""
+    with open(path) as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield f"{path}:{number}", json.loads(line)
+
+
+def _field(row: dict[str, Any], name: str, where: str) -> Any:
+    if name not in row:
+        raise ValueError(f"{where}: there is no field {name!r}; it has {', '.join(row) or 'none'}")
+    return row[name]
+
+
+def _literal(value: Any, where: str) -> list[dict[str, str]]:
+    """qa_pairs is a list, or text: JSON, a Python literal, or the word none for a document without questions."""
+    if not isinstance(value, str):
+        return value or []
+    if value.strip().lower() in ("", "none"):
+        return []
+    try:
+        return ast.literal_eval(value)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{where}: qa_pairs is neither a list nor the text of one") from error

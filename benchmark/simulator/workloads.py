@@ -1,0 +1,395 @@
+"""Workloads: who asks what, and when. Generators with the statistics of Strata's Table 1, and what drives them.
+
+Owns token ids, arrival times and the order of requests. Knows nothing of caches, machines or the scheduler but the
+message that a request is. Readers for published files are in traces.py.
+
+    Spec --generate--> Workload (conversations) --source()--> WorkloadSource --take / finished--> Simulation
+
+A conversation is a context and turns; a single question about a document is one of one turn, and conversations about
+the same document share its tokens. The next turn is sent when the answer to the last is there, plus time to think.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import numpy as np
+
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+# Strata 5.1: at most so many requests in flight.
+MAX_IN_FLIGHT = 128
+# What `SimulatedExecutor` samples, so that the next turn's prompt has the answer that was given.
+ANSWER_TOKEN = 1
+# Generated ids lie between: below are special tokens and ANSWER_TOKEN, above what small vocabularies lack.
+FIRST_TOKEN, LAST_TOKEN = 10, 32000
+
+
+class Order(StrEnum):
+    """The order of questions about several documents (Strata 5.3.3). SHUFFLE: at random. MINIMUM cache distance: all
+    of one document in a row. MAXIMUM: those of one document spread evenly over the queue."""
+
+    SHUFFLE = "shuffle"
+    MINIMUM = "minimum"
+    MAXIMUM = "maximum"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """message: int32, what is new in this prompt. output_len: tokens of the answer, at least 1."""
+
+    message: np.ndarray
+    output_len: int
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """start: seconds, when the first turn is sent. context: int32, before the first message; shared arrays are not
+    copied. think_s: from an answer's last token to the next message."""
+
+    start: float
+    context: np.ndarray
+    turns: tuple[Turn, ...]
+    think_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Means over all queries; a prompt counts whole, with context and history."""
+
+    mean_in: float
+    mean_out: float
+    num_contexts: int
+    num_queries: int
+    max_total: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: str
+    conversations: tuple[Conversation, ...]
+    max_in_flight: int | None = MAX_IN_FLIGHT
+
+    def source(self) -> WorkloadSource:
+        """A fresh run of it."""
+        return WorkloadSource(self)
+
+    def stats(self) -> Stats:
+        ins, outs, longest = [], [], 0
+        for conversation in self.conversations:
+            length = len(conversation.context)
+            for turn in conversation.turns:
+                length += len(turn.message)
+                ins.append(length)
+                outs.append(turn.output_len)
+                length += turn.output_len
+            longest = max(longest, length)
+        contexts = {id(c.context) for c in self.conversations}
+        return Stats(float(np.mean(ins)), float(np.mean(outs)), len(contexts), len(ins), longest)
+
+    def first(self, num_conversations: int) -> Workload:
+        """The beginning of it."""
+        return replace(self, conversations=self.conversations[:num_conversations])
+
+
+class WorkloadSource:
+    """A `RequestSource`. Requests that fall due while max_in_flight are out wait here, first come first served, and
+    arrive when they are sent; `due` tells when they would have come otherwise. Request ids: conversation-turn.
+
+          (start) -> waiting for its time -> sent -> answered -+-> done
+                          ^                                    |
+                          +------------- think_s --------------+
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self.due: dict[str, float] = {}
+        self.num_in_flight = 0
+        self._limit = workload.max_in_flight
+        self._conversations = workload.conversations
+        # (when, conversation, turn): conversations come in this order where times are equal.
+        self._waiting = [(c.start, i, 0) for i, c in enumerate(workload.conversations)]
+        heapq.heapify(self._waiting)
+        # Prompt and answer of the last turn, of conversations that go on.
+        self._history: dict[int, np.ndarray] = {}
+
+    @property
+    def is_full(self) -> bool:
+        return self._limit is not None and self.num_in_flight >= self._limit
+
+    @property
+    def num_waiting(self) -> int:
+        """Turns whose time is known and that are not sent."""
+        return len(self._waiting)
+
+    def next_at(self) -> float | None:
+        return None if self.is_full or not self._waiting else self._waiting[0][0]
+
+    def take(self, now: float) -> list[TokenizedGenerateReqInput]:
+        sent = []
+        while self._waiting and self._waiting[0][0] <= now and not self.is_full:
+            at, i, t = heapq.heappop(self._waiting)
+            request = self._request(i, t)
+            self.due[request.rid] = at
+            self.num_in_flight += 1
+            sent.append(request)
+        return sent
+
+    def finished(self, rid: str, now: float) -> None:
+        self.num_in_flight -= 1
+        i, t = (int(part) for part in rid.split("-"))
+        conversation = self._conversations[i]
+        if t + 1 < len(conversation.turns):
+            heapq.heappush(self._waiting, (now + conversation.think_s, i, t + 1))
+
+    def _request(self, i: int, t: int) -> TokenizedGenerateReqInput:
+        conversation = self._conversations[i]
+        turn = conversation.turns[t]
+        before = self._history.pop(i) if t else conversation.context
+        prompt = np.concatenate((before, turn.message))
+        if t + 1 < len(conversation.turns):
+            answer = np.full(turn.output_len, ANSWER_TOKEN, np.int32)
+            self._history[i] = np.concatenate((prompt, answer))
+        params = SamplingParams(max_new_tokens=turn.output_len, temperature=0.0, ignore_eos=True)
+        return TokenizedGenerateReqInput(
+            rid=f"{i}-{t}", input_ids=ids_to_bytes(prompt), sampling_params=params, stream=True
+        )
+
+
+# -- questions about documents --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class QuestionSpec:
+    """Questions about documents. mean_in, mean_out, num_contexts, num_queries: Strata, Table 1.
+
+    Assumed, as nobody prints them: lengths of documents and answers are log-normal with the coefficients of variation
+    context_cv and output_cv, documents at most max_context long; a question with its template has mean_question
+    tokens, log-normal too; each question is about a document drawn uniformly.
+    """
+
+    name: str
+    mean_in: float
+    mean_out: float
+    num_contexts: int
+    num_queries: int
+    mean_question: float
+    context_cv: float
+    output_cv: float = 0.8
+    max_context: int = 128_000
+
+    def scaled(self, lengths: float = 1.0, counts: float = 1.0) -> QuestionSpec:
+        """Prompts shorter by `lengths`, fewer contexts and queries by `counts`; answers stay, they are short."""
+        return replace(
+            self,
+            mean_in=self.mean_in * lengths,
+            mean_question=max(1.0, self.mean_question * lengths),
+            max_context=max(1, int(self.max_context * lengths)),
+            num_contexts=max(1, round(self.num_contexts * counts)),
+            num_queries=max(1, round(self.num_queries * counts)),
+        )
+
+    def generate(self, seed: int, rate: float, order: Order = Order.SHUFFLE) -> Workload:
+        """rate: queries per second, Poisson."""
+        rng = np.random.default_rng(seed)
+        about = np.concatenate(
+            (
+                np.arange(min(self.num_contexts, self.num_queries)),
+                rng.integers(0, self.num_contexts, max(0, self.num_queries - self.num_contexts)),
+            )
+        )
+        questions = lengths_with_mean(rng, self.num_queries, self.mean_question, 0.4)
+        weights = np.bincount(about, minlength=self.num_contexts)
+        mean_context = self.mean_in - float(questions.mean())
+        contexts = lengths_with_mean(rng, self.num_contexts, mean_context, self.context_cv, self.max_context, weights)
+        outputs = lengths_with_mean(rng, self.num_queries, self.mean_out, self.output_cv)
+        documents = [random_tokens(rng, n) for n in contexts.tolist()]
+        turns = [
+            Turn(random_tokens(rng, n), out) for n, out in zip(questions.tolist(), outputs.tolist(), strict=True)
+        ]
+        return questions_workload(self.name, documents, about, turns, rng, rate, order)
+
+
+LOOGLE = QuestionSpec("LooGLE", 21613, 15.60, 105, 2410, mean_question=30, context_cv=0.35)
+NARRATIVEQA = QuestionSpec("NarrativeQA", 54797, 13.00, 50, 1461, mean_question=30, context_cv=0.5)
+
+
+def questions_workload(
+    name: str,
+    documents: Sequence[np.ndarray],
+    about: np.ndarray,
+    turns: Sequence[Turn],
+    rng: np.random.Generator,
+    rate: float,
+    order: Order = Order.SHUFFLE,
+) -> Workload:
+    """turns[i] asks about documents[about[i]]; sent in the given order at Poisson times."""
+    sequence = arrange(np.asarray(about), order, rng)
+    starts = poisson_times(rng, len(sequence), rate)
+    conversations = [
+        Conversation(start, documents[int(about[i])], (turns[i],))
+        for start, i in zip(starts.tolist(), sequence.tolist(), strict=True)
+    ]
+    return Workload(name, tuple(conversations))
+
+
+def arrange(about: np.ndarray, order: Order, rng: np.random.Generator) -> np.ndarray:
+    """A permutation of the queries; about: the document of each."""
+    shuffled = rng.permutation(len(about))
+    if order == Order.SHUFFLE:
+        return shuffled
+    grouped = shuffled[np.argsort(about[shuffled], kind="stable")]
+    if order == Order.MINIMUM:
+        return grouped
+    # The j-th of the n questions about a document stands at (j + 1/2) / n of the queue.
+    counts = np.bincount(about)
+    firsts = np.cumsum(counts) - counts
+    documents = about[grouped]
+    place = (np.arange(len(about)) - firsts[documents] + 0.5) / counts[documents]
+    return grouped[np.lexsort((documents, place))]
+
+
+# -- conversations --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ConversationSpec:
+    """Conversations of several turns. mean_in (with history), mean_out, num_queries: Strata, Table 1; think_s: 5.1.
+
+    has_context: each conversation is about a document of its own; its length is what makes mean_in come true, and
+    messages have mean_message tokens. Without, messages are scaled to make mean_in come true. Assumed: lengths are
+    log-normal with coefficients of variation 0.3 (documents) and cv; turns per conversation are even (has_context) or
+    geometric.
+    """
+
+    name: str
+    mean_in: float
+    mean_out: float
+    num_conversations: int
+    num_queries: int
+    mean_message: float
+    think_s: float
+    has_context: bool
+    cv: float
+    max_context: int = 128_000
+
+    def scaled(self, lengths: float = 1.0, counts: float = 1.0) -> ConversationSpec:
+        """Everything shorter by `lengths`; fewer conversations, of as many turns, by `counts`."""
+        return replace(
+            self,
+            mean_in=self.mean_in * lengths,
+            mean_out=max(1.0, self.mean_out * lengths),
+            mean_message=max(1.0, self.mean_message * lengths),
+            max_context=max(1, int(self.max_context * lengths)),
+            num_conversations=max(1, round(self.num_conversations * counts)),
+            num_queries=max(1, round(self.num_queries * counts)),
+        )
+
+    def generate(self, seed: int, rate: float) -> Workload:
+        """rate: queries per second in the long run; conversations start as a Poisson process, so many times rarer as
+        they have turns."""
+        rng = np.random.default_rng(seed)
+        turns = self._turns(rng)
+        first = np.repeat(np.cumsum(turns) - turns, turns)
+        place = np.arange(self.num_queries) - first
+        outputs = lengths_with_mean(rng, self.num_queries, self.mean_out, self.cv)
+        history_out = _before(outputs, first)
+        messages = lengths_with_mean(rng, self.num_queries, self.mean_message, self.cv)
+        contexts = np.zeros(self.num_conversations, np.int64)
+        if self.has_context:
+            mean = self.mean_in - float((history_out + _before(messages, first) + messages).mean())
+            contexts = lengths_with_mean(rng, self.num_conversations, mean, 0.3, self.max_context, turns)
+        else:
+            wanted = self.mean_in - float(history_out.mean())
+            if wanted < 1:
+                raise ValueError(f"{self.name}: the answers alone make prompts longer than {self.mean_in:.0f} tokens")
+            # A message counts in its own prompt and in all that follow.
+            messages = scale_to_mean(messages, wanted, weights=np.repeat(turns, turns) - place, of=self.num_queries)
+        pool = random_tokens(rng, int(messages.sum()))
+        cuts = np.cumsum(messages)[:-1]
+        parts = np.split(pool, cuts)
+        starts = poisson_times(rng, self.num_conversations, rate * self.num_conversations / self.num_queries)
+        conversations = []
+        begin = 0
+        for i, n in enumerate(turns.tolist()):
+            said = tuple(Turn(parts[q], int(outputs[q])) for q in range(begin, begin + n))
+            begin += n
+            context = random_tokens(rng, int(contexts[i]))
+            conversations.append(Conversation(float(starts[i]), context, said, self.think_s))
+        return Workload(self.name, tuple(conversations))
+
+    def _turns(self, rng: np.random.Generator) -> np.ndarray:
+        """Turns of each conversation, at least one, num_queries in all."""
+        n, total = self.num_conversations, self.num_queries
+        if self.has_context:
+            return rng.permutation(np.full(n, total // n) + (np.arange(n) < total % n))
+        turns = rng.geometric(n / total, n)
+        while (missing := total - int(turns.sum())) != 0:
+            some = rng.integers(0, n, abs(missing))
+            turns = np.maximum(1, turns + np.sign(missing) * np.bincount(some, minlength=n))
+        return turns
+
+
+REVIEWMT = ConversationSpec(
+    "ReviewMT", 17708, 208.3, 100, 1092, mean_message=80, think_s=0.0, has_context=True, cv=0.8
+)
+# 90,000 conversations: SwiftCache, of the same collection. Messages come out at about 161 tokens.
+SHAREGPT = ConversationSpec(
+    "ShareGPT", 680.9, 260.9, 90_000, 200_869, mean_message=161, think_s=60.0, has_context=False, cv=1.0
+)
+
+
+def _before(lengths: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Sum of the lengths of earlier queries of the same conversation; first: its first query."""
+    total = np.cumsum(lengths) - lengths
+    return total - total[first]
+
+
+# -- parts ----------------------------------------------------------------------------------------------------------
+
+
+def random_tokens(rng: np.random.Generator, n: int) -> np.ndarray:
+    return rng.integers(FIRST_TOKEN, LAST_TOKEN, n, dtype=np.int32)
+
+
+def poisson_times(rng: np.random.Generator, n: int, rate: float) -> np.ndarray:
+    """n times of a Poisson process, in seconds; an infinite rate: all at 0."""
+    if np.isinf(rate):
+        return np.zeros(n)
+    return np.cumsum(rng.exponential(1 / rate, n))
+
+
+def lengths_with_mean(
+    rng: np.random.Generator,
+    n: int,
+    mean: float,
+    cv: float,
+    longest: int | None = None,
+    weights: np.ndarray | None = None,
+) -> np.ndarray:
+    """n log-normal lengths of at least 1, scaled so that their (weighted) mean is `mean`. cv: before scaling."""
+    if mean < 1:
+        raise ValueError(f"a mean length of {mean:.1f} tokens is below 1")
+    sigma = np.sqrt(np.log(1 + cv * cv))
+    raw = rng.lognormal(np.log(mean) - sigma * sigma / 2, sigma, n)
+    weights = np.ones(n) if weights is None else weights
+    return scale_to_mean(raw, mean, weights, float(weights.sum()), longest)
+
+
+def scale_to_mean(
+    lengths: np.ndarray, mean: float, weights: np.ndarray, of: float, longest: int | None = None
+) -> np.ndarray:
+    """Whole lengths in 1..longest, in proportion to the given ones, with sum(weights * lengths) / of nearly `mean`.
+    Cutting and rounding move the mean, so the scale is found by bisection."""
+    low, high = 0.0, 2.0
+    scaled = lambda by: np.clip(np.round(lengths * by), 1, longest).astype(np.int64)  # noqa: E731
+    total = lambda by: float((weights * scaled(by)).sum()) / of  # noqa: E731
+    while total(high) < mean and high < 1e6:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if total(middle) < mean else (low, middle)
+    return scaled(high)
