@@ -18,8 +18,11 @@ import zmq
 
 from sglang.srt.managers.io_struct import (
     AbortReq,
+    AttachHiCacheStorageReqInput,
     BatchTokenIDOutput,
+    ClearHiCacheReqInput,
     ControlReqOutput,
+    DetachHiCacheStorageReqInput,
     FinishReason,
     FlushCacheReqInput,
     GetInternalStateReq,
@@ -94,6 +97,7 @@ class FakeScheduler:
         self.running: dict[str, Running] = {}
         self.counters = {"aborted": 0, "requests": 0, "steps": 0, "load_back_tokens": 7}
         self.seeds: list[int | None] = []
+        self.storage: dict[str, str] | None = None
 
     def send(self, message: object) -> None:
         self.send_socket.send(encode(message))
@@ -119,6 +123,21 @@ class FakeScheduler:
         elif isinstance(message, FlushCacheReqInput):
             busy = bool(self.running)
             self.send(ControlReqOutput(id=message.id, success=not busy, message="busy" if busy else ""))
+        elif isinstance(message, AttachHiCacheStorageReqInput):
+            refusal = "detach it first" if self.storage is not None else ""
+            if not refusal:
+                self.storage = {
+                    "backend": message.backend,
+                    "prefetch_policy": message.prefetch_policy,
+                    "write_policy": message.write_policy,
+                    "extra_config": message.extra_config,
+                }
+            self.send(ControlReqOutput(id=message.id, success=not refusal, message=refusal))
+        elif isinstance(message, DetachHiCacheStorageReqInput | ClearHiCacheReqInput):
+            refusal = "no storage backend is attached" if self.storage is None else ""
+            if isinstance(message, DetachHiCacheStorageReqInput):
+                self.storage = None
+            self.send(ControlReqOutput(id=message.id, success=not refusal, message=refusal))
         elif isinstance(message, GetInternalStateReq):
             if self.flags.deaf:
                 return
@@ -131,6 +150,7 @@ class FakeScheduler:
                 "queues": {"running": len(self.running), "waiting": 0},
                 "counters": self.counters,
                 "seeds": self.seeds,
+                "storage": self.storage,
             }
             self.send(GetInternalStateReqOutput(id=message.id, state=json.dumps(state).encode()))
 

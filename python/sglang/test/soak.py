@@ -63,6 +63,7 @@ class SoakConfig:
     requests that keep it whole. twin_rate: share of requests that repeat one still running. load_late_rate: as
     late_rate, for loads alone, so that they stay in flight while other things happen; store_late_rate: for storage.
     storage: used where there is a host tier. storage_request_rate: how often it is attached, detached or cleared.
+    restart_rate: how often nobody asks until all is quiet, and then all is forgotten but what storage has.
     """
 
     seed: int
@@ -97,6 +98,7 @@ class SoakConfig:
     store_fail_rate: float = 0.0
     store_late_rate: float = 0.0
     storage_request_rate: float = 0.0
+    restart_rate: float = 0.0
     host_layout: str = "page_first"
     io_backend: str = "auto"
 
@@ -123,12 +125,12 @@ class SoakConfig:
             chunked_prefill_size=max(page_size, rng.choice((5, 16, 64))),
             max_ahead=rng.choice((1, 2, 2)),
             num_ranks=2 if seed % 3 == 0 else 1,
-            arrival_rate=rng.choice((0.1, 0.2, 0.5)),
+            arrival_rate=rng.choice((0.2, 0.5) if storage else (0.1, 0.2, 0.5)),
             abort_rate=rng.choice((0.0, 0.02, 0.1)),
             link_fail_rate=rng.choice((0.05, 0.2, 0.4)) if faults else 0.0,
             launch_fail_rate=rng.choice((0.0, 0.02)) if faults else 0.0,
             late_rate=rng.choice((0.0, 0.5)),
-            num_documents=rng.choice((12, 40) if storage else (1, 6, 12)),
+            num_documents=rng.choice((2, 6, 12) if storage else (1, 6, 12)),
             whole_rate=rng.choice((0.3, 0.8) if storage else (0.0, 0.3)),
             load_late_rate=rng.choice((0.0, 0.9)),
             twin_rate=rng.choice((0.0, 0.3)),
@@ -141,6 +143,7 @@ class SoakConfig:
             store_fail_rate=rng.choice((0.02, 0.2)) if faults else 0.0,
             store_late_rate=rng.choice((0.0, 0.5, 0.9)),
             storage_request_rate=rng.choice((0.0, 0.0, 0.02)),
+            restart_rate=0.02 if storage else 0.0,
             eviction_policy=rng.choice(("lru", "lru", "lfu")),
             write_policy=rng.choice(("write_through", "write_through", "write_back", "write_through_selective")),
             host_layout=rng.choice(("page_first", "layer_first")),
@@ -302,15 +305,21 @@ class Soak:
         self.num_finished = 0
         self.num_ticks = 0
         self._next_rid = 0
+        self._is_stopping = False
 
     def run(self) -> None:
         for _ in range(self.config.steps):
-            arrivals = [self._new_request()] if self.random.random() < self.config.arrival_rate else []
+            arrives = self.random.random() < self.config.arrival_rate and not self._is_stopping
+            arrivals = [self._new_request()] if arrives else []
             aborts = []
             if self.live and self.random.random() < self.config.abort_rate:
                 aborts.append(self.random.choice(sorted(self.live)))
             self.aborted.update(aborts)
             flush = ["flush"] if self.random.random() < self.config.flush_rate else []
+            if self._is_stopping and not self.live:
+                flush, self._is_stopping = ["flush"], False
+            elif self.random.random() < self.config.restart_rate:
+                self._is_stopping = True
             storage = []
             if self.config.storage is not None and self.random.random() < self.config.storage_request_rate:
                 action = self.random.choice((StorageAction.ATTACH, StorageAction.DETACH, StorageAction.CLEAR))
@@ -348,6 +357,8 @@ class Soak:
         if "invariants" in self.nets:
             for rank in self.ranks:
                 rank.core.scheduler.check_invariants()
+                wake_at = rank.core.scheduler.wake_at
+                assert wake_at is None or wake_at > now, "somebody waits beyond its time"
         self._take_outputs(decisions[0])
         if decisions[0].step % self.config.oracle_every == 0:
             self._ask_oracle()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.hiradix_tree import Dropped, HiRadixTree, MatchResult, Node, PublishResult
-from sglang.srt.mem_cache.transfer import D2H, H2D, Ticket, Tier
+from sglang.srt.mem_cache.transfer import D2H, FETCH, H2D, Ticket, Tier
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 
@@ -745,3 +746,210 @@ def test_check_invariants_notices(corrupt):
     corrupt(tree, top, low)
     with pytest.raises((AssertionError, KeyError)):
         tree.check_invariants()
+
+
+# -- blocks, as storage names them --------------------------------------------------------------------------------
+
+NAMES = BlockKeys(b"secret", 4)
+
+
+def named_tree(page_size: int = 1) -> HiRadixTree:
+    return HiRadixTree(page_size, block_keys=NAMES)
+
+
+def names_of(node: Node) -> list[str]:
+    """A node's names, told by the whole text up to the end of each block."""
+    text, step = "", node
+    while step is not None:
+        text, step = text_of(step) + text, step.parent
+    known = {k.tobytes(): text[4 * i : 4 * i + 4] for i, k in enumerate(NAMES.of_prompt("", tokens(text)))}
+    return [known[k.tobytes()] for k in node.block_keys]
+
+
+def path_names(tree: HiRadixTree, text: str) -> list[list[str] | None]:
+    tree.check_invariants()
+    path = tree.match("", tokens(text), fetching=True).path
+    return [None if n.block_keys is None else names_of(n) for n in path]
+
+
+def fetch(tree: HiRadixTree, text: str, first: int, seq: int = 0) -> Node:
+    m = tree.match("", tokens(text), fetching=True)
+    keys = NAMES.of_prompt("", tokens(text))[m.total_len // 4 :]
+    n = (len(text) - m.total_len) // tree.page_size
+    node = tree.begin_fetch(m, tokens(text[m.total_len :]), pages(first, n), keys, Ticket(FETCH, seq), 1)
+    tree.check_invariants()
+    return node
+
+
+def test_a_block_belongs_to_the_node_that_holds_its_last_token():
+    tree = named_tree()
+    top = publish(tree, "aaaabb", 0).node
+    middle = publish(tree, "b", 6, below=top).node
+    low = publish(tree, "bccccdddde", 7, below=middle).node
+    tree.name_blocks(low)
+    assert path_names(tree, "aaaabbbbccccdddde") == [["aaaa"], [], ["bbbb", "cccc", "dddd"]]
+    assert [n.stored.tolist() for n in (top, middle, low)] == [[False], [], [False] * 3]
+
+
+def test_names_are_given_piece_by_piece_and_once():
+    tree = named_tree()
+    top = publish(tree, "aaaabb", 0).node
+    tree.name_blocks(top)
+    keys = top.block_keys
+    low = publish(tree, "bbccccd", 6, below=top).node
+    assert low.block_keys is None
+    tree.name_blocks(low)
+    assert path_names(tree, "aaaabbbbccccd") == [["aaaa"], ["bbbb", "cccc"]]
+    assert top.block_keys is keys
+
+
+def test_names_of_namespaces_differ():
+    tree = named_tree()
+    nodes = [publish(tree, "aaaa", 4 * i, ns=ns).node for i, ns in enumerate(("", "tenant"))]
+    for node in nodes:
+        tree.name_blocks(node)
+    assert nodes[0].block_keys.tobytes() != nodes[1].block_keys.tobytes()
+
+
+def test_a_split_slices_names_and_what_is_stored():
+    tree = named_tree()
+    node = publish(tree, "aaaabbbbccccd", 0).node
+    tree.name_blocks(node)
+    node.stored[:] = [True, False, True]
+    tree.unlock(tree.lock(match(tree, "aaaabb"), 0), 0, -1)
+    upper = match(tree, "aaaabb").path[-1]
+    assert path_names(tree, "aaaabbbbccccd") == [["aaaa"], ["bbbb", "cccc"]]
+    assert (upper.stored.tolist(), node.stored.tolist()) == ([True], [False, True])
+    node.stored[0] = True
+    upper.stored[0] = False
+    tree.compact(node, 10)
+    assert path_names(tree, "aaaabbbbccccd") == [["aaaa", "bbbb", "cccc"]]
+    assert node.stored.tolist() == [False, True, True]
+
+
+def test_what_is_named_and_what_is_not_are_not_merged():
+    tree = named_tree()
+    top = publish(tree, "aaaa", 0).node
+    low = publish(tree, "bbbb", 4, below=top).node
+    tree.name_blocks(top)
+    tree.compact(low, 10)
+    assert tree.num_nodes == 2
+    tree.name_blocks(low)
+    tree.compact(low, 10)
+    assert path_names(tree, "aaaabbbb") == [["aaaa", "bbbb"]]
+
+
+def test_another_storage_forgets_all_names():
+    tree = named_tree()
+    node = publish(tree, "aaaabbbb", 0).node
+    tree.name_blocks(node)
+    tree.rename_blocks(BlockKeys(b"other", 8))
+    assert node.block_keys is None and node.stored is None
+    tree.name_blocks(node)
+    assert len(node.block_keys) == 1
+    tree.rename_blocks(None)
+    assert tree.block_keys is None and node.block_keys is None
+
+
+def test_what_is_fetched_matches_for_those_who_wait_alone():
+    tree = named_tree()
+    node = fetch(tree, "aaaabbbb", 50)
+    assert shape(tree) == {"aaaabbbb": [None, [50, 51, 52, 53, 54, 55, 56, 57]]}
+    assert node.tickets == [None, Ticket(FETCH, 0)] and node.stored.tolist() == [True, True]
+    assert lengths(match(tree, "aaaabbbb")) == (0, 0)
+    assert tree.match("", tokens("aaaabbxx"), fetching=True).total_len == 6
+    assert tree.resident_pages(HOST) == 8 and tree.evictable_pages(HOST) == 0
+    assert tree.commit(Ticket(FETCH, 0), HOST) == [node]
+    assert lengths(match(tree, "aaaabbbb")) == (0, 8) and tree.evictable_pages(HOST) == 8
+
+
+def test_a_fetch_continues_a_path_within_a_block():
+    tree = named_tree()
+    load_all(tree, [publish(tree, "aaaabbxx", 0).node], HOST, 50, seq=0)
+    node = fetch(tree, "aaaabbbbcccc", 60)
+    assert text_of(node) == "bbcccc" and path_names(tree, "aaaabbbbcccc") == [None, ["bbbb", "cccc"]]
+    tree.name_blocks(node)
+    assert path_names(tree, "aaaabbbbcccc") == [["aaaa"], ["bbbb", "cccc"]]
+
+
+def test_a_fetch_needs_its_prefix_on_the_host():
+    tree = named_tree()
+    publish(tree, "aa", 0)
+    with pytest.raises(AssertionError, match="not on the host"):
+        fetch(tree, "aaaa", 50)
+
+
+def test_cut_drops_what_did_not_come():
+    tree = named_tree()
+    node = fetch(tree, "aaaabbbbcccc", 50)
+    assert filling(tree.cut(Ticket(FETCH, 0), HOST, 8)) == [([58, 59, 60, 61], Ticket(FETCH, 0))]
+    (kept,) = tree.commit(Ticket(FETCH, 0), HOST)
+    assert kept is not node and shape(tree) == {"aaaabbbb": [None, list(range(50, 58))]}
+    assert path_names(tree, "aaaabbbb") == [["aaaa", "bbbb"]]
+
+
+def test_cut_of_everything_and_of_nothing():
+    tree = named_tree()
+    fetch(tree, "aaaabbbb", 50)
+    dropped = tree.cut(Ticket(FETCH, 0), HOST, 8)
+    assert dropped == Dropped() and tree.num_nodes == 1
+    assert len(filling(tree.cut(Ticket(FETCH, 0), HOST, 0))) == 1
+    assert tree.num_nodes == 0 and not tree.roots and tree.nodes_of(Ticket(FETCH, 0)) == []
+
+
+def test_cut_takes_what_is_fetched_below_and_leaves_what_was_computed():
+    tree = named_tree()
+    top = fetch(tree, "aaaabbbb", 50)
+    fetch(tree, "aaaabbbbcccc", 60, seq=1)
+    publish(tree, "aaaabb", 0)
+    dropped = tree.cut(Ticket(FETCH, 0), HOST, 4)
+    tree.check_invariants()
+    assert sorted(t.seq for _, t in dropped.filling) == [0, 0, 1]
+    assert [text_of(n) for n in dropped.elsewhere] == ["bb"], "it stays on the device"
+    tree.commit(Ticket(FETCH, 0), HOST)
+    assert shape(tree) == {"aaaa": [[0, 1, 2, 3], [50, 51, 52, 53]], "aaaabb": [[4, 5], None]}
+    assert top.frames == [None, None] and tree.nodes_of(Ticket(FETCH, 1)) == []
+
+
+def test_what_is_computed_while_it_is_fetched_is_on_both():
+    tree = named_tree()
+    fetch(tree, "aaaabbbb", 50)
+    result = publish(tree, "aaaab", 0)
+    assert [len(n.key) for n in result.created] == [5] and not len(result.duplicates)
+    assert lengths(match(tree, "aaaabbbb")) == (5, 5)
+    assert path_names(tree, "aaaabbbb") == [["aaaa"], ["bbbb"]]
+    assert len(tree.nodes_of(Ticket(FETCH, 0))) == 2
+    tree.commit(Ticket(FETCH, 0), HOST)
+    assert lengths(match(tree, "aaaabbbb")) == (5, 8)
+
+
+def test_nowhere_is_what_left_the_device_while_its_backup_is_under_way():
+    tree = named_tree()
+    top = publish(tree, "aaaa", 0).node
+    low = publish(tree, "bbbb", 4, below=top).node
+    load_all(tree, [top], HOST, 50, seq=0)
+    fill(tree, [low], HOST, 54, seq=1)
+
+    def nowhere(text: str) -> bool:
+        return tree.is_nowhere(tree.match("", tokens(text), fetching=True), tokens(text))
+
+    assert not nowhere("aaaabbbbcccc"), "it is on the device"
+    tree.evict(DEVICE, 4)
+    assert nowhere("aaaabbbb") and nowhere("aaaabxxx")
+    assert not nowhere("aaxx") and not nowhere("aaaaxxxx") and not nowhere("xxxx")
+    tree.commit(Ticket(D2H, 1), HOST)
+    assert not nowhere("aaaabbbbcccc")
+
+
+def test_the_least_important_goes_first():
+    tree = HiRadixTree(1, "priority")
+    publish(tree, "aaaa", 0, now=1)
+    publish(tree, "bbbb", 4, now=2)
+    publish(tree, "cccc", 8, now=3)
+    tree.unlock(tree.lock(match(tree, "aa"), 4, priority=5), 4, -1)
+    tree.unlock(tree.lock(match(tree, "bbbb"), 5, priority=1), 5, -1)
+    tree.unlock(tree.lock(match(tree, "aaaa"), 6, priority=0), 6, -1)
+    tree.check_invariants()
+    gone = [cached(tree.evict(DEVICE, 2)) for _ in range(6)]
+    frames = [f for drops in gone for ids, _ in drops for f in ids]
+    assert frames == [10, 11, 8, 9, 2, 3, 6, 7, 4, 5, 0, 1], "unused, then by priority, then the oldest"

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.hiradix_tree import Dropped, HiRadixTree, Node, Receipt
-from sglang.srt.mem_cache.transfer import D2H, FRAME_TIERS, H2D, Ticket, Tier
+from sglang.srt.mem_cache.transfer import D2H, FETCH, FRAME_TIERS, H2D, Ticket, Tier
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 MAX_PAGES = 7
@@ -39,10 +40,15 @@ class Driver:
     def __init__(self, seed: int, page_size: int) -> None:
         self.rng = random.Random(seed * 100 + page_size)
         self.page = page_size
-        self.tree = HiRadixTree(page_size)
+        # Two pages: most nodes begin or end within a block.
+        self.names = BlockKeys(b"secret", 2 * page_size)
+        self.tree = HiRadixTree(page_size, block_keys=self.names)
         self.model: dict[Key, Page] = {}
         self.receipts: list[tuple[Receipt, Key]] = []
         self.fills: dict[Ticket, Tier] = {}
+        # Fetches in flight -> the first page of their path, and of how many blocks.
+        self.fetches: dict[Ticket, tuple[int, int]] = {}
+        self.num_fetches = 0
         self.histories: list[tuple[int, ...]] = [()]
         # Pages of 1 and 2 that differ in the first token, and, where there is room, only in the last.
         ones = np.ones(page_size, np.int32)
@@ -131,6 +137,7 @@ class Driver:
         for prefix in self.prefixes(key):
             page = self.model.get(prefix)
             if page is None or (DEVICE not in page.frames and HOST in page.tickets):
+                self.seen["not yet there"] += page is not None and page.tickets[HOST].link == FETCH
                 break
             total += self.page
             on_device = on_device and DEVICE in page.frames
@@ -271,6 +278,69 @@ class Driver:
         assert self.tree.nodes_of(ticket) == []
         self.seen["failed"] += bool(lost)
 
+    # -- storage ----------------------------------------------------------------------------------------------------
+
+    def name_blocks(self) -> None:
+        node = self.any_node()
+        if node is not None:
+            self.tree.name_blocks(node)
+            assert all(above.block_keys is not None for above in self.tree.path_of(node))
+            self.seen["named"] += 1
+
+    def begin_fetch(self) -> None:
+        ns, kinds = self.draw()
+        kinds = kinds[: len(kinds) // 2 * 2]
+        array = self.tokens(kinds)
+        m = self.tree.match(ns, array, fetching=True)
+        start = m.total_len // self.page
+        above = m.path[-1] if m.path else None
+        if start == len(kinds) or (above is not None and above.frames[HOST] is None):
+            return
+        if above is not None and above.tickets[HOST] is not None and above.tickets[HOST].link != FETCH:
+            return
+        if self.tree.is_nowhere(m, array):
+            assert (ns, kinds[: start + 1]) in self.model
+            self.seen["nowhere"] += 1
+            return
+        ticket = Ticket(FETCH, self.num_fetches)
+        self.num_fetches += 1
+        frames = self.new_frames(HOST, len(kinds) - start)
+        keys = self.names.of_prompt(ns, array)[start // 2 :]
+        self.tree.begin_fetch(m, array[start * self.page :], frames, keys, ticket, self.now)
+        for prefix, frame in zip(self.prefixes((ns, kinds))[start:], frames.tolist()):
+            page = self.model[prefix] = Page(last_access=self.now)
+            page.frames[HOST], page.tickets[HOST], page.fences[HOST] = frame, ticket, -1
+        self.fetches[ticket] = start, len(keys)
+        self.seen["fetch"] += 1
+
+    def end_fetch(self) -> None:
+        """It came whole, in part, or not at all."""
+        if self.fetches:
+            ticket = next(iter(self.fetches))
+            start, num_blocks = self.fetches.pop(ticket)
+            count = self.rng.choice((0, num_blocks, self.rng.randrange(num_blocks + 1)))
+            self.cut(ticket, (start // 2 + count) * 2)
+            kept = {k for k, page in self.model.items() if page.tickets.get(HOST) == ticket}
+            nodes = self.tree.commit(ticket, HOST)
+            assert {k for n in nodes for k in self.pages_of(n)} == kept
+            for key in kept:
+                del self.model[key].tickets[HOST]
+            self.seen["fetched in part" if kept and count < num_blocks else "fetched"] += 1
+
+    def cancel_fetch(self) -> None:
+        if self.fetches:
+            ticket = self.rng.choice(list(self.fetches))
+            self.seen["cancelled"] += bool(self.tree.nodes_of(ticket))
+            self.cut(ticket, 0)
+
+    def cut(self, ticket: Ticket, end: int) -> None:
+        """Drop what an operation did not bring from page `end` of its path on, with all below it on the host."""
+        lost = {k for k, p in self.model.items() if p.tickets.get(HOST) == ticket and len(k[1]) > end}
+        gone = {b for k in lost for b in self.below(k) if HOST in self.model[b].frames}
+        dropped = self.tree.cut(ticket, HOST, end * self.page)
+        self.seen["computed meanwhile"] += bool(dropped.elsewhere)
+        assert self.take(dropped, HOST) == gone
+
     def drop(self) -> None:
         node, tier = self.any_node(), self.rng.choice((DEVICE, HOST))
         if node is not None and (tier == HOST or node.lock == 0):
@@ -350,6 +420,11 @@ class Driver:
         for tier in FRAME_TIERS:
             assert tree.resident_pages(tier) == sum(tier in p.frames for p in self.model.values())
             assert tree.evictable_pages(tier) == sum(self.is_evictable(k, tier, locked) for k in self.model)
+        for node in tree.walk():
+            if node.block_keys is not None:
+                ns, kinds = self.key_of(node)
+                chain = self.names.of_prompt(ns, self.tokens(kinds))[node.start // self.page // 2 :]
+                assert np.array_equal(node.block_keys, chain), f"{node} has names of other blocks"
         assert set(tree.roots) == {k[0] for k in self.model} | {key[0] for _, key in self.receipts}
 
 
@@ -363,10 +438,15 @@ OPERATIONS = {
     Driver.drop: 0.5,
     Driver.evict: 4,
     Driver.compact: 3,
+    Driver.name_blocks: 1,
+    Driver.begin_fetch: 3,
+    Driver.end_fetch: 2,
+    Driver.cancel_fetch: 0.3,
 }
 EXPECTED = {
     *("load", "unlock", "published", "adopted", "duplicates", "stopped at filling"),
     *("backup", "commit", "failed", "drop", "evict", "compact"),
+    *("named", "fetch", "fetched", "fetched in part", "cancelled", "computed meanwhile", "not yet there"),
 }
 
 
@@ -385,6 +465,8 @@ def test_random_operations_against_a_dictionary(seed: int, page_size: int):
         driver.release(0)
     while driver.fills:
         driver.commit()
+    while driver.fetches:
+        driver.end_fetch()
     for tier in FRAME_TIERS:
         driver.take(driver.tree.evict(tier, 1 << 30), tier)
     driver.check()

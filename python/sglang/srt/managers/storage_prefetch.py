@@ -190,6 +190,9 @@ class StoragePrefetcher:
         for ticket, rids in self._waiters.items():
             assert ticket in self.controller.in_flight, f"{list(rids)} wait for {ticket}, which is over"
             assert rids, f"nobody waits for {ticket}"
+        for ticket in self.controller.in_flight:
+            wanted = ticket.link == FETCH and self.tree.nodes_of(ticket)
+            assert not wanted or ticket in self._waiters, f"{ticket} goes on, but nobody waits for it"
         for rid, prefetch in self._prefetches.items():
             assert all(rid in self._waiters[ticket] for ticket in prefetch.asked)
         for rid in self._unfinished:

@@ -1,0 +1,111 @@
+"""Storage, as an administrator changes it over HTTP, before the fake scheduler."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from server_fixture import Server
+
+ROOT = {"Authorization": "Bearer root"}
+PATH = "/hicache/storage-backend"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server("--admin-api-key", "root", "--hicache", fake=[]) as server:
+        yield server
+
+
+def ask(server: Server, method: str, path: str = PATH, body: object = None, headers: dict | None = ROOT):
+    return httpx.request(method, server.url + path, json=body, headers=headers, timeout=30)
+
+
+def attached(server: Server) -> dict:
+    return ask(server, "GET").json()
+
+
+def test_attach_look_clear_and_detach(server):
+    nothing = {
+        "hicache_storage_backend": None,
+        "hicache_storage_prefetch_policy": None,
+        "hicache_write_policy": "write_through",
+    }
+    assert attached(server) == nothing
+    settings = '{"path": "/there"}'
+    reply = ask(
+        server,
+        "PUT",
+        body={
+            "hicache_storage_backend": "file",
+            "hicache_storage_backend_extra_config_json": settings,
+            "hicache_storage_prefetch_policy": "wait_complete",
+            "hicache_write_policy": "write_back",
+        },
+    )
+    assert reply.status_code == 200, reply.text
+    assert attached(server) == {
+        "hicache_storage_backend": "file",
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_write_policy": "write_back",
+    }
+    assert server.state()["storage"]["extra_config"] == settings
+    again = ask(server, "PUT", body={"hicache_storage_backend": "file"})
+    assert again.status_code == 400 and "detach it first" in again.text
+    assert ask(server, "POST", PATH + "/clear").status_code == 200
+    assert ask(server, "DELETE").status_code == 200
+    assert attached(server) == nothing
+    for method, path in (("DELETE", PATH), ("POST", PATH + "/clear")):
+        reply = ask(server, method, path)
+        assert reply.status_code == 400 and "no storage backend is attached" in reply.text
+
+
+def test_what_is_left_out_is_as_the_server_was_started(server):
+    assert ask(server, "PUT", body={"hicache_storage_backend": "dynamic"}).status_code == 200
+    assert attached(server) == {
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_prefetch_policy": "timeout",
+        "hicache_write_policy": "write_through",
+    }
+    assert server.state()["storage"]["extra_config"] == ""
+    assert ask(server, "DELETE").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        None,
+        [],
+        {},
+        {"hicache_storage_backend": 5},
+        {"hicache_storage_backend": None},
+        {"hicache_storage_backend": "file", "hicache_storage_backend_extra_config_json": {"path": "/"}},
+        {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": 1},
+    ],
+)
+def test_a_body_that_says_something_else(server, body):
+    assert ask(server, "PUT", body=body).status_code == 400
+    assert attached(server)["hicache_storage_backend"] is None
+
+
+def test_half_a_character_is_refused_and_harms_nobody(server):
+    reply = httpx.put(server.url + PATH, content=b'{"hicache_storage_backend": "\\ud800"}', headers=ROOT, timeout=30)
+    assert reply.status_code == 400
+    assert server.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("headers", [None, {"Authorization": "Bearer user"}])
+def test_without_the_key_nothing_is_said_or_done(server, headers):
+    for method, path in (("GET", PATH), ("PUT", PATH), ("DELETE", PATH), ("POST", PATH + "/clear")):
+        reply = ask(server, method, path, {"hicache_storage_backend": "file"} if method == "PUT" else None, headers)
+        assert reply.status_code == 401, (method, path)
+    assert attached(server)["hicache_storage_backend"] is None
+
+
+def test_a_server_without_any_key_lets_nobody_change_storage():
+    """A plugin is code that the server runs."""
+    with Server(fake=[]) as server:
+        for method, path in (("PUT", PATH), ("DELETE", PATH), ("POST", PATH + "/clear")):
+            body = {"hicache_storage_backend": "file"} if method == "PUT" else None
+            reply = ask(server, method, path, body, None)
+            assert reply.status_code == 400 and "--admin-api-key" in reply.text
+        assert ask(server, "GET", headers=None).status_code == 200
