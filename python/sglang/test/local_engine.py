@@ -214,6 +214,9 @@ class LocalEngine:
         self.settle()
         for tier, table in self.scheduler.controller.tables.items():
             self.scheduler.controller.evict(tier, table.num_pages, self.scheduler.exec_done)
+            # With write_back, what leaves the device goes to the host first: carry that out.
+            self.core.step(time.monotonic(), self.core.progress())
+            self.settle()
 
     def settle(self) -> None:
         """Wait until every launch and transfer is over and consumed."""
