@@ -97,6 +97,11 @@ class ServerArgs:
     hicache_rate_limit: str | None = arg(
         None, "for experiments: links made as slow as this, in GB/s (1e9 bytes), as h2d=10,d2h=10,fetch=2,store=1"
     )
+    hicache_load_ratio: float = arg(
+        100.0,
+        "a batch may load so many tokens from the host per token that it computes before it puts off requests that "
+        "would load more; 0 for first come, first served",
+    )
     hicache_storage_backend: str | None = arg(
         None, "keep KV cache beyond host memory: 'file' on a disk, 'dynamic' through a plugin"
     )
@@ -186,6 +191,7 @@ class ServerArgs:
                 "--hicache-storage-backend-extra-config is for a storage backend: add --hicache-storage-backend"
             )
         require(self.hicache_ratio > 0, "hicache_ratio", "above 0")
+        require(self.hicache_load_ratio >= 0, "hicache_load_ratio", "0 or more")
         require(self.hicache_size >= 0, "hicache_size", "0 or more GB")
         parse_rate_limits(self.hicache_rate_limit)
         require(self.stream_interval >= 1, "stream_interval", "at least 1")

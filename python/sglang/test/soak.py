@@ -99,6 +99,7 @@ class SoakConfig:
     store_late_rate: float = 0.0
     storage_request_rate: float = 0.0
     restart_rate: float = 0.0
+    load_ratio: float = 100.0
     host_layout: str = "page_first"
     io_backend: str = "auto"
 
@@ -148,6 +149,7 @@ class SoakConfig:
             write_policy=rng.choice(("write_through", "write_through", "write_back", "write_through_selective")),
             host_layout=rng.choice(("page_first", "layer_first")),
             io_backend=rng.choice(("auto", "auto", "dma", "direct")),
+            load_ratio=rng.choice((0.0, 1.0, 100.0)),
         )
 
 
@@ -278,6 +280,7 @@ def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
         enable_radix_cache=config.enable_radix_cache,
         eviction_policy=config.eviction_policy,
         write_policy=config.write_policy,
+        load_ratio=config.load_ratio,
         storage=config.storage if config.num_host_pages else None,
     )
 

@@ -469,6 +469,7 @@ def test_selective_writing_waits_for_a_second_use() -> None:
     rig.controller.published(node, done=10)
     assert rig.controller.take_ops()[0] == ()
     receipt = rig.tree.lock(rig.tree.match("", tokens("ab")), 1)
+    rig.tree.count_use(receipt.node)
     rig.controller.used(receipt.node, done=10)
     (op,) = rig.controller.take_ops()[0]
     assert len(op.src_frames) == 2
@@ -483,7 +484,9 @@ def test_the_least_frequently_used_goes_first() -> None:
         rig = Rig(host=0, eviction=eviction)
         rig.publish("abc", now=0)
         for _ in range(2):
-            rig.tree.unlock(rig.tree.lock(rig.tree.match("", tokens("abc")), 1), 1, -1)
+            receipt = rig.tree.lock(rig.tree.match("", tokens("abc")), 1)
+            rig.tree.count_use(receipt.node)
+            rig.tree.unlock(receipt, 1, -1)
         rig.publish("xyz", now=2)
         rig.controller.evict(DEVICE, 3, done=10)
         assert rig.lengths(gone) == (0, 0) and rig.lengths("xyz" if gone == "abc" else "abc") == (3, 3)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from sglang.srt.managers.schedule_policy import (
     Admission,
+    Candidate,
+    balanced_order,
     choose_victim,
     chunk_of,
     decode_reserve,
@@ -101,3 +105,90 @@ def test_choose_victim_takes_the_youngest(orders: list[int], victim: int):
 )
 def test_chunk_of(num_tokens: int, budget: int, page_size: int, chunk: int):
     assert chunk_of(num_tokens, budget, page_size) == chunk
+
+
+def order(queue: list[Candidate], load_ratio: float = 10) -> str:
+    return "".join("abcdefgh"[place] for place, _ in balanced_order(queue, load_ratio))
+
+
+@pytest.mark.parametrize(
+    ("queue", "expected"),
+    [
+        ([], ""),
+        # Nothing to load: first come, first served.
+        ([Candidate(5), Candidate(1), Candidate(9)], "abc"),
+        # Strata, Figure 7: C and D both load; F, which only computes, comes between.
+        ([Candidate(1, ((1, 10),)), Candidate(1, ((2, 11),)), Candidate(9)], "acb"),
+        # The oldest comes first, whatever it loads; then those that it leaves room for.
+        ([Candidate(1, ((1, 99),)), Candidate(1, ((2, 1),)), Candidate(1)], "acb"),
+        # Enough computation has come before: it may load.
+        ([Candidate(10), Candidate(1, ((1, 99),)), Candidate(1)], "abc"),
+        # D0 and D1 load the same: D1 comes right after D0, and costs nothing more.
+        ([Candidate(1, ((1, 5),)), Candidate(1), Candidate(1, ((1, 5),))], "acb"),
+        # ... also if what they load goes on differently, and although the batch is then bound by loading.
+        ([Candidate(1, ((1, 5),)), Candidate(1), Candidate(1, ((1, 5), (2, 90)))], "acb"),
+        # Put off twice, kept in order, behind all others.
+        ([Candidate(1), Candidate(1, ((1, 50),)), Candidate(1, ((2, 40),)), Candidate(1), Candidate(1)], "adebc"),
+        # Put off, then taken along with one that shares its load once there is enough to compute.
+        ([Candidate(1), Candidate(1, ((1, 50),)), Candidate(9), Candidate(1, ((1, 50),))], "acdb"),
+    ],
+)
+def test_batches_are_balanced(queue: list[Candidate], expected: str) -> None:
+    assert order(queue) == expected
+
+
+def printed_algorithm(queue: list[Candidate], load_ratio: float) -> list[int]:
+    """Algorithm 1 of Strata as it is printed, for a batch that is never full; only that bundle hits are looked for
+    among those that were put off, too."""
+    left, batch, deprioritised = list(range(len(queue))), list[int](), list[int]()
+
+    def loads(batch: list[int]) -> float:
+        cost: dict[int, float] = {}
+        for place in batch:
+            for node, tokens in queue[place].loads:
+                cost[node] = max(cost.get(node, 0), tokens)
+        return sum(cost.values())
+
+    def is_bundle_hit(place: int) -> bool:
+        nodes = {node for each in batch for node, _ in queue[each].loads}
+        return any(node in nodes for node, _ in queue[place].loads)
+
+    def add_bundle_hits() -> None:
+        for place in sorted(left + deprioritised):
+            if is_bundle_hit(place):
+                batch.append(place)
+                (left if place in left else deprioritised).remove(place)
+
+    def loading_bound(place: int) -> bool:
+        more = loads([*batch, place]) - loads(batch)
+        compute = sum(queue[each].compute for each in [*batch, place])
+        return more > 0 and loads(batch) + more > load_ratio * compute
+
+    if left:
+        batch.append(left.pop(0))
+        add_bundle_hits()
+    while left:
+        place = left.pop(0)
+        if loading_bound(place):
+            deprioritised.append(place)
+        else:
+            batch.append(place)
+            add_bundle_hits()
+    return batch + deprioritised
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_balanced_order_is_the_printed_algorithm(seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    # Documents as paths of nodes; a request needs some of one's nodes, the last perhaps in part.
+    documents = [[(10 * d + i, rng.choice((1, 20, 300))) for i in range(rng.randint(1, 3))] for d in range(4)]
+    queue = []
+    for _ in range(rng.randint(1, 20)):
+        loads = list(rng.choice(documents))[: rng.randint(1, 3)] if rng.random() < 0.6 else []
+        if loads and rng.random() < 0.3:
+            loads[-1] = (loads[-1][0], max(1, loads[-1][1] // 2))
+        queue.append(Candidate(rng.choice((1, 5, 50)), tuple(loads)))
+    found = [place for place, _ in balanced_order(queue, 4)]
+    assert sorted(found) == list(range(len(queue))) and found[:1] == [0]
+    assert found == printed_algorithm(queue, 4)

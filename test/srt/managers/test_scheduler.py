@@ -330,3 +330,18 @@ def test_failures_between_which_a_request_moves_on_do_not_add_up() -> None:
     assert (
         ends == ["length"] and driver.scheduler.counters["failed_launches"] > FAILURE_LIMIT // FAILURE_WITHOUT_LOADS
     )
+
+
+def test_a_request_counts_once_for_what_it_uses_however_often_it_starts() -> None:
+    driver = Driver(num_device_pages=24, context_len=40, new_token_ratio=0.0)
+    driver.step(request("first", [5, 6, 7, 8], max_new_tokens=1))
+    driver.step(results={0: [9]})
+    (node,) = driver.scheduler.tree.match("", np.array([5, 6, 7, 8], np.int32)).path
+    assert node.hits == 1
+    # It waits for memory, step after step.
+    driver.step(request("long", list(range(20, 38)), max_new_tokens=1))
+    driver.step(request("again", [5, 6, 7, 8, 9, 10, 11], max_new_tokens=2))
+    driver.step()
+    assert node.hits == 1
+    driver.step(results={1: [9]})
+    assert driver.scheduler.tree.match("", np.array([5, 6, 7, 8], np.int32)).path[0].hits == 2

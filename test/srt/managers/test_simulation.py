@@ -175,3 +175,43 @@ def test_transfers_slow_what_runs_beside_them() -> None:
     assert slowed.executor.interference_s == pytest.approx(4 * 0.5 * DECODE_S)
     assert np.diff(beside)[-1] == pytest.approx(1.5 * DECODE_S)
     assert beside[-1] - alone[-1] == pytest.approx(slowed.executor.interference_s)
+
+
+@pytest.mark.parametrize("budget", [64, 256])
+def test_a_balanced_batch_hides_loads_behind_computation(budget: int) -> None:
+    """Ten conversations come back from the host, before ten new prompts in the queue: first come, first served loads
+    all at once with nothing to compute meanwhile."""
+    rng = np.random.default_rng(3)
+    documents = [rng.integers(0, 1000, 100).tolist() for _ in range(10)]
+    fillers = [rng.integers(1000, 2000, 900).tolist() for _ in range(2)]
+
+    def run(load_ratio: float) -> tuple[Simulation, float, list[int]]:
+        sim = simulation(
+            h2d_bandwidth=1e6,
+            num_device_pages=2000,
+            num_host_pages=6000,
+            context_len=1500,
+            load_ratio=load_ratio,
+            chunked_prefill_size=budget,
+        )
+        arrivals = [(0.0, request(f"first{i}", document, 1)) for i, document in enumerate(documents)]
+        arrivals += [(20.0, request(f"filler{i}", text, 1)) for i, text in enumerate(fillers)]
+        # While the engine is at work on the first of these, the others queue up.
+        arrivals += [(40.0, request("busy", rng.integers(2000, 3000, 500).tolist(), 1))]
+        arrivals += [(40.1, request(f"again{i}", [*document, i], 1)) for i, document in enumerate(documents)]
+        arrivals += [(40.1, request(f"new{i}", rng.integers(3000, 4000, 40).tolist(), 1)) for i in range(10)]
+        times = sim.run(arrivals, after_step=lambda decision: sim.core.scheduler.check_invariants())
+        again = [t for rid, t in times.items() if rid.startswith("again")]
+        assert all(t.cached_tokens_details["host"] >= 90 for t in again)
+        end = max(t.tokens[-1] for t in times.values())
+        return sim, end, [len(t.tokens) for t in times.values()]
+
+    rng_state = rng.bit_generator.state
+    plain, plain_end, plain_tokens = run(0.0)
+    rng.bit_generator.state = rng_state
+    balanced, balanced_end, balanced_tokens = run(3.0)
+    assert balanced_tokens == plain_tokens
+    assert plain.core.scheduler.counters["deprioritised"] == 0
+    assert balanced.core.scheduler.counters["deprioritised"] > 0
+    assert balanced.executor.stall_s < plain.executor.stall_s
+    assert balanced_end < plain_end

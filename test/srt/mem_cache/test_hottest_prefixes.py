@@ -27,6 +27,7 @@ class World:
         tokens = np.array([ord(c) for c in text], np.int32)
         match = self.tree.match(namespace, tokens)
         receipt = self.tree.lock(match, self.now)
+        self.tree.count_use(receipt.node)
         node = receipt.node
         if match.total_len < len(tokens):
             frames = np.arange(self.next_frame, self.next_frame + len(tokens) - match.total_len, dtype=np.int32)

@@ -21,13 +21,16 @@ or lost its KV.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput, TokenOutput, bytes_to_ids
+from sglang.srt.managers.match_cursors import MatchCursors
 from sglang.srt.managers.schedule_batch import (
     BatchDecision,
     ControlReply,
@@ -41,6 +44,8 @@ from sglang.srt.managers.schedule_batch import (
 )
 from sglang.srt.managers.schedule_policy import (
     Admission,
+    Candidate,
+    balanced_order,
     choose_victim,
     chunk_of,
     decode_reserve,
@@ -89,7 +94,8 @@ class SchedulerConfig:
     """page_bytes: K and V of one page, all layers. num_host_pages 0: no host tier. context_len: prompt and output.
     max_filling_ratio: share of the device that loads may be filling. publish_tokens: decoded tokens enter the tree
     in runs of about this many. stream_interval: tokens per output of a streamed request. max_ahead: launches issued
-    and not completed, 2 executes one step ahead. storage: attached from the start; needs a host tier."""
+    and not completed, 2 executes one step ahead. load_ratio: see `balanced_order`, in tokens; 0 for first come, first
+    served. storage: attached from the start; needs a host tier."""
 
     page_size: int
     num_device_pages: int
@@ -108,6 +114,7 @@ class SchedulerConfig:
     enable_radix_cache: bool = True
     eviction_policy: str = "lru"
     write_policy: str = "write_through"
+    load_ratio: float = 100.0
     storage: StorageSetup | None = None
 
 
@@ -135,6 +142,7 @@ class Scheduler:
         self.host = FrameTable(config.num_host_pages, block_pages) if config.num_host_pages else None
         self.tree = HiRadixTree(config.page_size, config.eviction_policy)
         self.controller = HiCacheController(self.tree, self.device, self.host, config.page_bytes, config.write_policy)
+        self.cursors = MatchCursors(self.tree)
         self.prefetcher = StoragePrefetcher(self.controller, PrefetchConfig())
         self.storage: StorageSetup | None = None
         if config.storage is not None:
@@ -377,6 +385,7 @@ class Scheduler:
             self.close(req, "abort")
         else:
             self.prefetcher.detach(rid, self.exec_done)
+            self.cursors.forget(rid)
             self.waiting.remove(req)
         self.counters["aborted_reqs"] += 1
         self._end(req, FinishReason(type="abort", message="the request was aborted", status_code=499))
@@ -530,12 +539,10 @@ class Scheduler:
                 assert req.hold is not None
                 self._extend(build, req, chunk, frames)
                 budget -= chunk
-        if self.prefilling is None:
-            for req in list(self.waiting):
+        if self.prefilling is None and self._free_slots and budget >= self.page_size:
+            for req in self._candidates():
                 if not self._free_slots or budget < self.page_size:
                     break
-                if not self.prefetcher.may_start(req.rid):
-                    continue  # whoever waits for storage lets the younger ones pass
                 used = self._admit(build, req, budget)
                 if used == 0:
                     break
@@ -546,6 +553,9 @@ class Scheduler:
             self._page_runs = build.page_runs + self._page_runs
             return None
         self._decode_owed = self.prefilling is not None
+        youngest = max(r.order for r in build.reqs)
+        overtaken = takewhile(lambda r: r.order < youngest, self.waiting)
+        self.counters["deprioritised"] += sum(self.prefetcher.may_start(r.rid) for r in overtaken)
         return self._issue_extend(build)
 
     def _admit(self, build: _ExtendBuilder, req: Req, budget: int) -> int:
@@ -555,13 +565,16 @@ class Scheduler:
         chunk = chunk_of(req.num_known - match.total_len, budget, page)
         if chunk == 0 or not self._may_start(req, match):
             return 0
-        receipt = self.tree.lock(match, self.next_launch, req.priority)
+        receipt = self.tree.lock(match, self.next_launch)
         num_load = (match.total_len - match.device_len) // page
         num_own = pages_for(match.total_len + chunk, page) - match.total_len // page
         if not self._make_room(num_load + num_own):
             self.tree.unlock(receipt, self.next_launch, -1)
             return 0
+        if req.epoch == 0:
+            self.tree.count_use(receipt.node, req.priority)
         self.waiting.remove(req)
+        self.cursors.forget(req.rid)
         self._next_hold += 1
         req.hold = ReqHold(self._next_hold, receipt, match.total_len)
         req.slot = self._free_slots.pop()
@@ -585,6 +598,28 @@ class Scheduler:
         self.prefilling = req
         self._extend(build, req, chunk, own)
         return chunk
+
+    def _candidates(self) -> Iterator[Req]:
+        """Waiting requests, in the order in which they fill the batch. Whoever waits for storage lets the younger
+        ones pass; the oldest of the others keeps all behind it waiting if it cannot start."""
+        first = next((r for r in self.waiting if self.prefetcher.may_start(r.rid)), None)
+        if first is None or not self._may_start(first, self._match(first)):
+            return
+        ready = list(self.waiting)
+        if self.prefetcher.num_waiting:
+            ready = [r for r in ready if self.prefetcher.may_start(r.rid)]
+        if self.host is None or not self.config.load_ratio:
+            yield from ready
+            return
+        known = self.cursors.candidates.get
+        queue = [known(r.rid) or self._find(r) for r in ready]
+        for place, is_bundle_hit in balanced_order(queue, self.config.load_ratio):
+            yield ready[place]
+            # We are here again only if it was admitted.
+            self.counters["bundle_hits"] += is_bundle_hit
+
+    def _find(self, req: Req) -> Candidate:
+        return self.cursors.find(req.rid, req.namespace, req.tokens[: self._cacheable(req)], req.num_known)
 
     def _may_start(self, req: Req, match: MatchResult) -> bool:
         """Whether memory and the other requests permit a waiting request to start."""
@@ -893,6 +928,9 @@ class Scheduler:
         self.tree.check_invariants()
         self.controller.check_invariants()
         self.prefetcher.check_invariants()
+        self.cursors.check_invariants(
+            {r.rid: (r.namespace, r.tokens[: self._cacheable(r)], r.num_known) for r in self.waiting}
+        )
         active = self.active()
         held = [r.hold.frames for r in active if r.hold is not None]
         frames = np.concatenate(held) if held else np.empty(0, np.int32)

@@ -136,6 +136,7 @@ def build_config(args: ServerArgs, model: ModelConfig, group: TensorParallelGrou
         enable_radix_cache=not args.disable_radix_cache,
         eviction_policy=args.radix_eviction_policy,
         write_policy=args.hicache_write_policy,
+        load_ratio=args.hicache_load_ratio,
     )
 
 

@@ -185,7 +185,15 @@ class HiRadixTree:
         self._evictable = [0] * len(_TIERS)
         self._resident = [0] * len(_TIERS)
         self._rank = EVICTION_POLICIES[eviction_policy]
+        self._changed: Callable[[Node], None] = lambda node: None
+        self._grown: Callable[[int | str, int | bytes], None] = lambda parent, page: None
         self._heaps: list[list[tuple[tuple[int, int], int, Node]]] = [[] for _ in _TIERS]
+
+    def watch(self, changed: Callable[[Node], None], grown: Callable[[int | str, int | bytes], None]) -> None:
+        """Have every change told that could make a match come out differently. changed: a node got or lost a tier,
+        was cut or merged. grown: a node, named by its id, or the root of a namespace got a child that begins with the
+        page."""
+        self._changed, self._grown = changed, grown
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -226,7 +234,7 @@ class HiRadixTree:
         node = match.path[-1] if match.path else self.roots.get(match.namespace)
         if node is None or (match.path and match.last_len < len(node.key)):
             return False
-        return self._page_key(tokens, match.total_len) in node.children
+        return self.page_key(tokens, match.total_len) in node.children
 
     def evictable_pages(self, tier: Tier, keep: Node | None = None) -> int:
         """Pages that eviction could give up sooner or later: ready, and not locked if on the device. keep: as for
@@ -264,16 +272,18 @@ class HiRadixTree:
 
     # -- locks --------------------------------------------------------------------------------------------------
 
-    def lock(self, match: MatchResult, now: int, priority: int = 0) -> Receipt:
-        """Lock the matched path for a request, splitting its last node if it matched in part."""
-        node = self._end_of(match)
+    def lock(self, match: MatchResult, now: int) -> Receipt:
+        """Lock the matched path, splitting its last node if it matched in part."""
+        return self.lock_node(self._end_of(match), now)
+
+    def count_use(self, node: Node, priority: int = 0) -> None:
+        """A request uses the path to `node`: eviction and writing may go by that."""
         step: Node | None = node
         while step is not None:
             step.hits += 1
             if priority > step.priority:
                 step.priority = priority
             step = step.parent
-        return self.lock_node(node, now)
 
     def lock_node(self, node: Node, now: int) -> Receipt:
         step: Node | None = node
@@ -329,7 +339,7 @@ class HiRadixTree:
         created: list[Node] = []
         pos = 0
         while pos < len(tokens):
-            child = node.children.get(self._page_key(tokens, pos))
+            child = node.children.get(self.page_key(tokens, pos))
             if child is None:
                 child = self._new_node(tokens[pos:], node)
                 self._set_frames(child, Tier.DEVICE, frames[pos // page :], None, fence)
@@ -398,7 +408,7 @@ class HiRadixTree:
         """
         parent = self._end_of(match)
         assert parent.parent is None or parent.frames[_HOST] is not None, f"{parent} is not on the host"
-        assert self._page_key(tokens, 0) not in parent.children
+        assert self.page_key(tokens, 0) not in parent.children
         node = self._new_node(tokens, parent)
         self._set_frames(node, Tier.HOST, frames, ticket, _NO_FENCE)
         node.last_access = now
@@ -423,6 +433,7 @@ class HiRadixTree:
         """The operation has filled its frames. Returns the nodes that still wanted them."""
         nodes = self._by_ticket.pop(ticket, [])
         for node in nodes:
+            self._changed(node)
             node.tickets[tier] = None
             self._evictable[tier] += self._evictable_pages(node, tier)
             for t in _TIERS:
@@ -562,7 +573,7 @@ class HiRadixTree:
         chain.reverse()
         top = chain[0]
         assert top.parent is not None
-        first_key = self._page_key(top.key, 0)
+        first_key = self.page_key(top.key, 0)
         node.key = _join_keys([n.key for n in chain])
         for tier in _TIERS:
             if node.frames[tier] is not None:
@@ -578,7 +589,9 @@ class HiRadixTree:
         node.start = top.start
         node.parent = top.parent
         top.parent.children[first_key] = node
+        self._changed(node)
         for gone in chain[:-1]:
+            self._changed(gone)
             gone.parent = None
             gone.children = {}
             gone.frames = [None] * len(_TIERS)
@@ -594,7 +607,7 @@ class HiRadixTree:
             num_nodes += 1
             parent = node.parent
             assert parent is not None
-            assert parent.children[self._page_key(node.key, 0)] is node
+            assert parent.children[self.page_key(node.key, 0)] is node
             assert len(node.key) > 0 and len(node.key) % self.page_size == 0
             assert node.start == parent.end, f"{node} starts at {node.start}, its parent ends at {parent.end}"
             if node.block_keys is not None:
@@ -626,7 +639,7 @@ class HiRadixTree:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _page_key(self, tokens: np.ndarray, pos: int) -> int | bytes:
+    def page_key(self, tokens: np.ndarray, pos: int) -> int | bytes:
         if self.page_size == 1:
             return tokens.item(pos)
         return tokens[pos : pos + self.page_size].tobytes()
@@ -673,13 +686,16 @@ class HiRadixTree:
         node = Node(self._next_id, _trimmed(key), parent)
         self._next_id += 1
         self.num_nodes += 1
-        parent.children[self._page_key(key, 0)] = node
+        first_page = self.page_key(key, 0)
+        parent.children[first_page] = node
+        self._grown(parent.namespace if isinstance(parent, Root) else parent.id, first_page)
         return node
 
     def _split(self, node: Node, num_tokens: int) -> Node:
         assert 0 < num_tokens < len(node.key) and num_tokens % self.page_size == 0
         parent = node.parent
         assert parent is not None
+        self._changed(node)
         upper = self._new_node(node.key[:num_tokens], parent)
         num_pages = num_tokens // self.page_size
         if node.block_keys is not None and node.stored is not None:
@@ -689,7 +705,7 @@ class HiRadixTree:
         node.key = _trimmed(node.key[num_tokens:])
         node.start = upper.end
         node.parent = upper
-        upper.children[self._page_key(node.key, 0)] = node
+        upper.children[self.page_key(node.key, 0)] = node
         upper.lock = node.lock
         upper.hits = node.hits
         upper.priority = node.priority
@@ -710,6 +726,7 @@ class HiRadixTree:
 
     def _set_frames(self, node: Node, tier: Tier, frames: np.ndarray, ticket: Ticket | None, fence: int) -> None:
         assert node.parent is not None
+        self._changed(node)
         node.frames[tier] = _trimmed(frames)
         node.tickets[tier] = ticket
         node.fences[tier] = fence
@@ -721,6 +738,7 @@ class HiRadixTree:
         """Take a leaf of the tier off it; a node on no tier leaves the tree."""
         frames, ticket, parent = node.frames[tier], node.tickets[tier], node.parent
         assert frames is not None and parent is not None and node.num_resident_children[tier] == 0
+        self._changed(node)
         self._evictable[tier] -= self._evictable_pages(node, tier)
         self._resident[tier] -= len(frames)
         if ticket is None:
@@ -736,7 +754,7 @@ class HiRadixTree:
         node.tickets[tier] = None
         parent.num_resident_children[tier] -= 1
         if all(f is None for f in node.frames):
-            del parent.children[self._page_key(node.key, 0)]
+            del parent.children[self.page_key(node.key, 0)]
             node.parent = None
             self.num_nodes -= 1
             self._prune(parent)

@@ -54,6 +54,8 @@ _COUNTERS = (
         "Tokens that storage did not take.",
         "storage_backup_failed_tokens",
     ),
+    ("hicache_bundle_hits", "Requests that shared a load with their batch.", "bundle_hits"),
+    ("hicache_deprioritised", "Times that a younger request overtook one that would load.", "deprioritised"),
     ("num_retracted_requests", "Requests taken out of the batch for lack of memory.", "retracted_reqs"),
 )
 # mode, name among the state's counters: tokens as the scheduler goes through them

@@ -1,0 +1,117 @@
+"""What is remembered of a queued request holds exactly as long as a fresh match would say the same."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sglang.srt.managers.match_cursors import MatchCursors
+from sglang.srt.managers.schedule_policy import Candidate
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node
+from sglang.srt.mem_cache.transfer import D2H, H2D, Ticket, Tier
+
+
+def tokens(text: str) -> np.ndarray:
+    return np.array([ord(c) for c in text], np.int32)
+
+
+class Rig:
+    """A tree of letters and one request that waits for "abcdef" and its own last token."""
+
+    def __init__(self) -> None:
+        self.tree = HiRadixTree(1)
+        self.cursors = MatchCursors(self.tree)
+        self.num_frames = 0
+        self.tickets = 0
+
+    def publish(self, text: str, namespace: str = "") -> Node:
+        frames = np.arange(self.num_frames, self.num_frames + len(text), dtype=np.int32)
+        self.num_frames += len(text)
+        return self.tree.publish(namespace, None, tokens(text), frames, 0, 0).node
+
+    def back_up(self, node: Node, commit: bool = True) -> Ticket:
+        self.tickets += 1
+        ticket = Ticket(D2H, self.tickets)
+        self.tree.begin_fill([node], Tier.HOST, np.arange(len(node.key), dtype=np.int32) + 100 * self.tickets, ticket)
+        if commit:
+            self.tree.commit(ticket, Tier.HOST)
+        return ticket
+
+    def find(self) -> Candidate:
+        return self.cursors.find("r", "", tokens("abcdef"), 7)
+
+    @property
+    def is_known(self) -> bool:
+        self.cursors.check_invariants({"r": ("", tokens("abcdef"), 7)})
+        return "r" in self.cursors.candidates
+
+
+def test_what_is_cached_is_neither_loaded_nor_computed() -> None:
+    rig = Rig()
+    assert rig.find() == Candidate(7)
+    node = rig.publish("abcd")
+    assert not rig.is_known
+    assert rig.find() == Candidate(3)
+    rig.back_up(node)
+    rig.tree.evict(Tier.DEVICE, 4)
+    assert not rig.is_known
+    assert rig.find() == Candidate(3, ((node.id, 4),))
+    ticket = Ticket(H2D, 0)
+    rig.tree.begin_fill([node], Tier.DEVICE, np.arange(4, dtype=np.int32) + 50, ticket)
+    assert not rig.is_known
+    assert rig.find() == Candidate(3), "what is on its way to the device is loaded by somebody else"
+
+
+def test_only_a_child_that_continues_the_match_matters() -> None:
+    rig = Rig()
+    rig.publish("abcd")
+    rig.find()
+    rig.publish("abcdxyz")
+    rig.publish("zzz")
+    rig.publish("abcdef", namespace="tenant")
+    assert rig.is_known
+    rig.publish("abcdeq")
+    assert not rig.is_known
+    assert rig.find() == Candidate(2)
+
+
+def test_the_first_child_of_a_namespace_and_of_another() -> None:
+    rig = Rig()
+    rig.find()
+    rig.publish("ab", namespace="tenant")
+    assert rig.is_known
+    rig.publish("ab")
+    assert not rig.is_known
+
+
+def test_a_node_that_is_cut_or_evicted_is_matched_again() -> None:
+    rig = Rig()
+    rig.publish("abcdefgh")
+    assert rig.find() == Candidate(1)
+    other = rig.publish("abq")
+    assert not rig.is_known
+    rig.find()
+    rig.tree.drop(other, Tier.DEVICE)
+    assert rig.is_known
+    rig.tree.evict(Tier.DEVICE, 4)
+    assert not rig.is_known
+    assert rig.find() == Candidate(3)
+
+
+def test_a_backup_that_arrives_after_the_device_gave_up_its_copy() -> None:
+    rig = Rig()
+    node = rig.publish("abcd")
+    ticket = rig.back_up(node, commit=False)
+    rig.tree.evict(Tier.DEVICE, 4)
+    assert rig.find() == Candidate(7), "it is nowhere yet"
+    rig.tree.commit(ticket, Tier.HOST)
+    assert not rig.is_known
+    assert rig.find() == Candidate(3, ((node.id, 4),))
+
+
+def test_who_waits_no_more_leaves_nothing_behind() -> None:
+    rig = Rig()
+    rig.publish("abcd")
+    rig.find()
+    rig.cursors.forget("r")
+    rig.cursors.forget("r")
+    assert not rig.is_known and not rig.cursors._dependants and not rig.cursors._depends
