@@ -1,4 +1,5 @@
-"""What one step of the scheduler costs: decoding with 1, 32 and 256 running requests, alone and with 2,000 queued.
+"""What one step of the scheduler costs: decoding with 1, 32 and 256 running requests, alone and with 2,000 queued;
+and what it costs to put a queue of long prompts in order, whose documents lie on the host.
 
     python benchmark/bench_scheduler.py [--steps N]
 
@@ -10,14 +11,17 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+from collections.abc import Callable
 
 import numpy as np
 from common import print_table, summary, write_json
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.schedule_batch import StepInputs
+from sglang.srt.managers.schedule_policy import balanced_order
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
-from sglang.srt.mem_cache.transfer import D2H, EXEC, H2D
+from sglang.srt.mem_cache.frame_table import FrameState
+from sglang.srt.mem_cache.transfer import D2H, EXEC, H2D, Tier
 from sglang.srt.model_executor.launch import Launch
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -90,6 +94,89 @@ def measure(running: int, queued: int, queue_waits_for: str, page_size: int, ste
     }
 
 
+def on_the_host(scheduler: Scheduler, tokens: np.ndarray) -> None:
+    """Enter a document that was computed, backed up and evicted from the device."""
+    tree, controller, device = scheduler.tree, scheduler.controller, scheduler.device
+    frames = device.allocate(len(tokens) // scheduler.page_size, 0)
+    assert frames is not None
+    node = tree.publish("", None, tokens, frames, -1, 0).node
+    device.transition(frames, FrameState.HELD, FrameState.CACHED)
+    ticket = controller.begin_backup(node, 0)
+    assert ticket is not None
+    controller.commit(ticket, 0)
+    controller.evict(Tier.DEVICE, len(frames), 0)
+    scheduler._link_done[D2H] += 1
+
+
+def measure_formation(queued: int, page_size: int) -> list[dict[str, object]]:
+    """A queue over 100 documents of 20 K tokens each, of which the device holds ten; what is loaded never arrives."""
+    rng = np.random.default_rng(0)
+    length, num_documents = 20_480, 100
+    scheduler = Scheduler(
+        SchedulerConfig(
+            page_size=page_size,
+            num_device_pages=10 * (length + 200) // page_size,
+            num_host_pages=(num_documents + 1) * length // page_size,
+            page_bytes=1,
+            context_len=2 * length,
+            max_running_requests=256,
+            max_filling_ratio=1.0,
+            new_token_ratio=0.0,
+        )
+    )
+    documents = [rng.integers(0, 30_000, length).astype(np.int32) for _ in range(num_documents)]
+    for document in documents:
+        on_the_host(scheduler, document)
+    scheduler.controller.take_ops()
+    params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+    new = []
+    for i in range(queued):
+        document = documents[rng.integers(num_documents)]
+        ids = ids_to_bytes(np.concatenate((document, rng.integers(0, 30_000, 64).astype(np.int32))))
+        new.append(TokenizedGenerateReqInput(rid=f"r{i}", input_ids=ids, sampling_params=params))
+    first_of: dict[str, list[float]] = {}
+    clock = time.perf_counter
+
+    def timed(name: str, work: Callable[[], object]) -> object:
+        start = clock()
+        result = work()
+        first_of.setdefault(name, []).append(clock() - start)
+        return result
+
+    done = {EXEC: 0, H2D: 0, D2H: num_documents}
+
+    def step(new: tuple[TokenizedGenerateReqInput, ...] = ()) -> object:
+        return scheduler.step(StepInputs(step=0, now=0.0, new=new, done=dict(done)))
+
+    scheduler._free_slots, slots = [], scheduler._free_slots
+    step(tuple(new))
+    gc.collect()
+    gc.freeze()
+
+    def order() -> int:
+        known = scheduler.cursors.candidates.get
+        queue = [known(r.rid) or scheduler._find(r) for r in scheduler.waiting]
+        return sum(1 for _ in balanced_order(queue, scheduler.config.load_ratio))
+
+    timed("order the queue, every prompt matched", order)
+    for _ in range(50):
+        timed("order the queue, cursors known", order)
+    scheduler._free_slots = slots
+    # Each launch counts as done at once, so that the next may follow; its loads never arrive.
+    while scheduler.active() == [] or len(first_of.get("a step that starts requests", ())) < 20:
+        before = scheduler.next_launch
+        timed("a step that starts requests", step)
+        if scheduler.next_launch == before:
+            first_of["a step that starts requests"].pop()
+            break
+        scheduler._launches.pop(before)
+        done[EXEC] = scheduler.next_launch
+    for _ in range(50):
+        timed("a step that can start nobody", step)
+    gc.unfreeze()
+    return [{"what": name, "queued": queued, "page size": page_size, **summary(of)} for name, of in first_of.items()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1000)
@@ -101,7 +188,9 @@ def main() -> None:
             for reason in ("slot", "memory"):
                 rows.append(measure(running, 2000, reason, page_size, args.steps))
     print_table("Scheduler step, steady decoding", rows)
-    write_json("scheduler", {"steps": args.steps, "prompt_len": PROMPT_LEN}, rows)
+    formation = [row for page_size in (1, 16) for row in measure_formation(2000, page_size)]
+    print_table("A batch of a queue of 20 K tokens each", formation)
+    write_json("scheduler", {"steps": args.steps, "prompt_len": PROMPT_LEN}, rows + formation)
 
 
 if __name__ == "__main__":
