@@ -4,6 +4,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.setup-done
 SEED ?= 1
+# One process per core, few where there are many; a file's tests stay together.
+PARALLEL ?= --numprocesses auto --maxprocesses 8 --dist loadfile
 HOST ?= 127.0.0.1
 PORT ?= 30000
 MODEL ?= embedded
@@ -32,10 +34,10 @@ check: setup
 	$(PY) -m pytest -x test/test_smallest.py
 
 test: setup
-	$(PY) -m pytest -m 'not slow and not gpu'
+	$(PY) -m pytest $(PARALLEL) -m 'not slow and not gpu'
 
 test-all: setup
-	$(PY) -m pytest -m 'not gpu'
+	$(PY) -m pytest $(PARALLEL) -m 'not gpu'
 
 test-gpu:
 	$(or $(wildcard $(PY)),$(PYTHON)) -m pytest -m gpu

@@ -946,9 +946,10 @@ def test_the_least_important_goes_first():
     publish(tree, "aaaa", 0, now=1)
     publish(tree, "bbbb", 4, now=2)
     publish(tree, "cccc", 8, now=3)
-    tree.unlock(tree.lock(match(tree, "aa"), 4, priority=5), 4, -1)
-    tree.unlock(tree.lock(match(tree, "bbbb"), 5, priority=1), 5, -1)
-    tree.unlock(tree.lock(match(tree, "aaaa"), 6, priority=0), 6, -1)
+    for now, text, priority in ((4, "aa", 5), (5, "bbbb", 1), (6, "aaaa", 0)):
+        receipt = tree.lock(match(tree, text), now)
+        tree.count_use(receipt.node, priority)
+        tree.unlock(receipt, now, -1)
     tree.check_invariants()
     gone = [cached(tree.evict(DEVICE, 2)) for _ in range(6)]
     frames = [f for drops in gone for ids, _ in drops for f in ids]
