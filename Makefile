@@ -4,8 +4,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.setup-done
 SEED ?= 1
-# One process per core, few where there are many; a file's tests stay together.
-PARALLEL ?= --numprocesses auto --maxprocesses 8 --dist loadfile
+# One process per core, few where there are many; whoever is done takes over from the others.
+PARALLEL ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 HOST ?= 127.0.0.1
 PORT ?= 30000
 MODEL ?= embedded

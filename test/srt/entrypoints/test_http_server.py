@@ -399,7 +399,7 @@ def test_leaving_one_stream_disturbs_no_other(slow):
 
 
 def test_stream_interval():
-    with Server("--stream-interval", "8", fake=["--delay-s", "0.002"]) as server:
+    with Server("--stream-interval", "8", fake=["--delay-s", "0.02"]) as server:
         body = {"input_ids": [100], "sampling_params": {"max_new_tokens": 33}}
         counts = [event["meta_info"]["completion_tokens"] for event in server.events("/generate", body)]
         assert counts[0] == 1 and counts[-1] == 33
