@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import torch
@@ -92,3 +93,18 @@ class FaultyExecutor(ModelExecutor):
 
     def poll(self) -> list[StepResult]:
         return self._late.pass_on(super().poll())
+
+
+class Gate:
+    """Calls of `method` wait until it is `open`; `entered` says that somebody waits."""
+
+    def __init__(self, owner: Any, method: str) -> None:
+        self.open, self.entered = threading.Event(), threading.Event()
+        real = getattr(owner, method)
+
+        def waiting(*args: Any) -> Any:
+            self.entered.set()
+            assert self.open.wait(60), "the test forgot to open the gate"
+            return real(*args)
+
+        setattr(owner, method, waiting)

@@ -19,6 +19,7 @@ from sglang.srt.managers.storage_prefetch import PrefetchConfig
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.transfer import StorageAction, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.test.faults import Gate
 from sglang.test.local_engine import LocalEngine
 from sglang.test.memory_store import MemoryStore
 
@@ -197,26 +198,11 @@ def with_policy(policy: str, **fields: object) -> StorageSetup:
     return dataclasses.replace(SETUP, prefetch=prefetch)
 
 
-class Gated:
-    """Makes a store's method wait until `open` is set; `entered` says that somebody waits."""
-
-    def __init__(self, store: MemoryStore, method: str) -> None:
-        self.open, self.entered = threading.Event(), threading.Event()
-        real = getattr(store, method)
-
-        def waiting(*args: object) -> int:
-            self.entered.set()
-            assert self.open.wait(30), "the test forgot to open the gate"
-            return real(*args)
-
-        setattr(store, method, waiting)
-
-
 @pytest.mark.parametrize("method", ["exists", "get"])
 def test_best_effort_starts_without_what_has_not_come(model_config: ModelConfig, method: str) -> None:
     text = prompt(6, 100)
     engine = Engine(model_config, store=stored(model_config, text), storage=with_policy("best_effort"))
-    gate = Gated(engine.store, method)
+    gate = Gate(engine.store, method)
     got = engine.generate([text], PARAMS)[0]
     assert got.tokens == computed(model_config, text)
     assert got.cached_tokens_details["disk"] == 0
@@ -232,7 +218,7 @@ def test_a_request_waits_no_longer_than_its_time_for_storage_that_hangs(
     text = prompt(7, 100)
     setup = with_policy("timeout", timeout_base_s=0.6, timeout_per_ki_token_s=0.0)
     engine = Engine(model_config, store=stored(model_config, text), storage=setup)
-    gate = Gated(engine.store, method)
+    gate = Gate(engine.store, method)
     start = time.monotonic()
     got = engine.generate([text, prompt(8, 12)], PARAMS)
     assert time.monotonic() - start >= 0.6
@@ -250,7 +236,7 @@ def test_a_request_waits_no_longer_than_its_time_for_storage_that_hangs(
 def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(model_config: ModelConfig, method: str) -> None:
     text = prompt(9, 100)
     engine = Engine(model_config, store=stored(model_config, text))
-    gate = Gated(engine.store, method)
+    gate = Gate(engine.store, method)
     threading.Thread(target=lambda: (gate.entered.wait(30), time.sleep(0.05), gate.open.set())).start()
     assert engine.generate([text], PARAMS, abort_after={0: 0})[0].finish_reason == "abort"
     engine.assert_nothing_left()
@@ -312,7 +298,7 @@ def test_attach_clear_and_detach_at_run_time(model_config: ModelConfig) -> None:
 def test_detaching_lets_go_of_those_who_wait(model_config: ModelConfig) -> None:
     text = prompt(11, 100)
     engine = Engine(model_config, store=stored(model_config, text))
-    gate = Gated(engine.store, "get")
+    gate = Gate(engine.store, "get")
     replies = []
 
     def detach_once_it_reads() -> None:
@@ -358,7 +344,7 @@ def test_a_store_that_hangs_does_not_stop_requests_that_need_memory(model_config
     params = SamplingParams(max_new_tokens=60, temperature=0.0, ignore_eos=True, sampling_seed=0)
     texts = [prompt(40 + i, 40) for i in range(3)]
     engine = Engine(model_config, num_device_pages=34, new_token_ratio=0.0)
-    gate = Gated(engine.store, "set")
+    gate = Gate(engine.store, "set")
     timer = threading.Timer(8, gate.open.set)
     timer.start()
     answers = engine.generate(texts, params)
@@ -379,7 +365,7 @@ def test_a_question_that_hangs_does_not_hold_up_the_next_for_ever(model_config: 
     asked: list[bytes] = []
     exists = engine.store.exists
     engine.store.exists = lambda keys: (asked.append(keys[0]), exists(keys))[1]  # type: ignore[method-assign]
-    gate = Gated(engine.store, "exists")
+    gate = Gate(engine.store, "exists")
     assert [a.cached_tokens_details["disk"] for a in engine.generate(texts[:3], PARAMS)] == [0, 0, 0]
     gate.open.set()
     engine.settle()
@@ -402,7 +388,7 @@ def test_a_failed_load_of_what_was_just_fetched_is_computed(model_config: ModelC
 def test_a_flush_leaves_what_is_being_read_and_written_alone(model_config: ModelConfig) -> None:
     text = prompt(61, 100)
     engine = Engine(model_config, store=stored(model_config, text, prompt(62, 40)))
-    gates = [Gated(engine.store, method) for method in ("get", "set")]
+    gates = [Gate(engine.store, method) for method in ("get", "set")]
     engine.generate([prompt(63, 40)], PARAMS)  # is being written
     assert engine.generate([text], PARAMS, abort_after={0: 0})[0].finish_reason == "abort"
     decision = engine.core.step(time.monotonic(), engine.core.progress(), flush=["f"])

@@ -41,6 +41,7 @@ from sglang.srt.mem_cache.storage.file_store import WRITE_PAUSE_S, HiCacheFile
 from sglang.srt.mem_cache.storage.segment import ALIGNMENT, ENTRY_BYTES
 from sglang.srt.mem_cache.transfer import StorageAction, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.test.faults import Gate
 from sglang.test.kv_oracle import check_kv
 from sglang.test.local_engine import Generation, LocalEngine
 
@@ -656,21 +657,6 @@ def test_a_plugin_lies(model: Model, lie: str, caplog: pytest.LogCaptureFixture)
     until_all_comes_from_disk(engine, model, text)
     assert len(lines(caplog)) == 1
     engine.end()
-
-
-class Gate:
-    """Calls of `method` wait until it is `open`; `entered` says that somebody waits."""
-
-    def __init__(self, owner: Any, method: str) -> None:
-        self.open, self.entered = threading.Event(), threading.Event()
-        real = getattr(owner, method)
-
-        def waiting(*args: Any) -> Any:
-            self.entered.set()
-            assert self.open.wait(60), "the test forgot to open the gate"
-            return real(*args)
-
-        setattr(owner, method, waiting)
 
 
 def note_replies(engine: Engine) -> list[Any]:

@@ -133,10 +133,7 @@ class HiCacheController:
         nodes.reverse()
         src = np.concatenate([self._device_frames(n) for n in nodes])
         host = self.tables[Tier.HOST]
-        missing = len(src) - host.num_free
-        # What could not make room anyway stays cached.
-        if 0 < missing <= self.tree.evictable_pages(Tier.HOST, keep=node):
-            self.evict(Tier.HOST, missing, done, keep=node)
+        self.make_host_room(len(src), node, done)
         first_page = nodes[0].start // self.tree.page_size
         dst = host.allocate(len(src), -1 - self._next_seq[D2H], FrameState.FILLING, first_page)
         num_tokens = len(src) * self.tree.page_size
@@ -214,7 +211,8 @@ class HiCacheController:
         return self._begin_storage(PROBE, action, NO_KEYS, _NO_FRAMES, setup)
 
     def make_host_room(self, num_pages: int, keep: Node | None, done: int) -> bool:
-        """Evict until so many host pages are free; what is on the path to `keep` stays."""
+        """Evict until so many host pages are free; what is on the path to `keep` stays, and everything if that would
+        not be enough. Whether they are free."""
         host = self.tables[Tier.HOST]
         host.reap(done)
         missing = num_pages - host.num_free
