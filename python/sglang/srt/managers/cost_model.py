@@ -1,0 +1,198 @@
+"""`CostModel`: what launches and loads cost, learned from those that were measured.
+
+Owns fits of a few coefficients each. Never reads a clock: seconds come from the caller, and the same samples in the
+same order give the same numbers on every rank, whatever is asked in between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Of a sample, when the next one comes: some 30 launches are remembered.
+_DECAY = 0.97
+# Samples that are believed whatever they say; later ones may be this many times faster than expected. Slow ones need
+# no limit: their rows are small.
+_BELIEVED = 5
+_FASTER = 3.0
+# So many samples change the fit at once each, later ones in groups of as many.
+_REFIT_EVERY = 8
+
+
+class _Fit:
+    """seconds = coefficients . features, all coefficients >= 0: decayed least squares over relative errors,
+
+        minimise  sum_n decay**age_n * (coefficients . features_n / seconds_n - 1)**2 + sum_i ridge_i * scaled_i**2,
+
+    where scaled_i is coefficient i times its feature's root of the decayed sum of squares. Dividing by what was
+    measured makes short launches count as much as long ones, and slow outliers hardly at all.
+
+    ridge: where the samples do not tell features apart, as when all are alike, the one with the least gets it all.
+    """
+
+    def __init__(self, ridge: Sequence[float]) -> None:
+        self.num_samples = 0
+        self.coefficients = [0.0] * len(ridge)
+        self._ridge = tuple(ridge)
+        self._gram = [[0.0] * len(ridge) for _ in ridge]
+        self._moments = [0.0] * len(ridge)
+
+    def add(self, features: Sequence[float], seconds: float) -> None:
+        """Samples without a duration (0, infinite, not a number) are left out."""
+        if not 0 < seconds < math.inf:
+            return
+        if self.num_samples >= _BELIEVED:
+            seconds = max(seconds, self.seconds(features) / _FASTER)
+        row = [feature / seconds for feature in features]
+        moments = self._moments
+        for i, a in enumerate(row):
+            moments[i] = _DECAY * moments[i] + a
+            self._gram[i] = [_DECAY * g + a * b for g, b in zip(self._gram[i], row)]
+        self.num_samples += 1
+        if self.num_samples <= _REFIT_EVERY or self.num_samples % _REFIT_EVERY == 0:
+            self._refit()
+
+    def seconds(self, features: Sequence[float]) -> float:
+        return sum([c * f for c, f in zip(self.coefficients, features)])
+
+    def _refit(self) -> None:
+        gram = self._gram
+        # A feature that was never there, or so long ago that nothing is left, has no coefficient.
+        seen = [i for i in range(len(gram)) if gram[i][i] > 1e-200]
+        scale = [math.sqrt(gram[i][i]) for i in seen]
+        matrix = [[gram[i][j] / (a * b) for j, b in zip(seen, scale)] for i, a in zip(seen, scale)]
+        for n, i in enumerate(seen):
+            matrix[n][n] = 1 + self._ridge[i]
+        solution = non_negative_solution(matrix, [self._moments[i] / a for i, a in zip(seen, scale)])
+        self.coefficients = [0.0] * len(gram)
+        for i, a, x in zip(seen, scale, solution):
+            self.coefficients[i] = x / a
+
+
+def non_negative_solution(matrix: list[list[float]], vector: list[float]) -> list[float]:
+    """The x >= 0 that minimises x.matrix.x / 2 - vector.x; matrix: symmetric, positive definite, of a few rows.
+
+    Lawson and Hanson, Solving Least Squares Problems, algorithm 23.10, on normal equations: coefficients are set free
+    one by one, the most promising first, and held at 0 again where they would become negative.
+    """
+    x = [0.0] * len(vector)
+    free: list[int] = []
+    for _ in range(4 * len(vector)):  # far more than it takes; rounding must not make it go round for ever
+        gains = [v - sum([m * each for m, each in zip(row, x)]) for row, v in zip(matrix, vector)]
+        held = [i for i in range(len(x)) if i not in free and gains[i] > 1e-9 * vector[i]]
+        if not held:
+            break
+        free.append(max(held, key=gains.__getitem__))
+        while True:
+            goal = _solve([[matrix[i][j] for j in free] for i in free], [vector[i] for i in free])
+            if min(goal) > 0:
+                for i, z in zip(free, goal):
+                    x[i] = z
+                break
+            # As far towards the goal as nothing becomes negative.
+            step, blocker = min((x[i] / (x[i] - z) if x[i] > 0 else 0.0, i) for i, z in zip(free, goal) if z <= 0)
+            for i, z in zip(free, goal):
+                x[i] = max(0.0, x[i] + step * (z - x[i]))
+            x[blocker] = 0.0
+            free.remove(blocker)
+            if not free:
+                break
+    return x
+
+
+def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
+    """Gaussian elimination; a positive definite matrix needs no pivots. Overwrites its arguments."""
+    n = len(vector)
+    for k in range(n):
+        pivot = matrix[k]
+        for i in range(k + 1, n):
+            factor = matrix[i][k] / pivot[k]
+            vector[i] -= factor * vector[k]
+            for j in range(k + 1, n):
+                matrix[i][j] -= factor * pivot[j]
+    for k in reversed(range(n)):
+        for j in range(k + 1, n):
+            vector[k] -= matrix[k][j] * vector[j]
+        vector[k] /= matrix[k][k]
+    return vector
+
+
+@dataclass(frozen=True)
+class LoadLimit:
+    """How many tokens a batch may load before it is bound by loading: free + per_token * new + per_pair * pairs."""
+
+    free: float
+    per_token: float
+    per_pair: float
+
+    def num_tokens(self, new_tokens: int, pairs: float) -> float:
+        return self.free + self.per_token * new_tokens + self.per_pair * pairs
+
+
+class CostModel:
+    """bytes_per_token: what a token's KV weighs on the link that loads it."""
+
+    def __init__(self, bytes_per_token: int) -> None:
+        if bytes_per_token < 1:
+            raise ValueError(f"bytes per token must be at least 1, got {bytes_per_token}")
+        self._bytes_per_token = bytes_per_token
+        # Whatever can not be told apart is put down to new tokens, and to bytes.
+        self._prefill = _Fit(ridge=(1e-3, 1e-6, 1e-3, 1e-3))
+        self._decode = _Fit(ridge=(1e-6, 1e-3, 1e-3))
+        self._load = _Fit(ridge=(1e-3, 1e-6))
+        self._last_decode = (1.0, 0.0, 0.0)
+
+    def add_prefill(self, new_tokens: int, prefix_tokens: int, pairs: float, seconds: float) -> None:
+        """A prefill launch took so long, without waiting for loads. Over its requests: new tokens, cached tokens that
+        they attend to, and pairs = sum(new * prefix + new * (new + 1) / 2), which attention multiplies."""
+        self._prefill.add((1.0, new_tokens, prefix_tokens, pairs), seconds)
+
+    def prefill_seconds(self, new_tokens: int, prefix_tokens: int, pairs: float) -> float | None:
+        """fixed_s + token_s * new + context_s * prefix + pair_s * pairs: the start of a launch, the matrix products,
+        reading what is cached, attention. None while none was measured."""
+        if not self._prefill.num_samples:
+            return None
+        return self._prefill.seconds((1.0, new_tokens, prefix_tokens, pairs))
+
+    def add_decode(self, num_reqs: int, context_tokens: int, seconds: float) -> None:
+        """A decode launch for so many requests took so long. context_tokens: that they attend to, in all."""
+        self._last_decode = (1.0, num_reqs, context_tokens)
+        self._decode.add(self._last_decode, seconds)
+
+    def decode_seconds(self) -> float | None:
+        """What another decode launch like the last one takes, decode_s + decode_req_s * reqs + decode_context_s *
+        context; what fills a bubble is of that kind (Strata 4.3.3). None while none was measured."""
+        return self._decode.seconds(self._last_decode) if self._decode.num_samples else None
+
+    def add_load(self, num_bytes: int, seconds: float) -> None:
+        """An operation of a copy link took so long, from its beginning to its end."""
+        self._load.add((1.0, num_bytes), seconds)
+
+    def load_seconds(self, num_bytes: int) -> float | None:
+        """load_latency_s + load_byte_s * bytes. None while none was measured."""
+        return self._load.seconds((1.0, num_bytes)) if self._load.num_samples else None
+
+    def load_limit(self) -> LoadLimit | None:
+        """Where expected load seconds reach expected compute seconds, in loaded tokens:
+
+            loaded * load_token_s = fixed_s + token_s * new + pair_s * pairs,  load_token_s = bytes * load_byte_s.
+
+        Strata 4.3.2 has a constant instead, loaded / new, profiled beforehand. Left out as small: context_s, by which
+        each loaded token hides a little of its own load, and the latency of the link. None while either side is not
+        known, or loads cost nothing by size.
+        """
+        load_token_s = self._bytes_per_token * self._load.coefficients[1]
+        if load_token_s == 0 or not self._prefill.num_samples:
+            return None
+        fixed_s, token_s, _, pair_s = self._prefill.coefficients
+        return LoadLimit(fixed_s / load_token_s, token_s / load_token_s, pair_s / load_token_s)
+
+    def state(self) -> dict[str, float]:
+        """The coefficients, for display; 0 while they are not known."""
+        names = {
+            "fixed_s token_s context_s pair_s": self._prefill,
+            "decode_s decode_req_s decode_context_s": self._decode,
+            "load_latency_s load_byte_s": self._load,
+        }
+        return {name: c for each, fit in names.items() for name, c in zip(each.split(), fit.coefficients)}

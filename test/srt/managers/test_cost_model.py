@@ -1,0 +1,256 @@
+"""The cost model against launches and loads whose true cost is known."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang.srt.managers.cost_model import CostModel, LoadLimit, non_negative_solution
+
+# An 8B model: some ms to start, 50 us per token, a little per cached token, attention.
+TRUE = {"fixed_s": 4e-3, "token_s": 5e-5, "context_s": 1e-7, "pair_s": 2e-9}
+LATENCY_S, BYTE_S = 2e-5, 2e-11
+BYTES_PER_TOKEN = 131072
+
+Launch = tuple[int, int, float]
+
+
+def launch(rng: random.Random) -> Launch:
+    """A batch of one to eight requests."""
+    new = prefix = 0
+    pairs = 0.0
+    for _ in range(rng.randint(1, 8)):
+        n, p = int(2 ** rng.uniform(4, 11)), rng.choice([0, int(2 ** rng.uniform(8, 16))])
+        new, prefix, pairs = new + n, prefix + p, pairs + n * p + n * (n + 1) / 2
+    return new, prefix, pairs
+
+
+def true_seconds(new: int, prefix: int, pairs: float) -> float:
+    return TRUE["fixed_s"] + TRUE["token_s"] * new + TRUE["context_s"] * prefix + TRUE["pair_s"] * pairs
+
+
+def trained(rng: random.Random, num_samples: int = 200, noise: float = 0.05, slower: float = 1.0) -> CostModel:
+    model = CostModel(BYTES_PER_TOKEN)
+    train(model, rng, num_samples, noise, slower)
+    return model
+
+
+def train(model: CostModel, rng: random.Random, num_samples: int, noise: float = 0.05, slower: float = 1.0) -> None:
+    for _ in range(num_samples):
+        sample = launch(rng)
+        model.add_prefill(*sample, slower * true_seconds(*sample) * math.exp(rng.gauss(0, noise)))
+        size = int(2 ** rng.uniform(16, 28))
+        model.add_load(size, slower * (LATENCY_S + BYTE_S * size) * math.exp(rng.gauss(0, noise)))
+
+
+def worst_error(model: CostModel, rng: random.Random, slower: float = 1.0) -> float:
+    """Relative, over launches and loads of all kinds."""
+    errors = []
+    for _ in range(100):
+        sample = launch(rng)
+        predicted = model.prefill_seconds(*sample)
+        assert predicted is not None
+        errors.append(predicted / (slower * true_seconds(*sample)) - 1)
+        size = int(2 ** rng.uniform(16, 28))
+        predicted = model.load_seconds(size)
+        assert predicted is not None
+        errors.append(predicted / (slower * (LATENCY_S + BYTE_S * size)) - 1)
+    return max(map(abs, errors))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_coefficients_are_recovered_from_noisy_samples(seed: int):
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    model = trained(rng)
+    assert worst_error(model, rng) < 0.12
+    state = model.state()
+    assert state["token_s"] == pytest.approx(TRUE["token_s"], rel=0.2)
+    assert state["pair_s"] == pytest.approx(TRUE["pair_s"], rel=0.2)
+    assert state["load_byte_s"] == pytest.approx(BYTE_S, rel=0.1)
+    assert state["load_latency_s"] == pytest.approx(LATENCY_S, rel=0.2)
+
+
+def test_without_noise_they_are_exact_but_for_the_ridge():
+    state = trained(random.Random(0), noise=0).state()
+    for name, value in TRUE.items():
+        # What the context costs is 1 % of a launch at most: the ridge takes it for something else.
+        assert state[name] == pytest.approx(value, rel=0.02) or name == "context_s"
+    assert (state["load_latency_s"], state["load_byte_s"]) == pytest.approx((LATENCY_S, BYTE_S), rel=0.01)
+
+
+@pytest.mark.parametrize("slower", [0.1, 0.5, 2.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_change_of_speed_is_followed(seed: int, slower: float):
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    model = trained(rng)
+    train(model, rng, 150, slower=slower)
+    assert worst_error(model, rng, slower) < 0.15
+
+
+def test_nothing_is_known_before_the_first_sample():
+    model = CostModel(BYTES_PER_TOKEN)
+    assert model.prefill_seconds(1, 0, 1.0) is None
+    assert model.decode_seconds() is None
+    assert model.load_seconds(1) is None
+    assert model.load_limit() is None
+    assert set(model.state().values()) == {0.0}
+    for seconds in (0.0, -1.0, math.inf, math.nan):
+        model.add_prefill(100, 0, 5050.0, seconds)
+        model.add_decode(1, 100, seconds)
+        model.add_load(100, seconds)
+    assert model.prefill_seconds(1, 0, 1.0) is None and model.decode_seconds() is None and model.load_limit() is None
+    with pytest.raises(ValueError, match="at least 1"):
+        CostModel(0)
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 50])
+def test_samples_that_are_all_alike_are_scaled_by_tokens_and_bytes(num_samples: int):
+    model = CostModel(BYTES_PER_TOKEN)
+    for _ in range(num_samples):
+        model.add_prefill(8192, 1000, 4e7, 0.4)
+        model.add_load(2**20, 1e-3)
+        model.add_decode(8, 10_000, 0.01)
+    assert model.prefill_seconds(8192, 1000, 4e7) == pytest.approx(0.4, rel=1e-3)
+    assert model.prefill_seconds(8000, 0, 3.8e7) == pytest.approx(0.39, rel=0.01)
+    assert model.prefill_seconds(4096, 0, 8e6) == pytest.approx(0.2, rel=0.01)
+    assert model.load_seconds(2**20) == pytest.approx(1e-3, rel=1e-3)
+    assert model.load_seconds(2**26) == pytest.approx(64e-3, rel=0.01)
+    assert model.load_seconds(2**14) == pytest.approx(1e-3 / 64, rel=0.1)
+    assert model.decode_seconds() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_feature_that_was_never_there_costs_nothing():
+    model = CostModel(BYTES_PER_TOKEN)
+    for new in (100, 1000, 4000):
+        model.add_prefill(new, 0, 0.0, TRUE["fixed_s"] + TRUE["token_s"] * new)
+    assert model.state()["context_s"] == model.state()["pair_s"] == 0
+    assert model.prefill_seconds(2000, 0, 0.0) == pytest.approx(TRUE["fixed_s"] + TRUE["token_s"] * 2000, rel=0.01)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_first_call_that_warms_up_is_forgotten_at_once(seed: int):
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    model = CostModel(BYTES_PER_TOKEN)
+    model.add_prefill(1000, 0, 5e5, 100 * true_seconds(1000, 0, 5e5))
+    model.add_load(2**20, 100 * (LATENCY_S + BYTE_S * 2**20))
+    model.add_decode(8, 1000, 1.0)
+    train(model, rng, 20)
+    assert worst_error(model, rng) < 0.3
+    model.add_decode(8, 1000, 0.01)
+    assert model.decode_seconds() == pytest.approx(0.01, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_outliers_change_little(seed: int):
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    model = trained(rng)
+    for _ in range(20):
+        sample = launch(rng)
+        model.add_prefill(*sample, rng.choice([30, 100, 1000]) * true_seconds(*sample))
+        model.add_load(2**20, 100 * (LATENCY_S + BYTE_S * 2**20))
+        train(model, rng, 9)
+    assert worst_error(model, rng) < 0.15
+    # Too fast by far: it counts as three times too fast, an error of 2/3, and so is forgotten.
+    sample = launch(rng)
+    model.add_prefill(*sample, true_seconds(*sample) / 1000)
+    model.add_load(2**20, (LATENCY_S + BYTE_S * 2**20) / 1000)
+    train(model, rng, 8)
+    assert worst_error(model, rng) < 0.7
+    train(model, rng, 100)
+    assert worst_error(model, rng) < 0.15
+
+
+def test_decode_is_expected_to_go_on_as_it_did():
+    model = CostModel(BYTES_PER_TOKEN)
+    for step in range(200):
+        reqs = 1 + step % 32
+        model.add_decode(reqs, 1000 * reqs, 5e-3 + 1e-4 * reqs)
+    assert model.decode_seconds() == pytest.approx(5e-3 + 1e-4 * reqs, rel=0.02)
+    model.add_decode(32, 32_000, 5e-3 + 32e-4)
+    assert model.decode_seconds() == pytest.approx(5e-3 + 32e-4, rel=0.02)
+
+
+def test_the_load_limit_is_where_loading_takes_as_long_as_computing():
+    model = CostModel(BYTES_PER_TOKEN)
+    model.add_prefill(1000, 0, 5e5, 0.05)
+    assert model.load_limit() is None, "no load was measured"
+    model = trained(random.Random(0), noise=0)
+    limit = model.load_limit()
+    assert limit is not None
+    load_token_s = BYTES_PER_TOKEN * BYTE_S
+    assert limit.per_token == pytest.approx(TRUE["token_s"] / load_token_s, rel=0.03)
+    for new, pairs in ((1, 1.0), (100, 5050.0), (8192, 3e8)):
+        loading = limit.num_tokens(new, pairs) * load_token_s
+        assert loading == pytest.approx(true_seconds(new, 0, pairs), rel=0.03)
+    assert LoadLimit(10.0, 2.0, 0.5).num_tokens(3, 4.0) == 18.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_same_samples_give_the_same_numbers_whatever_is_asked_in_between(seed: int):
+    print(f"seed {seed}")
+    quiet, asked = CostModel(BYTES_PER_TOKEN), CostModel(BYTES_PER_TOKEN)
+    a, b = random.Random(seed), random.Random(seed)
+    other = random.Random(seed + 1)
+    for _ in range(50):
+        train(quiet, a, 1)
+        train(asked, b, 1)
+        for _ in range(other.randint(0, 3)):
+            asked.prefill_seconds(*launch(other))
+            asked.load_limit()
+        assert quiet.state() == asked.state()
+
+
+positive = st.floats(1e-6, 1e3)
+samples = st.lists(st.tuples(st.integers(0, 10**5), st.integers(0, 10**6), st.floats(0, 1e10), positive), max_size=30)
+
+
+@settings(max_examples=150, deadline=None)
+@given(samples, st.tuples(st.integers(0, 10**5), st.integers(0, 10**6), st.floats(0, 1e10)), st.data())
+def test_whatever_was_measured_more_work_never_takes_less_time(measured, less, data):
+    model = CostModel(BYTES_PER_TOKEN)
+    for new, prefix, pairs, seconds in measured:
+        model.add_prefill(new, prefix, pairs, seconds)
+        model.add_decode(new, prefix, seconds)
+        model.add_load(prefix, seconds)
+    assert all(0 <= c < math.inf for c in model.state().values())
+    more = [each + extra for each, extra in zip(less, data.draw(st.tuples(*[st.integers(0, 10**6)] * 3)))]
+    if not measured:
+        return
+    assert 0 <= model.prefill_seconds(*less) <= model.prefill_seconds(*more)
+    assert 0 <= model.load_seconds(less[1]) <= model.load_seconds(more[1])
+    limit = model.load_limit()
+    assert limit is None or 0 <= limit.num_tokens(less[0], less[2]) <= limit.num_tokens(more[0], more[2])
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_the_non_negative_solution_is_the_best_of_all_choices(seed: int):
+    """Every set of coefficients held at 0 is tried; the best that is feasible is the solution."""
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 5))
+    # Nearly dependent columns, as sizes of launches are.
+    rows = rng.uniform(0, 1, (12, 1)) + rng.choice([0.01, 0.3, 1.0]) * rng.normal(size=(12, n))
+    matrix, vector = rows.T @ rows + 1e-4 * np.eye(n), rows.T @ rng.uniform(0.5, 1.5, 12)
+
+    def cost(x: np.ndarray) -> float:
+        return float(x @ matrix @ x / 2 - vector @ x)
+
+    best = 0.0
+    for free in itertools.chain.from_iterable(itertools.combinations(range(n), k) for k in range(1, n + 1)):
+        x = np.zeros(n)
+        x[list(free)] = np.linalg.solve(matrix[np.ix_(free, free)], vector[list(free)])
+        if x.min() >= 0:
+            best = min(best, cost(x))
+    found = np.array(non_negative_solution(matrix.tolist(), vector.tolist()))
+    assert found.min() >= 0
+    assert cost(found) == pytest.approx(best, rel=1e-6, abs=1e-9)
