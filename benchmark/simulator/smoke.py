@@ -19,7 +19,7 @@ from benchmark.simulator.hardware import scheduler_config, simulated_hardware
 from benchmark.simulator.profiles import HARDWARE, MODELS
 from benchmark.simulator.workloads import LOOGLE, Workload
 
-from sglang.srt.managers.simulation import Simulation
+from sglang.srt.managers.simulation import RequestTimes, Simulation
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,11 @@ def run(sim: Simulation, workload: Workload) -> Outcome:
     begin = time.perf_counter()
     times = sim.run(workload.source())
     wall_s = time.perf_counter() - begin
-    outputs = {f"{i}-{t}": turn for i, c in enumerate(workload.conversations) for t, turn in enumerate(c.turns)}
-    assert times.keys() == outputs.keys(), "a request is missing"
-    for rid, turn in outputs.items():
-        assert times[rid].finish_reason == "length" and len(times[rid].tokens) == turn.output_len, rid
+    check_answers(times, workload)
     counters = sim.core.scheduler.counters
     hits = {tier: counters[f"hit_tokens_{tier}"] for tier in ("device", "host")}
     prompt, computed, retracted = (counters[n] for n in ("prompt_tokens", "prefill_tokens", "retracted_reqs"))
-    assert prompt == round(workload.stats().mean_in * len(outputs))
+    assert prompt == round(workload.stats().mean_in * len(times))
     # A retracted request computes again what it has lost since.
     assert sum(hits.values()) + computed == prompt or (retracted and sum(hits.values()) + computed > prompt)
     assert sum(sum(t.cached_tokens_details.values()) for t in times.values()) <= sum(hits.values())
@@ -73,6 +70,14 @@ def run(sim: Simulation, workload: Workload) -> Outcome:
         num_steps=sim.core.num_steps,
         wall_s=wall_s,
     )
+
+
+def check_answers(times: dict[str, RequestTimes], workload: Workload) -> None:
+    """Every query of the workload, and nothing else, was answered in full."""
+    outputs = {f"{i}-{t}": turn for i, c in enumerate(workload.conversations) for t, turn in enumerate(c.turns)}
+    assert times.keys() == outputs.keys(), "a request is missing"
+    for rid, turn in outputs.items():
+        assert times[rid].finish_reason == "length" and len(times[rid].tokens) == turn.output_len, rid
 
 
 def main() -> None:

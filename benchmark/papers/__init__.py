@@ -1,0 +1,1 @@
+"""Evaluations of papers, run again on the simulator: baselines as configurations, figures as tables and plots."""

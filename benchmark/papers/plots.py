@@ -1,0 +1,63 @@
+"""Panels of lines, bars or points as one PNG. Knows nothing of what they show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+COLUMNS = 4
+
+
+@dataclass(frozen=True)
+class Panel:
+    """series: label -> x and y. kind: `lines`, `points`, or `bars`, whose x are names, the same in all series."""
+
+    title: str
+    x_label: str
+    y_label: str
+    series: Mapping[str, tuple[Sequence[float | str], Sequence[float]]]
+    kind: str = "lines"
+    log_x: bool = False
+    log_y: bool = False
+
+
+def draw(path: Path, title: str, panels: Sequence[Panel]) -> None:
+    """title: says whether the numbers are simulated."""
+    columns = min(COLUMNS, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(5.2 * columns, 4.0 * rows), squeeze=False)
+    for axis, panel in zip(axes.flat, panels):
+        _draw_panel(axis, panel)
+    for axis in axes.flat[len(panels) :]:
+        axis.axis("off")
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _draw_panel(axis: Axes, panel: Panel) -> None:
+    for i, (label, (xs, ys)) in enumerate(panel.series.items()):
+        if panel.kind == "bars":
+            width = 0.8 / len(panel.series)
+            axis.bar([x + i * width for x in range(len(xs))], ys, width, label=label)
+            axis.set_xticks([x + 0.4 - width / 2 for x in range(len(xs))], [str(x) for x in xs], rotation=30)
+        else:
+            axis.plot(xs, ys, "o-" if panel.kind == "lines" else ".", label=label, markersize=4)
+    if panel.log_x:
+        axis.set_xscale("log")
+    if panel.log_y:
+        axis.set_yscale("log")
+    axis.set_title(panel.title, fontsize=10)
+    axis.set_xlabel(panel.x_label)
+    axis.set_ylabel(panel.y_label)
+    axis.grid(alpha=0.3)
+    if len(panel.series) > 1:
+        axis.legend(fontsize=7)

@@ -1,0 +1,80 @@
+"""Each figure comes to its end on a tiny workload, with its claims, its rows, its plot and its file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from benchmark.papers.figures import Result, report
+from benchmark.papers.runs import ALL_AT_ONCE, Runs
+from benchmark.papers.strata_micro import disk_result, figure3
+
+from benchmark import common
+from benchmark.papers import figures, strata
+
+TINY = {
+    "LooGLE": {"counts": 0.015, "lengths": 0.1},
+    "NarrativeQA": {"counts": 0.02, "lengths": 0.02},
+    "ReviewMT": {"counts": 0.01, "lengths": 0.02},
+    "ShareGPT": {"counts": 0.0001, "lengths": 0.2},
+}
+
+
+@pytest.fixture(scope="module")
+def runs() -> Runs:
+    """Shared, as figures share their runs."""
+    return Runs(scale=TINY, quiet=True)
+
+
+@pytest.fixture
+def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(common, "OUT", tmp_path / "out")
+    monkeypatch.setattr(figures, "OUT", tmp_path / "out")
+    return tmp_path / "out"
+
+
+def check(result: Result, runs: Runs, out: Path) -> None:
+    claims = report(result, runs, {})
+    assert len(claims) == len(result.claims) > 0 and result.points
+    assert f"ours ({result.kind})" in claims[0]
+    written = json.loads((out / f"{result.name}.json").read_text())
+    assert written["settings"]["kind"] == result.kind and written["settings"]["title"].lower().startswith(result.kind)
+    assert len(written["rows"][0]["claims"]) == len(claims)
+    assert len(written["rows"][0]["sensitivity"]) == (len(result.changes) if result.headlines else 0)
+    assert (out / f"{result.name}.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("number", strata.SIMULATED)
+def test_a_simulated_figure(number: str, runs: Runs, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figure 8 with one model, and one rate everywhere; two changes are enough for a sensitivity table."""
+    few = dict.fromkeys(strata.RATES, (ALL_AT_ONCE,))
+    monkeypatch.setattr(strata, "RATES", few)
+    monkeypatch.setattr(strata, "GH_RATES", (ALL_AT_ONCE,))
+    monkeypatch.setattr(strata, "MODELS", ("Llama-3.1-70B",))
+    result = strata.SIMULATED[number](runs)
+    assert result.kind == "simulated" and result.headlines
+    object.__setattr__(result, "changes", result.changes[:2])
+    check(result, runs, out)
+
+
+def test_figure_3_is_the_cost_model(runs: Runs, out: Path) -> None:
+    result = figure3()
+    assert [round(c.ours) for c in result.claims[:2] if isinstance(c.ours, float)] == [22, 5]
+    check(result, runs, out)
+
+
+def test_figure_12_is_read_from_the_measurement(runs: Runs, out: Path) -> None:
+    rates = {"page_first": 2.0, "layer_first, piece by piece": 0.5}
+    rows = [
+        {"page size": page, "host": host, "pages": "scattered", "read cold GB/s": rate * page, "read warm GB/s": rate}
+        for host, rate in rates.items()
+        for page in (1, 32)
+    ]
+    result = disk_result(rows)
+    assert result.kind == "measured" and [c.ours for c in result.claims] == [4.0] * 4
+    check(result, runs, out)
+
+
+def test_all_figures_are_known() -> None:
+    assert {*strata.SIMULATED, "3", "12"} == set(strata.FIGURES)
