@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -29,12 +30,14 @@ class Panel:
 
 
 def draw(path: Path, title: str, panels: Sequence[Panel]) -> None:
-    """title: says whether the numbers are simulated."""
+    """title: says whether the numbers are simulated. A label has the same color in all panels."""
+    labels = dict.fromkeys(label for panel in panels for label in panel.series)
+    colors = {label: f"C{i}" if len(labels) <= 10 else plt.get_cmap("tab20")(i) for i, label in enumerate(labels)}
     columns = min(COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(5.2 * columns, 4.0 * rows), squeeze=False)
     for axis, panel in zip(axes.flat, panels):
-        _draw_panel(axis, panel)
+        _draw_panel(axis, panel, colors)
     for axis in axes.flat[len(panels) :]:
         axis.axis("off")
     figure.suptitle(title)
@@ -43,14 +46,15 @@ def draw(path: Path, title: str, panels: Sequence[Panel]) -> None:
     plt.close(figure)
 
 
-def _draw_panel(axis: Axes, panel: Panel) -> None:
+def _draw_panel(axis: Axes, panel: Panel, colors: Mapping[str, Any]) -> None:
     for i, (label, (xs, ys)) in enumerate(panel.series.items()):
         if panel.kind == "bars":
             width = 0.8 / len(panel.series)
-            axis.bar([x + i * width for x in range(len(xs))], ys, width, label=label)
+            axis.bar([x + i * width for x in range(len(xs))], ys, width, label=label, color=colors[label])
             axis.set_xticks([x + 0.4 - width / 2 for x in range(len(xs))], [str(x) for x in xs], rotation=30)
         else:
-            axis.plot(xs, ys, "o-" if panel.kind == "lines" else ".", label=label, markersize=4)
+            marks = "o-" if panel.kind == "lines" else "."
+            axis.plot(xs, ys, marks, label=label, markersize=4, color=colors[label])
     if panel.log_x:
         axis.set_xscale("log")
     if panel.log_y:
