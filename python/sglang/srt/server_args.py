@@ -63,7 +63,11 @@ class ServerArgs:
     max_queued_requests: int | None = arg(None, "most requests that wait for their first token; more get a 503")
     chunked_prefill_size: int = arg(2048, "most tokens of one prompt in one step; -1 computes prompts whole")
     max_prefill_tokens: int = arg(16384, "most prompt tokens in one step")
-    schedule_policy: str = arg("fcfs", "order of the queue", choices=("fcfs",))
+    schedule_policy: str = arg(
+        "fcfs",
+        "order of the queue: first come, first served, or longest cached prefix first",
+        choices=("fcfs", "lpm"),
+    )
     radix_eviction_policy: str = arg(
         "lru",
         "what the cache gives up first: the least recently used, the least frequently used, or what only requests of "
@@ -97,10 +101,29 @@ class ServerArgs:
     hicache_rate_limit: str | None = arg(
         None, "for experiments: links made as slow as this, in GB/s (1e9 bytes), as h2d=10,d2h=10,fetch=2,store=1"
     )
-    hicache_load_ratio: float = arg(
-        100.0,
+    hicache_load_ratio: str = arg(
+        "100",
         "a batch may load so many tokens from the host per token that it computes before it puts off requests that "
-        "would load more; 0 for first come, first served",
+        "would load more; 'auto' for as many as take as long, as measured; 0 for first come, first served",
+    )
+    hicache_bubble_filling: str = arg(
+        "on", "decode, or prefill others, while a request's KV cache comes from the host", choices=("on", "off")
+    )
+    hicache_load_or_recompute: str = arg(
+        "on",
+        "compute the front of what a request would load, while the rest is loaded and there is nothing else to do",
+        choices=("on", "off"),
+    )
+    hicache_publish_at: str = arg(
+        "launch",
+        "when a prompt's KV cache can be shared: as soon as its computation is issued, or once it is complete, as "
+        "upstream",
+        choices=("launch", "completion"),
+    )
+    hicache_deferral_threshold: int = arg(
+        100,
+        "a request that shares more tokens than this with what an older one is about to compute lets that one go "
+        "first, and comes right after it; 0 to turn that off",
     )
     hicache_storage_backend: str | None = arg(
         None, "keep KV cache beyond host memory: 'file' on a disk, 'dynamic' through a plugin"
@@ -191,7 +214,14 @@ class ServerArgs:
                 "--hicache-storage-backend-extra-config is for a storage backend: add --hicache-storage-backend"
             )
         require(self.hicache_ratio > 0, "hicache_ratio", "above 0")
-        require(self.hicache_load_ratio >= 0, "hicache_load_ratio", "0 or more")
+        try:
+            ratio = self.load_ratio
+        except ValueError:
+            ratio = -1.0
+        require(
+            ratio == "auto" or 0 <= float(ratio) < math.inf, "hicache_load_ratio", "'auto', or a number from 0 up"
+        )
+        require(self.hicache_deferral_threshold >= 0, "hicache_deferral_threshold", "0 or more tokens")
         require(self.hicache_size >= 0, "hicache_size", "0 or more GB")
         parse_rate_limits(self.hicache_rate_limit)
         require(self.stream_interval >= 1, "stream_interval", "at least 1")
@@ -202,6 +232,10 @@ class ServerArgs:
     def rate_limits(self) -> dict[str, float]:
         """Link name -> bytes per second, for links that are limited."""
         return parse_rate_limits(self.hicache_rate_limit)
+
+    @property
+    def load_ratio(self) -> float | str:
+        return self.hicache_load_ratio if self.hicache_load_ratio == "auto" else float(self.hicache_load_ratio)
 
     def without_keys(self) -> ServerArgs:
         """For whoever shows or passes on the settings, where others may read them."""

@@ -76,6 +76,20 @@ class LateStorageLink(StorageLink):
         return self._late.pass_on(super().poll())
 
 
+class RandomClock:
+    """Every time that it is read, a random time has passed, of mean_s seconds: what work costs is then drawn by seed,
+    and not measured."""
+
+    def __init__(self, seed: int, mean_s: float) -> None:
+        self._random = random.Random(seed)
+        self._mean_s = mean_s
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        self._now += self._random.expovariate(1 / self._mean_s)
+        return self._now
+
+
 class FaultyExecutor(ModelExecutor):
     """fail_rate: share of launches whose last layer raises. late_rate: as for links."""
 

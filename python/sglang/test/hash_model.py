@@ -22,7 +22,9 @@ HEADS, DIM = 2, 2
 class HashModel:
     """`CausalLM` over a float64 pool with 2 KV heads of dimension 2."""
 
-    def __init__(self, num_layers: int = 3, vocab_size: int = 7, seed: int = 0) -> None:
+    NUM_LAYERS = 3
+
+    def __init__(self, num_layers: int = NUM_LAYERS, vocab_size: int = 7, seed: int = 0) -> None:
         self.num_layers = num_layers
         self.vocab_size = vocab_size
         rng = np.random.default_rng(seed)

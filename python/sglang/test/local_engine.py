@@ -54,7 +54,7 @@ class LocalEngine:
     """num_device_pages, num_host_pages: sizes of the pools. debug: poison freed memory, fail on non-finite logits and
     check all invariants after every step. group: several ranks, in which every launch runs to its end. open_store:
     the storage of the host pool; attached from the start if overrides have `storage`. overrides: other fields of
-    SchedulerConfig."""
+    SchedulerConfig; nothing is computed instead of loaded unless they say so, as that depends on the clock."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class LocalEngine:
             page_bytes=MHATokenToKVPool.page_bytes(page_size, c.num_layers, num_kv_heads, c.head_dim, c.dtype),
             context_len=c.context_length,
             eos_token_ids=c.eos_token_ids,
-            **overrides,
+            **{"num_layers": c.num_layers, "load_or_recompute": False, **overrides},
         )
         self._woken = threading.Event()
         self.device_pool = pool = MHATokenToKVPool(

@@ -27,7 +27,7 @@ from sglang.srt.managers.cache_controller import WRITE_POLICIES, StorageLimits
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder, digest_of, reduce_progress, replay
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest, StorageSetup
-from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
+from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Scheduler, SchedulerConfig
 from sglang.srt.managers.storage_prefetch import PrefetchConfig
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -36,7 +36,7 @@ from sglang.srt.mem_cache.storage_link import StoreSlot
 from sglang.srt.mem_cache.transfer import D2H, H2D, STORAGE_LINKS, TIER_NAMES, StorageAction, Tier
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.faults import FaultyExecutor, FaultyLink, LateStorageLink
+from sglang.test.faults import FaultyExecutor, FaultyLink, LateStorageLink, RandomClock
 from sglang.test.hash_model import DIM, HEADS, HashModel
 from sglang.test.kv_oracle import PagedMemory, check_kv, check_stored
 from sglang.test.memory_store import MemoryStore
@@ -63,7 +63,8 @@ class SoakConfig:
     requests that keep it whole. twin_rate: share of requests that repeat one still running. load_late_rate: as
     late_rate, for loads alone, so that they stay in flight while other things happen; store_late_rate: for storage.
     storage: used where there is a host tier. storage_request_rate: how often it is attached, detached or cleared.
-    restart_rate: how often nobody asks until all is quiet, and then all is forgotten but what storage has.
+    restart_rate: how often nobody asks until all is quiet, and then all is forgotten but what storage has. launch_s,
+    load_s: what the scheduler is told that they take, in seconds, of which a tick has 0.001.
     """
 
     seed: int
@@ -99,7 +100,14 @@ class SoakConfig:
     store_late_rate: float = 0.0
     storage_request_rate: float = 0.0
     restart_rate: float = 0.0
-    load_ratio: float = 100.0
+    load_ratio: float | str = 100.0
+    bubble_filling: bool = True
+    load_or_recompute: bool = True
+    publish_at: str = "launch"
+    deferral_threshold: int = 100
+    schedule_policy: str = "fcfs"
+    launch_s: float = 1e-3
+    load_s: float = 1e-3
     host_layout: str = "page_first"
     io_backend: str = "auto"
 
@@ -149,7 +157,14 @@ class SoakConfig:
             write_policy=rng.choice(("write_through", "write_through", "write_back", "write_through_selective")),
             host_layout=rng.choice(("page_first", "layer_first")),
             io_backend=rng.choice(("auto", "auto", "dma", "direct")),
-            load_ratio=rng.choice((0.0, 1.0, 100.0)),
+            load_ratio=rng.choice((0.0, 1.0, 100.0, "auto")),
+            bubble_filling=rng.random() < 0.8,
+            load_or_recompute=rng.random() < 0.8,
+            publish_at=rng.choice(("launch", "launch", "completion")),
+            deferral_threshold=rng.choice((0, 1, 6)),
+            schedule_policy=rng.choice(("fcfs", "fcfs", "lpm")),
+            launch_s=rng.choice((3e-4, 3e-3)),
+            load_s=rng.choice((3e-4, 3e-3, 3e-2)),
         )
 
 
@@ -224,6 +239,7 @@ def build_rank(
         seed=config.seed * 10 + rank,
         fail_rate=config.launch_fail_rate,
         late_rate=config.late_rate,
+        clock=RandomClock(config.seed, config.launch_s),
     )
     host_pool = store = None
     poison = {Tier.DEVICE: lambda frames: pool.poison(torch.from_numpy(frames).to(torch.int64))}
@@ -242,6 +258,7 @@ def build_rank(
                 seed=config.seed * 100 + rank * 10 + i,
                 fail_rate=config.link_fail_rate,
                 late_rate=config.load_late_rate if name == H2D else config.late_rate,
+                clock=RandomClock(config.seed, config.load_s),
             )
         if config.storage is not None:
             block_tokens = config.storage.block_tokens
@@ -280,7 +297,13 @@ def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
         enable_radix_cache=config.enable_radix_cache,
         eviction_policy=config.eviction_policy,
         write_policy=config.write_policy,
+        num_layers=HashModel.NUM_LAYERS,
         load_ratio=config.load_ratio,
+        bubble_filling=config.bubble_filling,
+        load_or_recompute=config.load_or_recompute,
+        publish_at=config.publish_at,
+        deferral_threshold=config.deferral_threshold,
+        schedule_policy=config.schedule_policy,
         storage=config.storage if config.num_host_pages else None,
     )
 
@@ -481,7 +504,9 @@ def main() -> None:
             f"{'/'.join(str(counters.get(f'hit_tokens_{t}', 0)) for t in TIER_NAMES)} tokens hit, "
             f"{counters.get('prefetched_tokens', 0)} prefetched, "
             f"{counters.get('retracted_reqs', 0)} retracted, {counters.get('failed_ops', 0)} transfers and "
-            f"{counters.get('failed_launches', 0)} launches failed, {time.perf_counter() - start:.1f} s",
+            f"{counters.get('failed_launches', 0)} launches failed, "
+            f"{'/'.join(str(counters.get(name, 0)) for name in SCHEDULING_COUNTERS)} "
+            f"{', '.join(SCHEDULING_COUNTERS)}, {time.perf_counter() - start:.1f} s",
             flush=True,
         )
 

@@ -50,15 +50,17 @@ def test_what_is_cached_is_neither_loaded_nor_computed() -> None:
     assert rig.find() == Candidate(7)
     node = rig.publish("abcd")
     assert not rig.is_known
-    assert rig.find() == Candidate(3)
+    assert rig.find() == Candidate(3, prefix=4)
     rig.back_up(node)
     rig.tree.evict(Tier.DEVICE, 4)
     assert not rig.is_known
-    assert rig.find() == Candidate(3, ((node.id, 4),))
+    assert rig.find() == Candidate(3, ((node.id, 4),), prefix=4)
     ticket = Ticket(H2D, 0)
     rig.tree.begin_fill([node], Tier.DEVICE, np.arange(4, dtype=np.int32) + 50, ticket)
     assert not rig.is_known
-    assert rig.find() == Candidate(3), "what is on its way to the device is loaded by somebody else"
+    assert rig.find() == Candidate(3, prefix=4, loading=(ticket,)), (
+        "what is on its way to the device is loaded by somebody else"
+    )
 
 
 def test_only_a_child_that_continues_the_match_matters() -> None:
@@ -71,7 +73,7 @@ def test_only_a_child_that_continues_the_match_matters() -> None:
     assert rig.is_known
     rig.publish("abcdeq")
     assert not rig.is_known
-    assert rig.find() == Candidate(2)
+    assert rig.find() == Candidate(2, prefix=5)
 
 
 def test_the_first_child_of_a_namespace_and_of_another() -> None:
@@ -86,7 +88,7 @@ def test_the_first_child_of_a_namespace_and_of_another() -> None:
 def test_a_node_that_is_cut_or_evicted_is_matched_again() -> None:
     rig = Rig()
     rig.publish("abcdefgh")
-    assert rig.find() == Candidate(1)
+    assert rig.find() == Candidate(1, prefix=6)
     other = rig.publish("abq")
     assert not rig.is_known
     rig.find()
@@ -94,7 +96,7 @@ def test_a_node_that_is_cut_or_evicted_is_matched_again() -> None:
     assert rig.is_known
     rig.tree.evict(Tier.DEVICE, 4)
     assert not rig.is_known
-    assert rig.find() == Candidate(3)
+    assert rig.find() == Candidate(3, prefix=4)
 
 
 def test_a_backup_that_arrives_after_the_device_gave_up_its_copy() -> None:
@@ -105,7 +107,7 @@ def test_a_backup_that_arrives_after_the_device_gave_up_its_copy() -> None:
     assert rig.find() == Candidate(7), "it is nowhere yet"
     rig.tree.commit(ticket, Tier.HOST)
     assert not rig.is_known
-    assert rig.find() == Candidate(3, ((node.id, 4),))
+    assert rig.find() == Candidate(3, ((node.id, 4),), prefix=4)
 
 
 def test_who_waits_no_more_leaves_nothing_behind() -> None:

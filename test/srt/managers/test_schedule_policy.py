@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from sglang.srt.managers.cost_model import LoadLimit
 from sglang.srt.managers.schedule_policy import (
     Admission,
     Candidate,
@@ -108,7 +109,7 @@ def test_chunk_of(num_tokens: int, budget: int, page_size: int, chunk: int):
 
 
 def order(queue: list[Candidate], load_ratio: float = 10) -> str:
-    return "".join("abcdefgh"[place] for place, _ in balanced_order(queue, load_ratio))
+    return "".join("abcdefgh"[place] for place, _ in balanced_order(queue, LoadLimit(0, load_ratio, 0)))
 
 
 @pytest.mark.parametrize(
@@ -189,6 +190,6 @@ def test_balanced_order_is_the_printed_algorithm(seed: int) -> None:
         if loads and rng.random() < 0.3:
             loads[-1] = (loads[-1][0], max(1, loads[-1][1] // 2))
         queue.append(Candidate(rng.choice((1, 5, 50)), tuple(loads)))
-    found = [place for place, _ in balanced_order(queue, 4)]
+    found = [place for place, _ in balanced_order(queue, LoadLimit(0, 4, 0))]
     assert sorted(found) == list(range(len(queue))) and found[:1] == [0]
     assert found == printed_algorithm(queue, 4)

@@ -192,6 +192,8 @@ def test_a_balanced_batch_hides_loads_behind_computation(budget: int) -> None:
             num_host_pages=6000,
             context_len=1500,
             load_ratio=load_ratio,
+            bubble_filling=False,
+            load_or_recompute=False,
             chunked_prefill_size=budget,
         )
         arrivals = [(0.0, request(f"first{i}", document, 1)) for i, document in enumerate(documents)]

@@ -1001,7 +1001,7 @@ def run_randomly(model: Model, root: Path, page_size: int, seed: int, rounds: in
             if answer.finish_reason == "abort" and i in aborts:
                 model.check_tokens(text, answer.tokens)
             else:
-                model.check(text, answer, lengths[i])
+                model.check(text, answer, min(lengths[i], engine.scheduler.max_total_len - len(text)))
         # Now and then something happens to the disk, all is forgotten, or storage goes and comes back.
         segments = sorted(root.glob("*/*.kv"))
         event = rng.random()

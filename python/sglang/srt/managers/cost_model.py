@@ -142,11 +142,19 @@ class CostModel:
         self._decode = _Fit(ridge=(1e-6, 1e-3, 1e-3))
         self._load = _Fit(ridge=(1e-3, 1e-6))
         self._last_decode = (1.0, 0.0, 0.0)
+        self._longest_prefill = 0.0
 
     def add_prefill(self, new_tokens: int, prefix_tokens: int, pairs: float, seconds: float) -> None:
         """A prefill launch took so long, without waiting for loads. Over its requests: new tokens, cached tokens that
         they attend to, and pairs = sum(new * prefix + new * (new + 1) / 2), which attention multiplies."""
         self._prefill.add((1.0, new_tokens, prefix_tokens, pairs), seconds)
+        self._longest_prefill = max(new_tokens, _DECAY * self._longest_prefill)
+
+    @property
+    def known_prefill(self) -> int:
+        """Up to how many new tokens predictions of prefills rest on samples: twice as many as were computed at once,
+        of late. Where only short prefills were measured, nothing says what a long one takes."""
+        return int(2 * self._longest_prefill)
 
     def prefill_seconds(self, new_tokens: int, prefix_tokens: int, pairs: float) -> float | None:
         """fixed_s + token_s * new + context_s * prefix + pair_s * pairs: the start of a launch, the matrix products,

@@ -17,15 +17,15 @@ import numpy as np
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import BatchDecision, StepInputs, StorageRequest
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
-from sglang.srt.mem_cache.transfer import EXEC, LINKS, STORAGE_LINKS, Link, Tier
+from sglang.srt.mem_cache.transfer import COPY_LINKS, EXEC, LINKS, STALL, STORAGE_LINKS, Link, Tier
 from sglang.srt.model_executor.executor import Executor
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What has completed on a rank, or on all: see StepInputs. consumed: operations per storage link whose counts
-    earlier steps have taken, alike on all ranks."""
+    """What has completed on a rank, or on all: see StepInputs; tokens, log-probabilities and costs are rank 0's.
+    consumed: operations per storage link whose counts earlier steps have taken, alike on all ranks."""
 
     done: dict[str, int]
     failed: dict[str, int]
@@ -33,9 +33,11 @@ class Progress:
     logprobs: dict[int, LaunchLogprobs] = field(default_factory=dict)
     counts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     consumed: dict[str, int] = field(default_factory=dict)
+    cost: dict[str, dict[int, float]] = field(default_factory=dict)
 
 
 _COUNTED = (EXEC, *LINKS)
+_MEASURED = (EXEC, STALL, *COPY_LINKS)
 _NO_FAILURE = np.iinfo(np.int64).max
 # Results of storage operations that one step takes, per link.
 COUNTS_PER_STEP = 16
@@ -54,9 +56,13 @@ def pack_progress(progress: Progress) -> np.ndarray:
 
 
 def unpack_progress(
-    least: np.ndarray, results: dict[int, bytes], logprobs: dict[int, LaunchLogprobs], consumed: dict[str, int]
+    least: np.ndarray,
+    results: dict[int, bytes],
+    logprobs: dict[int, LaunchLogprobs],
+    consumed: dict[str, int],
+    cost: dict[str, dict[int, float]],
 ) -> Progress:
-    """least: the minimum over ranks of what they packed. results, logprobs: rank 0's. consumed: see Progress."""
+    """least: the minimum over ranks of what they packed. The rest: see Progress."""
     values = least.tolist()
     done = dict(zip(_COUNTED, values))
     n = len(_COUNTED)
@@ -74,13 +80,17 @@ def unpack_progress(
         {s: p for s, p in logprobs.items() if s < end},
         counts,
         consumed,
+        {
+            name: {s: c for s, c in costs.items() if s < (end if name == STALL else done[name])}
+            for name, costs in cost.items()
+        },
     )
 
 
 def reduce_progress(ranks: Sequence[Progress]) -> Progress:
-    """MIN over ranks of everything; the tokens are rank 0's."""
-    least = np.min([pack_progress(rank) for rank in ranks], axis=0)
-    return unpack_progress(least, ranks[0].results, ranks[0].logprobs, ranks[0].consumed)
+    """MIN over ranks of all that is counted."""
+    least, first = np.min([pack_progress(rank) for rank in ranks], axis=0), ranks[0]
+    return unpack_progress(least, first.results, first.logprobs, first.consumed, first.cost)
 
 
 class EngineCore:
@@ -106,6 +116,7 @@ class EngineCore:
         self._results: dict[int, bytes] = {}
         self._logprobs: dict[int, LaunchLogprobs] = {}
         self._counts: dict[str, list[int]] = {name: [] for name in STORAGE_LINKS}
+        self._cost: dict[str, dict[int, float]] = {name: {} for name in _MEASURED}
         self._seen: tuple[dict[str, int], dict[str, int]] = (dict(self._completed), {})
         self._stepped_on = self._seen
         self._reset_mark = 0
@@ -118,6 +129,9 @@ class EngineCore:
             assert result.seq == self._completed[EXEC], "launches complete in order"
             self._completed[EXEC] += 1
             self._results[result.seq] = result.tokens
+            self._cost[EXEC][result.seq] = result.seconds
+            if result.stall_s:
+                self._cost[STALL][result.seq] = result.stall_s
             if result.logprobs is not None:
                 self._logprobs[result.seq] = result.logprobs
             if result.failed and result.seq >= self._reset_mark:
@@ -128,7 +142,9 @@ class EngineCore:
                 self._completed[name] += 1
                 if name in self._counts:
                     self._counts[name].append(op.count)
-                elif not op.ok:
+                    continue
+                self._cost[name][op.seq] = op.seconds
+                if not op.ok:
                     self._failures[name].append(op.seq)
         failed = {name: seqs[0] for name, seqs in self._failures.items() if seqs}
         done = {name: min(n, failed[name] + 1) if name in failed else n for name, n in self._completed.items()}
@@ -138,7 +154,8 @@ class EngineCore:
             consumed[name] = self._completed[name] - len(of_link)
             done[name] = consumed[name] + len(counts[name])
         self._seen = (done, failed)
-        return Progress(done, failed, dict(self._results), dict(self._logprobs), counts, consumed)
+        cost = {name: dict(costs) for name, costs in self._cost.items() if costs}
+        return Progress(done, failed, dict(self._results), dict(self._logprobs), counts, consumed, cost)
 
     def has_work(self, now: float) -> bool:
         """Whether a step could do anything without new requests: something completed here since the last one, as the
@@ -169,6 +186,7 @@ class EngineCore:
             counts=progress.counts,
             results=progress.results,
             logprobs=progress.logprobs,
+            cost=progress.cost,
             flush=tuple(flush),
             storage=tuple(storage),
         )
@@ -197,6 +215,10 @@ class EngineCore:
         for seq in [s for s in self._results if s < progress.done[EXEC]]:
             del self._results[seq]
             self._logprobs.pop(seq, None)
+        for name, costs in self._cost.items():
+            end = progress.done[EXEC if name == STALL else name]
+            for seq in [s for s in costs if s < end]:
+                del costs[seq]
         for name, of_link in progress.counts.items():
             del self._counts[name][: len(of_link)]
         for name, first in progress.failed.items():

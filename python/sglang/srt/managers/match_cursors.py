@@ -70,7 +70,9 @@ class MatchCursors:
             above = self._tree.roots.get(namespace) if end is None else end
             if above is not None and page in above.children:
                 depends.append(above.children[page].id)  # it is on its way to the host
-        return Candidate(num_tokens - match.total_len, tuple(loads)), tuple(depends)
+        loading = dict.fromkeys(t for node in match.path if (t := node.tickets[Tier.DEVICE]) is not None)
+        candidate = Candidate(num_tokens - match.total_len, tuple(loads), match.total_len, tuple(loading))
+        return candidate, tuple(depends)
 
     def _changed(self, node: Node) -> None:
         self._forget_all(node.id)

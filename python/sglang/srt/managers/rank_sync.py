@@ -23,7 +23,8 @@ from sglang.srt.utils.child_process import open_pull, open_push
 
 
 class Tick(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 tells the others for one step; results and logprobs are those that it has and has not consumed."""
+    """What rank 0 tells the others for one step; results, logprobs and cost are those that it has and has not
+    consumed."""
 
     now: float
     new: tuple[TokenizedGenerateReqInput, ...] = ()
@@ -32,6 +33,7 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     storage: tuple[StorageRequest, ...] = ()
     results: dict[int, bytes] = {}
     logprobs: dict[int, LaunchLogprobs] = {}
+    cost: dict[str, dict[int, float]] = {}
 
 
 class RankSync:
@@ -88,4 +90,4 @@ class RankSync:
 
     def _agree(self, progress: Progress, tick: Tick) -> Progress:
         least = self._group.reduce_min(torch.from_numpy(pack_progress(progress)))
-        return unpack_progress(least.numpy(), tick.results, tick.logprobs, progress.consumed)
+        return unpack_progress(least.numpy(), tick.results, tick.logprobs, progress.consumed, tick.cost)

@@ -89,26 +89,40 @@ class ReqHold:
         self._frames, self._first, self._last = grown, 0, len(live)
 
 
+@dataclass(frozen=True)
+class Preload:
+    """A load that goes on while its request waits. receipt: keeps what it loads and all before it on the device.
+    start, end: the tokens that it loads."""
+
+    receipt: Receipt
+    start: int
+    end: int
+
+
 class Req:
     """A request inside the scheduler.
 
-    tokens: (max_len,) int32, prompt and output; the first num_known are there. length: tokens that exist or are being
-    sampled. computed: tokens whose KV is there or will be after the launches issued so far. publish_at: when computed
-    gets there, decoded tokens enter the tree. order: place in the order of arrival. epoch: counts holds; results of
-    an older epoch are not this request's any more. logprobs: one per generated token, if asked for.
-    prompt_logprobs_asked: prompt tokens below it have theirs, or a launch is finding it. fetched: prompt tokens
-    [start, end) that storage brought to the host for it.
+    tokens: (max_len,) int32, prompt and output; the first num_known are there. length: tokens that exist or are
+    being sampled. computed: tokens whose KV is there or will be after the launches issued so far. publish_at:
+    when computed gets there, decoded tokens enter the tree. order: place in the order of arrival. epoch: counts
+    holds; results of an older epoch are not this request's any more. logprobs: one per generated token, if asked
+    for. prompt_logprobs_asked: prompt tokens below it have theirs, or a launch is finding it. fetched: prompt
+    tokens [start, end) that storage brought to the host for it. preload: its load, if that began before it.
+    loaded: tokens [start, end) that such a load brought. delay_end: up to there it shares its tokens with what an
+    older one was about to compute when it came; 0 if with none.
     """
 
     __slots__ = (
         "cached_tokens_details",
         "computed",
+        "delay_end",
         "emit_every",
         "epoch",
         "fetched",
         "hold",
         "last_launch",
         "length",
+        "loaded",
         "logprobs",
         "max_len",
         "namespace",
@@ -119,6 +133,7 @@ class Req:
         "num_retractions",
         "order",
         "plan",
+        "preload",
         "priority",
         "prompt_logprobs",
         "prompt_logprobs_asked",
@@ -155,6 +170,9 @@ class Req:
         self.hold: ReqHold | None = None
         self.plan: tuple[Span, ...] = ()
         self.fetched = (0, 0)
+        self.preload: Preload | None = None
+        self.loaded = (0, 0)
+        self.delay_end = 0
         self.cached_tokens_details: dict[str, int] = {}
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -203,8 +221,9 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     step: its number. now: seconds, from rank 0. done: completed operations per link, and launches under "exec".
     failed: per link the earliest failed number not yet consumed. counts: per storage link, the results of the
     operations that are new in done. results: launch -> its sampled tokens, int32 bytes. logprobs: launch -> what it
-    found of those that were asked for. cost: measured costs, for policies that use them. flush: ids of flush
-    requests. storage: what an administrator asks of the storage tier.
+    found of those that were asked for. cost: seconds that rank 0 measured, by number, of completed launches (EXEC,
+    and STALL for what they waited) and copies (by link). flush: ids of flush requests. storage: what an administrator
+    asks of the storage tier.
     """
 
     step: int
@@ -216,7 +235,7 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[str, tuple[int, ...]] = {}
     results: dict[int, bytes] = {}
     logprobs: dict[int, LaunchLogprobs] = {}
-    cost: dict[str, float] = {}
+    cost: dict[str, dict[int, float]] = {}
     flush: tuple[str, ...] = ()
     storage: tuple[StorageRequest, ...] = ()
 

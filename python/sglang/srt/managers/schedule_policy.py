@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from sglang.srt.managers.cost_model import LoadLimit
+from sglang.srt.mem_cache.transfer import Ticket
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
@@ -60,33 +64,46 @@ def chunk_of(num_tokens: int, budget: int, page_size: int) -> int:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A waiting request as batch formation sees it.
+    """A waiting request as batch formation sees it, in tokens.
 
-    compute: what computing its new tokens costs, more than 0. loads: the nodes that it would load, top first, as (id,
-    cost). Both in tokens, or both in seconds. Requests that load the same node share the load, and then the topmost
-    one too, since what is loaded is a path; the last may be loaded in part.
+    compute: its new tokens, more than 0. loads: the nodes that it would load, top first, as (id, tokens). prefix:
+    tokens before the new ones. loading: operations that bring some of these already. Requests that load the same
+    node share the load, and then the topmost one too, since what is loaded is a path; the last may be loaded in part.
+    pairs: of a new token and one that it attends to.
     """
 
-    compute: float
-    loads: tuple[tuple[int, float], ...] = ()
+    compute: int
+    loads: tuple[tuple[int, int], ...] = ()
+    prefix: int = 0
+    loading: tuple[Ticket, ...] = ()
     top: int | None = field(init=False)
-    load: float = field(init=False)
+    load: int = field(init=False)
+    pairs: int = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "top", self.loads[0][0] if self.loads else None)
-        object.__setattr__(self, "load", sum([cost for _, cost in self.loads]))
+        object.__setattr__(self, "load", sum([tokens for _, tokens in self.loads]))
+        object.__setattr__(self, "pairs", pairs_of(self.prefix, self.compute))
 
 
-def balanced_order(queue: Sequence[Candidate], load_ratio: float) -> Iterator[tuple[int, bool]]:
+def pairs_of(prefix: int, new: int) -> int:
+    """Pairs of query and key that attention computes for new tokens behind a prefix."""
+    return new * prefix + new * (new + 1) // 2
+
+
+def balanced_order(queue: Sequence[Candidate], limit: LoadLimit) -> Iterator[tuple[int, bool]]:
     """The order in which a batch is filled: Strata's Algorithm 1, as places in the queue, each exactly once, and
     whether the request came along with one before it (a bundle hit).
 
     The caller takes requests one after another until the batch is full; the paper's `is_full` is that nobody asks any
-    more. load_ratio: the most that a batch may load per what it computes before it counts as bound by loading
-    (Strata 4.3.2; 100 in tokens). What is loaded is counted once for all that share it, so whoever
-    shares a load with the batch is taken at once. Linear in the queue: those who share are found by the topmost node
-    that they load, where the printed loop compares each with each. Ours: those that were put off are taken along too,
-    as they cost nothing more then.
+    more. limit: the most tokens that a batch may load for what it computes before it counts as bound by loading:
+
+        free + per_token * new tokens + per_pair * pairs        (`LoadLimit.num_tokens`)
+
+    Strata 4.3.2 has per_token 100 and nothing else; with the others it is the load that takes as long as computing.
+    What is loaded is counted once for all that share it, so whoever shares a load with the batch is taken at once.
+    Linear in the queue: those who share are found by the topmost node that they load, where the printed loop compares
+    each with each. Ours: those that were put off are taken along too, as they cost nothing more then.
 
     Nobody starves: the oldest comes first, and what is put off keeps its order and comes before nothing but the end.
     """
@@ -95,8 +112,8 @@ def balanced_order(queue: Sequence[Candidate], load_ratio: float) -> Iterator[tu
         if candidate.top is not None:
             by_top.setdefault(candidate.top, []).append(place)
     taken = bytearray(len(queue))
-    loaded: dict[int, float] = {}
-    load = compute = 0.0
+    loaded: dict[int, int] = {}
+    load = compute = pairs = 0
     put_off: list[int] = []
     for place, candidate in enumerate(queue):
         if taken[place]:
@@ -104,7 +121,8 @@ def balanced_order(queue: Sequence[Candidate], load_ratio: float) -> Iterator[tu
         bundle: Sequence[int] = (place,)
         if candidate.top is not None:
             # Whoever shares a load with the batch is in it already: what this one loads is all new.
-            if compute and load + candidate.load > load_ratio * (compute + candidate.compute):
+            most = limit.num_tokens(compute + candidate.compute, pairs + candidate.pairs)
+            if compute and load + candidate.load > most:
                 put_off.append(place)
                 continue
             bundle = by_top[candidate.top]
@@ -112,12 +130,81 @@ def balanced_order(queue: Sequence[Candidate], load_ratio: float) -> Iterator[tu
             if taken[each]:
                 continue
             taken[each] = True
-            for node, cost in queue[each].loads:
-                if cost > (before := loaded.get(node, 0)):
-                    loaded[node] = cost
-                    load += cost - before
-            compute += queue[each].compute
+            member = queue[each]
+            for node, tokens in member.loads:
+                if tokens > (before := loaded.get(node, 0)):
+                    loaded[node] = tokens
+                    load += tokens - before
+            compute += member.compute
+            pairs += member.pairs
             yield each, each != place
     for place in put_off:
         if not taken[place]:
             yield place, False
+
+
+class PrefillWork(NamedTuple):
+    """What a prefill launch computes, over all its requests: new tokens, tokens before them that they attend to, and
+    pairs, see `pairs_of`."""
+
+    new: int = 0
+    prefix: int = 0
+    pairs: int = 0
+
+    def plus(self, prefix: int, new: int) -> PrefillWork:
+        """One request more."""
+        return PrefillWork(self.new + new, self.prefix + prefix, self.pairs + pairs_of(prefix, new))
+
+
+@dataclass(frozen=True)
+class LoadTimes:
+    """When what a launch waits for arrives: its first layer, and its last. Seconds, of any clock."""
+
+    first: float
+    last: float
+
+    @staticmethod
+    def between(start: float, end: float, num_layers: int) -> LoadTimes:
+        """Of one load, whose layers arrive evenly."""
+        return LoadTimes(start + (end - start) / num_layers, end)
+
+    def and_also(self, other: LoadTimes) -> LoadTimes:
+        return LoadTimes(max(self.first, other.first), max(self.last, other.last))
+
+
+NO_LOADS = LoadTimes(float("-inf"), float("-inf"))
+
+
+def stall_seconds(loads: LoadTimes, start: float, compute_s: float, num_layers: int) -> float:
+    """How long a launch waits for loads. It starts at `start` if it need not wait, computes layer by layer, compute_s
+    in all, each when its load is in, and layers arrive evenly (Strata 4.3.3's bubble):
+
+        max(first layer - start, last layer - start - compute_s (L - 1) / L, 0)
+    """
+    hidden = compute_s * (num_layers - 1) / num_layers
+    return max(loads.first - start, loads.last - start - hidden, 0.0)
+
+
+def waits_for_load(stall_s: float, other_work_s: float | None) -> bool:
+    """Whether a request is left out of a launch that its load would hold up for stall_s (bubble filling, Strata
+    4.3.3). other_work_s: what the launch costs that would go in between, a decode step or a prefill of others; None
+    where there is nothing else to do."""
+    return other_work_s is not None and stall_s > other_work_s
+
+
+def front_to_recompute(num_load: int, page_size: int, seconds_of: Callable[[int], float], max_front: int) -> int:
+    """Load or recompute: how many of the first tokens that a request would load are computed instead, whole pages.
+
+    What is not there can be computed from the front only, since a token's KV needs all before it, and is loaded at
+    the same time from behind the front on. seconds_of(front): how long the launch takes then, waiting and computing.
+    While it waits for the load, a longer front shortens it, as less is loaded; beyond that it lengthens it, as more
+    is computed: the shortest launch is found by bisection of where it turns.
+    """
+    low, high = 0, min(num_load, max_front) // page_size
+    while low < high:
+        middle = (low + high + 1) // 2
+        if seconds_of(middle * page_size) < seconds_of((middle - 1) * page_size):
+            low = middle
+        else:
+            high = middle - 1
+    return low * page_size

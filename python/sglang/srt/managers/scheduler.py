@@ -21,7 +21,7 @@ or lost its KV.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -29,11 +29,14 @@ from typing import Any
 import numpy as np
 
 from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.managers.cost_model import CostModel, LoadLimit
+from sglang.srt.managers.forecast import Forecast
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput, TokenOutput, bytes_to_ids
 from sglang.srt.managers.match_cursors import MatchCursors
 from sglang.srt.managers.schedule_batch import (
     BatchDecision,
     ControlReply,
+    Preload,
     Req,
     ReqHold,
     Span,
@@ -43,26 +46,34 @@ from sglang.srt.managers.schedule_batch import (
     StorageSetup,
 )
 from sglang.srt.managers.schedule_policy import (
+    NO_LOADS,
     Admission,
     Candidate,
+    LoadTimes,
+    PrefillWork,
     balanced_order,
     choose_victim,
     chunk_of,
     decode_reserve,
+    front_to_recompute,
     may_admit,
     pages_for,
+    stall_seconds,
+    waits_for_load,
 )
 from sglang.srt.managers.storage_prefetch import PrefetchConfig, StoragePrefetcher
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
-from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, MatchResult, Node
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, MatchResult, Node, Receipt
 from sglang.srt.mem_cache.transfer import (
     COPY_LINKS,
     D2H,
     EXEC,
     FETCH,
     FRAME_TIERS,
+    H2D,
     LINKS,
+    STALL,
     STORAGE_LINKS,
     STORE,
     TIER_NAMES,
@@ -71,6 +82,7 @@ from sglang.srt.mem_cache.transfer import (
     Ticket,
     Tier,
 )
+from sglang.srt.mem_cache.transient_nodes import TransientNodes
 from sglang.srt.model_executor.launch import Launch, LaunchMode, PageRun, PromptRows
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
 
@@ -85,6 +97,10 @@ FAILURES_OF_A_SUSPECT = 20
 COMPACT_EVERY_TOKENS = 512
 # Host pages come in whole blocks of so many tokens where they can: those of most storage backends.
 HOST_BLOCK_TOKENS = 64
+# What the scheduler did about loads.
+SCHEDULING_COUNTERS = ("deferred", "bundle_hits", "deprioritised", "bubbles_filled", "recomputed_instead")
+# Strata 4.3.2, and what `auto` goes by before anything was measured.
+DEFAULT_LOAD_RATIO = 100.0
 # Tokens of a request that is not streamed are passed on in groups.
 EMIT_EVERY_UNSTREAMED = 64
 
@@ -94,8 +110,16 @@ class SchedulerConfig:
     """page_bytes: K and V of one page, all layers. num_host_pages 0: no host tier. context_len: prompt and output.
     max_filling_ratio: share of the device that loads may be filling. publish_tokens: decoded tokens enter the tree
     in runs of about this many. stream_interval: tokens per output of a streamed request. max_ahead: launches issued
-    and not completed, 2 executes one step ahead. load_ratio: see `balanced_order`, in tokens; 0 for first come, first
-    served. storage: attached from the start; needs a host tier."""
+    and not completed, 2 executes one step ahead. num_layers: of the model, which loads hide behind. storage: attached
+    from the start; needs a host tier.
+
+    How the queue goes with a host tier (docs/hicache.md, "The scheduler"): load_ratio: tokens loaded per token
+    computed before a batch counts as bound by loading, see `balanced_order`; "auto": as many as take as long; 0 turns
+    that off. bubble_filling: see `waits_for_load`. load_or_recompute: see `front_to_recompute`. publish_at: when what
+    a launch computes can be shared, at its "launch", since later ones follow it on the device, or at its
+    "completion", as upstream. deferral_threshold: a request that shares more than so many tokens with what an older
+    one is about to compute comes right after it, see `_after_delay_hits`; 0 turns that off. schedule_policy: "fcfs",
+    or "lpm", the longest cached prefix first."""
 
     page_size: int
     num_device_pages: int
@@ -114,17 +138,27 @@ class SchedulerConfig:
     enable_radix_cache: bool = True
     eviction_policy: str = "lru"
     write_policy: str = "write_through"
-    load_ratio: float = 100.0
+    num_layers: int = 1
+    schedule_policy: str = "fcfs"
+    load_ratio: float | str = DEFAULT_LOAD_RATIO
+    bubble_filling: bool = True
+    load_or_recompute: bool = True
+    publish_at: str = "launch"
+    deferral_threshold: int = 100
     storage: StorageSetup | None = None
 
 
 @dataclass
 class _LaunchRecord:
-    """What a launch will answer: the requests that it samples, and the epoch in which they asked."""
+    """What a launch will answer: the requests that it samples, and the epoch in which they asked. Of a prefill, ends:
+    how far each request is computed then, and the work. context: tokens that a decode attends to."""
 
     reqs: list[tuple[Req, int]]
     sampled: list[tuple[Req, int]]
     has_gates: bool
+    ends: tuple[int, ...] = ()
+    work: PrefillWork | None = None
+    context: int = 0
 
 
 class Scheduler:
@@ -143,6 +177,9 @@ class Scheduler:
         self.tree = HiRadixTree(config.page_size, config.eviction_policy)
         self.controller = HiCacheController(self.tree, self.device, self.host, config.page_bytes, config.write_policy)
         self.cursors = MatchCursors(self.tree)
+        self.transient = TransientNodes(config.page_size)
+        self.costs = CostModel(config.page_bytes // config.page_size)
+        self.stall_s = 0.0
         self.prefetcher = StoragePrefetcher(self.controller, PrefetchConfig())
         self.storage: StorageSetup | None = None
         if config.storage is not None:
@@ -167,6 +204,10 @@ class Scheduler:
         self._publish_run = max(1, config.publish_tokens // config.page_size) * config.page_size
         self._decode_owed = False
         self._decode_batch: _DecodeBatch | None = None
+        self._now = 0.0
+        self._launches_end, self._loads_end = Forecast(), Forecast()
+        # Requests that this step left out of a launch, as their loads are not in.
+        self._held_up: list[Req] = []
         # Page runs for slots whose launch is already built; they go out with the next one.
         self._page_runs: list[PageRun] = []
         self._outputs: list[TokenOutput] = []
@@ -182,6 +223,10 @@ class Scheduler:
         return len(self._reqs)
 
     @property
+    def _publishes_late(self) -> bool:
+        return self.config.publish_at == "completion"
+
+    @property
     def wake_at(self) -> float | None:
         """Seconds, as in `StepInputs.now`: a step is due then even if nothing comes in."""
         return self.prefetcher.next_deadline
@@ -192,7 +237,10 @@ class Scheduler:
 
     def step(self, inputs: StepInputs) -> BatchDecision:
         self._outputs, self._changed = [], []
+        self._now = inputs.now
         done, failed = inputs.done[EXEC], inputs.failed.get(EXEC)
+        if self.host is not None:
+            self._take_costs(inputs, done, failed)
         self._take_results(inputs, done, failed)
         reset = None
         if failed is not None:
@@ -237,6 +285,23 @@ class Scheduler:
 
     # -- what came in -------------------------------------------------------------------------------------------
 
+    def _take_costs(self, inputs: StepInputs, done: int, failed: int | None) -> None:
+        """What launches and loads took, as far as they succeeded."""
+        for seq, seconds in inputs.cost.get(EXEC, {}).items():
+            record = self._launches.get(seq)
+            if record is None or seq == failed or seq >= done:
+                continue
+            self.stall_s += inputs.cost.get(STALL, {}).get(seq, 0.0)
+            if record.work is not None:
+                self.costs.add_prefill(*record.work, seconds)
+            else:
+                self.costs.add_decode(len(record.reqs), record.context, seconds)
+        for seq, seconds in inputs.cost.get(H2D, {}).items():
+            if seq != inputs.failed.get(H2D) and seq < inputs.done[H2D]:
+                self.costs.add_load(self.controller.in_flight[Ticket(H2D, seq)].size_bytes, seconds)
+        self._launches_end.complete(done, self._now)
+        self._loads_end.complete(inputs.done[H2D], self._now)
+
     def _take_results(self, inputs: StepInputs, done: int, failed: int | None) -> None:
         for seq in range(self.exec_done, done):
             if seq == failed or seq not in self._launches:
@@ -249,6 +314,13 @@ class Scheduler:
             for (req, epoch), token in zip(record.sampled, tokens):
                 if req.epoch == epoch:
                     self._take_token(req, token)
+            if self._publishes_late:
+                for (req, epoch), end in zip(record.reqs, record.ends):
+                    if req.epoch == epoch and req.hold is not None:
+                        self._publish(req, min(end, req.num_known), self._page_runs)
+                for req, epoch in record.sampled:
+                    if req.epoch == epoch:
+                        self.transient.release(req.rid)
 
     def _take_logprobs(self, record: _LaunchRecord, found: LaunchLogprobs) -> None:
         for place, logprobs in found.prompt.items():
@@ -277,11 +349,13 @@ class Scheduler:
         """Launch `failed` failed: it and all later ones are void, and so is what they published."""
         record = self._launches.get(failed)
         if record is not None:
-            for req, epoch in record.reqs:
+            for req, epoch in dict(record.reqs).items():
                 if req.epoch == epoch:
                     req.num_failures += FAILURE_WITH_LOADS if record.has_gates else FAILURE_WITHOUT_LOADS
         for seq in [s for s in self._launches if s >= failed]:
             del self._launches[seq]
+        self._launches_end.complete(self.next_launch, self._now)
+        self._end_preloads(self.waiting)
         for req in self.active():
             self.close(req, "lost")
             if req.num_failures >= FAILURE_LIMIT:
@@ -332,14 +406,19 @@ class Scheduler:
         lost = {node.id for node in self.controller.tree.nodes_of(ticket) if node.tickets[Tier.DEVICE] == ticket}
         if not lost:
             return
-        for req in self.active():
-            assert req.hold is not None
-            node: Node | None = req.hold.receipt.node
+
+        def reads(receipt: Receipt) -> bool:
+            node: Node | None = receipt.node
             while node is not None and node.id not in lost:
                 node = node.parent
-            if node is not None:
+            return node is not None
+
+        for req in self.active():
+            assert req.hold is not None
+            if reads(req.hold.receipt):
                 self.close(req, "lost")
                 self._requeue(req)
+        self._end_preloads([r for r in self.waiting if r.preload is not None and reads(r.preload.receipt)])
 
     def _add(self, msg: TokenizedGenerateReqInput, now: float) -> None:
         assert msg.rid not in self._reqs, f"request id {msg.rid} is in use"
@@ -375,6 +454,7 @@ class Scheduler:
         self._reqs[req.rid] = req
         self.waiting.append(req)
         self.counters["requests"] += 1
+        self._claim(req)
         self.prefetcher.begin(req.rid, req.namespace, req.tokens[: self._cacheable(req)], now)
 
     def _abort(self, rid: str) -> None:
@@ -384,6 +464,7 @@ class Scheduler:
         if req.hold is not None:
             self.close(req, "abort")
         else:
+            self._end_preloads([req])
             self.prefetcher.detach(rid, self.exec_done)
             self.cursors.forget(rid)
             self.waiting.remove(req)
@@ -487,12 +568,14 @@ class Scheduler:
 
     def _end(self, req: Req, reason: FinishReason) -> None:
         del self._reqs[req.rid]
+        self.transient.release(req.rid)
         self._emit(req, reason)
 
     def _requeue(self, req: Req) -> None:
         """Back among the waiting, at the request's age."""
         at = next((i for i, other in enumerate(self.waiting) if other.order > req.order), len(self.waiting))
         self.waiting.insert(at, req)
+        self._claim(req)
 
     def _emit(self, req: Req, reason: FinishReason | None) -> None:
         if reason is None and (req.rid not in self._reqs or req.num_emitted == req.num_known):
@@ -515,6 +598,13 @@ class Scheduler:
     # -- the next launch ----------------------------------------------------------------------------------------
 
     def _next(self) -> Launch | None:
+        self._held_up = []
+        launch = self._prefill_or_decode()
+        if launch is not None and self._held_up:
+            self.counters["bubbles_filled"] += 1
+        return launch
+
+    def _prefill_or_decode(self) -> Launch | None:
         wants_decode = self._decode_owed and any(r.length < r.max_len for r in self.running)
         if not wants_decode:
             launch = self._prefill()
@@ -534,36 +624,57 @@ class Scheduler:
         req = self.prefilling
         if req is not None:
             chunk = chunk_of(req.num_known - req.computed, budget, self.page_size)
-            frames = self._allocate(self._pages_to(req, req.computed + chunk), FrameState.HELD, req.slot)
+            num_pages = self._pages_to(req, req.computed + chunk)
+            frames = self._allocate(num_pages, FrameState.HELD, req.slot)
+            if frames is None and self._end_preloads(self.waiting):
+                frames = self._allocate(num_pages, FrameState.HELD, req.slot)
             if frames is not None:
                 assert req.hold is not None
                 self._extend(build, req, chunk, frames)
                 budget -= chunk
-        if self.prefilling is None and self._free_slots and budget >= self.page_size:
-            for req in self._candidates():
-                if not self._free_slots or budget < self.page_size:
-                    break
-                used = self._admit(build, req, budget)
-                if used == 0:
-                    break
-                budget -= used
-                if self.prefilling is not None:
-                    break
+        self._admit_waiting(build, budget)
         if not build.reqs:
             self._page_runs = build.page_runs + self._page_runs
             return None
         self._decode_owed = self.prefilling is not None
         youngest = max(r.order for r in build.reqs)
         overtaken = takewhile(lambda r: r.order < youngest, self.waiting)
-        self.counters["deprioritised"] += sum(self.prefetcher.may_start(r.rid) for r in overtaken)
+        self.counters["deprioritised"] += sum(
+            self.prefetcher.may_start(r.rid) and r not in self._held_up for r in overtaken
+        )
         return self._issue_extend(build)
 
-    def _admit(self, build: _ExtendBuilder, req: Req, budget: int) -> int:
-        """Start a waiting request if memory permits. Returns the tokens it computes in this launch, 0 if it waits."""
+    def _admit_waiting(self, build: _ExtendBuilder, budget: int) -> None:
+        """Start waiting requests, and the loads of those that should not start before their load is in."""
         page = self.page_size
-        match = self._match(req)
+        for req, came_along in self._candidates():
+            is_full = self.prefilling is not None or not self._free_slots or budget < page
+            if is_full:
+                if not self._may_load_ahead(build):
+                    break
+                if not self._candidate(req).load:
+                    continue
+            if is_full or self._is_held_up(build, req, budget):
+                if self._candidate(req).load and req.preload is None and self._may_load_ahead(build):
+                    match = self._match(req)
+                    if not (self._may_start(req, match) and self._preload(req, match)):
+                        break
+                continue
+            match = self._match(req)
+            if not self._may_start(req, match):
+                break
+            used = self._admit(build, req, match, budget)
+            if used == 0:
+                break
+            budget -= used
+            self.counters["bundle_hits"] += came_along
+
+    def _admit(self, build: _ExtendBuilder, req: Req, match: MatchResult, budget: int) -> int:
+        """Start a waiting request with the first chunk of its new tokens, if there is room. Returns the tokens that
+        it computes in this launch, 0 if it waits."""
+        page = self.page_size
         chunk = chunk_of(req.num_known - match.total_len, budget, page)
-        if chunk == 0 or not self._may_start(req, match):
+        if chunk == 0:
             return 0
         receipt = self.tree.lock(match, self.next_launch)
         num_load = (match.total_len - match.device_len) // page
@@ -571,6 +682,7 @@ class Scheduler:
         if not self._make_room(num_load + num_own):
             self.tree.unlock(receipt, self.next_launch, -1)
             return 0
+        front = self._front(build, match, chunk, budget - chunk)
         if req.epoch == 0:
             self.tree.count_use(receipt.node, req.priority)
         self.waiting.remove(req)
@@ -583,12 +695,20 @@ class Scheduler:
             req.fetched = self.prefetcher.found(req.rid)
         # Before anybody looks at the path: giving up a fetch may merge nodes.
         self.prefetcher.detach(req.rid, self.exec_done)
+        if req.preload is not None:
+            req.loaded = (req.preload.start, req.preload.end)
+            self._end_preloads([req])
+        loading = (node.tickets[Tier.DEVICE] for node in match.path)
+        build.loads = build.loads.and_also(self._times_of(t for t in loading if t is not None))
+        if front:
+            self._recompute(build, req, receipt, match.device_len, front)
         path = self.tree.path_of(receipt.node)
-        if num_load:
-            self.controller.begin_load([n for n in path if n.frames[Tier.DEVICE] is None])
+        if num_load * page > front:
+            lacking = [n for n in path if n.frames[Tier.DEVICE] is None]
+            build.loads = build.loads.and_also(self._begin_load(lacking))
         # After the load has its source: room for a backup may be made on the host.
         self.controller.used(receipt.node, self.exec_done)
-        self._plan(req, path)
+        self._plan(req, path, (match.device_len, match.device_len + front))
         prefix = [frames for n in path if (frames := n.frames[Tier.DEVICE]) is not None]
         build.page_runs.append(
             PageRun(req.slot, 0, np.concatenate(prefix) if prefix else np.empty(0, np.int32), fresh=True)
@@ -597,29 +717,202 @@ class Scheduler:
         assert own is not None
         self.prefilling = req
         self._extend(build, req, chunk, own)
-        return chunk
+        return chunk + front
 
-    def _candidates(self) -> Iterator[Req]:
-        """Waiting requests, in the order in which they fill the batch. Whoever waits for storage lets the younger
-        ones pass; the oldest of the others keeps all behind it waiting if it cannot start."""
-        first = next((r for r in self.waiting if self.prefetcher.may_start(r.rid)), None)
-        if first is None or not self._may_start(first, self._match(first)):
+    def _candidates(self) -> Iterator[tuple[Req, bool]]:
+        """Waiting requests, in the order in which they fill the batch, and whether they came along with another.
+        Whoever waits for storage lets the younger ones pass; the oldest of the others keeps all behind it waiting if
+        it cannot start (with "lpm", the one that has most)."""
+        ready = [r for r in self.waiting if self.prefetcher.may_start(r.rid)]
+        if self.config.deferral_threshold:
+            ready = self._after_delay_hits(ready)
+        if not ready:
             return
-        ready = list(self.waiting)
-        if self.prefetcher.num_waiting:
-            ready = [r for r in ready if self.prefetcher.may_start(r.rid)]
+        if self.config.schedule_policy == "lpm":
+            ready.sort(key=lambda r: -self._candidate(r).prefix)
+        first = ready[0]
+        if not self._may_start(first, self._match(first)):
+            # What others have loaded ahead may be what it lacks.
+            others = [r for r in self.waiting if r is not first]
+            if not self._end_preloads(others) or not self._may_start(first, self._match(first)):
+                return
         if self.host is None or not self.config.load_ratio:
-            yield from ready
+            yield from ((r, False) for r in ready)
             return
         known = self.cursors.candidates.get
         queue = [known(r.rid) or self._find(r) for r in ready]
-        for place, is_bundle_hit in balanced_order(queue, self.config.load_ratio):
-            yield ready[place]
-            # We are here again only if it was admitted.
-            self.counters["bundle_hits"] += is_bundle_hit
+        for place, came_along in balanced_order(queue, self._load_limit()):
+            yield ready[place], came_along
+
+    def _claim(self, req: Req) -> None:
+        """Say what a request is about to compute, and find out whether it shares much of that with an older one."""
+        if not self.config.deferral_threshold:
+            return
+        self.transient.release(req.rid)
+        self.transient.claim(req.rid, req.order, req.namespace, req.tokens[: self._cacheable(req)])
+        claimed = self.transient.claimed_by_older(req.rid, lambda rid: False)
+        if claimed and claimed - self._candidate(req).prefix > self.config.deferral_threshold:
+            self.counters["deferred"] += not req.delay_end
+            req.delay_end = claimed
+
+    def _after_delay_hits(self, ready: list[Req]) -> list[Req]:
+        """Strata 4.3.1: who shares much with what others compute, or are about to, comes after them: right after the
+        oldest as soon as it is there, while it is on the device. Until then it keeps its age; and where it would find
+        nothing before the others' launches are complete, it lets them go first."""
+        hits, rest = [], []
+        for req in ready[1:]:
+            is_delayed = req.delay_end > 0 and self._is_delayed(req)
+            if not req.delay_end or (is_delayed and not self._publishes_late):
+                rest.append(req)
+            elif not is_delayed:
+                hits.append(req)
+        first = [r for r in ready[:1] if not (self._publishes_late and self._is_delayed(r))]
+        return first + hits + rest
+
+    def _is_delayed(self, req: Req) -> bool:
+        threshold = self.config.deferral_threshold
+        prefix = self._candidate(req).prefix
+        if req.delay_end - prefix <= threshold or not self._publishes_late:
+            return req.delay_end - prefix > threshold
+        # The others may have gone, or what they computed.
+        stalled = lambda rid: not self.prefetcher.may_start(rid)  # noqa: E731
+        return self.transient.claimed_by_older(req.rid, stalled) - prefix > threshold
+
+    def _load_limit(self) -> LoadLimit:
+        if self.config.load_ratio != "auto":
+            return LoadLimit(0.0, float(self.config.load_ratio), 0.0)
+        return self.costs.load_limit() or LoadLimit(0.0, DEFAULT_LOAD_RATIO, 0.0)
+
+    def _candidate(self, req: Req) -> Candidate:
+        return self.cursors.candidates.get(req.rid) or self._find(req)
 
     def _find(self, req: Req) -> Candidate:
         return self.cursors.find(req.rid, req.namespace, req.tokens[: self._cacheable(req)], req.num_known)
+
+    # -- loads and what they cost -------------------------------------------------------------------------------
+
+    def _times_of(self, tickets: Iterable[Ticket]) -> LoadTimes:
+        """When what these loads bring arrives."""
+        loads = NO_LOADS
+        for ticket in tickets:
+            if (times := self._loads_end.times_of(ticket.seq)) is not None:
+                loads = loads.and_also(LoadTimes.between(*times, self.config.num_layers))
+        return loads
+
+    def _times_of_load(self, num_tokens: int) -> LoadTimes:
+        """When these would arrive if their load began now; NO_LOADS for none, or if nobody knows."""
+        seconds = self._load_seconds(num_tokens)
+        start = max(self._now, self._loads_end.free_at)
+        return LoadTimes.between(start, start + seconds, self.config.num_layers) if seconds else NO_LOADS
+
+    def _load_seconds(self, num_tokens: int) -> float:
+        """0 if nobody knows."""
+        return (num_tokens and self.costs.load_seconds(num_tokens * self.config.page_bytes // self.page_size)) or 0.0
+
+    def _compute_seconds(self, work: PrefillWork) -> float:
+        """0 if nobody knows."""
+        return self.costs.prefill_seconds(*work) or 0.0
+
+    def _stall_seconds(self, build: _ExtendBuilder, work: PrefillWork, loads: LoadTimes) -> float:
+        """How long the launch would wait if it computed `work` and waited for these loads too."""
+        start = max(self._now, self._launches_end.free_at)
+        compute_s = self._compute_seconds(work)
+        return stall_seconds(build.loads.and_also(loads), start, compute_s, self.config.num_layers)
+
+    def _is_held_up(self, build: _ExtendBuilder, req: Req, budget: int) -> bool:
+        """Whether a request's load should be in before it is launched."""
+        if self.host is None or not self.config.bubble_filling:
+            return False
+        known = self._candidate(req)
+        if not known.load and not known.loading:
+            return False
+        loads = self._times_of(known.loading).and_also(self._times_of_load(known.load))
+        chunk = chunk_of(known.compute, budget, self.page_size)
+        stall_s = self._stall_seconds(build, build.work.plus(known.prefix, chunk), loads)
+        if not waits_for_load(stall_s, self._other_work_seconds(build)):
+            return False
+        self._held_up.append(req)
+        return True
+
+    def _other_work_seconds(self, build: _ExtendBuilder) -> float | None:
+        """What goes on while a request waits for its load: a decode step, or a prefill of those that need none."""
+        if any(r.length < r.max_len for r in self.running):
+            return self.costs.decode_seconds()
+        if not build.reqs and not any(self._needs_no_load(r) for r in self.waiting):
+            return None
+        return self._compute_seconds(PrefillWork(1, 0, 1))
+
+    def _needs_no_load(self, req: Req) -> bool:
+        known = self._candidate(req)
+        return not known.load and not known.loading and self.prefetcher.may_start(req.rid)
+
+    def _may_load_ahead(self, build: _ExtendBuilder) -> bool:
+        """Whether the link would run out of work before the next launch could give it more."""
+        if self.host is None or not self.config.bubble_filling:
+            return False
+        next_s = max(self._now, self._launches_end.free_at) + self._compute_seconds(build.work)
+        return self._loads_end.free_at < next_s
+
+    def _preload(self, req: Req, match: MatchResult) -> bool:
+        """Begin a request's load while it waits; False if there is no room."""
+        receipt = self.tree.lock(match, self.next_launch)
+        if not self._make_room((match.total_len - match.device_len) // self.page_size):
+            self.tree.unlock(receipt, self.next_launch, -1)
+            return False
+        nodes = [n for n in self.tree.path_of(receipt.node) if n.frames[Tier.DEVICE] is None]
+        self._begin_load(nodes)
+        req.preload = Preload(receipt, match.device_len, match.total_len)
+        return True
+
+    def _end_preloads(self, reqs: Iterable[Req]) -> int:
+        """What these have loaded ahead is not kept for them any more. Returns how many had."""
+        ended = [r for r in reqs if r.preload is not None]
+        for req in ended:
+            assert req.preload is not None
+            self.tree.unlock(req.preload.receipt, self.next_launch, -1)
+            req.preload = None
+        return len(ended)
+
+    def _begin_load(self, nodes: list[Node]) -> LoadTimes:
+        num_tokens = sum(len(n.key) for n in nodes)
+        times = self._times_of_load(num_tokens)
+        ticket = self.controller.begin_load(nodes)
+        self._loads_end.begin(ticket.seq, self._load_seconds(num_tokens), self._now)
+        return times
+
+    def _front(self, build: _ExtendBuilder, match: MatchResult, chunk: int, budget: int) -> int:
+        """Tokens of what is to be loaded that the launch computes instead; see `front_to_recompute`."""
+        num_load = match.total_len - match.device_len
+        if not num_load or not self.config.load_or_recompute or self._publishes_late:
+            return 0
+        is_idle = not build.reqs and not self.running and len(self.waiting) == 1
+
+        def seconds_of(front: int) -> float:
+            work = build.work.plus(match.total_len, chunk)
+            if front:
+                work = work.plus(match.device_len, front)
+            stall_s = self._stall_seconds(build, work, self._times_of_load(num_load - front))
+            return stall_s + self._compute_seconds(work)
+
+        known = self.costs.known_prefill - build.work.new - chunk
+        front = front_to_recompute(num_load, self.page_size, seconds_of, max(0, min(budget, known)))
+        # Where others could use the time, computing must be the cheaper way.
+        compute_s = self._compute_seconds(PrefillWork().plus(match.device_len, front))
+        return front if is_idle or compute_s <= self._load_seconds(front) else 0
+
+    def _recompute(self, build: _ExtendBuilder, req: Req, receipt: Receipt, start: int, num_tokens: int) -> None:
+        """Compute tokens that the host has, as the front of what the request would load: they enter the tree at once,
+        so that what is loaded behind them has its prefix on the device."""
+        tokens = req.tokens[start : start + num_tokens]
+        frames = self.device.allocate(num_tokens // self.page_size, req.slot, FrameState.HELD)
+        assert frames is not None
+        above = next((n for n in self.tree.path_of(receipt.node) if n.end == start), None)
+        result = self.tree.publish(req.namespace, above, tokens, frames, build.seq, self.next_launch, req.priority)
+        assert result.end == num_tokens and not len(result.duplicates)
+        self.device.transition(frames, FrameState.HELD, FrameState.CACHED)
+        build.add(req, start, tokens, samples=False)
+        self.counters["recomputed_instead"] += 1
+        self.counters["recomputed_instead_tokens"] += num_tokens
 
     def _may_start(self, req: Req, match: MatchResult) -> bool:
         """Whether memory and the other requests permit a waiting request to start."""
@@ -661,13 +954,16 @@ class Scheduler:
         wanted = req.next_prompt_logprob
         return (wanted if wanted < req.num_prompt else req.num_known) - 1
 
-    def _plan(self, req: Req, path: list[Node]) -> None:
-        """Where every token of the sequence comes from; counts what the cache saved, once per request."""
+    def _plan(self, req: Req, path: list[Node], recomputed: tuple[int, int]) -> None:
+        """Where every token of the sequence comes from; counts what the cache saved, once per request. recomputed:
+        tokens [start, end) that the cache has and the request computes."""
         spans: list[Span] = []
         pos = 0
         for node in path:
             ticket = node.tickets[Tier.DEVICE]
             source = SpanSource.DEVICE if ticket is None else SpanSource.LOAD
+            if recomputed[0] <= node.start < recomputed[1]:
+                source = SpanSource.COMPUTE
             end = pos + len(node.key)
             if spans and (spans[-1].source, spans[-1].ticket) == (source, ticket):
                 spans[-1] = Span(spans[-1].start, end, source, ticket)
@@ -679,12 +975,14 @@ class Scheduler:
         if req.num_emitted == req.num_prompt and req.num_retractions == 0:
             found = dict.fromkeys(TIER_NAMES, 0)
             for span in spans[:-1]:
-                if span.source == SpanSource.DEVICE:
-                    found["device"] += span.end - span.start
+                if span.source == SpanSource.COMPUTE:
                     continue
-                from_disk = max(0, min(span.end, req.fetched[1]) - max(span.start, req.fetched[0]))
+                size = span.end - span.start
+                loaded = size if span.source == SpanSource.LOAD else _common(span, req.loaded)
+                from_disk = min(loaded, _common(span, req.fetched))
                 found["disk"] += from_disk
-                found["host"] += span.end - span.start - from_disk
+                found["host"] += loaded - from_disk
+                found["device"] += size - loaded
             if not req.cached_tokens_details:
                 self.counters["prompt_tokens"] += req.num_prompt
                 for name, n in found.items():
@@ -716,7 +1014,12 @@ class Scheduler:
         # Spread over the run, so that requests that start together do not publish together.
         req.publish_at = end + 1 + req.slot * self._publish_run // self.config.max_running_requests
         req.last_launch = build.seq
-        self._publish(req, end, self._page_runs)
+        if not self._publishes_late:
+            self._publish(req, end, self._page_runs)
+        if samples and not self._publishes_late:
+            self.transient.release(req.rid)
+        elif req.rid in self.transient:
+            self.transient.begin(req.rid)
         if samples:
             req.length += 1
             self.prefilling = None
@@ -746,6 +1049,8 @@ class Scheduler:
             frames = self._allocate(len(growing), FrameState.HELD, owner=-1)
             if frames is not None:
                 break
+            if self._end_preloads(self.waiting):
+                continue
             # What was given up comes back when launches and transfers end: taking more from others would not help.
             if (
                 self.next_launch > self.exec_done
@@ -775,7 +1080,8 @@ class Scheduler:
             req.last_launch = seq
         batch.starts = starts + 1
         batch.steps_left -= 1
-        self._launches[seq] = _LaunchRecord(batch.members, batch.members, False)
+        self._launches[seq] = _LaunchRecord(batch.members, batch.members, False, context=int(starts.sum()))
+        self._launches_end.begin(seq, self.costs.decode_seconds() or 0.0, self._now)
         self.next_launch += 1
         self.counters["launches"] += 1
         self.counters["decode_tokens"] += len(reqs)
@@ -798,7 +1104,12 @@ class Scheduler:
             [(r, r.epoch) for r in build.reqs],
             [(r, r.epoch) for r, s in zip(build.reqs, build.samples) if s],
             bool(build.gates),
+            tuple(start + n for start, n in zip(build.starts, build.lens)),
+            build.work,
         )
+        compute_s = self._compute_seconds(build.work)
+        stall_s = self._stall_seconds(build, build.work, NO_LOADS)
+        self._launches_end.begin(build.seq, compute_s + stall_s, self._now)
         self.next_launch += 1
         self.counters["launches"] += 1
         self.counters["prefill_tokens"] += sum(build.lens)
@@ -907,6 +1218,12 @@ class Scheduler:
             "storage": None if self.storage is None else self._storage_state(self.storage),
             "launches": {"issued": self.next_launch, "done": self.exec_done},
             "tree": {"nodes": self.tree.num_nodes, "namespaces": len(self.tree.roots)},
+            "stall_seconds": round(self.stall_s, 6),
+            "costs": self.costs.state(),
+            "transient": {
+                "in_queue_tokens": self.transient.tokens_in_queue,
+                "in_flight_tokens": self.transient.tokens_in_flight,
+            },
             "counters": dict(sorted((self.counters + self.controller.counters + self.prefetcher.counters).items())),
         }
 
@@ -936,10 +1253,10 @@ class Scheduler:
         frames = np.concatenate(held) if held else np.empty(0, np.int32)
         assert len(np.unique(frames)) == len(frames) == self.device.counts[FrameState.HELD], "a held page is lost"
         assert (self.device.state[frames] == FrameState.HELD).all()
-        own: dict[int, int] = {}
+        locked = [r.preload.receipt.node for r in self.waiting if r.preload is not None]
         for req in active:
             assert req.hold is not None and self._reqs[req.rid] is req
-            own[id(req.hold.receipt.node)] = own.get(id(req.hold.receipt.node), 0) + 1
+            locked.append(req.hold.receipt.node)
             assert req.hold.published % self.page_size == 0
             depth, node, keys = 0, req.hold.receipt.node, []
             while node.parent is not None:
@@ -958,8 +1275,10 @@ class Scheduler:
                 assert span.start == pos and span.end >= pos, f"{req}: a gap in its plan"
                 pos = span.end
             assert pos >= req.num_prompt
+        assert all(req.preload is None for req in active)
+        own = Counter(map(id, locked))
         for node in [*self.tree.walk(), *self.tree.roots.values()]:
-            locks = own.get(id(node), 0) + sum(c.lock for c in node.children.values())
+            locks = own[id(node)] + sum(c.lock for c in node.children.values())
             assert node.lock == locks, f"{node}: locked {node.lock} times, {locks} known"
         for node in self.tree.walk():
             assert max(*node.fences, node.last_use) < self.next_launch, (
@@ -987,6 +1306,8 @@ class _ExtendBuilder:
         self.gates: dict[Ticket, None] = {}
         self.said: list[tuple[int, np.ndarray]] = []
         self.prompt_logprobs: list[PromptRows] = []
+        self.work = PrefillWork()
+        self.loads = NO_LOADS
 
     def add(self, req: Req, start: int, ids: np.ndarray, samples: bool) -> None:
         self.reqs.append(req)
@@ -994,6 +1315,7 @@ class _ExtendBuilder:
         self.lens.append(len(ids))
         self.ids.append(ids)
         self.samples.append(samples)
+        self.work = self.work.plus(start, len(ids))
 
     def launch(self) -> Launch:
         return Launch(
@@ -1030,3 +1352,8 @@ class _DecodeBatch:
         self.samples = np.ones(n, np.bool_)
         self.sampling = tuple(r.spec for r in reqs)
         self.steps_left = min((r.max_len - r.length for r in reqs), default=0)
+
+
+def _common(span: Span, tokens: tuple[int, int]) -> int:
+    """How many tokens of the span lie in [start, end)."""
+    return max(0, min(span.end, tokens[1]) - max(span.start, tokens[0]))

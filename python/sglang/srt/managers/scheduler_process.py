@@ -42,7 +42,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.rank_sync import RankSync, Tick
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
-from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
+from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Scheduler, SchedulerConfig
 from sglang.srt.managers.storage_setup import StorageOpener
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.mem_cache.hottest_prefixes import HottestPrefixes
@@ -136,7 +136,13 @@ def build_config(args: ServerArgs, model: ModelConfig, group: TensorParallelGrou
         enable_radix_cache=not args.disable_radix_cache,
         eviction_policy=args.radix_eviction_policy,
         write_policy=args.hicache_write_policy,
-        load_ratio=args.hicache_load_ratio,
+        num_layers=model.num_layers,
+        schedule_policy=args.schedule_policy,
+        load_ratio=args.load_ratio,
+        bubble_filling=args.hicache_bubble_filling == "on",
+        load_or_recompute=args.hicache_load_or_recompute == "on",
+        publish_at=args.hicache_publish_at,
+        deferral_threshold=args.hicache_deferral_threshold,
     )
 
 
@@ -285,6 +291,7 @@ class SchedulerProcess:
         self._logged_at = time.monotonic()
         self._slept_s = 0.0
         self._logged: dict[str, int] = {}
+        self._logged_stall_s = 0.0
         self._gen_throughput = 0.0
         self._hottest = HottestPrefixes(core.scheduler.tree)
 
@@ -302,6 +309,7 @@ class SchedulerProcess:
                     storage=tuple(inbox.storage),
                     results=progress.results,
                     logprobs=progress.logprobs,
+                    cost=progress.cost,
                 )
                 progress = self.sync.lead(tick, progress)
                 self._send(self.core.step(tick.now, progress, tick.new, tick.aborts, tick.flush, tick.storage))
@@ -406,7 +414,12 @@ class SchedulerProcess:
             per_second("prefill_tokens"),
             self._gen_throughput,
         )
+        if scheduler.host is not None:
+            acted = {name: counters.get(name, 0) - self._logged.get(name, 0) for name in SCHEDULING_COUNTERS}
+            shown = ", ".join(f"#{name.replace('_', '-')}: {n}" for name, n in acted.items() if n)
+            logger.info("Loads. stall: %.2f s%s", scheduler.stall_s - self._logged_stall_s, shown and ", " + shown)
         self._logged_at, self._logged, self._slept_s = now, counters, 0.0
+        self._logged_stall_s = scheduler.stall_s
 
 
 class FollowerProcess:

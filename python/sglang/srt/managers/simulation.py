@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 from sglang.srt.managers.engine_core import EngineCore
@@ -108,7 +108,7 @@ class Simulation:
                     hardware.load_fails if name == H2D else lambda op: False,
                 )
         self.links = links
-        self.core = EngineCore(Scheduler(config), self.executor, dict(links))
+        self.core = EngineCore(Scheduler(replace(config, num_layers=hardware.num_layers)), self.executor, dict(links))
         self.times: dict[str, RequestTimes] = {}
 
     def run(

@@ -6,6 +6,7 @@ Owns the operations it was given until they are polled. Never decides what moves
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -45,6 +46,7 @@ class _Operation:
         self.cancelled = False
         self.finished = False
         self.error = ""
+        self.began: float | None = None
 
 
 class CopyGate:
@@ -67,7 +69,8 @@ class CopyGate:
 
 class CopyLink:
     """fence: launch number -> its fence, None if long over. notify: called from the stream after every operation.
-    io_backend: see `kvcacheio.pick_backend`. rate_limit: the link is no faster than that, for experiments."""
+    io_backend: see `kvcacheio.pick_backend`. rate_limit: the link is no faster than that, for experiments. clock:
+    seconds, for what operations take."""
 
     def __init__(
         self,
@@ -79,6 +82,7 @@ class CopyLink:
         notify: Callable[[], None] = lambda: None,
         io_backend: str = "auto",
         rate_limit: RateLimit | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.name = name
         self.device_pool = device_pool
@@ -88,6 +92,7 @@ class CopyLink:
         self.notify = notify
         self.io_backend = io_backend
         self.rate_limit = rate_limit
+        self._clock = clock
         self._index_device = index_device(io_backend, host_pool, device_pool.kv.device)
         self._operations: dict[int, _Operation] = {}
         self._next_seq = 0
@@ -152,6 +157,8 @@ class CopyLink:
 
     def _guard(self, operation: _Operation, work: Callable[[], Any]) -> None:
         """Run one part of an operation; an error fails the operation, not the stream."""
+        if operation.began is None:
+            operation.began = self._clock()
         if operation.error:
             return
         if operation.cancelled:
@@ -167,7 +174,8 @@ class CopyLink:
 
     def _finish(self, operation: _Operation) -> None:
         error = operation.error
-        self._results.append(OpResult(operation.ticket.seq, ok=not error, error=error))
+        seconds = 0.0 if operation.began is None else self._clock() - operation.began
+        self._results.append(OpResult(operation.ticket.seq, ok=not error, error=error, seconds=seconds))
         operation.finished = True
         operation.layer_events = []
         self.notify()

@@ -104,7 +104,8 @@ class SimulatedLink:
         results = []
         while self._pending and self._timings[self._pending[0]].end <= self._now():
             seq = self._pending.popleft()
-            results.append(OpResult(seq, self._timings[seq].ok))
+            timing = self._timings[seq]
+            results.append(OpResult(seq, timing.ok, seconds=timing.end - timing.start))
         return results
 
     def busy_between(self, start: float, end: float) -> float:

@@ -5,7 +5,7 @@ Plain data and the `Link` protocol; no torch, no thread, no clock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -36,6 +36,8 @@ STORAGE_LINKS = (PROBE, FETCH, STORE)
 LINKS = COPY_LINKS + STORAGE_LINKS
 # The executor's launches count like a link's operations, under this name.
 EXEC = "exec"
+# The part of a launch in which it waits for loads, among measured costs.
+STALL = "stall"
 
 
 class Ticket(NamedTuple):
@@ -97,12 +99,13 @@ class StorageOp:
 
 @dataclass(frozen=True)
 class OpResult:
-    """count: of a storage operation, see StorageOp."""
+    """count: of a storage operation, see StorageOp. seconds: from its first byte to its end, as far as measured."""
 
     seq: int
     ok: bool
     error: str = ""
     count: int = 0
+    seconds: float = field(default=0.0, compare=False)
 
 
 class LayerGate(Protocol):

@@ -8,6 +8,7 @@ the constructor.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,12 +36,15 @@ _KEPT_FENCES = 256
 
 @dataclass(frozen=True)
 class StepResult:
-    """One completed launch. tokens: int32 bytes, one per sampled request; empty when it failed or was void."""
+    """One completed launch. tokens: int32 bytes, one per sampled request; empty when it failed or was void. seconds:
+    what it took, without stall_s, in which it waited for loads."""
 
     seq: int
     tokens: bytes = b""
     failed: bool = False
     logprobs: LaunchLogprobs | None = None
+    seconds: float = 0.0
+    stall_s: float = 0.0
 
 
 class Executor(Protocol):
@@ -70,6 +74,9 @@ class _Run:
     state: Any = None
     void: bool = False
     error: Exception | None = None
+    began: float = 0.0
+    waits_since: float = 0.0
+    stall_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -147,6 +154,7 @@ class ModelExecutor:
     """links: where gates come from. notify: called from the stream after every launch. check_finite: fail loudly on
     a logit that is not finite; the tests' poison relies on it. lockstep: other ranks compute the same launches and
     meet this one in collectives, so that a failed or void launch must run to its end; its values are not read.
+    clock: seconds, for what launches cost.
     """
 
     def __init__(
@@ -163,6 +171,7 @@ class ModelExecutor:
         notify: Callable[[], None] = lambda: None,
         check_finite: bool = False,
         lockstep: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -175,6 +184,7 @@ class ModelExecutor:
         self.notify = notify
         self.check_finite = check_finite
         self.lockstep = lockstep
+        self._clock = clock
         self._page_table = PageTable()
         self._last_tokens = torch.zeros(max_slots, dtype=torch.int64)
         self._penalties = PenaltyTable(max_slots, vocab_size)
@@ -195,6 +205,8 @@ class ModelExecutor:
         stream = self.stream
         stream.enqueue(partial(self._prepare, run))
         for layer in range(self.model.num_layers):
+            if gates:
+                stream.enqueue(partial(self._begin_wait, run))
             for gate in gates:
                 gate.wait(layer, stream)
             stream.enqueue(partial(self._layer, run, layer))
@@ -221,6 +233,7 @@ class ModelExecutor:
     # -- on the stream ------------------------------------------------------------------------------------------
 
     def _prepare(self, run: _Run) -> None:
+        run.began = self._clock()
         for page_run in run.launch.page_runs:
             self._page_table.apply(page_run)
         self._page_table.append(run.launch.page_appends)
@@ -231,7 +244,12 @@ class ModelExecutor:
         run.void = self._void
         self._guard(run, self.model.embed)
 
+    def _begin_wait(self, run: _Run) -> None:
+        run.waits_since = self._clock()
+
     def _layer(self, run: _Run, layer: int) -> None:
+        if run.gates:
+            run.stall_s += self._clock() - run.waits_since
         if not run.void:
             try:
                 for gate in run.gates:
@@ -262,7 +280,9 @@ class ModelExecutor:
                 raise run.error
         elif not run.void:
             tokens, logprobs = run.state
-        self._results.append(StepResult(run.launch.seq, tokens, run.error is not None, logprobs))
+        seconds = self._clock() - run.began - run.stall_s
+        failed = run.error is not None
+        self._results.append(StepResult(run.launch.seq, tokens, failed, logprobs, seconds, run.stall_s))
         run.batch = run.state = None
         self.notify()
 

@@ -54,6 +54,7 @@ class SimulatedExecutor:
         self._next_seq += 1
         gates = [self._links[ticket.link].gate(ticket) for ticket in launch.gates]
         start = time = max(self._now(), self._free_at)
+        cost = stall = 0.0
         failed = False
         if not self._void:
             cost = self._launch_seconds(launch)
@@ -65,7 +66,8 @@ class SimulatedExecutor:
             for layer in range(self._num_layers if gates else 0):
                 time = max([time, *(gate.ready_at(layer) for gate in gates)]) + cost / self._num_layers
             self.busy_s += cost
-            self.stall_s += time - start - cost
+            stall = time - start - cost
+            self.stall_s += stall
             for gate in gates:
                 try:
                     gate.check()
@@ -76,7 +78,7 @@ class SimulatedExecutor:
             tokens = np.full(int(launch.samples.sum()), self._token, np.int32).tobytes()
         self._void = self._void or failed
         self._free_at = self._ends[launch.seq] = time
-        self._pending.append(StepResult(launch.seq, tokens, failed))
+        self._pending.append(StepResult(launch.seq, tokens, failed, None, cost, stall))
 
     def _slow_down(self, mode: LaunchMode, start: float, cost: float) -> float:
         """Seconds by which transfers make a launch longer."""

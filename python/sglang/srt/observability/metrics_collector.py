@@ -56,6 +56,10 @@ _COUNTERS = (
     ),
     ("hicache_bundle_hits", "Requests that shared a load with their batch.", "bundle_hits"),
     ("hicache_deprioritised", "Times that a younger request overtook one that would load.", "deprioritised"),
+    ("hicache_deferred", "Requests that waited for others to compute what they share.", "deferred"),
+    ("hicache_bubbles_filled", "Launches that went before one whose load was not in.", "bubbles_filled"),
+    ("hicache_recomputed_instead", "Requests that computed the front of what they would load.", "recomputed_instead"),
+    ("hicache_recomputed_tokens", "Tokens computed instead of loaded.", "recomputed_instead_tokens"),
     ("num_retracted_requests", "Requests taken out of the batch for lack of memory.", "retracted_reqs"),
 )
 # mode, name among the state's counters: tokens as the scheduler goes through them
@@ -172,6 +176,9 @@ class MetricsCollector:
                 counter = CounterMetricFamily(f"sglang:{name}", help, labels=names)
                 counter.add_metric(values, _at(self._state, ("counters", key)) or 0)
                 yield counter
+            stall = CounterMetricFamily("sglang:hicache_stall_seconds", "Seconds that launches waited.", labels=names)
+            stall.add_metric(values, _at(self._state, ("stall_seconds",)) or 0)
+            yield stall
             realtime = CounterMetricFamily("sglang:realtime_tokens", "Tokens processed.", labels=[*names, "mode"])
             for mode, keys in _REALTIME:
                 realtime.add_metric([*values, mode], sum(_at(self._state, ("counters", key)) or 0 for key in keys))
