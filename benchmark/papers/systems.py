@@ -6,7 +6,7 @@ so no system here is faster or slower for its attention, its language or its HTT
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmark.simulator.cost_models import DIRECT, INFINITE, KERNEL_LOAD, Interference, Method
@@ -50,7 +50,7 @@ class System:
         """sizes: as in `scheduler_config`, page size apart."""
         if not self.has_host:
             sizes["num_host_tokens"] = 0
-        return scheduler_config(model, hardware, page_size, **sizes, **_landed(asdict(self.policy)))
+        return scheduler_config(model, hardware, page_size, **sizes, **asdict(self.policy))
 
     def hardware(self, model: ModelShape, hardware: Hardware, page_size: int) -> SimulatedHardware:
         """A blocking system is a model of one layer that costs as much: nothing computes before everything has
@@ -61,20 +61,11 @@ class System:
         return replace(simulated, num_layers=1) if self.blocking else simulated
 
 
-def _landed(policy: dict[str, Any]) -> dict[str, Any]:
-    """TO DELETE once the scheduler has all fields of `Policy`: leaves out what it does not know yet, so that systems
-    that differ only by those are the same."""
-    known = {f.name for f in fields(SchedulerConfig)}
-    if "publish_at" not in known and policy["load_ratio"] == "auto":
-        policy["load_ratio"] = 100.0
-    return {name: value for name, value in policy.items() if name in known}
-
-
 _FCFS = Policy()
 _DEFERRAL = Policy(deferral_threshold=100)
 _BALANCE = replace(_DEFERRAL, load_ratio=100.0)
 _STRATA = replace(_BALANCE, bubble_filling=True)
-_OURS = Policy("launch", load_ratio="auto", bubble_filling=True, load_or_recompute=True)
+_OURS = replace(_STRATA, publish_at="launch", load_ratio="auto", load_or_recompute=True)
 # LMCache and TensorRT move KV by CUDA kernels (Strata 5.3.1), with as many CTAs as there are pieces: the wire's rate.
 _WIDE_KERNEL = Method("kernel", ctas=64)
 
@@ -154,7 +145,7 @@ _ALL = (
         "ours",
         "A launched prompt can be shared by the next launch, the load ratio is expected seconds over seconds, bubble "
         "filling, and the front of what would be loaded is computed while its tail loads.",
-        "Nothing: this is the engine's default.",
+        "Nothing: these are the engine's defaults, but for the load ratio, which is 100 there.",
         KERNEL_LOAD,
         1,
         _OURS,
