@@ -26,6 +26,7 @@ from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
 from sglang.srt.mem_cache.block_store import BlockStore
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
 from sglang.srt.mem_cache.transfer import D2H, H2D, STORAGE_LINKS, StorageAction, Tier
 from sglang.srt.model_loader.loader import load_model
@@ -53,7 +54,8 @@ class Generation:
 class LocalEngine:
     """num_device_pages, num_host_pages: sizes of the pools. debug: poison freed memory, fail on non-finite logits and
     check all invariants after every step. group: several ranks, in which every launch runs to its end. open_store:
-    the storage of the host pool; attached from the start if overrides have `storage`. overrides: other fields of
+    the storage of the host pool; attached from the start if overrides have `storage`. load_bytes_per_s: loads from the
+    host are no faster. overrides: other fields of
     SchedulerConfig; nothing is computed instead of loaded unless they say so, as that depends on the clock."""
 
     def __init__(
@@ -71,6 +73,7 @@ class LocalEngine:
         group: TensorParallelGroup = SINGLE_RANK,
         open_store: Callable[[MHATokenToKVPoolHost], BlockStore] | None = None,
         host_layout: str = "page_first",
+        load_bytes_per_s: float | None = None,
         **overrides: Any,
     ) -> None:
         self.model_config = model_config
@@ -127,6 +130,7 @@ class LocalEngine:
                     seed=seed + i,
                     fail_rate=load_fail_rate if name == H2D else 0.0,
                     late_rate=late_rate,
+                    rate_limit=RateLimit(load_bytes_per_s) if load_bytes_per_s and name == H2D else None,
                 )
         storage_links: dict[str, StorageLink] = {}
         self._slot = StoreSlot(lambda setup: open_store(host)) if open_store is not None else None
