@@ -18,7 +18,6 @@ from common import print_table, summary, write_json
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.schedule_batch import StepInputs
-from sglang.srt.managers.schedule_policy import balanced_order
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.transfer import D2H, EXEC, H2D, Tier
@@ -154,9 +153,7 @@ def measure_formation(queued: int, page_size: int) -> list[dict[str, object]]:
     gc.freeze()
 
     def order() -> int:
-        known = scheduler.cursors.candidates.get
-        queue = [known(r.rid) or scheduler._find(r) for r in scheduler.waiting]
-        return sum(1 for _ in balanced_order(queue, scheduler.config.load_ratio))
+        return sum(1 for _ in scheduler._candidates())
 
     timed("order the queue, every prompt matched", order)
     for _ in range(50):

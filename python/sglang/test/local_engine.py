@@ -54,9 +54,9 @@ class Generation:
 class LocalEngine:
     """num_device_pages, num_host_pages: sizes of the pools. debug: poison freed memory, fail on non-finite logits and
     check all invariants after every step. group: several ranks, in which every launch runs to its end. open_store:
-    the storage of the host pool; attached from the start if overrides have `storage`. load_bytes_per_s: loads from the
-    host are no faster. overrides: other fields of
-    SchedulerConfig; nothing is computed instead of loaded unless they say so, as that depends on the clock."""
+    the storage of the host pool; attached from the start if overrides have `storage`. load_bytes_per_s: loads from
+    the host are no faster. overrides: other fields of SchedulerConfig; nothing is computed instead of loaded unless
+    they say so, as that depends on the clock."""
 
     def __init__(
         self,

@@ -133,9 +133,9 @@ class LoadLimit:
 class CostModel:
     """bytes_per_token: what a token's KV weighs on the link that loads it."""
 
-    def __init__(self, bytes_per_token: int) -> None:
-        if bytes_per_token < 1:
-            raise ValueError(f"bytes per token must be at least 1, got {bytes_per_token}")
+    def __init__(self, bytes_per_token: float) -> None:
+        if not bytes_per_token > 0:
+            raise ValueError(f"bytes per token must be above 0, got {bytes_per_token}")
         self._bytes_per_token = bytes_per_token
         # Whatever can not be told apart is put down to new tokens, and to bytes.
         self._prefill = _Fit(ridge=(1e-3, 1e-6, 1e-3, 1e-3))

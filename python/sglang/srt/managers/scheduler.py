@@ -178,7 +178,7 @@ class Scheduler:
         self.controller = HiCacheController(self.tree, self.device, self.host, config.page_bytes, config.write_policy)
         self.cursors = MatchCursors(self.tree)
         self.transient = TransientNodes(config.page_size)
-        self.costs = CostModel(config.page_bytes // config.page_size)
+        self.costs = CostModel(config.page_bytes / config.page_size)
         self.stall_s = 0.0
         self.prefetcher = StoragePrefetcher(self.controller, PrefetchConfig())
         self.storage: StorageSetup | None = None
@@ -723,8 +723,10 @@ class Scheduler:
         """Waiting requests, in the order in which they fill the batch, and whether they came along with another.
         Whoever waits for storage lets the younger ones pass; the oldest of the others keeps all behind it waiting if
         it cannot start (with "lpm", the one that has most)."""
-        ready = [r for r in self.waiting if self.prefetcher.may_start(r.rid)]
-        if self.config.deferral_threshold:
+        ready = list(self.waiting)
+        if self.prefetcher.num_waiting:
+            ready = [r for r in ready if self.prefetcher.may_start(r.rid)]
+        if any([r.delay_end for r in ready]):
             ready = self._after_delay_hits(ready)
         if not ready:
             return
@@ -829,7 +831,7 @@ class Scheduler:
         loads = self._times_of(known.loading).and_also(self._times_of_load(known.load))
         chunk = chunk_of(known.compute, budget, self.page_size)
         stall_s = self._stall_seconds(build, build.work.plus(known.prefix, chunk), loads)
-        if not waits_for_load(stall_s, self._other_work_seconds(build)):
+        if stall_s == 0 or not waits_for_load(stall_s, self._other_work_seconds(build)):
             return False
         self._held_up.append(req)
         return True
