@@ -2,10 +2,10 @@
 
     python benchmark/bench_stalls.py [--rounds N] [--slowdown 4]
 
-In process, the embedded model, real copies over a link that is held to a rate. Questions about documents that the
-host has, all asked at once; the device holds a third of the documents. The rate is chosen so that loading a document
-takes `slowdown` times as long as answering one question from the device, as measured at the start. In each round the
-settings take turns, so that the ratios hold on a noisy machine.
+In process, the embedded model, real copies over a link that is held to a rate. Questions about documents, all asked
+at once; the device holds a third of the documents; the host has them all (warm), or nobody has them yet (cold). The
+rate is chosen so that loading a document takes `slowdown` times as long as answering one question from the device, as
+measured at the start. In each round the settings take turns, so that the ratios hold on a noisy machine.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Rig:
-    """An engine whose host has all documents, and whose device has none at the start of a run."""
+    """An engine whose device has no document at the start of a run."""
 
-    def __init__(self, documents: list[np.ndarray], load_bytes_per_s: float | None, settings: dict[str, Any]) -> None:
+    def __init__(self, load_bytes_per_s: float | None, settings: dict[str, Any]) -> None:
         self.engine = LocalEngine(
             ModelConfig.from_pretrained("embedded"),
             num_device_pages=DEVICE_TOKENS,
@@ -57,19 +57,19 @@ class Rig:
             load_bytes_per_s=load_bytes_per_s,
             **settings,
         )
+
+    def prepare(self, on_host: list[np.ndarray]) -> None:
+        """Empty the device, and have just these on the host."""
+        self.engine.forget()
         one = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True, sampling_seed=0)
-        for document in documents:
+        for document in on_host:
             self.engine.generate([document], one)
             self.engine.settle()
-
-    def empty_device(self) -> None:
-        self.engine.settle()
         scheduler = self.engine.scheduler
         scheduler.controller.evict(Tier.DEVICE, scheduler.device.num_pages, scheduler.exec_done)
 
     def ask(self, prompts: list[np.ndarray]) -> tuple[dict[str, float], list[list[int]]]:
-        """Empty the device, ask all at once. Returns seconds and counts, and the answers."""
-        self.empty_device()
+        """Ask all at once. Returns seconds and counts, and the answers."""
         scheduler = self.engine.scheduler
         stall_s, before = scheduler.stall_s, scheduler.counters + scheduler.controller.counters
         answers = self.engine.generate(prompts, ASKED)
@@ -93,45 +93,61 @@ def main() -> None:
     documents = [rng.integers(3, 2000, DOCUMENT_TOKENS) for _ in range(NUM_DOCUMENTS)]
     rate = bytes_per_s(documents, args.slowdown)
     print(f"loads at {rate / 1e9:.3f} GB/s")
-    rigs = {name: Rig(documents, rate, settings) for name, settings in SETTINGS.items()}
+    rigs = {name: Rig(rate, settings) for name, settings in SETTINGS.items()}
+    rows = []
+    for state, on_host in (("warm", documents), ("cold", [])):
+        rows += (table := compare(rigs, documents, on_host, args.rounds, rng, state))
+        columns = ("setting", "stall s", "stall s / nothing", "first token s", "first token s / nothing", "all s")
+        columns += ("all s / nothing", "loaded", "computed", "answers that differ")
+        print_table(f"Questions about documents, {state}, medians", [{c: row[c] for c in columns} for row in table])
+    for rig in rigs.values():
+        rig.engine.close()
+    write_json("stalls", {**vars(args), "load_bytes_per_s": rate, "model": "embedded, float32"}, rows)
+
+
+def compare(
+    rigs: dict[str, Rig],
+    documents: list[np.ndarray],
+    on_host: list[np.ndarray],
+    num_rounds: int,
+    rng: np.random.Generator,
+    state: str,
+) -> list[dict[str, Any]]:
+    """A row per setting. Ratios are of the same round; answers are compared with those of the first setting."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in rigs}
     differing = dict.fromkeys(rigs, 0)
-    for i in range(args.rounds + 1):
+    for i in range(num_rounds + 1):
         about = rng.integers(0, NUM_DOCUMENTS, NUM_QUESTIONS)
         prompts = [np.concatenate((documents[d], rng.integers(3, 2000, QUESTION_TOKENS))) for d in about]
         answers = {}
         for name, rig in rigs.items():
+            rig.prepare(on_host)
             times, answers[name] = rig.ask(prompts)
             if i:  # the first round warms up
                 found[name].append(times)
                 differing[name] += sum(a != b for a, b in zip(answers[name], answers["nothing"]))
     rows = []
     for name, rounds in found.items():
-        rig = rigs[name].engine
-        row: dict[str, Any] = {"setting": name}
+        row: dict[str, Any] = {"state": state, "setting": name}
         for what in rounds[0]:
             ratio = np.median([mine[what] / max(base[what], 1e-9) for mine, base in zip(rounds, found["nothing"])])
             row |= {what: float(np.median([r[what] for r in rounds])), f"{what} / nothing": float(ratio)}
         row["answers that differ"] = differing[name]
         rows.append(row)
-        rig.close()
-    columns = ("setting", "stall s", "stall s / nothing", "first token s", "first token s / nothing", "all s")
-    columns += ("all s / nothing", "loaded", "computed", "answers that differ")
-    print_table("Questions about documents on the host, medians", [{c: row[c] for c in columns} for row in rows])
-    write_json("stalls", {**vars(args), "load_bytes_per_s": rate, "model": "embedded, float32"}, rows)
+    return rows
 
 
 def bytes_per_s(documents: list[np.ndarray], slowdown: float) -> float:
     """At this rate a document loads `slowdown` times as long as a question takes that finds it on the device."""
-    rig = Rig(documents[:1], None, NOTHING)
+    rig = Rig(None, NOTHING)
     rng = np.random.default_rng(2)
     seconds = []
-    for _ in range(6):
+    for _ in range(7):
         prompt = np.concatenate((documents[0], rng.integers(3, 2000, QUESTION_TOKENS)))
         seconds.append(rig.engine.generate([prompt], ASKED)[0].first_token_s)
     rig.engine.close()
     config = rig.engine.scheduler.config
-    return DOCUMENT_TOKENS * config.page_bytes / config.page_size / (slowdown * float(np.median(seconds[1:])))
+    return DOCUMENT_TOKENS * config.page_bytes / config.page_size / (slowdown * float(np.median(seconds[2:])))
 
 
 if __name__ == "__main__":
