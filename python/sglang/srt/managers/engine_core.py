@@ -17,7 +17,7 @@ import numpy as np
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import BatchDecision, StepInputs, StorageRequest
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
-from sglang.srt.mem_cache.transfer import COPY_LINKS, EXEC, LINKS, STALL, STORAGE_LINKS, Link, Tier
+from sglang.srt.mem_cache.transfer import EXEC, H2D, LINKS, STALL, STORAGE_LINKS, Link, Tier
 from sglang.srt.model_executor.executor import Executor
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
 
@@ -37,7 +37,7 @@ class Progress:
 
 
 _COUNTED = (EXEC, *LINKS)
-_MEASURED = (EXEC, STALL, *COPY_LINKS)
+_MEASURED = (EXEC, STALL, H2D)
 _NO_FAILURE = np.iinfo(np.int64).max
 # Results of storage operations that one step takes, per link.
 COUNTS_PER_STEP = 16
@@ -143,7 +143,8 @@ class EngineCore:
                 if name in self._counts:
                     self._counts[name].append(op.count)
                     continue
-                self._cost[name][op.seq] = op.seconds
+                if name in self._cost:
+                    self._cost[name][op.seq] = op.seconds
                 if not op.ok:
                     self._failures[name].append(op.seq)
         failed = {name: seqs[0] for name, seqs in self._failures.items() if seqs}

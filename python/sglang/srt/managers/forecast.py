@@ -1,9 +1,20 @@
 """`Forecast`: when operations that run one after another will end, as far as their costs are known.
 
-Owns the expected ends of what has been issued and has not completed. Reads no clock: times come with the calls.
+Owns the expected times of what has been issued and is not over. Reads no clock: times come with the calls.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class _Issued:
+    """Seconds: when it was issued, what it takes, and when it is expected to end."""
+
+    at: float
+    seconds: float
+    end: float
 
 
 class Forecast:
@@ -11,28 +22,25 @@ class Forecast:
 
     def __init__(self) -> None:
         self.free_at = 0.0
-        self._ends: dict[int, float] = {}
-        self._seconds: dict[int, float] = {}
+        self._issued: dict[int, _Issued] = {}
 
-    def begin(self, seq: int, seconds: float, now: float) -> float:
-        """Operation seq is issued and takes so long once it begins. Returns when it is expected to begin."""
-        start = max(now, self.free_at)
-        self.free_at = self._ends[seq] = start + seconds
-        self._seconds[seq] = seconds
-        return start
+    def begin(self, seq: int, seconds: float, now: float) -> None:
+        """Operation seq is issued, and takes so long once those before it are over."""
+        self.free_at = max(now, self.free_at) + seconds
+        self._issued[seq] = _Issued(now, seconds, self.free_at)
 
     def complete(self, done: int, now: float) -> None:
-        """Operations below `done` are over, the last of them now: later ones end as much later, or earlier."""
-        over = [seq for seq in self._ends if seq < done]
+        """Operations below `done` are over, the last of them now: the next ones follow from here."""
+        over = [seq for seq in self._issued if seq < done]
         if not over:
             return
-        late_by = now - self._ends[over[-1]]
-        self._ends = {seq: end + late_by for seq, end in self._ends.items() if seq >= done}
         for seq in over:
-            del self._seconds[seq]
-        self.free_at = max(self._ends.values(), default=now)
+            del self._issued[seq]
+        self.free_at = now
+        for each in self._issued.values():
+            self.free_at = each.end = max(self.free_at, each.at) + each.seconds
 
     def times_of(self, seq: int) -> tuple[float, float] | None:
         """When an operation is expected to begin, or began, and to end; None if it is over."""
-        end = self._ends.get(seq)
-        return None if end is None else (end - self._seconds[seq], end)
+        each = self._issued.get(seq)
+        return None if each is None else (each.end - each.seconds, each.end)

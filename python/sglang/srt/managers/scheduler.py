@@ -206,8 +206,11 @@ class Scheduler:
         self._decode_batch: _DecodeBatch | None = None
         self._now = 0.0
         self._launches_end, self._loads_end = Forecast(), Forecast()
-        # Requests that this step left out of a launch, as their loads are not in.
-        self._held_up: list[Req] = []
+        # Of this step: requests left out of the launch as their loads are not in, the loads that these wait for, and
+        # whether anybody needs none, once that was asked.
+        self._held_up: dict[Req, None] = {}
+        self._awaited: dict[Ticket, None] = {}
+        self._needs_no_load: bool | None = None
         # Page runs for slots whose launch is already built; they go out with the next one.
         self._page_runs: list[PageRun] = []
         self._outputs: list[TokenOutput] = []
@@ -598,7 +601,7 @@ class Scheduler:
     # -- the next launch ----------------------------------------------------------------------------------------
 
     def _next(self) -> Launch | None:
-        self._held_up = []
+        self._held_up, self._awaited, self._needs_no_load = {}, {}, None
         launch = self._prefill_or_decode()
         if launch is not None and self._held_up:
             self.counters["bubbles_filled"] += 1
@@ -647,18 +650,17 @@ class Scheduler:
     def _admit_waiting(self, build: _ExtendBuilder, budget: int) -> None:
         """Start waiting requests, and the loads of those that should not start before their load is in."""
         page = self.page_size
+        outlook = self._look_ahead(build)
         for req, came_along in self._candidates():
             is_full = self.prefilling is not None or not self._free_slots or budget < page
-            if is_full:
-                if not self._may_load_ahead(build):
-                    break
-                if not self._candidate(req).load:
-                    continue
-            if is_full or self._is_held_up(build, req, budget):
-                if self._candidate(req).load and req.preload is None and self._may_load_ahead(build):
+            if is_full and outlook.link_is_busy:
+                break
+            if is_full or self._is_held_up(build, req, budget, outlook):
+                if not outlook.link_is_busy and self._candidate(req).load and req.preload is None:
                     match = self._match(req)
                     if not (self._may_start(req, match) and self._preload(req, match)):
                         break
+                    outlook = self._look_ahead(build)
                 continue
             match = self._match(req)
             if not self._may_start(req, match):
@@ -668,6 +670,7 @@ class Scheduler:
                 break
             budget -= used
             self.counters["bundle_hits"] += came_along
+            outlook = self._look_ahead(build)
 
     def _admit(self, build: _ExtendBuilder, req: Req, match: MatchResult, budget: int) -> int:
         """Start a waiting request with the first chunk of its new tokens, if there is room. Returns the tokens that
@@ -759,8 +762,8 @@ class Scheduler:
 
     def _after_delay_hits(self, ready: list[Req]) -> list[Req]:
         """Strata 4.3.1: who shares much with what others compute, or are about to, comes after them: right after the
-        oldest as soon as it is there, while it is on the device. Until then it keeps its age; and where it would find
-        nothing before the others' launches are complete, it lets them go first."""
+        oldest as soon as that is in the cache. Until then it keeps its age; and where it would find nothing before
+        the others' launches are complete, it lets them go first."""
         hits, rest = [], []
         for req in ready[1:]:
             is_delayed = req.delay_end > 0 and self._is_delayed(req)
@@ -821,39 +824,43 @@ class Scheduler:
         compute_s = self._compute_seconds(work)
         return stall_seconds(build.loads.and_also(loads), start, compute_s, self.config.num_layers)
 
-    def _is_held_up(self, build: _ExtendBuilder, req: Req, budget: int) -> bool:
+    def _is_held_up(self, build: _ExtendBuilder, req: Req, budget: int, outlook: _Outlook) -> bool:
         """Whether a request's load should be in before it is launched."""
-        if self.host is None or not self.config.bubble_filling:
+        if outlook.other_work_s is None:
             return False
         known = self._candidate(req)
         if not known.load and not known.loading:
             return False
-        loads = self._times_of(known.loading).and_also(self._times_of_load(known.load))
-        chunk = chunk_of(known.compute, budget, self.page_size)
-        stall_s = self._stall_seconds(build, build.work.plus(known.prefix, chunk), loads)
-        if stall_s == 0 or not waits_for_load(stall_s, self._other_work_seconds(build)):
-            return False
-        self._held_up.append(req)
+        # Cheap to see in a long queue: its load can not even begin, or another waits for the same.
+        if known.load and outlook.link_is_busy:
+            self._held_up[req] = None
+            return True
+        if not any(t in self._awaited for t in known.loading):
+            loads = self._times_of(known.loading).and_also(self._times_of_load(known.load))
+            work = build.work.plus(known.prefix, chunk_of(known.compute, budget, self.page_size))
+            added_s = self._stall_seconds(build, work, loads) - outlook.stall_s
+            if not waits_for_load(added_s, outlook.other_work_s):
+                return False
+        self._held_up[req] = None
+        self._awaited.update(dict.fromkeys(known.loading))
         return True
+
+    def _look_ahead(self, build: _ExtendBuilder) -> _Outlook:
+        if self.host is None or not self.config.bubble_filling:
+            return _Outlook(None, 0.0, True)
+        compute_s = self._compute_seconds(build.work)
+        next_s = max(self._now, self._launches_end.free_at) + compute_s
+        stall_s = self._stall_seconds(build, build.work, NO_LOADS)
+        return _Outlook(self._other_work_seconds(build), stall_s, self._loads_end.free_at > next_s)
 
     def _other_work_seconds(self, build: _ExtendBuilder) -> float | None:
         """What goes on while a request waits for its load: a decode step, or a prefill of those that need none."""
         if any(r.length < r.max_len for r in self.running):
             return self.costs.decode_seconds()
-        if not build.reqs and not any(self._needs_no_load(r) for r in self.waiting):
-            return None
-        return self._compute_seconds(PrefillWork(1, 0, 1))
-
-    def _needs_no_load(self, req: Req) -> bool:
-        known = self._candidate(req)
-        return not known.load and not known.loading and self.prefetcher.may_start(req.rid)
-
-    def _may_load_ahead(self, build: _ExtendBuilder) -> bool:
-        """Whether the link would run out of work before the next launch could give it more."""
-        if self.host is None or not self.config.bubble_filling:
-            return False
-        next_s = max(self._now, self._launches_end.free_at) + self._compute_seconds(build.work)
-        return self._loads_end.free_at < next_s
+        if not build.reqs and self._needs_no_load is None:
+            known = (self._candidate(r) for r in self.waiting if self.prefetcher.may_start(r.rid))
+            self._needs_no_load = any(not each.load and not each.loading for each in known)
+        return self._compute_seconds(PrefillWork(1, 0, 1)) if build.reqs or self._needs_no_load else None
 
     def _preload(self, req: Req, match: MatchResult) -> bool:
         """Begin a request's load while it waits; False if there is no room."""
@@ -928,6 +935,8 @@ class Scheduler:
             return False
         need = pages_for(req.num_known, page) - match.device_len // page
         available = self.device.num_free + self.tree.evictable_pages(Tier.DEVICE)
+        if self.prefilling is not None:
+            available -= self._pages_to(self.prefilling, self.prefilling.num_known)
         available -= self.tree.evictable_pages_in(match)
         if need > available:
             return False
@@ -1292,6 +1301,17 @@ class Scheduler:
         assert all(r.hold is None and r.slot == -1 for r in self.waiting)
         assert len(self._reqs) == len(self.waiting) + len(active)
         assert len(self._free_slots) + len(active) == self.config.max_running_requests
+
+
+@dataclass(frozen=True)
+class _Outlook:
+    """What a launch comes to as far as it is built. other_work_s: what would go on while a request waits for its
+    load, None for nothing; stall_s: how long the launch waits; link_is_busy: loads have been begun that last until
+    the next launch can be built."""
+
+    other_work_s: float | None
+    stall_s: float
+    link_is_busy: bool
 
 
 class _ExtendBuilder:
