@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 
 from sglang.srt.managers.cache_controller import HiCacheController
-from sglang.srt.managers.cost_model import CostModel, LoadLimit
-from sglang.srt.managers.forecast import Forecast
+from sglang.srt.managers.cost_model import LoadLimit
+from sglang.srt.managers.expected_times import ExpectedTimes
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput, TokenOutput, bytes_to_ids
 from sglang.srt.managers.match_cursors import MatchCursors
 from sglang.srt.managers.schedule_batch import (
@@ -58,7 +58,6 @@ from sglang.srt.managers.schedule_policy import (
     front_to_recompute,
     may_admit,
     pages_for,
-    stall_seconds,
     waits_for_load,
 )
 from sglang.srt.managers.storage_prefetch import PrefetchConfig, StoragePrefetcher
@@ -178,7 +177,7 @@ class Scheduler:
         self.controller = HiCacheController(self.tree, self.device, self.host, config.page_bytes, config.write_policy)
         self.cursors = MatchCursors(self.tree)
         self.transient = TransientNodes(config.page_size)
-        self.costs = CostModel(config.page_bytes / config.page_size)
+        self.expected = ExpectedTimes(config.page_bytes / config.page_size, config.num_layers)
         self.stall_s = 0.0
         self.prefetcher = StoragePrefetcher(self.controller, PrefetchConfig())
         self.storage: StorageSetup | None = None
@@ -204,8 +203,6 @@ class Scheduler:
         self._publish_run = max(1, config.publish_tokens // config.page_size) * config.page_size
         self._decode_owed = False
         self._decode_batch: _DecodeBatch | None = None
-        self._now = 0.0
-        self._launches_end, self._loads_end = Forecast(), Forecast()
         # Of this step: requests left out of the launch as their loads are not in, the loads that these wait for, and
         # whether anybody needs none, once that was asked.
         self._held_up: dict[Req, None] = {}
@@ -240,7 +237,7 @@ class Scheduler:
 
     def step(self, inputs: StepInputs) -> BatchDecision:
         self._outputs, self._changed = [], []
-        self._now = inputs.now
+        self.expected.now = inputs.now
         done, failed = inputs.done[EXEC], inputs.failed.get(EXEC)
         if self.host is not None:
             self._take_costs(inputs, done, failed)
@@ -290,20 +287,20 @@ class Scheduler:
 
     def _take_costs(self, inputs: StepInputs, done: int, failed: int | None) -> None:
         """What launches and loads took, as far as they succeeded."""
+        costs = self.expected.costs
         for seq, seconds in inputs.cost.get(EXEC, {}).items():
             record = self._launches.get(seq)
             if record is None or seq == failed or seq >= done:
                 continue
             self.stall_s += inputs.cost.get(STALL, {}).get(seq, 0.0)
             if record.work is not None:
-                self.costs.add_prefill(*record.work, seconds)
+                costs.add_prefill(*record.work, seconds)
             else:
-                self.costs.add_decode(len(record.reqs), record.context, seconds)
+                costs.add_decode(len(record.reqs), record.context, seconds)
         for seq, seconds in inputs.cost.get(H2D, {}).items():
             if seq != inputs.failed.get(H2D) and seq < inputs.done[H2D]:
-                self.costs.add_load(self.controller.in_flight[Ticket(H2D, seq)].size_bytes, seconds)
-        self._launches_end.complete(done, self._now)
-        self._loads_end.complete(inputs.done[H2D], self._now)
+                costs.add_load(self.controller.in_flight[Ticket(H2D, seq)].size_bytes, seconds)
+        self.expected.complete(done, inputs.done[H2D])
 
     def _take_results(self, inputs: StepInputs, done: int, failed: int | None) -> None:
         for seq in range(self.exec_done, done):
@@ -357,7 +354,7 @@ class Scheduler:
                     req.num_failures += FAILURE_WITH_LOADS if record.has_gates else FAILURE_WITHOUT_LOADS
         for seq in [s for s in self._launches if s >= failed]:
             del self._launches[seq]
-        self._launches_end.complete(self.next_launch, self._now)
+        self.expected.complete(self.next_launch, 0)
         self._end_preloads(self.waiting)
         for req in self.active():
             self.close(req, "lost")
@@ -702,7 +699,7 @@ class Scheduler:
             req.loaded = (req.preload.start, req.preload.end)
             self._end_preloads([req])
         loading = (node.tickets[Tier.DEVICE] for node in match.path)
-        build.loads = build.loads.and_also(self._times_of(t for t in loading if t is not None))
+        build.loads = build.loads.and_also(self.expected.arrival_of(t for t in loading if t is not None))
         if front:
             self._recompute(build, req, receipt, match.device_len, front)
         path = self.tree.path_of(receipt.node)
@@ -786,7 +783,7 @@ class Scheduler:
     def _load_limit(self) -> LoadLimit:
         if self.config.load_ratio != "auto":
             return LoadLimit(0.0, float(self.config.load_ratio), 0.0)
-        return self.costs.load_limit() or LoadLimit(0.0, DEFAULT_LOAD_RATIO, 0.0)
+        return self.expected.costs.load_limit() or LoadLimit(0.0, DEFAULT_LOAD_RATIO, 0.0)
 
     def _candidate(self, req: Req) -> Candidate:
         return self.cursors.candidates.get(req.rid) or self._find(req)
@@ -795,34 +792,6 @@ class Scheduler:
         return self.cursors.find(req.rid, req.namespace, req.tokens[: self._cacheable(req)], req.num_known)
 
     # -- loads and what they cost -------------------------------------------------------------------------------
-
-    def _times_of(self, tickets: Iterable[Ticket]) -> LoadTimes:
-        """When what these loads bring arrives."""
-        loads = NO_LOADS
-        for ticket in tickets:
-            if (times := self._loads_end.times_of(ticket.seq)) is not None:
-                loads = loads.and_also(LoadTimes.between(*times, self.config.num_layers))
-        return loads
-
-    def _times_of_load(self, num_tokens: int) -> LoadTimes:
-        """When these would arrive if their load began now; NO_LOADS for none, or if nobody knows."""
-        seconds = self._load_seconds(num_tokens)
-        start = max(self._now, self._loads_end.free_at)
-        return LoadTimes.between(start, start + seconds, self.config.num_layers) if seconds else NO_LOADS
-
-    def _load_seconds(self, num_tokens: int) -> float:
-        """0 if nobody knows."""
-        return (num_tokens and self.costs.load_seconds(num_tokens * self.config.page_bytes // self.page_size)) or 0.0
-
-    def _compute_seconds(self, work: PrefillWork) -> float:
-        """0 if nobody knows."""
-        return self.costs.prefill_seconds(*work) or 0.0
-
-    def _stall_seconds(self, build: _ExtendBuilder, work: PrefillWork, loads: LoadTimes) -> float:
-        """How long the launch would wait if it computed `work` and waited for these loads too."""
-        start = max(self._now, self._launches_end.free_at)
-        compute_s = self._compute_seconds(work)
-        return stall_seconds(build.loads.and_also(loads), start, compute_s, self.config.num_layers)
 
     def _is_held_up(self, build: _ExtendBuilder, req: Req, budget: int, outlook: _Outlook) -> bool:
         """Whether a request's load should be in before it is launched."""
@@ -836,9 +805,9 @@ class Scheduler:
             self._held_up[req] = None
             return True
         if not any(t in self._awaited for t in known.loading):
-            loads = self._times_of(known.loading).and_also(self._times_of_load(known.load))
+            loads = self.expected.arrival_of(known.loading).and_also(self.expected.arrival_if_begun(known.load))
             work = build.work.plus(known.prefix, chunk_of(known.compute, budget, self.page_size))
-            added_s = self._stall_seconds(build, work, loads) - outlook.stall_s
+            added_s = self.expected.stall_seconds(work, build.loads.and_also(loads)) - outlook.stall_s
             if not waits_for_load(added_s, outlook.other_work_s):
                 return False
         self._held_up[req] = None
@@ -848,19 +817,17 @@ class Scheduler:
     def _look_ahead(self, build: _ExtendBuilder) -> _Outlook:
         if self.host is None or not self.config.bubble_filling:
             return _Outlook(None, 0.0, True)
-        compute_s = self._compute_seconds(build.work)
-        next_s = max(self._now, self._launches_end.free_at) + compute_s
-        stall_s = self._stall_seconds(build, build.work, NO_LOADS)
-        return _Outlook(self._other_work_seconds(build), stall_s, self._loads_end.free_at > next_s)
+        stall_s = self.expected.stall_seconds(build.work, build.loads)
+        return _Outlook(self._other_work_seconds(build), stall_s, self.expected.link_lasts(build.work, stall_s))
 
     def _other_work_seconds(self, build: _ExtendBuilder) -> float | None:
         """What goes on while a request waits for its load: a decode step, or a prefill of those that need none."""
         if any(r.length < r.max_len for r in self.running):
-            return self.costs.decode_seconds()
+            return self.expected.decode_seconds()
         if not build.reqs and self._needs_no_load is None:
             known = (self._candidate(r) for r in self.waiting if self.prefetcher.may_start(r.rid))
             self._needs_no_load = any(not each.load and not each.loading for each in known)
-        return self._compute_seconds(PrefillWork(1, 0, 1)) if build.reqs or self._needs_no_load else None
+        return self.expected.compute_seconds(PrefillWork(1, 0, 1)) if build.reqs or self._needs_no_load else None
 
     def _preload(self, req: Req, match: MatchResult) -> bool:
         """Begin a request's load while it waits; False if there is no room."""
@@ -884,14 +851,13 @@ class Scheduler:
 
     def _begin_load(self, nodes: list[Node]) -> LoadTimes:
         num_tokens = sum(len(n.key) for n in nodes)
-        times = self._times_of_load(num_tokens)
         ticket = self.controller.begin_load(nodes)
-        self._loads_end.begin(ticket.seq, self._load_seconds(num_tokens), self._now)
-        return times
+        self.expected.begin_load(ticket.seq, num_tokens)
+        return self.expected.arrival_of([ticket])
 
     def _front(self, build: _ExtendBuilder, match: MatchResult, chunk: int, budget: int) -> int:
         """Tokens of what is to be loaded that the launch computes instead; see `front_to_recompute`."""
-        num_load = match.total_len - match.device_len
+        num_load, expected = match.total_len - match.device_len, self.expected
         if not num_load or not self.config.load_or_recompute or self._publishes_late:
             return 0
         is_idle = not build.reqs and not self.running and len(self.waiting) == 1
@@ -900,14 +866,14 @@ class Scheduler:
             work = build.work.plus(match.total_len, chunk)
             if front:
                 work = work.plus(match.device_len, front)
-            stall_s = self._stall_seconds(build, work, self._times_of_load(num_load - front))
-            return stall_s + self._compute_seconds(work)
+            loads = build.loads.and_also(expected.arrival_if_begun(num_load - front))
+            return expected.stall_seconds(work, loads) + expected.compute_seconds(work)
 
-        known = self.costs.known_prefill - build.work.new - chunk
+        known = expected.costs.known_prefill - build.work.new - chunk
         front = front_to_recompute(num_load, self.page_size, seconds_of, max(0, min(budget, known)))
         # Where others could use the time, computing must be the cheaper way.
-        compute_s = self._compute_seconds(PrefillWork().plus(match.device_len, front))
-        return front if is_idle or compute_s <= self._load_seconds(front) else 0
+        compute_s = expected.compute_seconds(PrefillWork().plus(match.device_len, front))
+        return front if is_idle or compute_s <= expected.load_seconds(front) else 0
 
     def _recompute(self, build: _ExtendBuilder, req: Req, receipt: Receipt, start: int, num_tokens: int) -> None:
         """Compute tokens that the host has, as the front of what the request would load: they enter the tree at once,
@@ -1092,7 +1058,7 @@ class Scheduler:
         batch.starts = starts + 1
         batch.steps_left -= 1
         self._launches[seq] = _LaunchRecord(batch.members, batch.members, False, context=int(starts.sum()))
-        self._launches_end.begin(seq, self.costs.decode_seconds() or 0.0, self._now)
+        self.expected.begin_decode(seq)
         self.next_launch += 1
         self.counters["launches"] += 1
         self.counters["decode_tokens"] += len(reqs)
@@ -1118,9 +1084,7 @@ class Scheduler:
             tuple(start + n for start, n in zip(build.starts, build.lens)),
             build.work,
         )
-        compute_s = self._compute_seconds(build.work)
-        stall_s = self._stall_seconds(build, build.work, NO_LOADS)
-        self._launches_end.begin(build.seq, compute_s + stall_s, self._now)
+        self.expected.begin_prefill(build.seq, build.work, build.loads)
         self.next_launch += 1
         self.counters["launches"] += 1
         self.counters["prefill_tokens"] += sum(build.lens)
@@ -1230,7 +1194,7 @@ class Scheduler:
             "launches": {"issued": self.next_launch, "done": self.exec_done},
             "tree": {"nodes": self.tree.num_nodes, "namespaces": len(self.tree.roots)},
             "stall_seconds": round(self.stall_s, 6),
-            "costs": self.costs.state(),
+            "costs": self.expected.costs.state(),
             "transient": {
                 "in_queue_tokens": self.transient.tokens_in_queue,
                 "in_flight_tokens": self.transient.tokens_in_flight,

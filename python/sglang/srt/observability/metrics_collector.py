@@ -55,7 +55,7 @@ _COUNTERS = (
         "storage_backup_failed_tokens",
     ),
     ("hicache_bundle_hits", "Requests that shared a load with their batch.", "bundle_hits"),
-    ("hicache_deprioritised", "Times that a younger request overtook an older one that might have started.", "deprioritised"),
+    ("hicache_deprioritised", "Times that a younger request overtook an older one.", "deprioritised"),
     ("hicache_deferred", "Requests that waited for others to compute what they share.", "deferred"),
     ("hicache_bubbles_filled", "Launches that went before one whose load was not in.", "bubbles_filled"),
     ("hicache_recomputed_instead", "Requests that computed the front of what they would load.", "recomputed_instead"),

@@ -1,0 +1,82 @@
+"""`ExpectedTimes`: what launches and loads will take, and when those that are issued will be over.
+
+Owns what was learned of costs and the forecasts of both queues. Reads no clock: `now` comes from the step's inputs.
+What nobody knows yet takes no time, so that nothing is decided by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sglang.srt.managers.cost_model import CostModel
+from sglang.srt.managers.forecast import Forecast
+from sglang.srt.managers.schedule_policy import NO_LOADS, LoadTimes, PrefillWork, stall_seconds
+from sglang.srt.mem_cache.transfer import Ticket
+
+
+class ExpectedTimes:
+    """bytes_per_token: of KV, on the link from the host. num_layers: of the model; loads arrive layer by layer. now:
+    seconds, as in `StepInputs.now`, set at every step."""
+
+    def __init__(self, bytes_per_token: float, num_layers: int) -> None:
+        self.now = 0.0
+        self.costs = CostModel(bytes_per_token)
+        self.launches = Forecast()
+        self.loads = Forecast()
+        self._bytes_per_token = bytes_per_token
+        self._num_layers = num_layers
+
+    # -- what things take ---------------------------------------------------------------------------------------
+
+    def load_seconds(self, num_tokens: int) -> float:
+        return (num_tokens and self.costs.load_seconds(int(num_tokens * self._bytes_per_token))) or 0.0
+
+    def compute_seconds(self, work: PrefillWork) -> float:
+        return self.costs.prefill_seconds(*work) or 0.0
+
+    def decode_seconds(self) -> float:
+        """Of another decode step like the last one."""
+        return self.costs.decode_seconds() or 0.0
+
+    # -- when ---------------------------------------------------------------------------------------------------
+
+    def arrival_of(self, tickets: Iterable[Ticket]) -> LoadTimes:
+        """When what these loads bring is there."""
+        loads = NO_LOADS
+        for ticket in tickets:
+            if (times := self.loads.times_of(ticket.seq)) is not None:
+                loads = loads.and_also(LoadTimes.between(*times, self._num_layers))
+        return loads
+
+    def arrival_if_begun(self, num_tokens: int) -> LoadTimes:
+        """When so many tokens would be there if their load began now."""
+        seconds = self.load_seconds(num_tokens)
+        start = max(self.now, self.loads.free_at)
+        return LoadTimes.between(start, start + seconds, self._num_layers) if seconds else NO_LOADS
+
+    def stall_seconds(self, work: PrefillWork, loads: LoadTimes) -> float:
+        """How long the next launch would wait for loads, if it computes `work`."""
+        start = max(self.now, self.launches.free_at)
+        return stall_seconds(loads, start, self.compute_seconds(work), self._num_layers)
+
+    def link_lasts(self, work: PrefillWork, stall_s: float) -> bool:
+        """Whether the link has loads till the next launch, which computes `work` after a stall, is over."""
+        end = max(self.now, self.launches.free_at) + stall_s + self.compute_seconds(work)
+        return self.loads.free_at > end
+
+    # -- what was issued ----------------------------------------------------------------------------------------
+
+    def begin_load(self, seq: int, num_tokens: int) -> None:
+        self.loads.begin(seq, self.load_seconds(num_tokens), self.now)
+
+    def begin_prefill(self, seq: int, work: PrefillWork, loads: LoadTimes) -> None:
+        seconds = self.compute_seconds(work) + self.stall_seconds(work, loads)
+        self.launches.begin(seq, seconds, self.now)
+
+    def begin_decode(self, seq: int) -> None:
+        self.launches.begin(seq, self.decode_seconds(), self.now)
+
+    def complete(self, launches_done: int, loads_done: int) -> None:
+        """Launches and loads below these numbers are over."""
+        self.launches.complete(launches_done, self.now)
+        self.loads.complete(loads_done, self.now)
