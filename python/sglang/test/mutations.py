@@ -141,8 +141,8 @@ def stale_results_taken() -> Any:
 
     init = scheduler._LaunchRecord.__init__
 
-    def patched(self: Any, reqs: Any, sampled: Any, has_gates: Any) -> None:
-        init(self, reqs, [(r, AnyEpoch(e)) for r, e in sampled], has_gates)
+    def patched(self: Any, reqs: Any, sampled: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, reqs, [(r, AnyEpoch(e)) for r, e in sampled], *args, **kwargs)
 
     return mock.patch.object(scheduler._LaunchRecord, "__init__", patched)
 
