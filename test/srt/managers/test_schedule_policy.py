@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 
 from sglang.srt.managers.cost_model import LoadLimit
 from sglang.srt.managers.schedule_policy import (
+    NO_LOADS,
     Admission,
     Candidate,
+    LoadTimes,
+    PrefillWork,
     balanced_order,
     choose_victim,
     chunk_of,
     decode_reserve,
+    front_to_recompute,
     may_admit,
     pages_for,
+    pairs_of,
+    stall_seconds,
+    waits_for_load,
 )
 
 
@@ -138,10 +146,11 @@ def test_batches_are_balanced(queue: list[Candidate], expected: str) -> None:
     assert order(queue) == expected
 
 
-def printed_algorithm(queue: list[Candidate], load_ratio: float) -> list[int]:
+def printed_algorithm(queue: list[Candidate], limit: LoadLimit) -> list[tuple[int, bool]]:
     """Algorithm 1 of Strata as it is printed, for a batch that is never full; only that bundle hits are looked for
-    among those that were put off, too."""
+    among those that were put off, too, and that what may be loaded can have more terms than one."""
     left, batch, deprioritised = list(range(len(queue))), list[int](), list[int]()
+    hits = set[int]()
 
     def loads(batch: list[int]) -> float:
         cost: dict[int, float] = {}
@@ -158,12 +167,15 @@ def printed_algorithm(queue: list[Candidate], load_ratio: float) -> list[int]:
         for place in sorted(left + deprioritised):
             if is_bundle_hit(place):
                 batch.append(place)
+                hits.add(place)
                 (left if place in left else deprioritised).remove(place)
 
     def loading_bound(place: int) -> bool:
         more = loads([*batch, place]) - loads(batch)
         compute = sum(queue[each].compute for each in [*batch, place])
-        return more > 0 and loads(batch) + more > load_ratio * compute
+        pairs = sum(queue[each].pairs for each in [*batch, place])
+        most = limit.free + limit.per_token * compute + limit.per_pair * pairs
+        return more > 0 and loads(batch) + more > most
 
     if left:
         batch.append(left.pop(0))
@@ -175,13 +187,10 @@ def printed_algorithm(queue: list[Candidate], load_ratio: float) -> list[int]:
         else:
             batch.append(place)
             add_bundle_hits()
-    return batch + deprioritised
+    return [(place, place in hits) for place in batch + deprioritised]
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_balanced_order_is_the_printed_algorithm(seed: int) -> None:
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+def random_queue(rng: random.Random) -> list[Candidate]:
     # Documents as paths of nodes; a request needs some of one's nodes, the last perhaps in part.
     documents = [[(10 * d + i, rng.choice((1, 20, 300))) for i in range(rng.randint(1, 3))] for d in range(4)]
     queue = []
@@ -189,7 +198,187 @@ def test_balanced_order_is_the_printed_algorithm(seed: int) -> None:
         loads = list(rng.choice(documents))[: rng.randint(1, 3)] if rng.random() < 0.6 else []
         if loads and rng.random() < 0.3:
             loads[-1] = (loads[-1][0], max(1, loads[-1][1] // 2))
-        queue.append(Candidate(rng.choice((1, 5, 50)), tuple(loads)))
-    found = [place for place, _ in balanced_order(queue, LoadLimit(0, 4, 0))]
-    assert sorted(found) == list(range(len(queue))) and found[:1] == [0]
-    assert found == printed_algorithm(queue, 4)
+        prefix = sum(tokens for _, tokens in loads) + rng.choice((0, 0, 70))
+        queue.append(Candidate(rng.choice((1, 5, 50)), tuple(loads), prefix))
+    return queue
+
+
+LIMITS = (LoadLimit(0, 4, 0), LoadLimit(60, 4, 0), LoadLimit(0, 0, 0.05), LoadLimit(30, 1, 0.01), LoadLimit(0, 0, 0))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_balanced_order_is_the_printed_algorithm(seed: int) -> None:
+    print(f"seed {seed}")
+    queue = random_queue(random.Random(seed))
+    for limit in LIMITS:
+        found = list(balanced_order(queue, limit))
+        assert sorted(place for place, _ in found) == list(range(len(queue))) and found[0] == (0, False)
+        assert found == printed_algorithm(queue, limit) == list(balanced_order(queue, limit))
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        # The third would load 100 with 1 token to compute, and the first two load 100 with 2.
+        (LoadLimit(0, 50, 0), "abdc"),
+        (LoadLimit(0, 66, 0), "abdc"),
+        (LoadLimit(0, 67, 0), "abcd"),
+        # What loads for nothing does so once per batch, not once per request.
+        (LoadLimit(100, 0, 0), "abdc"),
+        (LoadLimit(199, 0, 0), "abdc"),
+        (LoadLimit(200, 0, 0), "abcd"),
+        # Pairs: 1 and 101 and 101 of them.
+        (LoadLimit(0, 0, 0.985), "abdc"),
+        (LoadLimit(0, 0, 1), "abcd"),
+        (LoadLimit(50, 10, 0.59), "abdc"),
+        (LoadLimit(50, 10, 0.60), "abcd"),
+    ],
+)
+def test_a_batch_may_load_for_its_start_its_tokens_and_its_pairs(limit: LoadLimit, expected: str) -> None:
+    queue = [
+        Candidate(1),
+        Candidate(1, ((1, 100),), prefix=100),
+        Candidate(1, ((2, 100),), prefix=100),
+        Candidate(1),
+    ]
+    assert "".join("abcd"[place] for place, _ in balanced_order(queue, limit)) == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nobody_starves(seed: int) -> None:
+    """Whatever comes meanwhile, a batch has room for at least the first of the order: whoever has n before it in the
+    queue is in one of the next n + 1 batches."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    limit = LIMITS[seed % len(LIMITS)]
+    queue: list[tuple[int, Candidate]] = []
+    latest: dict[int, int] = {}
+    born = 0
+    for round_ in range(200):
+        for candidate in random_queue(rng)[: rng.choice((0, 0, 1, 6))]:
+            latest[born] = round_ + len(queue)
+            queue.append((born, candidate))
+            born += 1
+        if not queue:
+            continue
+        order = [place for place, _ in balanced_order([candidate for _, candidate in queue], limit)]
+        assert order[0] == 0
+        taken = {queue[place][0] for place in order[: rng.choice((1, 1, 3))]}
+        assert all(round_ <= latest[each] for each in taken)
+        queue = [each for each in queue if each[0] not in taken]
+    assert born > 100 and all(latest[each] >= 199 for each, _ in queue)
+
+
+@pytest.mark.parametrize(("prefix", "new"), [(0, 0), (0, 1), (0, 5), (7, 1), (7, 5), (100, 33)])
+def test_pairs_are_what_causal_attention_computes(prefix: int, new: int) -> None:
+    assert pairs_of(prefix, new) == sum(1 for q in range(prefix, prefix + new) for k in range(prefix + new) if k <= q)
+    assert Candidate(new, prefix=prefix).pairs == pairs_of(prefix, new)
+
+
+def test_work_of_a_batch_is_the_sum_of_its_requests() -> None:
+    work = PrefillWork().plus(100, 20).plus(0, 5)
+    assert work == PrefillWork(new=25, prefix=100, pairs=20 * 100 + 210 + 15)
+
+
+@pytest.mark.parametrize(("front", "rest"), [(7, 3), (1, 10), (16, 16)])
+def test_a_prompt_cut_in_two_has_the_pairs_of_the_whole(front: int, rest: int) -> None:
+    """A front that is computed instead of loaded is a row of its own: no pair is lost or counted twice."""
+    whole, cut = PrefillWork().plus(30, front + rest), PrefillWork().plus(30, front).plus(30 + front, rest)
+    assert (cut.new, cut.pairs) == (whole.new, whole.pairs)
+
+
+def test_times_of_loads() -> None:
+    one, other = LoadTimes.between(2.0, 6.0, 4), LoadTimes.between(0.0, 8.0, 2)
+    assert (one, other) == (LoadTimes(3.0, 6.0), LoadTimes(4.0, 8.0))
+    assert one.and_also(other) == other.and_also(one) == LoadTimes(4.0, 8.0)
+    assert one.and_also(LoadTimes(2.0, 9.0)) == LoadTimes(3.0, 9.0)
+    assert one.and_also(NO_LOADS) == NO_LOADS.and_also(one) == one
+
+
+@pytest.mark.parametrize(
+    ("loads", "start", "compute_s", "num_layers", "stall_s"),
+    [
+        (NO_LOADS, 5.0, 1.0, 4, 0.0),
+        # All is in before it starts.
+        (LoadTimes(1.0, 4.0), 4.0, 1.0, 4, 0.0),
+        # The last layer is in when the layer before it is computed: hidden to the last moment, and a little later.
+        (LoadTimes(1.0, 7.0), 4.0, 4.0, 4, 0.0),
+        (LoadTimes(1.0, 8.0), 4.0, 4.0, 4, 1.0),
+        # It waits for the first layer, after which all is hidden.
+        (LoadTimes(6.0, 7.0), 4.0, 4.0, 4, 2.0),
+        # It computes nothing to speak of: it waits for all.
+        (LoadTimes(2.0, 8.0), 0.0, 0.0, 4, 8.0),
+        # One layer hides nothing.
+        (LoadTimes(8.0, 8.0), 0.0, 100.0, 1, 8.0),
+    ],
+)
+def test_stall_seconds(loads: LoadTimes, start: float, compute_s: float, num_layers: int, stall_s: float) -> None:
+    assert stall_seconds(loads, start, compute_s, num_layers) == pytest.approx(stall_s)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_stall_seconds_is_what_layers_computed_one_by_one_wait(seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    layers, begin, takes = rng.randint(1, 8), rng.uniform(-5, 5), rng.choice((0.0, rng.uniform(0, 8)))
+    start, compute_s = rng.uniform(-5, 5), rng.choice((0.0, rng.uniform(0, 8)))
+    time = start
+    for layer in range(layers):
+        time = max(time, begin + takes * (layer + 1) / layers) + compute_s / layers
+    loads = LoadTimes.between(begin, begin + takes, layers)
+    assert stall_seconds(loads, start, compute_s, layers) == pytest.approx(time - start - compute_s)
+
+
+@pytest.mark.parametrize(
+    ("stall_s", "other_work_s", "waits"),
+    [(9.0, None, False), (0.0, 0.0, False), (0.1, 0.0, True), (1.0, 1.0, False), (1.1, 1.0, True), (0.9, 1.0, False)],
+)
+def test_waits_for_load(stall_s: float, other_work_s: float | None, waits: bool) -> None:
+    assert waits_for_load(stall_s, other_work_s) is waits
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_front_to_recompute_makes_the_shortest_launch(seed: int) -> None:
+    """Against all fronts, with costs of the kind that is fitted: a load has a latency, which is saved where nothing
+    is left to load, and a front is one more row, which reads what is before it."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    page, layers = rng.choice((1, 3, 16)), rng.choice((1, 2, 32))
+    num_load, above, chunk = page * rng.randint(0, 60), rng.choice((0, 500)), rng.choice((1, 40))
+    token_s, pair_s = rng.choice((1e-3, 1e-4)), rng.choice((0.0, 1e-6, 1e-5))
+    context_s = rng.choice((0.0, 0.0, 1e-6, 1e-4))
+    load_s, latency_s = rng.choice((1e-5, 1e-3, 1e-2)), rng.choice((0.0, 1e-3, 3e-2))
+    free_at = rng.choice((0.0, 0.05))
+
+    def seconds_of(front: int) -> float:
+        work = PrefillWork().plus(above + num_load, chunk)
+        if front:
+            work = work.plus(above, front)
+        compute_s = token_s * work.new + context_s * work.prefix + pair_s * work.pairs
+        left = num_load - front
+        loads = LoadTimes.between(free_at, free_at + latency_s + load_s * left, layers) if left else NO_LOADS
+        return compute_s + stall_seconds(loads, 0.0, compute_s, layers)
+
+    for max_front in (0, page - 1, num_load // 3, num_load, 10 * num_load):
+        front = front_to_recompute(num_load, page, seconds_of, max_front)
+        assert front % page == 0 and 0 <= front <= min(num_load, max_front)
+        best = min(seconds_of(each) for each in range(0, min(num_load, max_front) + 1, page))
+        assert seconds_of(front) == pytest.approx(best)
+
+
+def test_the_front_to_recompute_by_hand() -> None:
+    """100 tokens at 3 ms to load or 1 ms to compute, in one layer: nothing is hidden, 25 less to load is 75 ms less,
+    and each token computed is 1 ms more; all of them are cheapest. With as many layers as one likes loading and
+    computing go on at once, and meet at 75."""
+    load = lambda front, layers: LoadTimes.between(0.0, 3.0 * (100 - front), layers)  # noqa: E731
+    for layers, best in ((1, 100), (10**6, 75)):
+        seconds = lambda front: front + stall_seconds(load(front, layers), 0.0, front, layers)  # noqa: B023, E731
+        assert front_to_recompute(100, 1, seconds, 100) == best
+        assert front_to_recompute(100, 16, seconds, 100) == {100: 96, 75: 80}[best]
+        assert front_to_recompute(100, 1, seconds, 60) == 60
+
+
+def test_no_front_where_computing_never_pays() -> None:
+    for num_load, page in product((0, 1, 64), (1, 16)):
+        assert front_to_recompute(num_load, page, lambda front: 1.0, 64) == 0
+        assert front_to_recompute(num_load, page, lambda front: float(front), 64) == 0

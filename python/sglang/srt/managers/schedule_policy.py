@@ -198,13 +198,15 @@ def front_to_recompute(num_load: int, page_size: int, seconds_of: Callable[[int]
     What is not there can be computed from the front only, since a token's KV needs all before it, and is loaded at
     the same time from behind the front on. seconds_of(front): how long the launch takes then, waiting and computing.
     While it waits for the load, a longer front shortens it, as less is loaded; beyond that it lengthens it, as more
-    is computed: the shortest launch is found by bisection of where it turns.
+    is computed: the shortest launch is found by bisection of where it turns. The ends are looked at, too: without any
+    front there is a row less to compute, and without any load its latency is saved.
     """
     low, high = 0, min(num_load, max_front) // page_size
+    ends = (0, high)
     while low < high:
         middle = (low + high + 1) // 2
         if seconds_of(middle * page_size) < seconds_of((middle - 1) * page_size):
             low = middle
         else:
             high = middle - 1
-    return low * page_size
+    return min((*ends, low), key=lambda pages: (seconds_of(pages * page_size), pages)) * page_size
