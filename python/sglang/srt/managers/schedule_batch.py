@@ -107,9 +107,10 @@ class Req:
     when computed gets there, decoded tokens enter the tree. order: place in the order of arrival. epoch: counts
     holds; results of an older epoch are not this request's any more. logprobs: one per generated token, if asked
     for. prompt_logprobs_asked: prompt tokens below it have theirs, or a launch is finding it. fetched: prompt
-    tokens [start, end) that storage brought to the host for it. preload: its load, if that began before it.
-    loaded: tokens [start, end) that such a load brought. delay_end: up to there it shares its tokens with what an
-    older one was about to compute when it came; 0 if with none.
+    tokens [start, end) that storage brought to the host for it. preload: its load, if that began before it;
+    preload_taken_back: it had one, and others needed the memory. loaded: tokens [start, end) that such a load brought.
+    delay_end: up to there it shares its tokens with what an older one was about to compute when it came; 0 if with
+    none.
     """
 
     __slots__ = (
@@ -134,6 +135,7 @@ class Req:
         "order",
         "plan",
         "preload",
+        "preload_taken_back",
         "priority",
         "prompt_logprobs",
         "prompt_logprobs_asked",
@@ -171,6 +173,7 @@ class Req:
         self.plan: tuple[Span, ...] = ()
         self.fetched = (0, 0)
         self.preload: Preload | None = None
+        self.preload_taken_back = False
         self.loaded = (0, 0)
         self.delay_end = 0
         self.cached_tokens_details: dict[str, int] = {}

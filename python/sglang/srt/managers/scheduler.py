@@ -626,7 +626,7 @@ class Scheduler:
             chunk = chunk_of(req.num_known - req.computed, budget, self.page_size)
             num_pages = self._pages_to(req, req.computed + chunk)
             frames = self._allocate(num_pages, FrameState.HELD, req.slot)
-            if frames is None and self._end_preloads(self.waiting):
+            if frames is None and self._take_back_preloads(self.waiting):
                 frames = self._allocate(num_pages, FrameState.HELD, req.slot)
             if frames is not None:
                 assert req.hold is not None
@@ -736,7 +736,7 @@ class Scheduler:
         if not self._may_start(first, self._match(first)):
             # What others have loaded ahead may be what it lacks.
             others = [r for r in self.waiting if r is not first]
-            if not self._end_preloads(others) or not self._may_start(first, self._match(first)):
+            if not self._take_back_preloads(others) or not self._may_start(first, self._match(first)):
                 return
         if self.host is None or not self.config.load_ratio:
             yield from ((r, False) for r in ready)
@@ -797,6 +797,8 @@ class Scheduler:
         """Whether a request's load should be in before it is launched."""
         if outlook.other_work_s is None:
             return False
+        if req.preload_taken_back and req is next(r for r in self.waiting if self.prefetcher.may_start(r.rid)):
+            return False  # else those that pass the oldest could take its memory back again and again
         known = self._candidate(req)
         if not known.load and not known.loading:
             return False
@@ -848,6 +850,12 @@ class Scheduler:
             self.tree.unlock(req.preload.receipt, self.next_launch, -1)
             req.preload = None
         return len(ended)
+
+    def _take_back_preloads(self, reqs: Iterable[Req]) -> int:
+        """As `_end_preloads`, since others need the memory."""
+        for req in reqs:
+            req.preload_taken_back |= req.preload is not None
+        return self._end_preloads(reqs)
 
     def _begin_load(self, nodes: list[Node]) -> LoadTimes:
         num_tokens = sum(len(n.key) for n in nodes)
@@ -1026,7 +1034,7 @@ class Scheduler:
             frames = self._allocate(len(growing), FrameState.HELD, owner=-1)
             if frames is not None:
                 break
-            if self._end_preloads(self.waiting):
+            if self._take_back_preloads(self.waiting):
                 continue
             # What was given up comes back when launches and transfers end: taking more from others would not help.
             if (
