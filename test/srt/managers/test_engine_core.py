@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 
 from sglang.srt.managers.engine_core import (
     COUNTS_PER_STEP,
+    EngineCore,
     Progress,
     ReplayMismatchError,
+    StepRecorder,
     reduce_progress,
     replay,
 )
-from sglang.srt.mem_cache.transfer import D2H, EXEC, FETCH, H2D, LINKS, PROBE, STORAGE_LINKS, STORE
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
+from sglang.srt.managers.schedule_batch import StepInputs
+from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
+from sglang.srt.mem_cache.transfer import (
+    D2H,
+    EXEC,
+    FETCH,
+    H2D,
+    LINKS,
+    PROBE,
+    STALL,
+    STORAGE_LINKS,
+    STORE,
+    OpResult,
+    Ticket,
+    TransferOp,
+)
+from sglang.srt.model_executor.executor import StepResult
+from sglang.srt.model_executor.launch import Launch
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.soak import Soak, SoakConfig
 
 
@@ -76,3 +98,141 @@ def test_replay_notices_a_changed_decision_and_a_cut_off_record() -> None:
     broken = data[:-1] + bytes([data[-1] ^ 1])
     with pytest.raises(ReplayMismatchError, match="decides differently"):
         replay(io.BytesIO(broken))
+
+
+# -- costs ----------------------------------------------------------------------------------------------------
+
+
+def test_costs_are_rank_0_s_and_of_what_all_have_done() -> None:
+    cost = {EXEC: {4: 0.4, 5: 0.5, 6: 0.6}, STALL: {4: 0.04, 6: 0.06}, H2D: {1: 0.1, 2: 0.2}, D2H: {0: 0.7}}
+    first = Progress(progress(7, 3, 1).done, {}, {}, cost=cost)
+    other = Progress(progress(5, 2, 1).done, {}, {}, cost={EXEC: {4: 9.0}, H2D: {1: 9.0}})
+    assert reduce_progress([first, other]).cost == {EXEC: {4: 0.4}, STALL: {4: 0.04}, H2D: {1: 0.1}, D2H: {0: 0.7}}
+    assert reduce_progress([first, first]).cost == cost
+    assert reduce_progress([other, first]).cost == {EXEC: {4: 9.0}, H2D: {1: 9.0}}
+
+
+class Scripted:
+    """An executor or a link of which a test says what has ended, in order."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self.submitted: list[TransferOp] = []
+        self.results: list[StepResult | OpResult] = []
+
+    def launch(self, launch: Launch) -> None:
+        self.launches.append(launch)
+
+    def submit(self, op: TransferOp) -> None:
+        self.submitted.append(op)
+
+    def reset(self, mark: int) -> None:
+        pass
+
+    def cancel(self, ticket: Ticket) -> None:
+        pass
+
+    def poll(self) -> list:
+        results, self.results = self.results, []
+        return results
+
+
+class ScriptedRank:
+    def __init__(self, record: io.BytesIO | None = None) -> None:
+        config = SchedulerConfig(page_size=1, num_device_pages=64, num_host_pages=64, page_bytes=8, context_len=60)
+        self.executor, self.links = Scripted(), {H2D: Scripted(), D2H: Scripted()}
+        recorder = StepRecorder(record, config) if record is not None else None
+        self.core = EngineCore(Scheduler(config), self.executor, dict(self.links), record=recorder)  # type: ignore
+        self.seen: list[dict[str, dict[int, float]]] = []
+        take = self.core.scheduler._take_costs
+
+        def spy(inputs: StepInputs, done: int, failed: int | None) -> None:
+            self.seen.append({name: dict(costs) for name, costs in inputs.cost.items()})
+            take(inputs, done, failed)
+
+        self.core.scheduler._take_costs = spy  # type: ignore[method-assign]
+
+    def ends(self, seq: int, seconds: float, stall_s: float = 0.0) -> None:
+        launch = self.executor.launches[seq]
+        tokens = ids_to_bytes([7] * int(launch.samples.sum()))
+        self.executor.results.append(StepResult(seq, tokens, False, None, seconds, stall_s))
+
+
+def asked() -> TokenizedGenerateReqInput:
+    params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
+    return TokenizedGenerateReqInput(rid="a", input_ids=ids_to_bytes([5, 6, 7]), sampling_params=params)
+
+
+def test_no_cost_is_lost_or_used_twice_while_a_rank_is_behind() -> None:
+    """Rank 1 reports each launch two steps after rank 0: each cost is learned when both have it, by both, once."""
+    record = io.BytesIO()
+    ranks = [ScriptedRank(record), ScriptedRank()]
+
+    def step(*new: TokenizedGenerateReqInput) -> None:
+        reduced = reduce_progress([rank.core.progress() for rank in ranks])
+        for rank in ranks:
+            rank.core.step(0.0, reduced, new)
+
+    step(asked())
+    step()
+    for seq in range(6):
+        ranks[0].ends(seq, 1.0 + seq, stall_s=0.5 * (seq == 1))
+        if seq == 1:
+            ranks[0].links[D2H].results.append(OpResult(0, True, seconds=3.0))
+        step()
+        if seq:
+            ranks[1].ends(seq - 1, 99.0, stall_s=77.0)
+        if seq == 3:
+            ranks[1].links[D2H].results.append(OpResult(0, True, seconds=99.0))
+        step()
+        assert ranks[0].core.scheduler.exec_done == seq
+    learned = [{name: costs for name, costs in each.items() if costs} for each in ranks[0].seen]
+    assert [each for each in learned if each] == [
+        {EXEC: {0: 1.0}},
+        {EXEC: {1: 2.0}, STALL: {1: 0.5}},
+        {EXEC: {2: 3.0}, D2H: {0: 3.0}},
+        {EXEC: {3: 4.0}},
+        {EXEC: {4: 5.0}},
+    ]
+    assert ranks[0].seen == ranks[1].seen
+    schedulers = [rank.core.scheduler for rank in ranks]
+    assert schedulers[0].stall_s == schedulers[1].stall_s == 0.5
+    assert schedulers[0].costs.state() == schedulers[1].costs.state()
+    assert schedulers[0].costs._prefill.num_samples == 1 and schedulers[0].costs._decode.num_samples == 4
+    # Rank 0 has kept what rank 1 has not done yet, and nothing else; rank 1 nothing at all.
+    assert [{name: costs for name, costs in rank.core._cost.items() if costs} for rank in ranks] == [
+        {EXEC: {5: 6.0}},
+        {},
+    ]
+    record.seek(0)
+    assert replay(record) == 14
+
+
+def test_a_failed_launch_teaches_nothing_and_later_ones_wait_their_turn() -> None:
+    rank = ScriptedRank()
+    rank.core.step(0.0, rank.core.progress(), [asked()])
+    rank.core.step(0.0, rank.core.progress())
+    # Both are over when anybody looks: the first failed, so that the second is void.
+    rank.executor.results += [StepResult(0, b"", True, None, 1.0, 0.25), StepResult(1, b"", False, None, 2.0, 0.25)]
+    decision = rank.core.step(0.0, rank.core.progress())
+    assert decision.reset == 2 and rank.core._cost[EXEC] == {1: 2.0} and rank.core._cost[STALL] == {1: 0.25}
+    rank.core.step(0.0, rank.core.progress())
+    assert rank.core._cost[EXEC] == rank.core._cost[STALL] == {}
+    scheduler = rank.core.scheduler
+    assert scheduler.stall_s == 0.0 and not any(scheduler.costs.state().values())
+    rank.ends(2, 4.0)
+    rank.core.step(0.0, rank.core.progress())
+    assert scheduler.costs._prefill.num_samples == 1
+    assert scheduler.costs.prefill_seconds(3, 0, 6) == pytest.approx(4.0, rel=0.01)
+
+
+def test_a_record_with_costs_replays() -> None:
+    """Rank 0's costs have reached rank 1, and the record; `run` replays it, too."""
+    soak = Soak(replace(SoakConfig.draw(102, 60), num_ranks=2))
+    soak.run()
+    scheduler = soak.ranks[0].core.scheduler
+    fits = (scheduler.costs._prefill, scheduler.costs._decode, scheduler.costs._load)
+    assert all(fit.num_samples > 0 for fit in fits)
+    assert soak.ranks[1].core.scheduler.costs.state() == scheduler.costs.state()
+    data = soak.record.getvalue()
+    assert replay(io.BytesIO(data)) > 60
