@@ -108,9 +108,9 @@ class Req:
     holds; results of an older epoch are not this request's any more. logprobs: one per generated token, if asked
     for. prompt_logprobs_asked: prompt tokens below it have theirs, or a launch is finding it. fetched: prompt
     tokens [start, end) that storage brought to the host for it. preload: its load, if that began before it;
-    preload_taken_back: it had one, and others needed the memory. loaded: tokens [start, end) that such a load brought.
-    delay_end: up to there it shares its tokens with what an older one was about to compute when it came; 0 if with
-    none.
+    preload_taken_back: it had one, and others needed the memory. loaded: tokens [start, end) that such a load
+    brought. delay_end: up to there it shares its tokens with what an older one was about to compute when it came; 0
+    if with none.
     """
 
     __slots__ = (
