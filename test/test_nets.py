@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 import pytest
 
+from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS
 from sglang.test.mutations import MUTATIONS, configurations, hunt
 from sglang.test.soak import Soak, SoakConfig
 
@@ -24,8 +26,12 @@ def test_soak(seed: int) -> None:
 
 
 def test_without_a_bug_the_hunt_finds_nothing() -> None:
+    counters: Counter[str] = Counter()
     for config in configurations():
-        Soak(config).run()
+        soak = Soak(config)
+        soak.run()
+        counters.update(soak.ranks[0].core.scheduler.counters)
+    assert all(counters[name] > 0 for name in SCHEDULING_COUNTERS), f"idle: {counters}"
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
