@@ -13,12 +13,13 @@ from sglang.srt.managers.forecast import Forecast
 def test_operations_follow_each_other() -> None:
     forecast = Forecast()
     assert forecast.free_at == 0.0 and forecast.times_of(0) is None
-    assert forecast.begin(0, 2.0, now=10.0) == 10.0
-    assert forecast.begin(1, 3.0, now=11.0) == 12.0
+    forecast.begin(0, 2.0, now=10.0)
+    forecast.begin(1, 3.0, now=11.0)
     assert (forecast.times_of(0), forecast.times_of(1)) == ((10.0, 12.0), (12.0, 15.0))
     assert forecast.free_at == 15.0
     # Nothing was to do for a while.
-    assert forecast.begin(2, 1.0, now=20.0) == 20.0
+    forecast.begin(2, 1.0, now=20.0)
+    assert forecast.times_of(2) == (20.0, 21.0)
     assert forecast.free_at == 21.0
 
 
@@ -58,7 +59,8 @@ def test_when_all_is_over_it_is_free() -> None:
     forecast.begin(1, 100.0, now=0.0)
     forecast.complete(2, now=3.0)
     assert forecast.free_at == 3.0
-    assert forecast.begin(2, 1.0, now=3.0) == 3.0
+    forecast.begin(2, 1.0, now=3.0)
+    assert forecast.times_of(2) == (3.0, 4.0)
 
 
 def test_what_is_void_is_over() -> None:
@@ -91,11 +93,11 @@ def test_a_server_whose_costs_are_known_is_foreseen(seed: int) -> None:
         if rng.random() < 0.5:
             said = rng.choice((0.0, 0.25, 2.0))
             took = said if exact else said * rng.choice((0.5, 1.0, 3.0))
-            began = forecast.begin(len(ends), said, now)
+            forecast.begin(len(ends), said, now)
             free_at = max(now, free_at) + took
             ends.append(free_at)
             if exact:
-                assert began == pytest.approx(free_at - took)
+                assert forecast.times_of(len(ends) - 1) == pytest.approx((free_at - took, free_at))
         spans = [forecast.times_of(seq) for seq in range(done, len(ends))]
         assert all(forecast.times_of(seq) is None for seq in range(done))
         for seq, span in zip(range(done, len(ends)), spans):
