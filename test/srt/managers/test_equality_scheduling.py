@@ -48,11 +48,11 @@ def engine_of(model: Model, page_size: int, **options: object) -> LocalEngine:
     scheduler = engine.scheduler
     # A token takes as long to compute as three to load, and a decode step next to nothing.
     for n in (1, 20, 100, 40):
-        scheduler.costs.add_prefill(n, 0, pairs_of(0, n), n * 1e-2)
-        scheduler.costs.add_load(n * scheduler.config.page_bytes // page_size, n * 3e-2)
-        scheduler.costs.add_decode(2, 100, 1e-6)
+        scheduler.expected.costs.add_prefill(n, 0, pairs_of(0, n), n * 1e-2)
+        scheduler.expected.costs.add_load(n * scheduler.config.page_bytes // page_size, n * 3e-2)
+        scheduler.expected.costs.add_decode(2, 100, 1e-6)
     for name in ("add_prefill", "add_load", "add_decode"):
-        setattr(scheduler.costs, name, lambda *measured: None)
+        setattr(scheduler.expected.costs, name, lambda *measured: None)
     return engine
 
 

@@ -76,7 +76,7 @@ class Rig:
             self.teach()
 
     def teach(self) -> None:
-        costs = self.scheduler.costs
+        costs = self.scheduler.expected.costs
         for n in (1, 5, 20, 100, 200, 5, 20, 100):
             costs.add_prefill(n, 0, pairs_of(0, n), TOKEN_S * n)
             costs.add_load(n * TOKEN_BYTES, n * self.load_s)
@@ -489,10 +489,11 @@ def test_nobody_waits_for_a_request_that_is_gone() -> None:
 
 
 @pytest.mark.parametrize("publish_at", ["launch", "completion"])
-def test_nobody_waits_for_a_request_that_waits_for_storage(publish_at: str) -> None:
+def test_nobody_waits_for_a_request_that_waits_for_storage(publish_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(publish_at=publish_at, deferral_threshold=100)
     until = 1.0
-    rig.scheduler.prefetcher.may_start = lambda rid: rid != "a" or rig.sim.now >= until  # type: ignore[method-assign]
+    monkeypatch.setattr(rig.scheduler.prefetcher, "may_start", lambda rid: rid != "a" or rig.sim.now >= until)
+    monkeypatch.setattr(type(rig.scheduler.prefetcher), "num_waiting", property(lambda self: 1))
     prompt = fresh(200)
     times = rig.run([(0.0, request("a", prompt)), (0.0, request("b", prompt)), (until, request("c", fresh(20, 1)))])
     assert times["b"].ttft == pytest.approx(0.2)
@@ -533,7 +534,7 @@ def test_auto_takes_as_much_load_as_hides(monkeypatch: pytest.MonkeyPatch) -> No
         return rig
 
     slow = run(0.002, "auto")
-    fitted = slow.scheduler.costs.load_limit()
+    fitted = slow.scheduler.expected.costs.load_limit()
     assert fitted is not None and all(limit.per_token == pytest.approx(0.5, rel=0.05) for limit in limits)
     # 30 new tokens hide 15 loaded ones: one load per batch.
     assert slow.counter("deprioritised") == 0 and [len(x.lens) for _, x in slow.prefills()] == [1, 3]
