@@ -584,7 +584,7 @@ def catcher(error: BaseException) -> str:
 
 def configurations() -> Iterator[SoakConfig]:
     """Small, hot and various: every mechanism acts within some hundred steps."""
-    for seed in (10, 9, 1, 2, 5, 6, 25, 3, 4, 7, 8):
+    for seed in (10, 9, 26, 16, 1, 2, 5, 6, 25, 3, 4, 7, 8):
         page_size = (1, 4, 3, 16)[seed % 4]
         pages = -(-72 // page_size) + (4, 12)[seed % 2]
         config = SoakConfig(
@@ -604,7 +604,7 @@ def configurations() -> Iterator[SoakConfig]:
             late_rate=0.3,
             oracle_every=5,
         )
-        if seed in (9, 10):
+        if seed in (9, 10, 16, 26):
             yield dataclasses.replace(config, **_queues(seed))
         else:
             yield dataclasses.replace(config, **_storage(seed, page_size)) if seed % 4 in (1, 2) else config
@@ -642,7 +642,7 @@ def _queues(seed: int) -> dict[str, Any]:
     """Loads that take long beside launches that do not, of few documents, that several ask for at once; the queue is
     long, and many give up. By turns, what is computed is shared at once or when it is there."""
     return {
-        "steps": 110,
+        "steps": (110, 170)[seed % 2],
         "oracle_every": 10,
         "num_documents": 4,
         "whole_rate": 0.8,
