@@ -64,4 +64,8 @@ def _draw_panel(axis: Axes, panel: Panel, colors: Mapping[str, Any]) -> None:
     axis.set_ylabel(panel.y_label)
     axis.grid(alpha=0.3)
     if len(panel.series) > 1:
-        axis.legend(fontsize=7)
+        if panel.kind == "bars":
+            axis.margins(y=0.35)  # room for the legend
+            axis.legend(fontsize=7, ncol=3, loc="upper center")
+        else:
+            axis.legend(fontsize=7)
