@@ -646,10 +646,11 @@ class Scheduler:
 
     def _admit_waiting(self, build: _ExtendBuilder, budget: int) -> None:
         """Start waiting requests, and the loads of those that should not start before their load is in."""
-        page = self.page_size
         outlook = self._look_ahead(build)
+        if self._is_full(budget) and outlook.link_is_busy:
+            return
         for req, came_along in self._candidates():
-            is_full = self.prefilling is not None or not self._free_slots or budget < page
+            is_full = self._is_full(budget)
             if is_full and outlook.link_is_busy:
                 break
             if is_full or self._is_held_up(build, req, budget, outlook):
@@ -668,6 +669,10 @@ class Scheduler:
             budget -= used
             self.counters["bundle_hits"] += came_along
             outlook = self._look_ahead(build)
+
+    def _is_full(self, budget: int) -> bool:
+        """Whether a launch with so many tokens left can take nobody else."""
+        return self.prefilling is not None or not self._free_slots or budget < self.page_size
 
     def _admit(self, build: _ExtendBuilder, req: Req, match: MatchResult, budget: int) -> int:
         """Start a waiting request with the first chunk of its new tokens, if there is room. Returns the tokens that
@@ -733,10 +738,13 @@ class Scheduler:
         if self.config.schedule_policy == "lpm":
             ready.sort(key=lambda r: -self._candidate(r).prefix)
         first = ready[0]
-        if not self._may_start(first, self._match(first)):
+        match = self._match(first)
+        if not self._may_start(first, match):
+            if self.prefilling is not None or self._fills_too_much(match):
+                return
             # What others have loaded ahead may be what it lacks.
             others = [r for r in self.waiting if r is not first]
-            if not self._take_back_preloads(others) or not self._may_start(first, self._match(first)):
+            if not self._take_back_preloads(others) or not self._may_start(first, match):
                 return
         if self.host is None or not self.config.load_ratio:
             yield from ((r, False) for r in ready)
@@ -903,9 +911,7 @@ class Scheduler:
         active = self.active()
         if active and max(req.num_failures, active[0].num_failures) >= FAILURES_OF_A_SUSPECT:
             return False
-        num_load = (match.total_len - match.device_len) // page
-        filling = self.device.counts[FrameState.FILLING]
-        if num_load and filling and filling + num_load > self.config.max_filling_ratio * self.device.num_pages:
+        if self._fills_too_much(match):
             return False
         need = pages_for(req.num_known, page) - match.device_len // page
         available = self.device.num_free + self.tree.evictable_pages(Tier.DEVICE)
@@ -926,6 +932,13 @@ class Scheduler:
             worst_reserve=decode_reserve(futures, 1.0, page),
             anything_active=bool(active),
         )
+
+    def _fills_too_much(self, match: MatchResult) -> bool:
+        """Whether loads would be filling too large a share of the device."""
+        num_load = (match.total_len - match.device_len) // self.page_size
+        filling = self.device.counts[FrameState.FILLING]
+        most = self.config.max_filling_ratio * self.device.num_pages
+        return num_load > 0 and filling > 0 and filling + num_load > most
 
     def _match(self, req: Req) -> MatchResult:
         """What the cache has of the tokens that it may serve."""
