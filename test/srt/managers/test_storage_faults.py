@@ -574,6 +574,7 @@ def test_a_plugin_raises_when_it_is_cleared_or_detached(model: Model, method: st
     plugin = plugin_with(model, text)
     engine = Engine(model.config, over(plugin))
     engine.ask(text)
+    engine.settle()  # a backup that ends later is stored under the new names
 
     def raising() -> None:
         raise RuntimeError("refused")
