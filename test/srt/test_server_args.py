@@ -71,6 +71,7 @@ def test_the_served_name():
         ("--model m --hicache --hicache-bubble-filling maybe", "on"),
         ("--model m --hicache --hicache-publish-at finish", "completion"),
         ("--model m --hicache --hicache-deferral-threshold -1", "0 or more tokens"),
+        ("--model m --hicache-bypass-local", "add --hicache"),
         ("--model m --hicache-write-policy sometimes", "write_through"),
         ("--model m --hicache-mem-layout page_head", "page_first"),
         ("--model m --hicache --hicache-storage-backend mooncake", "file or dynamic"),

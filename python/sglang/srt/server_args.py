@@ -138,6 +138,12 @@ class ServerArgs:
         choices=("best_effort", "wait_complete", "timeout"),
     )
 
+    hicache_bypass_local: bool = arg(
+        False,
+        "for experiments: find nothing on the device or the host, so that every request fetches from storage what "
+        "that has of its prompt",
+    )
+
     record_steps: str | None = arg(None, "write every scheduler step to this file, for replay")
 
     log_level: str = arg("info", "level of the log", choices=("debug", "info", "warning", "error", "critical"))
@@ -212,6 +218,10 @@ class ServerArgs:
         elif self.hicache_storage_backend_extra_config:
             raise ValueError(
                 "--hicache-storage-backend-extra-config is for a storage backend: add --hicache-storage-backend"
+            )
+        if self.hicache_bypass_local and not self.enable_hierarchical_cache:
+            raise ValueError(
+                "--hicache-bypass-local leaves storage as the only cache, which fills the host tier: add --hicache"
             )
         require(self.hicache_ratio > 0, "hicache_ratio", "above 0")
         try:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.mem_cache.hiradix_tree import Node, Root
+from sglang.srt.mem_cache.hiradix_tree import Node
 from sglang.srt.mem_cache.transfer import Tier
 
 
@@ -94,11 +94,7 @@ def check_stored(
         if node.block_keys is None or not len(node.block_keys):
             continue
         tokens = tokens_to(node)
-        root = node
-        while root.parent is not None:
-            root = root.parent
-        assert isinstance(root, Root)
-        chain = names.of_prompt(root.namespace, tokens)
+        chain = names.of_prompt(scheduler.tree.root_of(node).namespace, tokens)
         if not np.array_equal(node.block_keys, chain[len(chain) - len(node.block_keys) :]):
             raise OracleError(f"{node}: its blocks have wrong names")
         kv = reference(tokens)

@@ -568,6 +568,12 @@ def claim_outlives_its_request() -> Any:
     return mock.patch.object(Scheduler, "_end", patched)
 
 
+@mutation
+def nobody_is_retired() -> Any:
+    """Bypassing the local tiers, what nobody can ask for again stays as long as anything."""
+    return mock.patch.object(HiRadixTree, "retire", lambda self, namespace: None)
+
+
 _NAMES: dict[type[BaseException], str] = {
     NonFiniteLogitsError: "poison",
     OracleError: "oracle",
@@ -584,7 +590,7 @@ def catcher(error: BaseException) -> str:
 
 def configurations() -> Iterator[SoakConfig]:
     """Small, hot and various: every mechanism acts within some hundred steps."""
-    for seed in (10, 9, 26, 16, 237, 45, 1, 2, 5, 6, 3, 4, 7, 8):
+    for seed in (10, 9, 26, 16, 13, 237, 45, 1, 2, 5, 6, 3, 4, 7, 8):
         page_size = (1, 4, 3, 16)[seed % 4]
         pages = -(-72 // page_size) + (4, 12)[seed % 2]
         config = SoakConfig(
@@ -609,6 +615,7 @@ def configurations() -> Iterator[SoakConfig]:
             continue
         # All loads are awaited inside of launches, where they meet more of what else is there.
         config = dataclasses.replace(config, bubble_filling=False, load_or_recompute=False, deferral_threshold=0)
+        config = dataclasses.replace(config, bypass_local=seed == 13)
         yield dataclasses.replace(config, **_storage(seed, page_size)) if seed % 4 in (1, 2) else config
 
 

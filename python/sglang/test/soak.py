@@ -106,6 +106,7 @@ class SoakConfig:
     publish_at: str = "launch"
     deferral_threshold: int = 100
     schedule_policy: str = "fcfs"
+    bypass_local: bool = False
     launch_s: float = 1e-3
     load_s: float = 1e-3
     host_layout: str = "page_first"
@@ -165,6 +166,8 @@ class SoakConfig:
             schedule_policy=rng.choice(("fcfs", "fcfs", "lpm")),
             launch_s=rng.choice((3e-4, 3e-3)),
             load_s=rng.choice((3e-4, 3e-3, 3e-2)),
+            # Where nobody uses anything twice, only this policy writes.
+            bypass_local=storage is not None and storage.write_policy == "write_through" and rng.random() < 0.5,
         )
 
 
@@ -304,6 +307,7 @@ def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
         publish_at=config.publish_at,
         deferral_threshold=config.deferral_threshold,
         schedule_policy=config.schedule_policy,
+        bypass_local=config.bypass_local,
         storage=config.storage if config.num_host_pages else None,
     )
 

@@ -402,3 +402,42 @@ def test_a_flush_leaves_what_is_being_read_and_written_alone(model_config: Model
     assert host is not None and host.num_free == host.num_pages
     assert engine.generate([text], PARAMS)[0].cached_tokens_details["disk"] == 96
     engine.close()
+
+
+# -- nothing but storage ----------------------------------------------------------------------------------------
+
+
+def test_bypassing_the_local_tiers_everything_comes_from_storage(model_config: ModelConfig) -> None:
+    text, other = prompt(30, 100), prompt(31, 100)
+    store = stored(model_config, text, extra_key="tenant")
+    wanted = computed(model_config, text)
+    engine = Engine(model_config, store=store, bypass_local=True)
+    known = len(store.blocks)
+    for _ in range(3):
+        twins = engine.generate([text, text], PARAMS, extra_key="tenant")
+        for got in twins:
+            assert got.tokens == wanted
+            assert got.cached_tokens_details == {"device": 0, "host": 0, "disk": 96}
+    assert engine.counter("prefetched_tokens") == 6 * 96, "no fetch is shared"
+    assert engine.generate([text], PARAMS, extra_key="stranger")[0].cached_tokens_details["disk"] == 0
+    engine.settle()
+    # The stranger's are new; what the others computed again was there.
+    assert len(store.blocks) == 2 * known
+    assert engine.generate([other], PARAMS, extra_key="stranger")[0].tokens == computed(model_config, other)
+    engine.assert_nothing_left()
+    engine.close()
+
+
+def test_bypassing_the_local_tiers_a_retracted_request_finds_its_own_work(model_config: ModelConfig) -> None:
+    texts = [prompt(40 + i, 60) for i in range(6)]
+    params = SamplingParams(max_new_tokens=60, temperature=0.0, ignore_eos=True, sampling_seed=0)
+    plain = Engine(model_config, num_device_pages=400)
+    wanted = [g.tokens for g in plain.generate(texts, params)]
+    plain.close()
+    engine = Engine(model_config, bypass_local=True, num_device_pages=60, new_token_ratio=0.0)
+    got = engine.generate(texts, params)
+    assert [g.tokens for g in got] == wanted
+    assert engine.counter("retracted_reqs") > 0
+    assert engine.counter("prefill_tokens") < 60 * (6 + engine.counter("retracted_reqs")), "nothing was found again"
+    engine.assert_nothing_left()
+    engine.close()

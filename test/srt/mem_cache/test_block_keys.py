@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from sglang.srt.mem_cache.block_keys import KEY_BYTES, NO_KEYS, BlockKeys, to_bytes
+from sglang.srt.mem_cache.block_keys import KEY_BYTES, NO_KEYS, BlockKeys, is_private, private, to_bytes
 
 KEYS = BlockKeys(b"secret", 4)
 
@@ -87,3 +87,12 @@ def test_a_block_has_at_least_one_token():
     assert len(names(tokens(3), BlockKeys(b"s", 1))) == 3
     with pytest.raises(ValueError, match="at least one token"):
         BlockKeys(b"s", 0)
+
+
+def test_a_private_namespace_has_the_names_of_the_shared_one():
+    run = tokens(12)
+    for namespace in ("", "tenant"):
+        own = private(namespace, 7)
+        assert own != private(namespace, 8) and is_private(own) and not is_private(namespace)
+        assert names(run, namespace=own) == names(run, namespace=namespace)
+    assert private("", 1) != private("tenant", 1)

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from sglang.srt.mem_cache.block_keys import BlockKeys
-from sglang.srt.mem_cache.hiradix_tree import Dropped, HiRadixTree, MatchResult, Node, PublishResult
+from sglang.srt.mem_cache.hiradix_tree import (
+    EVICTION_POLICIES,
+    Dropped,
+    HiRadixTree,
+    MatchResult,
+    Node,
+    PublishResult,
+)
 from sglang.srt.mem_cache.transfer import D2H, FETCH, H2D, Ticket, Tier
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
@@ -954,3 +961,27 @@ def test_the_least_important_goes_first():
     gone = [cached(tree.evict(DEVICE, 2)) for _ in range(6)]
     frames = [f for drops in gone for ids, _ in drops for f in ids]
     assert frames == [10, 11, 8, 9, 2, 3, 6, 7, 4, 5, 0, 1], "unused, then by priority, then the oldest"
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_what_is_retired_goes_first(policy: str):
+    tree = HiRadixTree(1, policy)
+    publish(tree, "aabb", 0, now=1)
+    node = publish(tree, "ccdd", 10, ns="gone", now=2).node
+    publish(tree, "ccddee", 20, ns="gone", now=3)
+    for _ in range(3):
+        tree.count_use(node, priority=5)
+    tree.evict(Tier.DEVICE, 0)
+    tree.retire("gone")
+    tree.retire("never there")
+    assert sorted(f for frames, _ in cached(tree.evict(Tier.DEVICE, 6)) for f in frames) == [10, 11, 12, 13, 24, 25]
+    assert list(tree.roots) == [""]
+    tree.check_invariants()
+
+
+def test_what_is_in_use_is_not_retired():
+    tree = HiRadixTree(1)
+    publish(tree, "aabb", 0)
+    tree.lock(match(tree, "aabb"), 1)
+    with pytest.raises(AssertionError, match="in use"):
+        tree.retire("")

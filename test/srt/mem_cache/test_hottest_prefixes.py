@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sglang.srt.mem_cache import hottest_prefixes
-from sglang.srt.mem_cache.block_keys import BlockKeys
+from sglang.srt.mem_cache.block_keys import BlockKeys, private
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node
 from sglang.srt.mem_cache.hottest_prefixes import HottestPrefixes, hottest
 from sglang.srt.mem_cache.transfer import D2H, Ticket, Tier
@@ -176,3 +176,11 @@ def test_a_hash_names_a_prefix_and_tells_nothing(block_keys: BlockKeys | None):
     assert not {p["hash"] for p in HottestPrefixes(world.tree, 100).table(world.now)} & set(before)
     spaces = {p["namespace"] for p in table.table(world.now)}
     assert None in spaces and len(spaces) == 2
+
+
+def test_what_only_one_request_can_use_is_no_hot_prefix():
+    world = World()
+    for i in range(2000):
+        world.request("system prompt", private("", i))
+    world.request("for all")
+    assert [text_of(node) for node in hottest(world.tree, 5)] == ["for all"]

@@ -61,7 +61,7 @@ from sglang.srt.managers.schedule_policy import (
     waits_for_load,
 )
 from sglang.srt.managers.storage_prefetch import PrefetchConfig, StoragePrefetcher
-from sglang.srt.mem_cache.block_keys import BlockKeys
+from sglang.srt.mem_cache.block_keys import BlockKeys, private
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, MatchResult, Node, Receipt
 from sglang.srt.mem_cache.transfer import (
@@ -118,7 +118,8 @@ class SchedulerConfig:
     a launch computes can be shared, at its "launch", since later ones follow it on the device, or at its
     "completion", as upstream. deferral_threshold: a request that shares more than so many tokens with what an older
     one is about to compute comes right after it, see `_after_delay_hits`; 0 turns that off. schedule_policy: "fcfs",
-    or "lpm", the longest cached prefix first."""
+    or "lpm", the longest cached prefix first. bypass_local: for experiments: a request finds nothing on the device or
+    the host but what was fetched for it, see `_add`."""
 
     page_size: int
     num_device_pages: int
@@ -139,6 +140,7 @@ class SchedulerConfig:
     write_policy: str = "write_through"
     num_layers: int = 1
     schedule_policy: str = "fcfs"
+    bypass_local: bool = False
     load_ratio: float | str = DEFAULT_LOAD_RATIO
     bubble_filling: bool = True
     load_or_recompute: bool = True
@@ -446,6 +448,9 @@ class Scheduler:
             stop_ids |= frozenset(self.config.eos_token_ids)
         max_len = min(len(prompt) + max(1, sampling.max_new_tokens), self.max_total_len)
         req = Req(msg, self._next_order, prompt, max_len, stop_ids)
+        if self.config.bypass_local:
+            # Nobody else's tokens are there; what storage has is found, by the same names as ever.
+            req.namespace = private(req.namespace, req.order)
         if msg.stream:
             req.emit_every = self.config.stream_interval
         elif not sampling.stop:
@@ -569,6 +574,8 @@ class Scheduler:
     def _end(self, req: Req, reason: FinishReason) -> None:
         del self._reqs[req.rid]
         self.transient.release(req.rid)
+        if self.config.bypass_local:
+            self.tree.retire(req.namespace)
         self._emit(req, reason)
 
     def _requeue(self, req: Req) -> None:
@@ -1280,6 +1287,12 @@ class Scheduler:
             assert max(*node.fences, node.last_use) < self.next_launch, (
                 f"{node}: waits for a launch that does not exist"
             )
+        if self.config.bypass_local:
+            alive = {r.namespace for r in self._reqs.values()}
+            assert len(alive) == len(self._reqs), "two requests share a namespace"
+            for node in self.tree.walk():
+                root = self.tree.root_of(node)
+                assert root.namespace in alive or node.last_access < 0, f"{node}: nobody can ask for it, and it stays"
         assert len({r.slot for r in active} | set(self._free_slots)) == self.config.max_running_requests
         orders = [r.order for r in self.waiting]
         assert orders == sorted(orders)

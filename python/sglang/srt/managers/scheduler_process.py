@@ -138,6 +138,7 @@ def build_config(args: ServerArgs, model: ModelConfig, group: TensorParallelGrou
         write_policy=args.hicache_write_policy,
         num_layers=model.num_layers,
         schedule_policy=args.schedule_policy,
+        bypass_local=args.hicache_bypass_local,
         load_ratio=args.load_ratio,
         bubble_filling=args.hicache_bubble_filling == "on",
         load_or_recompute=args.hicache_load_or_recompute == "on",

@@ -17,6 +17,18 @@ import numpy as np
 
 KEY_BYTES = 16
 NO_KEYS = np.empty((0, KEY_BYTES), np.uint8)
+# Between a namespace and what makes a part of it private; no namespace that a user gives contains it.
+_PRIVATE = "\0"
+
+
+def private(namespace: str, owner: int) -> str:
+    """A namespace of the owner's own, for the tiers that share by comparing tokens. Its blocks have the names that
+    they have in the namespace, so that storage is shared all the same."""
+    return f"{namespace}{_PRIVATE}{owner}"
+
+
+def is_private(namespace: str) -> bool:
+    return _PRIVATE in namespace
 
 
 class BlockKeys:
@@ -30,7 +42,8 @@ class BlockKeys:
 
     def root(self, namespace: str) -> bytes:
         """What the first block of the namespace is chained to."""
-        return hashlib.blake2b(namespace.encode(), key=self.secret, digest_size=KEY_BYTES).digest()
+        shared = namespace.partition(_PRIVATE)[0]
+        return hashlib.blake2b(shared.encode(), key=self.secret, digest_size=KEY_BYTES).digest()
 
     def chain(self, last: bytes, tokens: np.ndarray) -> np.ndarray:
         """Keys of the whole blocks in tokens (int32), of which the first follows the block with key `last`.

@@ -38,6 +38,8 @@ from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.transfer import FETCH, FRAME_TIERS, Ticket, Tier
 
 _NO_FENCE = -1
+# Of a node that nobody will ask for again.
+_RETIRED_PRIORITY = -(1 << 62)
 _TIERS = FRAME_TIERS
 # Plain integers: looking up a member of an enumeration costs as much as the rest of a line.
 _DEVICE, _HOST = int(Tier.DEVICE), int(Tier.HOST)
@@ -440,6 +442,18 @@ class HiRadixTree:
                 self._offer(node, t)
         return nodes
 
+    def retire(self, namespace: str) -> None:
+        """Nobody will ask for this namespace again: what it has goes first, whatever the policy."""
+        root = self.roots.get(namespace)
+        stack = list(root.children.values()) if root is not None else []
+        while stack:
+            node = stack.pop()
+            assert node.lock == 0, f"{node} is retired, and in use"
+            node.last_access, node.hits, node.priority = _NO_FENCE, 0, _RETIRED_PRIORITY
+            stack.extend(node.children.values())
+            for tier in _TIERS:
+                self._offer(node, tier)
+
     # -- blocks, as storage names them ------------------------------------------------------------------------------
 
     def name_blocks(self, node: Node) -> None:
@@ -484,6 +498,12 @@ class HiRadixTree:
             path.append(node)
             node = node.parent
         return path[::-1]
+
+    def root_of(self, node: Node) -> Root:
+        while node.parent is not None:
+            node = node.parent
+        assert isinstance(node, Root)
+        return node
 
     # -- shrinking ----------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang.srt.mem_cache.block_keys import BlockKeys
+from sglang.srt.mem_cache.block_keys import BlockKeys, is_private
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node, Root
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, TIER_NAMES, Tier
 
@@ -38,7 +38,8 @@ def hottest(tree: HiRadixTree, num_prefixes: int, max_looks: int = _MAX_LOOKS) -
 
     Best first from the roots: a request that uses a node uses its parent, so nothing below a node has more hits, and
     few nodes are expanded. At most max_looks nodes are looked at, and the oldest _MAX_CHILDREN children of each: what
-    lies behind is left out, and a node that could not be expanded ends its prefix.
+    lies behind is left out, and a node that could not be expanded ends its prefix. What only one request can ever
+    use is none: private namespaces are left out.
     """
     # (-hits, order of arrival, node, hits at the top of its chain)
     queue: list[tuple[int, int, Node, int]] = []
@@ -50,7 +51,8 @@ def hottest(tree: HiRadixTree, num_prefixes: int, max_looks: int = _MAX_LOOKS) -
     def put(node: Node, top: int) -> None:
         heapq.heappush(queue, (-node.hits, looks, node, top))
 
-    for root in islice(tree.roots.values(), _MAX_CHILDREN):
+    shared = (root for name, root in tree.roots.items() if not is_private(name))
+    for root in islice(shared, _MAX_CHILDREN):
         for child in islice(root.children.values(), max(0, min(_MAX_CHILDREN, max_looks - looks))):
             looks += 1
             put(child, child.hits)
