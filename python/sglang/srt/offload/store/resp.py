@@ -1,0 +1,452 @@
+"""`RespConnection`: one connection to a server that speaks the Redis protocol (RESP2), for one thread.
+
+Owns its socket and what is in flight on it. A value's bytes go from the socket into the caller's buffer and from the
+caller's buffers into the socket, and nowhere in between. Knows no keys, blocks or clusters.
+
+Each operation (one call of a method) ends within `timeout_s`, however slowly the server drips its bytes. What can
+happen, all of it a `StoreFailure`:
+
+    StoreTimeout, StoreLost, StoreRefused   the connection is closed, and with it all that was in flight
+    ErrorReply, ValueTooLarge               an answer; the connection goes on
+
+The next use connects again. If that fails too, the uses of the next moments fail at once (at first BACKOFF_S, then
+twice as long, up to MAX_BACKOFF_S), so nobody waits for a store that is away, and none sleeps here.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from sglang.srt.offload.store.address import Endpoint, StoreAddress
+
+Arg: TypeAlias = bytes | str | int
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Reply: TypeAlias = "bytes | int | list[Reply] | ErrorReply | None"
+
+BACKOFF_S = 0.1
+MAX_BACKOFF_S = 5.0
+# What Redis itself allows, for a value.
+MAX_VALUE_BYTES = 512 << 20
+# Of replies that are kept as Python objects: lists of keys and texts, no values.
+_MAX_REPLY_BYTES = 64 << 20
+_MAX_ELEMENTS = 1 << 20
+_MAX_DEPTH = 8
+_BUFFER_BYTES = 64 << 10
+# What is read at once where a value is expected, to find its length: what is more than that is copied.
+_HEADER_BYTES = 32
+# Buffers per sendmsg; Linux takes 1,024.
+_MAX_BUFFERS = 512
+# Zero would mean no limit.
+_MIN_TIMEOUT_S = 0.001
+# First words of the replies that waiting does not mend.
+_REFUSALS = ("NOAUTH", "WRONGPASS", "NOPERM", "DENIED")
+
+
+class StoreFailure(Exception):
+    """A store did not do what was asked."""
+
+
+class StoreTimeout(StoreFailure):
+    """It did not answer, or not all, within timeout_s."""
+
+
+class StoreLost(StoreFailure):
+    """It is not there, hung up, or speaks another protocol."""
+
+
+class StoreRefused(StoreFailure):
+    """It does not want us; the message says what to change."""
+
+
+class ErrorReply(StoreFailure):
+    """It answered with an error. code: the reply's first word, as in `OOM command not allowed …`."""
+
+    @property
+    def code(self) -> str:
+        return str(self).partition(" ")[0]
+
+
+class ValueTooLarge(StoreFailure):
+    """A value is larger than the buffer for it. Nothing of it was written there, and the connection goes on."""
+
+
+class RespConnection:
+    """timeout_s: of each operation. name: what `CLIENT LIST` shows. clock: seconds, for the time between attempts.
+
+    Several `send…` may be followed by as many `receive…`, in order. Not for two threads at a time.
+    """
+
+    def __init__(
+        self,
+        address: StoreAddress,
+        timeout_s: float,
+        endpoint: Endpoint | None = None,
+        name: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        assert timeout_s > 0
+        self.endpoint = endpoint or address.endpoints[0]
+        self.timeout_s = timeout_s
+        # Replies that have not been received yet.
+        self.pending = 0
+        self._address = address
+        self._name = name
+        self._clock = clock
+        self._socket: socket.socket | None = None
+        # Bytes start to end of it were read and not used.
+        self._bytes = bytearray(_BUFFER_BYTES)
+        self._buffer = memoryview(self._bytes)
+        self._start = self._end = 0
+        self._crlf = memoryview(bytearray(2))
+        # Since the last reply.
+        self._failures = 0
+        self._last_failure = ""
+        self._not_before = -float("inf")
+
+    # -- commands ---------------------------------------------------------------------------------------------------
+
+    def call(self, *args: Arg) -> Reply:
+        """Raises ErrorReply, too."""
+        reply = self.pipeline([args])[0]
+        if isinstance(reply, ErrorReply):
+            raise reply
+        return reply
+
+    def pipeline(self, commands: Sequence[Sequence[Arg]]) -> list[Reply]:
+        """One round trip; an ErrorReply stands in its command's place. Large values belong to the methods below."""
+        assert not self.pending
+        with self._operation() as deadline:
+            self._send_commands(commands, deadline)
+            return [self._receive(deadline) for _ in commands]
+
+    def send(self, commands: Sequence[Sequence[Arg]]) -> None:
+        with self._operation() as deadline:
+            self._send_commands(commands, deadline)
+
+    def receive(self) -> Reply:
+        """The next reply; an ErrorReply is returned."""
+        assert self.pending
+        with self._operation() as deadline:
+            return self._receive(deadline)
+
+    # -- values -----------------------------------------------------------------------------------------------------
+
+    def send_get(self, key: bytes) -> None:
+        self.send([(b"GET", key)])
+
+    def receive_into(self, buffer: memoryview) -> int | None:
+        """The value that a send_get asked for: its bytes, at the start of buffer. None: it is not there.
+
+        buffer: contiguous bytes, writable; written up to the value's length, or anything if this fails.
+        Raises ErrorReply and ValueTooLarge, too.
+        """
+        assert self.pending
+        with self._operation() as deadline:
+            line = self._line(deadline, _HEADER_BYTES)
+            if line[:1] == b"-":
+                self._answered()
+                raise ErrorReply(line[1:].decode("utf-8", "replace"))
+            if line[:1] != b"$":
+                raise StoreLost(f"{self.endpoint} answered {bytes(line[:20])!r} where a value should be")
+            size = self._length(line, MAX_VALUE_BYTES)
+            if size is None:
+                self._answered()
+                return None
+            if size > len(buffer):
+                self._skip(size, deadline)
+                self._answered()
+                raise ValueTooLarge(
+                    f"a value of {self.endpoint} has {size} bytes, {len(buffer)} are expected at most"
+                )
+            self._read_bulk(buffer[:size], deadline)
+            self._answered()
+            return size
+
+    def send_set(self, key: bytes, parts: Sequence[Buffer], ttl_s: int = 0) -> None:
+        """parts: the value's pieces, which are sent as they lie; they may change when this returns."""
+        views = [memoryview(part).cast("B") for part in parts]
+        size = sum(map(len, views))
+        tail = (b"PX", ttl_s * 1000) if ttl_s else ()
+        head = b"*%d\r\n%b$%d\r\n" % (3 + len(tail), encode_args((b"SET", key)), size)
+        with self._operation() as deadline:
+            self._connect_if_needed(deadline)
+            self.pending += 1
+            self._send_all([memoryview(head), *views, memoryview(b"\r\n" + encode_args(tail))], deadline)
+
+    def set(self, key: bytes, parts: Sequence[Buffer], ttl_s: int = 0) -> None:
+        """Raises ErrorReply, too."""
+        self.send_set(key, parts, ttl_s)
+        reply = self.receive()
+        if isinstance(reply, ErrorReply):
+            raise reply
+
+    def close(self) -> None:
+        """Forget what is in flight. The next use connects again."""
+        self.pending = 0
+        self._start = self._end = 0
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    # -- connecting -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _operation(self) -> Iterator[float]:
+        """Gives the deadline. Whatever leaves the stream of replies at an unknown place closes the connection."""
+        if self._socket is None and (wait_s := self._not_before - self._clock()) > 0:
+            raise StoreLost(f"{self._last_failure} (the next attempt is in {wait_s:.1f} s)")
+        try:
+            yield time.monotonic() + self.timeout_s
+        except (ErrorReply, ValueTooLarge):
+            raise
+        except StoreFailure as error:
+            self._failed(error)
+            raise
+        except OSError as error:
+            failure = StoreLost(f"{self.endpoint}: {error.strerror or error}")
+            self._failed(failure)
+            raise failure from None
+        except BaseException:
+            self.close()
+            raise
+
+    def _failed(self, error: StoreFailure) -> None:
+        self.close()
+        self._failures += 1
+        self._last_failure = str(error)
+        # A server that was started anew is there at once: the first attempt does not wait.
+        if self._failures > 1:
+            wait_s = min(BACKOFF_S * 2.0 ** min(self._failures - 2, 30), MAX_BACKOFF_S)
+            self._not_before = self._clock() + wait_s
+
+    def _answered(self) -> None:
+        self.pending -= 1
+        self._failures = 0
+
+    def _connect_if_needed(self, deadline: float) -> None:
+        if self._socket is not None:
+            return
+        self._socket = self._open(deadline)
+        hello: list[tuple[Arg, ...]] = [(b"PING",)]
+        if self._address.db:
+            hello.insert(0, (b"SELECT", self._address.db))
+        if self._name:
+            hello.insert(0, (b"CLIENT", b"SETNAME", self._name))
+        if self._address.password:
+            user = (self._address.user,) if self._address.user else ()
+            hello.insert(0, (b"AUTH", *user, self._address.password))
+        self._send_all([memoryview(b"".join(map(encode, hello)))], deadline)
+        for command in hello:
+            reply = self._parse(deadline, 0, [0])
+            if isinstance(reply, ErrorReply) and command[0] != b"CLIENT":
+                raise self._refusal(command[0], reply)
+            if command[0] == b"PING" and reply != b"PONG":
+                raise StoreLost(f"{self.endpoint} answers PING with {reply!r:.40}: it is no Redis server")
+
+    def _open(self, deadline: float) -> socket.socket:
+        """A socket that is connected, and blocking from here on."""
+        failure: Exception | None = None
+        for family, target in self._targets():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            connection = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                connection.settimeout(left_s)
+                connection.connect(target)
+                connection.settimeout(None)
+                if family != socket.AF_UNIX:
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return connection
+            except OSError as error:
+                connection.close()
+                failure = error
+        if failure is None or isinstance(failure, TimeoutError):
+            raise StoreTimeout(f"{self.endpoint} did not take a connection within {self.timeout_s:g} s")
+        raise failure
+
+    def _targets(self) -> list[tuple[socket.AddressFamily, tuple | str]]:
+        if self.endpoint.path:
+            return [(socket.AF_UNIX, self.endpoint.path)]
+        found = socket.getaddrinfo(self.endpoint.host, self.endpoint.port, type=socket.SOCK_STREAM)
+        return [(family, target) for family, _, _, _, target in found]
+
+    def _refusal(self, command: Arg, reply: ErrorReply) -> StoreFailure:
+        # A server that does not know AUTH quotes its arguments.
+        text = str(reply).replace(self._address.password, "***") if self._address.password else str(reply)
+        if reply.code == "NOAUTH":
+            return StoreRefused(f"{self.endpoint} wants a password: put it into the store's URL, as :password@host")
+        if command == b"AUTH":
+            return StoreRefused(
+                f"{self.endpoint} does not accept the user and password of the store's URL ({text}): correct them, "
+                "or leave them out if it has none"
+            )
+        if command == b"SELECT":
+            return StoreRefused(f"{self.endpoint} does not have database {self._address.db} ({text}): leave it out")
+        if reply.code in _REFUSALS:
+            return StoreRefused(f"{self.endpoint} refuses this client ({text}): allow it in the server's settings")
+        return StoreLost(f"{self.endpoint} is not ready: {text}")
+
+    # -- bytes out --------------------------------------------------------------------------------------------------
+
+    def _send_commands(self, commands: Sequence[Sequence[Arg]], deadline: float) -> None:
+        self._connect_if_needed(deadline)
+        self.pending += len(commands)
+        self._send_all([memoryview(b"".join(map(encode, commands)))], deadline)
+
+    def _send_all(self, views: list[memoryview], deadline: float) -> None:
+        connection = self._socket
+        assert connection is not None
+        views = [view for view in views if len(view)]
+        first = 0
+        while first < len(views):
+            try:
+                sent = connection.sendmsg(views[first : first + _MAX_BUFFERS], (), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._wait_for_room(connection, deadline)
+                continue
+            while first < len(views) and sent >= len(views[first]):
+                sent -= len(views[first])
+                first += 1
+            if sent:
+                views[first] = views[first][sent:]
+
+    def _wait_for_room(self, connection: socket.socket, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(connection, select.POLLOUT)
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or not poll.poll(max(1, left_s * 1000)):
+            raise self._timeout()
+
+    # -- bytes in ---------------------------------------------------------------------------------------------------
+
+    def _receive(self, deadline: float) -> Reply:
+        reply = self._parse(deadline, 0, [0])
+        self._answered()
+        return reply
+
+    def _parse(self, deadline: float, depth: int, used: list[int]) -> Reply:
+        """One reply. used: its bytes and elements so far, so that one reply cannot take all memory."""
+        line = self._line(deadline, _BUFFER_BYTES)
+        kind, text = line[:1], line[1:]
+        used[0] += len(line)
+        if used[0] > _MAX_REPLY_BYTES:
+            raise StoreLost(f"{self.endpoint} sends a reply of more than {_MAX_REPLY_BYTES} bytes")
+        if kind == b"+":
+            return bytes(text)
+        if kind == b"-":
+            return ErrorReply(text.decode("utf-8", "replace"))
+        if kind == b":":
+            return self._integer(text)
+        if kind == b"$":
+            size = self._length(line, _MAX_REPLY_BYTES - used[0])
+            if size is None:
+                return None
+            used[0] += size
+            value = bytearray(size)
+            self._read_bulk(memoryview(value), deadline)
+            return bytes(value)
+        if kind == b"*":
+            count = self._length(line, _MAX_ELEMENTS)
+            if count is None:
+                return None
+            if depth == _MAX_DEPTH:
+                raise StoreLost(f"{self.endpoint} sends lists within lists, {_MAX_DEPTH} deep")
+            return [self._parse(deadline, depth + 1, used) for _ in range(count)]
+        raise StoreLost(f"{self.endpoint} speaks another protocol: it sent {bytes(line[:20])!r}")
+
+    def _line(self, deadline: float, read_bytes: int) -> bytearray:
+        """Up to the next CRLF. read_bytes: how much to read at once if nothing is here."""
+        while True:
+            start, size = self._start, self._end - self._start
+            end = self._bytes.find(b"\r\n", start, self._end)
+            if end > start:
+                self._start = end + 2
+                return self._bytes[start:end]
+            if end == start or size == _BUFFER_BYTES:
+                raise StoreLost(f"{self.endpoint} speaks another protocol: it sent {self._sample()!r}")
+            # What is left of a line goes to the front.
+            self._bytes[:size] = self._bytes[start : self._end]
+            self._start, self._end = 0, size
+            self._end += self._recv([self._buffer[size : size + read_bytes]], deadline)
+
+    def _sample(self) -> bytes:
+        return bytes(self._buffer[self._start : self._end][:20])
+
+    def _integer(self, text: bytearray) -> int:
+        digits = text[1:] if text[:1] == b"-" else text
+        if not digits.isdigit() or len(digits) > 19:
+            raise StoreLost(f"{self.endpoint} speaks another protocol: it sent {bytes(text[:20])!r} as a number")
+        return int(text)
+
+    def _length(self, line: bytearray, limit: int) -> int | None:
+        size = self._integer(line[1:])
+        if size == -1:
+            return None
+        if not 0 <= size <= limit:
+            raise StoreLost(f"{self.endpoint} announces {size} bytes or elements, outside of 0 to {limit}")
+        return size
+
+    def _read_bulk(self, out: memoryview, deadline: float) -> None:
+        """Fill out, and read the CRLF behind it."""
+        here = min(len(out), self._end - self._start)
+        out[:here] = self._buffer[self._start : self._start + here]
+        self._start += here
+        crlf = min(2, self._end - self._start) if here == len(out) else 0
+        self._crlf[:crlf] = self._buffer[self._start : self._start + crlf]
+        self._start += crlf
+        rest, ending = out[here:], self._crlf[crlf:]
+        while len(rest) or len(ending):
+            count = self._recv([rest, ending], deadline, socket.MSG_WAITALL)
+            in_rest = min(count, len(rest))
+            rest, ending = rest[in_rest:], ending[count - in_rest :]
+        if self._crlf != b"\r\n":
+            raise StoreLost(f"{self.endpoint} sent a value that is longer than it said")
+
+    def _skip(self, size: int, deadline: float) -> None:
+        scratch = memoryview(bytearray(min(size, 1 << 20)))
+        here = min(size, self._end - self._start)
+        self._start += here
+        size -= here
+        while size > len(scratch):
+            size -= self._recv([scratch], deadline, socket.MSG_WAITALL)
+        self._read_bulk(scratch[:size], deadline)
+
+    def _recv(self, buffers: list[memoryview], deadline: float, flags: int = 0) -> int:
+        assert self._socket is not None
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise self._timeout()
+        # The kernel counts this down over the whole call, also where MSG_WAITALL waits several times: a value comes
+        # in one call, and ends in time.
+        left_s = max(left_s, _MIN_TIMEOUT_S)
+        limit = struct.pack("@ll", int(left_s), int(left_s % 1 * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        try:
+            count = self._socket.recvmsg_into(buffers, 0, flags)[0]
+        except BlockingIOError:
+            raise self._timeout() from None
+        if not count:
+            raise StoreLost(f"{self.endpoint} closed the connection")
+        return count
+
+    def _timeout(self) -> StoreTimeout:
+        return StoreTimeout(f"{self.endpoint} did not answer in full within {self.timeout_s:g} s")
+
+
+def encode(args: Sequence[Arg]) -> bytes:
+    return b"*%d\r\n%b" % (len(args), encode_args(args))
+
+
+def encode_args(args: Sequence[Arg]) -> bytes:
+    out = []
+    for arg in args:
+        raw = arg if isinstance(arg, bytes) else str(arg).encode()
+        out.append(b"$%d\r\n%b\r\n" % (len(raw), raw))
+    return b"".join(out)

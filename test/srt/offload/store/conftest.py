@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from store_servers import FakeConnection, FakeServer, RedisServer
+
+
+@pytest.fixture(scope="session")
+def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def redis(shared_redis: RedisServer) -> RedisServer:
+    """One for all tests of a process, and empty."""
+    shared_redis.connection().call("FLUSHALL")
+    return shared_redis
+
+
+@pytest.fixture
+def start_redis(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
+    """A server of one's own, to be hurt."""
+    started: list[RedisServer] = []
+
+    def start(**options: str) -> RedisServer:
+        started.append(RedisServer(tmp_path, **options))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.kill()
+
+
+@pytest.fixture
+def fake() -> Iterator[Callable[[Callable[[FakeConnection], None]], FakeServer]]:
+    started: list[FakeServer] = []
+
+    def start(serve: Callable[[FakeConnection], None]) -> FakeServer:
+        started.append(FakeServer(serve))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()

@@ -1,0 +1,193 @@
+"""Servers for the tests of the store: real ones with any options, and threads that answer as a test says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from sglang.srt.offload.store.address import StoreAddress
+from sglang.srt.offload.store.embedded import server_binary, spawn
+from sglang.srt.offload.store.resp import RespConnection, StoreFailure
+
+PONG = b"+PONG\r\n"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class RedisServer:
+    """Listens on TCP (127.0.0.1) and on a Unix socket; keeps its port and options over a restart."""
+
+    def __init__(self, folder: Path, password: str = "", **options: str) -> None:
+        self.port = free_port()
+        self.socket = folder / f"{self.port}.sock"
+        self.password = password
+        self.options = {
+            "port": str(self.port),
+            "bind": "127.0.0.1",
+            "unixsocket": str(self.socket),
+            "dir": str(folder),
+            "save": "",
+            "appendonly": "no",
+            "logfile": str(folder / f"{self.port}.log"),
+            **({"requirepass": password} if password else {}),
+            **{name.replace("_", "-"): value for name, value in options.items()},
+        }
+        self.process: subprocess.Popen[bytes]
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"redis://{f':{self.password}@' if self.password else ''}127.0.0.1:{self.port}"
+
+    @property
+    def address(self) -> StoreAddress:
+        return StoreAddress.parse(self.url)
+
+    @property
+    def unix_address(self) -> StoreAddress:
+        return StoreAddress.parse(f"unix://{f':{self.password}@' if self.password else ''}{self.socket}")
+
+    def start(self) -> None:
+        self.process = spawn(server_binary(), self.options)
+        give_up = time.monotonic() + 10
+        while True:
+            try:
+                self.connection().call("PING")
+                return
+            except StoreFailure:
+                assert time.monotonic() < give_up and self.process.poll() is None
+                time.sleep(0.005)
+
+    def connection(self, timeout_s: float = 5.0) -> RespConnection:
+        return RespConnection(self.address, timeout_s)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def pause(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
+
+
+class FakeServer:
+    """Takes connections one after the other; each is answered by `serve(connection)` on one thread of its own.
+
+    requests: what all of them sent.
+    """
+
+    def __init__(self, serve: Callable[[FakeConnection], None]) -> None:
+        self._serve = serve
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = StoreAddress.parse(f"redis://127.0.0.1:{self._listener.getsockname()[1]}")
+        self.requests: list[list[bytes]] = []
+        self.num_connections = 0
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                accepted, _ = self._listener.accept()
+            except OSError:
+                return
+            self.num_connections += 1
+            threading.Thread(target=self._answer, args=(accepted,), daemon=True).start()
+
+    def _answer(self, accepted: socket.socket) -> None:
+        with accepted:
+            try:
+                self._serve(FakeConnection(self, accepted, self._closed))
+            except OSError:
+                pass
+
+    def close(self) -> None:
+        self._closed.set()
+        self._listener.close()
+
+
+class FakeConnection:
+    def __init__(self, server: FakeServer, accepted: socket.socket, closed: threading.Event) -> None:
+        self._server = server
+        self._file = accepted.makefile("rb")
+        self._closed = closed
+        self.socket = accepted
+
+    def read(self) -> list[bytes]:
+        """The next command; OSError if there is none."""
+        head = self._file.readline()
+        if not head:
+            raise OSError
+        command = []
+        for _ in range(int(head[1:])):
+            size = int(self._file.readline()[1:])
+            command.append(self._file.read(size + 2)[:-2])
+        self._server.requests.append(command)
+        return command
+
+    def send(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def handshake(self) -> None:
+        while self.read()[0] != b"PING":
+            self.send(b"+OK\r\n")
+        self.send(PONG)
+
+    def drip(self, data: bytes, pause_s: float) -> None:
+        for byte in data:
+            self.send(bytes([byte]))
+            if self._closed.wait(pause_s):
+                return
+
+    def hold(self) -> None:
+        """Say nothing until the test ends, or the client leaves."""
+        while not self._closed.wait(0.01):
+            self.read()
+
+
+def answering(reply: bytes) -> Callable[[FakeConnection], None]:
+    """A server that sends `reply` to each command after the handshake."""
+
+    def serve(connection: FakeConnection) -> None:
+        connection.handshake()
+        while connection.read():
+            connection.send(reply)
+
+    return serve
+
+
+def single(answer: Callable[[FakeConnection, list[bytes]], None]) -> Callable[[FakeConnection], None]:
+    """A server that is no cluster; answer(connection, command) answers what is neither PING nor CLUSTER."""
+
+    def serve(connection: FakeConnection) -> None:
+        while command := connection.read():
+            if command[0] == b"PING":
+                connection.send(PONG)
+            elif command[0] == b"CLIENT":
+                connection.send(b"+OK\r\n")
+            elif command[0] == b"CLUSTER":
+                connection.send(b"-ERR This instance has cluster support disabled\r\n")
+            else:
+                answer(connection, command)
+
+    return serve
