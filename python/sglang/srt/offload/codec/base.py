@@ -1,0 +1,166 @@
+"""`Codec`: what the pipeline of the remote tier knows of a codec, and `PieceCodec`, what all of them share.
+
+A piece is written by one call, `encode`, and read in two, since the pipeline runs them as two stages, on different
+threads for different pieces:
+
+    stored ── parse ──► header ── decompress ──► mid ── dequantize ──► out
+              checks, checksum     lossless       the caller's slot     the caller's slot
+
+No codec holds state that calls share, so any thread may call anything. Who reads never trusts what is stored: a
+piece that is not exactly as expected raises `CodecError`, and nothing outside of mid and out is written, ever.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+import numpy as np
+import xxhash
+
+from sglang.srt.offload.codec.header import HEADER_BYTES, CodecError, PieceHeader, parse_header, write_header
+from sglang.srt.offload.codec.layout import BlockLayout
+
+
+class Codec(Protocol):
+    """All buffers are (n,) uint8, contiguous, at any address.
+
+    name: as in settings. lossy: whether what is read may differ from what was written. spec: name, version and all
+    settings; part of the namespace of stored objects, as pieces of another spec cannot be read.
+    """
+
+    name: ClassVar[str]
+    lossy: ClassVar[bool]
+    layout: BlockLayout
+
+    @property
+    def spec(self) -> str: ...
+
+    def max_stored_bytes(self, raw_bytes: int) -> int:
+        """The most that `encode` writes for a piece of raw_bytes, header included."""
+        ...
+
+    def mid_bytes(self, raw_bytes: int) -> int:
+        """The size of the slot between `decompress` and `dequantize`."""
+        ...
+
+    def encode(self, raw: np.ndarray, piece: int, key: bytes, out: np.ndarray) -> int:
+        """Write piece `piece` of the block `key` (16 bytes) to out, (>= max_stored_bytes,). Returns how many bytes,
+        header included. raw: the piece's bytes, as many as the layout says."""
+        ...
+
+    def parse(self, stored: np.ndarray, piece: int, key: bytes) -> PieceHeader:
+        """Check a stored piece, checksum included, and return its header. CodecError if it is not piece `piece` of
+        block `key`, whole, written with this codec, these settings and this layout."""
+        ...
+
+    def decompress(self, stored: np.ndarray, header: PieceHeader, mid: np.ndarray) -> None:
+        """The lossless stage, into mid, (>= mid_bytes,). Without the GIL. CodecError on a bad payload."""
+        ...
+
+    def dequantize(self, stored: np.ndarray, header: PieceHeader, mid: np.ndarray, out: np.ndarray) -> None:
+        """From mid, and stored where a part was kept as it is, to out, (raw_bytes,). Without the GIL."""
+        ...
+
+
+class PieceCodec:
+    """A codec but for its two stages: header, checks, and pieces that do not compress.
+
+    A subclass gives codec_id, `_settings` and the three functions below; they see payloads of pieces that are not
+    STORED, and sizes that have been checked.
+    """
+
+    name: ClassVar[str]
+    codec_id: ClassVar[int]
+    lossy: ClassVar[bool] = False
+    version: ClassVar[int] = 1
+
+    def __init__(self, layout: BlockLayout) -> None:
+        self.layout = layout
+        self._fingerprint = xxhash.xxh3_64_intdigest(f"{self.spec}\n{layout.spec}".encode())
+
+    @property
+    def spec(self) -> str:
+        return " ".join([f"{self.name}-v{self.version}", *(f"{k}={v}" for k, v in self._settings().items())])
+
+    def max_stored_bytes(self, raw_bytes: int) -> int:
+        return HEADER_BYTES + raw_bytes
+
+    def mid_bytes(self, raw_bytes: int) -> int:
+        return 0
+
+    def encode(self, raw: np.ndarray, piece: int, key: bytes, out: np.ndarray) -> int:
+        raw_bytes = self.layout.raw_bytes(piece)
+        assert raw.shape == (raw_bytes,) and raw.dtype == np.uint8, f"piece {piece} has {raw_bytes} bytes"
+        assert len(out) >= self.max_stored_bytes(raw_bytes), f"{len(out)} bytes do not hold piece {piece}"
+        payload_bytes = self._compress(raw, piece, out[HEADER_BYTES : HEADER_BYTES + raw_bytes])
+        stored = payload_bytes is None
+        if payload_bytes is None:
+            payload_bytes = raw_bytes
+            np.copyto(out[HEADER_BYTES : HEADER_BYTES + raw_bytes], raw)
+        mid_bytes = 0 if stored else self.mid_bytes(raw_bytes)
+        header = PieceHeader(
+            self.codec_id, stored, piece, key, raw_bytes, mid_bytes, payload_bytes, self._fingerprint
+        )
+        write_header(header, out[: HEADER_BYTES + payload_bytes])
+        return HEADER_BYTES + payload_bytes
+
+    def parse(self, stored: np.ndarray, piece: int, key: bytes) -> PieceHeader:
+        raw_bytes = self.layout.raw_bytes(piece)
+        return parse_header(
+            stored,
+            codec_id=self.codec_id,
+            fingerprint=self._fingerprint,
+            piece=piece,
+            key=key,
+            raw_bytes=raw_bytes,
+            mid_bytes=self.mid_bytes(raw_bytes),
+        )
+
+    def decompress(self, stored: np.ndarray, header: PieceHeader, mid: np.ndarray) -> None:
+        if not header.stored:
+            self._decompress(self._payload(stored, header), header, mid[: self._checked_mid(header, mid)])
+
+    def dequantize(self, stored: np.ndarray, header: PieceHeader, mid: np.ndarray, out: np.ndarray) -> None:
+        assert out.shape == (header.raw_bytes,), f"out has {out.shape}, the piece {header.raw_bytes} bytes"
+        payload = self._payload(stored, header)
+        if header.stored:
+            np.copyto(out, payload)
+        else:
+            self._dequantize(payload, header, mid[: self._checked_mid(header, mid)], out)
+
+    def _payload(self, stored: np.ndarray, header: PieceHeader) -> np.ndarray:
+        assert len(stored) == HEADER_BYTES + header.payload_bytes, "not the piece that the header was parsed from"
+        return stored[HEADER_BYTES:]
+
+    def _checked_mid(self, header: PieceHeader, mid: np.ndarray) -> int:
+        assert len(mid) >= header.mid_bytes, f"a slot of {len(mid)} bytes, the piece needs {header.mid_bytes}"
+        return header.mid_bytes
+
+    def _settings(self) -> dict[str, object]:
+        return {}
+
+    def _compress(self, raw: np.ndarray, piece: int, payload: np.ndarray) -> int | None:
+        """Write to payload, (raw_bytes,). Returns how many bytes, less than raw_bytes; None if that cannot be."""
+        raise NotImplementedError
+
+    def _decompress(self, payload: np.ndarray, header: PieceHeader, mid: np.ndarray) -> None:
+        raise NotImplementedError
+
+    def _dequantize(self, payload: np.ndarray, header: PieceHeader, mid: np.ndarray, out: np.ndarray) -> None:
+        raise NotImplementedError
+
+
+class RawCodec(PieceCodec):
+    """Every piece as it is, with header and checksum: the baseline."""
+
+    name = "raw"
+    codec_id = 1
+
+    def _compress(self, raw: np.ndarray, piece: int, payload: np.ndarray) -> int | None:
+        return None
+
+    def _decompress(self, payload: np.ndarray, header: PieceHeader, mid: np.ndarray) -> None:
+        raise CodecError("a raw piece is always STORED")
+
+    def _dequantize(self, payload: np.ndarray, header: PieceHeader, mid: np.ndarray, out: np.ndarray) -> None:
+        raise CodecError("a raw piece is always STORED")

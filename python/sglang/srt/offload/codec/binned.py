@@ -1,0 +1,117 @@
+"""Binned: every vector scaled by its largest magnitude into a few integers, then raw Deflate (ShadowServe 5).
+
+Lossy: half of a bin at most, |x - x'| <= scale / 2 with scale = max|x| / half and half = (bins - 1) // 2, and the
+rounding of the result to the KV's dtype. Zeros stay zeros.
+
+    mid       scales, n float32 | codes, n * head_dim int8
+    payload   mid, coded
+
+A piece in which a vector holds an infinity, a NaN or a magnitude above 2**126 is STORED, and so comes back exactly:
+it is a sign that something is wrong in the engine, and no place to hide it.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+
+from sgl_kernel import kvcodec
+from sglang.srt.offload.codec.base import PieceCodec
+from sglang.srt.offload.codec.entropy import Deflate, EntropyCoder
+from sglang.srt.offload.codec.header import CodecError, PieceHeader
+from sglang.srt.offload.codec.layout import BlockLayout
+
+SCALE_BYTES = 4
+MIN_BINS, MAX_BINS = 3, 255
+# Pieces are the same in all blocks, but a block of a large model has hundreds.
+_REMEMBERED_PIECES = 1024
+
+# bins, or runs of (number of layers, bins) from the first layer on; None layers: all that are left.
+Bins = int | list[tuple[int | None, int]]
+
+
+class BinnedCodec(PieceCodec):
+    name = "binned"
+    codec_id = 3
+    lossy = True
+
+    def __init__(
+        self, layout: BlockLayout, k_bins: Bins = 255, v_bins: Bins = 255, coder: EntropyCoder | None = None
+    ) -> None:
+        self._coder = coder or Deflate()
+        self._bins = np.stack([bins_per_layer(bins, layout.num_layers) for bins in (k_bins, v_bins)])
+        # (2, num_layers) uint8: the largest code of K and V.
+        self._half = ((self._bins - 1) // 2).astype(np.uint8)
+        self._half_of_piece = lru_cache(_REMEMBERED_PIECES)(self._half_of_vectors)
+        super().__init__(layout)
+
+    def mid_bytes(self, raw_bytes: int) -> int:
+        return raw_bytes // self.layout.vector_bytes * (SCALE_BYTES + self.layout.head_dim)
+
+    def _settings(self) -> dict[str, object]:
+        k, v = (_runs(bins) for bins in self._bins)
+        return {"k": k, "v": v, "coder": self._coder.name, "level": self._coder.level}
+
+    def _compress(self, raw: np.ndarray, piece: int, payload: np.ndarray) -> int | None:
+        mid = np.empty(self.mid_bytes(len(raw)), np.uint8)
+        scales, codes = self._parts(mid)
+        half = self._half_of_piece(piece)
+        if not kvcodec.bin_vectors(raw, self.layout.dtype, self.layout.head_dim, half, scales, codes):
+            return None
+        coded = self._coder.compress(mid)
+        if len(coded) >= len(raw):
+            return None
+        payload[: len(coded)] = np.frombuffer(coded, np.uint8)
+        return len(coded)
+
+    def _decompress(self, payload: np.ndarray, header: PieceHeader, mid: np.ndarray) -> None:
+        self._coder.decompress_into(payload, mid)
+
+    def _dequantize(self, payload: np.ndarray, header: PieceHeader, mid: np.ndarray, out: np.ndarray) -> None:
+        scales, codes = self._parts(mid)
+        values = scales.view(np.float32)
+        # NaN fails both comparisons.
+        if len(values) and not (values.min() >= 0 and values.max() <= kvcodec.LARGEST):
+            raise CodecError("a scale is negative, infinite or not a number")
+        kvcodec.unbin_vectors(scales, codes, self.layout.dtype, self.layout.head_dim, out)
+
+    def _parts(self, mid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        num_vectors = len(mid) // (SCALE_BYTES + self.layout.head_dim)
+        return mid[: SCALE_BYTES * num_vectors], mid[SCALE_BYTES * num_vectors :].view(np.int8)
+
+    def _half_of_vectors(self, piece: int) -> np.ndarray:
+        is_value, layer = self.layout.vectors(*self.layout.piece(piece))
+        half = self._half[is_value.astype(np.intp), layer]
+        half.flags.writeable = False
+        return half
+
+
+def bins_per_layer(bins: Bins, num_layers: int) -> np.ndarray:
+    """(num_layers,) int64. ValueError if the runs do not make up all layers."""
+    if isinstance(bins, int):
+        bins = [(None, bins)]
+    found: list[int] = []
+    for count, value in bins:
+        if not MIN_BINS <= value <= MAX_BINS:
+            raise ValueError(f"{value} bins: use {MIN_BINS} to {MAX_BINS}")
+        found += [value] * (num_layers - len(found) if count is None else count)
+    if len(found) != num_layers:
+        raise ValueError(
+            f"bins for {len(found)} layers, the model has {num_layers}: give runs of [number of layers, bins], the "
+            "last with null layers for all that are left"
+        )
+    return np.asarray(found, np.int64)
+
+
+def cachegen_bins(num_layers: int) -> tuple[Bins, Bins]:
+    """CacheGen's for K and V: 32 bins in the first 10 of 32 layers of K and the first 2 of 32 of V, else 16."""
+    return tuple([(math.ceil(num_layers * first / 32), 32), (None, 16)] for first in (10, 2))  # type: ignore[return-value]
+
+
+def _runs(bins: np.ndarray) -> str:
+    """ "10x32,22x16" for ten layers of 32 bins and 22 of 16."""
+    starts = np.flatnonzero(np.diff(bins, prepend=-1))
+    lengths = np.diff(starts, append=len(bins))
+    return ",".join(f"{n}x{bins[at]}" for at, n in zip(starts.tolist(), lengths.tolist()))

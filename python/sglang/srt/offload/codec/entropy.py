@@ -1,0 +1,105 @@
+"""Entropy coders: bytes to fewer bytes, and back into a caller's buffer.
+
+Decoding writes at most the buffer, lets go of the GIL, and ends in `CodecError` unless the stream is valid, whole and
+exactly as long as the buffer. The libraries' objects are not safe to share, so each thread has its own.
+
+level 0 means *entropy only*: no search for repeated strings. KV has none, and a coder that finds some by chance codes
+worse (docs/experiments.md). Levels from 1 on are the library's.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from typing import ClassVar, Protocol
+
+import numpy as np
+import zstandard
+from isal import igzip_lib
+
+from sglang.srt.offload.codec.header import CodecError
+
+# A frame may ask its reader for as much memory; pieces are far smaller.
+_ZSTD_MAX_WINDOW_BYTES = 8 << 20
+
+
+class EntropyCoder(Protocol):
+    """level: see above; ValueError if there is none such."""
+
+    name: ClassVar[str]
+    level: int
+
+    def compress(self, data: np.ndarray) -> bytes: ...
+
+    def decompress_into(self, data: np.ndarray, out: np.ndarray) -> None: ...
+
+
+class Zstd:
+    name: ClassVar[str] = "zstd"
+
+    def __init__(self, level: int = 0) -> None:
+        if not 0 <= level <= 19:
+            raise ValueError(f"zstd has no level {level}: use 0 (entropy only) or 1 to 19")
+        self.level = level
+        self._local = threading.local()
+
+    def compress(self, data: np.ndarray) -> bytes:
+        compressor = getattr(self._local, "compressor", None)
+        if compressor is None:
+            compressor = self._local.compressor = zstandard.ZstdCompressor(compression_params=self._parameters())
+        return compressor.compress(data.data)
+
+    def decompress_into(self, data: np.ndarray, out: np.ndarray) -> None:
+        decompressor = getattr(self._local, "decompressor", None)
+        if decompressor is None:
+            decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_MAX_WINDOW_BYTES)
+            self._local.decompressor = decompressor
+        try:
+            # With room for the whole frame, zstd decodes straight into it. Only a second read shows that it ended.
+            with decompressor.stream_reader(data.data) as reader:
+                num_read = reader.readinto(out)
+                has_more = num_read == len(out) and reader.read(1)
+        except zstandard.ZstdError as e:
+            raise CodecError(f"not a zstd frame: {e}") from e
+        if num_read != len(out) or has_more:
+            raise CodecError(f"a zstd frame of {num_read}{'+' if has_more else ''} bytes, expected {len(out)}")
+
+    def _parameters(self) -> zstandard.ZstdCompressionParameters:
+        if self.level:
+            return zstandard.ZstdCompressionParameters.from_level(self.level, write_checksum=False)
+        # The fast strategy with as little of a search as it can have: a table of 64 entries, matches of 7 and more.
+        return zstandard.ZstdCompressionParameters(
+            strategy=zstandard.STRATEGY_FAST, window_log=17, hash_log=6, min_match=7, write_checksum=False
+        )
+
+
+class Deflate:
+    """Raw Deflate (RFC 1951, no zlib header): what BlueField-3 decodes. Levels 1 to 3 are ISA-L's; entropy only is
+    zlib's, as ISA-L has none."""
+
+    name: ClassVar[str] = "deflate"
+
+    def __init__(self, level: int = 0) -> None:
+        if not 0 <= level <= 3:
+            raise ValueError(f"deflate has no level {level}: use 0 (entropy only) or 1 to 3")
+        self.level = level
+
+    def compress(self, data: np.ndarray) -> bytes:
+        if self.level:
+            return igzip_lib.compress(data, self.level, igzip_lib.COMP_DEFLATE)
+        compressor = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
+        return compressor.compress(data.data) + compressor.flush()
+
+    def decompress_into(self, data: np.ndarray, out: np.ndarray) -> None:
+        # ISA-L's binding decodes into memory of its own, at most one byte more than there should be.
+        decompressor = igzip_lib.IgzipDecompressor(igzip_lib.DECOMP_DEFLATE)
+        try:
+            decoded = decompressor.decompress(data, len(out) + 1)
+        except igzip_lib.IsalError as e:  # type: ignore[misc]  # the stub has it as a value
+            raise CodecError(f"not a Deflate stream: {e}") from e
+        if len(decoded) != len(out) or not decompressor.eof or decompressor.unused_data:
+            raise CodecError(f"a Deflate stream of {len(decoded)} bytes, expected {len(out)} and an end")
+        np.copyto(out, np.frombuffer(decoded, np.uint8))
+
+
+CODERS: dict[str, type[Zstd] | type[Deflate]] = {"zstd": Zstd, "deflate": Deflate}

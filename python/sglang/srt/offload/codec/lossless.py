@@ -1,0 +1,54 @@
+"""Lossless: exponents apart from signs and mantissas, which look random and stay as they are.
+
+    raw       s eeeeeeee mmmmmmm  (bfloat16)   every value, rotated left by one bit, gives
+    exponents   eeeeeeee                        one byte for the entropy coder, and
+    rest                 mmmmmmm s              the others, plane after plane
+
+    payload   rest, (item_bytes - 1) * n bytes | exponents, coded
+    mid       exponents, n bytes
+
+float32 has its exponent alone in a byte likewise; of float16 the byte holds 5 bits of exponent and 3 of mantissa.
+Every bit comes back, those of NaNs too.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sgl_kernel import kvcodec
+from sglang.srt.offload.codec.base import PieceCodec
+from sglang.srt.offload.codec.entropy import EntropyCoder, Zstd
+from sglang.srt.offload.codec.header import PieceHeader
+from sglang.srt.offload.codec.layout import BlockLayout
+
+
+class LosslessCodec(PieceCodec):
+    name = "lossless"
+    codec_id = 2
+
+    def __init__(self, layout: BlockLayout, coder: EntropyCoder | None = None) -> None:
+        self._coder = coder or Zstd()
+        super().__init__(layout)
+
+    def mid_bytes(self, raw_bytes: int) -> int:
+        return raw_bytes // self.layout.item_bytes
+
+    def _settings(self) -> dict[str, object]:
+        return {"coder": self._coder.name, "level": self._coder.level}
+
+    def _compress(self, raw: np.ndarray, piece: int, payload: np.ndarray) -> int | None:
+        exponents = np.empty(self.mid_bytes(len(raw)), np.uint8)
+        rest_bytes = len(raw) - len(exponents)
+        kvcodec.split_planes(raw, self.layout.item_bytes, exponents, payload[:rest_bytes])
+        coded = self._coder.compress(exponents)
+        if len(coded) >= len(exponents):
+            return None
+        payload[rest_bytes : rest_bytes + len(coded)] = np.frombuffer(coded, np.uint8)
+        return rest_bytes + len(coded)
+
+    def _decompress(self, payload: np.ndarray, header: PieceHeader, mid: np.ndarray) -> None:
+        self._coder.decompress_into(payload[header.raw_bytes - header.mid_bytes :], mid)
+
+    def _dequantize(self, payload: np.ndarray, header: PieceHeader, mid: np.ndarray, out: np.ndarray) -> None:
+        rest = payload[: header.raw_bytes - header.mid_bytes]
+        kvcodec.merge_planes(mid, rest, self.layout.item_bytes, out)
