@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import zlib
 
 import numpy as np
 import pytest
 import torch
+from isal import igzip_lib
 
 from sgl_kernel import kvcodec
 from sgl_kernel.kvcodec import native, reference
@@ -166,6 +168,62 @@ def test_arguments_that_do_not_fit_are_refused_before_a_byte_moves():
             kvcodec.bin_vectors(*arguments)
     with pytest.raises(kvcodec.KVCodecError):
         kvcodec.unbin_vectors(scales, codes, "bfloat16", 4, values[:15])
+
+
+def bytes_of_all_shapes() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(5)
+    # Frequencies that double make a code as long as there are symbols: 30 bits, were it not limited.
+    doubling = np.repeat(np.arange(17, dtype=np.uint8), 2 ** np.arange(17))
+    fibonacci = [1, 1]
+    while sum(fibonacci) < 60000:
+        fibonacci.append(fibonacci[-1] + fibonacci[-2])
+    return {
+        "nothing": np.zeros(0, np.uint8),
+        "one byte": np.full(1, 7, np.uint8),
+        "one symbol": np.full(200_000, 255, np.uint8),
+        "two symbols": rng.integers(0, 2, 4097, dtype=np.uint8),
+        "all alike": np.arange(256, dtype=np.uint8).repeat(3),
+        "noise": rng.integers(0, 256, 70_000, dtype=np.uint8),
+        "doubling": rng.permutation(doubling),
+        "Fibonacci": np.repeat(np.arange(len(fibonacci), dtype=np.uint8), fibonacci),
+        "Gaussian": np.rint(rng.normal(0, 8, 300_001)).astype(np.int8).view(np.uint8),
+        "exactly two blocks": np.rint(rng.normal(0, 3, 64 << 10)).astype(np.int8).view(np.uint8),
+    }
+
+
+@pytest.mark.parametrize("loops", BOTH)
+@pytest.mark.parametrize("what", bytes_of_all_shapes())
+def test_literals_are_deflate_to_any_decoder(loops, what: str):
+    data = bytes_of_all_shapes()[what]
+    out = np.full(len(data) * 2 + 400, 0xA5, np.uint8)
+    size = loops.deflate_literals(data, out[100:-100])
+    stream = bytes(out[100 : 100 + size])
+    assert (out[:100] == 0xA5).all() and (out[-100:] == 0xA5).all()
+    decompressor = zlib.decompressobj(-15)
+    assert decompressor.decompress(stream) == bytes(data)
+    assert decompressor.eof and not decompressor.unused_data
+    assert igzip_lib.decompress(stream, igzip_lib.DECOMP_DEFLATE) == bytes(data)
+
+
+@needs_compiler
+def test_compiled_literals_take_no_more_room_than_those_of_zlib():
+    for what, data in bytes_of_all_shapes().items():
+        out = np.empty(len(data) * 2 + 400, np.uint8)
+        expected = reference.deflate_literals(data, out)
+        size = native.deflate_literals(data, out)
+        assert size <= 1.01 * expected + 200, what
+
+
+@pytest.mark.parametrize("loops", BOTH)
+def test_literals_that_do_not_fit_write_nothing_beside_out(loops):
+    data = bytes_of_all_shapes()["Gaussian"]
+    whole = loops.deflate_literals(data, np.empty(2 * len(data), np.uint8))
+    for room in (0, 1, 8, 100, 50_000, whole - 1, whole, whole + 8):
+        out = np.full(room + 200, 0xA5, np.uint8)
+        size = loops.deflate_literals(data, out[100 : 100 + room])
+        assert size is None or (size == whole and room >= whole)
+        assert (out[:100] == 0xA5).all() and (out[100 + room :] == 0xA5).all()
+    assert size == whole
 
 
 @needs_compiler

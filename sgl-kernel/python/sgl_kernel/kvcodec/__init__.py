@@ -16,7 +16,16 @@ import numpy as np
 
 from sgl_kernel.kvcodec import native, reference
 
-__all__ = ["ITEM_BYTES", "LARGEST", "KVCodecError", "bin_vectors", "merge_planes", "split_planes", "unbin_vectors"]
+__all__ = [
+    "ITEM_BYTES",
+    "LARGEST",
+    "KVCodecError",
+    "bin_vectors",
+    "deflate_literals",
+    "merge_planes",
+    "split_planes",
+    "unbin_vectors",
+]
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 MAX_HALF = 127
@@ -71,6 +80,18 @@ def unbin_vectors(scales: np.ndarray, codes: np.ndarray, dtype: str, dim: int, o
     _check_vectors(out, dtype, dim, scales, codes)
     _check_writable(out)
     _loops().unbin_vectors(scales, codes, dtype, dim, out)
+
+
+def deflate_literals(data: np.ndarray, out: np.ndarray) -> int | None:
+    """Compress to a raw Deflate stream (RFC 1951) without matches: the Huffman codes of its bytes, 32 KiB at a time.
+
+    data: (n,) uint8. Returns the length of the stream, at the front of out, (any,) uint8; what is behind it may be
+    overwritten too. None, out undefined, where out is too small, by some bytes more than the stream.
+    """
+    _check(data, np.uint8, len(data), "data")
+    _check(out, np.uint8, len(out), "out")
+    _check_writable(out)
+    return _loops().deflate_literals(data, out)
 
 
 def _loops():  # type: ignore[no-untyped-def]  # one of two modules with the same functions

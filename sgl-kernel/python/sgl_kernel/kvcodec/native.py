@@ -31,6 +31,7 @@ _pointer, _size = ctypes.c_void_p, ctypes.c_int64
 _FUNCTIONS = {
     **{f"kvcodec_split{n}": (None, [_pointer, _size, _pointer, _pointer]) for n in (2, 4)},
     **{f"kvcodec_merge{n}": (None, [_pointer, _pointer, _size, _pointer]) for n in (2, 4)},
+    "kvcodec_deflate": (_size, [_pointer, _size, _pointer, _size]),
     **{
         f"kvcodec_bin_{dtype}": (ctypes.c_int, [_pointer, _size, _size, _pointer, _pointer, _pointer])
         for dtype in ("bfloat16", "float16", "float32")
@@ -60,6 +61,11 @@ def bin_vectors(
 def unbin_vectors(scales: np.ndarray, codes: np.ndarray, dtype: str, dim: int, out: np.ndarray) -> None:
     num_vectors = len(codes) // dim
     _function(f"kvcodec_unbin_{dtype}")(_address(scales), _address(codes), num_vectors, dim, _address(out))
+
+
+def deflate_literals(data: np.ndarray, out: np.ndarray) -> int | None:
+    size = _function("kvcodec_deflate")(_address(data), len(data), _address(out), len(out))
+    return None if size < 0 else size
 
 
 @cache

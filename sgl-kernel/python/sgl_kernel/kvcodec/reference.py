@@ -1,9 +1,12 @@
-"""The reference in numpy: it defines the result that `csrc/kvcodec.c` must match byte for byte.
+"""The reference in numpy: it defines the result that `csrc/kvcodec.c` must match byte for byte; of `deflate_literals`
+what its stream decodes to, since there are many.
 
 Arguments have been checked (`kvcodec/__init__.py`, which says what they are). Allocates temporaries as it goes.
 """
 
 from __future__ import annotations
+
+import zlib
 
 import numpy as np
 
@@ -49,6 +52,15 @@ def bin_vectors(
 def unbin_vectors(scales: np.ndarray, codes: np.ndarray, dtype: str, dim: int, out: np.ndarray) -> None:
     values = codes.reshape(-1, dim).astype(np.float32) * scales.view(np.float32)[:, None]
     out[:] = from_float32(values, dtype)
+
+
+def deflate_literals(data: np.ndarray, out: np.ndarray) -> int | None:
+    compressor = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
+    stream = compressor.compress(data.data) + compressor.flush()
+    if len(stream) > len(out):
+        return None
+    out[: len(stream)] = np.frombuffer(stream, np.uint8)
+    return len(stream)
 
 
 def to_float32(raw: np.ndarray, dtype: str) -> np.ndarray:

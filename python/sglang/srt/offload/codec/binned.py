@@ -60,11 +60,7 @@ class BinnedCodec(PieceCodec):
         half = self._half_of_piece(piece)
         if not kvcodec.bin_vectors(raw, self.layout.dtype, self.layout.head_dim, half, scales, codes):
             return None
-        coded = self._coder.compress(mid)
-        if len(coded) >= len(raw):
-            return None
-        payload[: len(coded)] = np.frombuffer(coded, np.uint8)
-        return len(coded)
+        return self._coder.compress_into(mid, payload[: len(raw) - 1])
 
     def _decompress(self, payload: np.ndarray, header: PieceHeader, mid: np.ndarray) -> None:
         self._coder.decompress_into(payload, mid)

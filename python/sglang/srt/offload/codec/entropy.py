@@ -10,13 +10,13 @@ worse (docs/experiments.md). Levels from 1 on are the library's.
 from __future__ import annotations
 
 import threading
-import zlib
 from typing import ClassVar, Protocol
 
 import numpy as np
 import zstandard
 from isal import igzip_lib
 
+from sgl_kernel import kvcodec
 from sglang.srt.offload.codec.header import CodecError
 
 # A frame may ask its reader for as much memory; pieces are far smaller.
@@ -29,7 +29,9 @@ class EntropyCoder(Protocol):
     name: ClassVar[str]
     level: int
 
-    def compress(self, data: np.ndarray) -> bytes: ...
+    def compress_into(self, data: np.ndarray, out: np.ndarray) -> int | None:
+        """The length of the stream at the front of out; None if out is too small for it."""
+        ...
 
     def decompress_into(self, data: np.ndarray, out: np.ndarray) -> None: ...
 
@@ -43,11 +45,11 @@ class Zstd:
         self.level = level
         self._local = threading.local()
 
-    def compress(self, data: np.ndarray) -> bytes:
+    def compress_into(self, data: np.ndarray, out: np.ndarray) -> int | None:
         compressor = getattr(self._local, "compressor", None)
         if compressor is None:
             compressor = self._local.compressor = zstandard.ZstdCompressor(compression_params=self._parameters())
-        return compressor.compress(data.data)
+        return _put(compressor.compress(data.data), out)
 
     def decompress_into(self, data: np.ndarray, out: np.ndarray) -> None:
         decompressor = getattr(self._local, "decompressor", None)
@@ -74,8 +76,8 @@ class Zstd:
 
 
 class Deflate:
-    """Raw Deflate (RFC 1951, no zlib header): what BlueField-3 decodes. Levels 1 to 3 are ISA-L's; entropy only is
-    zlib's, as ISA-L has none."""
+    """Raw Deflate (RFC 1951, no zlib header): what BlueField-3 decodes. Levels 1 to 3 are ISA-L's, which has
+    no entropy only."""
 
     name: ClassVar[str] = "deflate"
 
@@ -84,11 +86,10 @@ class Deflate:
             raise ValueError(f"deflate has no level {level}: use 0 (entropy only) or 1 to 3")
         self.level = level
 
-    def compress(self, data: np.ndarray) -> bytes:
+    def compress_into(self, data: np.ndarray, out: np.ndarray) -> int | None:
         if self.level:
-            return igzip_lib.compress(data, self.level, igzip_lib.COMP_DEFLATE)
-        compressor = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
-        return compressor.compress(data.data) + compressor.flush()
+            return _put(igzip_lib.compress(data, self.level, igzip_lib.COMP_DEFLATE), out)
+        return kvcodec.deflate_literals(data, out)
 
     def decompress_into(self, data: np.ndarray, out: np.ndarray) -> None:
         # ISA-L's binding decodes into memory of its own, at most one byte more than there should be.
@@ -100,6 +101,13 @@ class Deflate:
         if len(decoded) != len(out) or not decompressor.eof or decompressor.unused_data:
             raise CodecError(f"a Deflate stream of {len(decoded)} bytes, expected {len(out)} and an end")
         np.copyto(out, np.frombuffer(decoded, np.uint8))
+
+
+def _put(stream: bytes, out: np.ndarray) -> int | None:
+    if len(stream) > len(out):
+        return None
+    out[: len(stream)] = np.frombuffer(stream, np.uint8)
+    return len(stream)
 
 
 CODERS: dict[str, type[Zstd] | type[Deflate]] = {"zstd": Zstd, "deflate": Deflate}

@@ -40,11 +40,8 @@ class LosslessCodec(PieceCodec):
         exponents = np.empty(self.mid_bytes(len(raw)), np.uint8)
         rest_bytes = len(raw) - len(exponents)
         kvcodec.split_planes(raw, self.layout.item_bytes, exponents, payload[:rest_bytes])
-        coded = self._coder.compress(exponents)
-        if len(coded) >= len(exponents):
-            return None
-        payload[rest_bytes : rest_bytes + len(coded)] = np.frombuffer(coded, np.uint8)
-        return rest_bytes + len(coded)
+        coded_bytes = self._coder.compress_into(exponents, payload[rest_bytes : len(raw) - 1])
+        return None if coded_bytes is None else rest_bytes + coded_bytes
 
     def _decompress(self, payload: np.ndarray, header: PieceHeader, mid: np.ndarray) -> None:
         self._coder.decompress_into(payload[header.raw_bytes - header.mid_bytes :], mid)
