@@ -1,0 +1,323 @@
+"""A cluster: which node holds a key, slots that move, nodes that die. Three real servers, and a pretender."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from store_servers import PONG, Clock, FakeConnection, FakeServer, RedisServer
+
+from sglang.srt.offload.store.address import Endpoint, StoreAddress
+from sglang.srt.offload.store.cluster import NUM_SLOTS, REFRESH_S, NodeConnections, SlotMap, parse_slots, slot_of
+from sglang.srt.offload.store.object_store import ObjectStore
+from sglang.srt.offload.store.resp import ErrorReply, RespConnection, StoreFailure, StoreLost
+
+NUM_PIECES = 2
+KEYS = [i.to_bytes(16, "little") for i in range(60)]
+
+
+def pieces_of(key: bytes) -> list[list[bytes]]:
+    return [[key, b"piece", bytes([p]) * 500] for p in range(NUM_PIECES)]
+
+
+class Cluster:
+    """Three nodes with a third of the slots each."""
+
+    def __init__(self, folder) -> None:
+        self.nodes: list[RedisServer] = []
+        for number in range(3):
+            server = RedisServer(
+                folder,
+                cluster_enabled="yes",
+                cluster_config_file=f"nodes-{number}.conf",
+                cluster_node_timeout="2000",
+                cluster_require_full_coverage="no",
+            )
+            self.nodes.append(server)
+        for i, node in enumerate(self.nodes):
+            first, last = i * NUM_SLOTS // 3, (i + 1) * NUM_SLOTS // 3
+            node.connection().call("CLUSTER", "ADDSLOTS", *range(first, last))
+            node.connection().call("CLUSTER", "SET-CONFIG-EPOCH", i + 1)
+        for node in self.nodes[1:]:
+            self.nodes[0].connection().call("CLUSTER", "MEET", "127.0.0.1", node.port)
+        self.ids = [node.connection().call("CLUSTER", "MYID").decode() for node in self.nodes]
+        give_up = time.monotonic() + 20
+        while not all(map(knows_all, self.nodes)) and time.monotonic() < give_up:
+            time.sleep(0.02)
+
+    @property
+    def address(self) -> StoreAddress:
+        """Names one node; that is enough."""
+        return StoreAddress.parse(f"redis+cluster://127.0.0.1:{self.nodes[0].port}")
+
+    def owner(self, name: bytes) -> int:
+        return next(i for i in range(3) if slot_of(name) < (i + 1) * NUM_SLOTS // 3)
+
+
+def knows_all(node: RedisServer) -> bool:
+    slots, info = node.connection().pipeline([("CLUSTER", "SLOTS"), ("CLUSTER", "INFO")])
+    return len(slots) == 3 and b"cluster_state:ok" in info
+
+
+@pytest.fixture(scope="module")
+def shared_cluster(tmp_path_factory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+    yield cluster
+    for node in cluster.nodes:
+        node.kill()
+
+
+@pytest.fixture
+def cluster(shared_cluster) -> Cluster:
+    for node in shared_cluster.nodes:
+        node.connection().call("FLUSHALL")
+    return shared_cluster
+
+
+def open_store(address: StoreAddress, **options: object) -> ObjectStore:
+    return ObjectStore(address, b"model", NUM_PIECES, **{"timeout_s": 5.0, **options})  # type: ignore[arg-type]
+
+
+def check_blocks(store: ObjectStore, keys: list[bytes]) -> None:
+    """All are there, whole, read with many in flight on all nodes."""
+    assert store.leading(keys) == len(keys)
+    reader = store.reader()
+    buffer = memoryview(bytearray(1000))
+    for key in keys:
+        for piece in range(NUM_PIECES):
+            reader.request(key, piece)
+    for key in keys:
+        for parts in pieces_of(key):
+            size = reader.receive(buffer)
+            assert size is not None and bytes(buffer[:size]) == b"".join(parts)
+    reader.close()
+
+
+def write_all(store: ObjectStore, keys: list[bytes]) -> None:
+    writer = store.writer()
+    assert all(writer.write(key, pieces_of(key)) for key in keys)
+    writer.close()
+
+
+def test_slots_are_those_of_the_specification():
+    assert slot_of(b"123456789") == 0x31C3
+    assert slot_of(b"foo") == 12182
+    assert slot_of(b"{user1000}.following") == slot_of(b"{user1000}.followers") == slot_of(b"user1000")
+    assert slot_of(b"foo{}{bar}") == 8363
+    assert slot_of(b"foo{{bar}}zap") == slot_of(b"{bar")
+    assert slot_of(b"foo{bar}{zap}") == slot_of(b"bar")
+
+
+def test_blocks_lie_on_all_nodes_and_each_on_one(cluster):
+    store = open_store(cluster.address)
+    write_all(store, KEYS)
+    check_blocks(store, KEYS)
+    for i, node in enumerate(cluster.nodes):
+        mine = [key for key in KEYS if cluster.owner(store.name_of(key, 0)) == i]
+        assert mine and node.connection().call("DBSIZE") == len(mine) * (NUM_PIECES + 1)
+    assert store.usage()["keys"] == len(KEYS) * (NUM_PIECES + 1)
+    store.forget(KEYS[7])
+    assert store.leading(KEYS) == 7
+    other = ObjectStore(cluster.address, b"another model", NUM_PIECES)
+    write_all(other, KEYS[:5])
+    store.clear()
+    assert store.leading(KEYS) == 0
+    check_blocks(other, KEYS[:5])
+
+
+def test_one_host_that_turns_out_to_be_a_node(cluster):
+    store = open_store(StoreAddress.parse(f"redis://127.0.0.1:{cluster.nodes[1].port}"))
+    write_all(store, KEYS[:10])
+    check_blocks(store, KEYS[:10])
+
+
+def test_a_host_that_is_said_to_be_a_cluster_and_is_none(redis):
+    store = open_store(StoreAddress.parse(f"redis+cluster://127.0.0.1:{redis.port}"))
+    with pytest.raises(StoreLost, match="use redis:// with one host"):
+        store.check()
+    assert store.leading(KEYS) == 0
+
+
+def test_a_single_server_is_asked_once_whether_it_is_a_cluster(redis):
+    store = open_store(redis.address)
+    before = redis.connection().call("INFO", "commandstats")
+    write_all(store, KEYS)
+    check_blocks(store, KEYS)
+    after = redis.connection().call("INFO", "commandstats")
+
+    def calls(text: bytes) -> int:
+        line = next((line for line in text.splitlines() if line.startswith(b"cmdstat_cluster:")), b"=0,")
+        return int(line.partition(b"=")[2].partition(b",")[0])
+
+    assert calls(after) - calls(before) == 1
+
+
+def test_a_slot_that_moved(cluster):
+    """Blocks are found, read and written with an old map; the new one is learned from the first answer."""
+    store = open_store(cluster.address)
+    write_all(store, KEYS)
+    reader, writer = store.reader(), store.writer()
+    key = next(k for k in KEYS if cluster.owner(store.name_of(k, 0)) == 0)
+    slot = slot_of(store.name_of(key, 0))
+    in_slot = [k for k in KEYS if slot_of(store.name_of(k, 0)) == slot]
+    buffer = memoryview(bytearray(1000))
+    reader.request(key, 0)
+    assert reader.receive(buffer) is not None
+    try:
+        move(cluster, slot, 0, 1)
+        assert store.leading(KEYS) == KEYS.index(in_slot[0])  # the new node is empty
+        write_all(store, in_slot)
+        move(cluster, slot, 1, 0, keep_map=True)
+        for k in in_slot:
+            cluster.nodes[0].connection().call("DEL", *(store.name_of(k, p) for p in range(NUM_PIECES)))
+        assert writer.write(key, pieces_of(key))
+        check_blocks(store, KEYS)
+        # In flight with the old map, others between them.
+        move(cluster, slot, 0, 1)
+        others = [k for k in KEYS if k not in in_slot][:10]
+        for k in [*others, key, *others]:
+            reader.request(k, 1)
+        found = [reader.receive(buffer) is not None for _ in range(21)]
+        assert found.count(False) <= 1 and all(found[:10]) and all(found[11:])
+    finally:
+        move(cluster, slot, 1, 0)
+
+
+def move(cluster: Cluster, slot: int, source: int, target: int, keep_map: bool = False) -> None:
+    """Give slot, without its keys, from one node to another."""
+    connection = cluster.nodes[source].connection()
+    while names := connection.call("CLUSTER", "GETKEYSINSLOT", slot, 100):
+        connection.call("DEL", *names)
+    for i in (target, source):
+        cluster.nodes[i].connection().call("CLUSTER", "SETSLOT", slot, "NODE", cluster.ids[target])
+
+
+def test_a_slot_that_is_on_its_way(cluster):
+    """ASK: this one command goes to the other node, and the map stays."""
+    store = open_store(cluster.address)
+    write_all(store, KEYS)
+    key = next(k for k in KEYS if cluster.owner(store.name_of(k, 0)) == 0)
+    slot = slot_of(store.name_of(key, 0))
+    source, target = cluster.nodes[0].connection(), cluster.nodes[1].connection()
+    reader, buffer = store.reader(), memoryview(bytearray(1000))
+    reader.request(key, 0)
+    assert reader.receive(buffer)
+    try:
+        target.call("CLUSTER", "SETSLOT", slot, "IMPORTING", cluster.ids[0])
+        source.call("CLUSTER", "SETSLOT", slot, "MIGRATING", cluster.ids[1])
+        source.call("MIGRATE", "127.0.0.1", cluster.nodes[1].port, store.name_of(key, 0), 0, 1000)
+        # Piece 0 is there, piece 1 still here; both are read, in order.
+        for piece in (0, 1, 0):
+            reader.request(key, piece)
+        for piece in (0, 1, 0):
+            size = reader.receive(buffer)
+            assert size and bytes(buffer[:size]) == b"".join(pieces_of(key)[piece])
+        source.call("MIGRATE", "127.0.0.1", cluster.nodes[1].port, store.name_of(key, b"m"), 0, 1000)
+        assert store.leading([key]) == 1
+        # What is new goes to the other node, too.
+        source.call("DEL", store.name_of(key, 1))
+        assert store.writer().write(key, pieces_of(key))
+        assert source.call("CLUSTER", "COUNTKEYSINSLOT", slot) == 0
+        assert target.call("CLUSTER", "COUNTKEYSINSLOT", slot) == NUM_PIECES + 1
+        check_blocks(store, [key])
+    finally:
+        for connection in (target, source):
+            connection.call("CLUSTER", "SETSLOT", slot, "STABLE")
+
+
+def test_a_node_that_dies_takes_only_its_own_blocks(tmp_path):
+    cluster = Cluster(tmp_path)
+    try:
+        store = open_store(cluster.address, timeout_s=1.0)
+        write_all(store, KEYS)
+        mine = {i: [k for k in KEYS if cluster.owner(store.name_of(k, 0)) == i] for i in range(3)}
+        reader, buffer = store.reader(), memoryview(bytearray(1000))
+        cluster.nodes[0].kill()
+        assert store.leading([*mine[1], *mine[0], *mine[2]]) == 0
+        with pytest.raises(StoreFailure):
+            reader.request(mine[0][0], 0)
+            reader.receive(buffer)
+        # The others still serve, also one who has yet to learn the map from them.
+        start = time.monotonic()
+        check_blocks(store, mine[1] + mine[2])
+        assert time.monotonic() - start < 3
+        assert not store.writer().write(mine[0][0], pieces_of(mine[0][0]))
+        assert store.writer().write(mine[1][0], pieces_of(mine[1][0]))
+    finally:
+        for node in cluster.nodes:
+            node.kill()
+
+
+# -- a server that only pretends to be one --------------------------------------------------------------------------
+
+
+def test_redirects_that_go_round_in_circles_end(fake):
+    def serve(connection: FakeConnection) -> None:
+        while command := connection.read():
+            if command[0] == b"PING":
+                connection.send(PONG)
+            elif command[0] == b"CLIENT":
+                connection.send(b"+OK\r\n")
+            elif command[0] == b"CLUSTER":
+                connection.send(b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$0\r\n\r\n:%d\r\n" % port(server))
+            else:
+                connection.send(b"-MOVED 1 127.0.0.1:%d\r\n" % port(server))
+
+    server = fake(serve)
+    store = open_store(server.address)
+    assert store.leading(KEYS[:1]) == 0 and "MOVED" in store.last_failure
+    reader = store.reader()
+    reader.request(KEYS[0], 0)
+    with pytest.raises(ErrorReply, match="MOVED"):
+        reader.receive(memoryview(bytearray(10)))
+    assert sum(r[0] == b"GET" for r in server.requests) <= 6
+
+
+def port(server: FakeServer) -> int:
+    return server.address.endpoints[0].port
+
+
+def test_descriptions_of_a_cluster():
+    asked = Endpoint("me", 1)
+    nodes, slots = parse_slots(
+        [[0, 1, [b"a", 5, b"id"], [b"replica", 6]], [3, 16383, [b"", 7]], [2, 2, [None, 8]]], asked
+    )
+    assert nodes == (Endpoint("a", 5), Endpoint("me", 7), Endpoint("me", 8))
+    assert list(slots[:5]) == [0, 0, 2, 1, 1] and len(slots) == NUM_SLOTS and slots[-1] == 1
+    assert parse_slots([], asked)[0] == ()
+    for bad in (
+        None,
+        7,
+        [7],
+        [[]],
+        [[0, 1]],
+        [[0, 1, []]],
+        [[0, 16384, [b"a", 1]]],
+        [[5, 4, [b"a", 1]]],
+        [[0, 1, b"a"]],
+    ):
+        with pytest.raises(StoreLost, match="not understood"):
+            parse_slots(bad, asked)  # type: ignore[arg-type]
+
+
+def test_a_map_that_cannot_be_had_is_not_asked_for_all_the_time(fake):
+    def serve(connection: FakeConnection) -> None:
+        while command := connection.read():
+            if command[0] == b"CLUSTER":
+                connection.send(b"*1\r\n*3\r\n:5\r\n:5\r\n*2\r\n$0\r\n\r\n:%d\r\n" % port(server))
+            else:
+                connection.send(PONG)
+
+    server, clock = fake(serve), Clock()
+    connections = NodeConnections(
+        SlotMap(server.address, clock), lambda endpoint: RespConnection(server.address, 5.0, endpoint, clock=clock)
+    )
+    for _ in range(10):
+        with pytest.raises(StoreLost, match="no node of the cluster"):
+            connections.for_key(b"foo")
+    assert sum(r[0] == b"CLUSTER" for r in server.requests) == 1
+    clock.now += REFRESH_S
+    with pytest.raises(StoreLost, match="no node of the cluster"):
+        connections.for_key(b"foo")
+    assert sum(r[0] == b"CLUSTER" for r in server.requests) == 2
