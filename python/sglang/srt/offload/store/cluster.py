@@ -142,10 +142,7 @@ class NodeConnections:
 
     def for_key(self, key: bytes) -> RespConnection:
         """Raises StoreFailure."""
-        self._refresh()
-        if not self._map.is_cluster:
-            return self._to(self._map.nodes[0])
-        return self._to(self._map.node_of(slot_of(key)))
+        return self._for_keys([key])[0]
 
     def every_node(self) -> list[RespConnection]:
         """To each server that serves slots. Raises StoreFailure."""
@@ -158,15 +155,15 @@ class NodeConnections:
         Raises StoreFailure.
         """
         parts: dict[RespConnection, list[int]] = {}
-        for i, (key, _) in enumerate(commands):
-            parts.setdefault(self.for_key(key), []).append(i)
+        for i, connection in enumerate(self._for_keys([key for key, _ in commands])):
+            parts.setdefault(connection, []).append(i)
         replies: list[Reply] = [None] * len(commands)
         try:
             for connection, indices in parts.items():
                 connection.send([commands[i][1] for i in indices])
             for connection, indices in parts.items():
-                for i in indices:
-                    replies[i] = connection.receive()
+                for i, reply in zip(indices, connection.receive_all()):
+                    replies[i] = reply
         except BaseException:
             self.void()
             raise
@@ -209,6 +206,12 @@ class NodeConnections:
     def _close_asides(self) -> None:
         for connection in self._asides.values():
             connection.close()
+
+    def _for_keys(self, keys: Sequence[bytes]) -> list[RespConnection]:
+        self._refresh()
+        if not self._map.is_cluster:
+            return [self._to(self._map.nodes[0])] * len(keys)
+        return [self._to(self._map.node_of(slot_of(key))) for key in keys]
 
     def _refresh(self) -> None:
         if not self._map.ready():

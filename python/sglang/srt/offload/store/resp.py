@@ -135,6 +135,11 @@ class RespConnection:
         with self._operation() as deadline:
             return self._receive(deadline)
 
+    def receive_all(self) -> list[Reply]:
+        """All replies that are still to come, in one operation."""
+        with self._operation() as deadline:
+            return [self._receive(deadline) for _ in range(self.pending)]
+
     # -- values -----------------------------------------------------------------------------------------------------
 
     def send_get(self, key: bytes) -> None:
@@ -445,8 +450,5 @@ def encode(args: Sequence[Arg]) -> bytes:
 
 
 def encode_args(args: Sequence[Arg]) -> bytes:
-    out = []
-    for arg in args:
-        raw = arg if isinstance(arg, bytes) else str(arg).encode()
-        out.append(b"$%d\r\n%b\r\n" % (len(raw), raw))
-    return b"".join(out)
+    raws = [arg if isinstance(arg, bytes) else str(arg).encode() for arg in args]
+    return b"".join([b"$%d\r\n%b\r\n" % (len(raw), raw) for raw in raws])
