@@ -167,6 +167,7 @@ def test_a_slot_that_moved(cluster):
     try:
         move(cluster, slot, 0, 1)
         assert store.leading(KEYS) == KEYS.index(in_slot[0])  # the new node is empty
+        assert store._map.node_of(slot).port == cluster.nodes[1].port
         write_all(store, in_slot)
         move(cluster, slot, 1, 0, keep_map=True)
         for k in in_slot:
@@ -272,6 +273,38 @@ def test_redirects_that_go_round_in_circles_end(fake):
     with pytest.raises(ErrorReply, match="MOVED"):
         reader.receive(memoryview(bytearray(10)))
     assert sum(r[0] == b"GET" for r in server.requests) <= 6
+
+
+def test_after_a_failure_of_one_node_no_old_reply_of_another_is_taken_for_a_new_one(fake):
+    def serve(connection: FakeConnection) -> None:
+        while command := connection.read():
+            if command[0] == b"CLUSTER":
+                halves = ((0, 8191, sane), (8192, 16383, insane))
+                entries = [b"*3\r\n:%d\r\n:%d\r\n*2\r\n$0\r\n\r\n:%d\r\n" % (a, b, port(s)) for a, b, s in halves]
+                connection.send(b"*2\r\n" + b"".join(entries))
+            elif command[0] == b"GET":
+                connection.send(b"$%d\r\n%b\r\n" % (len(command[1]), command[1]))
+            else:
+                connection.send(PONG)
+
+    def serve_badly(connection: FakeConnection) -> None:
+        connection.handshake()
+        connection.read()
+        connection.send(b"nonsense\r\n")
+
+    sane, insane = fake(serve), fake(serve_badly)
+    store = open_store(sane.address)
+    good = [key for key in KEYS if slot_of(store.name_of(key, 0)) < 8192]
+    bad = next(key for key in KEYS if key not in good)
+    reader, buffer = store.reader(), memoryview(bytearray(200))
+    for key in (bad, good[0], good[1]):
+        reader.request(key, 0)
+    with pytest.raises(StoreLost, match="nonsense"):
+        reader.receive(buffer)
+    assert reader.num_in_flight == 0
+    reader.request(good[2], 1)
+    size = reader.receive(buffer)
+    assert size is not None and bytes(buffer[:size]) == store.name_of(good[2], 1)
 
 
 def port(server: FakeServer) -> int:

@@ -163,7 +163,10 @@ def test_a_value_larger_than_the_buffer_is_passed_over(redis):
         assert memory == b"." * 2000
         assert connection.receive_into(memoryview(memory)[500:505]) == 5 and memory[500:505] == b"small"
         memory[500:505] = b"....."
-    assert connection.pending == 0
+    connection.send_get(b"small")
+    with pytest.raises(ValueTooLarge):  # by one byte
+        connection.receive_into(memoryview(memory)[500:504])
+    assert connection.pending == 0 and memory == b"." * 2000
 
 
 @pytest.mark.parametrize(
