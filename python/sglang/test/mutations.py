@@ -569,6 +569,20 @@ def claim_outlives_its_request() -> Any:
 
 
 @mutation
+def a_free_place_is_given_to_nobody() -> Any:
+    """Nobody who waits for the link gets the place of a fetch that has ended."""
+    end_probe = StoragePrefetcher.end_probe
+
+    def patched(self: Any, *args: Any) -> None:
+        with mock.patch.object(StoragePrefetcher, "go_on", go_on):
+            end_probe(self, *args)
+
+    go_on = StoragePrefetcher.go_on
+    changes: dict[str, Any] = {"end_probe": patched, "go_on": lambda self, now, done: None}
+    return mock.patch.multiple(StoragePrefetcher, **changes)
+
+
+@mutation
 def nobody_is_retired() -> Any:
     """Bypassing the local tiers, what nobody can ask for again stays as long as anything."""
     return mock.patch.object(HiRadixTree, "retire", lambda self, namespace: None)
@@ -628,8 +642,10 @@ def _storage(seed: int, page_size: int) -> dict[str, Any]:
         setup="",
         secret=b"hunt",
         block_tokens=page_size * block_pages,
-        limits=StorageLimits(blocks_per_op=2, max_fetch_pages=8 * block_pages, max_store_pages=4 * block_pages),
-        prefetch=PrefetchConfig(("best_effort", "timeout")[seed % 2], 1, timeout_base_s=0.01),
+        limits=StorageLimits(
+            blocks_per_op=2, max_fetch_pages=8 * block_pages, max_store_pages=4 * block_pages, fetch_window_ops=2
+        ),
+        prefetch=PrefetchConfig(("best_effort", "timeout")[seed % 2], 1, timeout_base_s=0.01, fetch_order="sjf"),
         write_policy="write_through",
     )
     return {

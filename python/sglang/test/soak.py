@@ -183,11 +183,13 @@ def draw_storage(rng: random.Random, page_size: int) -> StorageSetup | None:
             blocks_per_op=rng.choice((1, 2, 3)),
             max_fetch_pages=rng.choice((4, 20, 200)) * block_pages,
             max_store_pages=rng.choice((2, 20)) * block_pages,
+            fetch_window_ops=rng.choice((1, 2, 8)),
         ),
         prefetch=PrefetchConfig(
             policy=rng.choice(("best_effort", "wait_complete", "timeout", "timeout")),
             threshold=rng.choice((1, 12)),
             timeout_base_s=rng.choice((0.01, 0.2)),
+            fetch_order=rng.choice(("fifo", "sjf")),
         ),
         write_policy=rng.choice(WRITE_POLICIES),
     )

@@ -9,6 +9,7 @@ import pytest
 
 from sglang.srt.managers.cost_model import LoadLimit
 from sglang.srt.managers.schedule_policy import (
+    FETCH_PATIENCE,
     NO_LOADS,
     Admission,
     Candidate,
@@ -18,6 +19,7 @@ from sglang.srt.managers.schedule_policy import (
     choose_victim,
     chunk_of,
     decode_reserve,
+    fetch_rank,
     front_to_recompute,
     may_admit,
     pages_for,
@@ -382,3 +384,36 @@ def test_no_front_where_computing_never_pays() -> None:
     for num_load, page in product((0, 1, 64), (1, 16)):
         assert front_to_recompute(num_load, page, lambda front: 1.0, 64) == 0
         assert front_to_recompute(num_load, page, lambda front: float(front), 64) == 0
+
+
+# -- the order of fetches ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sjf_prefers_short_jobs_and_starves_nobody(seed: int) -> None:
+    """Jobs come while blocks are begun, one by one. Whoever comes once FETCH_PATIENCE * n further blocks have been
+    begun does not come before a job of n."""
+    rng = random.Random(seed)
+    jobs: dict[int, list[int]] = {}  # left, begun before, wanted
+    begun, came, turns = 0, 0, []
+    while came < 150 or jobs:
+        if came < 150 and (not jobs or rng.random() < 0.4):
+            n = rng.choice((1, 2, 40))
+            jobs[came] = [n, begun, n]
+            came += 1
+            continue
+        first = min(jobs, key=lambda i: fetch_rank("sjf", jobs[i][0], jobs[i][1]))
+        for other, (_, before, wanted) in jobs.items():
+            assert other == first or jobs[first][1] < before + FETCH_PATIENCE * wanted
+        alike = [i for i, job in jobs.items() if job[1] == jobs[first][1]]
+        assert jobs[first][0] == min(jobs[i][0] for i in alike)
+        begun += 1
+        turns.append(first)
+        jobs[first][0] -= 1
+        if not jobs[first][0]:
+            del jobs[first]
+    assert len(set(turns)) == 150
+
+
+def test_fifo_ranks_all_alike() -> None:
+    assert len({fetch_rank("fifo", n, before) for n in (1, 100) for before in (0, 1000)}) == 1

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
 from sglang.srt.managers.cache_controller import HiCacheController, StorageLimits
+from sglang.srt.managers.schedule_policy import FETCH_PATIENCE
 from sglang.srt.managers.storage_prefetch import PrefetchConfig, StoragePrefetcher
 from sglang.srt.mem_cache.block_keys import BlockKeys, to_bytes
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
@@ -31,12 +34,13 @@ class Rig:
         host: int = 64,
         blocks_per_op: int = 2,
         max_fetch_pages: int = 64,
+        fetch_window_ops: int = 8,
         **config: object,
     ) -> None:
         self.tree = HiRadixTree(1, block_keys=NAMES)
         self.device, self.host = FrameTable(device), FrameTable(host)
         self.controller = HiCacheController(self.tree, self.device, self.host, 100)
-        self.controller.open_storage(StorageLimits(blocks_per_op, max_fetch_pages, 64), NAMES)
+        self.controller.open_storage(StorageLimits(blocks_per_op, max_fetch_pages, 64, fetch_window_ops), NAMES)
         config = {"policy": "wait_complete", "threshold": 1} | config
         self.prefetcher = StoragePrefetcher(self.controller, PrefetchConfig(**config))  # type: ignore[arg-type]
         self.stored = {key for text in stored for key in to_bytes(NAMES.of_prompt("", tokens(text)))}
@@ -410,6 +414,122 @@ def test_one_that_leaves_the_queue_does_not_stop_it():
     rig.assert_nothing_left()
 
 
+# -- who is next ------------------------------------------------------------------------------------------------
+
+
+def ends(rig: Rig, rids: str) -> str:
+    """The order in which what is begun comes, by whose it is."""
+    order = ""
+    while rig.ops:
+        ticket = min(rig.ops)
+        waiters = rig.prefetcher._waiters.get(ticket, {})
+        order += "".join(rid for rid in rids if rid in waiters) if ticket.link == FETCH else ""
+        rig.finish(ticket)
+    return order
+
+
+@pytest.mark.parametrize(("fetch_order", "order"), [("fifo", "rrrrsssst"), ("sjf", "rrtrrssss")])
+def test_a_window_lets_the_shortest_job_pass(fetch_order: str, order: str):
+    """Two of r's have been begun when the others come; t lacks less than what is left of r."""
+    rig = Rig(LONG, OTHER, "tttt", blocks_per_op=1, fetch_window_ops=2, fetch_order=fetch_order)
+    begun = [rig.finish(rig.begin(rid, text)[0]) for rid, text in (("r", LONG), ("s", OTHER), ("t", "tttt"))]
+    assert [len(tickets) for tickets in begun] == [2, 0, 0]
+    assert ends(rig, "rst") == order
+    for rid in "rst":
+        rig.detach(rid)
+    rig.assert_nothing_left()
+
+
+def test_a_long_job_is_not_passed_for_ever():
+    """One block at a time; a short one comes whenever one has been begun. The long one has 2 blocks to go."""
+    rig = Rig(LONG[:8], *(f"{c}" * 4 for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"), fetch_window_ops=1, fetch_order="sjf")
+    rig.finish(rig.begin("A", "AAAA")[0])
+    rig.finish(rig.begin("long", LONG[:8])[0])
+    passed = 0
+    for c in "BCDEFGHIJKLMNOPQRSTUVWXYZ":
+        rig.finish(rig.begin(c, c * 4)[0])
+        (ticket,) = (t for t in rig.ops if t.link == FETCH)
+        if "long" in rig.prefetcher._waiters[ticket]:
+            break
+        passed += 1
+        rig.finish(ticket)
+    assert 2 <= passed <= 2 * FETCH_PATIENCE + 1
+    rig.finish_all()
+    for rid in ("long", *"ABCDEFGHIJKLMNOPQRSTUVWXYZ"):
+        rig.detach(rid)
+    rig.assert_nothing_left()
+
+
+def test_who_lacks_the_same_block_joins_before_its_turn():
+    rig = Rig(LONG, OTHER, LONG[:8] + "yyyy", blocks_per_op=1, fetch_window_ops=1)
+    rig.finish(rig.begin("s", OTHER)[0])
+    for rid, text in (("r", LONG), ("twin", LONG), ("head", LONG[:4]), ("fork", LONG[:8] + "yyyy")):
+        assert rig.finish(rig.begin(rid, text)[0]) == []
+    # r's four blocks come for the twin as well; the one that shares two of them has its own behind.
+    for wanted in ("s", "s", "s", "s"):
+        (ticket,) = rig.ops
+        assert list(rig.prefetcher._waiters[ticket]) == [wanted]
+        rig.finish(ticket)
+    waiters = []
+    while rig.ops:
+        (ticket,) = rig.ops
+        waiters.append(set(rig.prefetcher._waiters[ticket]))
+        rig.finish(ticket)
+        if len(waiters) == 1:
+            assert rig.over("r", "twin", "head", "fork") == [False, False, True, False]
+    assert waiters == [{"r", "twin", "head", "fork"}, {"r", "twin", "fork"}, {"r", "twin"}, {"r", "twin"}, {"fork"}]
+    assert rig.over("r", "twin", "head", "fork") == [True] * 4
+    for rid in ("r", "s", "twin", "head", "fork"):
+        rig.detach(rid)
+    rig.assert_nothing_left()
+
+
+def test_who_joins_another_keeps_its_fetch_alive():
+    rig = Rig(LONG, OTHER, blocks_per_op=1, fetch_window_ops=1)
+    rig.finish(rig.begin("s", OTHER[:4])[0])
+    for rid in ("r", "twin"):
+        rig.finish(rig.begin(rid, LONG)[0])
+    rig.finish(Ticket(FETCH, 0))
+    rig.detach("r")
+    assert rig.cancelled == []
+    rig.finish_all()
+    assert rig.on_host(LONG) == 16 and rig.over("twin") == [True]
+    for rid in ("s", "twin"):
+        rig.detach(rid)
+    rig.assert_nothing_left()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_everybody_is_served_in_any_order(seed: int):
+    rng = random.Random(seed)
+    texts = ["".join(rng.choice("ab") * 4 for _ in range(rng.randrange(1, 7))) for _ in range(30)]
+    rig = Rig(
+        *texts,
+        host=400,
+        blocks_per_op=rng.choice((1, 2)),
+        fetch_window_ops=rng.choice((1, 2, 8)),
+        max_fetch_pages=rng.choice((4, 20, 64)),
+        fetch_order=rng.choice(("fifo", "sjf")),
+    )
+    waiting: list[str] = []
+    left = set()
+    for i, text in enumerate(texts):
+        rig.begin(str(i), text)
+        waiting.append(str(i))
+        for _ in range(rng.randrange(3)):
+            if rig.ops:
+                rig.finish(min(t for t in rig.ops if t.seq == min(o.seq for o in rig.ops if o.link == t.link)))
+        if rng.random() < 0.2:
+            left.add(gone := rng.choice(waiting))
+            waiting.remove(gone)
+            rig.detach(gone)
+    rig.finish_all()
+    for rid in waiting:
+        assert rig.over(rid) == [True] and rig.on_host(texts[int(rid)]) == len(texts[int(rid)])
+        rig.detach(rid)
+    rig.assert_nothing_left()
+
+
 # -- time -------------------------------------------------------------------------------------------------------
 
 
@@ -503,6 +623,11 @@ def test_an_expired_one_gives_its_place_up():
 def test_an_unknown_policy_is_refused():
     with pytest.raises(ValueError, match="best_effort"):
         Rig(policy="sometimes")
+
+
+def test_an_unknown_order_is_refused():
+    with pytest.raises(ValueError, match="fifo, sjf"):
+        Rig(fetch_order="longest")
 
 
 def test_without_storage_nobody_waits():

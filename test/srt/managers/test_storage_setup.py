@@ -49,6 +49,8 @@ def test_what_nobody_said() -> None:
 def test_what_somebody_said() -> None:
     ours = {
         "block_tokens": 128,
+        "fetch_order": "sjf",
+        "fetch_window_ops": 3,
         "prefetch_threshold": 0,
         "prefetch_timeout_base": 2,
         "prefetch_timeout_per_ki_token": 0.5,
@@ -60,6 +62,7 @@ def test_what_somebody_said() -> None:
     assert (found.block_tokens, found.write_policy, found.prefetch.policy) == (128, "write_back", "best_effort")
     assert (found.prefetch.threshold, found.prefetch.timeout_base_s) == (0, 2.0)
     assert found.prefetch.timeout_per_ki_token_s == 0.5
+    assert (found.prefetch.fetch_order, found.limits.fetch_window_ops) == ("sjf", 3)
 
 
 @pytest.mark.parametrize(("page", "block"), [(1, 64), (16, 64), (48, 96), (64, 64), (100, 100)])
@@ -84,6 +87,9 @@ def test_an_operation_is_a_fraction_of_a_second(page_bytes: int, blocks: int) ->
         ("@/nowhere/at/all", "cannot read /nowhere/at/all"),
         ("@", "cannot read"),
         ("@\0", "cannot read"),
+        ({"fetch_order": "lifo"}, 'fetch_order is "lifo", but it has to be one of fifo, sjf'),
+        ({"fetch_order": 1}, "fetch_order is 1"),
+        ({"fetch_window_ops": 0}, "fetch_window_ops is 0, but it has to be a whole number from 1"),
         ({"block_tokens": 0}, "block_tokens is 0, but it has to be a whole number from 1"),
         ({"block_tokens": 64.0}, "block_tokens is 64.0"),
         ({"block_tokens": True}, "block_tokens is true"),

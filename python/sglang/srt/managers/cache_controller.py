@@ -48,11 +48,14 @@ _TIDY_STORE_LATER = 64
 class StorageLimits:
     """What storage may have in flight, so that it neither takes the host pool away from others nor stands in its own
     way. blocks_per_op: one operation reads or writes that many, a fraction of a second of work. max_fetch_pages,
-    max_store_pages: host pages that reads may be filling, and that writes may be holding on to."""
+    max_store_pages: host pages that reads may be filling, and that writes may be holding on to. fetch_window_ops:
+    reads that may be on their way at once: enough that the link never runs dry, and no more, as what has been begun
+    is served before whoever comes next, however urgent."""
 
     blocks_per_op: int
     max_fetch_pages: int
     max_store_pages: int
+    fetch_window_ops: int = 8
 
 
 class HiCacheController:
@@ -286,6 +289,13 @@ class HiCacheController:
             node = self._store_later.pop(next(iter(self._store_later)))
             if node.parent is not None:
                 self._store_path(node)
+
+    def may_fetch(self, num_pages: int) -> bool:
+        """Whether so much more may be fetched now; if nothing is on its way, some always may."""
+        assert self.storage is not None
+        limits, in_flight = self.storage, len(self._fetches)
+        fits = self.fetching_pages + num_pages <= limits.max_fetch_pages
+        return not in_flight or (fits and in_flight < limits.fetch_window_ops)
 
     @property
     def storage_in_flight(self) -> bool:

@@ -143,6 +143,26 @@ def balanced_order(queue: Sequence[Candidate], limit: LoadLimit) -> Iterator[tup
             yield place, False
 
 
+FETCH_ORDERS = ("fifo", "sjf")
+# So many blocks may be given to others first for every block that somebody lacks; see `fetch_rank`.
+FETCH_PATIENCE = 8
+
+
+def fetch_rank(order: str, num_blocks: int, begun_before: int) -> int:
+    """Which of several requests is given the link to storage next: the one of lowest rank, of equals the oldest.
+
+    fifo: all are equal. sjf, the shortest job first, with ageing:
+
+        FETCH_PATIENCE * num_blocks + begun_before
+
+    num_blocks: that the request still has to begin, 1 at least. begun_before: that all requests together had begun
+    when storage told what it has for this one. Nobody starves: once FETCH_PATIENCE * num_blocks further blocks have
+    been begun, whoever comes then has a higher rank, however little it lacks; and a rank only falls with time. So
+    only what comes until then may come before a request, and a long one waits in proportion to its length.
+    """
+    return FETCH_PATIENCE * num_blocks + begun_before if order == "sjf" else 0
+
+
 class PrefillWork(NamedTuple):
     """What a prefill launch computes, over all its requests: new tokens, tokens before them that they attend to, and
     pairs, see `pairs_of`."""

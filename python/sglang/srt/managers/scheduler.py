@@ -1235,6 +1235,7 @@ class Scheduler:
         return {
             "backend": setup.backend,
             "prefetch_policy": setup.prefetch.policy,
+            "fetch_order": setup.prefetch.fetch_order,
             "write_policy": setup.write_policy,
             "block_tokens": setup.block_tokens,
             "fetching_tokens": controller.fetching_pages * page,

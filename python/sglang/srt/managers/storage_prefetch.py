@@ -4,6 +4,7 @@ Owns what each waiting request expects from storage, and which requests wait for
 request need not wait any more; takes no frames and no nodes itself (see cache_controller.py). No clock: time is told.
 
     begin ──► probe: how many blocks beyond the local match? ──► fetches, a few blocks each, in order ──► over
+                                                                   a few at once: who is next says `fetch_rank`
                                                                    shared: they are nodes of the tree, and whoever
                                                                    finds them there waits for the same operation
     detach, at dispatch, at its deadline or at its end: a fetch that nobody waits for any more is given up
@@ -14,10 +15,12 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import numpy as np
 
 from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.managers.schedule_policy import FETCH_ORDERS, fetch_rank
 from sglang.srt.mem_cache.hiradix_tree import MatchResult
 from sglang.srt.mem_cache.transfer import D2H, FETCH, Ticket, Tier
 
@@ -30,12 +33,14 @@ WAIT_COMPLETE_LIMIT_S = 60.0
 class PrefetchConfig:
     """policy: best_effort goes without what has not come when the request could start, wait_complete waits for all of
     it, timeout for at most timeout_base_s + timeout_per_ki_token_s per 1,024 tokens, from arrival. threshold: fewer
-    tokens than that beyond the local match are not worth asking for."""
+    tokens than that beyond the local match are not worth asking for. fetch_order: who is given the link next, see
+    `fetch_rank`."""
 
     policy: str = "timeout"
     threshold: int = 256
     timeout_base_s: float = 1.0
     timeout_per_ki_token_s: float = 0.25
+    fetch_order: str = "fifo"
 
 
 @dataclass
@@ -43,7 +48,8 @@ class Prefetch:
     """What one request expects. tokens: int32, up to the end of the last block that storage may have; keys: of all
     its blocks from the first on, (n, 16). probe: not answered yet; it asks for the blocks from `probed` on. end:
     storage has the blocks up to that token; 0 when nothing more is to be begun. tickets: fetches that it waits for.
-    found: tokens [start, end) that storage has brought for it."""
+    found: tokens [start, end) that storage has brought for it. blocks_left: to be begun, as far as it is known;
+    begun_before: see `fetch_rank`."""
 
     namespace: str
     tokens: np.ndarray
@@ -54,6 +60,8 @@ class Prefetch:
     end: int = 0
     tickets: dict[Ticket, None] = field(default_factory=dict)
     found: tuple[int, int] = (0, 0)
+    blocks_left: int = 0
+    begun_before: int = 0
 
     @property
     def asked(self) -> list[Ticket]:
@@ -65,22 +73,35 @@ class Prefetch:
         return self.probe is None and not self.tickets and not self.end
 
 
+class _Outcome(Enum):
+    """Of an attempt to begin a fetch: BEGUN, and there is more to begin; STALLED, its prefix is on its way to the
+    host; FULL, too much is on its way; OVER, nothing more is to be begun."""
+
+    BEGUN = auto()
+    STALLED = auto()
+    FULL = auto()
+    OVER = auto()
+
+
 class StoragePrefetcher:
     """rids name the requests; those with a prefetch are waiting ones."""
 
     def __init__(self, controller: HiCacheController, config: PrefetchConfig) -> None:
         if config.policy not in PREFETCH_POLICIES:
             raise ValueError(f"prefetch policy {config.policy!r} is none of {', '.join(PREFETCH_POLICIES)}")
+        if config.fetch_order not in FETCH_ORDERS:
+            raise ValueError(f"the order of fetches {config.fetch_order!r} is none of {', '.join(FETCH_ORDERS)}")
         self.controller = controller
         self.tree = controller.tree
         self.config = config
         self.counters: Counter[str] = Counter()
         self._prefetches: dict[str, Prefetch] = {}
         self._waiters: dict[Ticket, dict[str, None]] = {}
-        # Those that have something to begin and found too much on its way, or their prefix not on the host yet, the
-        # oldest first; whether it was too much: then younger ones queue up behind them.
+        # Those that have something to begin, the oldest answer first: too much is on its way, or their prefix is not
+        # on the host yet.
         self._unfinished: dict[str, None] = {}
-        self._is_full = False
+        # Blocks that were ever begun.
+        self._num_begun = 0
         # Of all that have begun; entries go stale.
         self._deadlines: list[tuple[float, str]] = []
 
@@ -164,9 +185,9 @@ class StoragePrefetcher:
             if count:
                 self.counters["storage_hit_tokens"] += count * names.block_tokens
                 prefetch.end = (prefetch.probed + count) * names.block_tokens
+                prefetch.blocks_left, prefetch.begun_before = count, self._num_begun
                 self._unfinished[rid] = None
-                if not self._is_full:
-                    self._begin_fetches(rid, prefetch, now, done)
+                self.go_on(now, done)
 
     def end_fetch(self, ticket: Ticket, start: int, end: int, whole: bool) -> None:
         """The operation is over; tokens [start, end) of the path are on the host. whole: all blocks came."""
@@ -175,16 +196,24 @@ class StoragePrefetcher:
             del prefetch.tickets[ticket]
             if end > start:
                 prefetch.found = (prefetch.found[0] if prefetch.found[1] else start, end)
-            if not whole or end == start:
+            if not whole or end == start or self._is_begun(rid, prefetch):
                 prefetch.end = 0
                 self._unfinished.pop(rid, None)
 
     def go_on(self, now: int, done: int) -> None:
-        """Fetches or backups have ended: begin what had to wait for them, oldest first."""
-        self._is_full = False
-        for rid in list(self._unfinished):
-            if not self._begin_fetches(rid, self._prefetches[rid], now, done):
+        """Fetches or backups have ended, or somebody came: begin as much as may be on its way, by `fetch_rank`.
+        Whoever is next and finds too little room lets nobody pass; whoever waits for its prefix does."""
+        stalled = set()
+        while ready := [rid for rid in self._unfinished if rid not in stalled]:
+            rid = min(ready, key=self._rank)
+            outcome = self._begin_fetch(rid, self._prefetches[rid], now, done)
+            if outcome == _Outcome.FULL:
                 return
+            if outcome == _Outcome.STALLED:
+                stalled.add(rid)
+            elif outcome == _Outcome.OVER:
+                self._prefetches[rid].end = 0
+                del self._unfinished[rid]
 
     def check_invariants(self) -> None:
         for ticket, rids in self._waiters.items():
@@ -196,56 +225,71 @@ class StoragePrefetcher:
         for rid, prefetch in self._prefetches.items():
             assert all(rid in self._waiters[ticket] for ticket in prefetch.asked)
         for rid in self._unfinished:
-            assert self._prefetches[rid].end, f"{rid} has nothing to begin"
+            assert self._prefetches[rid].end and self._prefetches[rid].blocks_left, f"{rid} has nothing to begin"
         awaited = any(ticket.link in (FETCH, D2H) for ticket in self.controller.in_flight)
         assert awaited or not self._unfinished, f"{list(self._unfinished)} wait for nothing"
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _begin_fetches(self, rid: str, prefetch: Prefetch, now: int, done: int) -> bool:
-        """Begin what the request, one of the unfinished, lacks. False if too much is in flight; then, and while the
-        page above is on its way to the host, it keeps its place, and the rest is tried again when operations have
-        ended."""
+    def _rank(self, rid: str) -> int:
+        prefetch = self._prefetches[rid]
+        return fetch_rank(self.config.fetch_order, prefetch.blocks_left, prefetch.begun_before)
+
+    def _is_begun(self, rid: str, prefetch: Prefetch) -> bool:
+        """Whether others have begun what the request lacks; then it waits for that."""
+        match = self._match(prefetch)
+        self._join(rid, prefetch, match)
+        return match.total_len >= prefetch.end
+
+    def _begin_fetch(self, rid: str, prefetch: Prefetch, now: int, done: int) -> _Outcome:
+        """Begin the next operation for one of the unfinished."""
         controller, names = self.controller, self.tree.block_keys
-        while prefetch.end:
-            assert controller.storage is not None and names is not None
-            match = self._match(prefetch)
-            self._join(rid, prefetch, match)
-            start = match.total_len
-            first = start // names.block_tokens
-            last = min(prefetch.end // names.block_tokens, first + controller.storage.blocks_per_op)
-            num_pages = (last - first) * names.block_tokens // self.tree.page_size
-            if start >= prefetch.end:
-                break
-            if (
-                controller.fetching_pages
-                and controller.fetching_pages + num_pages > controller.storage.max_fetch_pages
-            ):
-                self._is_full = True
-                return False
-            if self.tree.is_nowhere(match, prefetch.tokens):
-                return True
-            above = match.path[-1] if match.path else None
-            if above is not None:
-                ticket = above.tickets[Tier.HOST]
-                if above.frames[Tier.HOST] is None:
-                    if self._fetching(match):
-                        return True  # computed below what is being fetched: it is backed up after that
-                    ticket = controller.begin_backup(above, done)
-                    if ticket is None:
-                        break
-                if ticket is not None and ticket.link != FETCH:
-                    return True
-            if not controller.make_host_room(num_pages, above, done):
-                self.counters["prefetch_dropped_tokens"] += prefetch.end - start
-                break
-            # Once more: making room may have merged nodes.
-            match, end = self._match(prefetch), last * names.block_tokens
-            ticket = controller.begin_fetch(match, prefetch.tokens[start:end], prefetch.keys[first:last], now)
-            self._wait(rid, prefetch, ticket)
-        prefetch.end = 0
-        del self._unfinished[rid]
-        return True
+        assert controller.storage is not None and names is not None
+        match = self._match(prefetch)
+        self._join(rid, prefetch, match)
+        start = match.total_len
+        if start >= prefetch.end:
+            return _Outcome.OVER
+        first, size = start // names.block_tokens, names.block_tokens
+        prefetch.blocks_left = prefetch.end // size - first
+        last = min(prefetch.end // size, first + controller.storage.blocks_per_op)
+        num_pages = (last - first) * size // self.tree.page_size
+        if not controller.may_fetch(num_pages):
+            return _Outcome.FULL
+        if self.tree.is_nowhere(match, prefetch.tokens):
+            return _Outcome.STALLED
+        above = match.path[-1] if match.path else None
+        if above is not None:
+            ticket = above.tickets[Tier.HOST]
+            if above.frames[Tier.HOST] is None:
+                if self._fetching(match):
+                    return _Outcome.STALLED  # computed below what is being fetched: it is backed up after that
+                ticket = controller.begin_backup(above, done)
+                if ticket is None:
+                    return _Outcome.OVER
+            if ticket is not None and ticket.link != FETCH:
+                return _Outcome.STALLED
+        if not controller.make_host_room(num_pages, above, done):
+            self.counters["prefetch_dropped_tokens"] += prefetch.end - start
+            return _Outcome.OVER
+        # Once more: making room may have merged nodes.
+        match, end = self._match(prefetch), last * size
+        ticket = controller.begin_fetch(match, prefetch.tokens[start:end], prefetch.keys[first:last], now)
+        self._num_begun += last - first
+        prefetch.blocks_left = max(1, prefetch.blocks_left - (last - first))
+        self._wait(rid, prefetch, ticket)
+        self._let_join(rid, prefetch, ticket, first)
+        return _Outcome.OVER if end >= prefetch.end else _Outcome.BEGUN
+
+    def _let_join(self, rid: str, prefetch: Prefetch, ticket: Ticket, first: int) -> None:
+        """Others that lack the same block need not wait for their turn. A block's key names all before it."""
+        key = prefetch.keys[first].tobytes()
+        for other in self._unfinished:
+            joining = self._prefetches[other]
+            if other == rid or joining.namespace != prefetch.namespace or len(joining.keys) <= first:
+                continue
+            if joining.keys[first].tobytes() == key:
+                self._wait(other, joining, ticket)
 
     def _match(self, prefetch: Prefetch) -> MatchResult:
         return self.tree.match(prefetch.namespace, prefetch.tokens[: prefetch.end], fetching=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 from sglang.srt.managers.cache_controller import WRITE_POLICIES, StorageLimits
 from sglang.srt.managers.schedule_batch import StorageSetup
+from sglang.srt.managers.schedule_policy import FETCH_ORDERS
 from sglang.srt.managers.storage_prefetch import PREFETCH_POLICIES, PrefetchConfig
 from sglang.srt.mem_cache.block_store import BlockStore, StoreError
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
@@ -31,6 +32,8 @@ _MAX_SECONDS = 86400
 # Keys of the extra config that are ours, under upstream's names where it has them; the others are the backend's.
 _OWN_KEYS = (
     "block_tokens",
+    "fetch_order",
+    "fetch_window_ops",
     "prefetch_threshold",
     "prefetch_timeout_base",
     "prefetch_timeout_per_ki_token",
@@ -79,6 +82,12 @@ class StorageOpener:
         secret = own.get("secret", "")
         if not isinstance(secret, str):
             raise StoreError(f"{EXTRA_CONFIG_FLAG}: secret has to be a string")
+        fetch_order = own.get("fetch_order", PrefetchConfig.fetch_order)
+        if fetch_order not in FETCH_ORDERS:
+            raise StoreError(
+                f"{EXTRA_CONFIG_FLAG}: fetch_order is {_short(fetch_order)}, but it has to be one of "
+                f"{', '.join(FETCH_ORDERS)}"
+            )
         return StorageSetup(
             backend=backend,
             setup=json.dumps({"backend": backend, "config": config, "block_tokens": block_tokens}),
@@ -88,6 +97,7 @@ class StorageOpener:
                 blocks_per_op=max(1, min(_MAX_BLOCKS_PER_OP, _BYTES_PER_OP // (block_pages * self.pool.page_bytes))),
                 max_fetch_pages=self.pool.num_pages // 2,
                 max_store_pages=self.pool.num_pages // 4,
+                fetch_window_ops=_whole(own, "fetch_window_ops", StorageLimits.fetch_window_ops, 1),
             ),
             prefetch=PrefetchConfig(
                 policy=prefetch_policy,
@@ -96,6 +106,7 @@ class StorageOpener:
                 timeout_per_ki_token_s=_seconds(
                     own, "prefetch_timeout_per_ki_token", PrefetchConfig.timeout_per_ki_token_s
                 ),
+                fetch_order=fetch_order,
             ),
             write_policy=write_policy,
         )
