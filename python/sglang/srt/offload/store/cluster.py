@@ -155,7 +155,8 @@ class NodeConnections:
         Raises StoreFailure.
         """
         parts: dict[RespConnection, list[int]] = {}
-        for i, connection in enumerate(self._for_keys([key for key, _ in commands])):
+        connections = self._for_keys([key for key, _ in commands])
+        for i, connection in enumerate(connections):
             parts.setdefault(connection, []).append(i)
         replies: list[Reply] = [None] * len(commands)
         try:
@@ -170,16 +171,18 @@ class NodeConnections:
         for i, (_, command) in enumerate(commands):
             reply = replies[i]
             if isinstance(reply, ErrorReply) and is_redirect(reply):
-                replies[i] = self.follow(reply, lambda c, command=command: c.pipeline([command])[0])  # type: ignore[misc]
+                replies[i] = self.follow(reply, connections[i], lambda c, command=command: c.pipeline([command])[0])  # type: ignore[misc]
         return replies
 
-    def follow(self, error: ErrorReply, work: Callable[[RespConnection], _T]) -> _T | ErrorReply:
-        """Do work on the node that error names. Its own ErrorReply, raised or returned, is returned."""
+    def follow(
+        self, error: ErrorReply, connection: RespConnection, work: Callable[[RespConnection], _T]
+    ) -> _T | ErrorReply:
+        """Do work on the node that connection's error names. Its own ErrorReply, raised or returned, is returned."""
         reply: _T | ErrorReply = error
         for _ in range(_MAX_HOPS):
             if not (isinstance(reply, ErrorReply) and is_redirect(reply)):
                 break
-            endpoint, slot = _target(reply)
+            endpoint, slot = _target(reply, connection.endpoint)
             if reply.code == "MOVED":
                 self._map.moved(slot, endpoint)
             connection = self._aside(endpoint)
@@ -236,13 +239,13 @@ def is_redirect(error: ErrorReply) -> bool:
     return error.code in ("MOVED", "ASK")
 
 
-def _target(error: ErrorReply) -> tuple[Endpoint, int]:
-    """`MOVED 3999 127.0.0.1:6381`. Raises StoreLost."""
+def _target(error: ErrorReply, asked: Endpoint) -> tuple[Endpoint, int]:
+    """`MOVED 3999 127.0.0.1:6381`; without a host it is the one that was asked. Raises StoreLost."""
     try:
         _, slot, where = str(error).split()
         host, _, port = where.rpartition(":")
-        if not host or not 0 <= int(slot) < NUM_SLOTS:
+        if not 0 <= int(slot) < NUM_SLOTS:
             raise ValueError
-        return Endpoint(host, int(port)), int(slot)
+        return Endpoint(host or asked.host, int(port)), int(slot)
     except ValueError:
         raise StoreLost(f"a redirect is not understood: {str(error)[:60]!r}") from None

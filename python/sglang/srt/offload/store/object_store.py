@@ -282,7 +282,7 @@ class PieceReader:
             except ErrorReply as error:
                 if not is_redirect(error):
                     raise
-                answer = self._connections.follow(error, lambda c: _get(c, name, buffer))
+                answer = self._connections.follow(error, connection, lambda c: _get(c, name, buffer))
                 if isinstance(answer, ErrorReply):
                     raise answer from None
                 size = answer
@@ -369,7 +369,7 @@ class BlockWriter:
         replies = [connection.receive() for _ in values]
         for (name, parts), reply in zip(values, replies):
             if isinstance(reply, ErrorReply) and is_redirect(reply):
-                reply = self._connections.follow(reply, lambda c, n=name, p=parts: _set(c, n, p, ttl_s))  # type: ignore[misc]
+                reply = self._connections.follow(reply, connection, lambda c, n=name, p=parts: _set(c, n, p, ttl_s))  # type: ignore[misc]
             if isinstance(reply, ErrorReply):
                 return reply
         return None
