@@ -69,9 +69,10 @@ class Zstd:
     def _parameters(self) -> zstandard.ZstdCompressionParameters:
         if self.level:
             return zstandard.ZstdCompressionParameters.from_level(self.level, write_checksum=False)
-        # The fast strategy with as little of a search as it can have: a table of 64 entries, matches of 7 and more.
+        # The fast strategy with as little of a search as it can have: a table of 64 entries, matches of 7 and more. A
+        # window of 32 KiB means a Huffman code per 32 KiB, so that K and V of a token have codes of their own.
         return zstandard.ZstdCompressionParameters(
-            strategy=zstandard.STRATEGY_FAST, window_log=17, hash_log=6, min_match=7, write_checksum=False
+            strategy=zstandard.STRATEGY_FAST, window_log=15, hash_log=6, min_match=7, write_checksum=False
         )
 
 
