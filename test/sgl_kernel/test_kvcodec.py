@@ -116,6 +116,9 @@ def test_unbinning_rounds_as_torch_does(loops, dtype: str):
     codes = rng.integers(-128, 128, n * dim, dtype=np.int8)
     scales = (2.0 ** rng.uniform(-126, 118, n)).astype(np.float32)
     scales[:10] = [0, 2.0**-126, 2.0**-24, 2.0**-25, 65504 / 127, 65520 / 127, 2.0**119, 1, 1.5, 1 / 3]
+    # Between two values of bfloat16, and of float16: ties, to the even one below and above.
+    scales[10:14] = [1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 1 + 3 * 2.0**-11]
+    codes[: 14 * dim : dim] = 1
     out = unaligned(n * dim * kvcodec.ITEM_BYTES[dtype])
     loops.unbin_vectors(scales.view(np.uint8), codes, dtype, dim, out)
     exact = torch.from_numpy(codes.reshape(n, dim)).float() * torch.from_numpy(scales)[:, None]

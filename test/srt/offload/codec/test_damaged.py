@@ -100,6 +100,17 @@ def test_a_header_that_lies_under_right_checksums_is_refused(piece):
                     decode(codec, resealed(dataclasses.replace(header, **{field: value}), payload))
 
 
+def test_flags_and_bytes_that_mean_nothing_yet_are_refused(piece):
+    """They may mean something to a later version."""
+    codec, stored = piece
+    for at, value in ((6, 2), (6, 3), (6, 128), (7, 1)):
+        fields = stored[:56].copy()
+        fields[at] = value
+        seal = np.frombuffer(struct.pack("<Q", xxhash.xxh3_64_intdigest(fields.data)), np.uint8)
+        with pytest.raises(CodecError):
+            decode(codec, np.concatenate([fields, seal, stored[64:]]))
+
+
 def test_a_piece_under_another_name_or_number_is_refused():
     codec = make_codec({}, CUT)
     raw = normal_kv(CUT)

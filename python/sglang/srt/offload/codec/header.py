@@ -115,8 +115,6 @@ def parse_header(
     for what, found, expected in checks:
         if found != expected:
             raise CodecError(f"{what}: found {found!r}, expected {expected!r}")
-    if payload >= raw_bytes and not is_stored:
-        raise CodecError(f"a payload of {payload} bytes for {raw_bytes} would have been stored raw")
     if payload_checksum != xxhash.xxh3_64_intdigest(stored[HEADER_BYTES:].data):
         raise CodecError("the payload is damaged")
     return PieceHeader(codec, is_stored, at, name, raw, mid, payload, made_by)
