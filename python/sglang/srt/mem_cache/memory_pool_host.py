@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import logging
 import math
-import mmap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 
 from sgl_kernel.kvcacheio import KVPages
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.utils.shared_memory import SharedMemory
 
 # Left for the system when the host pool is sized.
 HOST_MEMORY_RESERVE_BYTES = 2 << 30
@@ -32,7 +32,8 @@ class MHATokenToKVPoolHost:
 
     kv: page-first (num_pages, 2, num_layers, page_size, num_kv_heads, head_dim), or layer-first
     (2, num_layers, num_pages, page_size, num_kv_heads, head_dim).
-    layout: "page_first" or "layer_first". kv_pages: the same memory for `sgl_kernel.kvcacheio`. page_bytes: K and V
+    layout: "page_first" or "layer_first". shared: the memory itself, for another process; it begins at a page of the
+    system, as reads and writes past the page cache and GPUs want it. kv_pages: the same memory for `sgl_kernel.kvcacheio`. page_bytes: K and V
     of one page, all layers. register: see `pin_memory`; by default CUDA's where the device pool is on a GPU.
     """
 
@@ -54,7 +55,9 @@ class MHATokenToKVPoolHost:
         self._page_dim = 0 if layout == "page_first" else 2
         shape = [2, num_layers, page_size, num_kv_heads, head_dim]
         shape.insert(self._page_dim, num_pages)
-        self.kv = _page_aligned(shape, dtype)
+        # Given to the offload proxy, where there is one, which writes what it fetches into it.
+        self.shared = SharedMemory.allocate(math.prod(shape) * dtype.itemsize, "hicache-host-pool")
+        self.kv = torch.from_numpy(self.shared.memory).view(dtype).view(*shape)
         if register is None and device_pool.kv.is_cuda:
             register = cuda_register
         if register is not None:
@@ -108,15 +111,6 @@ class MHATokenToKVPoolHost:
 
 class HostMemoryError(RuntimeError):
     """The host pool's memory cannot be had as asked; the message says what to change."""
-
-
-def _page_aligned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Untouched memory that begins where a page of the system does: reads and writes past the page cache ask for it,
-    and registering memory with a GPU takes whole pages anyway."""
-    size_bytes = math.prod(shape) * dtype.itemsize
-    memory = torch.empty(size_bytes + mmap.PAGESIZE, dtype=torch.uint8)
-    start = -memory.data_ptr() % mmap.PAGESIZE
-    return memory[start : start + size_bytes].view(dtype).view(*shape)
 
 
 def pin_memory(

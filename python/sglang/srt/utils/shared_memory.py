@@ -1,0 +1,33 @@
+"""`SharedMemory`: memory that another process can be given. It has no name, so nobody else can open it and nothing is
+left behind: whoever holds the file descriptor may map it, and it is gone when the last one has let go.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+
+import numpy as np
+
+
+class SharedMemory:
+    """memory: (size_bytes,) uint8, writable, begins at a page of the system. fd: stands for the memory and may be sent
+    over a Unix socket; -1 where the system has no such memory (then it is ordinary memory)."""
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        self.fd = fd
+        self.size_bytes = size_bytes
+        # np keeps the mapping alive, for as long as anything refers to the bytes.
+        self.memory = np.frombuffer(mmap.mmap(fd, max(size_bytes, 1)), np.uint8)[:size_bytes]
+        if fd >= 0:
+            weakref.finalize(self, os.close, fd)
+
+    @classmethod
+    def allocate(cls, size_bytes: int, name: str) -> SharedMemory:
+        """Untouched memory: zeros, of which none is taken yet. name: what a person sees in /proc."""
+        if not hasattr(os, "memfd_create"):
+            return cls(-1, size_bytes)
+        fd = os.memfd_create(name)
+        os.ftruncate(fd, max(size_bytes, 1))
+        return cls(fd, size_bytes)
