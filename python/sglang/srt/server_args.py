@@ -126,7 +126,9 @@ class ServerArgs:
         "first, and comes right after it; 0 to turn that off",
     )
     hicache_storage_backend: str | None = arg(
-        None, "keep KV cache beyond host memory: 'file' on a disk, 'dynamic' through a plugin"
+        None,
+        "keep KV cache beyond host memory: 'file' on a disk, 'remote' in a Redis store, 'bluefield' through an "
+        "offload proxy that runs elsewhere, 'dynamic' through a plugin",
     )
     hicache_storage_backend_extra_config: str = arg(
         "", "settings of the storage backend: JSON, or @ and the name of a file with it"
@@ -212,7 +214,10 @@ class ServerArgs:
                     f"--hicache-storage-backend is {self.hicache_storage_backend!r}, but there is one storage tier "
                     "so far: name one backend"
                 )
-            require(self.hicache_storage_backend in ("file", "dynamic"), "hicache_storage_backend", "file or dynamic")
+            backends = ("file", "remote", "bluefield", "dynamic")
+            require(
+                self.hicache_storage_backend in backends, "hicache_storage_backend", "one of " + ", ".join(backends)
+            )
             if not self.enable_hierarchical_cache:
                 raise ValueError("--hicache-storage-backend fills the host tier: add --hicache")
         elif self.hicache_storage_backend_extra_config:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import torch
@@ -173,10 +174,10 @@ class Storage:
 
 
 def build_core(
-    args: ServerArgs, group: TensorParallelGroup, notify: Callable[[], None]
+    args: ServerArgs, group: TensorParallelGroup, notify: Callable[[], None], directory: Path
 ) -> tuple[EngineCore, Storage | None]:
-    """Load the model and build one rank around it. notify: called from other threads when something completed. The
-    storage is None where there is no host tier."""
+    """Load the model and build one rank around it. notify: called from other threads when something completed.
+    directory: the server's private one. The storage is None where there is no host tier."""
     if args.device == "cuda":
         raise StartupError("--device cuda is not served yet: use --device cpu")
     if reason := why_not(args.hicache_io_backend, "cpu"):
@@ -232,6 +233,7 @@ def build_core(
             host_pool,
             group.rank,
             group.size,
+            directory,
         )
         slot = StoreSlot(opener.open)
         for name in STORAGE_LINKS:
@@ -453,23 +455,23 @@ def tidy_up(core: EngineCore) -> None:
 
 def start(child: ChildArgs) -> Callable[[], None]:
     args = child.parsed_server_args()
-    rank = child.extra["tp_rank"]
+    rank, directory = child.extra["tp_rank"], Path(child.extra["directory"])
     context = zmq.Context()
     receiver = open_pull(context, child.ipc["scheduler_in"]) if rank == 0 else None
-    group = init_tensor_parallel(rank, args.tp_size, f"{child.extra['directory']}/ranks")
+    group = init_tensor_parallel(rank, args.tp_size, f"{directory}/ranks")
     sync = RankSync(group, context, child.extra["directory"])
     torch.manual_seed(args.random_seed or 0)
     if group.size > 1:
         # Each rank would take all cores, and they would wait for each other's threads.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // group.size))
     if receiver is None:
-        core, storage = build_core(args, group, sync.poke)
+        core, storage = build_core(args, group, sync.poke, directory)
         gc.collect()
         gc.freeze()
         return partial(_serve, FollowerProcess(core, sync).serve, storage)
     sender = open_push(context, child.ipc["detokenizer_in"])
     wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
-    core, storage = build_core(args, group, notify=lambda: os.eventfd_write(wake_fd, 1))
+    core, storage = build_core(args, group, lambda: os.eventfd_write(wake_fd, 1), directory)
     process = SchedulerProcess(core, storage, sync, receiver, sender, wake_fd)
     gc.collect()
     gc.freeze()

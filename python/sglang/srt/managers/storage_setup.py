@@ -19,9 +19,12 @@ from sglang.srt.managers.storage_prefetch import PREFETCH_POLICIES, PrefetchConf
 from sglang.srt.mem_cache.block_store import BlockStore, StoreError
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.backend_factory import BACKENDS, create_store
+from sglang.srt.offload.remote_store import REMOTE_BACKENDS, open_remote_store
 
 EXTRA_CONFIG_FLAG = "--hicache-storage-backend-extra-config"
 BLOCK_TOKENS = 64
+# ShadowServe 5, as CacheGen: a block is a piece of work for the network, too.
+REMOTE_BLOCK_TOKENS = 256
 # What is in a block, and in which order; another number makes all that was stored before unknown.
 _LAYOUT_VERSION = 1
 # An operation moves about so much: long enough to be efficient, short enough to be cut off in time.
@@ -44,21 +47,22 @@ _OWN_KEYS = (
 @dataclass(frozen=True)
 class StorageOpener:
     """model: what names the KV: the fingerprint of config and weights, and the dtype. pool: this rank's host pool;
-    all ranks' are alike."""
+    all ranks' are alike. directory: the server's private one, which is removed when it ends."""
 
     model: str
     model_name: str
     pool: MHATokenToKVPoolHost
     tp_rank: int
     tp_size: int
+    directory: Path = Path()
 
     def setup(self, backend: str, extra_config: str, prefetch_policy: str, write_policy: str) -> StorageSetup:
         """What the scheduler has to know of a backend. extra_config: JSON, or @ and a file with it. Raises
         StoreError."""
-        if backend not in BACKENDS:
+        if backend not in (*BACKENDS, *REMOTE_BACKENDS):
             raise StoreError(
-                f"--hicache-storage-backend {backend} is not built in: it is one of {', '.join(BACKENDS)}, and "
-                "'dynamic' loads plugins"
+                f"--hicache-storage-backend {backend} is not built in: it is one of "
+                f"{', '.join((*BACKENDS, *REMOTE_BACKENDS))}, and 'dynamic' loads plugins"
             )
         if prefetch_policy not in PREFETCH_POLICIES:
             raise StoreError(f"the prefetch policy {prefetch_policy!r} is none of {', '.join(PREFETCH_POLICIES)}")
@@ -68,7 +72,8 @@ class StorageOpener:
         own = {key: config.pop(key) for key in _OWN_KEYS if key in config}
         page_size = self.pool.page_size
         # The smallest whole number of pages that is at least a block.
-        block_tokens = _whole(own, "block_tokens", -(-BLOCK_TOKENS // page_size) * page_size, 1)
+        usual = REMOTE_BLOCK_TOKENS if backend in REMOTE_BACKENDS else BLOCK_TOKENS
+        block_tokens = _whole(own, "block_tokens", -(-usual // page_size) * page_size, 1)
         if block_tokens % page_size:
             raise StoreError(
                 f"{EXTRA_CONFIG_FLAG}: block_tokens is {block_tokens}, no multiple of the page size {page_size}"
@@ -114,10 +119,20 @@ class StorageOpener:
     def open(self, setup: str) -> BlockStore:
         """This rank's store. setup: of a `StorageSetup`. Raises StoreError."""
         words = json.loads(setup)
+        namespace = f"{self._namespace(words['block_tokens'])} rank {self.tp_rank} of {self.tp_size}"
+        if words["backend"] in REMOTE_BACKENDS:
+            return open_remote_store(
+                words["backend"],
+                words["config"],
+                namespace,
+                self.pool,
+                words["block_tokens"],
+                self.directory / f"rank{self.tp_rank}",
+            )
         return create_store(
             words["backend"],
             words["config"],
-            f"{self._namespace(words['block_tokens'])} rank {self.tp_rank} of {self.tp_size}",
+            namespace,
             self.pool,
             words["block_tokens"],
             self.model_name,

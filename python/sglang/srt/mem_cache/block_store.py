@@ -11,8 +11,8 @@ returns says how far it got, and the store logs why and counts it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -52,6 +52,18 @@ class BlockStore(Protocol):
     def stats(self) -> dict[str, int]:
         """Counters and sizes for metrics and `/hicache/state`: at least `blocks`, `size_bytes`, `limit_bytes` (0:
         none), `read_errors` and `write_errors`. Called from another thread at any time."""
+        ...
+
+
+@runtime_checkable
+class OverlappingStore(Protocol):
+    """A `BlockStore` that can have several reads under way; `exists` and `set` may run beside all of them."""
+
+    def start_get(
+        self, keys: Sequence[bytes], frames: np.ndarray, on_end: Callable[[int], None]
+    ) -> Callable[[], None]:
+        """As `get`, without waiting: on_end(count) follows once, from any thread, perhaps before this returns; the
+        pages are the store's until then. Returns a hint that nobody wants it any more, after which it still ends."""
         ...
 
 

@@ -33,8 +33,9 @@ class MHATokenToKVPoolHost:
     kv: page-first (num_pages, 2, num_layers, page_size, num_kv_heads, head_dim), or layer-first
     (2, num_layers, num_pages, page_size, num_kv_heads, head_dim).
     layout: "page_first" or "layer_first". shared: the memory itself, for another process; it begins at a page of the
-    system, as reads and writes past the page cache and GPUs want it. kv_pages: the same memory for `sgl_kernel.kvcacheio`. page_bytes: K and V
-    of one page, all layers. register: see `pin_memory`; by default CUDA's where the device pool is on a GPU.
+    system, as reads and writes past the page cache and GPUs want it. kv_pages: the same memory for
+    `sgl_kernel.kvcacheio`. page_bytes: K and V of one page, all layers. register: see `pin_memory`; by default CUDA's
+    where the device pool is on a GPU.
     """
 
     def __init__(

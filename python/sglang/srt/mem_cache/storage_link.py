@@ -3,18 +3,23 @@
 Owns the operations it was given until they are polled, and through its `StoreSlot` what is attached. Never decides
 what moves, never touches frame states. An operation that is cancelled before it starts does nothing; one that raises,
 which no store should, counts as one that brought nothing.
+
+A store that can have several reads under way (`OverlappingStore`) is given all of them at once. They may end in any
+order, on any thread, and are reported in theirs.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 from sglang.srt.mem_cache.block_keys import to_bytes
-from sglang.srt.mem_cache.block_store import BlockStore, StoreError
+from sglang.srt.mem_cache.block_store import BlockStore, OverlappingStore, StoreError
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.transfer import GateError, LayerGate, OpResult, StorageAction, StorageOp, Ticket
 from sglang.srt.utils.stream import Stream
@@ -48,8 +53,18 @@ class StoreSlot:
             store.close()
 
 
+@dataclass
+class _Begun:
+    """An operation from its start until it is reported. give_up: hints that nobody wants it any more."""
+
+    seq: int
+    result: OpResult | None = None
+    give_up: Callable[[], None] | None = None
+
+
 class StorageLink:
-    """notify: called from the stream after every operation. rate_limit: of the bytes that move, for experiments."""
+    """notify: called from the stream, or a thread of the store, after every operation. rate_limit: of the bytes that
+    move, for experiments; an overlapping store has its own."""
 
     def __init__(
         self,
@@ -68,7 +83,8 @@ class StorageLink:
         # Operations that have begun; touched on the stream only.
         self._num_started = 0
         self._cancelled: set[int] = set()
-        self._results: deque[OpResult] = deque()
+        self._begun: deque[_Begun] = deque()
+        self._lock = threading.Lock()
 
     def submit(self, op: StorageOp) -> None:
         link, seq = op.ticket
@@ -77,8 +93,13 @@ class StorageLink:
         self.stream.enqueue(partial(self._run, op))
 
     def cancel(self, ticket: Ticket) -> None:
-        if ticket.seq >= self._num_started:
-            self._cancelled.add(ticket.seq)
+        with self._lock:
+            if ticket.seq >= self._num_started:
+                self._cancelled.add(ticket.seq)
+                return
+            begun = next((b for b in self._begun if b.seq == ticket.seq and b.result is None), None)
+        if begun is not None and begun.give_up is not None:
+            begun.give_up()
 
     def gate(self, ticket: Ticket) -> LayerGate:
         raise GateError(f"{ticket}: a launch may not wait for storage; requests wait for it before they start")
@@ -86,26 +107,37 @@ class StorageLink:
     def poll(self) -> list[OpResult]:
         self.stream.raise_if_dead()
         results = []
-        while self._results:
-            results.append(self._results.popleft())
-            # Cancelled in the moment when it began.
-            self._cancelled.discard(results[-1].seq)
+        with self._lock:
+            while self._begun and (result := self._begun[0].result) is not None:
+                self._begun.popleft()
+                results.append(result)
         return results
 
     # -- on the stream ------------------------------------------------------------------------------------------
 
     def _run(self, op: StorageOp) -> None:
-        count, error = 0, ""
-        self._num_started = op.ticket.seq + 1
-        if op.ticket.seq in self._cancelled:
-            error = "cancelled"
-        else:
-            try:
-                count = self._carry_out(op)
-            except Exception as raised:
-                logger.warning("%s of %d blocks failed: %r", op.action.name, len(op.keys), raised)
-                error = str(raised) or type(raised).__name__
-        self._results.append(OpResult(op.ticket.seq, ok=not error, error=error, count=count))
+        with self._lock:
+            self._num_started = op.ticket.seq + 1
+            begun = _Begun(op.ticket.seq)
+            self._begun.append(begun)
+            is_cancelled = op.ticket.seq in self._cancelled
+            self._cancelled.discard(op.ticket.seq)
+        if is_cancelled:
+            self._end(begun, 0, "cancelled")
+            return
+        store = self.slot.store
+        try:
+            if op.action == StorageAction.GET and isinstance(store, OverlappingStore):
+                begun.give_up = store.start_get(to_bytes(op.keys), op.frames, partial(self._end, begun))
+            else:
+                self._end(begun, self._carry_out(op))
+        except Exception as raised:
+            logger.warning("%s of %d blocks failed: %r", op.action.name, len(op.keys), raised)
+            self._end(begun, 0, str(raised) or type(raised).__name__)
+
+    def _end(self, begun: _Begun, count: int, error: str = "") -> None:
+        with self._lock:
+            begun.result = OpResult(begun.seq, ok=not error, error=error, count=count)
         self.notify()
 
     def _carry_out(self, op: StorageOp) -> int:

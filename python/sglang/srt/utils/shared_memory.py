@@ -4,6 +4,7 @@ left behind: whoever holds the file descriptor may map it, and it is gone when t
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import weakref
@@ -12,8 +13,8 @@ import numpy as np
 
 
 class SharedMemory:
-    """memory: (size_bytes,) uint8, writable, begins at a page of the system. fd: stands for the memory and may be sent
-    over a Unix socket; -1 where the system has no such memory (then it is ordinary memory)."""
+    """memory: (size_bytes,) uint8, writable, begins at a page of the system. fd: stands for the memory and may be
+    sent over a Unix socket; -1 where the system has no such memory (then it is ordinary memory)."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self.fd = fd
@@ -28,6 +29,8 @@ class SharedMemory:
         """Untouched memory: zeros, of which none is taken yet. name: what a person sees in /proc."""
         if not hasattr(os, "memfd_create"):
             return cls(-1, size_bytes)
-        fd = os.memfd_create(name)
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, max(size_bytes, 1))
+        # Whoever maps it may rely on its size.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return cls(fd, size_bytes)

@@ -34,11 +34,12 @@ _LAUNCHER = (
 class EmbeddedStore:
     """Made by `start`; `address` is where it listens, `pid` its process."""
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path, limit_bytes: int) -> None:
         self.address = StoreAddress.parse(f"unix://{socket_path(folder)}")
         self.pid = process.pid
         self._process = process
         self._folder = folder
+        self._limit_bytes = limit_bytes
 
     @classmethod
     def start(cls, directory: str | os.PathLike[str], limit_bytes: int) -> EmbeddedStore:
@@ -73,13 +74,17 @@ class EmbeddedStore:
             "lazyfree-lazy-server-del": "yes",
         }
         log_path(folder).unlink(missing_ok=True)
-        store = cls(spawn(binary, options), folder)
+        store = cls(spawn(binary, options), folder, limit_bytes)
         try:
             store._wait_until_it_listens()
         except BaseException:
             store.stop()
             raise
         return store
+
+    def revived(self) -> EmbeddedStore:
+        """Itself while the server lives; else a new, empty one in its place. Raises StoreError, as `start`."""
+        return self if self._process.poll() is None else EmbeddedStore.start(self._folder, self._limit_bytes)
 
     def stop(self) -> None:
         """End the server; what it held is gone. May be called again."""

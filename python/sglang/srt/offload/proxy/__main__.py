@@ -1,0 +1,64 @@
+"""The offload proxy, a process of its own beside the engine, one per rank.
+
+    python -m sglang.srt.offload.proxy --socket /run/user/1000/kv.sock --token-file token --store redis://10.0.0.2:6379
+
+A server with --hicache-storage-backend remote starts one by itself; one with bluefield connects to one that runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from sglang.srt.mem_cache.block_store import StoreError
+from sglang.srt.offload.proxy.server import ProxyServer
+from sglang.srt.offload.proxy.settings import ProxySettings
+from sglang.srt.offload.proxy_process import STORE_VARIABLE
+from sglang.srt.offload.store.address import StoreAddress
+from sglang.srt.utils.log import configure_logging
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--socket", type=Path, help="where engines connect: a path, made with mode 0600")
+    where.add_argument("--fd", type=int, help="serve one engine over this connected socket, and end with it")
+    parser.add_argument("--token-file", type=Path, help="a file with the token that engines must show; with --socket")
+    parser.add_argument(
+        "--store",
+        default=os.environ.get(STORE_VARIABLE, ""),
+        help=f"URL of the store, redis://… or unix://…; better in {STORE_VARIABLE} if it has a password",
+    )
+    parser.add_argument("--settings", default="{}", help="JSON: threads, cores, buffers, a profile (docs/remote.md)")
+    parser.add_argument("--log-level", default="info")
+    args = parser.parse_args()
+    configure_logging(args.log_level, "proxy")
+    try:
+        try:
+            settings = ProxySettings.from_config(json.loads(args.settings))
+            address = StoreAddress.parse(args.store)
+            token = args.token_file.read_text().strip() if args.token_file is not None else ""
+        except (OSError, ValueError) as error:
+            raise StoreError(str(error)) from error
+        if args.fd is not None:
+            # The engine drains first, then closes its end; it does so too when it is killed.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            ProxyServer(settings, address, token).serve(socket.socket(fileno=args.fd))
+        elif not token:
+            raise StoreError("--socket needs --token-file, with a token in it: make one with openssl rand -hex 32")
+        else:
+            ProxyServer(settings, address, token).listen(args.socket)
+    except StoreError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""`StageEngine`: what does the work of a stage. The pipeline decides what is worked on, when and on which thread.
+
+An engine for a SmartNIC implements the same four calls over its accelerators: docs/remote.md says what it must do.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from sglang.srt.offload.codec.base import Codec
+from sglang.srt.offload.codec.header import PieceHeader
+from sglang.srt.offload.store.object_store import PieceReader
+
+
+class StageEngine(Protocol):
+    """Called from several threads at once, for different pieces. Buffers are the caller's, until the call is over."""
+
+    def receive(self, reader: PieceReader, buffer: np.ndarray) -> int | None:
+        """The next piece that was asked for, into buffer: (n,) uint8. Its size, or None: not there. Raises the
+        reader's errors."""
+        ...
+
+    def decompress(self, codec: Codec, stored: np.ndarray, header: PieceHeader, mid: np.ndarray) -> None:
+        """Raises CodecError."""
+        ...
+
+    def dequantize(
+        self, codec: Codec, stored: np.ndarray, header: PieceHeader, mid: np.ndarray, out: np.ndarray
+    ) -> None: ...
+
+    def deliver(self, data: np.ndarray, runs: Sequence[np.ndarray]) -> None:
+        """Copy data to runs of the engine's memory, one after another; together they are as long."""
+        ...
+
+
+class SoftwareEngine:
+    """Libraries and loops that run without the interpreter's lock, on whatever cores the threads are on."""
+
+    def receive(self, reader: PieceReader, buffer: np.ndarray) -> int | None:
+        return reader.receive(buffer.data)
+
+    def decompress(self, codec: Codec, stored: np.ndarray, header: PieceHeader, mid: np.ndarray) -> None:
+        codec.decompress(stored, header, mid)
+
+    def dequantize(
+        self, codec: Codec, stored: np.ndarray, header: PieceHeader, mid: np.ndarray, out: np.ndarray
+    ) -> None:
+        codec.dequantize(stored, header, mid, out)
+
+    def deliver(self, data: np.ndarray, runs: Sequence[np.ndarray]) -> None:
+        at = 0
+        for run in runs:
+            np.copyto(run, data[at : at + len(run)])
+            at += len(run)
+
+
+class EmulatedEngine:
+    """Does the work as `inner` does, and lets each stage take at least as long as an accelerator that does one piece
+    after another: what it shows of a pipeline's shape is emulated, not measured.
+
+    rates: stage -> bytes per second, of what it puts out (receive: takes in); a stage without one is not slowed.
+    poll_s: the accelerator is asked that often whether it is done.
+    """
+
+    def __init__(
+        self,
+        inner: StageEngine,
+        rates: Mapping[str, float],
+        poll_s: float,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._inner = inner
+        self._rates = dict(rates)
+        self._poll_s = poll_s
+        self._clock = clock
+        self._sleep = sleep
+        self._free_at = dict.fromkeys(rates, 0.0)
+        self._lock = threading.Lock()
+
+    def receive(self, reader: PieceReader, buffer: np.ndarray) -> int | None:
+        began = self._clock()
+        size = self._inner.receive(reader, buffer)
+        self._take_time("receive", size or 0, began)
+        return size
+
+    def decompress(self, codec: Codec, stored: np.ndarray, header: PieceHeader, mid: np.ndarray) -> None:
+        began = self._clock()
+        self._inner.decompress(codec, stored, header, mid)
+        self._take_time("decompress", header.mid_bytes, began)
+
+    def dequantize(
+        self, codec: Codec, stored: np.ndarray, header: PieceHeader, mid: np.ndarray, out: np.ndarray
+    ) -> None:
+        began = self._clock()
+        self._inner.dequantize(codec, stored, header, mid, out)
+        self._take_time("dequantize", len(out), began)
+
+    def deliver(self, data: np.ndarray, runs: Sequence[np.ndarray]) -> None:
+        began = self._clock()
+        self._inner.deliver(data, runs)
+        self._take_time("deliver", len(data), began)
+
+    def _take_time(self, stage: str, num_bytes: int, began: float) -> None:
+        rate = self._rates.get(stage)
+        if rate is None:
+            return
+        with self._lock:
+            end = self._free_at[stage] = max(began, self._free_at[stage]) + num_bytes / rate
+        while (left := end - self._clock()) > 0:
+            self._sleep(max(left, self._poll_s))

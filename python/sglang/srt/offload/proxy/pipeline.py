@@ -1,0 +1,412 @@
+"""`Pipeline`: fetches pieces through four stages at once, each on threads of its own.
+
+Owns the threads, the buffers and the pieces on their way. Knows neither sockets to engines nor who asked.
+
+    next piece ─► receive ──────► decompress ──────► dequantize ──────► deliver ─► block whole
+                  store → slot    slot → slot        slot → slot, or    slot → the engine's pages
+                                                     → the pages
+                  compressed      decompressed       dequantized
+
+A piece holds a slot of each buffer from the stage that fills it to the stage that has read it. A stage that finds no
+free slot waits for later stages, never the other way round, so that nothing locks up, and a fetch may be larger than
+all buffers: slots are used again piece by piece. (ShadowServe 4.3 fetches in rounds, since there the destination is
+such a buffer; here it is the engine's host pool.)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from sglang.srt.offload.codec.base import Codec
+from sglang.srt.offload.codec.header import CodecError, PieceHeader
+from sglang.srt.offload.codec.layout import BlockLayout
+from sglang.srt.offload.proxy.engines import StageEngine
+from sglang.srt.offload.proxy.settings import PIECE_BYTES, STAGES, ProxySettings
+from sglang.srt.offload.proxy.slots import FreshSlots, Slot, SlotPool, Slots
+from sglang.srt.offload.store.object_store import PieceReader
+from sglang.srt.offload.store.resp import StoreFailure
+
+logger = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """Where the pieces of a session come from, and what they are."""
+
+    layout: BlockLayout
+    codec: Codec
+    memory: np.ndarray
+
+    def reader(self, thread: int) -> PieceReader:
+        """The connection of one receiving thread."""
+        ...
+
+    def damaged(self, key: bytes, why: str) -> None:
+        """A block did not verify."""
+        ...
+
+
+class Fetch:
+    """Blocks on their way, into pages of the engine's pool. Ends once: `on_end(count)`, from any thread.
+
+    keys: 16 bytes each. pages: (len(keys), pages per block) int32. `limit`: blocks from there on are given up; they
+    are not written once `on_end` was called.
+    """
+
+    def __init__(
+        self, source: Source, keys: Sequence[bytes], pages: np.ndarray, on_end: Callable[[int], None]
+    ) -> None:
+        self.source = source
+        self.keys = keys
+        self.pages = pages
+        self.limit = len(keys)
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._next = 0
+        self._num_pieces = source.layout.num_pieces
+        self._under_way = 0
+        self._missing = [self._num_pieces] * len(keys)
+
+    def take(self) -> Piece | None:
+        """The next piece, None if there is none left."""
+        with self._lock:
+            block, index = divmod(self._next, self._num_pieces)
+            if block >= self.limit:
+                return None
+            self._next += 1
+            self._under_way += 1
+            return Piece(self, block, index)
+
+    def end_piece(self, piece: Piece, ok: bool) -> None:
+        with self._lock:
+            self._under_way -= 1
+            if ok:
+                self._missing[piece.block] -= 1
+            else:
+                self.limit = min(self.limit, piece.block)
+        self._end_if_over()
+
+    def give_up(self) -> None:
+        """What is on its way ends; nothing new begins."""
+        with self._lock:
+            self.limit = 0
+        self._end_if_over()
+
+    def wants(self, piece: Piece) -> bool:
+        return piece.block < self.limit
+
+    def _end_if_over(self) -> None:
+        with self._lock:
+            if self._on_end is _ended or self._under_way or self._next < self.limit * self._num_pieces:
+                return
+            on_end, self._on_end = self._on_end, _ended
+            count = next((i for i in range(self.limit) if self._missing[i]), self.limit)
+        on_end(count)
+
+
+def _ended(count: int) -> None:
+    raise AssertionError("a fetch ended twice")
+
+
+@dataclass(eq=False)
+class Piece:
+    """One piece, and the slots that it holds."""
+
+    fetch: Fetch
+    block: int
+    index: int
+    stored: np.ndarray | None = None
+    header: PieceHeader | None = None
+    slots: dict[str, Slot] = field(default_factory=dict)
+    runs: list[np.ndarray] = field(default_factory=list)
+
+
+@dataclass
+class StageCounters:
+    """Of one thread; only that one writes. bytes: what the stage put out. busy_s: in the engine's call."""
+
+    pieces: int = 0
+    bytes: int = 0
+    busy_s: float = 0.0
+
+
+class Pipeline:
+    def __init__(self, settings: ProxySettings, engine: StageEngine) -> None:
+        self.settings = settings
+        self.engine = engine
+        make = SlotPool if settings.preallocated else FreshSlots
+        # A piece that does not shrink is kept as it is, with its header in front.
+        slot_bytes = PIECE_BYTES + 4096
+        self.slots: dict[str, Slots] = {
+            "compressed": make(settings.compressed_buffer_bytes // slot_bytes, slot_bytes),
+            "decompressed": make(settings.decompressed_buffer_bytes // slot_bytes, slot_bytes),
+            "dequantized": make(settings.dequantized_buffer_bytes // PIECE_BYTES, PIECE_BYTES),
+        }
+        self.slot_bytes = slot_bytes
+        self.counters: dict[str, list[StageCounters]] = {stage: [] for stage in STAGES}
+        self._fetches: deque[Fetch] = deque()
+        self._more = threading.Condition()
+        self._queues: dict[str, queue.SimpleQueue[Piece]] = {stage: queue.SimpleQueue() for stage in STAGES[1:]}
+        # Without pipelining: how many pieces of the one block under way have not ended, those of them that nobody has
+        # taken, and those that wait for the others before the next stage.
+        self._under_way = 0
+        self._untaken: deque[Piece] = deque()
+        self._parked: list[tuple[Piece, str]] = []
+        steps: dict[str, Callable[[Piece], None]] = {
+            "decompress": self._decompress,
+            "dequantize": self._dequantize,
+            "deliver": self._deliver,
+        }
+        for stage in STAGES:
+            for i in range(settings.threads(stage)):
+                counters = StageCounters()
+                self.counters[stage].append(counters)
+                args: tuple[Any, ...] = (i, counters) if stage == "receive" else (stage, steps[stage], counters)
+                run = self._receive if stage == "receive" else self._work
+                start_thread(f"{stage}-{i}", settings.cores.get(stage), i, run, *args)
+
+    def submit(self, fetch: Fetch) -> None:
+        """Fetches are served in order."""
+        with self._more:
+            self._fetches.append(fetch)
+            self._more.notify_all()
+        fetch._end_if_over()
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether anything waits to be received."""
+        return bool(self._fetches)
+
+    def stats(self) -> dict[str, int]:
+        """Totals since the start, and how full queues and buffers are now."""
+        values = {}
+        for stage, threads in self.counters.items():
+            values[f"{stage}_bytes"] = sum(c.bytes for c in threads)
+            values[f"{stage}_pieces"] = sum(c.pieces for c in threads)
+            values[f"{stage}_us"] = int(1e6 * sum(c.busy_s for c in threads))
+        for stage, waiting in self._queues.items():
+            values[f"{stage}_queue"] = waiting.qsize()
+        for name, slots in self.slots.items():
+            values[f"{name}_slots"] = slots.num_slots
+            values[f"{name}_slots_used"] = slots.num_slots - slots.num_free
+        return values
+
+    # -- on the threads -----------------------------------------------------------------------------------------
+
+    def _receive(self, thread: int, counters: StageCounters) -> None:
+        # What this thread has asked for, in the order in which it comes.
+        asked: deque[tuple[PieceReader, Piece]] = deque()
+        slots = self.slots["compressed"]
+        while True:
+            while len(asked) < self.settings.window:
+                # Whoever has nothing on its way waits for work, and then for room; who has waits for neither.
+                slot = slots.acquire(block=False) if asked else None
+                piece = self._next_piece(block=not asked) if slot is not None or not asked else None
+                if piece is None:
+                    if slot is not None:
+                        slots.release(slot)
+                    break
+                slot = slot if slot is not None else slots.acquire()
+                assert slot is not None
+                piece.slots["compressed"] = slot
+                reader = piece.fetch.source.reader(thread)
+                try:
+                    reader.request(piece.fetch.keys[piece.block], piece.index)
+                except StoreFailure:
+                    self._end(piece, ok=False)
+                    self._forget_lost(asked)
+                else:
+                    asked.append((reader, piece))
+            if asked:
+                self._receive_one(*asked.popleft(), counters)
+                self._forget_lost(asked)
+
+    def _receive_one(self, reader: PieceReader, piece: Piece, counters: StageCounters) -> None:
+        buffer = piece.slots["compressed"].memory
+        source = piece.fetch.source
+        bound = min(len(buffer), source.codec.max_stored_bytes(source.layout.raw_bytes(piece.index)))
+        began = time.perf_counter()
+        try:
+            size = self.engine.receive(reader, buffer[:bound])
+        except StoreFailure:
+            size = None  # the store has counted and logged it
+        counters.busy_s += time.perf_counter() - began
+        if size is None:
+            self._end(piece, ok=False)
+            return
+        counters.bytes += size
+        counters.pieces += 1
+        piece.stored = buffer[:size]
+        self._pass_on(piece, "decompress")
+
+    def _forget_lost(self, asked: deque[tuple[PieceReader, Piece]]) -> None:
+        """A reader whose connection failed has nothing in flight any more."""
+        lost = [entry for entry in asked if not entry[0].num_in_flight]
+        for entry in lost:
+            asked.remove(entry)
+            self._end(entry[1], ok=False)
+
+    def _next_piece(self, block: bool) -> Piece | None:
+        with self._more:
+            while True:
+                if self._untaken:
+                    return self._untaken.popleft()
+                while self._fetches and (self.settings.pipelined or not self._under_way):
+                    piece = self._fetches[0].take()
+                    if piece is None:
+                        self._fetches.popleft()
+                    elif self.settings.pipelined:
+                        return piece
+                    else:
+                        self._take_block(piece)
+                        break
+                else:
+                    if not block:
+                        return None
+                    self._more.wait()
+
+    def _take_block(self, first: Piece) -> None:
+        self._untaken.append(first)
+        for _ in range(first.fetch.source.layout.num_pieces - 1):
+            if (piece := first.fetch.take()) is None:
+                break
+            self._untaken.append(piece)
+        self._under_way = len(self._untaken)
+
+    def _work(self, stage: str, step: Callable[[Piece], None], counters: StageCounters) -> None:
+        """One thread of a later stage."""
+        waiting = self._queues[stage]
+        while True:
+            piece = waiting.get()
+            if not piece.fetch.wants(piece):
+                self._end(piece, ok=False)
+                continue
+            began = time.perf_counter()
+            try:
+                step(piece)
+            except CodecError as error:
+                piece.fetch.source.damaged(piece.fetch.keys[piece.block], str(error))
+                self._end(piece, ok=False)
+                continue
+            counters.busy_s += time.perf_counter() - began
+            counters.pieces += 1
+            counters.bytes += _bytes_out(stage, piece)
+            following = STAGES.index(stage) + 1
+            if following < len(STAGES):
+                self._pass_on(piece, STAGES[following])
+            else:
+                self._end(piece, ok=True)
+
+    def _decompress(self, piece: Piece) -> None:
+        source, stored = piece.fetch.source, piece.stored
+        assert stored is not None
+        piece.header = source.codec.parse(stored, piece.index, piece.fetch.keys[piece.block])
+        slot = self.slots["decompressed"].acquire()
+        assert slot is not None
+        piece.slots["decompressed"] = slot
+        self.engine.decompress(source.codec, stored, piece.header, slot.memory)
+
+    def _dequantize(self, piece: Piece) -> None:
+        source, stored, header = piece.fetch.source, piece.stored, piece.header
+        assert stored is not None and header is not None
+        start, end = source.layout.piece(piece.index)
+        piece.runs = runs_of(source.memory, source.layout.page_bytes, piece.fetch.pages[piece.block], start, end)
+        if self.settings.direct and len(piece.runs) == 1:
+            out = piece.runs.pop()
+        else:
+            slot = self.slots["dequantized"].acquire()
+            assert slot is not None
+            piece.slots["dequantized"] = slot
+            out = slot.memory[: end - start]
+        self.engine.dequantize(source.codec, stored, header, piece.slots["decompressed"].memory, out)
+        for name in ("compressed", "decompressed"):
+            self.slots[name].release(piece.slots.pop(name))
+
+    def _deliver(self, piece: Piece) -> None:
+        if piece.runs:
+            data = piece.slots["dequantized"].memory
+            self.engine.deliver(data[: sum(len(run) for run in piece.runs)], piece.runs)
+
+    def _pass_on(self, piece: Piece, stage: str) -> None:
+        if self.settings.pipelined:
+            self._queues[stage].put(piece)
+            return
+        with self._more:
+            self._parked.append((piece, stage))
+            self._go_on_together()
+
+    def _end(self, piece: Piece, ok: bool) -> None:
+        for name, slot in piece.slots.items():
+            self.slots[name].release(slot)
+        piece.slots.clear()
+        piece.stored, piece.runs = None, []
+        piece.fetch.end_piece(piece, ok)
+        if not self.settings.pipelined:
+            with self._more:
+                self._under_way -= 1
+                self._go_on_together()
+                self._more.notify_all()
+
+    def _go_on_together(self) -> None:
+        """Without pipelining: the next stage begins once all pieces of the block have ended the one before."""
+        if len(self._parked) == self._under_way:
+            parked, self._parked = self._parked, []
+            for piece, stage in parked:
+                self._queues[stage].put(piece)
+
+
+def runs_of(memory: np.ndarray, page_bytes: int, pages: np.ndarray, start: int, end: int) -> list[np.ndarray]:
+    """Where bytes [start, end) of a block lie.
+
+    memory: (num_pages * page_bytes,) uint8. pages: int32, of the block in order. Returns views, adjacent ones merged.
+    """
+    first, last = start // page_bytes, (end - 1) // page_bytes
+    here = pages[first : last + 1].astype(np.int64)
+    breaks = np.flatnonzero(np.diff(here) != 1) + 1
+    begins = np.concatenate(([0], breaks))
+    ends = np.concatenate((breaks, [len(here)]))
+    offsets, sizes = here[begins] * page_bytes, (ends - begins) * page_bytes
+    skipped = start - first * page_bytes
+    offsets[0] += skipped
+    sizes[0] -= skipped
+    sizes[-1] -= (last + 1) * page_bytes - end
+    return [memory[o : o + n] for o, n in zip(offsets.tolist(), sizes.tolist())]
+
+
+def _bytes_out(stage: str, piece: Piece) -> int:
+    if stage == "decompress":
+        assert piece.header is not None
+        return piece.header.mid_bytes
+    return piece.fetch.source.layout.raw_bytes(piece.index)
+
+
+def start_thread(
+    name: str, cores: Sequence[int] | None, index: int, run: Callable[..., None], *args: Any
+) -> threading.Thread:
+    """A daemon thread, on one of `cores` if there are any. Its death is the process's: a pipeline without one of its
+    threads would answer nobody."""
+
+    def body() -> None:
+        if cores:
+            try:
+                os.sched_setaffinity(0, {cores[index % len(cores)]})
+            except (AttributeError, OSError) as error:
+                logger.warning("thread %s is not pinned: %s", name, error)
+        try:
+            run(*args)
+        except BaseException:
+            logger.critical("thread %s died", name, exc_info=True)
+            os._exit(1)
+
+    thread = threading.Thread(target=body, name=name, daemon=True)
+    thread.start()
+    return thread

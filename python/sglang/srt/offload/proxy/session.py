@@ -1,0 +1,262 @@
+"""`Session`: one engine's connection to the proxy. Owns its socket, its pool's mapping and its connections to the
+store; pipeline and writer are the proxy's.
+
+Everything that comes in is checked: a page outside of the pool, or a count that does not fit, ends the session. It
+ends when the engine goes; what is under way for it ends first, and only then the mapping goes, and the socket is
+closed: an engine that sees the end of the stream knows that nobody writes into its pages any more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import queue
+import socket
+import threading
+
+import numpy as np
+
+from sglang.srt.mem_cache.block_keys import KEY_BYTES
+from sglang.srt.offload import wire
+from sglang.srt.offload.codec.base import Codec
+from sglang.srt.offload.codec.layout import BlockLayout
+from sglang.srt.offload.codec.registry import make_codec
+from sglang.srt.offload.proxy.pipeline import Fetch, Pipeline
+from sglang.srt.offload.proxy.settings import PIECE_BYTES
+from sglang.srt.offload.proxy.writer import Write, Writer
+from sglang.srt.offload.store.address import StoreAddress
+from sglang.srt.offload.store.object_store import BlockWriter, ObjectStore, PieceReader
+from sglang.srt.offload.store.resp import StoreFailure
+from sglang.srt.utils.shared_memory import SharedMemory
+
+logger = logging.getLogger(__name__)
+
+
+class SessionRefusedError(Exception):
+    """The engine is told why, in this sentence."""
+
+
+class Session:
+    """A `Source` and a `Sink`: layout, codec, memory (the pool's bytes), store."""
+
+    layout: BlockLayout
+    codec: Codec
+    memory: np.ndarray
+    store: ObjectStore
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        token: str,
+        address: StoreAddress,
+        pipeline: Pipeline,
+        writer: Writer,
+        store_timeout_s: float,
+    ) -> None:
+        self._sock = sock
+        self._token = token
+        self._address = address
+        self._pipeline = pipeline
+        self._writer = writer
+        self._store_timeout_s = store_timeout_s
+        # By thread.
+        self._readers: dict[int, PieceReader] = {}
+        self._writers: dict[int, BlockWriter] = {}
+        self._outbox: queue.SimpleQueue[wire.ToEngine | None] = queue.SimpleQueue()
+        # What the store is asked, one after another: a store that does not answer holds up nobody else.
+        self._questions: queue.SimpleQueue[wire.Exists | wire.Clear | wire.GetStats | None] = queue.SimpleQueue()
+        self._usage: dict[str, int] = {}
+        self._lock = threading.Condition()
+        # What has not been answered.
+        self._open: dict[int, Fetch | Write | None] = {}
+        self.damaged_blocks = 0
+
+    def run(self) -> None:
+        """Until the engine goes."""
+        try:
+            try:
+                self._begin()
+            except SessionRefusedError as error:
+                logger.warning("a session was refused: %s", error)
+                wire.send(self._sock, wire.Refused(str(error)))
+                return
+            sender = threading.Thread(target=self._send, name="send", daemon=True)
+            asker = threading.Thread(target=self._ask, name="ask", daemon=True)
+            sender.start()
+            asker.start()
+            try:
+                self._serve()
+            finally:
+                self._questions.put(None)
+                asker.join()
+                self._end()
+                self._outbox.put(None)
+                sender.join()
+        except wire.WireError as error:
+            logger.info("session ends: %s", error)
+        finally:
+            self._sock.close()
+
+    def reader(self, thread: int) -> PieceReader:
+        reader = self._readers.get(thread)
+        if reader is None:
+            reader = self._readers[thread] = self.store.reader()
+        return reader
+
+    def block_writer(self, thread: int) -> BlockWriter:
+        writer = self._writers.get(thread)
+        if writer is None:
+            writer = self._writers[thread] = self.store.writer()
+        return writer
+
+    def damaged(self, key: bytes, why: str) -> None:
+        """Forget a block that does not verify, so that it can be stored anew."""
+        with self._lock:
+            self.damaged_blocks += 1
+        logger.warning("block %s does not verify, and is forgotten: %s", key.hex(), why)
+        self.store.forget(key)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Raises SessionRefusedError."""
+        hello, fds = wire.receive(self._sock, wire.Hello, max_fds=1)
+        # From here on the mapping owns the descriptor.
+        pools = [self._map(fd, hello) for fd in fds]
+        if hello.version != wire.WIRE_VERSION:
+            raise SessionRefusedError(f"engine and proxy differ: version {hello.version}, here {wire.WIRE_VERSION}")
+        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            raise SessionRefusedError("the token is not this proxy's")
+        try:
+            self.layout = BlockLayout(**hello.layout)
+            self.codec = make_codec(hello.codec, self.layout)
+        except (TypeError, ValueError) as error:
+            raise SessionRefusedError(str(error)) from error
+        if self.layout.piece_bytes > PIECE_BYTES:
+            raise SessionRefusedError("its pieces are larger than a slot")
+        settings, room = self._pipeline.settings, min(s.num_slots for s in self._pipeline.slots.values())
+        if not settings.pipelined and self.layout.num_pieces > room - settings.receive_threads:
+            raise SessionRefusedError(
+                f"without pipelining a block of {self.layout.num_pieces} pieces has to fit into the buffers: raise "
+                "their sizes"
+            )
+        if not pools or pools[0] is None or pools[0].size_bytes != hello.num_pages * self.layout.page_bytes:
+            raise SessionRefusedError("the memory that came with the first message is not the pool that it names")
+        self.memory, self._num_pages = pools[0].memory, hello.num_pages
+        namespace = hashlib.blake2b(self.codec.spec.encode(), key=hello.namespace[:64], digest_size=16).digest()
+        self.store = ObjectStore(
+            self._address, namespace, self.layout.num_pieces, self._store_timeout_s, self.codec.spec
+        )
+        if hello.is_first:
+            try:
+                self.store.check()
+            except StoreFailure as error:
+                raise SessionRefusedError(f"the store {self._address} cannot be used: {error}") from error
+        wire.send(self._sock, wire.Welcome(self.codec.spec, os.getpid()))
+
+    @staticmethod
+    def _map(fd: int, hello: wire.Hello) -> SharedMemory | None:
+        try:
+            return SharedMemory(fd, hello.pool_bytes)
+        except (OSError, ValueError, OverflowError):
+            os.close(fd)
+            return None
+
+    def _serve(self) -> None:
+        while True:
+            message, _ = wire.receive(self._sock, wire.ToProxy)
+            if isinstance(message, wire.Get | wire.Put):
+                self._move(message)
+            elif isinstance(message, wire.Cancel):
+                self._give_up(message.id)
+            else:
+                if isinstance(message, wire.GetStats):
+                    self._outbox.put(wire.Stats(message.id, self._stats()))
+                self._questions.put(message)
+
+    def _ask(self) -> None:
+        while (question := self._questions.get()) is not None:
+            if isinstance(question, wire.GetStats):
+                self._usage = self.store.usage()
+            elif isinstance(question, wire.Exists):
+                self._outbox.put(wire.Done(question.id, self.store.leading(_split(question.keys))))
+            else:
+                self._outbox.put(wire.Done(question.id, int(self._clear())))
+
+    def _clear(self) -> bool:
+        try:
+            self.store.clear()
+        except StoreFailure as error:
+            logger.warning("the store was not emptied: %s", error)
+            return False
+        return True
+
+    def _move(self, message: wire.Get | wire.Put) -> None:
+        keys = _split(message.keys)
+        pages = np.frombuffer(message.pages, np.int32)
+        fits = len(pages) == len(keys) * self.layout.num_pages
+        if (
+            not fits
+            or not len(pages)
+            or pages.min() < 0
+            or pages.max() >= self._num_pages
+            or message.id in self._open
+        ):
+            raise wire.WireError(f"{type(message).__name__} {message.id} names pages that are not the pool's")
+        blocks = pages.reshape(len(keys), -1)
+        answer = lambda count: self._answer(message.id, count)  # noqa: E731
+        if isinstance(message, wire.Get):
+            fetch = self._open[message.id] = Fetch(self, keys, blocks, answer)
+            self._pipeline.submit(fetch)
+        else:
+            write = self._open[message.id] = Write(self, keys, blocks, answer)
+            self._writer.submit(write)
+
+    def _give_up(self, id: int) -> None:
+        with self._lock:
+            what = self._open.get(id)
+        if isinstance(what, Fetch):
+            what.give_up()
+        elif what is not None:
+            what.is_given_up = True
+
+    def _answer(self, id: int, count: int) -> None:
+        with self._lock:
+            del self._open[id]
+            self._lock.notify_all()
+        self._outbox.put(wire.Done(id, count))
+
+    def _send(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            try:
+                wire.send(self._sock, message)
+            except wire.WireError:
+                return  # the reading side hears of it too
+
+    def _end(self) -> None:
+        """Nothing reads or writes the pool afterwards."""
+        with self._lock:
+            ids = list(self._open)
+        for id in ids:
+            self._give_up(id)
+        with self._lock:
+            self._lock.wait_for(lambda: not self._open)
+        self.store.close()
+        for reader in self._readers.values():
+            reader.close()
+        for writer in self._writers.values():
+            writer.close()
+
+    def _stats(self) -> dict[str, int]:
+        """What the store said of itself when it was asked last."""
+        blocks = self._usage.get("keys", 0) // (self.layout.num_pieces + 1)
+        mine = {"blocks": blocks, "damaged_blocks": self.damaged_blocks}
+        return {**self._pipeline.stats(), **self._writer.stats(), **self.store.stats(), **mine, **self._usage}
+
+
+def _split(keys: bytes) -> list[bytes]:
+    if len(keys) % KEY_BYTES:
+        raise wire.WireError(f"{len(keys)} bytes are no keys")
+    return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]

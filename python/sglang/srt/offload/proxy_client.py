@@ -1,0 +1,112 @@
+"""`ProxyClient`: the engine's end of one session with an offload proxy. Owns the socket and what is not answered.
+
+When the stream ends, everything that was not answered has brought nothing: a proxy closes it after its last write,
+and the system closes that of a dead one, so that the pages are the engine's again.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from sglang.srt.mem_cache.block_store import StoreError
+from sglang.srt.offload import wire
+
+# The proxy asks the store first whether it is there.
+_HELLO_TIMEOUT_S = 30.0
+
+logger = logging.getLogger(__name__)
+
+
+class ProxyClient:
+    """on_lost: called once, from the reading thread, when the session has ended by itself."""
+
+    def __init__(self, sock: socket.socket, hello: wire.Hello, fd: int, on_lost: Callable[[], None]) -> None:
+        """Raises StoreError if the proxy refuses the session, or is none."""
+        self.last_heard = time.monotonic()
+        self.stats: dict[str, int] = {}
+        self.is_lost = False
+        self._sock = sock
+        self._on_lost = on_lost
+        self._send_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._next_id = 0
+        self._waiting: dict[int, Callable[[int], None]] = {}
+        try:
+            sock.settimeout(_HELLO_TIMEOUT_S)
+            wire.send(sock, hello, (fd,))
+            answer, _ = wire.receive(sock, wire.Welcome | wire.Refused)
+            sock.settimeout(None)
+        except wire.WireError as error:
+            sock.close()
+            raise StoreError(f"the offload proxy does not answer: {error}") from error
+        if isinstance(answer, wire.Refused):
+            sock.close()
+            raise StoreError(f"the offload proxy refuses: {answer.reason}")
+        self.codec: str = answer.codec
+        threading.Thread(target=self._read, name="proxy-replies", daemon=True).start()
+
+    def ask(self, make: Callable[[int], msgspec.Struct], on_end: Callable[[int], None]) -> int:
+        """Send a message; on_end(count) follows, from another thread, or this one if the session is lost. Returns the
+        message's id. make: id -> message."""
+        with self._lock:
+            id = self._next_id
+            self._next_id += 1
+            if lost := self.is_lost:
+                pass
+            else:
+                self._waiting[id] = on_end
+        if lost:
+            on_end(0)
+            return id
+        self.tell(make(id))
+        return id
+
+    def tell(self, message: msgspec.Struct, timeout_s: float = -1) -> bool:
+        """Send what has no answer of its own. False if that would take longer than timeout_s."""
+        if not self._send_lock.acquire(timeout=timeout_s):
+            return False
+        try:
+            wire.send(self._sock, message)
+        except wire.WireError:
+            self.shut()  # the reading thread hears of it
+        finally:
+            self._send_lock.release()
+        return True
+
+    def request_stats(self) -> None:
+        """Whatever the proxy answers shows that it lives."""
+        self.tell(wire.GetStats(-1), timeout_s=0.1)
+
+    def shut(self) -> None:
+        """End the session: what is not answered is so after the proxy's last write."""
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message, _ = wire.receive(self._sock, wire.ToEngine)
+                self.last_heard = time.monotonic()
+                if isinstance(message, wire.Stats):
+                    self.stats = message.values
+                    continue
+                with self._lock:
+                    on_end = self._waiting.pop(message.id)
+                on_end(message.count)
+        except (wire.WireError, KeyError) as error:
+            logger.debug("session with the offload proxy ends: %s", error)
+        with self._lock:
+            self.is_lost = True
+            waiting, self._waiting = self._waiting, {}
+        self._sock.close()
+        for on_end in waiting.values():
+            on_end(0)
+        self._on_lost()

@@ -1,0 +1,170 @@
+"""How an engine comes to its proxy: `OwnProxy` starts one on cores of the host, `OtherProxy` connects to one that
+runs, `InProcessProxy` runs it on threads of the engine. Each gives out connected sockets, and knows what to do if the
+proxy does not move any more."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, Protocol
+
+from sglang.srt.mem_cache.block_store import StoreError
+from sglang.srt.offload.store.address import StoreAddress
+from sglang.srt.offload.store.embedded import EmbeddedStore
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_TIMEOUT_S = 5.0
+# Where the proxy looks for the URL of its store.
+STORE_VARIABLE = "SGLANG_OFFLOAD_STORE"
+
+
+class ProxyPlace(Protocol):
+    """token: what the proxy wants to be shown."""
+
+    token: str
+
+    def connect(self) -> socket.socket:
+        """A new session's socket. Raises StoreError."""
+        ...
+
+    def unblock(self) -> bool:
+        """The proxy does not move any more, and holds on to pages. Whether something could be done about it."""
+        ...
+
+    def tend(self) -> None:
+        """From time to time: see that what belongs to it lives."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class OwnProxy:
+    """A child process, and a pair of sockets that has no name: nobody else can connect. Each session has a process of
+    its own, which ends with it. embedded: the store that was started for it, or None."""
+
+    token = ""
+
+    def __init__(self, store_url: str, settings: dict[str, Any], embedded: EmbeddedStore | None = None) -> None:
+        self._store_url = store_url
+        self._settings = settings
+        self._embedded = embedded
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def __str__(self) -> str:
+        return f"a proxy of our own for {StoreAddress.parse(self._store_url)}"
+
+    def connect(self) -> socket.socket:
+        self._stop()
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        arguments = ["--fd", str(theirs.fileno()), "--settings", json.dumps(self._settings)]
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "sglang.srt.offload.proxy", *arguments],
+                # In the environment, which others cannot read: the URL may have a password.
+                env={**os.environ, STORE_VARIABLE: self._store_url},
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+        return mine
+
+    def unblock(self) -> bool:
+        """Kill it: then nobody writes into the pages any more."""
+        self._stop()
+        return True
+
+    def tend(self) -> None:
+        if self._embedded is not None:
+            self._embedded = self._embedded.revived()
+
+    def close(self) -> None:
+        self._stop()
+        if self._embedded is not None:
+            self._embedded.stop()
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+class OtherProxy:
+    """One that somebody else runs, on this machine: memory is passed over its socket."""
+
+    def __init__(self, path: Path, token: str) -> None:
+        self.token = token
+        self._path = path
+
+    def __str__(self) -> str:
+        return f"the proxy at {self._path}"
+
+    def connect(self) -> socket.socket:
+        try:
+            return connect_to(self._path)
+        except OSError as error:
+            raise StoreError(f'no offload proxy at {self._path} ({error}): start one, or correct "proxy"') from error
+
+    def unblock(self) -> bool:
+        return False
+
+    def tend(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class InProcessProxy:
+    """The baseline in which decompression takes the engine's own time and interpreter lock."""
+
+    token = ""
+
+    def __init__(self, store_url: str, settings: dict[str, Any], embedded: EmbeddedStore | None = None) -> None:
+        from sglang.srt.offload.proxy.server import ProxyServer
+        from sglang.srt.offload.proxy.settings import ProxySettings
+
+        self._embedded = embedded
+        self._store_url = store_url
+        self._server = ProxyServer(ProxySettings.from_config(settings), StoreAddress.parse(store_url), self.token)
+
+    def __str__(self) -> str:
+        return f"in this process, for {StoreAddress.parse(self._store_url)}"
+
+    def connect(self) -> socket.socket:
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        threading.Thread(target=self._server.serve, args=(theirs,), name="session", daemon=True).start()
+        return mine
+
+    def unblock(self) -> bool:
+        return False
+
+    def tend(self) -> None:
+        if self._embedded is not None:
+            self._embedded = self._embedded.revived()
+
+    def close(self) -> None:
+        if self._embedded is not None:
+            self._embedded.stop()
+
+
+def connect_to(path: Path) -> socket.socket:
+    """Raises OSError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(_CONNECT_TIMEOUT_S)
+        sock.connect(os.fspath(path))
+        sock.settimeout(None)
+    except OSError:
+        sock.close()
+        raise
+    return sock

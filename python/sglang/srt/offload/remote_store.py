@@ -1,0 +1,306 @@
+"""`RemoteStore`: the remote tier (L4) as a `BlockStore`. The work is the offload proxy's; here it is supervised.
+
+Owns the session with the proxy: a lost one has brought nothing, and is begun anew when it is next used, not more
+often than every `RETRY_S`. Never touches KV: the proxy writes into the host pool's pages itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sglang.srt.mem_cache.block_store import StoreError
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.offload import wire
+from sglang.srt.offload.proxy.settings import ProxySettings
+from sglang.srt.offload.proxy_client import ProxyClient
+from sglang.srt.offload.proxy_process import InProcessProxy, OtherProxy, OwnProxy, ProxyPlace
+from sglang.srt.offload.store.address import StoreAddress
+from sglang.srt.offload.store.embedded import EmbeddedStore
+from sglang.srt.utils.memory import available_memory
+
+logger = logging.getLogger(__name__)
+
+REMOTE_BACKENDS = ("remote", "bluefield")
+RETRY_S = 1.0
+_LOOK_S = 0.5
+_COMPLAIN_EVERY_S = 60.0
+
+
+class RemoteStore:
+    """hello: the first message, but for the token. fd: the host pool. hang_s: a proxy from which nothing was heard
+    for so long is killed if it is ours; if it is not, its pages stay taken until it moves or ends."""
+
+    def __init__(
+        self,
+        name: str,
+        block_tokens: int,
+        place: ProxyPlace,
+        hello: wire.Hello,
+        fd: int,
+        hang_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises StoreError."""
+        self.name = name
+        self.block_tokens = block_tokens
+        self._place = place
+        self._hello = hello
+        self._fd = fd
+        self._hang_s = hang_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._retry_at = 0.0
+        self._complain_at = 0.0
+        self._closed = threading.Event()
+        self._counters = {"read_errors": 0, "write_errors": 0, "proxy_sessions": 0, "proxy_hangs": 0}
+        try:
+            self._client: ProxyClient | None = self._connect()
+            self.codec = self._client.codec
+        except StoreError:
+            place.close()
+            raise
+        threading.Thread(target=self._watch, name="proxy-watch", daemon=True).start()
+
+    def exists(self, keys: Sequence[bytes]) -> int:
+        return self._wait(partial(wire.Exists, keys=b"".join(keys)))
+
+    def get(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
+        ended = _Result()
+        self.start_get(keys, frames, ended.put)
+        return ended.wait()
+
+    def start_get(
+        self, keys: Sequence[bytes], frames: np.ndarray, on_end: Callable[[int], None]
+    ) -> Callable[[], None]:
+        """As `get`, without waiting: on_end(count) follows, from another thread. Several may be under way; the proxy
+        takes them in order. Returns what gives it up, after which it still ends."""
+
+        def ended(count: int) -> None:
+            if count < len(keys):
+                with self._lock:
+                    self._counters["read_errors"] += 1
+            on_end(count)
+
+        return self._start(partial(wire.Get, keys=b"".join(keys), pages=_pages(frames)), ended)
+
+    def set(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
+        count = self._wait(partial(wire.Put, keys=b"".join(keys), pages=_pages(frames)))
+        if count < len(keys):
+            with self._lock:
+                self._counters["write_errors"] += 1
+        return count
+
+    def clear(self) -> None:
+        if not self._wait(wire.Clear):
+            logger.warning("the remote store was not emptied: it does not answer")
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._lock:
+            client, self._client = self._client, None
+            self._retry_at = float("inf")
+        if client is not None:
+            client.shut()
+        self._place.close()
+
+    def stats(self) -> dict[str, int]:
+        """Of the proxy and the store as they said last."""
+        client = self._client
+        values = {"blocks": 0, "size_bytes": 0, "limit_bytes": 0, **(client.stats if client is not None else {})}
+        return {**values, **self._counters}
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _wait(self, make: Callable[[int], wire.Exists | wire.Put | wire.Clear]) -> int:
+        ended = _Result()
+        self._start(make, ended.put)
+        return ended.wait()
+
+    def _start(
+        self, make: Callable[[int], wire.Exists | wire.Get | wire.Put | wire.Clear], on_end: Callable[[int], None]
+    ) -> Callable[[], None]:
+        client = self._live_client()
+        if client is None:
+            on_end(0)
+            return lambda: None
+        id = client.ask(make, on_end)
+
+        def give_up() -> None:
+            client.tell(wire.Cancel(id))
+
+        return give_up
+
+    def _live_client(self) -> ProxyClient | None:
+        with self._lock:
+            if self._client is None and self._clock() >= self._retry_at:
+                try:
+                    self._client = self._connect()
+                except StoreError as error:
+                    self._retry_at = self._clock() + RETRY_S
+                    self._complain(f"the remote tier is out of reach: {error}")
+            return self._client
+
+    def _connect(self) -> ProxyClient:
+        client = ProxyClient(self._place.connect(), self._hello, self._fd, self._lost)
+        self._counters["proxy_sessions"] += 1
+        self._hello = msgspec.structs.replace(self._hello, is_first=False)
+        return client
+
+    def _lost(self) -> None:
+        with self._lock:
+            self._client = None
+            self._retry_at = max(self._retry_at, self._clock() + RETRY_S)
+        if not self._closed.is_set():
+            self._complain("the offload proxy has ended; what it was bringing is computed")
+
+    def _watch(self) -> None:
+        """Ask the proxy for its numbers from time to time, and see that it still answers."""
+        hanging = False
+        while not self._closed.wait(_LOOK_S):
+            try:
+                self._place.tend()
+            except StoreError as error:
+                self._complain(str(error))
+            client = self._client
+            if client is None or client.is_lost:
+                hanging = False
+                continue
+            if self._clock() - client.last_heard < self._hang_s:
+                hanging = False
+                client.request_stats()
+            elif not hanging:
+                hanging = True
+                with self._lock:
+                    self._counters["proxy_hangs"] += 1
+                helped = self._place.unblock()
+                what = "it is started anew" if helped else "its pages stay taken until it moves, or is stopped"
+                logger.error("the offload proxy has not answered for %g s: %s", self._hang_s, what)
+
+    def _complain(self, what: str) -> None:
+        now = self._clock()
+        if now >= self._complain_at:
+            self._complain_at = now + _COMPLAIN_EVERY_S
+            logger.warning("%s", what)
+
+
+def open_remote_store(
+    backend: str,
+    config: dict[str, Any],
+    namespace: str,
+    pool: MHATokenToKVPoolHost,
+    block_tokens: int,
+    directory: Path,
+) -> RemoteStore:
+    """The remote tier of one rank.
+
+    backend: one of `REMOTE_BACKENDS`. config: --hicache-storage-backend-extra-config. namespace: what the bytes of a
+    block depend on beside its tokens. directory: of our own, removed when the server ends. Raises StoreError.
+    """
+    config = dict(config)
+    codec = config.pop("codec", "lossless")
+    hang_s = _number(config, "hang_timeout_s", 10.0)
+    if pool.layout != "page_first" or pool.shared.fd < 0:
+        raise StoreError(
+            f"--hicache-storage-backend {backend} writes whole pages into shared memory: use --hicache-mem-layout "
+            "page_first, on Linux"
+        )
+    _, _, num_layers, page_size, num_kv_heads, head_dim = pool.kv.shape
+    layout = {
+        "num_pages": block_tokens // page_size,
+        "num_layers": num_layers,
+        "page_size": page_size,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "dtype": str(pool.kv.dtype).removeprefix("torch."),
+    }
+    place = _other_proxy(config) if backend == "bluefield" else _own_proxy(config, directory)
+    if config:
+        place.close()
+        raise StoreError(
+            f"--hicache-storage-backend {backend} has no setting {', '.join(config)} in "
+            "--hicache-storage-backend-extra-config: docs/remote.md lists them"
+        )
+    hello = wire.Hello(
+        token=place.token,
+        num_pages=pool.num_pages,
+        pool_bytes=pool.shared.size_bytes,
+        layout=layout,
+        codec={"codec": codec} if isinstance(codec, str) else codec,
+        namespace=hashlib.blake2b(namespace.encode()).digest(),
+    )
+    store = RemoteStore(backend, block_tokens, place, hello, pool.shared.fd, hang_s)
+    logger.info("remote tier: %s, codec %s, blocks of %d tokens", place, store.codec, block_tokens)
+    return store
+
+
+def _own_proxy(config: dict[str, Any], directory: Path) -> ProxyPlace:
+    url, settings = config.pop("url", ""), config.pop("proxy", {})
+    in_process = config.pop("in_process", False)
+    limit_gb = _number(config, "limit_gb", 0.0)
+    if not isinstance(url, str) or not isinstance(settings, dict) or not isinstance(in_process, bool):
+        raise StoreError(
+            "--hicache-storage-backend remote: url has to be a string, proxy an object, in_process true or false"
+        )
+    # Now rather than from the process, for the sentence.
+    ProxySettings.from_config(settings)
+    embedded = None
+    if url:
+        StoreAddress.parse(url)
+    else:
+        limit_bytes = int(limit_gb * 1e9) or available_memory() // 4
+        embedded = EmbeddedStore.start(directory / "store", limit_bytes)
+        url = str(embedded.address)
+        logger.info("remote tier: no url is given, so a store of %.1f GB is started here", limit_bytes / 1e9)
+    kind = InProcessProxy if in_process else OwnProxy
+    return kind(url, settings, embedded)
+
+
+def _other_proxy(config: dict[str, Any]) -> ProxyPlace:
+    path, token_file = config.pop("proxy", ""), config.pop("token_file", "")
+    if not isinstance(path, str) or not isinstance(token_file, str) or not path or not token_file:
+        raise StoreError(
+            '--hicache-storage-backend bluefield needs {"proxy": "/path/to/proxy.sock", "token_file": "…"} in '
+            "--hicache-storage-backend-extra-config: the socket of a running sglang.srt.offload.proxy, and its token"
+        )
+    try:
+        token = Path(token_file).read_text().strip()
+    except (OSError, ValueError) as error:
+        raise StoreError(f"--hicache-storage-backend bluefield: token_file cannot be read: {error}") from error
+    return OtherProxy(Path(path), token)
+
+
+def _number(config: dict[str, Any], key: str, default: float) -> float:
+    value = config.pop(key, default)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1e9:
+        raise StoreError(f"{key} in --hicache-storage-backend-extra-config has to be a number from 0, not {value!r}")
+    return float(value)
+
+
+class _Result:
+    """A count that comes once, from another thread."""
+
+    def __init__(self) -> None:
+        self._came = threading.Event()
+        self._count = 0
+
+    def put(self, count: int) -> None:
+        self._count = count
+        self._came.set()
+
+    def wait(self) -> int:
+        self._came.wait()
+        return self._count
+
+
+def _pages(frames: np.ndarray) -> bytes:
+    return np.ascontiguousarray(frames, np.int32).tobytes()

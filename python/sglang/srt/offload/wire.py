@@ -1,0 +1,154 @@
+"""What the engine and its offload proxy say to each other over a Unix socket: descriptors, never KV.
+
+Frames of four bytes (length, little-endian) and one msgpack-coded struct. The first one, `Hello`, carries the file
+descriptor of the engine's host pool beside it. Replies come in any order, each with the id of what it answers.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Any
+
+import msgspec
+
+WIRE_VERSION = 1
+# A Get of 256 blocks of 256 one-token pages is 270 KB.
+MAX_FRAME_BYTES = 16 << 20
+_LENGTH = struct.Struct("<I")
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """token: what the proxy was started with. num_pages: of the host pool, whose memory, pool_bytes of it,
+    comes with this message.
+
+    layout: fields of a `BlockLayout`. codec: as for `make_codec`. namespace: what the bytes of a block depend on
+    beside its key. is_first: the engine starts, and wants to know whether the store can be reached; later it goes on
+    without."""
+
+    token: str
+    num_pages: int
+    pool_bytes: int
+    layout: dict[str, Any]
+    codec: dict[str, Any]
+    namespace: bytes
+    is_first: bool = True
+    version: int = WIRE_VERSION
+
+
+class Welcome(msgspec.Struct, tag=True, frozen=True):
+    """codec: its canonical description. pid: of the proxy."""
+
+    codec: str
+    pid: int
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """The session does not begin. reason: a sentence for a person."""
+
+    reason: str
+
+
+class Exists(msgspec.Struct, tag=True, frozen=True):
+    """How many of the leading blocks are stored? keys: 16 bytes each."""
+
+    id: int
+    keys: bytes
+
+
+class Get(msgspec.Struct, tag=True, frozen=True):
+    """Fetch blocks into pages of the pool. pages: int32, block after block; the proxy may write into them until it
+    has answered, and not after."""
+
+    id: int
+    keys: bytes
+    pages: bytes
+
+
+class Put(msgspec.Struct, tag=True, frozen=True):
+    """Store blocks from pages of the pool, as in `Get`; the proxy may read them until it has answered."""
+
+    id: int
+    keys: bytes
+    pages: bytes
+
+
+class Cancel(msgspec.Struct, tag=True, frozen=True):
+    """Nobody wants the Get or Put `id` any more; it is answered all the same."""
+
+    id: int
+
+
+class Clear(msgspec.Struct, tag=True, frozen=True):
+    """Forget every block of the session's namespace."""
+
+    id: int
+
+
+class GetStats(msgspec.Struct, tag=True, frozen=True):
+    id: int
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """count: how many leading blocks are stored (Exists, Put), or came whole and verified (Get)."""
+
+    id: int
+    count: int
+
+
+class Stats(msgspec.Struct, tag=True, frozen=True):
+    id: int
+    values: dict[str, int]
+
+
+ToProxy = Exists | Get | Put | Cancel | Clear | GetStats
+ToEngine = Done | Stats
+_encoder = msgspec.msgpack.Encoder()
+
+
+class WireError(Exception):
+    """The other side has gone, or says what nobody can understand."""
+
+
+def send(sock: socket.socket, message: msgspec.Struct, fds: tuple[int, ...] = ()) -> None:
+    """Raises WireError."""
+    data = _encoder.encode(message)
+    frame = _LENGTH.pack(len(data)) + data
+    try:
+        sent = socket.send_fds(sock, [frame], list(fds)) if fds else 0
+        sock.sendall(frame[sent:])
+    except OSError as error:
+        raise WireError(f"the other side has gone ({error})") from error
+
+
+def receive(sock: socket.socket, kind: Any, max_fds: int = 0) -> tuple[Any, list[int]]:
+    """The next message and the descriptors that came with it, which are the caller's to close. kind: of the message,
+    or a union. Raises WireError, also for another kind."""
+    try:
+        fds: list[int] = []
+        head = b""
+        if max_fds:
+            # They come with the first byte.
+            head, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, max_fds)
+        head += _exactly(sock, _LENGTH.size - len(head)) if not max_fds or head else b""
+        if len(head) < _LENGTH.size:
+            raise WireError("the other side has gone")
+        (length,) = _LENGTH.unpack(head)
+        if length > MAX_FRAME_BYTES:
+            raise WireError(f"a message of {length} bytes is no message")
+        return msgspec.msgpack.decode(_exactly(sock, length), type=kind), fds
+    except OSError as error:
+        raise WireError(f"the other side has gone ({error})") from error
+    except msgspec.DecodeError as error:
+        raise WireError(f"not a message of this version: {error}") from error
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    data = bytearray(size)
+    view, got = memoryview(data), 0
+    while got < size:
+        n = sock.recv_into(view[got:])
+        if not n:
+            raise WireError("the other side has gone")
+        got += n
+    return bytes(data)
