@@ -1,0 +1,389 @@
+"""The remote tier with real processes: what it brings is right, and whatever dies, hangs or lies costs time only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from remote_fixture import BLOCK, Remote, connection, until
+
+from sglang.srt.mem_cache.block_store import OverlappingStore, StoreError
+from sglang.srt.offload import wire
+from sglang.srt.offload.proxy_process import OwnProxy
+from sglang.srt.offload.store.embedded import EmbeddedStore
+
+SOME = range(4)
+
+
+@pytest.fixture
+def remote(tmp_path):
+    opened = []
+
+    def make(**config):
+        opened.append(Remote(tmp_path, **config))
+        return opened[-1]
+
+    yield make
+    for one in opened:
+        one.close()
+
+
+def proxy_pid(one: Remote) -> int:
+    place = one.store._place
+    assert isinstance(place, OwnProxy) and place.pid is not None
+    return place.pid
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"codec": "raw"},
+        {"codec": {"codec": "lossless", "coder": "deflate"}},
+        {"in_process": True},
+        {"proxy": {"pipelined": False}},
+        {"proxy": {"preallocated": False, "direct": False}},
+        {"proxy": {"profile": "bluefield-3", "cores": {}, "engine": "emulated", "rates_gbps": {"receive": 20.6}}},
+    ],
+)
+def test_what_was_stored_comes_back(remote, config):
+    one = remote(**config)
+    assert isinstance(one.store, OverlappingStore)
+    assert one.store.exists(one.keys(SOME)) == 0 and one.get(SOME) == 0
+    assert one.put(SOME) == 4
+    assert one.store.exists(one.keys(range(6))) == 4
+    assert one.get(range(6)) == 4 and one.came(SOME)
+    one.store.clear()
+    assert one.store.exists(one.keys(SOME)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes(remote, dtype):
+    one = remote(dtype=dtype)
+    assert one.put(SOME) == 4 and one.get(SOME) == 4 and one.came(SOME)
+
+
+def test_a_lossy_codec_is_near(remote):
+    one = remote(codec="binned")
+    assert one.put(SOME) == 4 and one.get(SOME) == 4
+    have = one.pool.kv[torch.from_numpy(one.target(SOME)).long()].float()
+    want = one.pool.kv[torch.from_numpy(one.frames(SOME)).long()].float()
+    assert 0 < (have - want).abs().max() < 0.05
+
+
+def test_codecs_never_meet(tmp_path, remote):
+    """Two engines on one store, of which one is lossy: neither sees what the other has stored."""
+    server = EmbeddedStore.start(tmp_path / "store", 1 << 28)
+    try:
+        exact, lossy = (
+            remote(url=f"unix://{server.address.endpoints[0].path}", codec=c) for c in ("lossless", "binned")
+        )
+        assert lossy.put(SOME) == 4
+        assert exact.store.exists(exact.keys(SOME)) == 0 and exact.get(SOME) == 0
+        assert exact.put(SOME) == 4 and exact.get(SOME) == 4 and exact.came(SOME)
+    finally:
+        server.stop()
+
+
+def test_several_reads_are_under_way_at_once(remote):
+    one = remote()
+    assert one.put(range(8)) == 8
+    counts, ended = {}, threading.Semaphore(0)
+
+    def end(i: int, count: int) -> None:
+        counts[i] = count
+        ended.release()
+
+    for i in range(8):
+        one.store.start_get([one.key(i)], one.target(range(i, i + 1)), partial(end, i))
+    for _ in range(8):
+        assert ended.acquire(timeout=20)
+    assert counts == dict.fromkeys(range(8), 1)
+    assert all(one.came(range(i, i + 1)) for i in range(8))
+
+
+def test_a_read_that_is_given_up_ends(remote):
+    one = remote(proxy={"engine": "emulated", "rates_gbps": {"receive": 0.05}})
+    assert one.put(range(4)) == 4
+    counts: list[int] = []
+    give_up = one.store.start_get(one.keys(SOME), one.target(SOME), counts.append)
+    give_up()
+    until(lambda: counts)
+    assert counts[0] < 4
+    assert one.get(range(1)) == 1 and one.came(range(1))
+
+
+def test_stats_move(remote):
+    one = remote()
+    one.put(SOME)
+    one.get(SOME)
+    until(lambda: one.store.stats().get("deliver_pieces") == 4 and one.store.stats()["blocks"] == 4)
+    stats = one.store.stats()
+    assert stats["receive_bytes"] < stats["deliver_bytes"] == 4 * BLOCK * one.pool.page_bytes
+    assert stats["size_bytes"] > stats["write_bytes"] and stats["limit_bytes"] > 0
+    assert stats["compressed_slots_used"] == stats["deliver_queue"] == 0
+
+
+# -- the proxy fails ------------------------------------------------------------------------------------------------
+
+
+def test_a_proxy_that_is_killed_in_the_middle_is_replaced(remote):
+    one = remote(proxy={"engine": "emulated", "rates_gbps": {"receive": 0.1}})
+    assert one.put(range(8)) == 8
+    counts: list[int] = []
+    one.store.start_get(one.keys(range(8)), one.target(range(8)), counts.append)
+    time.sleep(0.2)
+    first = proxy_pid(one)
+    os.kill(first, signal.SIGKILL)
+    until(lambda: counts)
+    assert counts == [0], "a session that is lost has brought nothing"
+    one.wipe()
+    until(lambda: one.store.exists(one.keys(SOME)) == 4)
+    assert proxy_pid(one) != first and one.get(SOME) == 4 and one.came(SOME)
+    assert one.store.stats()["proxy_sessions"] == 2
+
+
+def test_a_proxy_that_hangs_is_killed_and_replaced(remote):
+    one = remote(hang_timeout_s=1.0)
+    assert one.put(SOME) == 4
+    os.kill(proxy_pid(one), signal.SIGSTOP)
+    began = time.monotonic()
+    assert one.get(SOME) == 0
+    assert time.monotonic() - began < 8
+    until(lambda: one.store.exists(one.keys(SOME)) == 4)
+    assert one.get(SOME) == 4 and one.came(SOME)
+    assert one.store.stats()["proxy_hangs"] == 1
+
+
+def test_the_proxy_ends_with_the_engine(tmp_path):
+    """An engine that is killed while the proxy writes into its pages."""
+    code = f"""
+import sys, time; sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from remote_fixture import Remote
+one = Remote(Path({str(tmp_path)!r}), proxy={{"engine": "emulated", "rates_gbps": {{"receive": 0.05}}}})
+assert one.put(range(8)) == 8
+one.store.start_get(one.keys(range(8)), one.target(range(8)), print)
+print(one.store._place.pid, one.embedded.pid, flush=True)
+time.sleep(60)
+"""
+    engine = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert engine.stdout is not None
+    children = [psutil.Process(int(pid)) for pid in engine.stdout.readline().split()]
+    assert len(children) == 2
+    engine.kill()
+    engine.wait()
+    _gone, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+
+
+def test_closing_leaves_no_process(remote):
+    one = remote()
+    children = [psutil.Process(pid) for pid in (proxy_pid(one), one.embedded.pid)]
+    one.close()
+    _gone, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+
+
+# -- the store fails ------------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_dies_comes_back_empty(remote):
+    one = remote()
+    assert one.put(SOME) == 4
+    os.kill(one.embedded.pid, signal.SIGKILL)
+    began = time.monotonic()
+    assert one.get(SOME) == 0 and one.store.exists(one.keys(SOME)) == 0
+    assert time.monotonic() - began < 10
+    until(lambda: one.put(SOME) == 4, 20)
+    assert one.get(SOME) == 4 and one.came(SOME)
+
+
+def test_a_store_that_stalls_costs_its_timeout(remote):
+    one = remote(proxy={"store_timeout_s": 0.5})
+    assert one.put(SOME) == 4
+    os.kill(one.embedded.pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        assert one.get(SOME) == 0
+        assert one.store.exists(one.keys(SOME)) == 0
+        assert time.monotonic() - began < 8
+    finally:
+        os.kill(one.embedded.pid, signal.SIGCONT)
+    until(lambda: one.store.exists(one.keys(SOME)) == 4)
+    assert one.get(SOME) == 4 and one.came(SOME)
+
+
+def test_a_store_that_is_full_takes_no_more_and_serves_what_it_has(remote):
+    one = remote(codec="raw")
+    assert one.put(range(2)) == 2
+    store = connection(one.embedded.address)
+    store.call("CONFIG", "SET", "maxmemory-policy", "noeviction")
+    store.call("CONFIG", "SET", "maxmemory", "1mb")
+    assert one.put(range(2, 6)) == 0
+    assert one.store.stats()["write_errors"] == 1
+    assert one.get(range(2)) == 2 and one.came(range(2))
+
+
+def test_what_was_evicted_in_the_middle_ends_the_run(remote):
+    one = remote()
+    assert one.put(SOME) == 4
+    store = connection(one.embedded.address)
+    before = set(one.names())
+    one.put(range(9, 10))
+    of_nine = set(one.names()) - before
+    assert len(of_nine) == 2
+    piece = next(n for n in of_nine if n.endswith(b":0"))
+    other = piece.replace(one.key(9).hex().encode(), one.key(2).hex().encode())
+    assert store.call("DEL", other) == 1
+    assert one.store.exists(one.keys(SOME)) == 4, "its manifest is there"
+    assert one.get(SOME) == 2 and one.came(range(2))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda value: b"",
+        lambda value: b"not a piece at all" * 100,
+        lambda value: value[: len(value) // 2],
+        lambda value: value + b"more",
+        lambda value: value * 3,
+        lambda value: bytes(len(value)),
+        lambda value: value[:-1] + bytes([value[-1] ^ 1]),
+        lambda value: value[:28] + b"\xff\xff\xff\x7f" + value[32:],
+        lambda value: value[:36] + b"\xff\xff\xff\xff" + value[40:],
+        lambda value: b"\0" * (40 << 20),
+    ],
+)
+def test_foreign_bytes_are_no_kv(remote, spoil):
+    """Also headers that lie about sizes, and values larger than any slot."""
+    one = remote()
+    assert one.put(SOME) == 4
+    store = connection(one.embedded.address)
+    name = next(n for n in one.names() if n.endswith(b":0") and one.key(2).hex().encode() in n)
+    value = store.call("GET", name)
+    assert isinstance(value, bytes)
+    store.call("SET", name, spoil(value))
+    assert one.get(SOME) == 2 and one.came(range(2))
+    assert torch.isnan(one.pool.kv[36 * BLOCK :]).all(), "nobody's pages are touched"
+    assert one.put(SOME) == 4 or one.store.exists(one.keys(SOME)) >= 2
+    assert one.get(range(2)) == 2
+
+
+def test_a_damaged_block_is_stored_anew(remote):
+    one = remote()
+    assert one.put(SOME) == 4
+    store = connection(one.embedded.address)
+    name = next(n for n in one.names() if n.endswith(b":0") and one.key(1).hex().encode() in n)
+    value = store.call("GET", name)
+    assert isinstance(value, bytes)
+    store.call("SET", name, value[:-9] + b"flipped!!")
+    assert one.get(SOME) == 1
+    until(lambda: one.store.exists(one.keys(SOME)) == 1)
+    assert one.put(SOME) == 4 and one.get(SOME) == 4 and one.came(SOME)
+
+
+# -- start and access -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"url": "http://x"}, "redis://"),
+        ({"url": "unix:///nowhere/redis.sock"}, "cannot be used"),
+        ({"url": 7}, "url has to be a string"),
+        ({"codec": "mp3"}, "mp3"),
+        ({"proxy": {"threads": 3}}, "threads is no setting"),
+        ({"no_such_setting": 1}, "no_such_setting"),
+        ({"limit_gb": "many"}, "limit_gb"),
+    ],
+)
+def test_what_cannot_start_says_why(tmp_path, config, says):
+    with pytest.raises(StoreError, match=says):
+        Remote(tmp_path, **config)
+    left = [p for p in psutil.Process().children(recursive=True) if "redis" in " ".join(p.cmdline())]
+    assert not left
+
+
+def test_a_store_that_refuses_us_is_named_at_the_start(tmp_path):
+    server = EmbeddedStore.start(tmp_path / "store", 1 << 28)
+    try:
+        path = server.address.endpoints[0].path
+        connection(server.address).call("CONFIG", "SET", "requirepass", "hush-hush")
+        with pytest.raises(StoreError, match="password") as caught:
+            Remote(tmp_path, url=f"unix://:wrong-one@{path}")
+        assert "wrong-one" not in str(caught.value) and "hush-hush" not in str(caught.value)
+        one = Remote(tmp_path, url=f"unix://:hush-hush@{path}")
+        assert one.put(SOME) == 4 and one.get(SOME) == 4 and one.came(SOME)
+        one.close()
+    finally:
+        server.stop()
+
+
+def test_only_who_has_the_token_is_served(tmp_path):
+    """A proxy that runs by itself: its socket is its user's alone, and a session needs the token."""
+    server = EmbeddedStore.start(tmp_path / "store", 1 << 28)
+    token, path = tmp_path / "token", tmp_path / "proxy.sock"
+    token.write_text("the-token\n")
+    command = [sys.executable, "-m", "sglang.srt.offload.proxy", "--socket", str(path), "--token-file", str(token)]
+    url = f"unix://{server.address.endpoints[0].path}"
+    proxy = subprocess.Popen([*command, "--store", url], stderr=subprocess.PIPE, text=True)
+    try:
+        until(path.is_socket, 20)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        again = subprocess.run([*command, "--store", url], capture_output=True, text=True, timeout=30)
+        assert again.returncode == 1 and "another proxy listens" in again.stderr
+        (tmp_path / "wrong").write_text("a-guess")
+        with pytest.raises(StoreError, match="token"):
+            Remote(tmp_path, backend="bluefield", proxy=str(path), token_file=str(tmp_path / "wrong"))
+        one = Remote(tmp_path, backend="bluefield", proxy=str(path), token_file=str(token))
+        assert one.put(SOME) == 4 and one.get(SOME) == 4 and one.came(SOME)
+        # Somebody who does not know how to speak.
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(str(path))
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(100) == b""
+        assert one.get(SOME) == 4
+        os.kill(proxy.pid, signal.SIGKILL)
+        proxy.wait()
+        assert one.get(SOME) == 0 and one.store.exists(one.keys(SOME)) == 0
+        proxy = subprocess.Popen([*command, "--store", url], stderr=subprocess.PIPE, text=True)
+        until(lambda: one.store.exists(one.keys(SOME)) == 4, 20)
+        one.close()
+    finally:
+        proxy.kill()
+        proxy.wait()
+        server.stop()
+
+
+def test_pages_outside_of_the_pool_end_the_session(remote):
+    one = remote()
+    assert one.put(SOME) == 4
+    client = one.store._client
+    assert client is not None
+    for pages in ([-1] * BLOCK, [64 * BLOCK] * BLOCK, [0] * (BLOCK - 1), []):
+        counts: list[int] = []
+        until(lambda: one.store.exists(one.keys(SOME)) == 4)
+        client = one.store._client
+        assert client is not None
+        client.ask(lambda id, p=pages: wire.Get(id, one.key(0), np.array(p, np.int32).tobytes()), counts.append)
+        until(lambda c=counts: c)
+        assert counts == [0]
+    until(lambda: one.store.exists(one.keys(SOME)) == 4)
+    assert one.get(SOME) == 4 and one.came(SOME)
