@@ -89,7 +89,7 @@ def test_the_reference_lists_what_the_state_has(state):
 def test_the_state_says_which_prefixes_are_hot_and_not_what_they_are(state):
     first, *others = state["hottest"]
     assert (first["tokens"], first["hits"], first["namespace"], first["locks"]) == (150, 2, None, 0)
-    assert first["tokens_on"] == {"device": 150, "host": 150, "disk": 128} and first["stored"] is True
+    assert first["tokens_on"] == {"device": 150, "host": 150, "storage": 128} and first["stored"] is True
     assert {each["hits"] for each in others} == {1} and {each["tokens"] for each in others} == {201}
     (namespace,) = {each["namespace"] for each in others} - {None}
     assert re.fullmatch("[0-9a-f]{32}", namespace) and "salt" not in json.dumps(state)
@@ -105,7 +105,7 @@ def test_the_reference_and_the_page_list_every_counter():
     for file in (SRT / "managers").glob("*.py"):
         counted |= set(re.findall(r'counters\[f?"([^"]+)"\]', file.read_text()))
     counted -= {"hit_tokens_{name}", "evicted_tokens_{tier.name.lower()}"}
-    counted |= {f"hit_tokens_{tier}" for tier in ("device", "host", "disk")}
+    counted |= {f"hit_tokens_{tier}" for tier in ("device", "host", "disk", "remote")}
     counted |= {"evicted_tokens_device", "evicted_tokens_host"}
     assert counted == COUNTERS
     (table,) = re.findall(r"const COUNTERS = \{(.*?)\n\};", PAGE, re.DOTALL)

@@ -128,7 +128,7 @@ def test_what_is_said_of_a_prefix():
         "namespace": None,
         "tokens": 10,
         "hits": 1,
-        "tokens_on": {"device": 10, "host": 0, "disk": 0},
+        "tokens_on": {"device": 10, "host": 0, "storage": 0},
         "stored": False,
         "locks": 0,
         "idle_launches": 5,
@@ -141,10 +141,10 @@ def test_what_is_said_of_a_prefix():
     assert node.stored is not None
     node.stored[0] = True
     said = table.table(now=5)[0]
-    assert said["tokens_on"] == {"device": 10, "host": 10, "disk": 4} and said["stored"] is False
+    assert said["tokens_on"] == {"device": 10, "host": 10, "storage": 4} and said["stored"] is False
     node.stored[1] = True
     said = table.table(now=5)[0]
-    assert said["tokens_on"]["disk"] == 8 and said["stored"] is True
+    assert said["tokens_on"]["storage"] == 8 and said["stored"] is True
     receipt = world.tree.lock_node(node, 3)
     said = table.table(now=5)[0]
     assert (said["locks"], said["idle_launches"]) == (1, 0)

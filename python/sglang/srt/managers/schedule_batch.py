@@ -16,7 +16,7 @@ from sglang.srt.managers.cache_controller import StorageLimits
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, TokenOutput
 from sglang.srt.managers.storage_prefetch import PrefetchConfig
 from sglang.srt.mem_cache.hiradix_tree import Receipt
-from sglang.srt.mem_cache.transfer import StorageAction, StorageOp, Ticket, TransferOp
+from sglang.srt.mem_cache.transfer import StorageAction, StorageOp, Ticket, Tier, TransferOp
 from sglang.srt.model_executor.launch import Launch, SampleSpec
 from sglang.srt.sampling.logprob_types import LaunchLogprobs, TokenLogprob
 
@@ -197,9 +197,9 @@ class Req:
 
 @dataclass(frozen=True)
 class StorageSetup:
-    """What is attached. backend: its name; setup: what each rank opens, as JSON. secret, block_tokens: see BlockKeys;
-    the secret covers what all requests share (model, weights, dtype, layout). write_policy: of the host tier, through
-    which everything goes."""
+    """What is attached. backend: its name; tier: which one it is; setup: what each rank opens, as JSON. secret,
+    block_tokens: see BlockKeys; the secret covers what all requests share (model, weights, dtype, layout).
+    write_policy: of the host tier, through which everything goes."""
 
     backend: str
     setup: str
@@ -208,6 +208,7 @@ class StorageSetup:
     limits: StorageLimits
     prefetch: PrefetchConfig
     write_policy: str
+    tier: Tier = Tier.DISK
 
 
 class StorageRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -984,9 +984,11 @@ class Scheduler:
                     continue
                 size = span.end - span.start
                 loaded = size if span.source == SpanSource.LOAD else _common(span, req.loaded)
-                from_disk = min(loaded, _common(span, req.fetched))
-                found["disk"] += from_disk
-                found["host"] += loaded - from_disk
+                if self.storage is not None:
+                    fetched = min(loaded, _common(span, req.fetched))
+                    found[TIER_NAMES[self.storage.tier]] += fetched
+                    found["host"] -= fetched
+                found["host"] += loaded
                 found["device"] += size - loaded
             if not req.cached_tokens_details:
                 self.counters["prompt_tokens"] += req.num_prompt
@@ -994,7 +996,7 @@ class Scheduler:
                     self.counters[f"hit_tokens_{name}"] += n
             before = req.cached_tokens_details or found
             # On another start less may be there; what is there beyond is the request's own work.
-            tiers = [*self.controller.tables, *([Tier.DISK] if self.storage is not None else [])]
+            tiers = [*self.controller.tables, *([self.storage.tier] if self.storage is not None else [])]
             req.cached_tokens_details = {
                 TIER_NAMES[t]: min(found[TIER_NAMES[t]], before.get(TIER_NAMES[t], 0)) for t in tiers
             }
@@ -1234,6 +1236,7 @@ class Scheduler:
         page, controller = self.page_size, self.controller
         return {
             "backend": setup.backend,
+            "tier": TIER_NAMES[setup.tier],
             "prefetch_policy": setup.prefetch.policy,
             "fetch_order": setup.prefetch.fetch_order,
             "write_policy": setup.write_policy,

@@ -386,9 +386,12 @@ class SchedulerProcess:
         state["gen_throughput"] = round(self._gen_throughput, 2)
         state["steps"] = self.core.num_steps
         store = self.storage.slot.store if self.storage is not None else None
-        if store is not None:
+        if store is not None and state["storage"] is not None:
             stats = store.stats()
-            state["tiers"]["disk"] = {"cached_tokens": stats["blocks"] * store.block_tokens, **stats}
+            state["tiers"][state["storage"]["tier"]] = {
+                "cached_tokens": stats["blocks"] * store.block_tokens,
+                **stats,
+            }
         state["hottest"] = self._hottest.table(self.core.scheduler.next_launch)
         return msgspec.json.encode(state)
 

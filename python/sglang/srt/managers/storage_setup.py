@@ -19,6 +19,7 @@ from sglang.srt.managers.storage_prefetch import PREFETCH_POLICIES, PrefetchConf
 from sglang.srt.mem_cache.block_store import BlockStore, StoreError
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.backend_factory import BACKENDS, create_store
+from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.offload.remote_store import REMOTE_BACKENDS, open_remote_store
 
 EXTRA_CONFIG_FLAG = "--hicache-storage-backend-extra-config"
@@ -114,6 +115,7 @@ class StorageOpener:
                 fetch_order=fetch_order,
             ),
             write_policy=write_policy,
+            tier=Tier.REMOTE if backend in REMOTE_BACKENDS else Tier.DISK,
         )
 
     def open(self, setup: str) -> BlockStore:

@@ -24,7 +24,7 @@ import numpy as np
 
 from sglang.srt.mem_cache.block_keys import BlockKeys, is_private
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node, Root
-from sglang.srt.mem_cache.transfer import FRAME_TIERS, TIER_NAMES, Tier
+from sglang.srt.mem_cache.transfer import FRAME_TIERS, TIER_NAMES
 
 # Below this part of the hits at the top of a chain, a node is a prefix of its own.
 _SAME = 0.9
@@ -96,15 +96,14 @@ class HottestPrefixes:
 
     def _entry(self, node: Node, now: int) -> dict[str, Any]:
         names, storage = self._names, self.tree.block_keys is not None
-        tiers = [*FRAME_TIERS, *([Tier.DISK] if storage else [])]
-        tokens = {TIER_NAMES[tier]: 0 for tier in tiers}
+        tokens = {TIER_NAMES[tier]: 0 for tier in FRAME_TIERS} | ({"storage": 0} if storage else {})
         last_access, step = node.last_access, node
         while step.parent is not None:
             for tier in FRAME_TIERS:
                 if step.frames[tier] is not None and step.tickets[tier] is None:
                     tokens[TIER_NAMES[tier]] += len(step.key)
             if storage and step.stored is not None:
-                tokens["disk"] += int(step.stored.sum()) * names.block_tokens
+                tokens["storage"] += int(step.stored.sum()) * names.block_tokens
             step = step.parent
         assert isinstance(step, Root)
         num_blocks = node.end // names.block_tokens
@@ -115,7 +114,7 @@ class HottestPrefixes:
             "tokens": node.end,
             "hits": node.hits,
             "tokens_on": tokens,
-            "stored": 0 < num_blocks * names.block_tokens == tokens["disk"] if storage else None,
+            "stored": 0 < num_blocks * names.block_tokens == tokens["storage"] if storage else None,
             "locks": node.lock,
             "idle_launches": 0 if node.lock else max(0, now - last_access),
         }

@@ -14,14 +14,16 @@ import numpy as np
 
 class Tier(IntEnum):
     """Where KV can be. The device and the host have frames, and are prefix-closed: a node is resident only if its
-    parent is. What the disk has is known by name (see block_keys.py), and only for sure once it has been read."""
+    parent is. What disk and remote store have is known by name (see block_keys.py), and only for sure once it has
+    been read."""
 
     DEVICE = 0
     HOST = 1
     DISK = 2
+    REMOTE = 3
 
 
-TIER_NAMES = ("device", "host", "disk")
+TIER_NAMES = ("device", "host", "disk", "remote")
 FRAME_TIERS = (Tier.DEVICE, Tier.HOST)
 
 # Operations that a launch waits for (loads) and operations that wait for a launch (backups) never share a link.

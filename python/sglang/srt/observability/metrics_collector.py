@@ -30,11 +30,11 @@ _GAUGES = (
     ("kv_used_tokens", "Tokens of KV cache in use on the device.", ("tiers", "device", "used_tokens")),
     ("kv_evictable_tokens", "Cached tokens that may be evicted.", ("tiers", "device", "evictable_tokens")),
     ("hicache_host_total_tokens", "Tokens of KV cache on the host.", ("tiers", "host", "total_tokens")),
-    ("hicache_storage_tokens", "Tokens of KV cache in storage.", ("tiers", "disk", "cached_tokens")),
-    ("hicache_storage_size_bytes", "Bytes that storage takes.", ("tiers", "disk", "size_bytes")),
-    ("hicache_storage_limit_bytes", "Bytes that storage may take, 0 if any.", ("tiers", "disk", "limit_bytes")),
-    ("hicache_storage_read_errors", "Blocks that came damaged or not at all.", ("tiers", "disk", "read_errors")),
-    ("hicache_storage_write_errors", "Writes to storage that failed.", ("tiers", "disk", "write_errors")),
+    ("hicache_storage_tokens", "Tokens of KV cache in storage.", ("storage_tier", "cached_tokens")),
+    ("hicache_storage_size_bytes", "Bytes that storage takes.", ("storage_tier", "size_bytes")),
+    ("hicache_storage_limit_bytes", "Bytes that storage may take, 0 if any.", ("storage_tier", "limit_bytes")),
+    ("hicache_storage_read_errors", "Blocks that came damaged or not at all.", ("storage_tier", "read_errors")),
+    ("hicache_storage_write_errors", "Writes to storage that failed.", ("storage_tier", "write_errors")),
 )
 # metric, help, name among the state's counters, which hold what has happened at least once
 _COUNTERS = (
@@ -65,7 +65,7 @@ _COUNTERS = (
 # mode, name among the state's counters: tokens as the scheduler goes through them
 _REALTIME = (
     ("prefill_compute", ("prefill_tokens",)),
-    ("prefill_cache", ("hit_tokens_device", "hit_tokens_host", "hit_tokens_disk")),
+    ("prefill_cache", ("hit_tokens_device", "hit_tokens_host", "hit_tokens_disk", "hit_tokens_remote")),
     ("decode", ("decode_tokens",)),
 )
 
@@ -155,8 +155,10 @@ class MetricsCollector:
             metric.add_metric(values, value)
             return metric
 
+        tiers = self._state.get("tiers", {})
+        state = {**self._state, "storage_tier": tiers.get("disk") or tiers.get("remote") or {}}
         for name, help, path in _GAUGES:
-            if (value := _at(self._state, path)) is not None:
+            if (value := _at(state, path)) is not None:
                 yield gauge(name, help, value)
         used = _at(self._state, ("tiers", "device", "used_tokens"))
         total = _at(self._state, ("tiers", "device", "total_tokens"))

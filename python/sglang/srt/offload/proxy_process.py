@@ -84,6 +84,8 @@ class OwnProxy:
         return True
 
     def tend(self) -> None:
+        if self._process is not None:
+            self._process.poll()  # that a dead one is not left as a zombie
         if self._embedded is not None:
             self._embedded = self._embedded.revived()
 

@@ -1,0 +1,150 @@
+"""A real server with a remote store: what one has computed another finds, and whatever dies costs time only."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from server_fixture import Server, wait_until
+
+from sglang.srt.offload.store.embedded import EmbeddedStore
+
+pytestmark = pytest.mark.e2e
+
+FLAGS = "--hicache --max-total-tokens 2048 --hicache-storage-prefetch-policy wait_complete"
+PROMPT = [300 + i * 7 % 1500 for i in range(400)]
+# Of 64 tokens: six of them are stored.
+CONFIG = {"block_tokens": 64, "prefetch_threshold": 64}
+
+
+def start(backend: str = "remote", *flags: str, **config: object) -> Server:
+    extra = json.dumps({**CONFIG, **config})
+    storage = ["--hicache-storage-backend", backend, "--hicache-storage-backend-extra-config", extra]
+    return Server(*FLAGS.split(), *storage, *flags)
+
+
+def generate(server: Server, ids: list[int] = PROMPT) -> dict:
+    body = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}}
+    response = server.post("/generate", body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def details(reply: dict) -> dict[str, int]:
+    found = reply["meta_info"]["cached_tokens_details"]
+    assert found.pop("storage") == found["remote"], "upstream's name for the same"
+    return found
+
+
+def stored(server: Server) -> int:
+    return server.state()["counters"].get("backuped_tokens", 0)
+
+
+def proxies(server: Server) -> list[psutil.Process]:
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    return [c for c in children if c.status() != psutil.STATUS_ZOMBIE and "sglang.srt.offload.proxy" in c.cmdline()]
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    server = EmbeddedStore.start(tmp_path / "store", 1 << 28)
+    yield f"unix://{server.address.endpoints[0].path}"
+    server.stop()
+
+
+def test_a_server_finds_what_another_has_stored(store):
+    with start(url=store) as server:
+        first = generate(server)
+        assert details(first) == {"device": 0, "host": 0, "remote": 0}
+        wait_until(lambda: stored(server) >= 384, 20)
+        wait_until(lambda: server.state()["tiers"]["remote"]["blocks"] == 6, 10)
+        assert server.state()["storage"]["tier"] == "remote"
+    with start(url=store) as server:
+        again = generate(server)
+        assert details(again) == {"device": 0, "host": 0, "remote": 384}
+        assert (again["text"], again["output_ids"]) == (first["text"], first["output_ids"])
+        # Part of it on the device, part remote, part nowhere.
+        longer = generate(server, PROMPT + PROMPT[::-1])
+        assert details(longer) == {"device": 400, "host": 0, "remote": 0}
+        metrics = server.get("/metrics").text
+        assert 'cache_source="remote"' in metrics and "sglang:hicache_storage_tokens{" in metrics
+        server.process.terminate()
+        assert server.wait() == 0, server.output()
+        server.assert_nothing_left()
+
+
+def test_every_request_fetches_with_bypass_local(store):
+    with start("remote", "--hicache-bypass-local", url=store) as server:
+        first = generate(server)
+        wait_until(lambda: stored(server) >= 384, 20)
+        for _ in range(3):
+            again = generate(server)
+            assert details(again) == {"device": 0, "host": 0, "remote": 384}
+            assert again["output_ids"] == first["output_ids"]
+
+
+def test_the_store_is_started_where_no_url_is_given_and_leaves_nothing():
+    with start() as server:
+        first = generate(server)
+        wait_until(lambda: stored(server) >= 384, 20)
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        assert any("redis-server" in " ".join(c.cmdline()) for c in children) and len(proxies(server)) == 1
+        server.children = children
+        os.kill(proxies(server)[0].pid, signal.SIGKILL)
+        again = generate(server, PROMPT[::-1])
+        assert details(again)["remote"] == 0
+        before = stored(server)
+        # What was written while nobody was there is taken for stored; the next prompt finds a new proxy.
+        while len(proxies(server)) != 1:
+            time.sleep(1.1)
+            generate(server, PROMPT[7:])
+        generate(server, PROMPT[9:])
+        wait_until(lambda: stored(server) >= before + 384, 20)
+        assert generate(server)["output_ids"] == first["output_ids"]
+        server.process.terminate()
+        assert server.wait() == 0, server.output()
+        server.assert_nothing_left()
+
+
+def test_a_killed_server_leaves_no_process_and_no_file():
+    with start() as server:
+        generate(server)
+        server.children = psutil.Process(server.process.pid).children(recursive=True)
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait()
+        _, alive = psutil.wait_procs(server.children, timeout=10)
+        assert not alive
+        wait_until(lambda: not [n for n in os.listdir(server.temp) if n.startswith("sglang-")], 10)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"url": "redis://127.0.0.1:1"}, "cannot be used"),
+        ({"url": "nonsense"}, "redis://"),
+        ({"codec": "mp3"}, "unknown codec"),
+    ],
+)
+def test_what_cannot_start_is_one_sentence(config, says):
+    extra = json.dumps({**CONFIG, **config})
+    storage = ["--hicache-storage-backend", "remote", "--hicache-storage-backend-extra-config", extra]
+    server = Server(*FLAGS.split(), *storage, wait=False)
+    with server:
+        assert server.wait(60) == 1
+        lines = [line for line in server.output().splitlines() if "ERROR" in line or "error" in line]
+        assert any(says in line for line in lines) and "Traceback" not in server.output(), server.output()
+
+
+def test_two_ranks_have_a_proxy_each(store):
+    with start("remote", "--tp-size", "2", url=store) as server:
+        first = generate(server)
+        assert len(proxies(server)) == 2
+        wait_until(lambda: stored(server) >= 384, 20)
+    with start("remote", "--tp-size", "2", url=store) as server:
+        again = generate(server)
+        assert details(again)["remote"] == 384 and again["output_ids"] == first["output_ids"]
