@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,8 +69,10 @@ class FaultyLink(CopyLink):
 class LateStorageLink(StorageLink):
     """late_rate: as for links. What fails is the store's business."""
 
-    def __init__(self, name: str, slot: StoreSlot, stream: Stream, seed: int, late_rate: float) -> None:
-        super().__init__(name, slot, stream)
+    def __init__(
+        self, name: str, slot: StoreSlot, stream: Stream, seed: int, late_rate: float, clock: Callable[[], float]
+    ) -> None:
+        super().__init__(name, slot, stream, clock=clock)
         self._late = _Late(random.Random(seed), late_rate)
 
     def poll(self) -> list[OpResult]:

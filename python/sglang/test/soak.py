@@ -64,7 +64,7 @@ class SoakConfig:
     late_rate, for loads alone, so that they stay in flight while other things happen; store_late_rate: for storage.
     storage: used where there is a host tier. storage_request_rate: how often it is attached, detached or cleared.
     restart_rate: how often nobody asks until all is quiet, and then all is forgotten but what storage has. launch_s,
-    load_s: what the scheduler is told that they take, in seconds, of which a tick has 0.001.
+    load_s, fetch_s: what the scheduler is told that they take, in seconds, of which a tick has 0.001.
     """
 
     seed: int
@@ -109,6 +109,7 @@ class SoakConfig:
     bypass_local: bool = False
     launch_s: float = 1e-3
     load_s: float = 1e-3
+    fetch_s: float = 1e-3
     host_layout: str = "page_first"
     io_backend: str = "auto"
 
@@ -166,6 +167,7 @@ class SoakConfig:
             schedule_policy=rng.choice(("fcfs", "fcfs", "lpm")),
             launch_s=rng.choice((3e-4, 3e-3)),
             load_s=rng.choice((3e-4, 3e-3, 3e-2)),
+            fetch_s=rng.choice((3e-5, 3e-3, 3e-2)),
             # Where nobody uses anything twice, only this policy writes.
             bypass_local=storage is not None and storage.write_policy == "write_through" and rng.random() < 0.5,
         )
@@ -271,7 +273,12 @@ def build_rank(
             slot = StoreSlot(partial(_reopen, store), store)
             for i, name in enumerate(STORAGE_LINKS):
                 storage_links[name] = LateStorageLink(
-                    name, slot, emulator.stream(name), config.seed * 100 + rank * 10 + i, config.store_late_rate
+                    name,
+                    slot,
+                    emulator.stream(name),
+                    config.seed * 100 + rank * 10 + i,
+                    config.store_late_rate,
+                    RandomClock(config.seed, config.fetch_s),
                 )
     if "poison" not in nets:
         poison = {}

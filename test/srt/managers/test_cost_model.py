@@ -254,3 +254,31 @@ def test_the_non_negative_solution_is_the_best_of_all_choices(seed: int):
     found = np.array(non_negative_solution(matrix.tolist(), vector.tolist()))
     assert found.min() >= 0
     assert cost(found) == pytest.approx(best, rel=1e-6, abs=1e-9)
+
+
+def test_a_prompt_is_computed_chunk_by_chunk():
+    model = trained(random.Random(1), noise=0.0)
+    chunk = 2048
+    for start, end in ((0, 100), (0, 2048), (300, 9000), (5000, 5001)):
+        parts = [(a, min(end, a + chunk)) for a in range(start, end, chunk)]
+        wanted = [model.prefill_seconds(b - a, a, (b - a) * a + (b - a) * (b - a + 1) / 2) for a, b in parts]
+        assert model.prompt_seconds(start, end, chunk) == pytest.approx(sum(wanted))
+
+
+def test_a_prompt_longer_than_what_was_measured_is_not_known():
+    model = CostModel(BYTES_PER_TOKEN)
+    assert model.prompt_seconds(0, 10, 100) is None
+    model.add_prefill(50, 0, 1275, 0.1)
+    assert model.prompt_seconds(0, 100, 1000) is not None and model.prompt_seconds(0, 101, 1000) is None
+    assert model.prompt_seconds(0, 1000, 100) is not None, "in launches that are known"
+
+
+def test_fetches_cost_by_operation_and_byte_until_storage_is_another():
+    model = CostModel(BYTES_PER_TOKEN)
+    assert model.fetch_seconds(1, 100) is None
+    for n in (1, 2, 3, 8) * 10:
+        model.add_fetch(n << 20, 2e-3 + n * 1e-3)
+    assert model.fetch_seconds(3, 5 << 20) == pytest.approx(3 * 2e-3 + 5e-3, rel=0.05)
+    assert model.state()["fetch_latency_s"] == pytest.approx(2e-3, rel=0.1)
+    model.forget_fetches()
+    assert model.fetch_seconds(1, 100) is None

@@ -227,10 +227,11 @@ def test_a_failed_launch_teaches_nothing_and_later_ones_wait_their_turn() -> Non
 
 def test_a_record_with_costs_replays() -> None:
     """Rank 0's costs have reached rank 1, and the record; `run` replays it, too."""
-    soak = Soak(replace(SoakConfig.draw(102, 60), num_ranks=2))
+    soak = Soak(replace(SoakConfig.draw(156, 60), num_ranks=2))
     soak.run()
     scheduler = soak.ranks[0].core.scheduler
-    fits = (scheduler.expected.costs._prefill, scheduler.expected.costs._decode, scheduler.expected.costs._load)
+    costs = scheduler.expected.costs
+    fits = (costs._prefill, costs._decode, costs._load, costs._fetch)
     assert all(fit.num_samples > 0 for fit in fits)
     assert soak.ranks[1].core.scheduler.expected.costs.state() == scheduler.expected.costs.state()
     data = soak.record.getvalue()

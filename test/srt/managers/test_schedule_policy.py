@@ -16,6 +16,7 @@ from sglang.srt.managers.schedule_policy import (
     LoadTimes,
     PrefillWork,
     balanced_order,
+    blocks_to_fetch,
     choose_victim,
     chunk_of,
     decode_reserve,
@@ -417,3 +418,47 @@ def test_sjf_prefers_short_jobs_and_starves_nobody(seed: int) -> None:
 
 def test_fifo_ranks_all_alike() -> None:
     assert len({fetch_rank("fifo", n, before) for n in (1, 100) for before in (0, 1000)}) == 1
+
+
+# -- fetch or compute -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("on_link_s", "fetch_block_s", "compute_block_s", "others_s", "wanted"),
+    [
+        (0.0, 1.0, 2.0, 0.0, 10),  # fetching is faster
+        (0.0, 2.0, 1.0, 0.0, 0),  # computing is
+        (8.0, 1.0, 2.0, 0.0, 10),  # 18 against 20
+        (12.0, 1.0, 2.0, 0.0, 0),  # 22 against 20
+        (12.0, 1.0, 2.0, 9.0, 10),  # others are computed meanwhile
+        (0.0, 3.0, 1.0, 15.0, 5),  # what comes while others are computed
+        (0.0, 0.0, 0.0, 0.0, 10),  # of equals the longest fetch
+    ],
+)
+def test_what_comes_sooner_is_done(
+    on_link_s: float, fetch_block_s: float, compute_block_s: float, others_s: float, wanted: int
+) -> None:
+    fetch_s = lambda n: on_link_s + n * fetch_block_s  # noqa: E731
+    compute_s = lambda n: (10 - n) * compute_block_s  # noqa: E731
+    assert blocks_to_fetch(10, fetch_s, compute_s, others_s) == wanted
+
+
+def test_what_nobody_has_measured_is_not_computed() -> None:
+    assert blocks_to_fetch(10, lambda n: 100.0 * n, lambda n: None, 0.0) == 10
+    # Up to three blocks are known.
+    assert blocks_to_fetch(10, lambda n: 100.0 * n, lambda n: 1.0 * (10 - n) if n >= 7 else None, 0.0) == 7
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_other_cut_is_much_sooner(seed: int) -> None:
+    rng = random.Random(seed)
+    n, others_s = rng.randrange(1, 400), rng.choice((0.0, rng.uniform(0, 3)))
+    on_link_s, block_s, token_s, pair_s = (rng.uniform(0, 10.0**-e) for e in (0, 2, 4, 7))
+    fetch_s = lambda k: on_link_s + k * block_s  # noqa: E731
+    compute_s = lambda k: token_s * 64 * (n - k) + pair_s * 64 * 64 * (n * n - k * k) / 2  # noqa: E731
+    ready = [max(fetch_s(k) if k else 0.0, others_s) + compute_s(k) for k in range(n + 1)]
+    found = blocks_to_fetch(n, fetch_s, compute_s, others_s)
+    # Between two lengths that are looked at lie n / 64 others.
+    step = -(-n // 64)
+    assert ready[found] <= min(ready) + step * max(block_s, token_s * 64 + pair_s * 64 * 64 * n) + 1e-9
+    assert found in (0, n) or ready[found] <= min(ready[0], ready[n])

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from sglang.srt.managers.cache_controller import StorageLimits
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
+from sglang.srt.managers.schedule_batch import StorageSetup
 from sglang.srt.managers.scheduler import SchedulerConfig
 from sglang.srt.managers.simulation import RequestSource, SimulatedHardware, Simulation
+from sglang.srt.managers.storage_prefetch import PrefetchConfig
+from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.simulated_link import SimulatedLink
-from sglang.srt.mem_cache.transfer import D2H, H2D, Ticket, Tier, TransferOp
+from sglang.srt.mem_cache.transfer import D2H, H2D, StorageOp, Ticket, Tier, TransferOp
 from sglang.srt.model_executor.launch import Launch, LaunchMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -217,3 +224,151 @@ def test_a_balanced_batch_hides_loads_behind_computation(budget: int) -> None:
     assert balanced.core.scheduler.counters["deprioritised"] > 0
     assert balanced.executor.stall_s < plain.executor.stall_s
     assert balanced_end < plain_end
+
+
+# -- storage ----------------------------------------------------------------------------------------------------
+
+BLOCK = 10
+NAMES = BlockKeys(b"sim", BLOCK)
+
+
+def stored(
+    *prompts: list[int], block_s: float = 0.02, policy: str = "wait_complete", **changes: object
+) -> Simulation:
+    """Storage has these prompts; a block takes block_s, one after another, and a question 5 ms."""
+    setup = StorageSetup(
+        backend="simulated",
+        setup="",
+        secret=b"sim",
+        block_tokens=BLOCK,
+        limits=StorageLimits(1, 1000, 1000, fetch_window_ops=changes.pop("window", 2)),  # type: ignore[arg-type]
+        prefetch=PrefetchConfig(policy, 1, fetch_order=changes.pop("order", "fifo")),  # type: ignore[arg-type]
+        write_policy="write_through_selective",
+    )
+    hardware = SimulatedHardware(
+        LAYERS,
+        launch_seconds,
+        1e9,
+        1e9,
+        probe_s=0.005,
+        fetch=changes.pop("fetch", lambda: one_by_one(block_s)),  # type: ignore[arg-type]
+        fetch_blocks=bool(changes.pop("fetch_blocks", False)),
+    )
+    settings = {
+        "page_size": 1,
+        "num_device_pages": 1000,
+        "num_host_pages": 2000,
+        "page_bytes": PAGE_BYTES,
+        "context_len": 400,
+        "storage": setup,
+        **changes,
+    }
+    sim = Simulation(SchedulerConfig(**settings), hardware)  # type: ignore[arg-type]
+    for prompt in prompts:
+        sim.storage.add(NAMES.of_prompt("", np.array(prompt, np.int32)))
+    return sim
+
+
+def one_by_one(block_s: float) -> Callable[[StorageOp, float, bool], float]:
+    free_at = 0.0
+
+    def ends(op: StorageOp, submitted: float, is_busy: bool) -> float:
+        nonlocal free_at
+        free_at = max(free_at, submitted) + block_s * len(op.keys)
+        return free_at
+
+    return ends
+
+
+def numbers(first: int, n: int) -> list[int]:
+    return list(range(first, first + n))
+
+
+def test_what_storage_has_is_fetched_and_the_rest_computed() -> None:
+    text = numbers(0, 105)
+    times = stored(text).run([(1.0, request("a", text)), (5.0, request("b", text[:50] + numbers(500, 20)))])
+    assert times["a"].cached_tokens_details == {"device": 0, "host": 0, "disk": 100}
+    load_s = 100 * PAGE_BYTES / 1e9
+    assert times["a"].ttft == pytest.approx(0.005 + 10 * 0.02 + 5 * TOKEN_S, abs=load_s)
+    assert times["b"].cached_tokens_details["device"] == 50 and times["b"].cached_tokens_details["disk"] == 0
+
+
+def test_bypassing_the_local_tiers_the_same_is_fetched_again() -> None:
+    text = numbers(0, 105)
+    sim = stored(text, bypass_local=True)
+    times = sim.run([(float(i), request(f"r{i}", text)) for i in range(4)])
+    assert {t.cached_tokens_details["disk"] for t in times.values()} == {100}
+    assert [t.ttft for t in times.values()] == pytest.approx([times["r0"].ttft] * 4)
+    assert sim.core.scheduler.controller.counters["backuped_tokens"] == 0, "nothing is used twice"
+
+
+def test_what_is_computed_is_stored_when_it_is_written_through() -> None:
+    text = numbers(0, 105)
+    sim = stored()
+    setup = replace(sim.core.scheduler.config.storage, write_policy="write_through")
+    sim = stored(storage=setup)
+    sim.run([(0.0, request("a", text))])
+    while (
+        end := min((t for link in sim.links.values() if (t := link.next_end()) is not None), default=None)
+    ) is not None:
+        sim.now = end
+        sim.core.step(sim.now, sim.core.progress())
+    assert {k.tobytes() for k in NAMES.of_prompt("", np.array(text, np.int32))} <= sim.storage.blocks
+
+
+def test_a_fetch_that_blocks_holds_up_decoding() -> None:
+    """b decodes while a is fetched, unless that blocks."""
+    text, other = numbers(0, 105), numbers(1000, 5)
+
+    def longest_gap(blocks: bool) -> float:
+        sim = stored(text, block_s=0.05, fetch_blocks=blocks)
+        times = sim.run([(0.0, request("b", other, 60)), (0.1, request("a", text))])
+        return float(np.diff(times["b"].tokens).max())
+
+    assert longest_gap(False) < 2 * DECODE_S and longest_gap(True) > 3 * DECODE_S
+
+
+def test_the_shortest_job_first() -> None:
+    """Four long ones come together, then a short one; three of four need not be over before it."""
+    texts = [numbers(1000 * i, 105) for i in range(4)] + [numbers(9000, 15)]
+    arrivals = [(0.001 * i, request(f"r{i}", text)) for i, text in enumerate(texts)]
+    ttft = {order: stored(*texts, order=order).run(arrivals)["r4"].ttft for order in ("fifo", "sjf")}
+    assert ttft["fifo"] > 0.8 > 0.1 > ttft["sjf"]
+
+
+def test_a_fetch_that_takes_longer_than_computing_is_cut() -> None:
+    """A block takes 100 ms, and 10 ms to compute: once both are known, nothing is fetched any more."""
+    texts = [numbers(1000 * i, 105) for i in range(6)]
+    cold = numbers(90_000, 105)
+
+    def run(**changes: object) -> Simulation:
+        sim = stored(*texts, block_s=0.1, **changes)
+        arrivals = [(0.0, request("cold", cold)), *((3.0 * i + 1, request(f"r{i}", t)) for i, t in enumerate(texts))]
+        sim.run(arrivals, after_step=lambda decision: sim.core.scheduler.check_invariants())
+        return sim
+
+    sim = run()
+    # The first one learns it from its first block; the second is on its way by then.
+    assert sim.times["r0"].cached_tokens_details["disk"] == 20
+    for i in range(1, 6):
+        assert sim.times[f"r{i}"].ttft == pytest.approx(105 * TOKEN_S + 0.005, rel=0.01)
+        assert sim.times[f"r{i}"].cached_tokens_details["disk"] == 0
+    counters = sim.core.scheduler.state()["counters"]
+    assert (counters["fetches_cut"], counters["fetch_cut_tokens"]) == (6, 580)
+    waits = run(load_or_recompute=False)
+    assert all(waits.times[f"r{i}"].ttft > 1.0 for i in range(6))
+
+
+def test_a_queue_on_the_link_is_shared_with_the_device() -> None:
+    """Fetching takes half as long as computing; of ten that come at once some are computed meanwhile."""
+    texts = [numbers(1000 * i, 105) for i in range(12)]
+    arrivals = [(0.0, request("cold", numbers(90_000, 105))), (1.0, request("warm", texts[0]))]
+    arrivals += [(3.0, request(f"r{i}", text)) for i, text in enumerate(texts[1:])]
+    last = {}
+    for way in (False, True):
+        sim = stored(*texts, block_s=0.005, load_or_recompute=way, num_device_pages=4000)
+        sim.run(arrivals)
+        last[way] = max(t.arrival + t.ttft for t in sim.times.values()) - 3.0
+        disk = [sim.times[f"r{i}"].cached_tokens_details["disk"] for i in range(11)]
+        assert (min(disk) == 100) != way and max(disk) == 100
+    assert last[True] < 0.85 * last[False]

@@ -220,3 +220,37 @@ def test_a_dead_thread_raises_where_results_are_awaited():
         while time.monotonic() < deadline:
             link.poll()
             time.sleep(0.001)
+
+
+def test_what_an_operation_took_is_measured():
+    rig = Rig(store=Store())
+    times = iter((1.0, 3.5, 10.0, 10.25))
+    rig.link = StorageLink("fetch", rig.slot, rig.emulator.stream("fetch"), clock=lambda: next(times))
+    for _ in range(3):
+        ticket = rig.submit(StorageAction.GET)
+        if ticket.seq == 1:
+            rig.link.cancel(ticket)
+    rig.emulator.run(100)
+    assert [r.seconds for r in rig.link.poll()] == [2.5, 0.0, 0.25]
+
+
+def test_operations_that_overlap_share_the_time():
+    """Begun at 0 and 1; the second waits for the first, which ends at 4."""
+
+    class Overlapping(Store):
+        ended: list = []
+
+        def start_get(self, keys, frames, done):
+            self.ended.append(done)
+            return lambda: None
+
+    store = Overlapping()
+    rig = Rig(store=store)
+    times = iter((0.0, 1.0, 4.0, 6.0))
+    rig.link = StorageLink("fetch", rig.slot, rig.emulator.stream("fetch"), clock=lambda: next(times))
+    for _ in range(2):
+        rig.submit(StorageAction.GET)
+    rig.emulator.run(100)
+    for done in store.ended:
+        done(2)
+    assert [r.seconds for r in rig.link.poll()] == [4.0, 2.0]

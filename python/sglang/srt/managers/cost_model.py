@@ -1,4 +1,4 @@
-"""`CostModel`: what launches and loads cost, learned from those that were measured.
+"""`CostModel`: what launches, loads and fetches cost, learned from those that were measured.
 
 Owns fits of a few coefficients each. Never reads a clock: seconds come from the caller, and the same samples in the
 same order give the same numbers on every rank, whatever is asked in between.
@@ -141,6 +141,7 @@ class CostModel:
         self._prefill = _Fit(ridge=(1e-3, 1e-6, 1e-3, 1e-3))
         self._decode = _Fit(ridge=(1e-6, 1e-3, 1e-3))
         self._load = _Fit(ridge=(1e-3, 1e-6))
+        self._fetch = _Fit(ridge=(1e-3, 1e-6))
         self._last_decode = (1.0, 0.0, 0.0)
         self._longest_prefill = 0.0
 
@@ -181,6 +182,29 @@ class CostModel:
         """load_latency_s + load_byte_s * bytes. None while none was measured."""
         return self._load.seconds((1.0, num_bytes)) if self._load.num_samples else None
 
+    def add_fetch(self, num_bytes: int, seconds: float) -> None:
+        """An operation that read all its bytes from storage held its link for so long."""
+        self._fetch.add((1.0, num_bytes), seconds)
+
+    def fetch_seconds(self, num_ops: int, num_bytes: int) -> float | None:
+        """Of operations one after another: fetch_latency_s * ops + fetch_byte_s * bytes. None while none was
+        measured."""
+        return self._fetch.seconds((num_ops, num_bytes)) if self._fetch.num_samples else None
+
+    def forget_fetches(self) -> None:
+        """Storage is another one."""
+        self._fetch = _Fit(ridge=(1e-3, 1e-6))
+
+    def prompt_seconds(self, start: int, end: int, chunk: int) -> float | None:
+        """Of computing tokens [start, end) of a prompt, in launches of up to `chunk` tokens. None while such launches
+        have not been measured."""
+        new = end - start
+        if not self._prefill.num_samples or min(new, chunk) > self.known_prefill:
+            return None
+        launches = -(-new // chunk)
+        prefix = launches * start + chunk * launches * (launches - 1) // 2
+        return self._prefill.seconds((launches, new, prefix, new * start + new * (new + 1) / 2))
+
     def load_limit(self) -> LoadLimit | None:
         """Where expected load seconds reach expected compute seconds, in loaded tokens:
 
@@ -202,5 +226,6 @@ class CostModel:
             "fixed_s token_s context_s pair_s": self._prefill,
             "decode_s decode_req_s decode_context_s": self._decode,
             "load_latency_s load_byte_s": self._load,
+            "fetch_latency_s fetch_byte_s": self._fetch,
         }
         return {name: c for each, fit in names.items() for name, c in zip(each.split(), fit.coefficients)}

@@ -17,7 +17,7 @@ import numpy as np
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import BatchDecision, StepInputs, StorageRequest
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
-from sglang.srt.mem_cache.transfer import EXEC, H2D, LINKS, STALL, STORAGE_LINKS, Link, Tier
+from sglang.srt.mem_cache.transfer import EXEC, FETCH, H2D, LINKS, STALL, STORAGE_LINKS, Link, Tier
 from sglang.srt.model_executor.executor import Executor
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
 
@@ -37,7 +37,7 @@ class Progress:
 
 
 _COUNTED = (EXEC, *LINKS)
-_MEASURED = (EXEC, STALL, H2D)
+_MEASURED = (EXEC, STALL, H2D, FETCH)
 _NO_FAILURE = np.iinfo(np.int64).max
 # Results of storage operations that one step takes, per link.
 COUNTS_PER_STEP = 16
@@ -140,11 +140,11 @@ class EngineCore:
             for op in link.poll():
                 assert op.seq == self._completed[name], f"{name}: operations complete in order"
                 self._completed[name] += 1
+                if name in self._cost:
+                    self._cost[name][op.seq] = op.seconds
                 if name in self._counts:
                     self._counts[name].append(op.count)
                     continue
-                if name in self._cost:
-                    self._cost[name][op.seq] = op.seconds
                 if not op.ok:
                     self._failures[name].append(op.seq)
         failed = {name: seqs[0] for name, seqs in self._failures.items() if seqs}

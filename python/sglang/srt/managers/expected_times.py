@@ -23,6 +23,7 @@ class ExpectedTimes:
         self.costs = CostModel(bytes_per_token)
         self.launches = Forecast()
         self.loads = Forecast()
+        self.fetches = Forecast()
         self._bytes_per_token = bytes_per_token
         self._num_layers = num_layers
 
@@ -37,6 +38,10 @@ class ExpectedTimes:
     def decode_seconds(self) -> float:
         """Of another decode step like the last one."""
         return self.costs.decode_seconds() or 0.0
+
+    def fetch_seconds(self, num_tokens: int, tokens_per_op: int) -> float | None:
+        """Of so many tokens from storage, by operations of tokens_per_op; None while nobody knows."""
+        return self.costs.fetch_seconds(-(-num_tokens // tokens_per_op), int(num_tokens * self._bytes_per_token))
 
     # -- when ---------------------------------------------------------------------------------------------------
 
@@ -76,7 +81,11 @@ class ExpectedTimes:
     def begin_decode(self, seq: int) -> None:
         self.launches.begin(seq, self.decode_seconds(), self.now)
 
-    def complete(self, launches_done: int, loads_done: int) -> None:
-        """Launches and loads below these numbers are over."""
+    def begin_fetch(self, seq: int, num_tokens: int) -> None:
+        self.fetches.begin(seq, self.fetch_seconds(num_tokens, num_tokens) or 0.0, self.now)
+
+    def complete(self, launches_done: int, loads_done: int, fetches_done: int) -> None:
+        """Launches, loads and fetches below these numbers are over."""
+        self.fetches.complete(fetches_done, self.now)
         self.launches.complete(launches_done, self.now)
         self.loads.complete(loads_done, self.now)

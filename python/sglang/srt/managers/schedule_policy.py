@@ -163,6 +163,35 @@ def fetch_rank(order: str, num_blocks: int, begun_before: int) -> int:
     return FETCH_PATIENCE * num_blocks + begun_before if order == "sjf" else 0
 
 
+# So many lengths are looked at; what comes out differs from the best by little.
+_CUTS = 64
+
+
+def blocks_to_fetch(
+    num_blocks: int, fetch_s: Callable[[int], float], compute_s: Callable[[int], float | None], others_s: float
+) -> int:
+    """Load or recompute, for storage: how many of the leading blocks that it has are worth waiting for. The rest is
+    computed, which takes the blocks before it.
+
+        ready(n) = max(fetch_s(n) if n else 0, others_s) + compute_s(n)        the least, of equals the longest fetch
+
+    fetch_s(n): when the first n blocks will have come, in seconds from now, behind what is before them on the link.
+    compute_s(n): computing the prompt from behind them to its end; None where nobody knows, and then that many are
+    not considered. others_s: when those will have been computed who are ready already. The load to the device is left
+    out, as it is small beside both. Later blocks cost more to compute and as much to fetch, so it comes to all,
+    nothing, or as much as comes while others are computed.
+    """
+
+    def ready(n: int) -> float:
+        seconds = compute_s(n)
+        return float("inf") if seconds is None else max(fetch_s(n) if n else 0.0, others_s) + seconds
+
+    if compute_s(num_blocks) is None:
+        return num_blocks
+    step = -(-num_blocks // _CUTS)
+    return min((num_blocks, *range(num_blocks - step, -1, -step), 0), key=ready)
+
+
 class PrefillWork(NamedTuple):
     """What a prefill launch computes, over all its requests: new tokens, tokens before them that they attend to, and
     pairs, see `pairs_of`."""

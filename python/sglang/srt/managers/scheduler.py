@@ -52,6 +52,7 @@ from sglang.srt.managers.schedule_policy import (
     LoadTimes,
     PrefillWork,
     balanced_order,
+    blocks_to_fetch,
     choose_victim,
     chunk_of,
     decode_reserve,
@@ -113,13 +114,14 @@ class SchedulerConfig:
     from the start; needs a host tier.
 
     How the queue goes with a host tier (docs/hicache.md, "The scheduler"): load_ratio: tokens loaded per token
-    computed before a batch counts as bound by loading, see `balanced_order`; "auto": as many as take as long; 0 turns
-    that off. bubble_filling: see `waits_for_load`. load_or_recompute: see `front_to_recompute`. publish_at: when what
-    a launch computes can be shared, at its "launch", since later ones follow it on the device, or at its
-    "completion", as upstream. deferral_threshold: a request that shares more than so many tokens with what an older
-    one is about to compute comes right after it, see `_after_delay_hits`; 0 turns that off. schedule_policy: "fcfs",
-    or "lpm", the longest cached prefix first. bypass_local: for experiments: a request finds nothing on the device or
-    the host but what was fetched for it, see `_add`."""
+    computed before a batch counts as bound by loading, see `balanced_order`; "auto": as many as take as long; 0
+    turns that off. bubble_filling: see `waits_for_load`. load_or_recompute: see `front_to_recompute`, and
+    `blocks_to_fetch` for storage. publish_at: when what a launch computes can be shared, at its "launch", since
+    later ones follow it on the device, or at its "completion", as upstream. deferral_threshold: a request that
+    shares more than so many tokens with what an older one is about to compute comes right after it, see
+    `_after_delay_hits`; 0 turns that off. schedule_policy: "fcfs", or "lpm", the longest cached prefix first.
+    bypass_local: for experiments: a request finds nothing on the device or the host but what was fetched for it, see
+    `_add`."""
 
     page_size: int
     num_device_pages: int
@@ -181,7 +183,12 @@ class Scheduler:
         self.transient = TransientNodes(config.page_size)
         self.expected = ExpectedTimes(config.page_bytes / config.page_size, config.num_layers)
         self.stall_s = 0.0
-        self.prefetcher = StoragePrefetcher(self.controller, PrefetchConfig())
+        if config.load_or_recompute:
+            self.prefetcher = StoragePrefetcher(
+                self.controller, PrefetchConfig(), self.expected.begin_fetch, self._worth_fetching
+            )
+        else:
+            self.prefetcher = StoragePrefetcher(self.controller, PrefetchConfig(), self.expected.begin_fetch)
         self.storage: StorageSetup | None = None
         if config.storage is not None:
             self._open_storage(config.storage)
@@ -302,7 +309,14 @@ class Scheduler:
         for seq, seconds in inputs.cost.get(H2D, {}).items():
             if seq != inputs.failed.get(H2D) and seq < inputs.done[H2D]:
                 costs.add_load(self.controller.in_flight[Ticket(H2D, seq)].size_bytes, seconds)
-        self.expected.complete(done, inputs.done[H2D])
+        first = self._link_done[FETCH]
+        for seq, seconds in inputs.cost.get(FETCH, {}).items():
+            op = self.controller.in_flight.get(Ticket(FETCH, seq))
+            counts = inputs.counts.get(FETCH, ())
+            # What did not bring everything says little.
+            if isinstance(op, StorageOp) and seq - first < len(counts) and counts[seq - first] == len(op.keys):
+                costs.add_fetch(op.size_bytes, seconds)
+        self.expected.complete(done, inputs.done[H2D], inputs.done.get(FETCH, 0))
 
     def _take_results(self, inputs: StepInputs, done: int, failed: int | None) -> None:
         for seq in range(self.exec_done, done):
@@ -356,7 +370,7 @@ class Scheduler:
                     req.num_failures += FAILURE_WITH_LOADS if record.has_gates else FAILURE_WITHOUT_LOADS
         for seq in [s for s in self._launches if s >= failed]:
             del self._launches[seq]
-        self.expected.complete(self.next_launch, 0)
+        self.expected.complete(self.next_launch, 0, 0)
         self._end_preloads(self.waiting)
         for req in self.active():
             self.close(req, "lost")
@@ -495,6 +509,7 @@ class Scheduler:
         self.storage = setup
         self.controller.write_policy = setup.write_policy
         self.prefetcher.config = setup.prefetch
+        self.expected.costs.forget_fetches()
         self.controller.open_storage(setup.limits, BlockKeys(setup.secret, setup.block_tokens))
 
     def _serve_storage_requests(self) -> None:
@@ -897,6 +912,35 @@ class Scheduler:
         # Where others could use the time, computing must be the cheaper way.
         compute_s = expected.compute_seconds(PrefillWork().plus(match.device_len, front))
         return front if is_idle or compute_s <= expected.load_seconds(front) else 0
+
+    def _worth_fetching(self, rid: str, first: int, num_blocks: int, ahead: int) -> int:
+        """See StoragePrefetcher."""
+        assert self.storage is not None
+        req, expected, size = self._reqs[rid], self.expected, self.storage.block_tokens
+        per_op, chunk = self.storage.limits.blocks_per_op * size, self.config.chunked_prefill_size
+        if expected.fetch_seconds(size, per_op) is None:
+            return num_blocks
+        on_link_s = max(0.0, expected.fetches.free_at - expected.now)
+
+        def fetch_s(n: int) -> float:
+            return on_link_s + (expected.fetch_seconds((ahead + n) * size, per_op) or 0.0)
+
+        def compute_s(n: int) -> float | None:
+            return expected.costs.prompt_seconds((first + n) * size, req.num_known, chunk)
+
+        # Computed at once, as when nobody else is there, it would take this long at least.
+        if (alone_s := compute_s(0)) is None or alone_s >= fetch_s(num_blocks) + (compute_s(num_blocks) or 0.0):
+            return num_blocks
+        return blocks_to_fetch(num_blocks, fetch_s, compute_s, self._others_seconds(req))
+
+    def _others_seconds(self, req: Req) -> float:
+        """How long the device is busy with launches that are issued, and with whoever is ready to be computed."""
+        expected, chunk = self.expected, self.config.chunked_prefill_size
+        seconds = max(0.0, expected.launches.free_at - expected.now)
+        runs = [(r.computed, r.num_known) for r in ([self.prefilling] if self.prefilling else [])]
+        ready = (r for r in self.waiting if r is not req and self.prefetcher.may_start(r.rid))
+        runs += [(self._candidate(r).prefix, r.num_known) for r in ready]
+        return seconds + sum(expected.costs.prompt_seconds(start, end, chunk) or 0.0 for start, end in runs)
 
     def _recompute(self, build: _ExtendBuilder, req: Req, receipt: Receipt, start: int, num_tokens: int) -> None:
         """Compute tokens that the host has, as the front of what the request would load: they enter the tree at once,

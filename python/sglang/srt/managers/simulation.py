@@ -8,16 +8,26 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
-from sglang.srt.mem_cache.simulated_link import SimulatedLink, at_bandwidth
-from sglang.srt.mem_cache.transfer import D2H, H2D, TransferOp
+from sglang.srt.mem_cache.simulated_link import (
+    SimulatedLink,
+    SimulatedStorage,
+    SimulatedStorageLink,
+    at_bandwidth,
+)
+from sglang.srt.mem_cache.transfer import D2H, FETCH, H2D, PROBE, STORAGE_LINKS, StorageOp, TransferOp
 from sglang.srt.model_executor.launch import Launch, LaunchMode
 from sglang.srt.model_executor.simulated_executor import SimulatedExecutor
+
+# (operation, when it was submitted, whether the device computes) -> when it ends. May keep an account of what it was
+# asked before.
+FetchTimes = Callable[[StorageOp, float, bool], float]
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,9 @@ class SimulatedHardware:
 
     op_seconds: how long an operation's bytes take, where that depends on more than their number; the bandwidths are
     then unused. interference: by what share an operation of the named link slows a launch while both run.
+
+    With a storage tier, probe_s: a question takes so long; fetch: makes what says how long reads take, None for no
+    time; store_bandwidth: of writes. fetch_blocks: while storage is read, no launch begins.
     """
 
     num_layers: int
@@ -36,6 +49,10 @@ class SimulatedHardware:
     load_fails: Callable[[TransferOp], bool] = lambda op: False
     op_seconds: Callable[[TransferOp], float] | None = None
     interference: Callable[[LaunchMode, str], float] | None = None
+    probe_s: float = 0.0
+    fetch: Callable[[], FetchTimes] | None = None
+    store_bandwidth: float = float("inf")
+    fetch_blocks: bool = False
 
 
 @runtime_checkable
@@ -89,12 +106,19 @@ class RequestTimes:
 
 
 class Simulation:
+    """storage: which blocks are there, if the config has a storage tier; to be filled beforehand, and written to."""
+
     def __init__(self, config: SchedulerConfig, hardware: SimulatedHardware) -> None:
         self.now = 0.0
         clock = lambda: self.now  # noqa: E731
-        links: dict[str, SimulatedLink] = {}
+        links: dict[str, SimulatedLink | SimulatedStorageLink] = {}
         self.executor = SimulatedExecutor(
-            clock, hardware.num_layers, hardware.launch_seconds, links, interference=hardware.interference
+            clock,
+            hardware.num_layers,
+            hardware.launch_seconds,
+            links,
+            interference=hardware.interference,
+            blocked_by=FETCH if hardware.fetch_blocks else None,
         )
         if config.num_host_pages:
             for name, bandwidth in ((H2D, hardware.h2d_bandwidth), (D2H, hardware.d2h_bandwidth)):
@@ -107,6 +131,9 @@ class Simulation:
                     self.executor.launch_end,
                     hardware.load_fails if name == H2D else lambda op: False,
                 )
+        self.storage = SimulatedStorage()
+        for name in STORAGE_LINKS if config.storage is not None else ():
+            links[name] = SimulatedStorageLink(name, clock, self.storage, self._storage_ends(name, hardware))
         self.links = links
         self.core = EngineCore(Scheduler(replace(config, num_layers=hardware.num_layers)), self.executor, dict(links))
         self.times: dict[str, RequestTimes] = {}
@@ -135,6 +162,17 @@ class Simulation:
                 assert self.core.scheduler.num_reqs == 0, "requests wait and nothing is under way"
                 return self.times
             self.now = min(times)
+
+    def _storage_ends(self, name: str, hardware: SimulatedHardware) -> Callable[[StorageOp, float], float]:
+        if name == PROBE:
+            return lambda op, submitted: self.now + hardware.probe_s
+        if name == FETCH and hardware.fetch is not None:
+            return partial(self._fetch_ends, hardware.fetch())
+        rate = hardware.store_bandwidth if name != FETCH else float("inf")
+        return lambda op, submitted: self.now + op.size_bytes / rate
+
+    def _fetch_ends(self, times: FetchTimes, op: StorageOp, submitted: float) -> float:
+        return times(op, submitted, self.executor.next_end() is not None)
 
     def _take_outputs(self, decision: BatchDecision, source: RequestSource) -> None:
         for output in decision.outputs:

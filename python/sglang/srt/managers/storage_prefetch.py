@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -84,9 +85,20 @@ class _Outcome(Enum):
 
 
 class StoragePrefetcher:
-    """rids name the requests; those with a prefetch are waiting ones."""
+    """rids name the requests; those with a prefetch are waiting ones.
 
-    def __init__(self, controller: HiCacheController, config: PrefetchConfig) -> None:
+    begun: told of each fetch, its number and tokens. worth_fetching: told of a request, its blocks that are there or
+    on their way, those that it lacks and storage has, and those that others will be given before, says how many of
+    its own to fetch; the rest is computed.
+    """
+
+    def __init__(
+        self,
+        controller: HiCacheController,
+        config: PrefetchConfig,
+        begun: Callable[[int, int], None] = lambda seq, num_tokens: None,
+        worth_fetching: Callable[[str, int, int, int], int] = lambda rid, first, num_blocks, ahead: num_blocks,
+    ) -> None:
         if config.policy not in PREFETCH_POLICIES:
             raise ValueError(f"prefetch policy {config.policy!r} is none of {', '.join(PREFETCH_POLICIES)}")
         if config.fetch_order not in FETCH_ORDERS:
@@ -95,6 +107,8 @@ class StoragePrefetcher:
         self.tree = controller.tree
         self.config = config
         self.counters: Counter[str] = Counter()
+        self._tell_begun = begun
+        self._worth_fetching = worth_fetching
         self._prefetches: dict[str, Prefetch] = {}
         self._waiters: dict[Ticket, dict[str, None]] = {}
         # Those that have something to begin, the oldest answer first: too much is on its way, or their prefix is not
@@ -187,6 +201,11 @@ class StoragePrefetcher:
                 prefetch.end = (prefetch.probed + count) * names.block_tokens
                 prefetch.blocks_left, prefetch.begun_before = count, self._num_begun
                 self._unfinished[rid] = None
+                rank = self._rank(rid)
+                others = (self._prefetches[r] for r in self._unfinished if r != rid and self._rank(r) <= rank)
+                if not self._cut(rid, prefetch, prefetch.probed, sum(other.blocks_left for other in others)):
+                    prefetch.end = 0
+                    del self._unfinished[rid]
                 self.go_on(now, done)
 
     def end_fetch(self, ticket: Ticket, start: int, end: int, whole: bool) -> None:
@@ -235,6 +254,19 @@ class StoragePrefetcher:
         prefetch = self._prefetches[rid]
         return fetch_rank(self.config.fetch_order, prefetch.blocks_left, prefetch.begun_before)
 
+    def _cut(self, rid: str, prefetch: Prefetch, first: int, ahead: int) -> bool:
+        """Give up what of the blocks from `first` on is sooner computed. Whether anything is left to fetch."""
+        assert self.tree.block_keys is not None
+        size = self.tree.block_keys.block_tokens
+        left = prefetch.end // size - first
+        assert left > 0, f"{rid} has nothing to begin"
+        prefetch.blocks_left = self._worth_fetching(rid, first, left, ahead)
+        if prefetch.blocks_left < left:
+            self.counters["fetches_cut"] += 1
+            self.counters["fetch_cut_tokens"] += (left - prefetch.blocks_left) * size
+            prefetch.end = (first + prefetch.blocks_left) * size
+        return prefetch.blocks_left > 0
+
     def _is_begun(self, rid: str, prefetch: Prefetch) -> bool:
         """Whether others have begun what the request lacks; then it waits for that."""
         match = self._match(prefetch)
@@ -251,7 +283,8 @@ class StoragePrefetcher:
         if start >= prefetch.end:
             return _Outcome.OVER
         first, size = start // names.block_tokens, names.block_tokens
-        prefetch.blocks_left = prefetch.end // size - first
+        if not self._cut(rid, prefetch, first, 0):
+            return _Outcome.OVER
         last = min(prefetch.end // size, first + controller.storage.blocks_per_op)
         num_pages = (last - first) * size // self.tree.page_size
         if not controller.may_fetch(num_pages):
@@ -276,6 +309,7 @@ class StoragePrefetcher:
         match, end = self._match(prefetch), last * size
         ticket = controller.begin_fetch(match, prefetch.tokens[start:end], prefetch.keys[first:last], now)
         self._num_begun += last - first
+        self._tell_begun(ticket.seq, (last - first) * size)
         prefetch.blocks_left = max(1, prefetch.blocks_left - (last - first))
         self._wait(rid, prefetch, ticket)
         self._let_join(rid, prefetch, ticket, first)

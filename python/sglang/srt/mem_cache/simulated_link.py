@@ -1,4 +1,5 @@
-"""`SimulatedLink`: a link that only takes time. Moves nothing; owns when its operations begin and end.
+"""`SimulatedLink`, `SimulatedStorageLink`: links that only take time. They move nothing, and own when operations
+begin and end. `SimulatedStorage`: which blocks are there.
 
 Every number that comes out of it is simulated.
 """
@@ -10,7 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.mem_cache.transfer import GateError, LoadFailedError, OpResult, Ticket, Tier, TransferOp
+import numpy as np
+
+from sglang.srt.mem_cache.block_keys import to_bytes
+from sglang.srt.mem_cache.transfer import (
+    GateError,
+    LoadFailedError,
+    OpResult,
+    StorageAction,
+    StorageOp,
+    Ticket,
+    Tier,
+    TransferOp,
+)
 
 
 @dataclass(frozen=True)
@@ -121,3 +134,103 @@ class SimulatedLink:
     def next_end(self) -> float | None:
         """When the next operation completes; None if none is under way."""
         return self._timings[self._pending[0]].end if self._pending else None
+
+
+class SimulatedStorage:
+    """The names of the blocks that are there; the store of a simulation's storage links."""
+
+    def __init__(self) -> None:
+        self.blocks: set[bytes] = set()
+
+    def add(self, keys: np.ndarray) -> None:
+        """keys: (n, 16) uint8."""
+        self.blocks.update(to_bytes(keys))
+
+    def carry_out(self, op: StorageOp) -> int:
+        """What a `StorageOp` counts. Attaching and the like always succeed."""
+        if op.action == StorageAction.SET:
+            self.add(op.keys)
+        if op.action in (StorageAction.EXISTS, StorageAction.GET):
+            keys = to_bytes(op.keys)
+            return next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
+        if op.action == StorageAction.CLEAR:
+            self.blocks.clear()
+        return len(op.keys) if op.action == StorageAction.SET else 1
+
+
+class SimulatedStorageLink:
+    """One of the links to a `SimulatedStorage`. What is there is decided when an operation ends.
+
+    ends: (operation, seconds of virtual time at which it was submitted) -> when it ends, asked when the one before it
+    has ended; one that works on several at once may say a time shortly after. Operations that were cancelled by then
+    take no time.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        now: Callable[[], float],
+        storage: SimulatedStorage,
+        ends: Callable[[StorageOp, float], float],
+    ) -> None:
+        self.name = name
+        self.busy_s = 0.0
+        self._now = now
+        self._storage = storage
+        self._ends = ends
+        self._next_seq = 0
+        # Of those that are not over: submitted at.
+        self._waiting: deque[tuple[StorageOp, float]] = deque()
+        # The first of them is under way since, and till.
+        self._current: tuple[float, float] | None = None
+        self._free_at = 0.0
+        self._cancelled: set[int] = set()
+
+    def submit(self, op: StorageOp) -> None:
+        link, seq = op.ticket
+        assert link == self.name and seq == self._next_seq, f"{op.ticket} out of order, {self._next_seq} expected"
+        self._next_seq += 1
+        self._waiting.append((op, self._now()))
+        self._begin_next()
+
+    def cancel(self, ticket: Ticket) -> None:
+        if self._waiting and ticket.seq > self._waiting[0][0].ticket.seq:
+            self._cancelled.add(ticket.seq)
+
+    def gate(self, ticket: Ticket) -> Any:
+        raise GateError(f"{ticket}: a launch may not wait for storage; requests wait for it before they start")
+
+    def poll(self) -> list[OpResult]:
+        results = []
+        while self._current is not None and self._current[1] <= self._now():
+            begin, end = self._current
+            op, _ = self._waiting.popleft()
+            cancelled = op.ticket.seq in self._cancelled
+            self._cancelled.discard(op.ticket.seq)
+            count = 0 if cancelled else self._storage.carry_out(op)
+            self.busy_s += end - begin
+            results.append(OpResult(op.ticket.seq, not cancelled, count=count, seconds=end - begin))
+            self._free_at, self._current = end, None
+            self._begin_next()
+        return results
+
+    def busy_between(self, start: float, end: float) -> float:
+        """Seconds of [start, end) in which operations are under way: the present one, and those that wait, taken to
+        be as long."""
+        if self._current is None:
+            return 0.0
+        begin, until = self._current
+        until += (until - begin) * (len(self._waiting) - 1)
+        return max(0.0, min(end, until) - max(start, begin))
+
+    def next_end(self) -> float | None:
+        """When the next operation completes; None if none is under way."""
+        return None if self._current is None else self._current[1]
+
+    def _begin_next(self) -> None:
+        if self._current is not None or not self._waiting:
+            return
+        op, submitted = self._waiting[0]
+        begin = max(self._free_at, submitted)
+        is_idle = op.ticket.seq in self._cancelled
+        self._current = begin, begin if is_idle else max(begin, self._ends(op, submitted))

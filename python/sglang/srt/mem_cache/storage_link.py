@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -55,16 +56,19 @@ class StoreSlot:
 
 @dataclass
 class _Begun:
-    """An operation from its start until it is reported. give_up: hints that nobody wants it any more."""
+    """An operation from its start until it is reported. at: seconds, when it began; None if it never did. give_up:
+    hints that nobody wants it any more."""
 
     seq: int
+    at: float | None = None
     result: OpResult | None = None
     give_up: Callable[[], None] | None = None
 
 
 class StorageLink:
     """notify: called from the stream, or a thread of the store, after every operation. rate_limit: of the bytes that
-    move, for experiments; an overlapping store has its own."""
+    move, for experiments; an overlapping store has its own. clock: in seconds; an operation takes what it holds the
+    link for, that is, from its beginning, or the end of the one before it, to its end."""
 
     def __init__(
         self,
@@ -73,12 +77,15 @@ class StorageLink:
         stream: Stream,
         notify: Callable[[], None] = lambda: None,
         rate_limit: RateLimit | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.name = name
         self.slot = slot
         self.stream = stream
         self.notify = notify
         self.rate_limit = rate_limit
+        self._clock = clock
+        self._last_end = float("-inf")
         self._next_seq = 0
         # Operations that have begun; touched on the stream only.
         self._num_started = 0
@@ -125,6 +132,7 @@ class StorageLink:
         if is_cancelled:
             self._end(begun, 0, "cancelled")
             return
+        begun.at = self._clock()
         store = self.slot.store
         try:
             if op.action == StorageAction.GET and isinstance(store, OverlappingStore):
@@ -137,7 +145,11 @@ class StorageLink:
 
     def _end(self, begun: _Begun, count: int, error: str = "") -> None:
         with self._lock:
-            begun.result = OpResult(begun.seq, ok=not error, error=error, count=count)
+            seconds = 0.0
+            if begun.at is not None:
+                now = self._clock()
+                seconds, self._last_end = now - max(begun.at, self._last_end), now
+            begun.result = OpResult(begun.seq, ok=not error, error=error, count=count, seconds=seconds)
         self.notify()
 
     def _carry_out(self, op: StorageOp) -> int:

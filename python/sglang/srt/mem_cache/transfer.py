@@ -101,7 +101,8 @@ class StorageOp:
 
 @dataclass(frozen=True)
 class OpResult:
-    """count: of a storage operation, see StorageOp. seconds: from its first byte to its end, as far as measured."""
+    """count: of a storage operation, see StorageOp. seconds: from its first byte to its end, as far as measured; for
+    links that work on several operations at once, from the end of the one before."""
 
     seq: int
     ok: bool

@@ -6,11 +6,11 @@ Every number that comes out of it is simulated.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from sglang.srt.mem_cache.simulated_link import SimulatedLink
+from sglang.srt.mem_cache.simulated_link import SimulatedLink, SimulatedStorageLink
 from sglang.srt.mem_cache.transfer import LoadFailedError
 from sglang.srt.model_executor.executor import StepResult
 from sglang.srt.model_executor.launch import Launch, LaunchMode
@@ -22,7 +22,8 @@ class SimulatedExecutor:
 
     now: the virtual clock. launch_seconds: what a launch costs without loads. token: what every request samples.
     interference: by what share an operation of the named link slows a launch of the mode while both run; operations
-    that are submitted after the launch slow only the next one.
+    that are submitted after the launch slow only the next one. blocked_by: a link; no launch begins while the present
+    operation of it is under way.
     """
 
     def __init__(
@@ -30,9 +31,10 @@ class SimulatedExecutor:
         now: Callable[[], float],
         num_layers: int,
         launch_seconds: Callable[[Launch], float],
-        links: dict[str, SimulatedLink],
+        links: Mapping[str, SimulatedLink | SimulatedStorageLink],
         token: int = 1,
         interference: Callable[[LaunchMode, str], float] | None = None,
+        blocked_by: str | None = None,
     ) -> None:
         self.stall_s = 0.0
         self.busy_s = 0.0
@@ -43,6 +45,7 @@ class SimulatedExecutor:
         self._links = links
         self._token = token
         self._interference = interference
+        self._blocked_by = blocked_by
         self._next_seq = 0
         self._free_at = 0.0
         self._ends: dict[int, float] = {}
@@ -53,7 +56,7 @@ class SimulatedExecutor:
         assert launch.seq == self._next_seq, f"launch {launch.seq} out of order, {self._next_seq} expected"
         self._next_seq += 1
         gates = [self._links[ticket.link].gate(ticket) for ticket in launch.gates]
-        start = time = max(self._now(), self._free_at)
+        start = time = max(self._now(), self._free_at, self._blocked_till())
         cost = stall = 0.0
         failed = False
         if not self._void:
@@ -88,6 +91,10 @@ class SimulatedExecutor:
             self._interference(mode, name) * link.busy_between(start, start + cost)
             for name, link in self._links.items()
         )
+
+    def _blocked_till(self) -> float:
+        link = self._links.get(self._blocked_by or "")
+        return (link.next_end() or 0.0) if link is not None else 0.0
 
     def reset(self, mark: int) -> None:
         self._void = False

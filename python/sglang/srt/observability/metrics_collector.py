@@ -60,6 +60,12 @@ _COUNTERS = (
     ("hicache_bubbles_filled", "Launches that went before one whose load was not in.", "bubbles_filled"),
     ("hicache_recomputed_instead", "Requests that computed the front of what they would load.", "recomputed_instead"),
     ("hicache_recomputed_tokens", "Tokens computed instead of loaded.", "recomputed_instead_tokens"),
+    ("hicache_fetches_cut", "Requests that computed what storage has, as that was sooner done.", "fetches_cut"),
+    (
+        "hicache_fetch_cut_tokens",
+        "Tokens not fetched from storage, as computing was sooner done.",
+        "fetch_cut_tokens",
+    ),
     ("num_retracted_requests", "Requests taken out of the batch for lack of memory.", "retracted_reqs"),
 )
 # mode, name among the state's counters: tokens as the scheduler goes through them
