@@ -153,6 +153,8 @@ class RemoteStore:
     def _connect(self) -> ProxyClient:
         client = ProxyClient(self._place.connect(), self._hello, self._fd, self._lost)
         self._counters["proxy_sessions"] += 1
+        if not self._hello.is_first:
+            logger.info("the remote tier has an offload proxy again")
         self._hello = msgspec.structs.replace(self._hello, is_first=False)
         return client
 

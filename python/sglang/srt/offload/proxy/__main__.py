@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.offload.proxy.server import ProxyServer
@@ -39,12 +40,13 @@ def main() -> None:
     args = parser.parse_args()
     configure_logging(args.log_level, "proxy")
     try:
-        try:
-            settings = ProxySettings.from_config(json.loads(args.settings))
-            address = StoreAddress.parse(args.store)
-            token = args.token_file.read_text().strip() if args.token_file is not None else ""
-        except (OSError, ValueError) as error:
-            raise StoreError(str(error)) from error
+        if not args.store:
+            raise StoreError(
+                f"no store is given: name its URL, redis://… or unix://…, in --store or {STORE_VARIABLE}"
+            )
+        settings = ProxySettings.from_config(_object(args.settings))
+        address = StoreAddress.parse(args.store)
+        token = _token(args.token_file) if args.token_file is not None else ""
         if args.fd is not None:
             # The engine drains first, then closes its end; it does so too when it is killed.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -58,6 +60,23 @@ def main() -> None:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise StoreError(f"--settings has to be a JSON object: {error}") from error
+    if not isinstance(config, dict):
+        raise StoreError('--settings has to be a JSON object, like {"receive_threads": 4}')
+    return config
+
+
+def _token(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, ValueError) as error:
+        raise StoreError(f"--token-file cannot be read: {error}") from error
 
 
 if __name__ == "__main__":
