@@ -9,7 +9,7 @@ import gc
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -249,35 +249,44 @@ def _warm_up(sim: Simulation, workload: Workload) -> Workload:
 
 
 class Runs:
-    """jobs: processes; 1: this one. scale: replaces fields of all settings, such as counts."""
+    """jobs: processes; 1: this one. scale: by data set, replaces fields of all settings, such as counts. run: how
+    settings become an outcome, if not by `simulate`; both are then that paper's own."""
 
-    def __init__(self, jobs: int = 1, scale: dict[str, dict[str, Any]] | None = None, quiet: bool = False) -> None:
-        self.outcomes: dict[RunSettings, Outcome] = {}
+    def __init__(
+        self,
+        jobs: int = 1,
+        scale: dict[str, dict[str, Any]] | None = None,
+        quiet: bool = False,
+        run: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.outcomes: dict[Any, Any] = {}
+        self._run = run
         self._jobs = jobs
         self._scale = scale or {}
         self._quiet = quiet
 
-    def __call__(self, wanted: Iterable[RunSettings]) -> list[Outcome]:
+    def __call__(self, wanted: Iterable[Any]) -> list[Any]:
         """Outcomes in the order asked for; what has been run is not run again."""
         asked = [replace(s, **self._scale.get(s.dataset, {})) for s in wanted]
         missing = [s for s in dict.fromkeys(asked) if s not in self.outcomes]
+        run = self._run or simulate
         if self._jobs == 1 or len(missing) < 2:
             for settings in missing:
-                self._keep(settings, simulate(settings))
+                self._keep(settings, run(settings))
         else:
             with ProcessPoolExecutor(self._jobs, initializer=gc.freeze) as pool:
-                futures = {pool.submit(simulate, settings): settings for settings in missing}
+                futures = {pool.submit(run, settings): settings for settings in missing}
                 for future in as_completed(futures):
                     self._keep(futures[future], future.result())
         return [self.outcomes[settings] for settings in asked]
 
-    def _keep(self, settings: RunSettings, outcome: Outcome) -> None:
+    def _keep(self, settings: Any, outcome: Any) -> None:
         self.outcomes[settings] = outcome
         if not self._quiet:
             said = ", ".join(f"{v}" for v in settings.describe().values())
             print(f"{said}: {outcome.requests_per_s:.2f} requests/s, {outcome.wall_s:.1f} s of wall", file=sys.stderr)
 
 
-def points(settings: Sequence[RunSettings], outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+def points(settings: Sequence[Any], outcomes: Sequence[Any]) -> list[dict[str, Any]]:
     """A row per run."""
     return [s.describe() | o.row() | {"counters": o.counters} for s, o in zip(settings, outcomes, strict=True)]

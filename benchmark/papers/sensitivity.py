@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmark.papers.runs import Outcome, Runs, RunSettings
+from benchmark.papers.runs import Runs
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,11 @@ class Headline:
     """A number of a figure. value: from the outcomes of its settings, in order."""
 
     name: str
-    settings: tuple[RunSettings, ...]
-    value: Callable[[Sequence[Outcome]], float]
+    settings: tuple[Any, ...]
+    value: Callable[[Sequence[Any]], float]
 
 
-# (what changes, fields of RunSettings)
+# (what changes, fields of the settings); these are Strata's.
 CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("as usual", {}),
     ("matrices and attention at 0.5 of the peak", {"efficiency": 0.5}),

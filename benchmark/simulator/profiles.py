@@ -162,6 +162,22 @@ L40S_BLUEFIELD3 = Hardware(
     ),
 )
 
+# ShadowServe 6.3 on Fig. 13: a chunk of 256 tokens is 6 MB for the network. Of Llama-3.1-8B these tokens have 33.6
+# MB; 4.3: quantizing "exactly halves the original data size". The text does not say which model's chunk, nor that the
+# 6 MB are compressed; quantized it would be 16.8 MB.
+CHUNK_TOKENS = 256
+CHUNK_COMPRESSED_SHARE = 6e6 / (CHUNK_TOKENS * MODELS["Llama-3.1-8B"].kv_bytes_per_token)
+CHUNK_QUANTIZED_SHARE = 0.5
+# ShadowServe 6.2.2: decompressing on the GPU has "a maximum throughput of ~32 Gbps under interference", of what comes
+# from the network; 2.2 on Fig. 3a: neither it nor decoding can lose less than 30 % while both run.
+GPU_DECOMPRESS_BUSY = 32 * _GBIT
+GPU_DECOMPRESS_LOSS = 0.30
+# Assumed, 1.0 to 1.5: how much larger CacheGen's arithmetic coding leaves a chunk than Deflate (6.2.1 says "better",
+# and no number).
+CACHEGEN_SIZE = 1.25
+# ShadowServe 4.3: registering memory at run time costs "up to 3x fetching latency".
+REGISTERING_SLOWER = 3.0
+
 HARDWARE = {h.name: h for h in (H200, GH200, H20X4, L40S_BLUEFIELD3)}
 
 

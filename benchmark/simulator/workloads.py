@@ -15,6 +15,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from statistics import NormalDist
 
 import numpy as np
 
@@ -215,6 +216,41 @@ class QuestionSpec:
 
 LOOGLE = QuestionSpec("LooGLE", 21613, 15.60, 105, 2410, mean_question=30, context_cv=0.35)
 NARRATIVEQA = QuestionSpec("NarrativeQA", 54797, 13.00, 50, 1461, mean_question=30, context_cv=0.5)
+
+
+@dataclass(frozen=True)
+class LongBenchSpec:
+    """Single questions about documents of their own. median: tokens of a prompt (ShadowServe 6.1); longest: where
+    prompts are cut, so that the 95th percentile is there (6.1: "P95 lengths of 15K").
+
+    Assumed: log-normal before the cut, with the coefficient of variation cv.
+    """
+
+    name: str
+    median: float
+    num_queries: int = 200
+    longest: int = 15_000
+    cv: float = 0.5
+
+    def generate(self, seed: int, rate: float, output_len: int, num_queries: int | None = None) -> Workload:
+        """rate: requests per second, Poisson. output_len: of all answers."""
+        rng = np.random.default_rng(seed)
+        n = num_queries or self.num_queries
+        sigma = np.sqrt(np.log(1 + self.cv * self.cv))
+        # Even quantiles, shuffled: few requests have the lengths of many.
+        ranks = rng.permutation((np.arange(n) + 0.5) / n)
+        normal = np.array([NormalDist().inv_cdf(rank) for rank in ranks.tolist()])
+        lengths = np.minimum(self.longest, np.round(self.median * np.exp(sigma * normal))).astype(np.int64)
+        starts = poisson_times(rng, n, rate)
+        asked = [
+            Conversation(start, random_tokens(rng, length - 1), (Turn(random_tokens(rng, 1), output_len),))
+            for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
+        ]
+        return Workload(self.name, tuple(asked), max_in_flight=None)
+
+
+TRIVIAQA = LongBenchSpec("TriviaQA", 9_300)
+LONGBENCH_NARRATIVEQA = LongBenchSpec("NarrativeQA (LongBench)", 14_000)
 
 
 def questions_workload(
