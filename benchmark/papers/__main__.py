@@ -1,22 +1,28 @@
 """Run the evaluation of a paper again, simulated.
 
     python -m benchmark.papers strata --figure 1|2|3|8|9|10|11|12|13|14|all [--jobs 2] [--quick] [--no-sensitivity]
+    python -m benchmark.papers shadowserve --figure 9|10|11|12|13|14|15|ours|all [the same]
 
-Prints what the paper says beside what comes out here, and writes bench-out/papers_strata_fig<n>.json and .png. Figure
-3 is the cost model alone and figure 12 is measured; everything else is simulated. --quick: a tenth of the queries and
-less, with pools that are as much smaller: shows that everything runs, not what the figures say.
+Prints what the paper says beside what comes out here, and writes bench-out/papers_<paper>_fig<n>.json and .png.
+Strata's figure 3 and ShadowServe's 13 are the cost model alone, Strata's 12 is measured; all else is simulated.
+--quick: a tenth of the queries and less, for Strata with pools that are as much smaller: shows that everything runs,
+not what the figures say.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from benchmark.papers.figures import report
+from benchmark.papers.figures import Result, report
 from benchmark.papers.runs import Runs
 from benchmark.papers.strata import FIGURES, reproduce
 from benchmark.papers.systems import SYSTEMS
+
+from benchmark.papers import shadowserve, shadowserve_runs, shadowserve_systems
 
 # By data set, what replaces fields of all settings. A decode step per output token makes ShareGPT slow.
 FULL: dict[str, dict[str, Any]] = {"ShareGPT": {"counts": 0.01}}
@@ -26,7 +32,11 @@ QUICK: dict[str, dict[str, Any]] = {
     "ReviewMT": {"counts": 0.02},
     "ShareGPT": {"counts": 0.0003},
 }
-SYSTEM_NOTES = {s.name: {"modelled": s.models, "not modelled": s.lacks} for s in SYSTEMS.values()}
+SHADOWSERVE_QUICK: dict[str, dict[str, Any]] = {name: {"queries": 20} for name in shadowserve_runs.DATASETS}
+
+
+def notes_of(systems: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    return {s.name: {"modelled": s.models, "not modelled": s.lacks} for s in systems.values()}
 
 
 def main() -> None:
@@ -34,19 +44,34 @@ def main() -> None:
     papers = parser.add_subparsers(dest="paper", required=True)
     strata = papers.add_parser("strata", help="Strata: hierarchical context caching")
     strata.add_argument("--figure", default="all", choices=[*FIGURES, "all"])
-    strata.add_argument("--jobs", type=int, default=1, help="processes")
-    strata.add_argument("--quick", action="store_true", help="a tenth of the queries or less, with smaller pools")
-    strata.add_argument("--no-sensitivity", action="store_true")
+    remote = papers.add_parser("shadowserve", help="ShadowServe: KV fetched over a network, through a SmartNIC")
+    remote.add_argument("--figure", default="all", choices=[*shadowserve.FIGURES, "all"])
+    for each in (strata, remote):
+        each.add_argument("--jobs", type=int, default=1, help="processes")
+        each.add_argument("--quick", action="store_true", help="a tenth of the queries or less, with smaller pools")
+        each.add_argument("--no-sensitivity", action="store_true")
     args = parser.parse_args()
-    runs = Runs(args.jobs, QUICK if args.quick else FULL)
+    figures: Mapping[str, Callable[[Runs], Result]]
+    if args.paper == "strata":
+        scale, notes = QUICK if args.quick else FULL, notes_of(SYSTEMS)
+        runs = Runs(args.jobs, scale)
+        figures = {number: partial(_strata, number, args.quick) for number in FIGURES}
+    else:
+        scale, notes = SHADOWSERVE_QUICK if args.quick else {}, notes_of(shadowserve_systems.SYSTEMS)
+        runs = Runs(args.jobs, scale, run=shadowserve_runs.simulate)
+        figures = shadowserve.FIGURES
     print("Simulated systems:")
-    for name, notes in SYSTEM_NOTES.items():
-        print(f"  {name}: {notes['modelled']} Not modelled: {notes['not modelled']}")
-    for number in FIGURES if args.figure == "all" else [args.figure]:
+    for name, said in notes.items():
+        print(f"  {name}: {said['modelled']} Not modelled: {said['not modelled']}")
+    for number in figures if args.figure == "all" else [args.figure]:
         begin = time.perf_counter()
-        settings = {"quick": args.quick, "scale": QUICK if args.quick else FULL, "systems": SYSTEM_NOTES}
-        report(reproduce(number, runs, args.quick), runs, settings, not args.no_sensitivity)
+        settings = {"quick": args.quick, "scale": scale, "systems": notes}
+        report(figures[number](runs), runs, settings, not args.no_sensitivity)
         print(f"figure {number}: {time.perf_counter() - begin:.0f} s of wall, {len(runs.outcomes)} runs so far")
+
+
+def _strata(number: str, quick: bool, runs: Runs) -> Result:
+    return reproduce(number, runs, quick)
 
 
 if __name__ == "__main__":

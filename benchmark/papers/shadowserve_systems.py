@@ -30,6 +30,8 @@ from sglang.srt.model_executor.launch import LaunchMode
 # ShadowServe 5: 0.5 GiB for the DMA's destination, and a scattering kernel for each round that fills it.
 ROUND_BYTES = 512 << 20
 PROBE_S = 1e-3
+# Of an operation that others follow closely: few, so that what comes next can be chosen late.
+STREAMED_CHUNKS = 4
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,10 @@ class Assumptions:
 @dataclass(frozen=True)
 class System:
     """models: what of the named system is here; lacks: what is not. plane: of a machine, for a network of so many
-    bytes per second; None: nothing is fetched. in_rounds: operations are rounds, one at a time; else a chunk each,
-    several at once. on_host: what is fetched lands in host memory, and is loaded from there. decompresses: with the
-    GPU. fetch_order, partial_hits, or_recompute: how the queue goes."""
+    bytes per second; None: nothing is fetched. in_rounds: operations are rounds, one at a time; else a few chunks
+    each, several at once. on_host: what is fetched lands in host memory, and is loaded from there. decompresses:
+    with the GPU. yields: what it does on the GPU slows no launch. fetch_order, partial_hits, or_recompute: how the
+    queue goes."""
 
     name: str
     models: str
@@ -58,12 +61,14 @@ class System:
     in_rounds: bool = True
     on_host: bool = False
     decompresses: bool = False
+    yields: bool = False
     fetch_order: str = "fifo"
     partial_hits: bool = False
     or_recompute: bool = False
 
     def blocks_per_op(self, model: ModelShape) -> int:
-        return max(1, ROUND_BYTES // (CHUNK_TOKENS * model.kv_bytes_per_token)) if self.in_rounds else 1
+        chunk = CHUNK_TOKENS * model.kv_bytes_per_token
+        return max(1, ROUND_BYTES // chunk) if self.in_rounds else STREAMED_CHUNKS
 
     def hardware(
         self, model: ModelShape, machine: Hardware, page_size: int, network: float, assumed: Assumptions
@@ -78,7 +83,9 @@ class System:
         by_links = simulated.interference
         assert by_links is not None
         delay = 0.0
-        if self.decompresses:
+        if self.yields:
+            pass
+        elif self.decompresses:
             work = next(s for s in plane.stages if s.name == "decompress").seconds(chunk, True)
             delay = work / plane.pace(chunk, True) * loss_as_delay(assumed.loss)
         elif not self.on_host:
@@ -140,6 +147,13 @@ def _cachegen(machine: Hardware, network: float, assumed: Assumptions) -> DataPl
     return DataPlane(stages, overlaps=True)
 
 
+def _cachegen_yields(machine: Hardware, network: float, assumed: Assumptions) -> DataPlane:
+    """While the GPU computes, decompression loses what both would lose else."""
+    network_stage, decompress = _cachegen(machine, network, assumed).stages
+    alone = decompress.seconds_per_byte
+    return DataPlane((network_stage, replace(decompress, busy=alone / (1 - 2 * assumed.loss))), overlaps=True)
+
+
 def _raw(machine: Hardware, network: float, assumed: Assumptions) -> DataPlane:
     return DataPlane((Stage("network", RAW.compressed / network),), overlaps=True)
 
@@ -185,6 +199,23 @@ _ALL = (
         _cachegen,
         in_rounds=False,
         decompresses=True,
+    ),
+    System(
+        "CacheGen-Async-d",
+        "CacheGen-Async with model computation in the default stream (A): launches lose nothing, decompression loses "
+        "what both lose else: assumed, as the paper prints no rates.",
+        "See CacheGen-Async; why its unloaded TTFT rises.",
+        _cachegen_yields,
+        in_rounds=False,
+        decompresses=True,
+        yields=True,
+    ),
+    System(
+        "ShadowServe-d",
+        "ShadowServe with model computation in the default stream (A): scattering slows no launch.",
+        "See ShadowServe.",
+        _shadowserve,
+        yields=True,
     ),
     System(
         "raw",

@@ -325,6 +325,9 @@ def test_a_fetch_that_blocks_holds_up_decoding() -> None:
         times = sim.run([(0.0, request("b", other, 60)), (0.1, request("a", text))])
         return float(np.diff(times["b"].tokens).max())
 
+    sim = stored(text, block_s=0.05, fetch_blocks=True)
+    sim.run([(0.0, request("b", other, 60)), (0.1, request("a", text))])
+    assert sim.executor.busy_s + 10 * 0.05 <= sim.now + 1e-9, "they take turns"
     assert longest_gap(False) < 2 * DECODE_S and longest_gap(True) > 3 * DECODE_S
 
 

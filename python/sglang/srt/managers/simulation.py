@@ -38,7 +38,8 @@ class SimulatedHardware:
     then unused. interference: by what share an operation of the named link slows a launch while both run.
 
     With a storage tier, probe_s: a question takes so long; fetch: makes what says how long reads take, None for no
-    time; store_bandwidth: of writes. fetch_blocks: while storage is read, no launch begins.
+    time; store_bandwidth: of writes. fetch_blocks: reads and launches take turns, as where the engine reads storage
+    itself.
     """
 
     num_layers: int
@@ -167,12 +168,13 @@ class Simulation:
         if name == PROBE:
             return lambda op, submitted: self.now + hardware.probe_s
         if name == FETCH and hardware.fetch is not None:
-            return partial(self._fetch_ends, hardware.fetch())
+            return partial(self._fetch_ends, hardware.fetch(), hardware.fetch_blocks)
         rate = hardware.store_bandwidth if name != FETCH else float("inf")
         return lambda op, submitted: self.now + op.size_bytes / rate
 
-    def _fetch_ends(self, times: FetchTimes, op: StorageOp, submitted: float) -> float:
-        return times(op, submitted, self.executor.next_end() is not None)
+    def _fetch_ends(self, times: FetchTimes, takes_turns: bool, op: StorageOp, submitted: float) -> float:
+        begin = max(submitted, self.executor.free_at) if takes_turns else submitted
+        return times(op, begin, self.executor.next_end() is not None)
 
     def _take_outputs(self, decision: BatchDecision, source: RequestSource) -> None:
         for output in decision.outputs:

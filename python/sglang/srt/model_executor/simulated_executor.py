@@ -105,6 +105,11 @@ class SimulatedExecutor:
             results.append(self._pending.popleft())
         return results
 
+    @property
+    def free_at(self) -> float:
+        """When all that was launched will be over."""
+        return self._free_at
+
     def launch_end(self, seq: int) -> float:
         """When a launch completes, in seconds of virtual time."""
         return self._ends[seq]
