@@ -375,3 +375,23 @@ def test_a_queue_on_the_link_is_shared_with_the_device() -> None:
         disk = [sim.times[f"r{i}"].cached_tokens_details["disk"] for i in range(11)]
         assert (min(disk) == 100) != way and max(disk) == 100
     assert last[True] < 0.85 * last[False]
+
+
+def test_all_that_a_fetch_slows_is_booked() -> None:
+    """While prompts are fetched one after another, decoding takes half as long again, whatever the window."""
+    texts = [numbers(1000 * i, 105) for i in range(5)]
+    slow = SimulatedHardware(
+        LAYERS, launch_seconds, 1e9, 1e9, fetch=lambda: one_by_one(0.02), interference=lambda mode, link: 0.5
+    )
+    for window in (1, 2, 8):
+        config = stored(window=window).core.scheduler.config
+        sim = Simulation(config, slow)
+        for text in texts:
+            sim.storage.add(NAMES.of_prompt("", np.array(text, np.int32)))
+        arrivals = [
+            (0.0, request("d", numbers(9000, 5), 150)),
+            *((0.1, request(f"r{i}", t, 1)) for i, t in enumerate(texts)),
+        ]
+        sim.run(arrivals)
+        # 50 blocks of 20 ms: a third of that time.
+        assert sim.executor.interference_s == pytest.approx(1 / 3, rel=0.1)

@@ -184,6 +184,8 @@ class SimulatedStorageLink:
         # The first of them is under way since, and till.
         self._current: tuple[float, float] | None = None
         self._free_at = 0.0
+        # What `busy_between` knew of when it was asked.
+        self._asked = 0.0
         self._cancelled: set[int] = set()
 
     def submit(self, op: StorageOp) -> None:
@@ -215,13 +217,14 @@ class SimulatedStorageLink:
         return results
 
     def busy_between(self, start: float, end: float) -> float:
-        """Seconds of [start, end) in which operations are under way: the present one, and those that wait, taken to
-        be as long."""
-        if self._current is None:
-            return 0.0
-        begin, until = self._current
-        until += (until - begin) * (len(self._waiting) - 1)
-        return max(0.0, min(end, until) - max(start, begin))
+        """Seconds of [start, end) in which operations are under way. Which ones will be is not known beforehand: a
+        time that begins later than now is taken to be like what has passed since the last time that was asked for."""
+        now = self._now()
+        busy_s = self.busy_s + (now - self._current[0] if self._current is not None else 0.0)
+        passed, self._asked = busy_s - self._asked, busy_s
+        if start > now:
+            return min(end - start, max(0.0, passed))
+        return max(0.0, min(end, self._current[1]) - start) if self._current is not None else 0.0
 
     def next_end(self) -> float | None:
         """When the next operation completes; None if none is under way."""
