@@ -286,6 +286,7 @@ class StoragePrefetcher:
         if not self._cut(rid, prefetch, first, 0):
             return _Outcome.OVER
         last = min(prefetch.end // size, first + controller.storage.blocks_per_op)
+        assert last > first, f"{rid} has nothing to begin"
         num_pages = (last - first) * size // self.tree.page_size
         if not controller.may_fetch(num_pages):
             return _Outcome.FULL
