@@ -540,6 +540,18 @@ def test_evict_spares_what_is_being_filled_and_the_source_of_a_load():
     assert tree.num_nodes == 0
 
 
+def test_what_was_locked_to_be_loaded_may_leave_the_host_once_somebody_computed_it():
+    tree = HiRadixTree(1)
+    node = publish(tree, "ab", 0).node
+    load_all(tree, [node], HOST, 100, 0)
+    tree.evict(DEVICE, 2)
+    tree.lock(match(tree, "ab"), 0)
+    assert cached(tree.evict(HOST, 2)) == [], "it is about to be loaded"
+    publish(tree, "ab", 7, fence=1)
+    tree.check_invariants()
+    assert cached(tree.evict(HOST, 2)) == [([100, 101], -1)]
+
+
 def test_a_parent_can_be_evicted_when_its_last_resident_child_has_gone():
     tree = HiRadixTree(1)
     top = publish(tree, "ab", 0).node

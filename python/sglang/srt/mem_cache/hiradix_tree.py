@@ -362,7 +362,9 @@ class HiRadixTree:
             mine = child.frames[Tier.DEVICE]
             if mine is None:
                 self._set_frames(child, Tier.DEVICE, offered, None, fence)
-                self._offer(child, Tier.DEVICE)
+                # If it was locked as the source of a load, it need not stay on the host any more.
+                for tier in _TIERS:
+                    self._offer(child, tier)
                 taken.append(offered)
                 created.append(child)
             else:
