@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import queue
+import random
+import threading
 import time
 
 import numpy as np
@@ -237,20 +240,224 @@ def test_what_an_operation_took_is_measured():
 def test_operations_that_overlap_share_the_time():
     """Begun at 0 and 1; the second waits for the first, which ends at 4."""
 
-    class Overlapping(Store):
-        ended: list = []
-
-        def start_get(self, keys, frames, done):
-            self.ended.append(done)
-            return lambda: None
-
-    store = Overlapping()
+    store = OverlappingStore()
     rig = Rig(store=store)
     times = iter((0.0, 1.0, 4.0, 6.0))
     rig.link = StorageLink("fetch", rig.slot, rig.emulator.stream("fetch"), clock=lambda: next(times))
     for _ in range(2):
         rig.submit(StorageAction.GET)
     rig.emulator.run(100)
-    for done in store.ended:
-        done(2)
+    for read in store.reads:
+        read.end(2)
     assert [r.seconds for r in rig.link.poll()] == [4.0, 2.0]
+
+
+class OverlappingStore(Store):
+    """Reads end when the test says so: `reads[i].end(count)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[Read] = []
+
+    def start_get(self, keys, frames, on_end):
+        self._called("start_get", keys, frames.tolist())
+        self.reads.append(Read(on_end))
+        return self.reads[-1].give_up
+
+
+class Read:
+    def __init__(self, on_end) -> None:
+        self.end = on_end
+        self.times_given_up = 0
+
+    def give_up(self) -> None:
+        self.times_given_up += 1
+
+
+def reading(num_reads: int) -> tuple[Rig, list[Read], list[Ticket]]:
+    """A rig with so many reads under way."""
+    store = OverlappingStore()
+    rig = Rig(store=store)
+    tickets = [rig.submit(StorageAction.GET) for _ in range(num_reads)]
+    assert rig.run() == [], "all are under way, none has ended"
+    assert len(store.reads) == num_reads
+    return rig, store.reads, tickets
+
+
+def test_reads_that_overlap_end_in_any_order_and_are_reported_in_theirs():
+    rig, reads, _ = reading(4)
+    reads[2].end(1)
+    reads[1].end(2)
+    assert rig.run() == [] and rig.notified == 2, "the first is still under way"
+    reads[0].end(0)
+    assert rig.run() == [(0, True, 0), (1, True, 2), (2, True, 1)], "each with its own count"
+    reads[3].end(2)
+    assert rig.run() == [(3, True, 2)] and rig.notified == 4
+    assert not rig.link._begun and not rig.link._cancelled
+
+
+def test_what_runs_by_itself_waits_in_line_behind_reads_only_to_be_reported():
+    rig, reads, _ = reading(1)
+    rig.submit(StorageAction.EXISTS)
+    assert rig.run() == [], "it has run, and its turn has not come"
+    assert rig.slot.store.calls[-1] == ("exists", [A, B])
+    reads[0].end(2)
+    assert rig.run() == [(0, True, 2), (1, True, 1)]
+
+
+def test_a_read_cancelled_before_it_starts_is_not_started():
+    store = OverlappingStore()
+    rig = Rig(store=store)
+    rig.submit(StorageAction.GET)
+    rig.link.cancel(rig.submit(StorageAction.GET))
+    assert rig.run() == [] and len(store.reads) == 1
+    store.reads[0].end(2)
+    assert rig.run() == [(0, True, 2), (1, False, 0)]
+    assert store.reads[0].times_given_up == 0 and rig.notified == 2
+
+
+def test_a_read_cancelled_under_way_is_given_up_and_ends_when_the_store_says_so():
+    rig, reads, tickets = reading(2)
+    rig.link.cancel(tickets[0])
+    assert [read.times_given_up for read in reads] == [1, 0]
+    assert rig.run() == [] and rig.notified == 0, "its pages are the store's until it has ended"
+    reads[1].end(2)
+    reads[0].end(1)
+    assert rig.run() == [(0, True, 1), (1, True, 2)] and rig.notified == 2
+
+
+def test_a_read_cancelled_after_its_end_is_left_alone():
+    rig, reads, tickets = reading(2)
+    reads[1].end(2)
+    rig.link.cancel(tickets[1])  # ended, not reported yet
+    reads[0].end(2)
+    assert rig.run() == [(0, True, 2), (1, True, 2)]
+    rig.link.cancel(tickets[0])  # reported
+    assert [read.times_given_up for read in reads] == [0, 0]
+    assert not rig.link._cancelled, "a cancel that comes too late leaves nothing behind"
+
+
+def test_a_read_cancelled_while_it_is_being_started_is_given_up_once_it_has_been():
+    """The store is still talking to its proxy when nobody wants the read any more."""
+    store = OverlappingStore()
+    rig = Rig(store=store)
+    ticket = rig.submit(StorageAction.GET)
+    start_get = store.start_get
+
+    def cancelled_meanwhile(*args):
+        rig.link.cancel(ticket)
+        return start_get(*args)
+
+    store.start_get = cancelled_meanwhile
+    assert rig.run() == [] and store.reads[0].times_given_up == 1
+    store.reads[0].end(0)
+    assert rig.run() == [(0, True, 0)]
+
+
+def test_a_store_may_end_a_read_when_it_is_given_up():
+    rig, reads, tickets = reading(1)
+    rig.link._begun[0].give_up = lambda: reads[0].end(1)
+    rig.link.cancel(tickets[0])
+    assert rig.run() == [(0, True, 1)] and rig.notified == 1
+
+
+def test_a_store_may_answer_before_start_get_returns():
+    class Quick(OverlappingStore):
+        def start_get(self, keys, frames, on_end):
+            give_up = super().start_get(keys, frames, on_end)
+            on_end(1)
+            return give_up
+
+    rig = Rig(store=Quick())
+    tickets = [rig.submit(StorageAction.GET) for _ in range(2)]
+    assert rig.run() == [(0, True, 1), (1, True, 1)] and rig.notified == 2
+    rig.link.cancel(tickets[1])
+    assert rig.slot.store.reads[1].times_given_up == 0
+
+
+def test_a_read_that_cannot_be_started_brought_nothing_and_the_others_go_on():
+    rig, reads, _ = reading(1)
+    rig.slot.store.fails = True
+    rig.submit(StorageAction.GET)
+    rig.emulator.run(100)
+    rig.slot.store.fails = False
+    rig.submit(StorageAction.GET)
+    assert rig.run() == []
+    reads[1].end(2)
+    reads[0].end(1)
+    assert rig.run() == [(0, True, 1), (1, False, 0), (2, True, 2)]
+
+
+def test_other_links_work_beside_reads_and_a_new_store_takes_them_after():
+    """What a read began with is its store to the end; attach, detach and clear come when nothing is in flight."""
+    rig, reads, _ = reading(2)
+    for name, action in (("store", StorageAction.SET), ("probe", StorageAction.EXISTS)):
+        link = StorageLink(name, rig.slot, rig.emulator.stream(name))
+        link.submit(operation(name, 0, action))
+        rig.emulator.run(100)
+        assert [(r.seq, r.ok) for r in link.poll()] == [(0, True)], "nobody waits for the reads"
+    for read in reads:
+        read.end(2)
+    assert len(rig.run()) == 2
+    first, second = rig.slot.store, OverlappingStore()
+    rig.slot._open_store = lambda setup: second
+    for seq, action in enumerate((StorageAction.CLEAR, StorageAction.DETACH, StorageAction.ATTACH), 1):
+        link.submit(operation("probe", seq, action, 0))
+    rig.submit(StorageAction.GET)
+    assert rig.run() == [] and [r.count for r in link.poll()] == [1, 1, 1]
+    assert first.calls[-2:] == [("clear",), ("close",)] and len(first.reads) == 2
+    second.reads[0].end(1)
+    assert rig.run() == [(2, True, 1)]
+
+
+def test_reads_that_end_on_threads_are_each_reported_once_in_order():
+    """Threads of a store end reads in any order while others are begun, cancelled and polled for."""
+    num_reads = 400
+    waiting: queue.SimpleQueue = queue.SimpleQueue()
+    given_up: list[int] = []
+    notified: queue.SimpleQueue = queue.SimpleQueue()
+
+    class Threaded(Store):
+        def start_get(self, keys, frames, on_end):
+            number = len(keys)
+            waiting.put((number, on_end))
+            return lambda: given_up.append(number)
+
+    def end_some(seed: int) -> None:
+        rng, held = random.Random(seed), []
+        while (item := waiting.get()) is not None:
+            held.append(item)
+            while held and rng.random() < 0.6:
+                number, on_end = held.pop(rng.randrange(len(held)))
+                on_end(number)
+        for number, on_end in held:
+            on_end(number)
+
+    stream = ThreadStream("fetch")
+    link = StorageLink("fetch", StoreSlot(no_store, Threaded()), stream, lambda: notified.put(None))
+    threads = [threading.Thread(target=end_some, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    rng, results, cancelled = random.Random(0), [], set()
+    for seq in range(num_reads):
+        link.submit(operation("fetch", seq, StorageAction.GET, 1 + seq % 50))
+        if rng.random() < 0.3:
+            cancelled.add(rng.randrange(seq + 1))
+            link.cancel(Ticket("fetch", max(cancelled)))
+        results += link.poll()
+    stream.record().synchronize()
+    for _ in threads:
+        waiting.put(None)
+    for thread in threads:
+        thread.join()
+    results += link.poll()
+    stream.close()
+    assert [r.seq for r in results] == list(range(num_reads))
+    for result in results:
+        if result.ok:
+            assert result.count == 1 + result.seq % 50, "the count of another"
+        else:
+            assert result.seq in cancelled and result.error == "cancelled"
+    assert notified.qsize() == num_reads
+    assert all(result.seconds >= 0 for result in results)
+    assert not link._begun and not link._cancelled

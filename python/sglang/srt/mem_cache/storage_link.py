@@ -57,12 +57,13 @@ class StoreSlot:
 @dataclass
 class _Begun:
     """An operation from its start until it is reported. at: seconds, when it began; None if it never did. give_up:
-    hints that nobody wants it any more."""
+    hints that nobody wants it any more; a store that is still starting it is told when it has."""
 
     seq: int
     at: float | None = None
     result: OpResult | None = None
     give_up: Callable[[], None] | None = None
+    is_unwanted: bool = False
 
 
 class StorageLink:
@@ -105,8 +106,12 @@ class StorageLink:
                 self._cancelled.add(ticket.seq)
                 return
             begun = next((b for b in self._begun if b.seq == ticket.seq and b.result is None), None)
-        if begun is not None and begun.give_up is not None:
-            begun.give_up()
+            if begun is None:
+                return
+            begun.is_unwanted = True
+            give_up = begun.give_up
+        if give_up is not None:
+            give_up()
 
     def gate(self, ticket: Ticket) -> LayerGate:
         raise GateError(f"{ticket}: a launch may not wait for storage; requests wait for it before they start")
@@ -135,13 +140,19 @@ class StorageLink:
         begun.at = self._clock()
         store = self.slot.store
         try:
-            if op.action == StorageAction.GET and isinstance(store, OverlappingStore):
-                begun.give_up = store.start_get(to_bytes(op.keys), op.frames, partial(self._end, begun))
-            else:
+            if op.action != StorageAction.GET or not isinstance(store, OverlappingStore):
                 self._end(begun, self._carry_out(op))
+                return
+            give_up = store.start_get(to_bytes(op.keys), op.frames, partial(self._end, begun))
         except Exception as raised:
             logger.warning("%s of %d blocks failed: %r", op.action.name, len(op.keys), raised)
             self._end(begun, 0, str(raised) or type(raised).__name__)
+            return
+        with self._lock:
+            begun.give_up = give_up
+            is_unwanted = begun.is_unwanted
+        if is_unwanted:
+            give_up()
 
     def _end(self, begun: _Begun, count: int, error: str = "") -> None:
         with self._lock:
