@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS
-from sglang.test.mutations import MUTATIONS, configurations, hunt
+from sglang.test.mutations import MUTATIONS, QUEUES, TRIED_FIRST, configurations, hunt
 from sglang.test.soak import Soak, SoakConfig
 
 
@@ -25,13 +25,28 @@ def test_soak(seed: int) -> None:
     assert soak.num_finished > 0
 
 
-def test_without_a_bug_the_hunt_finds_nothing() -> None:
+CONFIGURATIONS = list(configurations())
+
+
+@pytest.mark.parametrize("config", [c for c in CONFIGURATIONS if c.seed not in QUEUES], ids=lambda c: str(c.seed))
+def test_without_a_bug_the_hunt_finds_nothing(config: SoakConfig) -> None:
+    Soak(config).run()
+
+
+def test_where_requests_queue_the_hunt_finds_nothing_and_every_mechanism_acts() -> None:
     counters: Counter[str] = Counter()
-    for config in configurations():
-        soak = Soak(config)
-        soak.run()
-        counters.update(soak.ranks[0].core.scheduler.counters)
+    for config in CONFIGURATIONS:
+        if config.seed in QUEUES:
+            soak = Soak(config)
+            soak.run()
+            counters.update(soak.ranks[0].core.scheduler.counters)
     assert all(counters[name] > 0 for name in SCHEDULING_COUNTERS), f"idle: {counters}"
+
+
+def test_what_is_tried_first_exists() -> None:
+    seeds = [config.seed for config in CONFIGURATIONS]
+    assert len(set(seeds)) == len(seeds) and TRIED_FIRST.keys() <= set(seeds)
+    assert {name for names in TRIED_FIRST.values() for name in names} <= MUTATIONS.keys()
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -30,6 +30,7 @@ from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node
 from sglang.srt.mem_cache.link import CopyGate, CopyLink
+from sglang.srt.mem_cache.storage_link import StorageLink
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, GateError, Tier
 from sglang.srt.mem_cache.transient_nodes import TransientNodes
 from sglang.srt.model_executor import executor as executor_module
@@ -488,6 +489,58 @@ def detach_does_not_wait() -> Any:
 
 
 @mutation
+def given_up_counts_as_ended() -> Any:
+    """A read that was given up is reported at once, though the store still writes into its pages."""
+    cancel = StorageLink.cancel
+
+    def patched(self: Any, ticket: Any) -> None:
+        cancel(self, ticket)
+        for begun in self._begun:
+            if begun.seq == ticket.seq and begun.is_unwanted and begun.result is None:
+                self._end(begun, 0)
+
+    return mock.patch.object(StorageLink, "cancel", patched)
+
+
+@mutation
+def reads_reported_as_they_end() -> Any:
+    """Reads that overlap are reported in the order in which they end."""
+
+    def patched(self: Any) -> list[Any]:
+        ended = [begun for begun in self._begun if begun.result is not None]
+        for begun in ended:
+            self._begun.remove(begun)
+        return [begun.result for begun in ended]
+
+    return mock.patch.object(StorageLink, "poll", patched)
+
+
+@mutation
+def count_of_another_read() -> Any:
+    """What the first of several reads to end has brought is taken for what the oldest of them has."""
+    end = StorageLink._end
+
+    def patched(self: Any, begun: Any, *args: Any) -> None:
+        end(self, next((b for b in self._begun if b.result is None), begun), *args)
+
+    return mock.patch.object(StorageLink, "_end", patched)
+
+
+@mutation
+def last_read_to_end_ends_all() -> Any:
+    """When a read ends, those before it are taken to have ended as well."""
+    end = StorageLink._end
+
+    def patched(self: Any, begun: Any, *args: Any) -> None:
+        end(self, begun, *args)
+        for other in self._begun:
+            if other.seq < begun.seq and other.result is None:
+                other.result = dataclasses.replace(begun.result, seq=other.seq, count=0)
+
+    return mock.patch.object(StorageLink, "_end", patched)
+
+
+@mutation
 def preload_kept_on_abort() -> Any:
     """An aborted request leaves what it loaded ahead locked."""
     return _without_ending_preloads("_abort")
@@ -614,9 +667,13 @@ def catcher(error: BaseException) -> str:
     return _NAMES.get(type(error), "invariants" if isinstance(error, AssertionError) else type(error).__name__)
 
 
+# In these, requests queue for loads: all that the scheduler does about that happens in one of them.
+QUEUES = (9, 10, 16, 26)
+
+
 def configurations() -> Iterator[SoakConfig]:
     """Small, hot and various: every mechanism acts within some hundred steps."""
-    for seed in (10, 9, 26, 16, 13, 237, 45, 1, 2, 5, 6, 3, 4, 7, 8):
+    for seed in (10, 66, 38, 9, 26, 16, 13, 237, 45, 1, 2, 5, 6, 3, 4, 7, 8):
         page_size = (1, 4, 3, 16)[seed % 4]
         pages = -(-72 // page_size) + (4, 12)[seed % 2]
         config = SoakConfig(
@@ -636,8 +693,11 @@ def configurations() -> Iterator[SoakConfig]:
             late_rate=0.3,
             oracle_every=5,
         )
-        if seed in (9, 10, 16, 26):
+        if seed in QUEUES:
             yield dataclasses.replace(config, **_queues(seed))
+            continue
+        if seed in (38, 66):
+            yield dataclasses.replace(config, **_overlapping(seed, page_size))
             continue
         # All loads are awaited inside of launches, where they meet more of what else is there.
         config = dataclasses.replace(config, bubble_filling=False, load_or_recompute=False, deferral_threshold=0)
@@ -678,6 +738,32 @@ def _storage(seed: int, page_size: int) -> dict[str, Any]:
     }
 
 
+def _overlapping(seed: int, page_size: int) -> dict[str, Any]:
+    """Storage that is read at many places at once: short blocks, two to a read, and all is forgotten often. By turns,
+    who waits is given little time and much."""
+    storage = _storage(seed, page_size)
+    setup = dataclasses.replace(
+        storage["storage"],
+        block_tokens=page_size,
+        limits=StorageLimits(blocks_per_op=2, max_fetch_pages=64, max_store_pages=64, fetch_window_ops=8),
+        prefetch=PrefetchConfig("timeout", 1, timeout_base_s=(0.008, 0.1)[seed // 4 % 2]),
+    )
+    changes = {
+        "storage": setup,
+        "overlapping_reads": True,
+        "restart_rate": 0.1,
+        "whole_rate": 0.9,
+        "twin_rate": 0.1,
+        "arrival_rate": 0.9,
+        "max_new_tokens": 4,
+        "store_late_rate": 0.2,
+        "load_or_recompute": False,
+        "num_host_pages": 30,
+        "num_ranks": 1 + seed // 4 % 2,
+    }
+    return {**storage, **changes}
+
+
 def _queues(seed: int) -> dict[str, Any]:
     """Loads that take long beside launches that do not, of few documents, that several ask for at once; the queue is
     long, and many give up. By turns, what is computed is shared at once or when it is there."""
@@ -699,9 +785,56 @@ def _queues(seed: int) -> dict[str, Any]:
     }
 
 
+# Seed of a configuration -> what it catches sooner than those in front of it. It saves time, nothing else: if it no
+# longer catches one of these, all the others are tried.
+TRIED_FIRST: dict[int, tuple[str, ...]] = {
+    9: (
+        "voided_launch_counts",
+        "failed_load_committed",
+        "readers_of_failed_load_stay",
+        "preload_kept_on_abort",
+        "preload_kept_when_its_load_fails",
+        "claim_outlives_its_request",
+    ),
+    13: (
+        "reset_keeps_what_was_published",
+        "names_forget_the_tail",
+        "whoever_fetches_nothing_stays_in_line",
+        "nobody_is_retired",
+    ),
+    16: ("preloads_never_taken_back",),
+    26: ("preload_not_waited_for",),
+    38: (
+        "reuse_before_fence",
+        "max_for_min",
+        "unknown_token_published",
+        "stale_results_taken",
+        "largest_count_taken",
+    ),
+    45: ("detach_does_not_wait",),
+    66: (
+        "fetch_not_pinned",
+        "store_not_pinned",
+        "fetch_counts_as_whole",
+        "fetched_pages_in_wrong_order",
+        "store_one_page_further",
+        "names_without_a_past",
+        "split_forgets_names",
+        "abandoned_fetch_goes_on",
+        "deadlines_never_pass",
+        "given_up_counts_as_ended",
+        "reads_reported_as_they_end",
+        "count_of_another_read",
+        "last_read_to_end_ends_all",
+        "a_free_place_is_given_to_nobody",
+    ),
+    237: ("fetched_matched_too_early", "backup_below_a_fetch"),
+}
+
+
 def hunt(name: str, nets: frozenset[str] = ALL_NETS) -> str | None:
     """Run the soak with a bug planted until something catches it. Returns what did, None if nothing."""
-    for config in configurations():
+    for config in sorted(configurations(), key=lambda config: name not in TRIED_FIRST.get(config.seed, ())):
         with MUTATIONS[name]():
             try:
                 Soak(config, nets).run()
