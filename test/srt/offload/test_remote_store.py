@@ -311,6 +311,7 @@ def test_a_damaged_block_is_stored_anew(remote):
         ({"proxy": {"threads": 3}}, "threads is no setting"),
         ({"no_such_setting": 1}, "no_such_setting"),
         ({"limit_gb": "many"}, "limit_gb"),
+        ({"synchronous": "yes"}, "true or false"),
     ],
 )
 def test_what_cannot_start_says_why(tmp_path, config, says):
@@ -387,3 +388,9 @@ def test_pages_outside_of_the_pool_end_the_session(remote):
         assert counts == [0]
     until(lambda: one.store.exists(one.keys(SOME)) == 4)
     assert one.get(SOME) == 4 and one.came(SOME)
+
+
+def test_a_synchronous_store_says_so(remote):
+    one = remote(synchronous=True)
+    assert one.store.is_synchronous and not remote().store.is_synchronous
+    assert one.put(SOME) == 4 and one.get(SOME) == 4 and one.came(SOME)

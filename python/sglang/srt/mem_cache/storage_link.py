@@ -98,7 +98,10 @@ class StorageLink:
         link, seq = op.ticket
         assert link == self.name and seq == self._next_seq, f"{op.ticket} out of order, {self._next_seq} expected"
         self._next_seq += 1
-        self.stream.enqueue(partial(self._run, op))
+        if op.action == StorageAction.GET and self._is_synchronous:
+            self._run(op)
+        else:
+            self.stream.enqueue(partial(self._run, op))
 
     def cancel(self, ticket: Ticket) -> None:
         with self._lock:
@@ -140,7 +143,8 @@ class StorageLink:
         begun.at = self._clock()
         store = self.slot.store
         try:
-            if op.action != StorageAction.GET or not isinstance(store, OverlappingStore):
+            is_read = op.action == StorageAction.GET
+            if not is_read or self._is_synchronous or not isinstance(store, OverlappingStore):
                 self._end(begun, self._carry_out(op))
                 return
             give_up = store.start_get(to_bytes(op.keys), op.frames, partial(self._end, begun))
@@ -153,6 +157,12 @@ class StorageLink:
             is_unwanted = begun.is_unwanted
         if is_unwanted:
             give_up()
+
+    @property
+    def _is_synchronous(self) -> bool:
+        """Whether the scheduler itself waits for each read and decides nothing meanwhile, as the store asks for: to
+        measure what asynchronous fetching is worth (ShadowServe 6.4)."""
+        return getattr(self.slot.store, "is_synchronous", False)
 
     def _end(self, begun: _Begun, count: int, error: str = "") -> None:
         with self._lock:

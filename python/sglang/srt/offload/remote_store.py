@@ -48,11 +48,13 @@ class RemoteStore:
         hello: wire.Hello,
         fd: int,
         hang_s: float = 10.0,
+        is_synchronous: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises StoreError."""
         self.name = name
         self.block_tokens = block_tokens
+        self.is_synchronous = is_synchronous
         self._place = place
         self._hello = hello
         self._fd = fd
@@ -211,6 +213,9 @@ def open_remote_store(
     config = dict(config)
     codec = config.pop("codec", "lossless")
     hang_s = _number(config, "hang_timeout_s", 10.0)
+    is_synchronous = config.pop("synchronous", False)
+    if not isinstance(is_synchronous, bool):
+        raise StoreError("synchronous in --hicache-storage-backend-extra-config has to be true or false")
     if pool.layout != "page_first" or pool.shared.fd < 0:
         raise StoreError(
             f"--hicache-storage-backend {backend} writes whole pages into shared memory: use --hicache-mem-layout "
@@ -240,7 +245,7 @@ def open_remote_store(
         codec={"codec": codec} if isinstance(codec, str) else codec,
         namespace=hashlib.blake2b(namespace.encode()).digest(),
     )
-    store = RemoteStore(backend, block_tokens, place, hello, pool.shared.fd, hang_s)
+    store = RemoteStore(backend, block_tokens, place, hello, pool.shared.fd, hang_s, is_synchronous)
     logger.info("remote tier: %s, codec %s, blocks of %d tokens", place, store.codec, block_tokens)
     return store
 
