@@ -63,7 +63,7 @@ def test_a_server_finds_what_another_has_stored(store):
         assert details(first) == {"device": 0, "host": 0, "remote": 0}
         wait_until(lambda: stored(server) >= 384, 20)
         wait_until(lambda: server.state()["tiers"]["remote"]["blocks"] == 6, 10)
-        assert server.state()["storage"]["tier"] == "remote"
+        assert server.state()["storage"]["tiers"] == ["remote"]
     with start(url=store) as server:
         again = generate(server)
         assert details(again) == {"device": 0, "host": 0, "remote": 384}
@@ -148,3 +148,45 @@ def test_two_ranks_have_a_proxy_each(store):
     with start("remote", "--tp-size", "2", url=store) as server:
         again = generate(server)
         assert details(again)["remote"] == 384 and again["output_ids"] == first["output_ids"]
+
+
+def test_disk_and_remote_store_of_one_server(store, tmp_path):
+    """The disk loses half of what it has; a prompt comes from both, and from nowhere the rest."""
+    extra = json.dumps({**CONFIG, "file": {"path": str(tmp_path / "kv")}, "remote": {"url": store}})
+    storage = ["--hicache-storage-backend", "file,remote", "--hicache-storage-backend-extra-config", extra]
+    short = json.dumps({**CONFIG, "secret": "", "url": store})
+    with Server(*FLAGS.split(), *storage) as server:
+        first = generate(server, PROMPT[:192])
+        assert first["meta_info"]["cached_tokens_details"] == {
+            "device": 0,
+            "host": 0,
+            "disk": 0,
+            "remote": 0,
+            "storage": 0,
+        }
+        wait_until(lambda: stored(server) >= 192, 20)
+        tiers = server.state()["tiers"]
+        assert tiers["disk"]["blocks"] == 3
+        wait_until(lambda: server.state()["tiers"]["remote"]["blocks"] == 3, 10)
+    # Another server, without the disk, goes on with the prompt.
+    other = ["--hicache-storage-backend", "remote", "--hicache-storage-backend-extra-config", short]
+    with Server(*FLAGS.split(), *other) as server:
+        whole = generate(server)
+        assert details(whole)["remote"] == 192
+        wait_until(lambda: stored(server) >= 192, 20)
+        wait_until(lambda: server.state()["tiers"]["remote"]["blocks"] == 6, 10)
+    with Server(*FLAGS.split(), *storage) as server:
+        again = generate(server)
+        found = again["meta_info"]["cached_tokens_details"]
+        assert found == {"device": 0, "host": 0, "disk": 192, "remote": 192, "storage": 384}
+        assert again["output_ids"] == whole["output_ids"]
+        counters = server.state()["counters"]
+        assert (counters["hit_tokens_disk"], counters["hit_tokens_remote"]) == (192, 192)
+
+
+def test_a_lossy_codec_beside_a_disk_is_refused(tmp_path):
+    extra = json.dumps({"file": {"path": str(tmp_path / "kv")}, "remote": {"codec": "binned"}})
+    storage = ["--hicache-storage-backend", "file,remote", "--hicache-storage-backend-extra-config", extra]
+    with Server(*FLAGS.split(), *storage, wait=False) as server:
+        assert server.wait(60) == 1
+        assert "lossy" in server.output() and "Traceback" not in server.output()

@@ -128,7 +128,7 @@ class ServerArgs:
     hicache_storage_backend: str | None = arg(
         None,
         "keep KV cache beyond host memory: 'file' on a disk, 'remote' in a Redis store, 'bluefield' through an "
-        "offload proxy that runs elsewhere, 'dynamic' through a plugin",
+        "offload proxy that runs elsewhere, 'dynamic' through a plugin; 'file,remote' has both",
     )
     hicache_storage_backend_extra_config: str = arg(
         "", "settings of the storage backend: JSON, or @ and the name of a file with it"
@@ -209,14 +209,11 @@ class ServerArgs:
             "between 0 and 1",
         )
         if self.hicache_storage_backend is not None:
-            if "," in self.hicache_storage_backend:
-                raise ValueError(
-                    f"--hicache-storage-backend is {self.hicache_storage_backend!r}, but there is one storage tier "
-                    "so far: name one backend"
-                )
             backends = ("file", "remote", "bluefield", "dynamic")
             require(
-                self.hicache_storage_backend in backends, "hicache_storage_backend", "one of " + ", ".join(backends)
+                all(name in backends for name in self.hicache_storage_backend.split(",")),
+                "hicache_storage_backend",
+                "one of " + ", ".join(backends) + ", or a local and a remote one, like file,remote",
             )
             if not self.enable_hierarchical_cache:
                 raise ValueError("--hicache-storage-backend fills the host tier: add --hicache")

@@ -171,7 +171,7 @@ class Req:
         self.slot = -1
         self.hold: ReqHold | None = None
         self.plan: tuple[Span, ...] = ()
-        self.fetched = (0, 0)
+        self.fetched: tuple[tuple[int, int], ...] = ()
         self.preload: Preload | None = None
         self.preload_taken_back = False
         self.loaded = (0, 0)
@@ -197,8 +197,8 @@ class Req:
 
 @dataclass(frozen=True)
 class StorageSetup:
-    """What is attached. backend: its name; tier: which one it is; setup: what each rank opens, as JSON. secret,
-    block_tokens: see BlockKeys; the secret covers what all requests share (model, weights, dtype, layout).
+    """What is attached. backend: its name, or two; tiers: which they are; setup: what each rank opens, as JSON.
+    secret, block_tokens: see BlockKeys; the secret covers what all requests share (model, weights, dtype, layout).
     write_policy: of the host tier, through which everything goes."""
 
     backend: str
@@ -208,7 +208,7 @@ class StorageSetup:
     limits: StorageLimits
     prefetch: PrefetchConfig
     write_policy: str
-    tier: Tier = Tier.DISK
+    tiers: tuple[Tier, ...] = (Tier.DISK,)
 
 
 class StorageRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -718,8 +718,7 @@ class Scheduler:
         req.hold = ReqHold(self._next_hold, receipt, match.total_len)
         req.slot = self._free_slots.pop()
         req.computed = match.total_len
-        if self.prefetcher.found(req.rid)[1]:
-            req.fetched = self.prefetcher.found(req.rid)
+        req.fetched = self.prefetcher.found(req.rid) or req.fetched
         # Before anybody looks at the path: giving up a fetch may merge nodes.
         self.prefetcher.detach(req.rid, self.exec_done)
         if req.preload is not None:
@@ -1028,19 +1027,19 @@ class Scheduler:
                     continue
                 size = span.end - span.start
                 loaded = size if span.source == SpanSource.LOAD else _common(span, req.loaded)
-                if self.storage is not None:
-                    fetched = min(loaded, _common(span, req.fetched))
-                    found[TIER_NAMES[self.storage.tier]] += fetched
-                    found["host"] -= fetched
-                found["host"] += loaded
                 found["device"] += size - loaded
+                for tier, fetched in zip(self.storage.tiers if self.storage is not None else (), req.fetched):
+                    brought = min(loaded, _common(span, fetched))
+                    found[TIER_NAMES[tier]] += brought
+                    loaded -= brought
+                found["host"] += loaded
             if not req.cached_tokens_details:
                 self.counters["prompt_tokens"] += req.num_prompt
                 for name, n in found.items():
                     self.counters[f"hit_tokens_{name}"] += n
             before = req.cached_tokens_details or found
             # On another start less may be there; what is there beyond is the request's own work.
-            tiers = [*self.controller.tables, *([self.storage.tier] if self.storage is not None else [])]
+            tiers = [*self.controller.tables, *(self.storage.tiers if self.storage is not None else ())]
             req.cached_tokens_details = {
                 TIER_NAMES[t]: min(found[TIER_NAMES[t]], before.get(TIER_NAMES[t], 0)) for t in tiers
             }
@@ -1280,7 +1279,7 @@ class Scheduler:
         page, controller = self.page_size, self.controller
         return {
             "backend": setup.backend,
-            "tier": TIER_NAMES[setup.tier],
+            "tiers": [TIER_NAMES[tier] for tier in setup.tiers],
             "prefetch_policy": setup.prefetch.policy,
             "fetch_order": setup.prefetch.fetch_order,
             "write_policy": setup.write_policy,

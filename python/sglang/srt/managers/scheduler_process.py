@@ -51,6 +51,7 @@ from sglang.srt.mem_cache.link import CopyLink
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost, host_pages_that_fit
 from sglang.srt.mem_cache.rate_limit import RateLimit
+from sglang.srt.mem_cache.storage.tiered_store import parts_of
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
 from sglang.srt.mem_cache.transfer import D2H, H2D, STORAGE_LINKS, Link, StorageAction, Tier
 from sglang.srt.model_executor.executor import ModelExecutor
@@ -387,11 +388,9 @@ class SchedulerProcess:
         state["steps"] = self.core.num_steps
         store = self.storage.slot.store if self.storage is not None else None
         if store is not None and state["storage"] is not None:
-            stats = store.stats()
-            state["tiers"][state["storage"]["tier"]] = {
-                "cached_tokens": stats["blocks"] * store.block_tokens,
-                **stats,
-            }
+            for tier, part in zip(state["storage"]["tiers"], parts_of(store)):
+                stats = part.stats()
+                state["tiers"][tier] = {"cached_tokens": stats["blocks"] * part.block_tokens, **stats}
         state["hottest"] = self._hottest.table(self.core.scheduler.next_launch)
         return msgspec.json.encode(state)
 

@@ -23,7 +23,7 @@ import numpy as np
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.schedule_policy import FETCH_ORDERS, fetch_rank
 from sglang.srt.mem_cache.hiradix_tree import MatchResult
-from sglang.srt.mem_cache.transfer import D2H, FETCH, Ticket, Tier
+from sglang.srt.mem_cache.transfer import D2H, FETCH, Ticket, Tier, unpack_found
 
 PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
 # A medium that does not answer must not keep a request for ever, whatever the policy says.
@@ -49,7 +49,8 @@ class Prefetch:
     """What one request expects. tokens: int32, up to the end of the last block that storage may have; keys: of all
     its blocks from the first on, (n, 16). probe: not answered yet; it asks for the blocks from `probed` on. end:
     storage has the blocks up to that token; 0 when nothing more is to be begun. tickets: fetches that it waits for.
-    found: tokens [start, end) that storage has brought for it. blocks_left: to be begun, as far as it is known;
+    found: tokens [start, end) that storage has brought for it;
+    far_from: those from there on lie on the second storage tier. blocks_left: to be begun, as far as it is known;
     begun_before: see `fetch_rank`."""
 
     namespace: str
@@ -61,6 +62,7 @@ class Prefetch:
     end: int = 0
     tickets: dict[Ticket, None] = field(default_factory=dict)
     found: tuple[int, int] = (0, 0)
+    far_from: int = 0
     blocks_left: int = 0
     begun_before: int = 0
 
@@ -153,10 +155,14 @@ class StoragePrefetcher:
         """Whether the request need not wait for storage (any longer)."""
         return self.config.policy == "best_effort" or rid not in self._prefetches or self._prefetches[rid].is_over
 
-    def found(self, rid: str) -> tuple[int, int]:
-        """Tokens [start, end) of the prompt that storage has brought to the host for this request."""
+    def found(self, rid: str) -> tuple[tuple[int, int], ...]:
+        """Tokens [start, end) of the prompt that storage has brought to the host for this request, of each tier."""
         prefetch = self._prefetches.get(rid)
-        return prefetch.found if prefetch is not None else (0, 0)
+        if prefetch is None or not prefetch.found[1]:
+            return ()
+        start, end = prefetch.found
+        border = min(max(start, prefetch.far_from), end)
+        return (start, border), (border, end)
 
     def detach(self, rid: str, done: int) -> None:
         """The request starts, or ends: it waits for nothing more."""
@@ -191,7 +197,9 @@ class StoragePrefetcher:
         return None
 
     def end_probe(self, ticket: Ticket, count: int, now: int, done: int) -> None:
-        """Storage has the first `count` blocks that it was asked for. now: in launches, as the tree counts time."""
+        """Storage has blocks of those that it was asked for, `unpack_found(count)`. now: in launches, as the tree
+        counts time."""
+        count, far = unpack_found(count)
         for rid in self._waiters.pop(ticket, {}):
             prefetch, names = self._prefetches[rid], self.tree.block_keys
             assert names is not None
@@ -199,6 +207,7 @@ class StoragePrefetcher:
             if count:
                 self.counters["storage_hit_tokens"] += count * names.block_tokens
                 prefetch.end = (prefetch.probed + count) * names.block_tokens
+                prefetch.far_from = prefetch.end - far * names.block_tokens
                 prefetch.blocks_left, prefetch.begun_before = count, self._num_begun
                 self._unfinished[rid] = None
                 rank = self._rank(rid)

@@ -19,8 +19,9 @@ from sglang.srt.managers.storage_prefetch import PREFETCH_POLICIES, PrefetchConf
 from sglang.srt.mem_cache.block_store import BlockStore, StoreError
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.backend_factory import BACKENDS, create_store
+from sglang.srt.mem_cache.storage.tiered_store import TieredStore
 from sglang.srt.mem_cache.transfer import Tier
-from sglang.srt.offload.remote_store import REMOTE_BACKENDS, open_remote_store
+from sglang.srt.offload.remote_store import REMOTE_BACKENDS, is_lossy, open_remote_store
 
 EXTRA_CONFIG_FLAG = "--hicache-storage-backend-extra-config"
 BLOCK_TOKENS = 64
@@ -60,20 +61,19 @@ class StorageOpener:
     def setup(self, backend: str, extra_config: str, prefetch_policy: str, write_policy: str) -> StorageSetup:
         """What the scheduler has to know of a backend. extra_config: JSON, or @ and a file with it. Raises
         StoreError."""
-        if backend not in (*BACKENDS, *REMOTE_BACKENDS):
-            raise StoreError(
-                f"--hicache-storage-backend {backend} is not built in: it is one of "
-                f"{', '.join((*BACKENDS, *REMOTE_BACKENDS))}, and 'dynamic' loads plugins"
-            )
+        names = _names(backend)
+        is_remote = names[-1] in REMOTE_BACKENDS
         if prefetch_policy not in PREFETCH_POLICIES:
             raise StoreError(f"the prefetch policy {prefetch_policy!r} is none of {', '.join(PREFETCH_POLICIES)}")
         if write_policy not in WRITE_POLICIES:
             raise StoreError(f"the write policy {write_policy!r} is none of {', '.join(WRITE_POLICIES)}")
         config = parse_extra_config(extra_config)
+        if len(names) > 1:
+            _check_two(config, names)
         own = {key: config.pop(key) for key in _OWN_KEYS if key in config}
         page_size = self.pool.page_size
         # The smallest whole number of pages that is at least a block.
-        usual = REMOTE_BLOCK_TOKENS if backend in REMOTE_BACKENDS else BLOCK_TOKENS
+        usual = REMOTE_BLOCK_TOKENS if is_remote else BLOCK_TOKENS
         block_tokens = _whole(own, "block_tokens", -(-usual // page_size) * page_size, 1)
         if block_tokens % page_size:
             raise StoreError(
@@ -115,31 +115,32 @@ class StorageOpener:
                 fetch_order=fetch_order,
             ),
             write_policy=write_policy,
-            tier=Tier.REMOTE if backend in REMOTE_BACKENDS else Tier.DISK,
+            tiers=tuple(Tier.REMOTE if name in REMOTE_BACKENDS else Tier.DISK for name in names),
         )
 
     def open(self, setup: str) -> BlockStore:
         """This rank's store. setup: of a `StorageSetup`. Raises StoreError."""
         words = json.loads(setup)
         namespace = f"{self._namespace(words['block_tokens'])} rank {self.tp_rank} of {self.tp_size}"
-        if words["backend"] in REMOTE_BACKENDS:
-            return open_remote_store(
-                words["backend"],
-                words["config"],
-                namespace,
-                self.pool,
-                words["block_tokens"],
-                self.directory / f"rank{self.tp_rank}",
+        names = _names(words["backend"])
+        if len(names) == 1:
+            return self._open_one(words["backend"], words["config"], namespace, words["block_tokens"])
+        near, far = names
+        store = self._open_one(near, words["config"].get(near, {}), namespace, words["block_tokens"])
+        try:
+            return TieredStore(
+                store, self._open_one(far, words["config"].get(far, {}), namespace, words["block_tokens"])
             )
+        except StoreError:
+            store.close()
+            raise
+
+    def _open_one(self, backend: str, config: dict[str, Any], namespace: str, block_tokens: int) -> BlockStore:
+        if backend in REMOTE_BACKENDS:
+            directory = self.directory / f"rank{self.tp_rank}"
+            return open_remote_store(backend, config, namespace, self.pool, block_tokens, directory)
         return create_store(
-            words["backend"],
-            words["config"],
-            namespace,
-            self.pool,
-            words["block_tokens"],
-            self.model_name,
-            self.tp_rank,
-            self.tp_size,
+            backend, config, namespace, self.pool, block_tokens, self.model_name, self.tp_rank, self.tp_size
         )
 
     def _namespace(self, block_tokens: int) -> str:
@@ -154,6 +155,41 @@ class StorageOpener:
 
             key = storage_secret(config_root(config))
         return hashlib.blake2b(self._namespace(block_tokens).encode(), key=key[:64], digest_size=32).digest()
+
+
+def _names(backend: str) -> list[str]:
+    """Of one backend, or of two: a local one and a remote one. Raises StoreError."""
+    names = backend.split(",")
+    for name in names:
+        if name not in (*BACKENDS, *REMOTE_BACKENDS):
+            raise StoreError(
+                f"--hicache-storage-backend {name} is not built in: it is one of "
+                f"{', '.join((*BACKENDS, *REMOTE_BACKENDS))}, and 'dynamic' loads plugins"
+            )
+    if len(names) > 2 or (len(names) == 2 and [name in REMOTE_BACKENDS for name in names] != [False, True]):
+        raise StoreError(
+            f"--hicache-storage-backend {backend}: two backends are a local and a remote one, in this order, like "
+            "file,remote"
+        )
+    return names
+
+
+def _check_two(config: dict[str, Any], names: list[str]) -> None:
+    """Each backend's settings stand under its name. Raises StoreError."""
+    if unknown := set(config) - {*_OWN_KEYS, *names}:
+        raise StoreError(
+            f"{EXTRA_CONFIG_FLAG}: {', '.join(sorted(unknown))} belongs to one of {' and '.join(names)}: write "
+            f'{{"{names[0]}": {{…}}, "{names[1]}": {{…}}}}'
+        )
+    for name in names:
+        if not isinstance(config.get(name, {}), dict):
+            raise StoreError(f"{EXTRA_CONFIG_FLAG}: {name} has to be a JSON object with that backend's settings")
+    codec = config.get(names[1], {}).get("codec", "lossless")
+    if is_lossy(codec):
+        raise StoreError(
+            f"{EXTRA_CONFIG_FLAG}: codec {_short(codec)} is lossy, and what came back from it must not be stored as "
+            f"exact by {names[0]}: use a lossless codec, or --hicache-storage-backend {names[1]} alone"
+        )
 
 
 def parse_extra_config(text: str) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from functools import partial
 from sglang.srt.mem_cache.block_keys import to_bytes
 from sglang.srt.mem_cache.block_store import BlockStore, OverlappingStore, StoreError
 from sglang.srt.mem_cache.rate_limit import RateLimit
-from sglang.srt.mem_cache.transfer import GateError, LayerGate, OpResult, StorageAction, StorageOp, Ticket
+from sglang.srt.mem_cache.storage.tiered_store import TieredStore
+from sglang.srt.mem_cache.transfer import GateError, LayerGate, OpResult, StorageAction, StorageOp, Ticket, pack_found
 from sglang.srt.utils.stream import Stream
 
 logger = logging.getLogger(__name__)
@@ -180,7 +181,8 @@ class StorageLink:
         if store is None:
             return 0
         if op.action == StorageAction.EXISTS:
-            return store.exists(to_bytes(op.keys))
+            keys = to_bytes(op.keys)
+            return pack_found(*store.locate(keys)) if isinstance(store, TieredStore) else store.exists(keys)
         if op.action == StorageAction.CLEAR:
             store.clear()
             return 1

@@ -21,6 +21,7 @@ import numpy as np
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.offload import wire
+from sglang.srt.offload.codec.binned import BinnedCodec
 from sglang.srt.offload.proxy.settings import ProxySettings
 from sglang.srt.offload.proxy_client import ProxyClient
 from sglang.srt.offload.proxy_process import InProcessProxy, OtherProxy, OwnProxy, ProxyPlace
@@ -248,6 +249,13 @@ def open_remote_store(
     store = RemoteStore(backend, block_tokens, place, hello, pool.shared.fd, hang_s, is_synchronous)
     logger.info("remote tier: %s, codec %s, blocks of %d tokens", place, store.codec, block_tokens)
     return store
+
+
+def is_lossy(codec: Any) -> bool:
+    """Whether a codec, as in the settings, changes what it stores. An unknown one is for `open_remote_store` to
+    refuse."""
+    name = codec.get("codec") if isinstance(codec, dict) else codec
+    return name == BinnedCodec.name
 
 
 def _own_proxy(config: dict[str, Any], directory: Path) -> ProxyPlace:

@@ -1,0 +1,86 @@
+"""`TieredStore`: a local store (L3) before a remote one (L4), as one `BlockStore`. Owns both.
+
+What the near one has is read there, the rest from the far one; everything is written to both, so that each by itself
+serves a prompt as far as it goes. Either may fail or be empty without the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from sglang.srt.mem_cache.block_store import BlockStore, OverlappingStore
+
+
+class TieredStore:
+    """near is asked with every read how much it has, so that has to be quick: an index in memory."""
+
+    def __init__(self, near: BlockStore, far: BlockStore) -> None:
+        assert near.block_tokens == far.block_tokens
+        self.name = f"{near.name},{far.name}"
+        self.block_tokens = near.block_tokens
+        self.near = near
+        self.far = far
+
+    def exists(self, keys: Sequence[bytes]) -> int:
+        return sum(self.locate(keys))
+
+    def locate(self, keys: Sequence[bytes]) -> tuple[int, int]:
+        """How many of the leading blocks the near store has, and how many that follow the far one."""
+        near = self.near.exists(keys)
+        return near, self.far.exists(keys[near:]) if near < len(keys) else 0
+
+    def get(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
+        count = self._get_near(keys, frames)
+        return count + (self.far.get(*_from(count, keys, frames)) if count < len(keys) else 0)
+
+    def start_get(
+        self, keys: Sequence[bytes], frames: np.ndarray, on_end: Callable[[int], None]
+    ) -> Callable[[], None]:
+        """The near store's part is read before this returns."""
+        count = self._get_near(keys, frames)
+        if count == len(keys):
+            on_end(count)
+            return lambda: None
+        rest = _from(count, keys, frames)
+        if not isinstance(self.far, OverlappingStore):
+            on_end(count + self.far.get(*rest))
+            return lambda: None
+        return self.far.start_get(*rest, partial(_add, count, on_end))
+
+    def set(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
+        """How many leading blocks at least one of them has taken."""
+        return max(self.near.set(keys, frames), self.far.set(keys, frames))
+
+    def clear(self) -> None:
+        self.near.clear()
+        self.far.clear()
+
+    def close(self) -> None:
+        self.near.close()
+        self.far.close()
+
+    def stats(self) -> dict[str, int]:
+        """The near store's; `parts` has both."""
+        return self.near.stats()
+
+    def _get_near(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
+        there = self.near.exists(keys)
+        if not there:
+            return 0
+        return self.near.get(keys[:there], frames[: len(frames) // len(keys) * there])
+
+
+def parts_of(store: BlockStore) -> list[BlockStore]:
+    """A store's own, nearest first."""
+    return [store.near, store.far] if isinstance(store, TieredStore) else [store]
+
+
+def _from(count: int, keys: Sequence[bytes], frames: np.ndarray) -> tuple[Sequence[bytes], np.ndarray]:
+    return keys[count:], frames[len(frames) // len(keys) * count :]
+
+
+def _add(count: int, on_end: Callable[[int], None], more: int) -> None:
+    on_end(count + more)
