@@ -86,6 +86,9 @@ class Rig:
     def damaged(self, key: bytes, why: str) -> None:
         raise AssertionError(why)
 
+    def incomplete(self, key: bytes) -> None:
+        raise AssertionError("a piece is gone: is the store too small?")
+
     def fetch(self, pipeline: Pipeline) -> float:
         ended, counts = threading.Event(), []
         self.memory[:: self.layout.piece_bytes] = 1

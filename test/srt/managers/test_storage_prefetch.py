@@ -13,7 +13,16 @@ from sglang.srt.managers.storage_prefetch import PrefetchConfig, StoragePrefetch
 from sglang.srt.mem_cache.block_keys import BlockKeys, to_bytes
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node
-from sglang.srt.mem_cache.transfer import D2H, FETCH, PROBE, StorageOp, Ticket, Tier
+from sglang.srt.mem_cache.transfer import (
+    D2H,
+    FETCH,
+    PROBE,
+    StorageOp,
+    Ticket,
+    Tier,
+    pack_found,
+    unpack_found,
+)
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 NAMES = BlockKeys(b"secret", 4)
@@ -634,4 +643,20 @@ def test_without_storage_nobody_waits():
     rig = Rig(TEXT)
     rig.controller.close_storage(DONE)
     assert rig.begin("r", TEXT) == [] and rig.over("r") == [True]
+    rig.assert_nothing_left()
+
+
+def test_what_came_is_told_apart_by_storage_tier():
+    """The first two blocks lie near, the other three far."""
+    assert pack_found(5, 0) == 5 and unpack_found(pack_found(2, 3)) == (5, 3)
+    rig = Rig(TEXT)
+    (probe,) = rig.begin("r", TEXT)
+    fetches = rig.finish(probe, pack_found(2, 3))
+    assert rig.prefetcher.found_by_tier("r") == ()
+    seen = []
+    while fetches:
+        fetches += rig.finish(fetches.pop(0))
+        seen.append(rig.prefetcher.found_by_tier("r"))
+    assert seen == [((0, 8), (8, 8)), ((0, 8), (8, 16)), ((0, 8), (8, 20))]
+    rig.detach("r")
     rig.assert_nothing_left()

@@ -718,7 +718,7 @@ class Scheduler:
         req.hold = ReqHold(self._next_hold, receipt, match.total_len)
         req.slot = self._free_slots.pop()
         req.computed = match.total_len
-        req.fetched = self.prefetcher.found(req.rid) or req.fetched
+        req.fetched = self.prefetcher.found_by_tier(req.rid) or req.fetched
         # Before anybody looks at the path: giving up a fetch may merge nodes.
         self.prefetcher.detach(req.rid, self.exec_done)
         if req.preload is not None:

@@ -155,13 +155,17 @@ class StoragePrefetcher:
         """Whether the request need not wait for storage (any longer)."""
         return self.config.policy == "best_effort" or rid not in self._prefetches or self._prefetches[rid].is_over
 
-    def found(self, rid: str) -> tuple[tuple[int, int], ...]:
-        """Tokens [start, end) of the prompt that storage has brought to the host for this request, of each tier."""
+    def found(self, rid: str) -> tuple[int, int]:
+        """Tokens [start, end) of the prompt that storage has brought to the host for this request."""
         prefetch = self._prefetches.get(rid)
-        if prefetch is None or not prefetch.found[1]:
+        return prefetch.found if prefetch is not None else (0, 0)
+
+    def found_by_tier(self, rid: str) -> tuple[tuple[int, int], ...]:
+        """The same, of each storage tier; empty if nothing was brought."""
+        start, end = self.found(rid)
+        if not end:
             return ()
-        start, end = prefetch.found
-        border = min(max(start, prefetch.far_from), end)
+        border = min(max(start, self._prefetches[rid].far_from), end)
         return (start, border), (border, end)
 
     def detach(self, rid: str, done: int) -> None:

@@ -138,7 +138,7 @@ class StorageOpener:
     def _open_one(self, backend: str, config: dict[str, Any], namespace: str, block_tokens: int) -> BlockStore:
         if backend in REMOTE_BACKENDS:
             directory = self.directory / f"rank{self.tp_rank}"
-            return open_remote_store(backend, config, namespace, self.pool, block_tokens, directory)
+            return open_remote_store(backend, config, namespace, self.pool, block_tokens, directory, self.tp_size)
         return create_store(
             backend, config, namespace, self.pool, block_tokens, self.model_name, self.tp_rank, self.tp_size
         )

@@ -205,11 +205,13 @@ def open_remote_store(
     pool: MHATokenToKVPoolHost,
     block_tokens: int,
     directory: Path,
+    num_ranks: int = 1,
 ) -> RemoteStore:
     """The remote tier of one rank.
 
     backend: one of `REMOTE_BACKENDS`. config: --hicache-storage-backend-extra-config. namespace: what the bytes of a
-    block depend on beside its tokens. directory: of our own, removed when the server ends. Raises StoreError.
+    block depend on beside its tokens. directory: of our own, removed when the server ends.
+    num_ranks: that share memory and limits. Raises StoreError.
     """
     config = dict(config)
     codec = config.pop("codec", "lossless")
@@ -231,7 +233,7 @@ def open_remote_store(
         "head_dim": head_dim,
         "dtype": str(pool.kv.dtype).removeprefix("torch."),
     }
-    place = _other_proxy(config) if backend == "bluefield" else _own_proxy(config, directory)
+    place = _other_proxy(config) if backend == "bluefield" else _own_proxy(config, directory, num_ranks)
     if config:
         place.close()
         raise StoreError(
@@ -258,7 +260,7 @@ def is_lossy(codec: Any) -> bool:
     return name == BinnedCodec.name
 
 
-def _own_proxy(config: dict[str, Any], directory: Path) -> ProxyPlace:
+def _own_proxy(config: dict[str, Any], directory: Path, num_ranks: int) -> ProxyPlace:
     url, settings = config.pop("url", ""), config.pop("proxy", {})
     in_process = config.pop("in_process", False)
     limit_gb = _number(config, "limit_gb", 0.0)
@@ -272,7 +274,8 @@ def _own_proxy(config: dict[str, Any], directory: Path) -> ProxyPlace:
     if url:
         StoreAddress.parse(url)
     else:
-        limit_bytes = int(limit_gb * 1e9) or available_memory() // 4
+        # All ranks' together, each of which starts one.
+        limit_bytes = (int(limit_gb * 1e9) or available_memory() // 4) // num_ranks
         embedded = EmbeddedStore.start(directory / "store", limit_bytes)
         url = str(embedded.address)
         logger.info("remote tier: no url is given, so a store of %.1f GB is started here", limit_bytes / 1e9)

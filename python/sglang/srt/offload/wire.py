@@ -116,7 +116,8 @@ def send(sock: socket.socket, message: msgspec.Struct, fds: tuple[int, ...] = ()
     frame = _LENGTH.pack(len(data)) + data
     try:
         sent = socket.send_fds(sock, [frame], list(fds)) if fds else 0
-        sock.sendall(frame[sent:])
+        if sent < len(frame):
+            sock.sendall(frame[sent:])
     except OSError as error:
         raise WireError(f"the other side has gone ({error})") from error
 

@@ -63,6 +63,7 @@ class FakeSource:
         self.memory = np.full(4 * num_blocks * layout.block_bytes, 0xEE, np.uint8)
         self.late, self.lost = late, lost
         self.damages: list[bytes] = []
+        self.incompletes: list[bytes] = []
         self.hold = threading.Event()
         self.hold.set()
         self._lock = threading.Lock()
@@ -82,6 +83,9 @@ class FakeSource:
 
     def damaged(self, key: bytes, why: str) -> None:
         self.damages.append(key)
+
+    def incomplete(self, key: bytes) -> None:
+        self.incompletes.append(key)
 
     def wait(self, asked: tuple[bytes, int]) -> None:
         self.hold.wait(10)

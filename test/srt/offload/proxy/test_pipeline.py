@@ -107,7 +107,7 @@ def test_a_block_that_lacks_a_piece_ends_the_run_before_it(variant):
     line.submit(asked.fetch)
     assert asked.wait() == 2
     assert all((asked.got(i) == source.expected[i]).all() for i in range(2))
-    assert settled(line) and not source.damages
+    assert settled(line) and not source.damages and set(source.incompletes) == {source.keys[2]}
 
 
 @pytest.mark.parametrize("at", [0, 5, 30, 45, 70, 100, -1])

@@ -34,7 +34,7 @@ from sglang.srt.offload.proxy.engines import StageEngine
 from sglang.srt.offload.proxy.settings import PIECE_BYTES, STAGES, ProxySettings
 from sglang.srt.offload.proxy.slots import FreshSlots, Slot, SlotPool, Slots
 from sglang.srt.offload.store.object_store import PieceReader
-from sglang.srt.offload.store.resp import StoreFailure
+from sglang.srt.offload.store.resp import ErrorReply, StoreFailure, ValueTooLarge
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,10 @@ class Source(Protocol):
 
     def damaged(self, key: bytes, why: str) -> None:
         """A block did not verify."""
+        ...
+
+    def incomplete(self, key: bytes) -> None:
+        """A block lacks a piece: the store has evicted it, or the block was never there."""
         ...
 
 
@@ -237,8 +241,14 @@ class Pipeline:
         began = time.perf_counter()
         try:
             size = self.engine.receive(reader, buffer[:bound])
+        except (ErrorReply, ValueTooLarge) as error:
+            source.damaged(piece.fetch.keys[piece.block], str(error))
+            size = None
         except StoreFailure:
             size = None  # the store has counted and logged it
+        else:
+            if size is None:
+                source.incomplete(piece.fetch.keys[piece.block])
         counters.busy_s += time.perf_counter() - began
         if size is None:
             self._end(piece, ok=False)

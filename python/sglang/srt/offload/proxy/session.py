@@ -72,6 +72,7 @@ class Session:
         # What has not been answered.
         self._open: dict[int, Fetch | Write | None] = {}
         self.damaged_blocks = 0
+        self.incomplete_blocks = 0
 
     def run(self) -> None:
         """Until the engine goes."""
@@ -116,6 +117,12 @@ class Session:
         with self._lock:
             self.damaged_blocks += 1
         logger.warning("block %s does not verify, and is forgotten: %s", key.hex(), why)
+        self.store.forget(key)
+
+    def incomplete(self, key: bytes) -> None:
+        """Forget what is left of a block that lacks a piece: its manifest would promise it for ever."""
+        with self._lock:
+            self.incomplete_blocks += 1
         self.store.forget(key)
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -252,7 +259,11 @@ class Session:
     def _stats(self) -> dict[str, int]:
         """What the store said of itself when it was asked last."""
         blocks = self._usage.get("keys", 0) // (self.layout.num_pieces + 1)
-        mine = {"blocks": blocks, "damaged_blocks": self.damaged_blocks}
+        mine = {
+            "blocks": blocks,
+            "damaged_blocks": self.damaged_blocks,
+            "incomplete_blocks": self.incomplete_blocks,
+        }
         return {**self._pipeline.stats(), **self._writer.stats(), **self.store.stats(), **mine, **self._usage}
 
 

@@ -64,6 +64,12 @@ class ProxySettings:
                 raise StoreError(f"proxy: {name}_buffer_bytes has to be at least {least}, not {size}")
         if self.engine not in ENGINES:
             raise StoreError(f"proxy: engine {self.engine!r} is none of {', '.join(ENGINES)}")
+        if not all(
+            isinstance(c, list) and c and all(type(i) is int and i >= 0 for i in c) for c in self.cores.values()
+        ):
+            raise StoreError('proxy: cores are lists of core numbers by stage, like {"receive": [0, 1]}')
+        if not all(type(rate) in (int, float) for rate in self.rates_gbps.values()):
+            raise StoreError('proxy: rates_gbps are numbers by stage, like {"receive": 20.6}')
         if unknown := set(self.cores) - {*STAGES, "write"}:
             raise StoreError(
                 f"proxy: cores names {', '.join(sorted(unknown))}; stages are {', '.join(STAGES)}, write"
@@ -83,7 +89,7 @@ class ProxySettings:
         """config: fields, and "profile": one of `PROFILES`, which they change. Raises StoreError."""
         config = dict(config)
         name = config.pop("profile", "host")
-        if name not in PROFILES:
+        if not isinstance(name, str) or name not in PROFILES:
             raise StoreError(f"proxy: profile {name!r} is none of {', '.join(PROFILES)}")
         values: dict[str, Any] = {**PROFILES[name], **config}
         fields = {f.name: f for f in dataclasses.fields(cls)}
