@@ -16,7 +16,8 @@ from sglang.srt.offload.store.embedded import EmbeddedStore
 
 pytestmark = pytest.mark.e2e
 
-FLAGS = "--hicache --max-total-tokens 2048 --hicache-storage-prefetch-policy wait_complete"
+# With a model so small, computing may be sooner done than fetching.
+FLAGS = "--hicache --max-total-tokens 2048 --hicache-storage-prefetch-policy wait_complete --hicache-load-or-recompute off"
 PROMPT = [300 + i * 7 % 1500 for i in range(400)]
 # Of 64 tokens: six of them are stored.
 CONFIG = {"block_tokens": 64, "prefetch_threshold": 64}
@@ -73,6 +74,10 @@ def test_a_server_finds_what_another_has_stored(store):
         assert details(longer) == {"device": 400, "host": 0, "remote": 0}
         metrics = server.get("/metrics").text
         assert 'cache_source="remote"' in metrics and "sglang:hicache_storage_tokens{" in metrics
+        wait_until(lambda: server.state()["tiers"]["remote"].get("deliver_bytes", 0) > 0, 10)
+        samples = dict(line.rsplit(" ", 1) for line in server.get("/metrics").text.splitlines() if line[:1] != "#")
+        of_stage = {k: float(v) for k, v in samples.items() if k.startswith("sglang:hicache_remote_stage_bytes{")}
+        assert len(of_stage) == 4 and all(of_stage.values())
         server.process.terminate()
         assert server.wait() == 0, server.output()
         server.assert_nothing_left()

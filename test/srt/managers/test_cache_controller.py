@@ -898,3 +898,31 @@ def test_check_invariants_notices_what_is_wrong_with_storage(corrupt) -> None:
     corrupt(rig)
     with pytest.raises(AssertionError):
         rig.check()
+
+
+def test_lossy_kv_and_what_was_computed_from_it_is_never_stored_as_exact() -> None:
+    rig = StorageRig(device=32, host=32)
+    rig.controller.open_storage(StorageLimits(8, 99, 99), NAMES, is_lossy=True)
+    rig.back_up(rig.publish("ab"))
+    assert [blocks for _, _, blocks, _ in rig.begun() if blocks] == [["ab"]]
+    rig.end_store(0)
+    assert rig.end_fetch(rig.fetch("abcd", start=2), 1) == (2, 4)
+    rig.begun()
+    # Another storage, which is exact, is attached; a prompt goes on below what came from the lossy one.
+    rig.controller.open_storage(None, None)
+    rig.attach()
+    load = rig.controller.begin_load([n for n in rig.tree.walk() if n.frames[DEVICE] is None])
+    rig.controller.commit(load, done=10)
+    rig.back_up(rig.publish("abcdef"))
+    assert {rig.tree.path_of(n)[-1].end: n.is_lossy for n in rig.tree.walk()} == {2: False, 6: True}
+    assert [blocks for _, _, blocks, _ in rig.begun() if blocks] == [["ab"]], (
+        "only what was computed from nothing else"
+    )
+    rig.end_store(1)
+    # Another prompt splits a lossy node; a lossy storage takes all of it.
+    rig.controller.open_storage(StorageLimits(8, 99, 99), NAMES, is_lossy=True)
+    rig.back_up(rig.publish("abcdexyz"))
+    assert all(n.is_lossy == (n.start >= 2) for n in rig.tree.walk()) and rig.tree.num_nodes > 3
+    stored = [op.keys for op in rig.controller.take_ops()[0] if isinstance(op, StorageOp)]
+    assert {LETTERS.get(key.tobytes()) for keys in stored for key in keys} == {"ab", "cd", None}
+    rig.check()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
@@ -82,6 +83,8 @@ class HiCacheController:
         self.in_flight: dict[Ticket, TransferOp | StorageOp] = {}
         # None while no storage is attached, or is being emptied or detached.
         self.storage: StorageLimits | None = None
+        # Whether what it stores comes back changed.
+        self.storage_is_lossy = False
         self.fetching_pages = 0
         self.storing_pages = 0
         self.counters: Counter[str] = Counter()
@@ -238,7 +241,7 @@ class HiCacheController:
         ticket = self._begin_storage(FETCH, StorageAction.GET, keys, frames)
         self._fetches[ticket] = match.total_len // names.block_tokens
         spare = num_pages - len(tokens) // page
-        self.tree.begin_fetch(match, tokens, frames[spare:], keys, ticket, now)
+        self.tree.begin_fetch(match, tokens, frames[spare:], keys, ticket, now, self.storage_is_lossy)
         # The part of the first block that is there already is read into pages that nobody gets.
         host.doom(frames[:spare], FrameState.FILLING, -1)
         self.fetching_pages += num_pages
@@ -315,10 +318,13 @@ class HiCacheController:
             ):
                 self._new_cancels.append(ticket)
 
-    def open_storage(self, limits: StorageLimits | None, block_keys: BlockKeys | None) -> None:
+    def open_storage(
+        self, limits: StorageLimits | None, block_keys: BlockKeys | None, is_lossy: bool = False
+    ) -> None:
         """Storage was attached, emptied or detached: nothing that the tree knew of it holds any more."""
         self.tree.rename_blocks(block_keys)
         self.storage = limits
+        self.storage_is_lossy = is_lossy
 
     def take_ops(self) -> tuple[tuple[TransferOp | StorageOp, ...], tuple[Ticket, ...]]:
         """Operations begun and tickets cancelled since the last call."""
@@ -382,11 +388,14 @@ class HiCacheController:
         return nodes
 
     def _store_path(self, end: Node) -> None:
-        """Write to storage what it is not believed to have of the path to `end`, as far as that is on the host."""
+        """Write to storage what it is not believed to have of the path to `end`, as far as that is on the host, and
+        exact if storage is: lossy KV is never written under a name that promises exact bytes."""
         if self.storage is None:
             return
         tree, page = self.tree, self.tree.page_size
         path = tree.path_of(end)
+        if not self.storage_is_lossy:
+            path = list(takewhile(lambda node: not node.is_lossy, path))
         while path and (path[-1].frames[Tier.HOST] is None or path[-1].tickets[Tier.HOST] is not None):
             path.pop()
         if not path:

@@ -199,7 +199,7 @@ class Req:
 class StorageSetup:
     """What is attached. backend: its name, or two; tiers: which they are; setup: what each rank opens, as JSON.
     secret, block_tokens: see BlockKeys; the secret covers what all requests share (model, weights, dtype, layout).
-    write_policy: of the host tier, through which everything goes."""
+    write_policy: of the host tier, through which everything goes. is_lossy: what it has stored comes back changed."""
 
     backend: str
     setup: str
@@ -209,6 +209,7 @@ class StorageSetup:
     prefetch: PrefetchConfig
     write_policy: str
     tiers: tuple[Tier, ...] = (Tier.DISK,)
+    is_lossy: bool = False
 
 
 class StorageRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -510,7 +510,7 @@ class Scheduler:
         self.controller.write_policy = setup.write_policy
         self.prefetcher.config = setup.prefetch
         self.expected.costs.forget_fetches()
-        self.controller.open_storage(setup.limits, BlockKeys(setup.secret, setup.block_tokens))
+        self.controller.open_storage(setup.limits, BlockKeys(setup.secret, setup.block_tokens), setup.is_lossy)
 
     def _serve_storage_requests(self) -> None:
         """One after another, each when nothing else is on its way to storage or from it."""

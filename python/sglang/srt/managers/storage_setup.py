@@ -115,6 +115,7 @@ class StorageOpener:
                 fetch_order=fetch_order,
             ),
             write_policy=write_policy,
+            is_lossy=is_remote and len(names) == 1 and is_lossy(config.get("codec", "lossless")),
             tiers=tuple(Tier.REMOTE if name in REMOTE_BACKENDS else Tier.DISK for name in names),
         )
 

@@ -57,7 +57,8 @@ class Node:
     that end here plus those of the children. hits: requests that computed it or found it. priority: the highest of
     theirs. last_use: the last launch that may read the device frames. num_resident_children: per tier.
     block_keys: (n, 16) uint8, the names of the blocks that end in this node; None while nobody has asked. stored:
-    (n,) bool, which of them storage is believed to have.
+    (n,) bool, which of them storage is believed to have. is_lossy: came through a codec that changes KV, or was
+    computed from what did; whatever is published below inherits it.
     """
 
     __slots__ = (
@@ -67,6 +68,7 @@ class Node:
         "frames",
         "hits",
         "id",
+        "is_lossy",
         "key",
         "last_access",
         "last_use",
@@ -92,6 +94,7 @@ class Node:
         self.lock = 0
         self.hits = 0
         self.priority = 0
+        self.is_lossy: bool = parent is not None and parent.is_lossy
         self.last_access = 0
         self.last_use = _NO_FENCE
         self.block_keys: np.ndarray | None = None
@@ -404,6 +407,7 @@ class HiRadixTree:
         block_keys: np.ndarray,
         ticket: Ticket,
         now: int,
+        is_lossy: bool = False,
     ) -> Node:
         """Enter what storage has below a match (made with `fetching`), in host frames that the operation will fill.
 
@@ -418,6 +422,7 @@ class HiRadixTree:
         node.last_access = now
         node.block_keys = block_keys
         node.stored = np.ones(len(block_keys), np.bool_)
+        node.is_lossy |= is_lossy
         assert len(block_keys) == self._num_blocks(node)
         self._by_ticket[ticket] = [node]
         return node
@@ -584,6 +589,7 @@ class HiRadixTree:
                 or upper.parent is None
                 or len(upper.children) != 1
                 or upper.lock != node.lock
+                or upper.is_lossy != node.is_lossy
                 or not self._is_settled(upper, done)
                 or any((upper.frames[t] is None) != (node.frames[t] is None) for t in _TIERS)
                 or (upper.block_keys is None) != (node.block_keys is None)
@@ -631,6 +637,7 @@ class HiRadixTree:
             assert parent is not None
             assert parent.children[self.page_key(node.key, 0)] is node
             assert len(node.key) > 0 and len(node.key) % self.page_size == 0
+            assert node.is_lossy or not parent.is_lossy, f"{node} is computed from lossy KV and does not say so"
             assert node.start == parent.end, f"{node} starts at {node.start}, its parent ends at {parent.end}"
             if node.block_keys is not None:
                 assert node.stored is not None and len(node.block_keys) == len(node.stored) == self._num_blocks(node)
@@ -731,6 +738,7 @@ class HiRadixTree:
         upper.lock = node.lock
         upper.hits = node.hits
         upper.priority = node.priority
+        upper.is_lossy = node.is_lossy
         upper.last_access = node.last_access
         upper.last_use = node.last_use
         for tier in _TIERS:

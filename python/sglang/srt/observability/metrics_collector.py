@@ -68,6 +68,16 @@ _COUNTERS = (
     ),
     ("num_retracted_requests", "Requests taken out of the batch for lack of memory.", "retracted_reqs"),
 )
+# The remote tier's proxy, by stage of its pipeline and by buffer: metric, help, label, part -> name in its state, unit.
+_STAGES = ("receive", "decompress", "dequantize", "deliver")
+_BUFFERS = ("compressed", "decompressed", "dequantized")
+_PROXY = (
+    ("remote_stage_bytes", "Bytes that a stage has put out.", "stage", {s: f"{s}_bytes" for s in _STAGES}, 1.0),
+    ("remote_stage_seconds", "Seconds of a stage's threads at work.", "stage", {s: f"{s}_us" for s in _STAGES}, 1e-6),
+    ("remote_stage_queue", "Pieces that wait for a stage.", "stage", {s: f"{s}_queue" for s in _STAGES[1:]}, 1.0),
+    ("remote_buffer_slots", "Slots of a buffer.", "buffer", {b: f"{b}_slots" for b in _BUFFERS}, 1.0),
+    ("remote_buffer_slots_used", "Those that hold a piece.", "buffer", {b: f"{b}_slots_used" for b in _BUFFERS}, 1.0),
+)
 # mode, name among the state's counters: tokens as the scheduler goes through them
 _REALTIME = (
     ("prefill_compute", ("prefill_tokens",)),
@@ -179,6 +189,14 @@ class MetricsCollector:
         if self._prompt_total:
             hit_rate = self._cached_total / self._prompt_total
             yield gauge("cache_hit_rate", "Part of all prompt tokens that were found in the cache.", hit_rate)
+        for name, help, label, parts, unit in _PROXY:
+            # Gauges, also where they only grow: they begin anew with each proxy.
+            found = {part: _at(self._state, ("tiers", "remote", key)) for part, key in parts.items()}
+            if all(value is not None for value in found.values()):
+                family = GaugeMetricFamily(f"sglang:hicache_{name}", help, labels=[*names, label])
+                for part, value in found.items():
+                    family.add_metric([*values, part], unit * (value or 0))
+                yield family
         if "counters" in self._state:
             for name, help, key in _COUNTERS:
                 counter = CounterMetricFamily(f"sglang:{name}", help, labels=names)
