@@ -68,7 +68,7 @@ _COUNTERS = (
     ),
     ("num_retracted_requests", "Requests taken out of the batch for lack of memory.", "retracted_reqs"),
 )
-# The remote tier's proxy, by stage of its pipeline and by buffer: metric, help, label, part -> name in its state, unit.
+# The remote tier's proxy, by stage or buffer of its pipeline: metric, help, label, part -> name in its state, unit.
 _STAGES = ("receive", "decompress", "dequantize", "deliver")
 _BUFFERS = ("compressed", "decompressed", "dequantized")
 _PROXY = (
