@@ -17,7 +17,8 @@ from sglang.srt.offload.store.embedded import EmbeddedStore
 pytestmark = pytest.mark.e2e
 
 # With a model so small, computing may be sooner done than fetching.
-FLAGS = "--hicache --max-total-tokens 2048 --hicache-storage-prefetch-policy wait_complete --hicache-load-or-recompute off"
+FLAGS = "--hicache --max-total-tokens 2048 --hicache-storage-prefetch-policy wait_complete"
+FLAGS += " --hicache-load-or-recompute off"
 PROMPT = [300 + i * 7 % 1500 for i in range(400)]
 # Of 64 tokens: six of them are stored.
 CONFIG = {"block_tokens": 64, "prefetch_threshold": 64}

@@ -21,7 +21,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -136,11 +137,19 @@ class Piece:
 
 @dataclass
 class StageCounters:
-    """Of one thread; only that one writes. bytes: what the stage put out. busy_s: in the engine's call."""
+    """Of one thread; only that one writes. bytes: what the stage put out. busy_s: at work, not waiting for a slot."""
 
     pieces: int = 0
     bytes: int = 0
     busy_s: float = 0.0
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.busy_s += time.perf_counter() - began
 
 
 class Pipeline:
@@ -155,7 +164,6 @@ class Pipeline:
             "decompressed": make(settings.decompressed_buffer_bytes // slot_bytes, slot_bytes),
             "dequantized": make(settings.dequantized_buffer_bytes // PIECE_BYTES, PIECE_BYTES),
         }
-        self.slot_bytes = slot_bytes
         self.counters: dict[str, list[StageCounters]] = {stage: [] for stage in STAGES}
         self._fetches: deque[Fetch] = deque()
         self._more = threading.Condition()
@@ -165,7 +173,7 @@ class Pipeline:
         self._under_way = 0
         self._untaken: deque[Piece] = deque()
         self._parked: list[tuple[Piece, str]] = []
-        steps: dict[str, Callable[[Piece], None]] = {
+        steps: dict[str, Callable[[Piece, StageCounters], None]] = {
             "decompress": self._decompress,
             "dequantize": self._dequantize,
             "deliver": self._deliver,
@@ -238,18 +246,17 @@ class Pipeline:
         buffer = piece.slots["compressed"].memory
         source = piece.fetch.source
         bound = min(len(buffer), source.codec.max_stored_bytes(source.layout.raw_bytes(piece.index)))
-        began = time.perf_counter()
+        size = None
         try:
-            size = self.engine.receive(reader, buffer[:bound])
+            with counters.working():
+                size = self.engine.receive(reader, buffer[:bound])
         except (ErrorReply, ValueTooLarge) as error:
             source.damaged(piece.fetch.keys[piece.block], str(error))
-            size = None
         except StoreFailure:
-            size = None  # the store has counted and logged it
+            pass  # the store has counted and logged it
         else:
             if size is None:
                 source.incomplete(piece.fetch.keys[piece.block])
-        counters.busy_s += time.perf_counter() - began
         if size is None:
             self._end(piece, ok=False)
             return
@@ -292,7 +299,7 @@ class Pipeline:
             self._untaken.append(piece)
         self._under_way = len(self._untaken)
 
-    def _work(self, stage: str, step: Callable[[Piece], None], counters: StageCounters) -> None:
+    def _work(self, stage: str, step: Callable[[Piece, StageCounters], None], counters: StageCounters) -> None:
         """One thread of a later stage."""
         waiting = self._queues[stage]
         while True:
@@ -300,14 +307,12 @@ class Pipeline:
             if not piece.fetch.wants(piece):
                 self._end(piece, ok=False)
                 continue
-            began = time.perf_counter()
             try:
-                step(piece)
+                step(piece, counters)
             except CodecError as error:
                 piece.fetch.source.damaged(piece.fetch.keys[piece.block], str(error))
                 self._end(piece, ok=False)
                 continue
-            counters.busy_s += time.perf_counter() - began
             counters.pieces += 1
             counters.bytes += _bytes_out(stage, piece)
             following = STAGES.index(stage) + 1
@@ -316,16 +321,18 @@ class Pipeline:
             else:
                 self._end(piece, ok=True)
 
-    def _decompress(self, piece: Piece) -> None:
+    def _decompress(self, piece: Piece, counters: StageCounters) -> None:
         source, stored = piece.fetch.source, piece.stored
         assert stored is not None
-        piece.header = source.codec.parse(stored, piece.index, piece.fetch.keys[piece.block])
+        with counters.working():
+            piece.header = source.codec.parse(stored, piece.index, piece.fetch.keys[piece.block])
         slot = self.slots["decompressed"].acquire()
         assert slot is not None
         piece.slots["decompressed"] = slot
-        self.engine.decompress(source.codec, stored, piece.header, slot.memory)
+        with counters.working():
+            self.engine.decompress(source.codec, stored, piece.header, slot.memory)
 
-    def _dequantize(self, piece: Piece) -> None:
+    def _dequantize(self, piece: Piece, counters: StageCounters) -> None:
         source, stored, header = piece.fetch.source, piece.stored, piece.header
         assert stored is not None and header is not None
         start, end = source.layout.piece(piece.index)
@@ -337,14 +344,16 @@ class Pipeline:
             assert slot is not None
             piece.slots["dequantized"] = slot
             out = slot.memory[: end - start]
-        self.engine.dequantize(source.codec, stored, header, piece.slots["decompressed"].memory, out)
+        with counters.working():
+            self.engine.dequantize(source.codec, stored, header, piece.slots["decompressed"].memory, out)
         for name in ("compressed", "decompressed"):
             self.slots[name].release(piece.slots.pop(name))
 
-    def _deliver(self, piece: Piece) -> None:
+    def _deliver(self, piece: Piece, counters: StageCounters) -> None:
         if piece.runs:
             data = piece.slots["dequantized"].memory
-            self.engine.deliver(data[: sum(len(run) for run in piece.runs)], piece.runs)
+            with counters.working():
+                self.engine.deliver(data[: sum(len(run) for run in piece.runs)], piece.runs)
 
     def _pass_on(self, piece: Piece, stage: str) -> None:
         if self.settings.pipelined:
@@ -407,10 +416,11 @@ def start_thread(
 
     def body() -> None:
         if cores:
+            core = cores[index % len(cores)]
             try:
-                os.sched_setaffinity(0, {cores[index % len(cores)]})
+                os.sched_setaffinity(0, {core})
             except (AttributeError, OSError) as error:
-                logger.warning("thread %s is not pinned: %s", name, error)
+                logger.warning("thread %s is not pinned to core %d: %s", name, core, error)
         try:
             run(*args)
         except BaseException:

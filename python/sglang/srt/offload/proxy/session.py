@@ -80,7 +80,7 @@ class Session:
             try:
                 self._begin()
             except SessionRefusedError as error:
-                logger.warning("a session was refused: %s", error)
+                logger.info("a session was refused: %s", error)
                 wire.send(self._sock, wire.Refused(str(error)))
                 return
             sender = threading.Thread(target=self._send, name="send", daemon=True)
@@ -96,7 +96,7 @@ class Session:
                 self._outbox.put(None)
                 sender.join()
         except wire.WireError as error:
-            logger.info("session ends: %s", error)
+            logger.debug("session ends: %s", error)
         finally:
             self._sock.close()
 
@@ -160,7 +160,7 @@ class Session:
             try:
                 self.store.check()
             except StoreFailure as error:
-                raise SessionRefusedError(f"the store {self._address} cannot be used: {error}") from error
+                raise SessionRefusedError(f"the store cannot be used: {error}") from error
         wire.send(self._sock, wire.Welcome(self.codec.spec, os.getpid()))
 
     @staticmethod
