@@ -128,24 +128,17 @@ def test_a_killed_server_leaves_no_process_and_no_file():
         wait_until(lambda: not [n for n in os.listdir(server.temp) if n.startswith("sglang-")], 10)
 
 
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ({"url": "redis://127.0.0.1:1"}, "cannot be used"),
-        ({"url": "nonsense"}, "redis://"),
-        ({"codec": "mp3"}, "unknown codec"),
-    ],
-)
-def test_what_cannot_start_is_one_sentence(config, says):
-    extra = json.dumps({**CONFIG, **config})
+def test_what_cannot_start_is_one_sentence():
+    extra = json.dumps({**CONFIG, "url": "redis://127.0.0.1:1"})
     storage = ["--hicache-storage-backend", "remote", "--hicache-storage-backend-extra-config", extra]
-    server = Server(*FLAGS.split(), *storage, wait=False)
-    with server:
+    with Server(*FLAGS.split(), *storage, wait=False) as server:
         assert server.wait(60) == 1
         lines = [line for line in server.output().splitlines() if "ERROR" in line or "error" in line]
-        assert any(says in line for line in lines) and "Traceback" not in server.output(), server.output()
+        assert any("cannot be used" in line for line in lines), server.output()
+        assert "Traceback" not in server.output()
 
 
+@pytest.mark.slow
 def test_two_ranks_have_a_proxy_each(store):
     with start("remote", "--tp-size", "2", url=store) as server:
         first = generate(server)
@@ -188,11 +181,3 @@ def test_disk_and_remote_store_of_one_server(store, tmp_path):
         assert again["output_ids"] == whole["output_ids"]
         counters = server.state()["counters"]
         assert (counters["hit_tokens_disk"], counters["hit_tokens_remote"]) == (192, 192)
-
-
-def test_a_lossy_codec_beside_a_disk_is_refused(tmp_path):
-    extra = json.dumps({"file": {"path": str(tmp_path / "kv")}, "remote": {"codec": "binned"}})
-    storage = ["--hicache-storage-backend", "file,remote", "--hicache-storage-backend-extra-config", extra]
-    with Server(*FLAGS.split(), *storage, wait=False) as server:
-        assert server.wait(60) == 1
-        assert "lossy" in server.output() and "Traceback" not in server.output()

@@ -75,7 +75,7 @@ def test_the_served_name():
         ("--model m --hicache-write-policy sometimes", "write_through"),
         ("--model m --hicache-mem-layout page_head", "page_first"),
         ("--model m --hicache --hicache-storage-backend mooncake", "one of file, remote, bluefield, dynamic"),
-        ("--model m --hicache --hicache-storage-backend file,dynamic", "name one backend"),
+        ("--model m --hicache --hicache-storage-backend file,dynamic", "like file,remote"),
         ("--model m --hicache-storage-backend file", "add --hicache"),
         ("--model m --hicache --hicache-storage-backend-extra-config {}", "add --hicache-storage-backend"),
         ("--model m --hicache --hicache-storage-prefetch-policy never", "best_effort"),

@@ -210,8 +210,9 @@ class ServerArgs:
         )
         if self.hicache_storage_backend is not None:
             backends = ("file", "remote", "bluefield", "dynamic")
+            near, _, far = self.hicache_storage_backend.partition(",")
             require(
-                all(name in backends for name in self.hicache_storage_backend.split(",")),
+                near in backends if not far else near in ("file", "dynamic") and far in ("remote", "bluefield"),
                 "hicache_storage_backend",
                 "one of " + ", ".join(backends) + ", or a local and a remote one, like file,remote",
             )

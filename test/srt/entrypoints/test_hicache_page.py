@@ -185,9 +185,9 @@ same([page.partOf(5, 5), page.partOf(1200, 1300), page.partOf(0, 5)], ["all", "1
 const tier = { used_tokens: 40, evictable_tokens: 30, free_pages: 15, pages: { filling: 2, doomed: 3 } };
 same(page.partsOf(tier, 2), { used: 30, moving: 10, cached: 30, free: 30 });
 same(page.sharesOf({ prompt_tokens: 100, hit_tokens_host: 20 }, null),
-  { total: 100, device: 0, host: 20, disk: 0, computed: 80 });
+  { total: 100, device: 0, host: 20, disk: 0, remote: 0, computed: 80 });
 same(page.sharesOf({ prompt_tokens: 100, hit_tokens_disk: 20 }, { prompt_tokens: 70, hit_tokens_disk: 15 }),
-  { total: 30, device: 0, host: 0, disk: 5, computed: 25 });
+  { total: 30, device: 0, host: 0, disk: 5, remote: 0, computed: 25 });
 let samples = [];
 const add = (t, steps, bytes) => {
   samples = page.withSample(samples, { t, state: { steps, uptime_seconds: t, bytes } });

@@ -17,6 +17,7 @@ from sglang.srt.managers.storage_setup import StorageOpener, parse_extra_config
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.transfer import Tier
 
 
 @dataclass
@@ -197,3 +198,42 @@ def test_a_store_that_does_not_open_says_what_to_do(tmp_path: Path, caplog: pyte
     each = real_opener()
     with pytest.raises(StoreError, match="lacks backend_name, module_path, class_name"):
         each.open(each.setup("dynamic", "{}", "timeout", "write_through").setup)
+
+
+# -- two backends -----------------------------------------------------------------------------------------------
+
+
+def two(extra: dict[str, Any], backend: str = "file,remote") -> StorageSetup:
+    return opener().setup(backend, json.dumps(extra), "timeout", "write_through")
+
+
+def test_two_backends_have_their_settings_under_their_names() -> None:
+    found = two({"file": {"path": "/there"}, "remote": {"url": "redis://there"}, "secret": "s"})
+    assert found.tiers == (Tier.DISK, Tier.REMOTE) and found.block_tokens == 256 and not found.is_lossy
+    assert json.loads(found.setup)["config"] == {"file": {"path": "/there"}, "remote": {"url": "redis://there"}}
+    assert found.secret != two({"secret": "t"}).secret == two({"secret": "t"}).secret
+
+
+@pytest.mark.parametrize(
+    ("backend", "extra", "says"),
+    [
+        ("remote,file", {}, "a local and a remote one, in this order"),
+        ("file,dynamic", {}, "a local and a remote one"),
+        ("file,remote,remote", {}, "a local and a remote one"),
+        ("file,mooncake", {}, "mooncake is not built in"),
+        ("file,remote", {"path": "/there"}, "path belongs to one of file and remote"),
+        ("file,remote", {"file": "/there"}, "file has to be a JSON object"),
+        ("file,remote", {"remote": {"codec": "binned"}}, "lossy"),
+        ("file,remote", {"remote": {"codec": {"codec": "binned", "bins": 32}}}, "lossy"),
+    ],
+)
+def test_two_backends_that_are_refused(backend: str, extra: dict[str, Any], says: str) -> None:
+    with pytest.raises(StoreError, match=says):
+        two(extra, backend)
+
+
+@pytest.mark.parametrize(
+    ("codec", "lossy"), [("lossless", False), ("raw", False), ("binned", True), ({"codec": "binned"}, True)]
+)
+def test_a_lossy_codec_is_known_as_such(codec: Any, lossy: bool) -> None:
+    assert two({"codec": codec}, "remote").is_lossy == lossy

@@ -317,10 +317,11 @@ def test_a_damaged_block_is_stored_anew(remote):
     ],
 )
 def test_what_cannot_start_says_why(tmp_path, config, says):
+    before = set(psutil.Process().children(recursive=True))
     with pytest.raises(StoreError, match=says):
         Remote(tmp_path, **config)
-    left = [p for p in psutil.Process().children(recursive=True) if "redis" in " ".join(p.cmdline())]
-    assert not left
+    _, alive = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=10)
+    assert not alive
 
 
 def test_a_store_that_refuses_us_is_named_at_the_start(tmp_path):

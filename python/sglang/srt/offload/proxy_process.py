@@ -45,6 +45,26 @@ class ProxyPlace(Protocol):
     def close(self) -> None: ...
 
 
+class _Kept:
+    """The store that was started for a proxy, if there is one, kept alive until `close`."""
+
+    def __init__(self, store: EmbeddedStore | None) -> None:
+        self.store = store
+        self._lock = threading.Lock()
+
+    def tend(self) -> None:
+        """Start it again if it has died. Raises StoreError."""
+        with self._lock:
+            if self.store is not None:
+                self.store = self.store.revived()
+
+    def close(self) -> None:
+        with self._lock:
+            store, self.store = self.store, None
+            if store is not None:
+                store.stop()
+
+
 class OwnProxy:
     """A child process, and a pair of sockets that has no name: nobody else can connect. Each session has a process of
     its own, which ends with it. embedded: the store that was started for it, or None."""
@@ -54,7 +74,7 @@ class OwnProxy:
     def __init__(self, store_url: str, settings: dict[str, Any], embedded: EmbeddedStore | None = None) -> None:
         self._store_url = store_url
         self._settings = settings
-        self._embedded = embedded
+        self._embedded = _Kept(embedded)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -86,13 +106,11 @@ class OwnProxy:
     def tend(self) -> None:
         if self._process is not None:
             self._process.poll()  # that a dead one is not left as a zombie
-        if self._embedded is not None:
-            self._embedded = self._embedded.revived()
+        self._embedded.tend()
 
     def close(self) -> None:
         self._stop()
-        if self._embedded is not None:
-            self._embedded.stop()
+        self._embedded.close()
 
     def _stop(self) -> None:
         if self._process is not None:
@@ -135,7 +153,7 @@ class InProcessProxy:
         from sglang.srt.offload.proxy.server import ProxyServer
         from sglang.srt.offload.proxy.settings import ProxySettings
 
-        self._embedded = embedded
+        self._embedded = _Kept(embedded)
         self._store_url = store_url
         self._server = ProxyServer(ProxySettings.from_config(settings), StoreAddress.parse(store_url), self.token)
 
@@ -151,12 +169,10 @@ class InProcessProxy:
         return False
 
     def tend(self) -> None:
-        if self._embedded is not None:
-            self._embedded = self._embedded.revived()
+        self._embedded.tend()
 
     def close(self) -> None:
-        if self._embedded is not None:
-            self._embedded.stop()
+        self._embedded.close()
 
 
 def connect_to(path: Path) -> socket.socket:
