@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import msgspec
 import pytest
@@ -113,3 +113,19 @@ def test_flags_are_checked_without_heavy_imports():
         "print(sorted({'torch', 'transformers', 'fastapi', 'zmq', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_what_is_shown_has_no_secrets():
+    args = ServerArgs(
+        model_path="m",
+        api_key="key-1",
+        admin_api_key="key-2",
+        enable_hierarchical_cache=True,
+        hicache_storage_backend="remote",
+        hicache_storage_backend_extra_config='{"url": "redis://:hush@there"}',
+    )
+    shown = args.shown()
+    assert shown["hicache_storage_backend"] == "remote"
+    assert not any(word in str(shown) for word in ("key-1", "key-2", "hush"))
+    named = replace(args, hicache_storage_backend_extra_config="@/there/remote.json").shown()
+    assert named["hicache_storage_backend_extra_config"] == "@/there/remote.json"

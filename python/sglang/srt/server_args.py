@@ -251,8 +251,17 @@ class ServerArgs:
         return self.hicache_load_ratio if self.hicache_load_ratio == "auto" else float(self.hicache_load_ratio)
 
     def without_keys(self) -> ServerArgs:
-        """For whoever shows or passes on the settings, where others may read them."""
+        """For whoever passes on the settings, where others may read them."""
         return dataclasses.replace(self, api_key=None, admin_api_key=None)
+
+    def shown(self) -> dict[str, Any]:
+        """For clients: without keys, and without a storage backend's settings, which may hold a store's password or
+        the secret of its names; the name of a file with them stays."""
+        values = dataclasses.asdict(self.without_keys())
+        extra = self.hicache_storage_backend_extra_config
+        if extra and not extra.startswith("@"):
+            values["hicache_storage_backend_extra_config"] = "(given inline, not shown)"
+        return values
 
     @classmethod
     def from_cli(cls, argv: list[str]) -> ServerArgs:

@@ -429,7 +429,7 @@ class Engine:
 
     def get_server_info(self) -> dict[str, Any]:
         return {
-            **asdict(self._args.without_keys()),
+            **self._args.shown(),
             **self._processes.ready_info,
             "internal_states": [self._run(self._processes.manager.get_internal_state())],
         }

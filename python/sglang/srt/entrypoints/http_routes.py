@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -173,7 +172,7 @@ def _add_information(app: FastAPI, args: ServerArgs, manager: TokenizerManager, 
     async def server_info() -> Response:
         state = await manager.get_internal_state()
         info = {
-            **asdict(args.without_keys()),
+            **args.shown(),
             **ready_info,
             "version": sglang.__version__,
             "uptime_seconds": time.time() - started,
