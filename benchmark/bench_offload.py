@@ -33,7 +33,7 @@ from sglang.srt.offload.codec import BlockLayout, make_codec
 from sglang.srt.offload.proxy.engines import StageEngine
 from sglang.srt.offload.proxy.pipeline import Fetch, Pipeline
 from sglang.srt.offload.proxy.server import make_engine
-from sglang.srt.offload.proxy.settings import BLUEFIELD_3_CONTENDED_GBPS, STAGES, ProxySettings
+from sglang.srt.offload.proxy.settings import PROFILES, STAGES, ProxySettings
 from sglang.srt.offload.store.embedded import EmbeddedStore
 from sglang.srt.offload.store.object_store import ObjectStore, PieceReader
 
@@ -193,8 +193,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1.0, help="the emulated network, in 10^9 bits per second")
     args = parser.parse_args()
     layout, raw = block_of(synthetic(BLOCK_TOKENS), 1, "bfloat16")
-    shrunk = args.rate / BLUEFIELD_3_CONTENDED_GBPS["receive"]
-    rates = {stage: gbps * shrunk for stage, gbps in BLUEFIELD_3_CONTENDED_GBPS.items()}
+    contended = PROFILES["bluefield-3-emulated"]["rates_gbps"]
+    rates = {stage: gbps * args.rate / contended["receive"] for stage, gbps in contended.items()}
     emulated = {"engine": "emulated", "rates_gbps": rates}
     rows: list[dict[str, Any]] = []
     for name, codec in CODECS.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from benchmark.simulator.cost_models import KERNEL_LOAD, ModelShape
 from benchmark.simulator.data_plane import RAW, Codec, DataPlane, Stage, loss_as_delay, smart_nic_stages
@@ -162,6 +163,8 @@ def _ours(machine: Hardware, network: float, assumed: Assumptions) -> DataPlane:
     return replace(_shadowserve(machine, network, assumed), overlaps=True)
 
 
+# How the remote tier does it: host memory, operations that overlap, whatever storage has.
+_STREAMED: dict[str, Any] = {"in_rounds": False, "on_host": True, "partial_hits": True}
 _ALL = (
     System(
         "vLLM",
@@ -237,18 +240,14 @@ _ALL = (
         "loaded by a kernel layer by layer, as the remote tier does it.",
         "The store's own time.",
         _ours,
-        in_rounds=False,
-        on_host=True,
-        partial_hits=True,
+        **_STREAMED,
     ),
     System(
         "+ SJF",
         "The same, the shortest job first, with ageing.",
         "See streaming.",
         _ours,
-        in_rounds=False,
-        on_host=True,
-        partial_hits=True,
+        **_STREAMED,
         fetch_order="sjf",
     ),
     System(
@@ -256,9 +255,7 @@ _ALL = (
         "The same, and what is sooner computed than fetched is computed.",
         "See streaming.",
         _ours,
-        in_rounds=False,
-        on_host=True,
-        partial_hits=True,
+        **_STREAMED,
         fetch_order="sjf",
         or_recompute=True,
     ),

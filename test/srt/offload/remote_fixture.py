@@ -60,12 +60,11 @@ class Remote:
 
     def came(self, blocks: range) -> bool:
         """Whether the other half holds these blocks, byte for byte."""
-        for _b in blocks:
-            have = self.pool.kv[torch.from_numpy(self.target(blocks)).long()].view(torch.uint8)
-            want = self.pool.kv[torch.from_numpy(self.frames(blocks)).long()].view(torch.uint8)
-            if not torch.equal(have, want):
-                return False
-        return True
+        have, want = (
+            self.pool.kv[torch.from_numpy(frames).long()].view(torch.uint8)
+            for frames in (self.target(blocks), self.frames(blocks))
+        )
+        return torch.equal(have, want)
 
     @property
     def embedded(self) -> EmbeddedStore:

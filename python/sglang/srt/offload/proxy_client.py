@@ -57,31 +57,29 @@ class ProxyClient:
         with self._lock:
             id = self._next_id
             self._next_id += 1
-            if lost := self.is_lost:
-                pass
-            else:
+            was_lost = self.is_lost
+            if not was_lost:
                 self._waiting[id] = on_end
-        if lost:
+        if was_lost:
             on_end(0)
-            return id
-        self.tell(make(id))
+        else:
+            self.tell(make(id))
         return id
 
-    def tell(self, message: msgspec.Struct, timeout_s: float = -1) -> bool:
-        """Send what has no answer of its own. False if that would take longer than timeout_s."""
+    def tell(self, message: msgspec.Struct, timeout_s: float = -1) -> None:
+        """Send what has no answer of its own; nothing if others are sending for longer than timeout_s."""
         if not self._send_lock.acquire(timeout=timeout_s):
-            return False
+            return
         try:
             wire.send(self._sock, message)
         except wire.WireError:
             self.shut()  # the reading thread hears of it
         finally:
             self._send_lock.release()
-        return True
 
     def request_stats(self) -> None:
         """Whatever the proxy answers shows that it lives."""
-        self.tell(wire.GetStats(-1), timeout_s=0.1)
+        self.tell(wire.GetStats(), timeout_s=0.1)
 
     def shut(self) -> None:
         """End the session: what is not answered is so after the proxy's last write."""

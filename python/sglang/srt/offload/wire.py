@@ -1,7 +1,7 @@
 """What the engine and its offload proxy say to each other over a Unix socket: descriptors, never KV.
 
 Frames of four bytes (length, little-endian) and one msgpack-coded struct. The first one, `Hello`, carries the file
-descriptor of the engine's host pool beside it. Replies come in any order, each with the id of what it answers.
+descriptor of the engine's host pool beside it. Replies come in any order; `Done` has the id of what it answers.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """codec: its canonical description. pid: of the proxy."""
+    """codec: its canonical description."""
 
     codec: str
-    pid: int
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
@@ -86,7 +85,7 @@ class Clear(msgspec.Struct, tag=True, frozen=True):
 
 
 class GetStats(msgspec.Struct, tag=True, frozen=True):
-    id: int
+    """Asks for `Stats`, which also show that the proxy lives."""
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
@@ -97,7 +96,6 @@ class Done(msgspec.Struct, tag=True, frozen=True):
 
 
 class Stats(msgspec.Struct, tag=True, frozen=True):
-    id: int
     values: dict[str, int]
 
 

@@ -184,8 +184,14 @@ def answering(reply: bytes) -> Callable[[FakeConnection], None]:
     return serve
 
 
-def single(answer: Callable[[FakeConnection, list[bytes]], None]) -> Callable[[FakeConnection], None]:
-    """A server that is no cluster; answer(connection, command) answers what is neither PING nor CLUSTER."""
+NO_CLUSTER = b"-ERR This instance has cluster support disabled\r\n"
+
+
+def single(
+    answer: Callable[[FakeConnection, list[bytes]], None], cluster: Callable[[], bytes] = lambda: NO_CLUSTER
+) -> Callable[[FakeConnection], None]:
+    """A server that is no cluster, or that says with `cluster` that it is one; answer(connection, command) answers
+    what is neither PING nor CLIENT nor CLUSTER."""
 
     def serve(connection: FakeConnection) -> None:
         while command := connection.read():
@@ -194,7 +200,7 @@ def single(answer: Callable[[FakeConnection, list[bytes]], None]) -> Callable[[F
             elif command[0] == b"CLIENT":
                 connection.send(b"+OK\r\n")
             elif command[0] == b"CLUSTER":
-                connection.send(b"-ERR This instance has cluster support disabled\r\n")
+                connection.send(cluster())
             else:
                 answer(connection, command)
 

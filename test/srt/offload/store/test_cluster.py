@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from store_servers import PONG, Clock, FakeConnection, FakeServer, RedisServer
+from store_servers import PONG, Clock, FakeConnection, FakeServer, RedisServer, single
 
 from sglang.srt.offload.store.address import Endpoint, StoreAddress
 from sglang.srt.offload.store.cluster import NUM_SLOTS, REFRESH_S, NodeConnections, SlotMap, parse_slots, slot_of
@@ -255,18 +255,13 @@ def test_a_node_that_dies_takes_only_its_own_blocks(tmp_path):
 
 @pytest.mark.parametrize("host", [b"127.0.0.1", b""])
 def test_redirects_that_go_round_in_circles_end(fake, host):
-    def serve(connection: FakeConnection) -> None:
-        while command := connection.read():
-            if command[0] == b"PING":
-                connection.send(PONG)
-            elif command[0] == b"CLIENT":
-                connection.send(b"+OK\r\n")
-            elif command[0] == b"CLUSTER":
-                connection.send(b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$0\r\n\r\n:%d\r\n" % port(server))
-            else:
-                connection.send(b"-MOVED 1 %b:%d\r\n" % (host, port(server)))
+    def moved(connection: FakeConnection, command: list[bytes]) -> None:
+        connection.send(b"-MOVED 1 %b:%d\r\n" % (host, port(server)))
 
-    server = fake(serve)
+    def slots() -> bytes:
+        return b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$0\r\n\r\n:%d\r\n" % port(server)
+
+    server = fake(single(moved, slots))
     store = open_store(server.address)
     assert store.leading(KEYS[:1]) == 0 and "MOVED" in store.last_failure
     reader = store.reader()

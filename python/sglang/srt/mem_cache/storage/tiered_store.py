@@ -63,7 +63,7 @@ class TieredStore:
         self.far.close()
 
     def stats(self) -> dict[str, int]:
-        """The near store's; `parts` has both."""
+        """The near store's; who wants both asks `parts_of`."""
         return self.near.stats()
 
     def _get_near(self, keys: Sequence[bytes], frames: np.ndarray) -> int:

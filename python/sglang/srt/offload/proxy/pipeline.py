@@ -33,7 +33,7 @@ from sglang.srt.offload.codec.header import CodecError, PieceHeader
 from sglang.srt.offload.codec.layout import BlockLayout
 from sglang.srt.offload.proxy.engines import StageEngine
 from sglang.srt.offload.proxy.settings import PIECE_BYTES, STAGES, ProxySettings
-from sglang.srt.offload.proxy.slots import FreshSlots, Slot, SlotPool, Slots
+from sglang.srt.offload.proxy.slots import FreshSlots, Slot, SlotPool
 from sglang.srt.offload.store.object_store import PieceReader
 from sglang.srt.offload.store.resp import ErrorReply, StoreFailure, ValueTooLarge
 
@@ -159,7 +159,7 @@ class Pipeline:
         make = SlotPool if settings.preallocated else FreshSlots
         # A piece that does not shrink is kept as it is, with its header in front.
         slot_bytes = PIECE_BYTES + 4096
-        self.slots: dict[str, Slots] = {
+        self.slots: dict[str, SlotPool] = {
             "compressed": make(settings.compressed_buffer_bytes // slot_bytes, slot_bytes),
             "decompressed": make(settings.decompressed_buffer_bytes // slot_bytes, slot_bytes),
             "dequantized": make(settings.dequantized_buffer_bytes // PIECE_BYTES, PIECE_BYTES),

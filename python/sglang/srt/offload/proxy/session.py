@@ -161,7 +161,7 @@ class Session:
                 self.store.check()
             except StoreFailure as error:
                 raise SessionRefusedError(f"the store cannot be used: {error}") from error
-        wire.send(self._sock, wire.Welcome(self.codec.spec, os.getpid()))
+        wire.send(self._sock, wire.Welcome(self.codec.spec))
 
     @staticmethod
     def _map(fd: int, hello: wire.Hello) -> SharedMemory | None:
@@ -180,7 +180,7 @@ class Session:
                 self._give_up(message.id)
             else:
                 if isinstance(message, wire.GetStats):
-                    self._outbox.put(wire.Stats(message.id, self._stats()))
+                    self._outbox.put(wire.Stats(self._stats()))
                 self._questions.put(message)
 
     def _ask(self) -> None:

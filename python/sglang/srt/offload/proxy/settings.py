@@ -58,7 +58,7 @@ class ProxySettings:
                 raise StoreError(f"proxy: {stage}_threads has to be from 1 to {_MAX_THREADS}")
         for name in ("compressed", "decompressed", "dequantized"):
             size = getattr(self, f"{name}_buffer_bytes")
-            # Each receiving thread holds on to a slot while it waits for work.
+            # A slot is a little more than a piece; each receiving thread fills one, and a later stage empties one.
             least = (self.receive_threads + 1) * 2 * PIECE_BYTES
             if not least <= size <= _MAX_BUFFER_BYTES:
                 raise StoreError(f"proxy: {name}_buffer_bytes has to be at least {least}, not {size}")
@@ -103,22 +103,23 @@ class ProxySettings:
         return cls(**values)
 
 
-# Host cores, and ShadowServe's BlueField-3 (5): 2 Arm cores receive, 14 dequantize, accelerators decompress and copy.
-# Its rates are those of Table 1 and Fig. 13, contended: what its stages reach while all of them run.
+# Host cores; ShadowServe's BlueField-3 (5): 2 Arm cores receive, 14 dequantize, accelerators decompress and copy; and
+# the same emulated, at the rates that its stages reach while all of them run (Table 1, Fig. 13 with its text).
+_BLUEFIELD_3: dict[str, Any] = {
+    "receive_threads": 2,
+    "decompress_threads": 1,
+    "dequantize_threads": 14,
+    "deliver_threads": 1,
+    "cores": {"receive": [0, 1], "dequantize": list(range(2, 16))},
+    "compressed_buffer_bytes": 256 << 20,
+    "decompressed_buffer_bytes": 256 << 20,
+    "dequantized_buffer_bytes": 512 << 20,
+    "direct": False,
+    "poll_us": 10.0,
+}
+_CONTENDED_GBPS = {"receive": 20.6, "decompress": 201.5, "dequantize": 167.0, "deliver": 174.8}
 PROFILES: dict[str, dict[str, Any]] = {
     "host": {},
-    "bluefield-3": {
-        "receive_threads": 2,
-        "decompress_threads": 1,
-        "dequantize_threads": 14,
-        "deliver_threads": 1,
-        "cores": {"receive": [0, 1], "dequantize": list(range(2, 16))},
-        "compressed_buffer_bytes": 256 << 20,
-        "decompressed_buffer_bytes": 256 << 20,
-        "dequantized_buffer_bytes": 512 << 20,
-        "direct": False,
-        "poll_us": 10.0,
-    },
+    "bluefield-3": _BLUEFIELD_3,
+    "bluefield-3-emulated": {**_BLUEFIELD_3, "cores": {}, "engine": "emulated", "rates_gbps": _CONTENDED_GBPS},
 }
-BLUEFIELD_3_STANDALONE_GBPS = {"receive": 37.3, "decompress": 276.0, "dequantize": 167.0, "deliver": 230.0}
-BLUEFIELD_3_CONTENDED_GBPS = {"receive": 20.6, "decompress": 201.5, "dequantize": 167.0, "deliver": 174.8}

@@ -7,31 +7,13 @@ from __future__ import annotations
 
 import mmap
 import queue
-from typing import Protocol
 
 import numpy as np
 
 
-class Slot(Protocol):
-    """memory: (slot_bytes,) uint8."""
+class Slot:
+    """memory: (slot_bytes,) uint8, of whoever has acquired the slot."""
 
-    memory: np.ndarray
-
-
-class Slots(Protocol):
-    num_slots: int
-
-    def acquire(self, block: bool = True) -> Slot | None:
-        """A slot for the caller alone, or None if none is free and it shall not wait for one."""
-        ...
-
-    def release(self, slot: Slot) -> None: ...
-
-    @property
-    def num_free(self) -> int: ...
-
-
-class _PoolSlot:
     def __init__(self, memory: np.ndarray) -> None:
         self.memory = memory
 
@@ -42,51 +24,49 @@ class SlotPool:
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         assert num_slots >= 1
         self.num_slots = num_slots
-        memory = np.frombuffer(mmap.mmap(-1, num_slots * slot_bytes), np.uint8)
-        memory[:: mmap.PAGESIZE] = 0
-        self._slots = [_PoolSlot(memory[i * slot_bytes : (i + 1) * slot_bytes]) for i in range(num_slots)]
-        self._free: queue.SimpleQueue[_PoolSlot] = queue.SimpleQueue()
-        for slot in self._slots:
-            self._free.put(slot)
+        self.slot_bytes = slot_bytes
+        self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        for memory in self._memories():
+            self._free.put(Slot(memory))
 
     def acquire(self, block: bool = True) -> Slot | None:
+        """A slot for the caller alone, or None if none is free and it shall not wait for one."""
         try:
             return self._free.get(block)
         except queue.Empty:
             return None
 
     def release(self, slot: Slot) -> None:
-        assert isinstance(slot, _PoolSlot)
         self._free.put(slot)
 
     @property
     def num_free(self) -> int:
         return self._free.qsize()
 
+    def _memories(self) -> list[np.ndarray]:
+        memory = _mapped(self.num_slots * self.slot_bytes)
+        memory[:: mmap.PAGESIZE] = 0
+        return list(memory.reshape(self.num_slots, self.slot_bytes))
 
-class FreshSlots:
+
+class FreshSlots(SlotPool):
     """The baseline without memory management (ShadowServe 6.4, "no MM"): memory is mapped for each piece and given
     back after it; on the CPU what that costs are page faults, on a SmartNIC registration comes on top."""
 
-    def __init__(self, num_slots: int, slot_bytes: int) -> None:
-        self.num_slots = num_slots
-        self._slot_bytes = slot_bytes
-        self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(num_slots):
-            self._free.put(None)
-
     def acquire(self, block: bool = True) -> Slot | None:
-        try:
-            self._free.get(block)
-        except queue.Empty:
-            return None
-        return _PoolSlot(np.frombuffer(mmap.mmap(-1, self._slot_bytes), np.uint8))
+        slot = super().acquire(block)
+        if slot is not None:
+            slot.memory = _mapped(self.slot_bytes)
+        return slot
 
     def release(self, slot: Slot) -> None:
-        assert isinstance(slot, _PoolSlot)
-        slot.memory = slot.memory[:0].copy()
-        self._free.put(None)
+        slot.memory = np.empty(0, np.uint8)
+        super().release(slot)
 
-    @property
-    def num_free(self) -> int:
-        return self._free.qsize()
+    def _memories(self) -> list[np.ndarray]:
+        return [np.empty(0, np.uint8)] * self.num_slots
+
+
+def _mapped(size_bytes: int) -> np.ndarray:
+    """Memory of its own, untouched, given back with the last reference."""
+    return np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
