@@ -462,3 +462,5 @@ def test_no_other_cut_is_much_sooner(seed: int) -> None:
     step = -(-n // 64)
     assert ready[found] <= min(ready) + step * max(block_s, token_s * 64 + pair_s * 64 * 64 * n) + 1e-9
     assert found in (0, n) or ready[found] <= min(ready[0], ready[n])
+    # The scheduler looks no further into a queue that is computed for as long as the whole fetch takes.
+    assert blocks_to_fetch(n, fetch_s, compute_s, fetch_s(n)) == n

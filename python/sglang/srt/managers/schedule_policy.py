@@ -179,7 +179,7 @@ def blocks_to_fetch(
     compute_s(n): computing the prompt from behind them to its end; None where nobody knows, and then that many are
     not considered. others_s: when those will have been computed who are ready already. The load to the device is left
     out, as it is small beside both. Later blocks cost more to compute and as much to fetch, so it comes to all,
-    nothing, or as much as comes while others are computed.
+    nothing, or as much as comes while others are computed; to all where others_s is fetch_s(num_blocks) or more.
     """
 
     def ready(n: int) -> float:

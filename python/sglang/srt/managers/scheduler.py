@@ -750,7 +750,7 @@ class Scheduler:
         Whoever waits for storage lets the younger ones pass; the oldest of the others keeps all behind it waiting if
         it cannot start (with "lpm", the one that has most)."""
         ready = list(self.waiting)
-        if self.prefetcher.num_waiting:
+        if not self.prefetcher.is_idle:
             ready = [r for r in ready if self.prefetcher.may_start(r.rid)]
         if any([r.delay_end for r in ready]):
             ready = self._after_delay_hits(ready)
@@ -930,16 +930,25 @@ class Scheduler:
         # Computed at once, as when nobody else is there, it would take this long at least.
         if (alone_s := compute_s(0)) is None or alone_s >= fetch_s(num_blocks) + (compute_s(num_blocks) or 0.0):
             return num_blocks
-        return blocks_to_fetch(num_blocks, fetch_s, compute_s, self._others_seconds(req))
+        # Where others take longer than the whole fetch, it does not matter how much longer.
+        return blocks_to_fetch(num_blocks, fetch_s, compute_s, self._others_seconds(req, fetch_s(num_blocks)))
 
-    def _others_seconds(self, req: Req) -> float:
-        """How long the device is busy with launches that are issued, and with whoever is ready to be computed."""
+    def _others_seconds(self, req: Req, enough_s: float) -> float:
+        """How long the device is busy with launches that are issued, and with whoever is ready to be computed; not
+        looked into any further from enough_s on, as the queue may be long."""
         expected, chunk = self.expected, self.config.chunked_prefill_size
         seconds = max(0.0, expected.launches.free_at - expected.now)
-        runs = [(r.computed, r.num_known) for r in ([self.prefilling] if self.prefilling else [])]
-        ready = (r for r in self.waiting if r is not req and self.prefetcher.may_start(r.rid))
-        runs += [(self._candidate(r).prefix, r.num_known) for r in ready]
-        return seconds + sum(expected.costs.prompt_seconds(start, end, chunk) or 0.0 for start, end in runs)
+        if self.prefilling is not None:
+            seconds += (
+                expected.costs.prompt_seconds(self.prefilling.computed, self.prefilling.num_known, chunk) or 0.0
+            )
+        for other in self.waiting:
+            if seconds >= enough_s:
+                break
+            if other is not req and self.prefetcher.may_start(other.rid):
+                start = self._candidate(other).prefix
+                seconds += expected.costs.prompt_seconds(start, other.num_known, chunk) or 0.0
+        return seconds
 
     def _recompute(self, build: _ExtendBuilder, req: Req, receipt: Receipt, start: int, num_tokens: int) -> None:
         """Compute tokens that the host has, as the front of what the request would load: they enter the tree at once,

@@ -147,6 +147,11 @@ class StoragePrefetcher:
             self.counters["storage_probes"] += 1
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no waiting request has ever asked storage."""
+        return not self._prefetches
+
+    @property
     def num_waiting(self) -> int:
         """Requests that wait for storage."""
         return sum(not prefetch.is_over for prefetch in self._prefetches.values())
