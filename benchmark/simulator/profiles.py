@@ -79,8 +79,8 @@ def _gpu(name: str, matrix_flops: float, hbm_bytes_per_s: float, hbm_bytes: floa
     )
 
 
-def _link(name: str, peak: float, copy_s: float = COPY_S, sharers: int = 1) -> HostLink:
-    return HostLink(name, peak, USABLE, copy_s, BATCHED_COPY_S, CTA_BYTES, KERNEL_LATENCY_S, SUBMIT_S, sharers)
+def _link(name: str, peak: float, copy_s: float = COPY_S, usable: float = USABLE) -> HostLink:
+    return HostLink(name, peak, usable, copy_s, BATCHED_COPY_S, CTA_BYTES, KERNEL_LATENCY_S, SUBMIT_S)
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,12 @@ class Hardware:
     @property
     def peer_bytes_per_s(self) -> float:
         return self.gpu.peer_bytes_per_s
+
+    @property
+    def peer_link(self) -> HostLink:
+        """From another of its GPUs. What copies reach there is not printed: as on PCIe 5 (assumed, 0.75 to 0.95)."""
+        assert self.peer_bytes_per_s, f"{self.name} has no link between GPUs"
+        return _link("NVLink", self.peer_bytes_per_s)
 
 
 # Sheet "NVIDIA H200 Tensor Core GPU", SXM: bfloat16 1,979 TFLOP/s with sparsity, half of it dense; 141 GB, 4.8 TB/s;
@@ -121,8 +127,10 @@ GH200 = Hardware(
 # Paper (SwiftCache, testbed): four GPUs; NVLink with a *bidirectional* bandwidth of 400 GB/s, so 200 one way (the
 # part's own 900 GB/s is not what they had); PCIe 4.0 with "a total bandwidth of 32 GB/s that is shared among the four
 # GPUs"; 128 GB of host memory (all of it for the cache: assumed). Fitted: the efficiency, on uncached prefills; its
-# matrix peak is so low that the clock stays up. Copies: as on PCIe 5 (assumed).
+# matrix peak is so low that the clock stays up; the usable share of PCIe, on Fig. 1, where it ends at its bound,
+# which favours whoever loads from the host. What a copy costs: as on PCIe 5 (assumed).
 _H20_EFFICIENCY = 0.867
+_H20_USABLE = 1.0
 H20X4 = Hardware(
     "h20x4",
     replace(
@@ -130,7 +138,7 @@ H20X4 = Hardware(
         matmul_efficiency=_H20_EFFICIENCY,
         attention_efficiency=_H20_EFFICIENCY,
     ),
-    _link("PCIe 4.0, shared by four", 32e9),
+    _link("PCIe 4.0, shared by four", 32e9, usable=_H20_USABLE),
     4,
     128e9,
 )
