@@ -2,11 +2,12 @@
 
     python -m benchmark.papers strata --figure 1|2|3|8|9|10|11|12|13|14|all [--jobs 2] [--quick] [--no-sensitivity]
     python -m benchmark.papers shadowserve --figure 9|10|11|12|13|14|15|ours|all [the same]
+    python -m benchmark.papers swiftcache --figure 1|9|table1|table2|all [the same]
 
 Prints what the paper says beside what comes out here, and writes bench-out/papers_<paper>_fig<n>.json and .png.
-Strata's figure 3 and ShadowServe's 13 are the cost model alone, Strata's 12 is measured; all else is simulated.
---quick: a tenth of the queries and less, for Strata with pools that are as much smaller: shows that everything runs,
-not what the figures say.
+Strata's figure 3, ShadowServe's 13 and all that there is of SwiftCache are cost models alone, Strata's 12 is measured;
+all else is simulated. --quick: a tenth of the queries and less, for Strata with pools that are as much smaller: shows
+that everything runs, not what the figures say. Cost models are quick anyway.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from benchmark.papers.runs import Runs
 from benchmark.papers.strata import FIGURES, reproduce
 from benchmark.papers.systems import SYSTEMS
 
-from benchmark.papers import shadowserve, shadowserve_runs, shadowserve_systems
+from benchmark.papers import shadowserve, shadowserve_runs, shadowserve_systems, swiftcache
 
 # By data set, what replaces fields of all settings. A decode step per output token makes ShareGPT slow.
 FULL: dict[str, dict[str, Any]] = {"ShareGPT": {"counts": 0.01}}
@@ -46,7 +47,9 @@ def main() -> None:
     strata.add_argument("--figure", default="all", choices=[*FIGURES, "all"])
     remote = papers.add_parser("shadowserve", help="ShadowServe: KV fetched over a network, through a SmartNIC")
     remote.add_argument("--figure", default="all", choices=[*shadowserve.FIGURES, "all"])
-    for each in (strata, remote):
+    peers = papers.add_parser("swiftcache", help="SwiftCache: KV on other models' GPUs; what needs no peer tier")
+    peers.add_argument("--figure", default="all", type=swiftcache.figure_name, help="1, 9, table1, table2 or all")
+    for each in (strata, remote, peers):
         each.add_argument("--jobs", type=int, default=1, help="processes")
         each.add_argument("--quick", action="store_true", help="a tenth of the queries or less, with smaller pools")
         each.add_argument("--no-sensitivity", action="store_true")
@@ -56,11 +59,15 @@ def main() -> None:
         scale, notes = QUICK if args.quick else FULL, notes_of(SYSTEMS)
         runs = Runs(args.jobs, scale)
         figures = {number: partial(_strata, number, args.quick) for number in FIGURES}
-    else:
+    elif args.paper == "shadowserve":
         scale, notes = SHADOWSERVE_QUICK if args.quick else {}, notes_of(shadowserve_systems.SYSTEMS)
         runs = Runs(args.jobs, scale, run=shadowserve_runs.simulate)
         figures = shadowserve.FIGURES
-    print("Simulated systems:")
+    else:
+        scale, notes = {}, notes_of(swiftcache.SYSTEMS)
+        runs = Runs(quiet=True, run=swiftcache.longest)
+        figures = swiftcache.FIGURES
+    print("Systems:")
     for name, said in notes.items():
         print(f"  {name}: {said['modelled']} Not modelled: {said['not modelled']}")
     for number in figures if args.figure == "all" else [args.figure]:

@@ -267,7 +267,7 @@ class Runs:
 
     def __call__(self, wanted: Iterable[Any]) -> list[Any]:
         """Outcomes in the order asked for; what has been run is not run again."""
-        asked = [replace(s, **self._scale.get(s.dataset, {})) for s in wanted]
+        asked = [replace(s, **self._scale.get(s.dataset, {})) for s in wanted] if self._scale else list(wanted)
         missing = [s for s in dict.fromkeys(asked) if s not in self.outcomes]
         run = self._run or simulate
         if self._jobs == 1 or len(missing) < 2:

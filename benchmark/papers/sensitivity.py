@@ -49,7 +49,7 @@ def sensitivity(
     runs(wanted)
     rows = []
     for name, change in changes:
-        row: dict[str, Any] = {"simulated with": name}
+        row: dict[str, Any] = {"with": name}
         for headline in headlines:
             row[headline.name] = headline.value(runs([replace(s, **change) for s in headline.settings]))
         rows.append(row)
