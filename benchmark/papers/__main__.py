@@ -5,9 +5,9 @@
     python -m benchmark.papers swiftcache --figure 1|9|table1|table2|all [the same]
 
 Prints what the paper says beside what comes out here, and writes bench-out/papers_<paper>_fig<n>.json and .png.
-Strata's figure 3, ShadowServe's 13 and all that there is of SwiftCache are cost models alone, Strata's 12 is measured;
-all else is simulated. --quick: a tenth of the queries and less, for Strata with pools that are as much smaller: shows
-that everything runs, not what the figures say. Cost models are quick anyway.
+Strata's figure 3, ShadowServe's 13 and what there is of SwiftCache are cost models alone, and quick anyway; Strata's
+12 is measured; all else is simulated. --quick: a tenth of the queries and less, for Strata with pools that are as
+much smaller: shows that everything runs, not what the figures say.
 """
 
 from __future__ import annotations

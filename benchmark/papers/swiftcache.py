@@ -9,6 +9,7 @@ from __future__ import annotations
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from benchmark.papers.figures import Claim, Result
@@ -34,7 +35,7 @@ def _load(link: HostLink, num_tokens: int) -> float:
 
 def figure1(runs: Runs) -> Result:
     """One H20 computes 256 new tokens of LWM behind a history that comes from the host or from the other H20."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for history in HISTORIES:
         compute = prefill_seconds(LWM, H20X4.gpu, history, NEW_TOKENS)
         loads = {"PCIe": _load(H20X4.link, history), "NVLink": _load(H20X4.peer_link, history)}
@@ -92,7 +93,8 @@ TABLE_1 = (
 def table1(runs: Runs) -> Result:
     """A prefill of one prompt of average length, alone, its hits on the device. Hits are read in two ways: every
     request has the average, or that share of the requests hits whole and costs nothing."""
-    rows, claims = [], []
+    rows: list[dict[str, Any]] = []
+    claims = []
     for name, length, hit_rate, cached_s, uncached_s in TABLE_1:
         hit = round(length * hit_rate)
         uncached = prefill_seconds(LWM, H20X4.gpu, 0, length)
@@ -125,7 +127,7 @@ TABLE_2 = {"LWM-7B": 0.50, "Qwen3-8B": 0.141, "Qwen3-14B": 0.156, "Qwen3-32B": 0
 
 def table2(runs: Runs) -> Result:
     """2 * layers * KV heads * head size * 2 bytes; the paper's MB are MiB."""
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "model": name,
             "layers": MODELS[name].num_layers,
@@ -135,7 +137,9 @@ def table2(runs: Runs) -> Result:
         }
         for name, printed in TABLE_2.items()
     ]
-    claims = [Claim(f"{r['model']}, MiB per token", f"{r['paper, MB']}", r["MiB"], "Table 2") for r in rows]
+    claims = [
+        Claim(f"{r['model']}, MiB per token", f"{r['paper, MB']:.3f}", f"{r['MiB']:.3f}", "Table 2") for r in rows
+    ]
     series = {key: (list(TABLE_2), [r[key] for r in rows]) for key in ("paper, MB", "MiB")}
     panel = Panel("float16", "", "per token", series, kind="bars")
     return _result("table2", "Table 2, KV per token", claims, rows, [panel])
@@ -156,6 +160,7 @@ class ContextSystem:
     lacks: str
 
 
+CHUNK_TOKENS = 8 * 1024
 SYSTEMS = {
     s.name: s
     for s in (
@@ -163,7 +168,7 @@ SYSTEMS = {
             "vLLM", None, "device", "Whole prompts; KV on the device.", "Graphs, fragments of the allocator."
         ),
         ContextSystem("vLLM, 32 K chunks", 32 * 1024, "device", "Chunked prefill; KV on the device.", "The same."),
-        ContextSystem("vLLM, 8 K chunks", 8 * 1024, "device", "Chunked prefill; KV on the device.", "The same."),
+        ContextSystem("vLLM, 8 K chunks", CHUNK_TOKENS, "device", "Chunked prefill; KV on the device.", "The same."),
         ContextSystem(
             "SwiftCache",
             None,
@@ -171,10 +176,12 @@ SYSTEMS = {
             "Whole prompts; a layer stream cache and a regular cache (Eq. 4 and 5); workers lend all that they have.",
             "Its engine's own activations, taken as vLLM's; elastic units.",
         ),
-        ContextSystem("SwiftCache, 8 K chunks", 8 * 1024, "layers", "SwiftCache with chunked prefill.", "The same."),
+        ContextSystem(
+            "SwiftCache, 8 K chunks", CHUNK_TOKENS, "layers", "SwiftCache with chunked prefill.", "The same."
+        ),
         ContextSystem(
             "ours",
-            8 * 1024,
+            CHUNK_TOKENS,
             "tiers",
             "Chunked prefill; segments of 8 K tokens streamed within a layer, two buffers; device, workers and host.",
             "The disk; what a prefill or a decode then takes.",
@@ -200,7 +207,8 @@ USABLE = 0.9
 @dataclass(frozen=True)
 class ContextSettings:
     """The fields after gib are what a sensitivity table changes. activations: factor for all systems; streaming:
-    again, for those that stream. lent: share of the workers' room. buffers: b of the layer stream cache; the paper's is 1."""
+    again, for those that stream. lent: share of the workers' room. buffers: b of the layer stream cache; the paper
+    has 1. reserved: whoever works in chunks keeps room for a whole one, however short the prompt."""
 
     system: str
     master: str
@@ -210,6 +218,7 @@ class ContextSettings:
     streaming: float = 1.0
     lent: float = 1.0
     buffers: int = 1
+    reserved: bool = False
 
 
 @dataclass(frozen=True)
@@ -224,10 +233,7 @@ class LongestContext:
 
 def longest(settings: ContextSettings) -> LongestContext:
     """The longest prompt that a system can compute. Its KV and the activations of a pass share the device."""
-
-    def held(num_tokens: int) -> tuple[int, int, int]:
-        return _held(settings, num_tokens)
-
+    held = partial(_held, settings)
     tokens = longest_context(lambda n: sum(held(n)))
     return LongestContext(tokens, *held(tokens))
 
@@ -237,7 +243,8 @@ def _held(settings: ContextSettings, num_tokens: int) -> tuple[int, int, int]:
     system, master = SYSTEMS[settings.system], MODELS[settings.master]
     memory = settings.gib * 2**30 * settings.usable
     factor = settings.activations * (1.0 if system.kv == "device" else settings.streaming)
-    alive = num_tokens if system.chunk is None else min(num_tokens, system.chunk)
+    chunk = num_tokens if system.chunk is None else system.chunk
+    alive = chunk if settings.reserved else min(num_tokens, chunk)
     room = kv_room(master, memory, factor * activation_bytes(master, alive))
     if system.kv == "device":
         return int(room // master.kv_bytes_per_token), 0, 0
@@ -253,18 +260,20 @@ def _held(settings: ContextSettings, num_tokens: int) -> tuple[int, int, int]:
         )
         return regular, streamed, 0
     room -= SEGMENT_BUFFERS * SEGMENT_TOKENS * layer_bytes
-    on_device = int(max(0.0, room) // master.kv_bytes_per_token)
+    if room < 0:
+        return 0, 0, 0
+    on_device = int(room // master.kv_bytes_per_token)
     return on_device, sum(k_workers), int(HOST_BYTES // master.kv_bytes_per_token)
 
 
 def _worker_room(worker: ModelShape, memory: float, activations: float) -> float:
-    return kv_room(worker, memory, activations * activation_bytes(worker, 8 * 1024))
+    return kv_room(worker, memory, activations * activation_bytes(worker, CHUNK_TOKENS))
 
 
 def hiding_bytes_per_s(model: ModelShape) -> float:
     """How fast KV must come so that attention of a chunk's queries, 4 * head_dim flops per head, key and query, hides
     it: the bytes of a token in a layer over the seconds that it is computed with."""
-    flops = 4.0 * model.head_dim * model.num_heads * SEGMENT_TOKENS
+    flops = 4.0 * model.head_dim * model.num_heads * CHUNK_TOKENS
     return 2 * model.row_bytes * H20X4.gpu.matrix_flops * H20X4.gpu.attention_efficiency / flops
 
 
@@ -293,6 +302,7 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("workers lend half", {"lent": 0.5}),
     ("workers lend a quarter", {"lent": 0.25}),
     ("two buffers", {"buffers": 2}),
+    ("room for whole chunks", {"reserved": True}),
 )
 
 
@@ -329,7 +339,7 @@ HEADLINES = (
 
 def figure9(runs: Runs) -> Result:
     """The longest context by GPU memory and master. Runs: `longest`."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for master, gib in CASES:
         found = dict(zip(SYSTEMS, runs([ContextSettings(name, master, gib) for name in SYSTEMS])))
         tokens = {name: context.tokens for name, context in found.items()}
@@ -350,7 +360,7 @@ def figure9(runs: Runs) -> Result:
         return " / ".join(f"{found_at['LWM-7B', gib][name] / 1e3:.0f}" for name in BASELINES)
 
     hiding = " / ".join(f"{hiding_bytes_per_s(MODELS[name]) / 1e9:.1f}" for name in MASTERS)
-    steps = [
+    decoding = [
         " / ".join(f"{found_at[name, 96][f'decode s/token, {system}']:.2f}" for name in MASTERS)
         for system in ("SwiftCache", "SwiftCache, 8 K chunks", "ours")
     ]
@@ -372,7 +382,7 @@ def figure9(runs: Runs) -> Result:
         Claim("GB/s that chunks of 8 K hide, LWM / 14B / 32B, H20", "-", hiding, ""),
         *(
             Claim(f"streaming for one decoded token, {name}, s, 96 GB, LWM / 14B / 32B", "-", step, "")
-            for name, step in zip(("SwiftCache", "+ 8 K chunks", "ours"), steps)
+            for name, step in zip(("SwiftCache", "+ 8 K chunks", "ours"), decoding)
         ),
     ]
     panels = [
