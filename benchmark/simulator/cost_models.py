@@ -86,8 +86,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class HostLink:
-    """Between host memory and one GPU, one way. peak: the paper's or the data sheet's. usable: the share of it that
-    endless transfers reach. sharers: GPUs that divide it when all load at once.
+    """Between host memory (or another GPU) and one GPU, one way. peak: the paper's or the data sheet's. usable: the
+    share of it that endless transfers reach. sharers: GPUs that divide it when all load at once.
 
     copy_s: of one asynchronous copy that moves nothing, one after another. batched_copy_s: the same within a batch
     that is handed over at once. cta_bytes: what one CTA of a transfer kernel keeps under way; kernel_latency_s: how
