@@ -493,7 +493,7 @@ def test_nobody_waits_for_a_request_that_waits_for_storage(publish_at: str, monk
     rig = Rig(publish_at=publish_at, deferral_threshold=100)
     until = 1.0
     monkeypatch.setattr(rig.scheduler.prefetcher, "may_start", lambda rid: rid != "a" or rig.sim.now >= until)
-    monkeypatch.setattr(type(rig.scheduler.prefetcher), "num_waiting", property(lambda self: 1))
+    monkeypatch.setattr(type(rig.scheduler.prefetcher), "is_idle", False)
     prompt = fresh(200)
     times = rig.run([(0.0, request("a", prompt)), (0.0, request("b", prompt)), (until, request("c", fresh(20, 1)))])
     assert times["b"].ttft == pytest.approx(0.2)
