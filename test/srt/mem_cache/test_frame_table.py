@@ -9,13 +9,7 @@ import pytest
 
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 
-FREE, HELD, FILLING, CACHED, DOOMED = (
-    FrameState.FREE,
-    FrameState.HELD,
-    FrameState.FILLING,
-    FrameState.CACHED,
-    FrameState.DOOMED,
-)
+FREE, HELD, FILLING, CACHED, DOOMED, LENT, QUARANTINED = FrameState
 
 
 def ids(*frames: int) -> np.ndarray:
@@ -23,7 +17,7 @@ def ids(*frames: int) -> np.ndarray:
 
 
 def states(table: FrameTable) -> str:
-    """One letter per frame: Free, Held, fIlling, Cached, Doomed."""
+    """One letter per frame: Free, Held, fIlling, Cached, Doomed, Lent, Quarantined."""
     table.check_invariants()
     return "".join("FHICDLQ"[s] for s in table.state)
 
@@ -37,6 +31,8 @@ def take(table: FrameTable, n: int, owner: int = 0, state: FrameState = HELD) ->
 def test_a_table_needs_a_page():
     with pytest.raises(ValueError, match="at least one page, got 0"):
         FrameTable(0)
+    with pytest.raises(ValueError, match="not both"):
+        FrameTable(4, block_pages=2, lowest_first=True)
 
 
 def test_allocate_hands_out_the_lowest_frames_first():
@@ -218,6 +214,73 @@ def test_long_runs_and_long_scatters_are_treated_alike():
     assert states(table) == "F" * 199 + "C" + "F" * 200
 
 
+def test_lent_and_taken_back():
+    table = FrameTable(6, lowest_first=True)
+    take(table, 2)
+    table.lend(ids(4, 5))
+    assert states(table) == "HHFFLL" and table.num_free == 2 and table.counts[LENT] == 2
+    assert table.allocate(3, 0) is None, "lent frames are not to be had"
+    assert take(table, 2).tolist() == [2, 3]
+    table.take_back(ids(4))
+    assert states(table) == "HHHHFL" and take(table, 1).tolist() == [4]
+    assert table.take_freed().tolist() == [4], "poisoned like whatever becomes free"
+
+
+def test_a_silent_borrowers_frames_are_nobodys():
+    table = FrameTable(4, lowest_first=True)
+    table.lend(ids(2, 3))
+    table.quarantine(ids(3, 2))
+    assert states(table) == "FFQQ" and table.num_free == 2 and table.counts[QUARANTINED] == 2
+    with pytest.raises(AssertionError, match="not all LENT"):
+        table.take_back(ids(2))
+    table.release_quarantined(ids(3))
+    assert states(table) == "FFQF" and table.take_freed().tolist() == [3]
+    with pytest.raises(AssertionError, match="not all QUARANTINED"):
+        table.release_quarantined(ids(2, 3))
+    assert states(table) == "FFQF"
+
+
+def test_only_what_is_free_can_be_lent_and_nothing_twice():
+    table = FrameTable(4, lowest_first=True)
+    take(table, 1)
+    table.lend(ids(3))
+    for frames in (ids(0, 1), ids(3)):
+        with pytest.raises(AssertionError, match="not all FREE"):
+            table.lend(frames)
+    with pytest.raises(AssertionError, match="not all LENT"):
+        table.quarantine(ids(2))
+    assert states(table) == "HFFL"
+
+
+def test_a_transfer_keeps_lent_frames_from_coming_back():
+    """In strict mode the lender itself copies to and from them."""
+    table = FrameTable(2, lowest_first=True)
+    table.lend(ids(1))
+    table.pin(ids(1))
+    with pytest.raises(AssertionError, match="a transfer still"):
+        table.take_back(ids(1))
+    table.unpin(ids(1))
+    table.take_back(ids(1))
+    assert states(table) == "FF"
+
+
+def test_the_end_of_a_pool_is_drained():
+    """What is free above the boundary is lent at once; what is busy when it has become free."""
+    table = FrameTable(8, lowest_first=True)
+    frames = take(table, 6)
+    table.transition(frames[4:], HELD, CACHED)
+    assert table.free_from(4).tolist() == [6, 7] and table.busy_from(4).tolist() == [4, 5]
+    table.lend(table.free_from(4))
+    table.doom(ids(4, 5), CACHED, fence=0)
+    assert states(table) == "HHHHDDLL" and table.busy_from(4).tolist() == [4, 5]
+    table.reap(1)
+    assert table.busy_from(4).tolist() == [] and table.free_from(4).tolist() == [4, 5]
+    table.lend(table.free_from(4))
+    assert states(table) == "HHHHLLLL" and table.busy_from(0).tolist() == [0, 1, 2, 3]
+    table.quarantine(ids(7))
+    assert table.busy_from(4).tolist() == [], "it cannot be drained"
+
+
 def corrupt_count(table: FrameTable) -> None:
     table.counts[FREE] -= 1
 
@@ -239,9 +302,9 @@ def corrupt_pin(table: FrameTable) -> None:
 
 
 @pytest.mark.parametrize("corrupt", [corrupt_count, corrupt_state, corrupt_free, corrupt_doomed, corrupt_pin])
-@pytest.mark.parametrize("block_pages", [1, 2])
-def test_check_invariants_notices(corrupt, block_pages: int):
-    table = FrameTable(6, block_pages)
+@pytest.mark.parametrize("block_pages, lowest_first", [(1, False), (2, False), (1, True)])
+def test_check_invariants_notices(corrupt, block_pages: int, lowest_first: bool):
+    table = FrameTable(6, block_pages, lowest_first)
     frames = take(table, 3)
     table.doom(frames[1:], HELD, 4)
     table.check_invariants()
@@ -270,13 +333,16 @@ class Model:
 
 
 @pytest.mark.parametrize(
-    "num_pages, block_pages", [(3, 1), (40, 1), (700, 1), (3, 2), (41, 4), (700, 16), (700, 300)]
+    "num_pages, block_pages",
+    [(3, 1), (40, 1), (700, 1), (3, 2), (41, 4), (700, 16), (700, 300), (3, 0), (40, 0), (1500, 0)],
+    ids=lambda n: "lowest" if n == 0 else str(n),
 )
 @pytest.mark.parametrize("seed", range(6))
 def test_random_operations_against_a_dictionary(seed: int, num_pages: int, block_pages: int):
+    """block_pages 0: the lowest frames first."""
     print(f"seed {seed}, {num_pages} pages in blocks of {block_pages}")
     rng = random.Random(seed * 1000 + num_pages)
-    table, model = FrameTable(num_pages, block_pages), Model(num_pages)
+    table, model = FrameTable(num_pages, max(1, block_pages), lowest_first=block_pages == 0), Model(num_pages)
     done = 0
     transfers: list[np.ndarray] = []
     num_reaped = 0
@@ -288,8 +354,8 @@ def test_random_operations_against_a_dictionary(seed: int, num_pages: int, block
             chosen.sort()
         return np.array(chosen, np.int32)
 
-    for _ in range(1500 if num_pages < 700 else 300):
-        match rng.randrange(7):
+    for _ in range(1500 if num_pages < 700 else 450):
+        match rng.randrange(10):
             case 0 | 1:
                 n = rng.randrange(num_pages // 2 + 2)
                 state = rng.choice((HELD, FILLING))
@@ -298,6 +364,8 @@ def test_random_operations_against_a_dictionary(seed: int, num_pages: int, block
                     assert frames is None
                 else:
                     assert len(set(frames.tolist())) == len(frames) == n
+                    if block_pages == 0:
+                        assert frames.tolist() == model.of(FREE)[:n]
                     for f in frames.tolist():
                         assert model.state[f] == FREE
                         model.state[f] = state
@@ -332,10 +400,37 @@ def test_random_operations_against_a_dictionary(seed: int, num_pages: int, block
                 assert len(set(freed)) == len(freed)
                 assert set(freed) == model.reap(done)
                 num_reaped += len(freed)
+            case 7:
+                boundary = rng.randrange(num_pages + 1)
+                if rng.random() < 0.5:
+                    frames = some(FREE)
+                else:
+                    frames = table.free_from(boundary)
+                    assert frames.tolist() == [f for f in model.of(FREE) if f >= boundary]
+                table.lend(frames)
+                model.state.update(dict.fromkeys(frames.tolist(), LENT))
+                busy = [f for f, s in model.state.items() if f >= boundary and s in (HELD, FILLING, CACHED, DOOMED)]
+                assert table.busy_from(boundary).tolist() == busy
+            case 8:
+                frames = some(LENT)
+                table.take_freed()
+                table.take_back(frames)
+                assert table.take_freed().tolist() == frames.tolist()
+                model.state.update(dict.fromkeys(frames.tolist(), FREE))
+            case 9 if rng.random() < 0.5:
+                frames = some(LENT)
+                table.quarantine(frames)
+                model.state.update(dict.fromkeys(frames.tolist(), QUARANTINED))
+            case 9:
+                frames = some(QUARANTINED)
+                table.release_quarantined(frames)
+                model.state.update(dict.fromkeys(frames.tolist(), FREE))
         table.check_invariants()
         assert table.state.tolist() == list(model.state.values())
         assert table.pins.tolist() == list(model.pins.values())
-        assert table.num_free == len(model.of(FREE))
+        assert table.counts == [len(model.of(state)) for state in FrameState]
+    table.take_back(np.array(model.of(LENT), np.int32))
+    table.release_quarantined(np.array(model.of(QUARANTINED), np.int32))
     for frames in transfers:
         table.unpin(frames)
     for state in (HELD, FILLING, CACHED):

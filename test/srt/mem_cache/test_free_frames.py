@@ -1,4 +1,4 @@
-"""The free list of whole blocks, with exact frames; random operations are in test_frame_table.py."""
+"""The free lists, with exact frames; random operations are in test_frame_table.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
-from sglang.srt.mem_cache.free_frames import FreeBlocks
+from sglang.srt.mem_cache.free_frames import FreeBlocks, FreeList, FreeLowest, FreeStack
 
 
 def blocks_with_free(num_pages: int, *frames: int) -> FreeBlocks:
@@ -118,3 +118,31 @@ def test_after_churn_most_blocks_are_one_run():
         return sum(bool((np.diff(p) == 1).all()) for p in pieces) / len(pieces)
 
     assert share(64) > 0.9 > 0.6 > share(1)
+
+
+def test_the_lowest_come_first_however_they_came_back():
+    free = FreeLowest(10)
+    assert free.take(4).tolist() == [0, 1, 2, 3]
+    free.give(np.array([2, 0], np.int32))
+    frames = free.take(3)
+    assert frames.tolist() == [0, 2, 4] and frames.dtype == np.int32
+    free.remove(np.array([5, 9], np.int32))
+    assert free.take(0).tolist() == [] and free.take(3).tolist() == [6, 7, 8] and len(free.frames()) == 0
+    assert free.take(0).tolist() == []
+
+
+def test_the_lowest_across_groups():
+    """Groups are of 1,024 frames; those without a free one are passed over."""
+    free = FreeLowest(5000)
+    assert free.take(4500).tolist() == list(range(4500))
+    free.give(np.array([4100, 1023, 1024, 7], np.int32))
+    assert free.take(6).tolist() == [7, 1023, 1024, 4100, 4500, 4501]
+    assert free.take(498).tolist() == list(range(4502, 5000))
+
+
+@pytest.mark.parametrize("free", [FreeStack(9), FreeBlocks(9, 4), FreeLowest(9)], ids=lambda f: type(f).__name__)
+def test_what_is_removed_is_not_handed_out(free: FreeList):
+    free.remove(np.array([8, 3, 4], np.int32))
+    assert sorted(free.frames().tolist()) == [0, 1, 2, 5, 6, 7]
+    free.give(np.array([4], np.int32))
+    assert sorted(free.take(7).tolist()) == [0, 1, 2, 4, 5, 6, 7]

@@ -12,7 +12,11 @@ never reads the tree (which alone says *where* a page is), and knows nothing of 
                   +----------------------------------+
                       failed, cancelled
 
-LENT and QUARANTINED are states of frames that a donor has lent to another engine.
+      lend           take_back                           LENT: another engine's for now. A slab is lent when all its
+FREE ------> LENT ------------> FREE                     frames are; until then its free ones are, so that nobody
+              |                  ^                       here allocates them.
+              | quarantine       | release_quarantined   QUARANTINED: the borrower has not given it back in time and
+              +--> QUARANTINED --+                       may still write it.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from sglang.srt.mem_cache.free_frames import FreeBlocks, FreeList, FreeStack
+from sglang.srt.mem_cache.free_frames import FreeBlocks, FreeList, FreeLowest, FreeStack
 
 # Frames; fewer are faster as they are.
 _LONG = 128
@@ -43,11 +47,14 @@ class FrameTable:
     state: (num_pages,) uint8 of FrameState. pins: (num_pages,) int32, transfers that read or write the frame. owner:
     (num_pages,) int32, who allocated the frame last (a hold's id, or -1 - seq of the operation that fills it).
     block_pages: above 1, frames are handed out as whole aligned blocks of so many where that is possible.
+    lowest_first: the lowest free frames are handed out, for a pool that lends its end; not with block_pages.
     """
 
-    def __init__(self, num_pages: int, block_pages: int = 1) -> None:
+    def __init__(self, num_pages: int, block_pages: int = 1, lowest_first: bool = False) -> None:
         if num_pages < 1:
             raise ValueError(f"a pool needs at least one page, got {num_pages}")
+        if lowest_first and block_pages > 1:
+            raise ValueError("a table hands out whole blocks or the lowest frames, not both")
         self.num_pages = num_pages
         self.block_pages = block_pages
         self.state = np.zeros(num_pages, np.uint8)
@@ -56,7 +63,13 @@ class FrameTable:
         self.counts = [0] * len(FrameState)
         self.counts[FrameState.FREE] = num_pages
         self._ids = np.arange(num_pages, dtype=np.int32)
-        self._free: FreeList = FreeBlocks(num_pages, block_pages) if block_pages > 1 else FreeStack(num_pages)
+        self._free: FreeList
+        if lowest_first:
+            self._free = FreeLowest(num_pages)
+        elif block_pages > 1:
+            self._free = FreeBlocks(num_pages, block_pages)
+        else:
+            self._free = FreeStack(num_pages)
         self._doomed: dict[int, list[np.ndarray]] = {}
         self._doomed_pinned: list[np.ndarray] = []
         self._unpinned_since_reap = False
@@ -131,10 +144,34 @@ class FrameTable:
             self._doomed_pinned.append(frames[pinned])
             frames = frames[~pinned]
             where = frames
-        self.state[where] = FrameState.FREE
-        self._free.give(frames)
-        self._count(len(frames), FrameState.DOOMED, FrameState.FREE)
-        self._freed.append(frames)
+        self._set_free(frames, where, FrameState.DOOMED)
+
+    def lend(self, frames: np.ndarray) -> None:
+        """FREE frames (each listed once) become another engine's."""
+        self.transition(frames, FrameState.FREE, FrameState.LENT)
+        self._free.remove(frames)
+
+    def take_back(self, frames: np.ndarray) -> None:
+        """LENT frames are this engine's again: the borrower has unmapped them, or is dead. Scrubbed by the caller."""
+        self._give_back(frames, FrameState.LENT)
+
+    def quarantine(self, frames: np.ndarray) -> None:
+        """LENT frames are neither's: the borrower is silent, and may still write them."""
+        self.transition(frames, FrameState.LENT, FrameState.QUARANTINED)
+
+    def release_quarantined(self, frames: np.ndarray) -> None:
+        """QUARANTINED frames are this engine's again: a late acknowledgement, or the borrower's death."""
+        self._give_back(frames, FrameState.QUARANTINED)
+
+    def free_from(self, boundary: int) -> np.ndarray:
+        """FREE frames (int32) at or above `boundary`, ascending: what can be lent of the pool's end at once."""
+        return self._ids[boundary:][self.state[boundary:] == FrameState.FREE]
+
+    def busy_from(self, boundary: int) -> np.ndarray:
+        """Frames (int32) at or above `boundary` that hold something of this engine's, ascending: what has to be
+        drained before the pool can end there."""
+        state = self.state[boundary:]
+        return self._ids[boundary:][(state >= FrameState.HELD) & (state <= FrameState.DOOMED)]
 
     def take_freed(self) -> np.ndarray:
         """Frames (int32) that became FREE since the last call; some may be in use again."""
@@ -153,6 +190,18 @@ class FrameTable:
         assert len(listed) == len(np.unique(listed)) == self.counts[FrameState.DOOMED], "a doomed frame is lost"
         assert (self.state[listed] == FrameState.DOOMED).all()
         assert (self.pins >= 0).all() and not self.pins[free].any(), "a free frame is pinned"
+
+    def _give_back(self, frames: np.ndarray, before: FrameState) -> None:
+        where = self._where(frames)
+        assert (self.state[where] == before).all(), f"frames are not all {before.name}"
+        assert not self.pins[where].any(), "a transfer still reads or writes what is to be free"
+        self._set_free(frames, where, before)
+
+    def _set_free(self, frames: np.ndarray, where: np.ndarray | slice, before: FrameState) -> None:
+        self.state[where] = FrameState.FREE
+        self._free.give(frames)
+        self._count(len(frames), before, FrameState.FREE)
+        self._freed.append(frames)
 
     def _count(self, n: int, before: FrameState, after: FrameState) -> None:
         self.counts[before] -= n

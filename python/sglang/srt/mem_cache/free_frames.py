@@ -1,10 +1,11 @@
-"""Which free frame comes next: two free lists of a pool's frames. Both are deterministic.
+"""Which free frame comes next: three free lists of a pool's frames. All are deterministic.
 
 Own which frames are free, and nothing else of them; a `FrameTable` owns its list.
 
     FreeStack    what was freed last, comes first. Cheapest; after a while, frames come scattered.
     FreeBlocks   aligned blocks of frames, whole ones kept whole. For a pool whose pages leave in blocks: storage and
                  copy engines move a run of adjacent pages as one piece.
+    FreeLowest   the lowest free frame. For a pool that lends its end to others: what is in use stays low.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
+
+_GROUP = 1024
 
 
 class FreeList(Protocol):
@@ -21,6 +24,10 @@ class FreeList(Protocol):
 
     def give(self, frames: np.ndarray) -> None:
         """Frames (int32) are free again."""
+        ...
+
+    def remove(self, frames: np.ndarray) -> None:
+        """Frames (int32), each free, are free no more."""
         ...
 
     def frames(self) -> np.ndarray:
@@ -42,6 +49,13 @@ class FreeStack:
         n = len(frames)
         self._stack[self._height : self._height + n] = frames[::-1]
         self._height += n
+
+    def remove(self, frames: np.ndarray) -> None:
+        """Looks at the whole stack."""
+        stack = self.frames()
+        kept = stack[~np.isin(stack, frames)]
+        self._height = len(kept)
+        self._stack[: self._height] = kept
 
     def frames(self) -> np.ndarray:
         return self._stack[: self._height]
@@ -84,6 +98,10 @@ class FreeBlocks:
     def give(self, frames: np.ndarray) -> None:
         self._flat[frames] = True
         np.add.at(self._count, frames // self._block, self._one)
+
+    def remove(self, frames: np.ndarray) -> None:
+        self._flat[frames] = False
+        np.subtract.at(self._count, frames // self._block, self._one)
 
     def frames(self) -> np.ndarray:
         assert (self._count == self._is_free.sum(1)).all(), "a block's count is wrong"
@@ -139,9 +157,41 @@ class FreeBlocks:
         rows = order[:num_rows]
         row, column = np.nonzero(self._is_free[rows])
         frames = self._ids[(rows[row] * self._block + column)[:n]]
-        self._flat[frames] = False
-        np.subtract.at(self._count, frames // self._block, self._one)
+        self.remove(frames)
         return frames
+
+
+class FreeLowest:
+    """Ascending, the lowest free frames first. How many are free is counted per group of _GROUP frames, so that a
+    request looks at one number per group and at the frames of the groups that it takes from, and at no other."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._is_free = np.zeros((-(-num_pages // _GROUP), _GROUP), np.bool_)
+        self._flat = self._is_free.reshape(-1)
+        self._flat[:num_pages] = True
+        self._count = self._is_free.sum(1).astype(np.int16)
+        self._one = np.int16(1)  # of the same type, as in `FreeBlocks`
+
+    def take(self, n: int) -> np.ndarray:
+        groups = np.flatnonzero(self._count)
+        enough = int(np.searchsorted(np.cumsum(self._count[groups], dtype=np.int64), n)) + 1
+        groups = groups[:enough]
+        row, column = np.nonzero(self._is_free[groups])
+        frames = (groups[row[:n]] * _GROUP + column[:n]).astype(np.int32)
+        self.remove(frames)
+        return frames
+
+    def give(self, frames: np.ndarray) -> None:
+        self._flat[frames] = True
+        np.add.at(self._count, frames // _GROUP, self._one)
+
+    def remove(self, frames: np.ndarray) -> None:
+        self._flat[frames] = False
+        np.subtract.at(self._count, frames // _GROUP, self._one)
+
+    def frames(self) -> np.ndarray:
+        assert (self._count == self._is_free.sum(1)).all(), "a group's count is wrong"
+        return np.flatnonzero(self._flat).astype(np.int32)
 
 
 def _runs_of(bits: int, n: int) -> int:
