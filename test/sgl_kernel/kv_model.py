@@ -10,7 +10,7 @@ import torch
 from sgl_kernel.kvcacheio.layout import KVPages
 
 LAYOUTS = ("layer_first", "page_first", "block_major")
-# What each transfer of the engine copies between; block-major is the elastic pool.
+# What transfers copy between; the elastic pool is page-first, block-major is another order of the same.
 ROUTES = [
     ("page_first", "layer_first"),
     ("layer_first", "page_first"),

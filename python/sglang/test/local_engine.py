@@ -24,7 +24,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_id
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest, StorageSetup
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
 from sglang.srt.mem_cache.block_store import BlockStore
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
@@ -55,8 +55,8 @@ class LocalEngine:
     """num_device_pages, num_host_pages: sizes of the pools. debug: poison freed memory, fail on non-finite logits and
     check all invariants after every step. group: several ranks, in which every launch runs to its end. open_store:
     the storage of the host pool; attached from the start if overrides have `storage`. load_bytes_per_s: loads from
-    the host are no faster. overrides: other fields of SchedulerConfig; nothing is computed instead of loaded unless
-    they say so, as that depends on the clock."""
+    the host are no faster. make_pool: the device pool, called like `MHATokenToKVPool`. overrides: other fields of
+    SchedulerConfig; nothing is computed instead of loaded unless they say so, as that depends on the clock."""
 
     def __init__(
         self,
@@ -74,6 +74,7 @@ class LocalEngine:
         open_store: Callable[[MHATokenToKVPoolHost], BlockStore] | None = None,
         host_layout: str = "page_first",
         load_bytes_per_s: float | None = None,
+        make_pool: Callable[..., DevicePool] = MHATokenToKVPool,
         **overrides: Any,
     ) -> None:
         self.model_config = model_config
@@ -91,7 +92,7 @@ class LocalEngine:
             **{"num_layers": c.num_layers, "load_or_recompute": False, **overrides},
         )
         self._woken = threading.Event()
-        self.device_pool = pool = MHATokenToKVPool(
+        self.device_pool = pool = make_pool(
             num_device_pages, page_size, c.num_layers, num_kv_heads, c.head_dim, c.dtype
         )
         links: dict[str, FaultyLink] = {}

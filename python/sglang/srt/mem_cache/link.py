@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from sgl_kernel.kvcacheio import pick_backend, transfer_kv_all_layer_lf_pf, transfer_kv_per_layer_pf_lf
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.transfer import GateError, LoadFailedError, OpResult, Ticket, Tier, TransferOp
@@ -75,7 +75,7 @@ class CopyLink:
     def __init__(
         self,
         name: str,
-        device_pool: MHATokenToKVPool,
+        device_pool: DevicePool,
         host_pool: MHATokenToKVPoolHost,
         stream: Stream,
         fence: Callable[[int], Fence | None],
@@ -148,9 +148,9 @@ class CopyLink:
     def _back_up(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, fence: Fence | None) -> None:
         if fence is not None and fence.failed:
             raise LoadFailedError(f"launch {op.after}, which was to write the source, failed")
-        kv = self.device_pool.kv
+        kv = self.device_pool.kv_pages
         with self._pace(op.size_bytes):
-            transfer_kv_all_layer_lf_pf(kv[0], kv[1], self.host_pool.kv_pages, src, dst, backend=self.io_backend)
+            transfer_kv_all_layer_lf_pf(kv.k, kv.v, self.host_pool.kv_pages, src, dst, backend=self.io_backend)
 
     def _pace(self, size_bytes: int) -> AbstractContextManager[None]:
         return self.rate_limit.transfer(size_bytes) if self.rate_limit else nullcontext()

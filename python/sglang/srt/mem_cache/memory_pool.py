@@ -1,10 +1,42 @@
-"""`MHATokenToKVPool`: the device pool's memory, layer-first. Which page is whose is the frame table's business."""
+"""`MHATokenToKVPool`: the device pool's memory, layer-first. Which page is whose is the frame table's business.
+
+`DevicePool` is what the engine asks of it; `peer.elastic_pool.ElasticPool` is another.
+"""
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
+from sgl_kernel.kvcacheio import KVPages
 from sglang.srt.mem_cache.kv_view import KVView
+
+
+class DevicePool(Protocol):
+    """num_pages: of page_size tokens, numbered as in the frame table. kv: all memory; its shape is the pool's own
+    business. kv_pages: the same for `sgl_kernel.kvcacheio`."""
+
+    num_pages: int
+    page_size: int
+    num_layers: int
+    kv: torch.Tensor
+    kv_pages: KVPages
+
+    def view(self, layer_id: int) -> KVView: ...
+
+    def store(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write k, v: (num_tokens, num_kv_heads, head_dim) into slots loc: (num_tokens,) int64, where slot
+        page * page_size + i is token i of that page."""
+        ...
+
+    def pages(self, frames: torch.Tensor) -> torch.Tensor:
+        """A copy of pages `frames` (n,) int64, page-first as on the host."""
+        ...
+
+    def poison(self, frames: torch.Tensor) -> None:
+        """Fill pages with NaN: whatever reads them before they are written shows it."""
+        ...
 
 
 class MHATokenToKVPool:
@@ -25,6 +57,7 @@ class MHATokenToKVPool:
         self.page_size = page_size
         self.num_layers = num_layers
         self.kv = torch.zeros(2, num_layers, num_pages, page_size, num_kv_heads, head_dim, dtype=dtype, device=device)
+        self.kv_pages = KVPages.layer_first(self.kv)
         self._views = [KVView(self.kv[0, layer], self.kv[1, layer]) for layer in range(num_layers)]
         self._slots = [(view.k.flatten(0, 1), view.v.flatten(0, 1)) for view in self._views]
 
@@ -37,15 +70,12 @@ class MHATokenToKVPool:
         return self._views[layer_id]
 
     def store(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k, v: (num_tokens, num_kv_heads, head_dim) into slots loc: (num_tokens,) int64."""
         k_slots, v_slots = self._slots[layer_id]
         k_slots.index_copy_(0, loc, k)
         v_slots.index_copy_(0, loc, v)
 
     def pages(self, frames: torch.Tensor) -> torch.Tensor:
-        """A copy of pages `frames` (n,) int64, page-first as on the host."""
         return self.kv.index_select(2, frames).movedim(2, 0).contiguous()
 
     def poison(self, frames: torch.Tensor) -> None:
-        """Fill pages with NaN: whatever reads them before they are written shows it."""
         self.kv.index_fill_(2, frames, float("nan"))

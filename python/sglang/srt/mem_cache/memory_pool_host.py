@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from sgl_kernel.kvcacheio import KVPages
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
 from sglang.srt.utils.shared_memory import SharedMemory
 
 # Left for the system when the host pool is sized.
@@ -40,18 +40,18 @@ class MHATokenToKVPoolHost:
 
     def __init__(
         self,
-        device_pool: MHATokenToKVPool,
+        device_pool: DevicePool,
         num_pages: int,
         layout: str = "page_first",
         register: Callable[[int, int], None] | None = None,
     ) -> None:
         if layout not in LAYOUTS:
             raise ValueError(f"layout {layout!r} is none of {', '.join(LAYOUTS)}")
-        _, num_layers, _, page_size, num_kv_heads, head_dim = device_pool.kv.shape
+        num_layers, _, page_size, num_kv_heads, head_dim = device_pool.kv_pages.k.shape
         dtype = device_pool.kv.dtype
         self.num_pages = num_pages
         self.page_size = page_size
-        self.page_bytes = device_pool.page_bytes(page_size, num_layers, num_kv_heads, head_dim, dtype)
+        self.page_bytes = MHATokenToKVPool.page_bytes(page_size, num_layers, num_kv_heads, head_dim, dtype)
         self.layout = layout
         self._page_dim = 0 if layout == "page_first" else 2
         shape = [2, num_layers, page_size, num_kv_heads, head_dim]

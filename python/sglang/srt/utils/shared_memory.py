@@ -11,6 +11,8 @@ import weakref
 
 import numpy as np
 
+SIZE_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
+
 
 class SharedMemory:
     """memory: (size_bytes,) uint8, writable, begins at a page of the system. fd: stands for the memory and may be
@@ -29,8 +31,17 @@ class SharedMemory:
         """Untouched memory: zeros, of which none is taken yet. name: what a person sees in /proc."""
         if not hasattr(os, "memfd_create"):
             return cls(-1, size_bytes)
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        return cls(sealed_memfd(size_bytes, name), size_bytes)
+
+
+def sealed_memfd(size_bytes: int, name: str) -> int:
+    """A file descriptor of memory without a name, whose size nobody can change: whoever maps it may rely on it.
+    Zeros, of which none is taken yet. name: what a person sees in /proc. Raises OSError."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
         os.ftruncate(fd, max(size_bytes, 1))
-        # Whoever maps it may rely on its size.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        return cls(fd, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_SEALS | fcntl.F_SEAL_SEAL)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd

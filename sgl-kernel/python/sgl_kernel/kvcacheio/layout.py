@@ -57,13 +57,14 @@ class KVPages:
 
     @staticmethod
     def page_first(kv: torch.Tensor) -> KVPages:
-        """kv: (num_pages, 2, num_layers, page_size, num_kv_heads, head_dim), the host pool or a landing buffer."""
+        """kv: (num_pages, 2, num_layers, page_size, num_kv_heads, head_dim), the host pool, a landing buffer or the
+        elastic pool."""
         _expect(kv, 1, "page-first (num_pages, 2, num_layers, page_size, num_kv_heads, head_dim)")
         return KVPages(kv[:, 0].transpose(0, 1), kv[:, 1].transpose(0, 1))
 
     @staticmethod
     def block_major(kv: torch.Tensor) -> KVPages:
-        """kv: (num_pages, num_layers, 2, page_size, num_kv_heads, head_dim), the elastic pool."""
+        """kv: (num_pages, num_layers, 2, page_size, num_kv_heads, head_dim), another order of page-first."""
         _expect(kv, 2, "block-major (num_pages, num_layers, 2, page_size, num_kv_heads, head_dim)")
         return KVPages(kv[:, :, 0].transpose(0, 1), kv[:, :, 1].transpose(0, 1))
 
