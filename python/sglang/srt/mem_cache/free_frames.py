@@ -173,11 +173,16 @@ class FreeLowest:
         self._one = np.int16(1)  # of the same type, as in `FreeBlocks`
 
     def take(self, n: int) -> np.ndarray:
+        lowest = int((self._count != 0).argmax())
+        if n <= self._count[lowest]:  # nearly always, and then so much is enough
+            column = np.flatnonzero(self._is_free[lowest])[:n]
+            self._is_free[lowest, column] = False
+            self._count[lowest] -= n
+            return (lowest * _GROUP + column).astype(np.int32)
         groups = np.flatnonzero(self._count)
-        enough = int(np.searchsorted(np.cumsum(self._count[groups], dtype=np.int64), n)) + 1
-        groups = groups[:enough]
-        row, column = np.nonzero(self._is_free[groups])
-        frames = (groups[row[:n]] * _GROUP + column[:n]).astype(np.int32)
+        groups = groups[: int(self._count[groups].cumsum(dtype=np.int64).searchsorted(n)) + 1]
+        row, column = np.divmod(np.flatnonzero(self._is_free[groups])[:n], _GROUP)
+        frames = (groups[row] * _GROUP + column).astype(np.int32)
         self.remove(frames)
         return frames
 
