@@ -42,7 +42,6 @@ class LayerMajorPool:
         self.num_layers = num_layers
         self.run_bytes = run_bytes
         self.memory = np.zeros(2 * num_layers * max_pages * run_bytes, np.uint8)
-        self.moved_bytes = 0
 
     def kv(self) -> np.ndarray:
         used = self.memory[: 2 * self.num_layers * self.num_pages * self.run_bytes]
@@ -56,7 +55,6 @@ class LayerMajorPool:
         # Downwards from the first, upwards from the last: nothing is overwritten that is still to move.
         for layer in layers if after < before else reversed(layers):
             ctypes.memmove(base + layer * after, base + layer * before, kept)
-        self.moved_bytes = (2 * self.num_layers - 1) * kept
         self.num_pages = num_pages
 
 
@@ -129,17 +127,16 @@ def measure(pool_bytes: int, rounds: int) -> dict[str, Any]:
     copy_from, copy_to = np.ones(layer.memory.nbytes, np.uint8), np.ones(layer.memory.nbytes, np.uint8)
     steps = ("drain", "shrink", "scrub", "map", "use", "unmap", "grow", "refill")
     times: dict[str, list[float]] = {name: [] for name in (*steps, "layer shrink", "layer grow", "memcpy")}
-    moved = 0
     for _ in range(rounds):
         for name in steps:
             times[name].append(timed(getattr(block, name)))
         times["layer shrink"].append(timed(lambda: layer.resize(kept_pages)))
-        moved = layer.moved_bytes
         assert (layer.kv()[:, :, 0] == marks[:, :kept_pages]).all(), "a page got lost"
         times["layer grow"].append(timed(lambda: layer.resize(block.pool.num_pages)))
         assert (layer.kv()[:, :kept_pages, -1] == marks[:, :kept_pages]).all(), "a page got lost"
         layer.kv()[:] = marks[:, :, None]
         times["memcpy"].append(timed(lambda: np.copyto(copy_to, copy_from)))
+    moved = (2 * num_layers - 1) * kept_pages * run_bytes
     best = {name: min(samples) for name, samples in times.items()}
     resize, baseline = best["shrink"] + best["grow"], best["layer shrink"] + best["layer grow"]
     return {

@@ -7,8 +7,8 @@ Block-major: all layers of a page lie together, in the order of the host pool's 
 bytes on both sides of a copy, and a slab holds whole pages and nothing of any other:
 
     slab 0                      slab 1                      stride
-    | page 0 | page 1 | page 2 . | page 4 | page 5 | page 6 . |       .  padding, mapped or not: page 3 and page 7
-                                                                         are no pages, their frames are never free
+    | page 0 | page 1 | page 2 . | page 4 | page 5 | page 6 . |       .  padding: the numbers 3 and 7
+                                                                         are no pages
 
 Stands in for `MHATokenToKVPool`: attention, links and executor read both through the strides of `KVView`. The same
 class is the borrower's pool over the slabs that it has mapped, with its own page size and shape.
@@ -78,7 +78,7 @@ class ElasticPool:
         return np.arange(first, first + self.slab_pages, dtype=np.int32)
 
     def padding(self) -> np.ndarray:
-        """(n,) int32, the numbers without a page behind them: never to be free in a frame table."""
+        """(n,) int32, the numbers without a page behind them: a frame table lends them for good."""
         pages = np.arange(self.num_pages, dtype=np.int32)
         return pages[pages % self._stride_pages >= self.slab_pages]
 
