@@ -23,7 +23,9 @@ PURE = [
     "sglang.srt.managers.schedule_policy",
     "sglang.srt.managers.scheduler",
     "sglang.srt.model_executor.launch",
+    "sglang.srt.peer.borrower",
     "sglang.srt.peer.elastic_units",
+    "sglang.srt.peer.lender",
     # It blocks on sockets, and runs where there is no torch.
     "sglang.srt.offload.store.object_store",
     "sglang.srt.offload.store.embedded",

@@ -1,0 +1,63 @@
+"""Where a lender listens: what nobody outside of this machine can reach and, with ipc, nobody else on it."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import stat
+
+_MAX_SOCKET_PATH = 107
+
+
+class PeerError(Exception):
+    """Peers cannot be used as they were set up; the message is a sentence that says what to do."""
+
+
+def check_endpoint(endpoint: str) -> None:
+    """endpoint: tcp://127.0.0.1:5600, or ipc:///run/user/1000/kv/peers in a directory with mode 0700. Raises
+    PeerError."""
+    scheme, _, rest = endpoint.partition("://")
+    if scheme == "tcp":
+        host = rest.rpartition(":")[0].strip("[]")
+        if not _is_loopback(host):
+            raise PeerError(f"--peer-endpoint {endpoint}: peers share memory, so only loopback: tcp://127.0.0.1:PORT")
+    elif scheme == "ipc":
+        _check_path(endpoint, rest)
+    else:
+        raise PeerError(f"--peer-endpoint {endpoint}: give tcp://127.0.0.1:PORT or ipc:///DIRECTORY/NAME")
+
+
+def check_unused(endpoint: str) -> None:
+    """ZeroMQ itself would take an ipc endpoint away from whom it belongs to. Raises PeerError."""
+    scheme, _, path = endpoint.partition("://")
+    if scheme != "ipc":
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        try:
+            sock.connect(path)
+        except OSError:
+            return
+    raise PeerError(f"--peer-endpoint {endpoint}: another worker listens there; give each its own")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_path(endpoint: str, path: str) -> None:
+    directory = os.path.dirname(path)
+    if not os.path.isabs(path) or len(os.fsencode(path)) > _MAX_SOCKET_PATH:
+        raise PeerError(f"--peer-endpoint {endpoint}: give an absolute path of at most {_MAX_SOCKET_PATH} bytes")
+    try:
+        found = os.stat(directory)
+    except OSError as error:
+        raise PeerError(f"--peer-endpoint {endpoint}: {error}; make it with mkdir -m 700 {directory}") from error
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise PeerError(
+            f"--peer-endpoint {endpoint}: others may enter {directory}; "
+            "choose a directory of your own, made with mkdir -m 700"
+        )

@@ -1,0 +1,440 @@
+"""Coordinators over real sockets, with real processes that map real memory, are stopped and killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from peer_process import HEARTBEAT_S, SLAB_BYTES
+
+from sglang.srt.peer import slab_channel
+from sglang.srt.peer.borrower import AskedBack, BorrowerEvent, Lent, Lost
+from sglang.srt.peer.coordinator import BorrowerCoordinator, LenderCoordinator
+from sglang.srt.peer.endpoint import PeerError
+from sglang.srt.peer.lender import Demand, LenderEvent, LenderTiming, Offered, Quarantined, ToScrub
+from sglang.srt.peer.messages import BorrowerHeartbeat, Fetch, Refused, Register, Slab
+from sglang.srt.peer.slab_channel import ChannelError
+from sglang.srt.utils.shared_memory import SharedMemory
+
+DEADLINE_S = 30.0
+TCP = "tcp://127.0.0.1:0"
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, f"waited for nothing: {what}"
+        time.sleep(0.005)
+
+
+class Child:
+    """peer_process.py."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.said: list[list[Any]] = []
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("peer_process.py")), *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.said.extend(json.loads(line) for line in self.process.stdout)
+
+    def wait_for(self, *what: Any) -> list[Any]:
+        wait_until(lambda: any(line[: len(what)] == [*what] for line in self.said), f"{what} from {self.said}")
+        return next(line for line in self.said if line[: len(what)] == [*what])
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Child]]:
+    children: list[Child] = []
+
+    def start_one(*arguments: object) -> Child:
+        children.append(Child(*arguments))
+        return children[-1]
+
+    yield start_one
+    for child in children:
+        child.end()
+
+
+class Worker:
+    """A lender in this process. events: all so far. Silence is not meant to matter."""
+
+    def __init__(self, directory: Path, endpoint: str = TCP, num_slabs: int = 2, **options: Any) -> None:
+        self.slabs = [SharedMemory.allocate(SLAB_BYTES, "slab") for _ in range(num_slabs)]
+        self.events: list[LenderEvent] = []
+        self.notified = threading.Event()
+        timing = LenderTiming(heartbeat_s=HEARTBEAT_S, silence_s=1000)
+        self.coordinator = LenderCoordinator(
+            endpoint,
+            directory,
+            num_slabs,
+            SLAB_BYTES,
+            options.pop("slab_fd", lambda slab: self.slabs[slab].fd),
+            notify=self.notified.set,
+            timing=timing,
+            **options,
+        )
+
+    def wait_for(self, event: LenderEvent) -> None:
+        """And forget what came before."""
+
+        def has_come() -> bool:
+            self.events += self.coordinator.poll()
+            return event in self.events
+
+        wait_until(has_come, f"{event} in {self.events}")
+        del self.events[: self.events.index(event) + 1]
+
+    def scrub(self, slab: int) -> None:
+        self.slabs[slab].memory[:] = 0
+        self.coordinator.scrubbed(slab)
+
+    def quarantined(self) -> list[Quarantined]:
+        self.events += self.coordinator.poll()
+        return [event for event in self.events if isinstance(event, Quarantined)]
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Path:
+    path = tmp_path / "private"
+    path.mkdir(mode=0o700)
+    return path
+
+
+@pytest.fixture
+def make_worker(private: Path) -> Iterator[Callable[..., Worker]]:
+    workers: list[Worker] = []
+
+    def make(**options: Any) -> Worker:
+        workers.append(Worker(private, **options))
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.coordinator.close()
+
+
+class Master:
+    """A borrower in this process."""
+
+    def __init__(self, endpoint: str, want_bytes: int = SLAB_BYTES, **options: Any) -> None:
+        self.endpoint = endpoint
+        self.events: list[BorrowerEvent] = []
+        self.coordinator = BorrowerCoordinator([endpoint], "here", 4096, heartbeat_s=HEARTBEAT_S, **options)
+        self.coordinator.want(endpoint, want_bytes)
+
+    @property
+    def heartbeats(self) -> int:
+        """That it has sent."""
+        return self.coordinator._workers[self.endpoint].borrower._next_sequence
+
+    def next(self, kind: type[BorrowerEvent]) -> Any:
+        def has_come() -> bool:
+            self.events += self.coordinator.poll()
+            return any(isinstance(event, kind) for event in self.events)
+
+        wait_until(has_come, f"{kind} in {self.events}")
+        found = next(event for event in self.events if isinstance(event, kind))
+        self.events.remove(found)
+        return found
+
+
+@pytest.fixture
+def make_master() -> Iterator[Callable[..., Master]]:
+    masters: list[Master] = []
+
+    def make(*arguments: Any, **options: Any) -> Master:
+        masters.append(Master(*arguments, **options))
+        return masters[-1]
+
+    yield make
+    for master in masters:
+        master.coordinator.close()
+
+
+# -- processes ---------------------------------------------------------------------------------------------------
+
+
+def test_two_masters_want_the_same_slab_and_the_one_that_has_it_is_killed(make_worker, start):
+    worker = make_worker(num_slabs=1)
+    anna, bert = (start("borrower", name, SLAB_BYTES, worker.coordinator.endpoint) for name in ("anna", "bert"))
+    worker.wait_for(Demand(2 * SLAB_BYTES))
+    worker.coordinator.offer([0])
+    worker.wait_for(Offered((0,), ()))
+    anna.wait_for("lent", 0, 0)
+    wait_until(lambda: bytes(worker.slabs[0].memory) == b"a" * SLAB_BYTES, "what the borrower wrote")
+    assert bert.said == []
+    anna.signal(signal.SIGKILL)
+    worker.wait_for(ToScrub(0))
+    worker.scrub(0)
+    worker.coordinator.offer([0])
+    worker.wait_for(Offered((0,), ()))
+    bert.wait_for("lent", 0, 0)
+
+
+def test_a_stopped_borrower_costs_its_slab_until_it_goes_on(make_worker, start, private: Path):
+    worker = make_worker(endpoint=f"ipc://{private}/peers")
+    borrower = start("borrower", "anna", 2 * SLAB_BYTES, worker.coordinator.endpoint)
+    worker.wait_for(Demand(2 * SLAB_BYTES))
+    worker.coordinator.offer([0, 1])
+    borrower.wait_for("lent", 0)
+    borrower.wait_for("lent", 1)
+    worker.coordinator.reclaim(1, DEADLINE_S)
+    worker.wait_for(ToScrub(0))
+    borrower.signal(signal.SIGSTOP)
+    worker.coordinator.reclaim(1, 0.1)
+    wait_until(worker.quarantined, "the alarm")
+    assert worker.coordinator.status()["quarantined_slabs"] == worker.coordinator.status()["quarantined"] == 1
+    assert ToScrub(1) not in worker.events and borrower.said.count(["unmapped"]) == 1
+    borrower.signal(signal.SIGCONT)
+    worker.wait_for(ToScrub(1))
+    assert borrower.said.count(["unmapped"]) == 2
+    for slab in (0, 1):
+        worker.scrub(slab)
+    wait_until(lambda: worker.coordinator.status()["free_slabs"] == 2, "the engine's own slabs")
+
+
+def test_a_stopped_lender_keeps_its_leases_and_a_killed_one_ends_them(make_master, start, private: Path):
+    endpoint = f"ipc://{private}/peers"
+    lender = start("lender", private, 1, endpoint)
+    lender.wait_for("ready")
+    master = make_master(endpoint)
+    first = master.next(Lent)
+    lender.signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, lender.process.pid, os.WSTOPPED)
+    memory = SharedMemory(first.fd, SLAB_BYTES).memory
+    memory[:] = 1
+    sent = master.heartbeats
+    wait_until(lambda: master.heartbeats > sent + 10, "heartbeats that nobody answers")
+    assert master.coordinator.poll() == []
+    lender.signal(signal.SIGKILL)
+    assert master.next(Lost) == Lost(endpoint, first.lease)
+    start("lender", private, 1, endpoint)
+    second = master.next(Lent)
+    assert second.lease.epoch > first.lease.epoch
+    os.close(second.fd)
+
+
+# -- in one process ----------------------------------------------------------------------------------------------
+
+
+def lend_one(worker: Worker, master: Master) -> Lent:
+    worker.wait_for(Demand(SLAB_BYTES))
+    worker.coordinator.offer([0])
+    return master.next(Lent)
+
+
+def test_from_lending_to_reclaiming(make_worker, make_master):
+    worker = make_worker()
+    master = make_master(worker.coordinator.endpoint)
+    lent = lend_one(worker, master)
+    assert worker.notified.is_set() and lent.slab == 0 and lent.size_bytes == SLAB_BYTES
+    SharedMemory(lent.fd, SLAB_BYTES).memory[:] = 9
+    assert (worker.slabs[0].memory == 9).all()
+    worker.coordinator.reclaim(1, DEADLINE_S)
+    asked = master.next(AskedBack)
+    assert asked.lease == lent.lease and 0 < asked.deadline - time.monotonic() <= DEADLINE_S
+    master.coordinator.unmapped(master.endpoint, lent.lease)
+    worker.wait_for(ToScrub(0))
+
+
+def test_strict_leases_come_without_memory(make_worker, make_master):
+    worker = make_worker(strict=True)
+    master = make_master(worker.coordinator.endpoint)
+    assert lend_one(worker, master).fd is None
+    assert master.coordinator.status()["held_leases"] == 1
+
+
+def test_the_end_of_a_connection_is_not_the_end_of_a_process(make_worker, make_master):
+    worker = make_worker()
+    master = make_master(worker.coordinator.endpoint)
+    lent = lend_one(worker, master)
+    os.close(lent.fd)
+    master.coordinator.close()
+    wait_until(lambda: not worker.coordinator._connections, "the connection to end")
+    worker.coordinator.reclaim(1, 0.0)
+    wait_until(worker.quarantined, "the alarm")
+    assert ToScrub(0) not in worker.events
+
+
+def test_what_was_not_taken_is_closed(make_worker, make_master):
+    worker = make_worker()
+    master = make_master(worker.coordinator.endpoint)
+    worker.wait_for(Demand(SLAB_BYTES))
+    worker.coordinator.offer([0])
+    wait_until(lambda: master.coordinator._events, "the slab")
+    fd = master.coordinator._events[0].fd
+    os.fstat(fd)
+    master.coordinator.close()
+    with pytest.raises(OSError):
+        os.fstat(fd)
+
+
+def test_poll_raises_when_the_thread_has_died(make_worker, make_master):
+    worker = make_worker(slab_fd=lambda slab: {}[slab])
+    master = make_master(worker.coordinator.endpoint)
+    worker.wait_for(Demand(SLAB_BYTES))
+    worker.coordinator.offer([0])
+    wait_until(lambda: not worker.coordinator._thread.is_alive(), "the thread's death")
+    with pytest.raises(RuntimeError, match="peer-lender has died"):
+        worker.coordinator.poll()
+    assert master.coordinator.poll() == []
+
+
+# -- strangers ---------------------------------------------------------------------------------------------------
+
+
+def fetch_of(worker: Worker, **fields: Any) -> Fetch:
+    """A right one, but for `fields`."""
+    lender = worker.coordinator._lender
+    lease = lender._leases[0]
+    right = {"name": lease.borrower.name, "incarnation": lease.borrower.incarnation, "epoch": lender.epoch}
+    return Fetch(**(right | {"number": lease.number, "token": lease.token} | fields))
+
+
+def ask(sock: socket.socket, message: Fetch) -> Slab | Refused:
+    slab_channel.send(sock, message)
+    answers: list[Any] = []
+
+    def has_come() -> bool:
+        try:
+            answer, fd = slab_channel.receive(sock, Slab | Refused)
+        except BlockingIOError:
+            return False
+        assert (fd is not None) == isinstance(answer, Slab)
+        if fd is not None:
+            os.close(fd)
+        answers.append(answer)
+        return True
+
+    wait_until(has_come, "an answer")
+    return answers[0]
+
+
+def test_only_the_right_token_from_the_right_process_opens_a_slab(make_worker, start):
+    worker = make_worker()
+    borrower = start("borrower", "anna", SLAB_BYTES, worker.coordinator.endpoint)
+    worker.wait_for(Demand(SLAB_BYTES))
+    borrower.signal(signal.SIGSTOP)
+    worker.coordinator.offer([0])
+    worker.wait_for(Offered((0,), ()))
+    path = worker.coordinator._slab_socket
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    with slab_channel.connect(path) as sock:
+        assert ask(sock, fetch_of(worker, token=b"?" * 16)) == Refused(0)
+        assert ask(sock, fetch_of(worker, incarnation=3)) == Refused(0)
+        borrower.signal(signal.SIGCONT)
+        borrower.wait_for("lent", 0)
+        assert ask(sock, fetch_of(worker)) == Refused(0), "another process has fetched as this borrower"
+    wait_until(lambda: worker.coordinator.status()["refused"] == 3, "refusals to be counted")
+
+
+def test_one_connection_is_one_borrower(make_worker, make_master):
+    worker = make_worker()
+    lend_one(worker, make_master(worker.coordinator.endpoint))
+    with slab_channel.connect(worker.coordinator._slab_socket) as sock:
+        assert ask(sock, fetch_of(worker)) == Slab(0), "the same process, connected anew"
+        assert ask(sock, fetch_of(worker, name="other")) == Refused(0)
+
+
+def test_garbage_is_ignored_and_counted(make_worker, make_master):
+    worker = make_worker()
+    path = worker.coordinator._slab_socket
+
+    def rejected(times: int) -> bool:
+        return worker.coordinator.status()["rejected"] == times
+
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.connect(worker.coordinator.endpoint)
+        stranger.send(b"\xc1 not msgpack")
+        stranger.send_multipart([b"", b"more", b"frames"])
+        stranger.send(msgspec.msgpack.encode({"type": "BorrowerHeartbeat", "sequence": -1}))
+        wait_until(lambda: rejected(3), "garbage to be counted")
+
+        lent = lend_one(worker, make_master(worker.coordinator.endpoint))
+        os.close(lent.fd)
+        me = worker.coordinator._lender._leases[0].borrower
+        register = Register(name=me.name, incarnation=me.incarnation, page_bytes=1, want_bytes=0)
+        forged = BorrowerHeartbeat(
+            sequence=1 << 40, register=register, epoch=lent.lease.epoch, mapped=(), released=(lent.lease.number,)
+        )
+        stranger.send(msgspec.msgpack.encode(forged))
+        wait_until(lambda: rejected(4), "a forged release to be counted")
+    assert worker.coordinator.status()["lent_slabs"] == 1
+
+    for data in (b"garbage", b"x" * 100_000, b""):
+        with slab_channel.connect(path) as sock:
+            sock.send(data)
+            wait_until(lambda: is_closed(sock), "the connection to be closed")
+    worker.coordinator.offer([1])
+    worker.wait_for(Offered((), (1,)))
+
+
+def is_closed(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1) == b""
+    except BlockingIOError:
+        return False
+
+
+def test_another_users_process_is_refused(monkeypatch):
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with one, other:
+        assert slab_channel.peer_process(one).pid == os.getpid()
+        monkeypatch.setattr(slab_channel.os, "geteuid", lambda: 12345)
+        with pytest.raises(ChannelError, match="is of user"):
+            slab_channel.peer_process(one)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "says"),
+    [
+        ("tcp://0.0.0.0:5600", "only loopback"),
+        ("tcp://*:5600", "only loopback"),
+        ("tcp://10.0.0.2:5600", "only loopback"),
+        ("tcp://example.org:5600", "only loopback"),
+        ("udp://127.0.0.1:5600", "give tcp://"),
+        ("peers", "give tcp://"),
+        ("ipc://relative/peers", "absolute path"),
+        ("ipc:///no/such/directory/peers", "mkdir -m 700"),
+        ("ipc:///tmp/peers", "others may enter"),
+    ],
+)
+def test_an_endpoint_that_others_can_reach_is_refused(endpoint: str, says: str, tmp_path: Path):
+    with pytest.raises(PeerError, match=says):
+        LenderCoordinator(endpoint, tmp_path, 1, SLAB_BYTES, lambda slab: -1)
+    with pytest.raises(PeerError, match=says):
+        BorrowerCoordinator([endpoint], "here", 4096)
+
+
+@pytest.mark.parametrize(("endpoint", "says"), [(TCP, "cannot listen on"), ("ipc://{}/peers", "another worker")])
+def test_an_endpoint_that_is_taken_is_said(make_worker, private: Path, endpoint: str, says: str):
+    worker = make_worker(endpoint=endpoint.format(private))
+    with pytest.raises(PeerError, match=says):
+        make_worker(endpoint=worker.coordinator.endpoint)
