@@ -158,6 +158,16 @@ def test_silence_asks_back_but_frees_nothing():
     assert owner.states == [QUARANTINED] * 2
 
 
+def test_a_lender_that_stood_still_takes_nobody_for_silent():
+    owner = lent_and_fetched(1)
+    owner.tick(1)
+    owner.tick(101)
+    assert owner.states == [LENT]
+    for now in range(102, 110):
+        owner.tick(now)
+    assert owner.states == [RECLAIMING]
+
+
 def test_a_lease_that_nobody_has_fetched_ends_at_once():
     owner = lender(2)
     owner.receive(heartbeat(), 0)

@@ -224,7 +224,8 @@ class LenderCoordinator(_Coordinator[LenderEvent]):
 
     def offer(self, slabs: Sequence[int]) -> None:
         """As `Lender.offer`; until `Offered` says otherwise, these slabs are not the engine's."""
-        self._submit(lambda: self._lender.offer(slabs, time.monotonic()))
+        offered = tuple(slabs)
+        self._submit(lambda: self._lender.offer(offered, time.monotonic()))
 
     def reclaim(self, num_slabs: int, timeout_s: float) -> None:
         """As `Lender.reclaim`."""
@@ -238,14 +239,13 @@ class LenderCoordinator(_Coordinator[LenderEvent]):
 
     def _turn(self, ready: dict[Any, int]) -> list[LenderEvent]:
         self._run_commands(ready)
-        # First what has come: a lender that was stopped for long takes nobody for silent who was not.
         self._receive()
         if self._listener.fileno() in ready:
             self._accept()
         for fd in ready.keys() & self._connections.keys():
             self._serve(fd)
         for borrower, process in list(self._processes.items()):
-            if process.pidfd in ready:
+            if ready.get(process.pidfd, 0) & zmq.POLLIN:
                 self._lender.died(borrower)
         self._lender.tick(time.monotonic())
         self._forget_strangers()
@@ -350,8 +350,8 @@ class LenderCoordinator(_Coordinator[LenderEvent]):
 
 
 class _Worker:
-    """A lender that a borrower coordinator talks to. asked: leases whose memory was asked for. sock, process: the
-    slab channel to the lender of `epoch`."""
+    """A lender that a borrower coordinator talks to. asked: leases whose memory was asked for. slab_socket, sock,
+    process: the slab channel to the lender's life `epoch`, and that life."""
 
     def __init__(self, borrower: Borrower, dealer: zmq.Socket) -> None:
         self.borrower = borrower
@@ -381,7 +381,7 @@ class BorrowerCoordinator(_Coordinator[BorrowerEvent]):
         super().__init__("peer-borrower", notify, heartbeat_s)
         incarnation = time.monotonic_ns()
         self._workers: dict[str, _Worker] = {}
-        for endpoint in endpoints:
+        for endpoint in dict.fromkeys(endpoints):
             dealer = self._open(zmq.DEALER)
             dealer.setsockopt(zmq.ROUTING_ID, b"p" + secrets.token_bytes(16))
             dealer.connect(endpoint)
@@ -408,7 +408,7 @@ class BorrowerCoordinator(_Coordinator[BorrowerEvent]):
             self._receive(worker)
             if worker.sock is not None and worker.sock.fileno() in ready:
                 self._take_slabs(worker)
-            if worker.process is not None and worker.process.pidfd in ready:
+            if worker.process is not None and ready.get(worker.process.pidfd, 0) & zmq.POLLIN:
                 self._disconnect(worker)
                 self._forget_process(worker)
                 worker.borrower.lender_died(worker.epoch)

@@ -19,8 +19,8 @@ def check_endpoint(endpoint: str) -> None:
     PeerError."""
     scheme, _, rest = endpoint.partition("://")
     if scheme == "tcp":
-        host = rest.rpartition(":")[0].strip("[]")
-        if not _is_loopback(host):
+        host, _, port = rest.rpartition(":")
+        if not (port.isdecimal() and int(port) < 1 << 16 and _is_loopback(host)):
             raise PeerError(f"--peer-endpoint {endpoint}: peers share memory, so only loopback: tcp://127.0.0.1:PORT")
     elif scheme == "ipc":
         _check_path(endpoint, rest)
@@ -43,7 +43,7 @@ def check_unused(endpoint: str) -> None:
 
 def _is_loopback(host: str) -> bool:
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return ipaddress.IPv4Address(host).is_loopback
     except ValueError:
         return False
 

@@ -18,6 +18,7 @@ correctness. A lease whose memory nobody has (not fetched yet, or strict) ends b
 from __future__ import annotations
 
 import hmac
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -140,6 +141,7 @@ class Lender:
         self._next_number = 0
         self._next_sequence = 0
         self._unmet_bytes = 0
+        self._ticked_at = math.inf
         self._events: list[LenderEvent] = []
 
     @property
@@ -221,6 +223,11 @@ class Lender:
 
     def tick(self, now: float) -> None:
         """Time has passed. Messages that have already come are to be received first."""
+        # While the lender itself stood still it could hear nobody.
+        if now - self._ticked_at > self.timing.silence_s / 2:
+            for borrower in self._borrowers.values():
+                borrower.heard_at = min(now, borrower.heard_at + now - self._ticked_at)
+        self._ticked_at = now
         for me, borrower in list(self._borrowers.items()):
             is_silent = self._is_silent(borrower, now)
             if is_silent or self._is_superseded(me):

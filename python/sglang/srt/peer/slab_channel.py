@@ -2,7 +2,8 @@
 learns which process the other is. Owns how such sockets are made; who is given what is the coordinator's.
 
 One datagram is one message (`Fetch`; `Slab` or `Refused`). A process's end is seen at its pidfd: only that proves
-that its mappings are gone, the end of a connection does not.
+that its mappings are gone, the end of a connection does not. So a borrower neither passes the memory on nor lets
+children inherit the mapping (MADV_DONTFORK).
 """
 
 from __future__ import annotations
