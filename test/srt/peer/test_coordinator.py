@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -22,9 +23,9 @@ from peer_process import HEARTBEAT_S, SLAB_BYTES
 from sglang.srt.peer import slab_channel
 from sglang.srt.peer.borrower import AskedBack, BorrowerEvent, Lent, Lost
 from sglang.srt.peer.coordinator import BorrowerCoordinator, LenderCoordinator
-from sglang.srt.peer.endpoint import PeerError
+from sglang.srt.peer.endpoint import PeerError, check_endpoint
 from sglang.srt.peer.lender import Demand, LenderEvent, LenderTiming, Offered, Quarantined, ToScrub
-from sglang.srt.peer.messages import BorrowerHeartbeat, Fetch, Refused, Register, Slab
+from sglang.srt.peer.messages import BorrowerHeartbeat, Fetch, Lend, LenderHeartbeat, Refused, Register, Slab
 from sglang.srt.peer.slab_channel import ChannelError
 from sglang.srt.utils.shared_memory import SharedMemory
 
@@ -142,11 +143,11 @@ def make_worker(private: Path) -> Iterator[Callable[..., Worker]]:
 class Master:
     """A borrower in this process."""
 
-    def __init__(self, endpoint: str, want_bytes: int = SLAB_BYTES, **options: Any) -> None:
+    def __init__(self, endpoint: str, name: str = "here") -> None:
         self.endpoint = endpoint
         self.events: list[BorrowerEvent] = []
-        self.coordinator = BorrowerCoordinator([endpoint], "here", 4096, heartbeat_s=HEARTBEAT_S, **options)
-        self.coordinator.want(endpoint, want_bytes)
+        self.coordinator = BorrowerCoordinator([endpoint], name, 4096, heartbeat_s=HEARTBEAT_S)
+        self.coordinator.want(endpoint, SLAB_BYTES)
 
     @property
     def heartbeats(self) -> int:
@@ -168,8 +169,8 @@ class Master:
 def make_master() -> Iterator[Callable[..., Master]]:
     masters: list[Master] = []
 
-    def make(*arguments: Any, **options: Any) -> Master:
-        masters.append(Master(*arguments, **options))
+    def make(endpoint: str, name: str = "here") -> Master:
+        masters.append(Master(endpoint, name))
         return masters[-1]
 
     yield make
@@ -309,10 +310,10 @@ def test_poll_raises_when_the_thread_has_died(make_worker, make_master):
 # -- strangers ---------------------------------------------------------------------------------------------------
 
 
-def fetch_of(worker: Worker, **fields: Any) -> Fetch:
+def fetch_of(worker: Worker, slab: int = 0, **fields: Any) -> Fetch:
     """A right one, but for `fields`."""
     lender = worker.coordinator._lender
-    lease = lender._leases[0]
+    lease = lender._leases[slab]
     right = {"name": lease.borrower.name, "incarnation": lease.borrower.incarnation, "epoch": lender.epoch}
     return Fetch(**(right | {"number": lease.number, "token": lease.token} | fields))
 
@@ -356,10 +357,15 @@ def test_only_the_right_token_from_the_right_process_opens_a_slab(make_worker, s
 
 def test_one_connection_is_one_borrower(make_worker, make_master):
     worker = make_worker()
-    lend_one(worker, make_master(worker.coordinator.endpoint))
+    endpoint = worker.coordinator.endpoint
+    masters = [make_master(endpoint, "anna"), make_master(endpoint, "bert")]
+    worker.wait_for(Demand(2 * SLAB_BYTES))
+    worker.coordinator.offer([0, 1])
+    for master in masters:
+        os.close(master.next(Lent).fd)
     with slab_channel.connect(worker.coordinator._slab_socket) as sock:
-        assert ask(sock, fetch_of(worker)) == Slab(0), "the same process, connected anew"
-        assert ask(sock, fetch_of(worker, name="other")) == Refused(0)
+        assert ask(sock, fetch_of(worker, slab=1)) == Slab(0), "the same process, connected anew"
+        assert ask(sock, fetch_of(worker, slab=0)) == Refused(1), "another borrower's slab"
 
 
 def test_garbage_is_ignored_and_counted(make_worker, make_master):
@@ -403,6 +409,106 @@ def is_closed(sock: socket.socket) -> bool:
         return False
 
 
+class FalseLender:
+    """Says and gives what a test wants. heard: the newest heartbeat. sock: the newest connection to the slab
+    channel."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = str(directory / "slabs")
+        self.context = zmq.Context()
+        self.router = self.context.socket(zmq.ROUTER)
+        self.router.bind(TCP)
+        self.endpoint = self.router.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self.listener = slab_channel.listen(self.path)
+        self.sequence = 0
+
+    def hear(self) -> BorrowerHeartbeat:
+        assert self.router.poll(1000 * DEADLINE_S), "no heartbeat"
+        self.route, data = self.router.recv_multipart()
+        self.heard = msgspec.msgpack.decode(data, type=BorrowerHeartbeat)
+        return self.heard
+
+    def say(self, *lends: Lend, epoch: int = 1000) -> None:
+        self.sequence += 1
+        message = LenderHeartbeat(
+            sequence=self.sequence,
+            epoch=epoch,
+            incarnation=self.heard.register.incarnation,
+            lends=lends,
+            slab_socket=self.path,
+        )
+        self.router.send_multipart([self.route, msgspec.msgpack.encode(message)])
+
+    def accept(self) -> None:
+        assert select.select([self.listener], [], [], DEADLINE_S)[0], "nobody connects"
+        self.sock, _ = self.listener.accept()
+
+    def asked(self) -> Fetch:
+        assert select.select([self.sock], [], [], DEADLINE_S)[0], "nobody asks"
+        return slab_channel.receive(self.sock, Fetch)[0]
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+        self.listener.close()
+        self.sock.close()
+
+
+@pytest.fixture
+def false_lender(private: Path) -> Iterator[FalseLender]:
+    lender = FalseLender(private)
+    yield lender
+    lender.close()
+
+
+def lend(number: int, reclaim_in_s: float | None = None) -> Lend:
+    return Lend(number=number, slab=0, size_bytes=SLAB_BYTES, token=b"t", strict=False, reclaim_in_s=reclaim_in_s)
+
+
+def test_a_borrower_watches_asks_again_and_never_maps_what_comes_too_late(false_lender, make_master):
+    master = make_master(false_lender.endpoint)
+    false_lender.hear()
+    false_lender.router.send_multipart([false_lender.route, b"garbage"])
+    false_lender.say()
+    false_lender.accept()  # before anything is lent
+    false_lender.say(lend(0))
+    assert false_lender.asked().number == 0
+    slab_channel.send(false_lender.sock, Refused(0))
+    false_lender.say(lend(0))
+    assert false_lender.asked().number == 0
+    false_lender.say(lend(0, reclaim_in_s=1.0))
+    wait_until(lambda: false_lender.hear().released == (0,), "a release")
+    read_end, write_end = os.pipe()
+    slab_channel.send(false_lender.sock, Slab(0), read_end)
+    os.close(read_end)
+    wait_until(lambda: is_broken(write_end), "the memory to be closed")
+    os.close(write_end)
+    assert master.coordinator.poll() == []
+    assert master.coordinator.status()["rejected"] == 1
+
+
+def test_the_next_life_of_a_lender_is_connected_to_anew(false_lender, make_master):
+    master = make_master(false_lender.endpoint)
+    false_lender.hear()
+    false_lender.say(lend(0))
+    false_lender.accept()
+    old = false_lender.sock
+    false_lender.asked()
+    false_lender.say(lend(0), epoch=1001)
+    false_lender.accept()
+    assert false_lender.asked().epoch == 1001
+    wait_until(lambda: is_closed(old), "the former connection to be closed")
+    old.close()
+    assert master.coordinator.poll() == []
+
+
+def is_broken(write_end: int) -> bool:
+    try:
+        os.write(write_end, b".")
+    except BrokenPipeError:
+        return True
+    return False
+
+
 def test_another_users_process_is_refused(monkeypatch):
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with one, other:
@@ -433,6 +539,13 @@ def test_an_endpoint_that_others_can_reach_is_refused(endpoint: str, says: str, 
         LenderCoordinator(endpoint, tmp_path, 1, SLAB_BYTES, lambda slab: -1)
     with pytest.raises(PeerError, match=says):
         BorrowerCoordinator([endpoint], "here", 4096)
+
+
+def test_a_directory_of_another_user_is_refused(private: Path, monkeypatch):
+    check_endpoint(f"ipc://{private}/peers")
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(PeerError, match="others may enter"):
+        check_endpoint(f"ipc://{private}/peers")
 
 
 @pytest.mark.parametrize(("endpoint", "says"), [(TCP, "cannot listen on"), ("ipc://{}/peers", "another worker")])

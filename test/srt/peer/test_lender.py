@@ -158,6 +158,14 @@ def test_silence_asks_back_but_frees_nothing():
     assert owner.states == [QUARANTINED] * 2
 
 
+def test_who_is_silent_gets_nothing_new():
+    owner = lender()
+    owner.receive(heartbeat(), 0)
+    assert owner.offer([3], 5.1).lent == ()
+    owner.receive(heartbeat(), 5.2)
+    assert owner.offer([3], 5.2).lent == (3,)
+
+
 def test_a_lender_that_stood_still_takes_nobody_for_silent():
     owner = lent_and_fetched(1)
     owner.tick(1)
@@ -237,6 +245,9 @@ def test_the_next_life_of_a_name_inherits_nothing():
     assert owner.states == [RECLAIMING] * 2, "asked back, for the former life may still have them mapped"
     owner.receive(heartbeat(A, released=(0,)), 2)
     owner.scrubbed(1)
+    owner.receive(heartbeat(next_life, want=0), 2)
+    assert owner.offer([1], 2).lent == (), "the former life borrows no more"
+    owner.receive(heartbeat(next_life), 2)
     owner.offer([1], 2)
     assert [lend.slab for lend in lends(owner, next_life, 2)] == [1]
 
