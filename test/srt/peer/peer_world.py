@@ -44,7 +44,8 @@ class Worker(Process):
 
 @dataclass(kw_only=True)
 class Master(Process):
-    """borrowers: by worker. mapped: (worker, lease) -> slab. draining: what was asked back."""
+    """borrowers: by worker. mapped: (worker, lease) -> slab. draining: what was asked back. unmapping: what
+    was lost, and is still mapped."""
 
     borrowers: dict[str, Borrower]
     mapped: dict[tuple[str, LeaseId], int] = field(default_factory=dict)
