@@ -18,7 +18,13 @@ def quiet() -> None:
     logging.getLogger("sglang").setLevel(logging.CRITICAL)
 
 
-@pytest.mark.parametrize("seed", range(100, 116))
+# A small device and a long queue: many steps.
+LONG = (105, 107, 111)
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=pytest.mark.slow if seed in LONG else ()) for seed in range(100, 116)]
+)
 def test_soak(seed: int) -> None:
     soak = Soak(SoakConfig.draw(seed, 250))
     soak.run()

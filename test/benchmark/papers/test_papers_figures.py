@@ -45,7 +45,13 @@ def check(result: Result, runs: Runs, out: Path) -> None:
     assert (out / f"{result.name}.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize("number", strata.SIMULATED)
+# Those that run longest, on what the others run, too.
+LONG = ("8", "13")
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in strata.SIMULATED]
+)
 def test_a_simulated_figure(number: str, runs: Runs, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figure 8 with one model, and one rate everywhere; two changes are enough for a sensitivity table."""
     few = dict.fromkeys(strata.RATES, (ALL_AT_ONCE,))

@@ -135,7 +135,7 @@ def test_partials_merge_to_the_whole(page_size, dtype):
 
 
 def test_decode_batches_of_very_unlike_lengths():
-    for seed in range(4):
+    for seed in range(2):
         rng = random.Random(seed)
         case = Case(seed, 3, "layer_first", torch.float32, q_lens=(1,) * 40, max_prefix=rng.choice((300, 2000)))
         backend = TorchNativeAttnBackend()
