@@ -19,7 +19,9 @@ def quiet() -> None:
 
 
 # A small device and a long queue: many steps.
-LONG = (105, 107, 111)
+LONG = (105, 107, 111, 114)
+# Configurations that take longer than the others, and are of use for what these do not catch.
+LONG_CONFIGURATIONS = (3, 4, 7, 8, 237)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,14 @@ def test_soak(seed: int) -> None:
 CONFIGURATIONS = list(configurations())
 
 
-@pytest.mark.parametrize("config", [c for c in CONFIGURATIONS if c.seed not in QUEUES], ids=lambda c: str(c.seed))
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(c, id=str(c.seed), marks=pytest.mark.slow if c.seed in LONG_CONFIGURATIONS else ())
+        for c in CONFIGURATIONS
+        if c.seed not in QUEUES
+    ],
+)
 def test_without_a_bug_the_hunt_finds_nothing(config: SoakConfig) -> None:
     Soak(config).run()
 

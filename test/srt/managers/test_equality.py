@@ -90,7 +90,11 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+# The other two differ from these in nothing that caching touches; test_models.py runs all.
+@pytest.fixture(
+    scope="module",
+    params=["llama", "qwen3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mistral", "qwen2"))],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(MODELS[request.param], str(tmp_path_factory.mktemp(request.param)))
 
