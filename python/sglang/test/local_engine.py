@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
-from sglang.srt.mem_cache.transfer import D2H, H2D, STORAGE_LINKS, StorageAction, Tier
+from sglang.srt.mem_cache.transfer import BACKUP_LINKS, H2D, LOAD_LINKS, STORAGE_LINKS, StorageAction, Tier
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -51,12 +52,17 @@ class Generation:
     end_s: float = 0.0
 
 
+def _poison(pool: DevicePool | MHATokenToKVPoolHost, frames: np.ndarray) -> None:
+    pool.poison(torch.from_numpy(frames).to(torch.int64))
+
+
 class LocalEngine:
-    """num_device_pages, num_host_pages: sizes of the pools. debug: poison freed memory, fail on non-finite logits and
-    check all invariants after every step. group: several ranks, in which every launch runs to its end. open_store:
-    the storage of the host pool; attached from the start if overrides have `storage`. load_bytes_per_s: loads from
-    the host are no faster. make_pool: the device pool, called like `MHATokenToKVPool`. overrides: other fields of
-    SchedulerConfig; nothing is computed instead of loaded unless they say so, as that depends on the clock."""
+    """num_device_pages, num_host_pages, num_peer_pages: sizes of the pools. debug: poison freed memory, fail on
+    non-finite logits and check all invariants after every step. group: several ranks, in which every launch runs to
+    its end. open_store: the storage of the host pool; attached from the start if overrides have `storage`.
+    load_bytes_per_s: loads from the host are no faster. make_pool: the device pool, called like `MHATokenToKVPool`.
+    overrides: other fields of SchedulerConfig; nothing is computed instead of loaded unless they say so, as that
+    depends on the clock."""
 
     def __init__(
         self,
@@ -75,6 +81,7 @@ class LocalEngine:
         host_layout: str = "page_first",
         load_bytes_per_s: float | None = None,
         make_pool: Callable[..., DevicePool] = MHATokenToKVPool,
+        num_peer_pages: int = 0,
         **overrides: Any,
     ) -> None:
         self.model_config = model_config
@@ -86,6 +93,7 @@ class LocalEngine:
             page_size=page_size,
             num_device_pages=num_device_pages,
             num_host_pages=num_host_pages,
+            num_peer_pages=num_peer_pages,
             page_bytes=MHATokenToKVPool.page_bytes(page_size, c.num_layers, num_kv_heads, c.head_dim, c.dtype),
             context_len=c.context_length,
             eos_token_ids=c.eos_token_ids,
@@ -114,22 +122,29 @@ class LocalEngine:
             late_rate=late_rate,
             lockstep=group.size > 1,
         )
-        self.host_pool = None
-        poison = {Tier.DEVICE: lambda frames: pool.poison(torch.from_numpy(frames).to(torch.int64))}
+        self.host_pool: MHATokenToKVPoolHost | None = None
+        self.peer_pool: MHATokenToKVPoolHost | None = None
         if num_host_pages:
             self.host_pool = host = MHATokenToKVPoolHost(pool, num_host_pages, host_layout)
-            poison[Tier.HOST] = lambda frames: host.poison(torch.from_numpy(frames).to(torch.int64))
-            for i, name in enumerate((H2D, D2H)):
+        if num_peer_pages:
+            self.peer_pool = MHATokenToKVPoolHost(pool, num_peer_pages)
+        below = {Tier.PEER: self.peer_pool, Tier.HOST: self.host_pool}
+        poison: dict[Tier, Callable[[np.ndarray], None]] = {Tier.DEVICE: partial(_poison, pool)}
+        for tier, each in below.items():
+            if each is None:
+                continue
+            poison[tier] = partial(_poison, each)
+            for i, name in enumerate((LOAD_LINKS[tier], BACKUP_LINKS[tier])):
                 self._streams.append(ThreadStream(name))
                 links[name] = FaultyLink(
                     name,
                     pool,
-                    host,
+                    each,
                     self._streams[-1],
                     executor.fence,
                     self._woken.set,
                     seed=seed + i,
-                    fail_rate=load_fail_rate if name == H2D else 0.0,
+                    fail_rate=load_fail_rate if name in LOAD_LINKS.values() else 0.0,
                     late_rate=late_rate,
                     rate_limit=RateLimit(load_bytes_per_s) if load_bytes_per_s and name == H2D else None,
                 )
@@ -142,9 +157,9 @@ class LocalEngine:
                 self._streams.append(ThreadStream(name))
                 storage_links[name] = StorageLink(name, self._slot, self._streams[-1], self._woken.set)
         if debug:
-            pool.kv.fill_(float("nan"))
-            if self.host_pool is not None:
-                self.host_pool.kv.fill_(float("nan"))
+            for filled in (pool, self.host_pool, self.peer_pool):
+                if filled is not None:
+                    filled.kv.fill_(float("nan"))
         self.core = EngineCore(
             Scheduler(config),
             executor,

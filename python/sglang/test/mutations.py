@@ -31,7 +31,7 @@ from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node
 from sglang.srt.mem_cache.link import CopyGate, CopyLink
 from sglang.srt.mem_cache.storage_link import StorageLink
-from sglang.srt.mem_cache.transfer import FRAME_TIERS, GateError, Tier
+from sglang.srt.mem_cache.transfer import D2P, FRAME_TIERS, P2D, GateError, Tier
 from sglang.srt.mem_cache.transient_nodes import TransientNodes
 from sglang.srt.model_executor import executor as executor_module
 from sglang.srt.model_executor.executor import ModelExecutor, NonFiniteLogitsError
@@ -476,7 +476,7 @@ def backup_below_a_fetch() -> Any:
     begin_backup = HiCacheController.begin_backup
 
     def patched(self: Any, node: Node, done: int) -> Any:
-        with mock.patch.object(cache_controller, "_is_fetching", lambda node: False):
+        with mock.patch.object(cache_controller, "is_fetching", lambda node: False):
             return begin_backup(self, node, done)
 
     return mock.patch.object(HiCacheController, "begin_backup", patched)
@@ -653,6 +653,32 @@ def nobody_is_retired() -> Any:
     return mock.patch.object(HiRadixTree, "retire", lambda self, namespace: None)
 
 
+@mutation
+def nobody_waits_for_the_peer() -> Any:
+    """Launches have no gates for loads from peers."""
+    launch = scheduler._ExtendBuilder.launch
+
+    def patched(self: Any) -> Any:
+        self.gates = {ticket: None for ticket in self.gates if ticket.link != P2D}
+        return launch(self)
+
+    return mock.patch.object(scheduler._ExtendBuilder, "launch", patched)
+
+
+@mutation
+def peer_keeps_what_failed() -> Any:
+    """A backup to the peer that failed counts as done."""
+    abort = HiCacheController.abort
+
+    def patched(self: Any, ticket: Any, last_launch: int) -> None:
+        if ticket.link == D2P:
+            self.commit(ticket, -1)
+        else:
+            abort(self, ticket, last_launch)
+
+    return mock.patch.object(HiCacheController, "abort", patched)
+
+
 _NAMES: dict[type[BaseException], str] = {
     NonFiniteLogitsError: "poison",
     OracleError: "oracle",
@@ -671,9 +697,16 @@ def catcher(error: BaseException) -> str:
 QUEUES = (9, 10, 16, 26)
 
 
+# In these, peers hold what the host has no room for.
+PEERS: dict[int, dict[str, Any]] = {
+    11: {"steps": 80, "num_host_pages": 8, "num_documents": 6, "whole_rate": 0.6},
+    12: {"steps": 120, "num_documents": 6, "whole_rate": 0.6, "write_policy": "write_back", "bubble_filling": False},
+}
+
+
 def configurations() -> Iterator[SoakConfig]:
     """Small, hot and various: every mechanism acts within some hundred steps."""
-    for seed in (10, 66, 38, 9, 26, 16, 13, 237, 45, 1, 2, 5, 6, 3, 4, 7, 8):
+    for seed in (10, 66, 38, 9, 26, 16, 13, 237, 45, 1, 2, 5, 6, 3, 4, 7, 8, 11, 12):
         page_size = (1, 4, 3, 16)[seed % 4]
         pages = -(-72 // page_size) + (4, 12)[seed % 2]
         config = SoakConfig(
@@ -695,6 +728,9 @@ def configurations() -> Iterator[SoakConfig]:
         )
         if seed in QUEUES:
             yield dataclasses.replace(config, **_queues(seed))
+            continue
+        if seed in PEERS:
+            yield dataclasses.replace(config, num_peer_pages=4 * pages, link_fail_rate=0.1, **PEERS[seed])
             continue
         if seed in (38, 66):
             yield dataclasses.replace(config, **_overlapping(seed, page_size))
@@ -796,6 +832,7 @@ TRIED_FIRST: dict[int, tuple[str, ...]] = {
         "preload_kept_when_its_load_fails",
         "claim_outlives_its_request",
     ),
+    12: ("nobody_waits_for_the_peer", "peer_keeps_what_failed"),
     13: (
         "reset_keeps_what_was_published",
         "names_forget_the_tail",

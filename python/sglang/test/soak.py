@@ -33,9 +33,20 @@ from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage_link import StoreSlot
-from sglang.srt.mem_cache.transfer import D2H, H2D, STORAGE_LINKS, TIER_NAMES, StorageAction, Tier
+from sglang.srt.mem_cache.transfer import (
+    D2H,
+    D2P,
+    H2D,
+    LOAD_LINKS,
+    P2D,
+    STORAGE_LINKS,
+    TIER_NAMES,
+    StorageAction,
+    Tier,
+)
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.test.coming_and_going import ComingAndGoing, padded_slabs
 from sglang.test.faults import FaultyExecutor, FaultyLink, LateStorageLink, RandomClock
 from sglang.test.hash_model import DIM, HEADS, HashModel
 from sglang.test.kv_oracle import PagedMemory, check_kv, check_stored
@@ -114,6 +125,8 @@ class SoakConfig:
     fetch_s: float = 1e-3
     host_layout: str = "page_first"
     io_backend: str = "auto"
+    num_peer_pages: int = 0
+    slab_rate: float = 0.0
 
     @staticmethod
     def draw(seed: int, steps: int) -> SoakConfig:
@@ -173,6 +186,8 @@ class SoakConfig:
             # Where nobody uses anything twice, only this policy writes.
             bypass_local=storage is not None and storage.write_policy == "write_through" and rng.random() < 0.5,
             overlapping_reads=rng.random() < 0.5,
+            num_peer_pages=rng.choice((0, pages // 2 + 1, 3 * pages)),
+            slab_rate=rng.choice((0.0, 0.02, 0.2)),
         )
 
 
@@ -207,6 +222,8 @@ class Rank:
     emulator: StreamEmulator
     device_pool: MHATokenToKVPool
     host_pool: MHATokenToKVPoolHost | None
+    peer_pool: MHATokenToKVPoolHost | None
+    slabs: ComingAndGoing | None
     store: MemoryStore | None
 
 
@@ -251,23 +268,32 @@ def build_rank(
         late_rate=config.late_rate,
         clock=RandomClock(config.seed, config.launch_s),
     )
-    host_pool = store = None
+    host_pool = peer_pool = slabs = store = None
     poison = {Tier.DEVICE: lambda frames: pool.poison(torch.from_numpy(frames).to(torch.int64))}
     if config.num_host_pages:
         host_pool = host = MHATokenToKVPoolHost(pool, config.num_host_pages, config.host_layout)
         host.kv.fill_(empty)
         poison[Tier.HOST] = lambda frames: host.poison(torch.from_numpy(frames).to(torch.int64))
-        for i, name in enumerate((H2D, D2H)):
+        below = {H2D: host, D2H: host}
+        if config.num_peer_pages:
+            peer_pool = peer = MHATokenToKVPoolHost(pool, config.num_peer_pages)
+            peer.kv.fill_(empty)
+            poison[Tier.PEER] = lambda frames: peer.poison(torch.from_numpy(frames).to(torch.int64))
+            below |= {P2D: peer, D2P: peer}
+            if config.slab_rate:
+                ranges, seed = scheduler.config.slabs, config.seed * 10 + rank
+                slabs = ComingAndGoing(ranges, config.slab_rate, seed, poison[Tier.PEER])
+        for i, (name, other) in enumerate(below.items()):
             links[name] = FaultyLink(
                 name,
                 pool,
-                host,
+                other,
                 emulator.stream(name),
                 executor.fence,
                 io_backend=config.io_backend,
                 seed=config.seed * 100 + rank * 10 + i,
                 fail_rate=config.link_fail_rate,
-                late_rate=config.load_late_rate if name == H2D else config.late_rate,
+                late_rate=config.load_late_rate if name in LOAD_LINKS.values() else config.late_rate,
                 clock=RandomClock(config.seed, config.load_s),
             )
         if config.storage is not None:
@@ -290,8 +316,8 @@ def build_rank(
                 )
     if "poison" not in nets:
         poison = {}
-    core = EngineCore(scheduler, executor, {**links, **storage_links}, poison, record)
-    return Rank(core, emulator, pool, host_pool, store)
+    core = EngineCore(scheduler, executor, {**links, **storage_links}, poison, record, slabs)
+    return Rank(core, emulator, pool, host_pool, peer_pool, slabs, store)
 
 
 def _reopen(store: MemoryStore, setup: str) -> MemoryStore:
@@ -326,6 +352,8 @@ def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
         schedule_policy=config.schedule_policy,
         bypass_local=config.bypass_local,
         storage=config.storage if config.num_host_pages else None,
+        num_peer_pages=config.num_peer_pages if config.num_host_pages else 0,
+        slabs=padded_slabs(config.num_peer_pages) if config.slab_rate and config.num_host_pages else (),
     )
 
 
@@ -479,11 +507,16 @@ class Soak:
             memory: dict[Tier, PagedMemory] = {Tier.DEVICE: rank.device_pool}
             if rank.host_pool is not None:
                 memory[Tier.HOST] = rank.host_pool
+            if rank.peer_pool is not None:
+                memory[Tier.PEER] = rank.peer_pool
             check_kv(rank.core.scheduler, memory, self.model.reference)
             if rank.store is not None:
                 check_stored(rank.core.scheduler, rank.store.blocks, self.model.reference)
 
     def _finish(self) -> None:
+        for rank in self.ranks:
+            if rank.slabs is not None:
+                rank.slabs.settle()
         for _ in range(10_000):
             if not any(r.core.has_outstanding for r in self.ranks):
                 break
@@ -492,8 +525,8 @@ class Soak:
             scheduler = rank.core.scheduler
             assert not rank.core.has_outstanding, "operations never end"
             for tier, table in scheduler.controller.tables.items():
-                free, cached = table.counts[FrameState.FREE], table.counts[FrameState.CACHED]
-                assert free + cached == table.num_pages, f"left on {tier.name.lower()}: {table.counts}"
+                rest = [table.counts[s] for s in (FrameState.FREE, FrameState.CACHED, FrameState.LENT)]
+                assert sum(rest) == table.num_pages, f"left on {tier.name.lower()}: {table.counts}"
             assert all(n.lock == 0 for n in scheduler.tree.walk()), "a lock is left"
             assert rank.emulator.unrecorded_waits == 0, "somebody waited for an event that was never recorded"
         self._ask_oracle()

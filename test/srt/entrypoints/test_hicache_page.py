@@ -89,7 +89,7 @@ def test_the_reference_lists_what_the_state_has(state):
 def test_the_state_says_which_prefixes_are_hot_and_not_what_they_are(state):
     first, *others = state["hottest"]
     assert (first["tokens"], first["hits"], first["namespace"], first["locks"]) == (150, 2, None, 0)
-    assert first["tokens_on"] == {"device": 150, "host": 150, "storage": 128} and first["stored"] is True
+    assert first["tokens_on"] == {"device": 150, "peer": 0, "host": 150, "storage": 128} and first["stored"] is True
     assert {each["hits"] for each in others} == {1} and {each["tokens"] for each in others} == {201}
     (namespace,) = {each["namespace"] for each in others} - {None}
     assert re.fullmatch("[0-9a-f]{32}", namespace) and "salt" not in json.dumps(state)
@@ -105,8 +105,8 @@ def test_the_reference_and_the_page_list_every_counter():
     for file in (SRT / "managers").glob("*.py"):
         counted |= set(re.findall(r'counters\[f?"([^"]+)"\]', file.read_text()))
     counted -= {"hit_tokens_{name}", "evicted_tokens_{tier.name.lower()}"}
-    counted |= {f"hit_tokens_{tier}" for tier in ("device", "host", "disk", "remote")}
-    counted |= {"evicted_tokens_device", "evicted_tokens_host"}
+    counted |= {f"hit_tokens_{tier}" for tier in ("device", "peer", "host", "disk", "remote")}
+    counted |= {f"evicted_tokens_{tier}" for tier in ("device", "peer", "host")}
     assert counted == COUNTERS
     (table,) = re.findall(r"const COUNTERS = \{(.*?)\n\};", PAGE, re.DOTALL)
     assert set(re.findall(r"(\w+): \"", table)) == counted
@@ -185,9 +185,9 @@ same([page.partOf(5, 5), page.partOf(1200, 1300), page.partOf(0, 5)], ["all", "1
 const tier = { used_tokens: 40, evictable_tokens: 30, free_pages: 15, pages: { filling: 2, doomed: 3 } };
 same(page.partsOf(tier, 2), { used: 30, moving: 10, cached: 30, free: 30 });
 same(page.sharesOf({ prompt_tokens: 100, hit_tokens_host: 20 }, null),
-  { total: 100, device: 0, host: 20, disk: 0, remote: 0, computed: 80 });
+  { total: 100, device: 0, peer: 0, host: 20, disk: 0, remote: 0, computed: 80 });
 same(page.sharesOf({ prompt_tokens: 100, hit_tokens_disk: 20 }, { prompt_tokens: 70, hit_tokens_disk: 15 }),
-  { total: 30, device: 0, host: 0, disk: 5, remote: 0, computed: 25 });
+  { total: 30, device: 0, peer: 0, host: 0, disk: 5, remote: 0, computed: 25 });
 let samples = [];
 const add = (t, steps, bytes) => {
   samples = page.withSample(samples, { t, state: { steps, uptime_seconds: t, bytes } });

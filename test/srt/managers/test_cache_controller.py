@@ -11,8 +11,10 @@ from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node, Receipt
 from sglang.srt.mem_cache.transfer import (
     D2H,
+    D2P,
     FETCH,
     H2D,
+    P2D,
     PROBE,
     STORE,
     StorageAction,
@@ -22,7 +24,7 @@ from sglang.srt.mem_cache.transfer import (
     TransferOp,
 )
 
-DEVICE, HOST = Tier.DEVICE, Tier.HOST
+DEVICE, PEER, HOST = Tier.DEVICE, Tier.PEER, Tier.HOST
 
 
 def tokens(text: str) -> np.ndarray:
@@ -33,12 +35,18 @@ class Rig:
     """A tree of letters, page size 1, over small pools."""
 
     def __init__(
-        self, device: int = 12, host: int = 8, write_policy: str = "write_through", eviction: str = "lru"
+        self,
+        device: int = 12,
+        host: int = 8,
+        write_policy: str = "write_through",
+        eviction: str = "lru",
+        peer: int = 0,
     ) -> None:
         self.tree = HiRadixTree(1, eviction)
         self.device = FrameTable(device)
         self.host = FrameTable(host) if host else None
-        self.controller = HiCacheController(self.tree, self.device, self.host, 100, write_policy)
+        self.peer = FrameTable(peer) if peer else None
+        self.controller = HiCacheController(self.tree, self.device, self.host, 100, write_policy, self.peer)
 
     def publish(self, text: str, below: Node | None = None, fence: int = 0, now: int = 0) -> Node:
         frames = self.device.allocate(len(text), 0)
@@ -84,6 +92,12 @@ def ops_of(rig: Rig) -> list[tuple[Ticket, list[int], list[int], int | None]]:
     return [(op.ticket, op.src_frames.tolist(), op.dst_frames.tolist(), op.after) for op in ops]
 
 
+def load(rig: Rig, nodes: list[Node]) -> Ticket:
+    """A load that one tier can serve."""
+    (ticket,) = rig.controller.begin_load(nodes)
+    return ticket
+
+
 # -- backup -----------------------------------------------------------------------------------------------------
 
 
@@ -91,7 +105,7 @@ def test_a_backup_from_begin_to_commit():
     rig = Rig(device=4, host=4)
     node = rig.publish("abc", fence=5)
     ticket = rig.controller.begin_backup(node, done=0)
-    assert ticket == Ticket(D2H, 0) and node.tickets == [None, ticket]
+    assert ticket == Ticket(D2H, 0) and [node.tickets[DEVICE], node.tickets[HOST]] == [None, ticket]
     assert (rig.states(DEVICE), rig.states(HOST)) == ("CCCF", "IIIF")
     assert rig.device.pins.tolist() == [1, 1, 1, 0] == rig.host.pins.tolist()
     assert rig.host.owner.tolist() == [-1, -1, -1, -1]
@@ -121,8 +135,8 @@ def test_a_backup_takes_the_part_of_the_path_that_the_host_lacks():
 def test_the_numbers_of_operations_count_by_link():
     rig = Rig()
     a, b = rig.on_host_only("ab"), rig.on_host_only("xy")
-    assert rig.controller.begin_load([a]) == Ticket(H2D, 0)
-    assert rig.controller.begin_load([b]) == Ticket(H2D, 1)
+    assert load(rig, [a]) == Ticket(H2D, 0)
+    assert load(rig, [b]) == Ticket(H2D, 1)
     assert rig.controller.begin_backup(rig.publish("pq"), done=0) == Ticket(D2H, 2)
     assert rig.device.owner[a.frames[DEVICE]].tolist() == [-1, -1]
     assert rig.device.owner[b.frames[DEVICE]].tolist() == [-2, -2]
@@ -147,7 +161,7 @@ def test_a_backup_never_evicts_the_path_it_continues():
     low = rig.publish("de", below=top)
     assert rig.controller.begin_backup(low, done=0) is None
     assert rig.states(HOST) == "CCC" and rig.controller.counters["backup_dropped_tokens"] == 2
-    assert low.frames[HOST] is None and low.tickets == [None, None]
+    assert low.frames[HOST] is None and low.tickets == [None] * 3
 
 
 def test_a_backup_takes_the_room_of_others_not_of_its_own_path():
@@ -219,7 +233,7 @@ def test_a_load_from_begin_to_commit():
     rig = Rig(device=6, host=4)
     node = rig.on_host_only("abc")
     assert rig.states(DEVICE) == "FFFFFF" and rig.lengths("abc") == (0, 3)
-    ticket = rig.controller.begin_load([node])
+    ticket = load(rig, [node])
     assert (rig.states(DEVICE), rig.states(HOST)) == ("IIIFFF", "CCCF")
     assert ops_of(rig) == [(Ticket(H2D, 0), [0, 1, 2], [0, 1, 2], None)]
     assert rig.lengths("abc") == (3, 3)
@@ -239,7 +253,7 @@ def test_one_load_of_several_nodes_is_merged_when_it_is_there():
     rig.back_up(low)
     rig.controller.evict(DEVICE, 4, done=10)
     nodes = list(rig.tree.match("", tokens("abcd")).path)
-    ticket = rig.controller.begin_load(nodes)
+    ticket = load(rig, nodes)
     assert ops_of(rig) == [(ticket, [0, 1, 2, 3], [0, 1, 2, 3], None)]
     rig.controller.commit(ticket, done=10)
     rig.check()
@@ -253,7 +267,7 @@ def test_a_failed_load_loses_its_source_too():
     low = rig.publish("cd", below=top)
     rig.back_up(low)
     rig.controller.evict(DEVICE, 2, done=10)
-    ticket = rig.controller.begin_load([low])
+    ticket = load(rig, [low])
     rig.controller.abort(ticket, last_launch=12)
     assert (rig.states(DEVICE), rig.states(HOST)) == ("CCDDFF", "CCDDFF")
     assert rig.lengths("abcd") == (2, 2)
@@ -269,7 +283,7 @@ def test_a_failed_load_takes_along_what_lies_below_and_cancels_its_loads_once():
     low = rig.on_host_only("abcdef")
     top = rig.tree.lock(rig.tree.match("", tokens("ab")), 0).node  # splits; a lock that reads nothing
     rig.tree.unlock(Receipt(top), 0, -1)
-    first, second = rig.controller.begin_load([top]), rig.controller.begin_load([low])
+    first, second = load(rig, [top]), load(rig, [low])
     rig.tree.unlock(rig.tree.lock(rig.tree.match("", tokens("abcd")), 0), 0, -1)
     assert len(rig.tree.nodes_of(second)) == 2, "the second load fills two nodes by now"
     rig.controller.take_ops()
@@ -292,12 +306,12 @@ def test_a_load_needs_room_and_a_ready_source():
     node = rig.on_host_only("abc")
     rig.publish("xy")
     with pytest.raises(AssertionError, match="make room first"):
-        rig.controller.begin_load([node])
+        load(rig, [node])
     rig = Rig()
     node = rig.publish("abc")
     rig.controller.begin_backup(node, done=0)
-    with pytest.raises(AssertionError, match="not ready on the host"):
-        rig.controller.begin_load([node])
+    with pytest.raises(AssertionError, match="ready nowhere"):
+        load(rig, [node])
 
 
 # -- evict and drop ---------------------------------------------------------------------------------------------
@@ -386,7 +400,7 @@ def test_a_cancel_of_an_operation_that_has_ended_is_not_passed_on():
 def test_filling_device_frames_wait_for_the_last_launch():
     rig = Rig(device=4)
     node = rig.on_host_only("ab")
-    ticket = rig.controller.begin_load([node])
+    ticket = load(rig, [node])
     rig.controller.drop(node, DEVICE, last_launch=7)
     rig.controller.commit(ticket, done=7)
     rig.device.reap(7)
@@ -673,11 +687,11 @@ def test_a_fetch_that_is_given_up_after_it_was_computed_is_backed_up() -> None:
 def test_a_fetch_needs_room() -> None:
     rig = StorageRig(host=4)
     rig.back_up(rig.publish("uvw"))
-    assert not rig.controller.make_host_room(5, None, done=10)
+    assert not rig.controller.make_room(HOST, 5, None, done=10)
     assert rig.states(HOST) == "CCCF", "nothing is gained by throwing this away"
-    assert rig.controller.make_host_room(2, None, done=10) and rig.states(HOST) == "CCFF"
+    assert rig.controller.make_room(HOST, 2, None, done=10) and rig.states(HOST) == "CCFF"
     rig.fetch("ab")
-    assert not rig.controller.make_host_room(3, None, done=10), "what is being filled stays"
+    assert not rig.controller.make_room(HOST, 3, None, done=10), "what is being filled stays"
     with pytest.raises(AssertionError, match="make room first"):
         rig.fetch("pqrs")
 
@@ -911,8 +925,7 @@ def test_lossy_kv_and_what_was_computed_from_it_is_never_stored_as_exact() -> No
     # Another storage, which is exact, is attached; a prompt goes on below what came from the lossy one.
     rig.controller.open_storage(None, None)
     rig.attach()
-    load = rig.controller.begin_load([n for n in rig.tree.walk() if n.frames[DEVICE] is None])
-    rig.controller.commit(load, done=10)
+    rig.controller.commit(load(rig, [n for n in rig.tree.walk() if n.frames[DEVICE] is None]), done=10)
     rig.back_up(rig.publish("abcdef"))
     assert {rig.tree.path_of(n)[-1].end: n.is_lossy for n in rig.tree.walk()} == {2: False, 6: True}
     assert [blocks for _, _, blocks, _ in rig.begun() if blocks] == [["ab"]], (
@@ -926,3 +939,107 @@ def test_lossy_kv_and_what_was_computed_from_it_is_never_stored_as_exact() -> No
     stored = [op.keys for op in rig.controller.take_ops()[0] if isinstance(op, StorageOp)]
     assert {LETTERS.get(key.tobytes()) for keys in stored for key in keys} == {"ab", "cd", None}
     rig.check()
+
+
+# -- peers --------------------------------------------------------------------------------------------------------
+
+
+class PeerRig(Rig):
+    def on_peer(self, text: str, below: Node | None = None) -> Node:
+        """What was computed, and evicted to the peer; the host has it if it is backed up before."""
+        node = self.publish(text, below)
+        self.controller.evict(DEVICE, len(text), done=10)
+        (op,), _ = self.controller.take_ops()
+        self.controller.commit(op.ticket, done=10)
+        self.device.reap(10)
+        self.check()
+        assert node.frames[DEVICE] is None and node.frames[PEER] is not None
+        return node
+
+
+def test_what_leaves_the_device_goes_to_the_peer():
+    rig = PeerRig(device=4, peer=4)
+    node = rig.publish("abc", fence=5)
+    rig.controller.evict(DEVICE, 2, done=6)
+    ticket = Ticket(D2P, 0)
+    assert ops_of(rig) == [(ticket, [0, 1, 2], [0, 1, 2], 5)], "with all before it: a tier has no holes"
+    assert (rig.states(DEVICE), rig.states(PEER), rig.states(HOST)) == ("CDDF", "IIIF", "F" * 8)
+    assert rig.lengths("abc") == (1, 1), "what is on its way to the peer is nowhere yet"
+    rig.controller.commit(ticket, done=6)
+    rig.device.reap(6)
+    assert (rig.states(DEVICE), rig.states(PEER)) == ("CFFF", "CCCF") and rig.lengths("abc") == (1, 3)
+    assert rig.controller.counters["peer_backup_tokens"] == 3
+    rig.controller.evict(DEVICE, 1, done=6)
+    assert ops_of(rig) == [] and rig.states(DEVICE) == "FFFF", "it has that already"
+    assert node.frames[HOST] is None and rig.lengths("abc") == (0, 3)
+
+
+def test_a_path_is_loaded_from_the_peer_as_far_as_it_goes_and_then_from_the_host():
+    rig = PeerRig(peer=2)
+    top = rig.on_peer("ab")
+    rig.controller.commit(load(rig, [top]), done=10)
+    rig.controller.commit(Ticket(D2H, 0), done=10)
+    low = rig.on_host_only("cd", below=top)
+    rig.controller.evict(DEVICE, 2, done=10)
+    rig.device.reap(10)
+    rig.controller.take_ops()
+    assert [n is not None for n in top.frames] == [False, True, True]
+    assert [n is not None for n in low.frames] == [False, False, True], "the peer had no room"
+    match = rig.tree.match("", tokens("abcd"))
+    assert (match.device_len, match.near_len, match.total_len) == (0, 2, 4)
+    near, far = rig.controller.begin_load([top, low])
+    assert (near, far) == (Ticket(P2D, 1), Ticket(H2D, 0))
+    assert [op.src for op in rig.controller.take_ops()[0]] == [PEER, HOST]
+    assert (top.tickets[DEVICE], low.tickets[DEVICE]) == (near, far)
+    rig.controller.commit(far, done=10)
+    rig.controller.commit(near, done=10)
+    assert rig.lengths("abcd") == (4, 4) and rig.controller.counters["load_peer_tokens"] == 4
+
+
+def test_a_failed_load_from_the_peer_loses_the_peer_s_copy_and_not_the_host_s():
+    rig = PeerRig(peer=4)
+    node = rig.publish("abc")
+    rig.back_up(node)
+    rig.controller.evict(DEVICE, 3, done=10)
+    rig.controller.commit(Ticket(D2P, 0), done=10)
+    ticket = load(rig, [node])
+    assert ticket == Ticket(P2D, 0)
+    rig.controller.abort(ticket, -1)
+    rig.check()
+    assert [f is not None for f in node.frames] == [False, False, True]
+    assert load(rig, [node]) == Ticket(H2D, 0), "the next one asks the host"
+
+
+def test_a_failed_backup_to_the_peer_leaves_what_others_have():
+    rig = PeerRig(peer=4)
+    node = rig.publish("abc")
+    rig.back_up(node)
+    rig.controller.evict(DEVICE, 3, done=10)
+    rig.controller.abort(Ticket(D2P, 0), -1)
+    for table in rig.controller.tables.values():
+        table.reap(10)
+    assert (rig.states(DEVICE), rig.states(PEER), rig.states(HOST)) == ("F" * 12, "FFFF", "CCCFFFFF")
+
+
+def test_a_full_peer_gives_up_its_oldest_and_what_never_fits_is_dropped():
+    rig = PeerRig(peer=4, host=0)
+    rig.on_peer("abc")
+    rig.on_peer("xyz")
+    assert rig.lengths("abc") == (0, 1) and rig.lengths("xyz") == (0, 3)
+    rig.publish("uvwpqr")
+    rig.controller.evict(DEVICE, 6, done=10)
+    assert rig.controller.take_ops()[0] == () and rig.controller.counters["peer_backup_dropped_tokens"] == 6
+    assert rig.lengths("uvwpqr") == (0, 0) and rig.lengths("xyz") == (0, 3)
+
+
+def test_what_only_the_peer_had_follows_to_the_host_when_it_is_back():
+    rig = PeerRig(peer=4)
+    node = rig.on_peer("abc")
+    ticket = load(rig, [node])
+    low = rig.publish("d", below=node)
+    assert rig.controller.begin_backup(low, done=10) is None, "its prefix is not there to be read"
+    rig.controller.take_ops()
+    rig.controller.commit(ticket, done=10)
+    assert [(t.link, op.dst) for t, op in rig.controller.in_flight.items()] == [(D2H, HOST)]
+    rig.controller.commit(Ticket(D2H, 0), done=10)
+    assert rig.lengths("abcd") == (4, 4) and rig.states(HOST) == "CCCCFFFF"

@@ -27,7 +27,6 @@ from sglang.srt.mem_cache.transfer import (
     LINKS,
     PROBE,
     STALL,
-    STORAGE_LINKS,
     STORE,
     OpResult,
     Ticket,
@@ -41,7 +40,7 @@ from sglang.test.soak import Soak, SoakConfig
 
 def progress(exec_done: int, h2d: int = 0, d2h: int = 0, failed: dict[str, int] | None = None) -> Progress:
     results = {seq: bytes([seq]) * 4 for seq in range(exec_done)}
-    return Progress(dict.fromkeys(STORAGE_LINKS, 0) | {EXEC: exec_done, H2D: h2d, D2H: d2h}, failed or {}, results)
+    return Progress(dict.fromkeys(LINKS, 0) | {EXEC: exec_done, H2D: h2d, D2H: d2h}, failed or {}, results)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +230,7 @@ def test_a_record_with_costs_replays() -> None:
     soak.run()
     scheduler = soak.ranks[0].core.scheduler
     costs = scheduler.expected.costs
-    fits = (costs._prefill, costs._decode, costs._load, costs._fetch)
+    fits = (costs._prefill, costs._decode, costs._loads[H2D], costs._fetch)
     assert all(fit.num_samples > 0 for fit in fits)
     assert soak.ranks[1].core.scheduler.expected.costs.state() == scheduler.expected.costs.state()
     data = soak.record.getvalue()

@@ -116,8 +116,9 @@ def check_memory(model: Model, engine: LocalEngine) -> None:
     for table in scheduler.controller.tables.values():
         assert table.counts[FrameState.FREE] + table.counts[FrameState.CACHED] == table.num_pages
     pools = {Tier.DEVICE: engine.device_pool}
-    if engine.host_pool is not None:
-        pools[Tier.HOST] = engine.host_pool
+    for tier, pool in ((Tier.HOST, engine.host_pool), (Tier.PEER, engine.peer_pool)):
+        if pool is not None:
+            pools[tier] = pool
     assert check_kv(scheduler, pools, model.reference_kv, atol=KV_TOLERANCE) > 0
     engine.close()
 
@@ -193,6 +194,28 @@ def test_aborted_neighbours(model: Model) -> None:
     for i in (1, 3):
         model.check(batch[i], answers[i], 20)
     model.check(batch[0], answers[0], len(answers[0].tokens), "abort")
+    check_memory(model, engine)
+
+
+@pytest.mark.parametrize("fail_rate", [0.0, 0.3])
+def test_peer_hits(model: Model, fail_rate: float) -> None:
+    """The host holds less than one conversation: what leaves the device comes back from the peer."""
+    engine = model.engine(
+        page_size=3, num_device_pages=53, num_host_pages=30, num_peer_pages=400, load_fail_rate=fail_rate, seed=3
+    )
+    batch = prompts(5, [80, 90, 100], shared=16)
+    hits = 0
+    for _ in range(3):
+        for prompt in batch:
+            (answer,) = engine.generate([prompt], greedy(6))
+            model.check(prompt, answer, 6)
+            assert sum(answer.cached_tokens_details.values()) <= len(prompt) - 1
+            hits += answer.cached_tokens_details["peer"]
+            engine.settle()
+    counters = engine.scheduler.state()["counters"]
+    # Who has lost what was loaded counts it once.
+    assert 100 < hits <= counters["hit_tokens_peer"] and (fail_rate or counters["hit_tokens_peer"] == hits)
+    assert (counters.get("failed_ops", 0) > 0) == (fail_rate > 0), "seed 3"
     check_memory(model, engine)
 
 

@@ -31,7 +31,9 @@ class Rig:
     def back_up(self, node: Node, commit: bool = True) -> Ticket:
         self.tickets += 1
         ticket = Ticket(D2H, self.tickets)
-        self.tree.begin_fill([node], Tier.HOST, np.arange(len(node.key), dtype=np.int32) + 100 * self.tickets, ticket)
+        self.tree.begin_fill(
+            [node], Tier.DEVICE, Tier.HOST, np.arange(len(node.key), dtype=np.int32) + 100 * self.tickets, ticket
+        )
         if commit:
             self.tree.commit(ticket, Tier.HOST)
         return ticket
@@ -56,7 +58,7 @@ def test_what_is_cached_is_neither_loaded_nor_computed() -> None:
     assert not rig.is_known
     assert rig.find() == Candidate(3, ((node.id, 4),), prefix=4)
     ticket = Ticket(H2D, 0)
-    rig.tree.begin_fill([node], Tier.DEVICE, np.arange(4, dtype=np.int32) + 50, ticket)
+    rig.tree.begin_fill([node], Tier.HOST, Tier.DEVICE, np.arange(4, dtype=np.int32) + 50, ticket)
     assert not rig.is_known
     assert rig.find() == Candidate(3, prefix=4, loading=(ticket,)), (
         "what is on its way to the device is loaded by somebody else"

@@ -240,16 +240,36 @@ def test_a_silent_borrowers_frames_are_nobodys():
     assert states(table) == "FFQF"
 
 
-def test_only_what_is_free_can_be_lent_and_nothing_twice():
+def test_nothing_is_lent_twice():
     table = FrameTable(4, lowest_first=True)
     take(table, 1)
-    table.lend(ids(3))
+    table.lend(ids(0, 3))
     for frames in (ids(0, 1), ids(3)):
-        with pytest.raises(AssertionError, match="not all FREE"):
+        with pytest.raises(AssertionError, match="lent already"):
             table.lend(frames)
     with pytest.raises(AssertionError, match="not all LENT"):
         table.quarantine(ids(2))
     assert states(table) == "HFFL"
+
+
+@pytest.mark.parametrize("lowest_first", [True, False])
+def test_what_is_in_use_is_lent_when_it_would_be_free_and_nobody_gets_it_before(lowest_first):
+    table = FrameTable(4, lowest_first=lowest_first)
+    taken = take(table, 4)
+    table.doom(taken[:3], HELD, fence=5)
+    table.pin(taken[:1])
+    table.lend(taken[:2])
+    table.reap(6)
+    assert table.num_free == 1 and table.counts[LENT] == 1 and table.counts[DOOMED] == 1
+    assert sorted(table.take_freed().tolist()) == sorted(taken[1:3].tolist()), "poison reaches it before it goes"
+    table.unpin(taken[:1])
+    table.reap(6)
+    assert table.num_free == 1 and table.counts[LENT] == 2
+    assert take(table, 1).tolist() == taken[2:3].tolist() and table.allocate(1, 0) is None
+    table.check_invariants()
+    table.take_back(taken[:2])
+    assert table.num_free == 2
+    table.check_invariants()
 
 
 def test_a_transfer_keeps_lent_frames_from_coming_back():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -58,15 +61,20 @@ def path_of(m: MatchResult) -> list[str]:
 
 
 def shape(tree: HiRadixTree) -> dict[str, list[list[int] | None]]:
-    """Every path from its root -> frames per tier of its last node."""
+    """Every path from its root -> frames on device and host of its last node."""
     tree.check_invariants()
     found = {}
     for node in tree.walk():
         text, step = "", node
         while step is not None:
             text, step = text_of(step) + text, step.parent
-        found[text] = [None if f is None else f.tolist() for f in node.frames]
+        found[text] = [None if f is None else f.tolist() for f in both(node.frames)]
     return dict(sorted(found.items()))
+
+
+def both(per_tier: Sequence[Any]) -> list[Any]:
+    """Of the device and of the host."""
+    return [per_tier[DEVICE], per_tier[HOST]]
 
 
 def load_all(tree: HiRadixTree, nodes: list[Node], tier: Tier, first: int, seq: int) -> None:
@@ -78,7 +86,7 @@ def load_all(tree: HiRadixTree, nodes: list[Node], tier: Tier, first: int, seq: 
 
 def fill(tree: HiRadixTree, nodes: list[Node], tier: Tier, first: int, seq: int) -> Ticket:
     n = sum(len(node.key) for node in nodes) // tree.page_size
-    tree.begin_fill(nodes, tier, pages(first, n), ticket_to(tier, seq))
+    tree.begin_fill(nodes, HOST if tier == DEVICE else DEVICE, tier, pages(first, n), ticket_to(tier, seq))
     tree.check_invariants()
     return ticket_to(tier, seq)
 
@@ -181,7 +189,7 @@ def test_a_node_that_is_being_loaded_matches_as_on_the_device():
     assert lengths(match(tree, "abc")) == (0, 3)
     ticket = fill(tree, [node], DEVICE, 10, seq=0)
     assert lengths(match(tree, "abc")) == (3, 3), "whoever waits for the ticket finds it there"
-    assert tree.nodes_of(ticket) == [node] and node.tickets == [ticket, None]
+    assert tree.nodes_of(ticket) == [node] and both(node.tickets) == [ticket, None]
 
 
 def test_namespaces_never_meet():
@@ -203,7 +211,7 @@ def test_publish_creates_one_node():
     node = result.node
     assert result.end == 6 and result.created == (node,)
     assert result.frames.tolist() == [5, 6, 7] and result.duplicates.tolist() == []
-    assert (text_of(node), node.frames[DEVICE].tolist(), node.fences) == ("aabbcc", [5, 6, 7], [3, -1])
+    assert (text_of(node), node.frames[DEVICE].tolist(), both(node.fences)) == ("aabbcc", [5, 6, 7], [3, -1])
     assert (node.last_access, node.lock) == (9, 0)
     assert tree.resident_pages(DEVICE) == tree.evictable_pages(DEVICE) == 3
 
@@ -262,7 +270,7 @@ def test_publish_adopts_for_a_node_that_only_the_host_has():
     assert result.end == 6 and result.frames.tolist() == [10, 11, 12, 13, 14, 15]
     assert result.duplicates.tolist() == []
     assert [text_of(n) for n in result.created] == ["abcd", "ef"] and result.created[0] is node
-    assert node.fences == [8, 1]
+    assert both(node.fences) == [8, 1]
     assert shape(tree) == {"abcd": [[10, 11, 12, 13], [50, 51, 52, 53]], "abcdef": [[14, 15], None]}
 
 
@@ -309,7 +317,7 @@ def test_a_backup_in_flight_stops_nobody():
     ticket = fill(tree, [node], HOST, 50, seq=0)
     result = publish(tree, "abxy", 10)
     assert result.end == 4
-    assert node.tickets == [None, ticket] and node.parent.tickets == [None, ticket]
+    assert both(node.tickets) == [None, ticket] and both(node.parent.tickets) == [None, ticket]
 
 
 # -- locks ------------------------------------------------------------------------------------------------------
@@ -407,7 +415,7 @@ def test_fill_and_commit_several_nodes_in_order():
     assert tree.resident_pages(HOST) == 3 and tree.evictable_pages(HOST) == 0
     assert tree.commit(ticket, HOST) == [top, low]
     tree.check_invariants()
-    assert tree.evictable_pages(HOST) == 3 and tree.nodes_of(ticket) == [] and top.tickets == [None, None]
+    assert tree.evictable_pages(HOST) == 3 and tree.nodes_of(ticket) == [] and both(top.tickets) == [None, None]
     assert tree.commit(ticket, HOST) == []
 
 
@@ -418,7 +426,9 @@ def test_a_split_under_a_ticket_gives_it_to_both_halves():
     receipt = tree.lock(match(tree, "abx"), now=0)
     tree.check_invariants()
     upper = receipt.node
-    assert upper.tickets == node.tickets == [None, ticket] and upper.fences == node.fences == [6, 6]
+    assert both(upper.tickets) == both(node.tickets) == [None, ticket] and both(upper.fences) == both(
+        node.fences
+    ) == [6, 6]
     assert upper.frames[HOST].tolist() == [50, 51] and node.frames[HOST].tolist() == [52, 53]
     assert set(tree.nodes_of(ticket)) == {upper, node}
     assert set(tree.commit(ticket, HOST)) == {upper, node}
@@ -874,7 +884,7 @@ def test_what_is_fetched_matches_for_those_who_wait_alone():
     tree = named_tree()
     node = fetch(tree, "aaaabbbb", 50)
     assert shape(tree) == {"aaaabbbb": [None, [50, 51, 52, 53, 54, 55, 56, 57]]}
-    assert node.tickets == [None, Ticket(FETCH, 0)] and node.stored.tolist() == [True, True]
+    assert both(node.tickets) == [None, Ticket(FETCH, 0)] and node.stored.tolist() == [True, True]
     assert lengths(match(tree, "aaaabbbb")) == (0, 0)
     assert tree.match("", tokens("aaaabbxx"), fetching=True).total_len == 6
     assert tree.resident_pages(HOST) == 8 and tree.evictable_pages(HOST) == 0
@@ -927,7 +937,7 @@ def test_cut_takes_what_is_fetched_below_and_leaves_what_was_computed():
     assert [text_of(n) for n in dropped.elsewhere] == ["bb"], "it stays on the device"
     tree.commit(Ticket(FETCH, 0), HOST)
     assert shape(tree) == {"aaaa": [[0, 1, 2, 3], [50, 51, 52, 53]], "aaaabb": [[4, 5], None]}
-    assert top.frames == [None, None] and tree.nodes_of(Ticket(FETCH, 1)) == []
+    assert top.frames == [None] * 3 and tree.nodes_of(Ticket(FETCH, 1)) == []
 
 
 def test_what_is_computed_while_it_is_fetched_is_on_both():

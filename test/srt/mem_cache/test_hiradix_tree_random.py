@@ -226,7 +226,7 @@ class Driver:
         ticket = Ticket(H2D if tier == DEVICE else D2H, self.seqs[tier])
         self.seqs[tier] += 1
         frames = self.new_frames(tier, sum(len(n.key) for n in nodes) // self.page)
-        self.tree.begin_fill(nodes, tier, frames, ticket)
+        self.tree.begin_fill(nodes, source, tier, frames, ticket)
         path = [prefix for node in nodes for prefix in self.pages_of(node)]
         for prefix, frame in zip(path, frames.tolist()):
             page = self.model[prefix]

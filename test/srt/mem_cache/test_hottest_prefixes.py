@@ -128,20 +128,20 @@ def test_what_is_said_of_a_prefix():
         "namespace": None,
         "tokens": 10,
         "hits": 1,
-        "tokens_on": {"device": 10, "host": 0, "storage": 0},
+        "tokens_on": {"device": 10, "peer": 0, "host": 0, "storage": 0},
         "stored": False,
         "locks": 0,
         "idle_launches": 5,
     }
     ticket = Ticket(D2H, 0)
-    world.tree.begin_fill([node], Tier.HOST, np.arange(10, dtype=np.int32), ticket)
+    world.tree.begin_fill([node], Tier.DEVICE, Tier.HOST, np.arange(10, dtype=np.int32), ticket)
     assert table.table(now=5)[0]["tokens_on"]["host"] == 0, "what is on its way is not there"
     world.tree.commit(ticket, Tier.HOST)
     world.tree.name_blocks(node)
     assert node.stored is not None
     node.stored[0] = True
     said = table.table(now=5)[0]
-    assert said["tokens_on"] == {"device": 10, "host": 10, "storage": 4} and said["stored"] is False
+    assert said["tokens_on"] == {"device": 10, "peer": 0, "host": 10, "storage": 4} and said["stored"] is False
     node.stored[1] = True
     said = table.table(now=5)[0]
     assert said["tokens_on"]["storage"] == 8 and said["stored"] is True
@@ -151,7 +151,7 @@ def test_what_is_said_of_a_prefix():
     world.tree.unlock(receipt, 5, 5)
     world.tree.rename_blocks(None)
     said = table.table(now=9)[0]
-    assert said["tokens_on"] == {"device": 10, "host": 10} and said["stored"] is None
+    assert said["tokens_on"] == {"device": 10, "peer": 0, "host": 10} and said["stored"] is None
 
 
 @pytest.mark.parametrize("block_keys", [None, BlockKeys(b"", 4)])

@@ -6,6 +6,8 @@ of a request can give the memory away; the tree shows the ticket on the nodes th
 
     device ── D2H: begin_backup ──► host ── STORE: _store_path, by itself after each backup ──► storage
     device ◄── H2D: begin_load ──── host ◄── FETCH: begin_fetch, for storage_prefetch.py ────── storage
+    device ── D2P: begin_backup, when it evicts ──► peer
+    device ◄── P2D: begin_load ──────────────────── peer
 
 What storage brings and what the device computes may be the same page: such a node is CACHED on the device and FILLING
 on the host. Nothing below a node that is being fetched is backed up before the fetch has ended, so that of two pages
@@ -22,12 +24,12 @@ import numpy as np
 
 from sglang.srt.mem_cache.block_keys import NO_KEYS, BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
-from sglang.srt.mem_cache.hiradix_tree import Dropped, HiRadixTree, MatchResult, Node
+from sglang.srt.mem_cache.hiradix_tree import Dropped, HiRadixTree, MatchResult, Node, is_fetching
 from sglang.srt.mem_cache.transfer import (
-    D2H,
+    BACKUP_LINKS,
     FETCH,
-    H2D,
     LINKS,
+    LOAD_LINKS,
     PROBE,
     STORE,
     StorageAction,
@@ -60,9 +62,10 @@ class StorageLimits:
 
 
 class HiCacheController:
-    """device, host: the pools' frame tables; host None turns the host tier off. page_bytes: K and V of one page,
-    all layers. write_policy: when pages go to the host: write_through at once, write_through_selective when a second
-    request uses them, write_back when they leave the device."""
+    """device, host, peer: the pools' frame tables; None turns a tier off. page_bytes: K and V of one page, all
+    layers. write_policy: when pages go to the host: write_through at once, write_through_selective when a second
+    request uses them, write_back when they leave the device. To peers they always go when they leave the device, so
+    that peers hold what it has no room for."""
 
     def __init__(
         self,
@@ -71,14 +74,14 @@ class HiCacheController:
         host: FrameTable | None,
         page_bytes: int,
         write_policy: str = "write_through",
+        peer: FrameTable | None = None,
     ) -> None:
         if write_policy not in WRITE_POLICIES:
             raise ValueError(f"write policy {write_policy!r} is none of {', '.join(WRITE_POLICIES)}")
         self.tree = tree
         self.write_policy = write_policy
-        self.tables: dict[Tier, FrameTable] = {Tier.DEVICE: device}
-        if host is not None:
-            self.tables[Tier.HOST] = host
+        tables = {Tier.DEVICE: device, Tier.PEER: peer, Tier.HOST: host}
+        self.tables: dict[Tier, FrameTable] = {tier: table for tier, table in tables.items() if table is not None}
         self.page_bytes = page_bytes
         self.in_flight: dict[Ticket, TransferOp | StorageOp] = {}
         # None while no storage is attached, or is being emptied or detached.
@@ -101,14 +104,25 @@ class HiCacheController:
     def has_host(self) -> bool:
         return Tier.HOST in self.tables
 
-    def begin_load(self, nodes: list[Node]) -> Ticket:
-        """Load a path of host-resident nodes (top first). The caller has seen to it that enough frames are free."""
-        src = np.concatenate([self._host_frames(node) for node in nodes])
-        frames = self.tables[Tier.DEVICE].allocate(len(src), -1 - self._next_seq[H2D], FrameState.FILLING)
-        assert frames is not None, "a load needs free frames: make room first"
-        op = self._begin(H2D, Tier.HOST, Tier.DEVICE, src, frames, nodes, after=None)
-        self.counters["load_back_tokens"] += len(frames) * self.tree.page_size
-        return op.ticket
+    def begin_load(self, nodes: list[Node]) -> list[Ticket]:
+        """Load a path of nodes (top first) that are not on the device, each from the nearest tier that has it. The
+        caller has seen to it that enough frames are free."""
+        by_source: dict[Tier, list[Node]] = {}
+        for node in nodes:
+            source = self.tree.source_of(node)
+            assert source is not None, f"{node} is ready nowhere"
+            by_source.setdefault(source, []).append(node)
+        tickets = []
+        for source, part in by_source.items():
+            link = LOAD_LINKS[source]
+            src = np.concatenate([self._ready_frames(node, source) for node in part])
+            frames = self.tables[Tier.DEVICE].allocate(len(src), -1 - self._next_seq[link], FrameState.FILLING)
+            assert frames is not None, "a load needs free frames: make room first"
+            tickets.append(self._begin(link, source, Tier.DEVICE, src, frames, part, after=None).ticket)
+            self.counters["load_back_tokens"] += len(frames) * self.tree.page_size
+            if source == Tier.PEER:
+                self.counters["load_peer_tokens"] += len(frames) * self.tree.page_size
+        return tickets
 
     def published(self, node: Node, done: int) -> None:
         """A path has pages that the host may lack."""
@@ -125,30 +139,39 @@ class HiCacheController:
         if step is not None and step.parent is not None:
             self.begin_backup(step, done)
 
-    def begin_backup(self, node: Node, done: int) -> Ticket | None:
-        """Back up the part of the path to `node` that the host lacks. None if it lacks nothing or has no room."""
-        if not self.has_host:
+    def begin_backup(self, node: Node, done: int, tier: Tier = Tier.HOST) -> Ticket | None:
+        """Back up the part of the path to `node` that the tier lacks. None if it lacks nothing or has no room, or if
+        the device is still being given a part of it."""
+        if tier not in self.tables:
             return None
         nodes = []
         step: Node | None = node
-        while step is not None and step.parent is not None and step.frames[Tier.HOST] is None:
+        while step is not None and step.parent is not None and step.frames[tier] is None:
+            if step.tickets[Tier.DEVICE] is not None:
+                return None
             nodes.append(step)
             step = step.parent
-        if not nodes or (step is not None and _is_fetching(step)):
+        if not nodes or (step is not None and is_fetching(step) and tier == Tier.HOST):
             return None
         nodes.reverse()
-        src = np.concatenate([self._device_frames(n) for n in nodes])
-        host = self.tables[Tier.HOST]
-        self.make_host_room(len(src), node, done)
+        src = np.concatenate([self._ready_frames(n, Tier.DEVICE) for n in nodes])
+        self.make_room(tier, len(src), node, done)
         first_page = nodes[0].start // self.tree.page_size
-        dst = host.allocate(len(src), -1 - self._next_seq[D2H], FrameState.FILLING, first_page)
+        link = BACKUP_LINKS[tier]
+        dst = self.tables[tier].allocate(len(src), -1 - self._next_seq[link], FrameState.FILLING, first_page)
         num_tokens = len(src) * self.tree.page_size
-        if dst is None:
+        if dst is None and tier == Tier.HOST:
             self.counters["backup_dropped_tokens"] += num_tokens
+        elif dst is None:
+            self.counters["peer_backup_dropped_tokens"] += num_tokens
+        elif tier == Tier.HOST:
+            self.counters["backup_tokens"] += num_tokens
+        else:
+            self.counters["peer_backup_tokens"] += num_tokens
+        if dst is None:
             return None
         after = max(n.fences[Tier.DEVICE] for n in nodes)
-        self.counters["backup_tokens"] += num_tokens
-        return self._begin(D2H, Tier.DEVICE, Tier.HOST, src, dst, nodes, after).ticket
+        return self._begin(link, Tier.DEVICE, tier, src, dst, nodes, after).ticket
 
     def commit(self, ticket: Ticket, done: int) -> None:
         """The operation brought its bytes on every rank."""
@@ -158,6 +181,8 @@ class HiCacheController:
         nodes = self._commit_nodes(ticket, op.dst)
         if op.dst == Tier.HOST and nodes:
             self._store_path(max(nodes, key=lambda n: n.end))
+        if op.src == Tier.PEER:
+            self._back_up_below([node for node in nodes if node.frames[Tier.HOST] is None], done)
         # The last one takes in all above it.
         for node in reversed(nodes):
             self.tree.compact(node, done)
@@ -168,9 +193,8 @@ class HiCacheController:
         op = self.in_flight.pop(ticket)
         assert isinstance(op, TransferOp)
         for node in list(self.tree.nodes_of(ticket)):
-            for tier in (Tier.DEVICE, Tier.HOST):
-                if tier == op.dst or op.dst == Tier.DEVICE:
-                    self._release(self.tree.drop(node, tier), tier, last_launch)
+            for tier in (op.dst, op.src) if op.dst == Tier.DEVICE else (op.dst,):
+                self._release(self.tree.drop(node, tier), tier, last_launch)
         self._unpin(op)
         self.counters["failed_ops"] += 1
 
@@ -182,8 +206,14 @@ class HiCacheController:
         """
         table = self.tables[tier]
         before = table.counts[FrameState.CACHED]
-        saving = tier == Tier.DEVICE and self.write_policy == "write_back" and self.has_host
-        save = (lambda node: self.begin_backup(node, done)) if saving else (lambda node: None)
+        saved_to: list[Tier] = []
+        if tier == Tier.DEVICE:
+            saved_to = [Tier.PEER] + ([Tier.HOST] if self.write_policy == "write_back" else [])
+
+        def save(node: Node) -> None:
+            for other in saved_to:
+                self.begin_backup(node, done, other)
+
         dropped = self.tree.evict(tier, num_pages, keep, save)
         self._release(dropped, tier, -1)
         for node in dropped.elsewhere:
@@ -197,6 +227,15 @@ class HiCacheController:
     def drop(self, node: Node, tier: Tier, last_launch: int) -> None:
         """Take a node and all below it off a tier; operations that fill nothing any more are cancelled."""
         self._release(self.tree.drop(node, tier), tier, last_launch)
+
+    def withdraw(self, tier: Tier, frames: np.ndarray, last_launch: int) -> None:
+        """Drop every node that has one of these frames (a run of them, ascending), and what lies below it, off the
+        tier: they are about to go. What else has the pages, keeps them; on the device they must not be locked."""
+        first, end = int(frames[0]), int(frames[-1]) + 1
+        for node in list(self.tree.walk()):
+            mine = node.frames[tier]
+            if mine is not None and ((mine >= first) & (mine < end)).any():
+                self.drop(node, tier, last_launch)
 
     # -- storage ------------------------------------------------------------------------------------------------
 
@@ -216,15 +255,15 @@ class HiCacheController:
         assert not self.storage_in_flight
         return self._begin_storage(PROBE, action, NO_KEYS, _NO_FRAMES, setup)
 
-    def make_host_room(self, num_pages: int, keep: Node | None, done: int) -> bool:
-        """Evict until so many host pages are free; what is on the path to `keep` stays, and everything if that would
-        not be enough. Whether they are free."""
-        host = self.tables[Tier.HOST]
-        host.reap(done)
-        missing = num_pages - host.num_free
-        if 0 < missing <= self.tree.evictable_pages(Tier.HOST, keep=keep):
-            self.evict(Tier.HOST, missing, done, keep=keep)
-        return host.num_free >= num_pages
+    def make_room(self, tier: Tier, num_pages: int, keep: Node | None, done: int) -> bool:
+        """Evict until so many pages of a tier below the device are free; what is on the path to `keep` stays, and
+        everything if that would not be enough. Whether they are free."""
+        table = self.tables[tier]
+        table.reap(done)
+        missing = num_pages - table.num_free
+        if 0 < missing <= self.tree.evictable_pages(tier, keep=keep):
+            self.evict(tier, missing, done, keep=keep)
+        return table.num_free >= num_pages
 
     def begin_fetch(self, match: MatchResult, tokens: np.ndarray, keys: np.ndarray, now: int) -> Ticket:
         """Fetch the blocks that cover tokens [match.total_len, …), of which the first may begin before. The caller
@@ -361,9 +400,11 @@ class HiCacheController:
                     op = self.in_flight[ticket]
                     filled = op.frames if isinstance(op, StorageOp) else op.dst_frames
                     assert np.isin(frames, filled).all(), f"{node}: {ticket} fills other pages"
-                    # A load's source stays, else its failure could not be told from eviction.
-                    ready = node.frames[Tier.HOST] is not None and node.tickets[Tier.HOST] is None
-                    assert tier != Tier.DEVICE or ready, f"{node}: its load has no source"
+                    # A load's source stays, else its failure could not be told from eviction; but slabs of peers
+                    # are withdrawn whatever is loaded from them.
+                    if isinstance(op, TransferOp) and op.src == Tier.HOST:
+                        ready = node.frames[Tier.HOST] is not None and node.tickets[Tier.HOST] is None
+                        assert ready, f"{node}: its load has no source"
             in_tree = expected >= 0
             assert (table.state[in_tree] == expected[in_tree]).all(), f"{tier.name}: tree and frame table disagree"
             rest = table.state[~in_tree]
@@ -376,8 +417,8 @@ class HiCacheController:
         assert self._fetches.keys() == {t for t in self.in_flight if t.link == FETCH}
         for node in self.tree.walk():
             parent = node.parent
-            if parent is not None and _is_fetching(parent) and node.frames[Tier.HOST] is not None:
-                assert _is_fetching(node), f"{node} is on the host, its prefix is still being fetched"
+            if parent is not None and is_fetching(parent) and node.frames[Tier.HOST] is not None:
+                assert is_fetching(node), f"{node} is on the host, its prefix is still being fetched"
 
     def _commit_nodes(self, ticket: Ticket, tier: Tier) -> list[Node]:
         nodes = self.tree.commit(ticket, tier)
@@ -418,7 +459,9 @@ class HiCacheController:
         begin, top = path[first].start // size * size, first
         while path[top].start > begin:
             top -= 1
-        frames = np.concatenate([self._host_frames(n) for n in path[top:]])[(begin - path[top].start) // page :]
+        frames = np.concatenate([self._ready_frames(n, Tier.HOST) for n in path[top:]])[
+            (begin - path[top].start) // page :
+        ]
         pages_per_block = size // page
         for i in range(0, len(lacking), self.storage.blocks_per_op):
             blocks = lacking[i : i + self.storage.blocks_per_op]
@@ -488,7 +531,7 @@ class HiCacheController:
         self._next_seq[link] += 1
         self.tables[src].pin(src_frames)
         self.tables[dst].pin(dst_frames)
-        self.tree.begin_fill(nodes, dst, dst_frames, ticket)
+        self.tree.begin_fill(nodes, src, dst, dst_frames, ticket)
         op = TransferOp(ticket, src, dst, src_frames, dst_frames, len(src_frames) * self.page_bytes, after)
         self.in_flight[ticket] = op
         self._new_ops.append(op)
@@ -506,24 +549,13 @@ class HiCacheController:
         for fence, parts in by_fence.items():
             table.doom(np.concatenate(parts), FrameState.CACHED, fence)
         for frames, _ in dropped.filling:
-            # Host frames are read by loads alone, which pin them; device frames may be awaited by any launch.
+            # Other frames are read by loads alone, which pin them; device frames may be awaited by any launch.
             table.doom(frames, FrameState.FILLING, last_launch if tier == Tier.DEVICE else -1)
         tickets = dict.fromkeys(ticket for _, ticket in dropped.filling)
         self._new_cancels += [ticket for ticket in tickets if not self.tree.nodes_of(ticket)]
 
     @staticmethod
-    def _host_frames(node: Node) -> np.ndarray:
-        frames = node.frames[Tier.HOST]
-        assert frames is not None and node.tickets[Tier.HOST] is None, f"{node} is not ready on the host"
+    def _ready_frames(node: Node, tier: Tier) -> np.ndarray:
+        frames = node.frames[tier]
+        assert frames is not None and node.tickets[tier] is None, f"{node} is not ready on the {tier.name.lower()}"
         return frames
-
-    @staticmethod
-    def _device_frames(node: Node) -> np.ndarray:
-        frames = node.frames[Tier.DEVICE]
-        assert frames is not None and node.tickets[Tier.DEVICE] is None, f"{node} is not ready on the device"
-        return frames
-
-
-def _is_fetching(node: Node) -> bool:
-    ticket = node.tickets[Tier.HOST]
-    return ticket is not None and ticket.link == FETCH

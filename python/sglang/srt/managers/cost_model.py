@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sglang.srt.mem_cache.transfer import H2D, P2D
+
 # Of a sample, when the next one comes: some 30 launches are remembered.
 _DECAY = 0.97
 # Samples that are believed whatever they say; later ones may be this many times faster than expected. Slow ones need
@@ -140,7 +142,7 @@ class CostModel:
         # Whatever can not be told apart is put down to new tokens, and to bytes.
         self._prefill = _Fit(ridge=(1e-3, 1e-6, 1e-3, 1e-3))
         self._decode = _Fit(ridge=(1e-6, 1e-3, 1e-3))
-        self._load = _Fit(ridge=(1e-3, 1e-6))
+        self._loads = {link: _Fit(ridge=(1e-3, 1e-6)) for link in (H2D, P2D)}
         self._fetch = _Fit(ridge=(1e-3, 1e-6))
         self._last_decode = (1.0, 0.0, 0.0)
         self._longest_prefill = 0.0
@@ -174,13 +176,14 @@ class CostModel:
         context; what fills a bubble is of that kind (Strata 4.3.3). None while none was measured."""
         return self._decode.seconds(self._last_decode) if self._decode.num_samples else None
 
-    def add_load(self, num_bytes: int, seconds: float) -> None:
-        """An operation of a copy link took so long, from its beginning to its end."""
-        self._load.add((1.0, num_bytes), seconds)
+    def add_load(self, num_bytes: int, seconds: float, link: str = H2D) -> None:
+        """An operation of a link that loads took so long, from its beginning to its end."""
+        self._loads[link].add((1.0, num_bytes), seconds)
 
-    def load_seconds(self, num_bytes: int) -> float | None:
-        """load_latency_s + load_byte_s * bytes. None while none was measured."""
-        return self._load.seconds((1.0, num_bytes)) if self._load.num_samples else None
+    def load_seconds(self, num_bytes: int, link: str = H2D) -> float | None:
+        """load_latency_s + load_byte_s * bytes. None while none was measured on that link."""
+        fit = self._loads[link]
+        return fit.seconds((1.0, num_bytes)) if fit.num_samples else None
 
     def add_fetch(self, num_bytes: int, seconds: float) -> None:
         """An operation that read all its bytes from storage held its link for so long."""
@@ -214,7 +217,7 @@ class CostModel:
         each loaded token hides a little of its own load, and the latency of the link. None while either side is not
         known, or loads cost nothing by size.
         """
-        load_token_s = self._bytes_per_token * self._load.coefficients[1]
+        load_token_s = self._bytes_per_token * self._loads[H2D].coefficients[1]
         if load_token_s == 0 or not self._prefill.num_samples:
             return None
         fixed_s, token_s, _, pair_s = self._prefill.coefficients
@@ -225,7 +228,8 @@ class CostModel:
         names = {
             "fixed_s token_s context_s pair_s": self._prefill,
             "decode_s decode_req_s decode_context_s": self._decode,
-            "load_latency_s load_byte_s": self._load,
+            "load_latency_s load_byte_s": self._loads[H2D],
+            "peer_latency_s peer_byte_s": self._loads[P2D],
             "fetch_latency_s fetch_byte_s": self._fetch,
         }
         return {name: c for each, fit in names.items() for name, c in zip(each.split(), fit.coefficients)}

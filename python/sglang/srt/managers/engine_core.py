@@ -17,7 +17,8 @@ import numpy as np
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import BatchDecision, StepInputs, StorageRequest
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
-from sglang.srt.mem_cache.transfer import EXEC, FETCH, H2D, LINKS, STALL, STORAGE_LINKS, Link, Tier
+from sglang.srt.managers.slab_ledger import SlabSource
+from sglang.srt.mem_cache.transfer import EXEC, FETCH, LINKS, LOAD_LINKS, STALL, STORAGE_LINKS, Link, Tier
 from sglang.srt.model_executor.executor import Executor
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
 
@@ -25,7 +26,8 @@ from sglang.srt.sampling.logprob_types import LaunchLogprobs
 @dataclass(frozen=True)
 class Progress:
     """What has completed on a rank, or on all: see StepInputs; tokens, log-probabilities and costs are rank 0's.
-    consumed: operations per storage link whose counts earlier steps have taken, alike on all ranks."""
+    consumed: operations per storage link whose counts earlier steps have taken, alike on all ranks. slabs: see
+    `SlabSource.here`."""
 
     done: dict[str, int]
     failed: dict[str, int]
@@ -34,10 +36,11 @@ class Progress:
     counts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     consumed: dict[str, int] = field(default_factory=dict)
     cost: dict[str, dict[int, float]] = field(default_factory=dict)
+    slabs: bytes = b""
 
 
 _COUNTED = (EXEC, *LINKS)
-_MEASURED = (EXEC, STALL, H2D, FETCH)
+_MEASURED = (EXEC, STALL, *LOAD_LINKS.values(), FETCH)
 _NO_FAILURE = np.iinfo(np.int64).max
 # Results of storage operations that one step takes, per link.
 COUNTS_PER_STEP = 16
@@ -45,14 +48,15 @@ COUNTS_PER_STEP = 16
 
 def pack_progress(progress: Progress) -> np.ndarray:
     """What a rank brings to the reduction, int64, always of the same shape: what is done, then what failed, then the
-    counts of storage operations, padded."""
+    counts of storage operations, padded, then the slabs that it has."""
     done = [progress.done[name] for name in _COUNTED]
     failed = [progress.failed.get(name, _NO_FAILURE) for name in _COUNTED]
     counts = np.zeros((len(STORAGE_LINKS), COUNTS_PER_STEP), np.int64)
     for row, name in zip(counts, STORAGE_LINKS):
         of_link = progress.counts.get(name, ())
         row[: len(of_link)] = of_link
-    return np.concatenate((np.array(done + failed, np.int64), counts.ravel()))
+    slabs = np.frombuffer(progress.slabs, np.uint8).astype(np.int64)
+    return np.concatenate((np.array(done + failed, np.int64), counts.ravel(), slabs))
 
 
 def unpack_progress(
@@ -69,9 +73,10 @@ def unpack_progress(
     # A failure that some rank has not reached yet is reported once all have.
     failed = {name: first for name, first in zip(_COUNTED, values[n : 2 * n]) if first < done[name]}
     end = done[EXEC]
+    counts_end = 2 * n + len(STORAGE_LINKS) * COUNTS_PER_STEP
     counts = {
         name: tuple(values[start : start + done[name] - consumed.get(name, 0)])
-        for name, start in zip(STORAGE_LINKS, range(2 * n, len(values), COUNTS_PER_STEP))
+        for name, start in zip(STORAGE_LINKS, range(2 * n, counts_end, COUNTS_PER_STEP))
     }
     return Progress(
         done,
@@ -84,6 +89,7 @@ def unpack_progress(
             name: {s: c for s, c in costs.items() if s < (end if name == STALL else done[name])}
             for name, costs in cost.items()
         },
+        bytes(values[counts_end:]),
     )
 
 
@@ -95,7 +101,7 @@ def reduce_progress(ranks: Sequence[Progress]) -> Progress:
 
 class EngineCore:
     """links may be empty (no host tier). poison: tier -> fills freed frames with NaN (tests). record: takes every
-    step's inputs and the digest of its decision."""
+    step's inputs and the digest of its decision. slabs: the memory that is lent or borrowed, if any."""
 
     def __init__(
         self,
@@ -104,12 +110,14 @@ class EngineCore:
         links: dict[str, Link],
         poison: dict[Tier, Callable[[np.ndarray], None]] | None = None,
         record: StepRecorder | None = None,
+        slabs: SlabSource | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.links = links
         self.poison = poison or {}
         self.record = record
+        self.slabs = slabs
         self.num_steps = 0
         self._completed = dict.fromkeys(_COUNTED, 0)
         self._failures: dict[str, list[int]] = {name: [] for name in _COUNTED}
@@ -117,7 +125,7 @@ class EngineCore:
         self._logprobs: dict[int, LaunchLogprobs] = {}
         self._counts: dict[str, list[int]] = {name: [] for name in STORAGE_LINKS}
         self._cost: dict[str, dict[int, float]] = {name: {} for name in _MEASURED}
-        self._seen: tuple[dict[str, int], dict[str, int]] = (dict(self._completed), {})
+        self._seen: tuple[dict[str, int], dict[str, int], bytes] = (dict(self._completed), {}, b"")
         self._stepped_on = self._seen
         self._reset_mark = 0
         self._launched_last = False
@@ -154,9 +162,10 @@ class EngineCore:
             counts[name] = tuple(of_link[:COUNTS_PER_STEP])
             consumed[name] = self._completed[name] - len(of_link)
             done[name] = consumed[name] + len(counts[name])
-        self._seen = (done, failed)
+        slabs = self.slabs.here() if self.slabs is not None else b""
+        self._seen = (done, failed, slabs)
         cost = {name: dict(costs) for name, costs in self._cost.items() if costs}
-        return Progress(done, failed, dict(self._results), dict(self._logprobs), counts, consumed, cost)
+        return Progress(done, failed, dict(self._results), dict(self._logprobs), counts, consumed, cost, slabs)
 
     def has_work(self, now: float) -> bool:
         """Whether a step could do anything without new requests: something completed here since the last one, as the
@@ -190,6 +199,7 @@ class EngineCore:
             cost=progress.cost,
             flush=tuple(flush),
             storage=tuple(storage),
+            slabs=progress.slabs,
         )
         self.num_steps += 1
         if self.record is not None:
@@ -235,6 +245,9 @@ class EngineCore:
             poison = self.poison.get(Tier(tier))
             if poison is not None and len(frames):
                 poison(frames)
+        if decision.slabs_left:
+            assert self.slabs is not None
+            self.slabs.left(decision.slabs_left)
         if decision.reset is not None:
             self.executor.reset(decision.reset)
         for ticket in decision.cancels:

@@ -6,12 +6,12 @@ What nobody knows yet takes no time, so that nothing is decided by it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from sglang.srt.managers.cost_model import CostModel
 from sglang.srt.managers.forecast import Forecast
 from sglang.srt.managers.schedule_policy import NO_LOADS, LoadTimes, PrefillWork, stall_seconds
-from sglang.srt.mem_cache.transfer import Ticket
+from sglang.srt.mem_cache.transfer import EXEC, FETCH, H2D, P2D, Ticket
 
 
 class ExpectedTimes:
@@ -22,15 +22,15 @@ class ExpectedTimes:
         self.now = 0.0
         self.costs = CostModel(bytes_per_token)
         self.launches = Forecast()
-        self.loads = Forecast()
+        self.loads = {link: Forecast() for link in (H2D, P2D)}
         self.fetches = Forecast()
         self._bytes_per_token = bytes_per_token
         self._num_layers = num_layers
 
     # -- what things take ---------------------------------------------------------------------------------------
 
-    def load_seconds(self, num_tokens: int) -> float:
-        return (num_tokens and self.costs.load_seconds(int(num_tokens * self._bytes_per_token))) or 0.0
+    def load_seconds(self, num_tokens: int, link: str = H2D) -> float:
+        return (num_tokens and self.costs.load_seconds(int(num_tokens * self._bytes_per_token), link)) or 0.0
 
     def compute_seconds(self, work: PrefillWork) -> float:
         return self.costs.prefill_seconds(*work) or 0.0
@@ -49,15 +49,18 @@ class ExpectedTimes:
         """When what these loads bring is there."""
         loads = NO_LOADS
         for ticket in tickets:
-            if (times := self.loads.times_of(ticket.seq)) is not None:
+            if (times := self.loads[ticket.link].times_of(ticket.seq)) is not None:
                 loads = loads.and_also(LoadTimes.between(*times, self._num_layers))
         return loads
 
-    def arrival_if_begun(self, num_tokens: int) -> LoadTimes:
-        """When so many tokens would be there if their load began now."""
-        seconds = self.load_seconds(num_tokens)
-        start = max(self.now, self.loads.free_at)
-        return LoadTimes.between(start, start + seconds, self._num_layers) if seconds else NO_LOADS
+    def arrival_if_begun(self, from_host: int, from_peers: int = 0) -> LoadTimes:
+        """When so many tokens would be there if their loads began now."""
+        loads = NO_LOADS
+        for link, num_tokens in ((H2D, from_host), (P2D, from_peers)):
+            if seconds := self.load_seconds(num_tokens, link):
+                start = max(self.now, self.loads[link].free_at)
+                loads = loads.and_also(LoadTimes.between(start, start + seconds, self._num_layers))
+        return loads
 
     def stall_seconds(self, work: PrefillWork, loads: LoadTimes) -> float:
         """How long the next launch would wait for loads, if it computes `work`."""
@@ -65,14 +68,16 @@ class ExpectedTimes:
         return stall_seconds(loads, start, self.compute_seconds(work), self._num_layers)
 
     def link_lasts(self, work: PrefillWork, stall_s: float) -> bool:
-        """Whether the link has loads till the next launch, which computes `work` after a stall, is over."""
+        """Whether the link from the host has loads till the next launch, which computes `work` after a stall, is
+        over."""
         end = max(self.now, self.launches.free_at) + stall_s + self.compute_seconds(work)
-        return self.loads.free_at > end
+        return self.loads[H2D].free_at > end
 
     # -- what was issued ----------------------------------------------------------------------------------------
 
-    def begin_load(self, seq: int, num_tokens: int) -> None:
-        self.loads.begin(seq, self.load_seconds(num_tokens), self.now)
+    def begin_load(self, ticket: Ticket, num_tokens: int) -> None:
+        link, seq = ticket
+        self.loads[link].begin(seq, self.load_seconds(num_tokens, link), self.now)
 
     def begin_prefill(self, seq: int, work: PrefillWork, loads: LoadTimes) -> None:
         seconds = self.compute_seconds(work) + self.stall_seconds(work, loads)
@@ -84,8 +89,7 @@ class ExpectedTimes:
     def begin_fetch(self, seq: int, num_tokens: int) -> None:
         self.fetches.begin(seq, self.fetch_seconds(num_tokens, num_tokens) or 0.0, self.now)
 
-    def complete(self, launches_done: int, loads_done: int, fetches_done: int) -> None:
-        """Launches, loads and fetches below these numbers are over."""
-        self.fetches.complete(fetches_done, self.now)
-        self.launches.complete(launches_done, self.now)
-        self.loads.complete(loads_done, self.now)
+    def complete(self, done: Mapping[str, int]) -> None:
+        """Launches, and operations of links, below these numbers are over."""
+        for name, forecast in ((EXEC, self.launches), (FETCH, self.fetches), *self.loads.items()):
+            forecast.complete(done.get(name, 0), self.now)

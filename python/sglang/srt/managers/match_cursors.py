@@ -59,7 +59,9 @@ class MatchCursors:
         """What the match comes to, and what that depends on."""
         match = self._tree.match(namespace, tokens)
         end = match.path[-1] if match.path else None
-        loads = [(node.id, len(node.key)) for node in match.path if node.frames[Tier.DEVICE] is None]
+        loads = [
+            (n.id, len(n.key)) for n in match.path if n.frames[Tier.DEVICE] is None and n.start >= match.near_len
+        ]
         if loads and end is not None:
             loads[-1] = (end.id, match.last_len)
         depends: list[Hashable] = [node.id for node in match.path]
@@ -71,7 +73,8 @@ class MatchCursors:
             if above is not None and page in above.children:
                 depends.append(above.children[page].id)  # it is on its way to the host
         loading = dict.fromkeys(t for node in match.path if (t := node.tickets[Tier.DEVICE]) is not None)
-        candidate = Candidate(num_tokens - match.total_len, tuple(loads), match.total_len, tuple(loading))
+        near = match.near_len - match.device_len
+        candidate = Candidate(num_tokens - match.total_len, tuple(loads), match.total_len, tuple(loading), near)
         return candidate, tuple(depends)
 
     def _changed(self, node: Node) -> None:

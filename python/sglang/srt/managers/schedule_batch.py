@@ -92,10 +92,11 @@ class ReqHold:
 @dataclass(frozen=True)
 class Preload:
     """A load that goes on while its request waits. receipt: keeps what it loads and all before it on the device.
-    start, end: the tokens that it loads."""
+    start, near_end, end: it loads tokens [start, near_end) from peers, [near_end, end) from the host."""
 
     receipt: Receipt
     start: int
+    near_end: int
     end: int
 
 
@@ -124,6 +125,7 @@ class Req:
         "last_launch",
         "length",
         "loaded",
+        "loaded_near",
         "logprobs",
         "max_len",
         "namespace",
@@ -174,7 +176,7 @@ class Req:
         self.fetched: tuple[tuple[int, int], ...] = ()
         self.preload: Preload | None = None
         self.preload_taken_back = False
-        self.loaded = (0, 0)
+        self.loaded = self.loaded_near = (0, 0)
         self.delay_end = 0
         self.cached_tokens_details: dict[str, int] = {}
         self.logprobs: list[TokenLogprob] = []
@@ -227,8 +229,8 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     failed: per link the earliest failed number not yet consumed. counts: per storage link, the results of the
     operations that are new in done. results: launch -> its sampled tokens, int32 bytes. logprobs: launch -> what it
     found of those that were asked for. cost: seconds that rank 0 measured, by number, of completed launches (EXEC,
-    and STALL for what they waited), loads (H2D) and reads of storage (FETCH). flush: ids of flush requests. storage:
-    what an administrator asks of the storage tier.
+    and STALL for what they waited), loads (H2D, P2D) and reads of storage (FETCH). flush: ids of flush requests.
+    storage: what an administrator asks of the storage tier. slabs: those that all ranks have, see `SlabSource`.
     """
 
     step: int
@@ -243,6 +245,7 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     cost: dict[str, dict[int, float]] = {}
     flush: tuple[str, ...] = ()
     storage: tuple[StorageRequest, ...] = ()
+    slabs: bytes = b""
 
 
 class ControlReply(msgspec.Struct, frozen=True):
@@ -257,7 +260,7 @@ class ControlReply(msgspec.Struct, frozen=True):
 class BatchDecision:
     """What to do after a step, in this order: poison freed frames (tests), reset, cancel, submit loads, launch,
     submit backups. reset: launches below it that have not completed are void. freed: tier -> frames that became
-    FREE."""
+    FREE. slabs_left: nobody uses their pages any more, see `SlabSource`."""
 
     step: int
     reset: int | None = None
@@ -267,6 +270,7 @@ class BatchDecision:
     freed: dict[int, np.ndarray] = field(default_factory=dict)
     outputs: tuple[TokenOutput, ...] = ()
     replies: tuple[ControlReply, ...] = ()
+    slabs_left: tuple[int, ...] = ()
 
     def encode(self) -> bytes:
         """Canonical bytes: equal decisions, equal bytes."""

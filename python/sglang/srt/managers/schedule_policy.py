@@ -66,16 +66,18 @@ def chunk_of(num_tokens: int, budget: int, page_size: int) -> int:
 class Candidate:
     """A waiting request as batch formation sees it, in tokens.
 
-    compute: its new tokens, more than 0. loads: the nodes that it would load, top first, as (id, tokens). prefix:
-    tokens before the new ones. loading: operations that bring some of these already. Requests that load the same
-    node share the load, and then the topmost one too, since what is loaded is a path; the last may be loaded in part.
-    pairs: of a new token and one that it attends to.
+    compute: its new tokens, more than 0. loads: the nodes that it would load from the host, top first, as (id,
+    tokens). prefix: tokens before the new ones. loading: operations that bring some of these already. Requests that
+    load the same node share the load, and then the topmost one too, since what is loaded is a path; the last may be
+    loaded in part. near: tokens that it would load from peers, which takes nothing from the link to the host. pairs:
+    of a new token and one that it attends to.
     """
 
     compute: int
     loads: tuple[tuple[int, int], ...] = ()
     prefix: int = 0
     loading: tuple[Ticket, ...] = ()
+    near: int = 0
     top: int | None = field(init=False)
     load: int = field(init=False)
     pairs: int = field(init=False)

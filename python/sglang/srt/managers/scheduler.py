@@ -61,18 +61,21 @@ from sglang.srt.managers.schedule_policy import (
     pages_for,
     waits_for_load,
 )
+from sglang.srt.managers.slab_ledger import SlabLedger
 from sglang.srt.managers.storage_prefetch import PrefetchConfig, StoragePrefetcher
 from sglang.srt.mem_cache.block_keys import BlockKeys, private
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, MatchResult, Node, Receipt
 from sglang.srt.mem_cache.transfer import (
+    BACKUP_LINKS,
     COPY_LINKS,
     D2H,
     EXEC,
     FETCH,
     FRAME_TIERS,
-    H2D,
     LINKS,
+    LOAD_LINKS,
+    P2D,
     STALL,
     STORAGE_LINKS,
     STORE,
@@ -111,7 +114,8 @@ class SchedulerConfig:
     max_filling_ratio: share of the device that loads may be filling. publish_tokens: decoded tokens enter the tree
     in runs of about this many. stream_interval: tokens per output of a streamed request. max_ahead: launches issued
     and not completed, 2 executes one step ahead. num_layers: of the model, which loads hide behind. storage: attached
-    from the start; needs a host tier.
+    from the start; needs a host tier. num_peer_pages: borrowed from peers; they need a host tier, too. slabs: of
+    these pages, as `SlabLedger` has them, which come and go; without any, all pages are there all the time.
 
     How the queue goes with a host tier (docs/hicache.md, "The scheduler"): load_ratio: tokens loaded per token
     computed before a batch counts as bound by loading, see `balanced_order`; "auto": as many as take as long; 0
@@ -149,6 +153,8 @@ class SchedulerConfig:
     publish_at: str = "launch"
     deferral_threshold: int = 100
     storage: StorageSetup | None = None
+    num_peer_pages: int = 0
+    slabs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass
@@ -178,7 +184,12 @@ class Scheduler:
         block_pages = max(1, HOST_BLOCK_TOKENS // config.page_size)
         self.host = FrameTable(config.num_host_pages, block_pages) if config.num_host_pages else None
         self.tree = HiRadixTree(config.page_size, config.eviction_policy)
-        self.controller = HiCacheController(self.tree, self.device, self.host, config.page_bytes, config.write_policy)
+        assert self.host is not None or not config.num_peer_pages, "memory of peers needs a host tier"
+        peer = FrameTable(config.num_peer_pages) if config.num_peer_pages else None
+        self.controller = HiCacheController(
+            self.tree, self.device, self.host, config.page_bytes, config.write_policy, peer
+        )
+        self.slabs = SlabLedger(peer, config.slabs, here=False) if peer is not None and config.slabs else None
         self.cursors = MatchCursors(self.tree)
         self.transient = TransientNodes(config.page_size)
         self.expected = ExpectedTimes(config.page_bytes / config.page_size, config.num_layers)
@@ -257,10 +268,14 @@ class Scheduler:
         self.exec_done = done
         ended = [self._link_done[link] for link in (FETCH, D2H)]
         for link in COPY_LINKS:
-            self._take_completions(link, inputs.done[link], inputs.failed.get(link))
+            self._take_completions(link, inputs.done.get(link, 0), inputs.failed.get(link))
         self._replies = []
         for link in STORAGE_LINKS:
             self._take_counts(link, inputs.done.get(link, 0), inputs.counts.get(link, ()))
+        if self.slabs is not None:
+            for slab in self.slabs.update(inputs.slabs):
+                self.controller.withdraw(Tier.PEER, self.slabs.frames_of(slab), self.last_launch)
+                self.counters["slabs_withdrawn"] += 1
         self.prefetcher.expire(inputs.now, done)
         if [self._link_done[link] for link in (FETCH, D2H)] != ended:
             self.prefetcher.go_on(self.next_launch, done)
@@ -290,6 +305,7 @@ class Scheduler:
             freed={tier.value: table.take_freed() for tier, table in self.controller.tables.items()},
             outputs=tuple(self._outputs),
             replies=tuple(self._replies),
+            slabs_left=self.slabs.take_left() if self.slabs is not None else (),
         )
 
     # -- what came in -------------------------------------------------------------------------------------------
@@ -306,9 +322,10 @@ class Scheduler:
                 costs.add_prefill(*record.work, seconds)
             else:
                 costs.add_decode(len(record.reqs), record.context, seconds)
-        for seq, seconds in inputs.cost.get(H2D, {}).items():
-            if seq != inputs.failed.get(H2D) and seq < inputs.done[H2D]:
-                costs.add_load(self.controller.in_flight[Ticket(H2D, seq)].size_bytes, seconds)
+        for link in LOAD_LINKS.values():
+            for seq, seconds in inputs.cost.get(link, {}).items():
+                if seq != inputs.failed.get(link) and seq < inputs.done[link]:
+                    costs.add_load(self.controller.in_flight[Ticket(link, seq)].size_bytes, seconds, link)
         first = self._link_done[FETCH]
         for seq, seconds in inputs.cost.get(FETCH, {}).items():
             op = self.controller.in_flight.get(Ticket(FETCH, seq))
@@ -316,7 +333,7 @@ class Scheduler:
             # What did not bring everything says little.
             if isinstance(op, StorageOp) and seq - first < len(counts) and counts[seq - first] == len(op.keys):
                 costs.add_fetch(op.size_bytes, seconds)
-        self.expected.complete(done, inputs.done[H2D], inputs.done.get(FETCH, 0))
+        self.expected.complete(inputs.done)
 
     def _take_results(self, inputs: StepInputs, done: int, failed: int | None) -> None:
         for seq in range(self.exec_done, done):
@@ -370,7 +387,7 @@ class Scheduler:
                     req.num_failures += FAILURE_WITH_LOADS if record.has_gates else FAILURE_WITHOUT_LOADS
         for seq in [s for s in self._launches if s >= failed]:
             del self._launches[seq]
-        self.expected.complete(self.next_launch, 0, 0)
+        self.expected.complete({EXEC: self.next_launch})
         self._end_preloads(self.waiting)
         for req in self.active():
             self.close(req, "lost")
@@ -676,7 +693,8 @@ class Scheduler:
             if is_full and outlook.link_is_busy:
                 break
             if is_full or self._is_held_up(build, req, budget, outlook):
-                if not outlook.link_is_busy and self._candidate(req).load and req.preload is None:
+                known = self._candidate(req)
+                if not outlook.link_is_busy and (known.load or known.near) and req.preload is None:
                     match = self._match(req)
                     if not (self._may_start(req, match) and self._preload(req, match)):
                         break
@@ -723,6 +741,7 @@ class Scheduler:
         self.prefetcher.detach(req.rid, self.exec_done)
         if req.preload is not None:
             req.loaded = (req.preload.start, req.preload.end)
+            req.loaded_near = (req.preload.start, req.preload.near_end)
             self._end_preloads([req])
         loading = (node.tickets[Tier.DEVICE] for node in match.path)
         build.loads = build.loads.and_also(self.expected.arrival_of(t for t in loading if t is not None))
@@ -829,14 +848,16 @@ class Scheduler:
         if req.preload_taken_back and req is next(r for r in self.waiting if self.prefetcher.may_start(r.rid)):
             return False  # else those that pass the oldest could take its memory back again and again
         known = self._candidate(req)
-        if not known.load and not known.loading:
+        if not known.load and not known.near and not known.loading:
             return False
         # Cheap to see in a long queue: its load can not even begin, or another waits for the same.
         if known.load and outlook.link_is_busy:
             self._held_up[req] = None
             return True
         if not any(t in self._awaited for t in known.loading):
-            loads = self.expected.arrival_of(known.loading).and_also(self.expected.arrival_if_begun(known.load))
+            loads = self.expected.arrival_of(known.loading).and_also(
+                self.expected.arrival_if_begun(known.load, known.near)
+            )
             work = build.work.plus(known.prefix, chunk_of(known.compute, budget, self.page_size))
             added_s = self.expected.stall_seconds(work, build.loads.and_also(loads)) - outlook.stall_s
             if not waits_for_load(added_s, outlook.other_work_s):
@@ -857,7 +878,7 @@ class Scheduler:
             return self.expected.decode_seconds()
         if not build.reqs and self._needs_no_load is None:
             known = (self._candidate(r) for r in self.waiting if self.prefetcher.may_start(r.rid))
-            self._needs_no_load = any(not each.load and not each.loading for each in known)
+            self._needs_no_load = any(not each.load and not each.near and not each.loading for each in known)
         return self.expected.compute_seconds(PrefillWork(1, 0, 1)) if build.reqs or self._needs_no_load else None
 
     def _preload(self, req: Req, match: MatchResult) -> bool:
@@ -868,7 +889,7 @@ class Scheduler:
             return False
         nodes = [n for n in self.tree.path_of(receipt.node) if n.frames[Tier.DEVICE] is None]
         self._begin_load(nodes)
-        req.preload = Preload(receipt, match.device_len, match.total_len)
+        req.preload = Preload(receipt, match.device_len, match.near_len, match.total_len)
         return True
 
     def _end_preloads(self, reqs: Iterable[Req]) -> int:
@@ -887,14 +908,18 @@ class Scheduler:
         return self._end_preloads(reqs)
 
     def _begin_load(self, nodes: list[Node]) -> LoadTimes:
-        num_tokens = sum(len(n.key) for n in nodes)
-        ticket = self.controller.begin_load(nodes)
-        self.expected.begin_load(ticket.seq, num_tokens)
-        return self.expected.arrival_of([ticket])
+        tickets = self.controller.begin_load(nodes)
+        for ticket in tickets:
+            self.expected.begin_load(ticket, sum(len(n.key) for n in self.tree.nodes_of(ticket)))
+        return self.expected.arrival_of(tickets)
 
     def _front(self, build: _ExtendBuilder, match: MatchResult, chunk: int, budget: int) -> int:
         """Tokens of what is to be loaded that the launch computes instead; see `front_to_recompute`."""
-        num_load, expected = match.total_len - match.device_len, self.expected
+        num_load, near, expected = (
+            match.total_len - match.device_len,
+            match.near_len - match.device_len,
+            self.expected,
+        )
         if not num_load or not self.config.load_or_recompute or self._publishes_late:
             return 0
         is_idle = not build.reqs and not self.running and len(self.waiting) == 1
@@ -903,14 +928,16 @@ class Scheduler:
             work = build.work.plus(match.total_len, chunk)
             if front:
                 work = work.plus(match.device_len, front)
-            loads = build.loads.and_also(expected.arrival_if_begun(num_load - front))
+            from_peers = max(0, near - front)
+            loads = build.loads.and_also(expected.arrival_if_begun(num_load - front - from_peers, from_peers))
             return expected.stall_seconds(work, loads) + expected.compute_seconds(work)
 
         known = expected.costs.known_prefill - build.work.new - chunk
         front = front_to_recompute(num_load, self.page_size, seconds_of, max(0, min(budget, known)))
         # Where others could use the time, computing must be the cheaper way.
         compute_s = expected.compute_seconds(PrefillWork().plus(match.device_len, front))
-        return front if is_idle or compute_s <= expected.load_seconds(front) else 0
+        load_s = expected.load_seconds(min(front, near), P2D) + expected.load_seconds(max(0, front - near))
+        return front if is_idle or compute_s <= load_s else 0
 
     def _worth_fetching(self, rid: str, first: int, num_blocks: int, ahead: int) -> int:
         """See StoragePrefetcher."""
@@ -1037,6 +1064,12 @@ class Scheduler:
                 size = span.end - span.start
                 loaded = size if span.source == SpanSource.LOAD else _common(span, req.loaded)
                 found["device"] += size - loaded
+                if span.source != SpanSource.LOAD:
+                    near = _common(span, req.loaded_near)
+                else:
+                    near = size if span.ticket is not None and span.ticket.link == P2D else 0
+                found["peer"] += near
+                loaded -= near
                 for tier, fetched in zip(self.storage.tiers if self.storage is not None else (), req.fetched):
                     brought = min(loaded, _common(span, fetched))
                     found[TIER_NAMES[tier]] += brought
@@ -1243,17 +1276,21 @@ class Scheduler:
         for tier, table in self.controller.tables.items():
             counts = {state.name.lower(): table.counts[state] for state in FrameState}
             evictable = self.tree.evictable_pages(tier)
+            # What is another engine's now is no part of the tier.
+            num_pages = table.num_pages - counts["lent"] - counts["quarantined"]
             tiers[TIER_NAMES[tier]] = {
-                "num_pages": table.num_pages,
-                "total_tokens": table.num_pages * page,
-                "used_tokens": (table.num_pages - table.num_free - evictable) * page,
+                "num_pages": num_pages,
+                "total_tokens": num_pages * page,
+                "used_tokens": (num_pages - table.num_free - evictable) * page,
                 "cached_tokens": self.tree.resident_pages(tier) * page,
                 "evictable_tokens": evictable * page,
                 "free_pages": table.num_free,
                 "pages": counts,
             }
         links = {}
-        shown = (COPY_LINKS if self.host is not None else ()) + (STORAGE_LINKS if self.storage is not None else ())
+        below = [tier for tier in (Tier.HOST, Tier.PEER) if tier in self.controller.tables]
+        shown = [link for tier in below for link in (LOAD_LINKS[tier], BACKUP_LINKS[tier])]
+        shown += STORAGE_LINKS if self.storage is not None else ()
         for link in shown:
             pending = [op for ticket, op in self.controller.in_flight.items() if ticket.link == link]
             links[link] = {
@@ -1304,6 +1341,8 @@ class Scheduler:
         self.tree.check_invariants()
         self.controller.check_invariants()
         self.prefetcher.check_invariants()
+        if self.slabs is not None:
+            self.slabs.check_invariants()
         self.cursors.check_invariants(
             {r.rid: (r.namespace, r.tokens[: self._cacheable(r)], r.num_known) for r in self.waiting}
         )

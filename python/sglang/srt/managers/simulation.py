@@ -21,7 +21,18 @@ from sglang.srt.mem_cache.simulated_link import (
     SimulatedStorageLink,
     at_bandwidth,
 )
-from sglang.srt.mem_cache.transfer import D2H, FETCH, H2D, PROBE, STORAGE_LINKS, StorageOp, TransferOp
+from sglang.srt.mem_cache.transfer import (
+    D2H,
+    D2P,
+    FETCH,
+    H2D,
+    LOAD_LINKS,
+    P2D,
+    PROBE,
+    STORAGE_LINKS,
+    StorageOp,
+    TransferOp,
+)
 from sglang.srt.model_executor.launch import Launch, LaunchMode
 from sglang.srt.model_executor.simulated_executor import SimulatedExecutor
 
@@ -46,6 +57,8 @@ class SimulatedHardware:
     launch_seconds: Callable[[Launch], float]
     h2d_bandwidth: float = float("inf")
     d2h_bandwidth: float = float("inf")
+    p2d_bandwidth: float = float("inf")
+    d2p_bandwidth: float = float("inf")
     link_latency_s: float = 0.0
     load_fails: Callable[[TransferOp], bool] = lambda op: False
     op_seconds: Callable[[TransferOp], float] | None = None
@@ -121,17 +134,21 @@ class Simulation:
             interference=hardware.interference,
             blocked_by=FETCH if hardware.fetch_blocks else None,
         )
+        bandwidths: dict[str, float] = {}
         if config.num_host_pages:
-            for name, bandwidth in ((H2D, hardware.h2d_bandwidth), (D2H, hardware.d2h_bandwidth)):
-                links[name] = SimulatedLink(
-                    name,
-                    clock,
-                    hardware.op_seconds or at_bandwidth(bandwidth),
-                    hardware.link_latency_s,
-                    hardware.num_layers,
-                    self.executor.launch_end,
-                    hardware.load_fails if name == H2D else lambda op: False,
-                )
+            bandwidths |= {H2D: hardware.h2d_bandwidth, D2H: hardware.d2h_bandwidth}
+        if config.num_peer_pages:
+            bandwidths |= {P2D: hardware.p2d_bandwidth, D2P: hardware.d2p_bandwidth}
+        for name, bandwidth in bandwidths.items():
+            links[name] = SimulatedLink(
+                name,
+                clock,
+                hardware.op_seconds or at_bandwidth(bandwidth),
+                hardware.link_latency_s,
+                hardware.num_layers,
+                self.executor.launch_end,
+                hardware.load_fails if name in LOAD_LINKS.values() else lambda op: False,
+            )
         self.storage = SimulatedStorage()
         for name in STORAGE_LINKS if config.storage is not None else ():
             links[name] = SimulatedStorageLink(name, clock, self.storage, self._storage_ends(name, hardware))

@@ -321,7 +321,7 @@ class StoragePrefetcher:
                     return _Outcome.OVER
             if ticket is not None and ticket.link != FETCH:
                 return _Outcome.STALLED
-        if not controller.make_host_room(num_pages, above, done):
+        if not controller.make_room(Tier.HOST, num_pages, above, done):
             self.counters["prefetch_dropped_tokens"] += prefetch.end - start
             return _Outcome.OVER
         # Once more: making room may have merged nodes.

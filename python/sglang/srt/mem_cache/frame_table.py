@@ -12,9 +12,9 @@ never reads the tree (which alone says *where* a page is), and knows nothing of 
                   +----------------------------------+
                       failed, cancelled
 
-      lend           take_back                           LENT: another engine's for now. A slab is lent when all its
-FREE ------> LENT ------------> FREE                     frames are; until then its free ones are, so that nobody
-              |                  ^                       here allocates them.
+      lend           take_back                           LENT: another engine's for now. What is not FREE when it is
+FREE ------> LENT ------------> FREE                     lent becomes LENT where it would become FREE; a slab is
+              |                  ^                       lent when all its frames are.
               | quarantine       | release_quarantined   QUARANTINED: the borrower has not given it back in time and
               +--> QUARANTINED --+                       may still write it.
 """
@@ -73,6 +73,8 @@ class FrameTable:
         self._doomed: dict[int, list[np.ndarray]] = {}
         self._doomed_pinned: list[np.ndarray] = []
         self._unpinned_since_reap = False
+        # Not FREE yet, and to be LENT then.
+        self._to_lend = np.zeros(num_pages, np.bool_)
         self._freed: list[np.ndarray] = []
 
     @property
@@ -144,12 +146,25 @@ class FrameTable:
             self._doomed_pinned.append(frames[pinned])
             frames = frames[~pinned]
             where = frames
+        to_lend = self._to_lend[where]
+        if to_lend.any():
+            lent = frames[to_lend]
+            self._to_lend[lent] = False
+            self.transition(lent, FrameState.DOOMED, FrameState.LENT)
+            self._freed.append(lent)
+            frames = where = frames[~to_lend]
         self._set_free(frames, where, FrameState.DOOMED)
 
     def lend(self, frames: np.ndarray) -> None:
-        """FREE frames (each listed once) become another engine's."""
-        self.transition(frames, FrameState.FREE, FrameState.LENT)
-        self._free.remove(frames)
+        """Frames (each listed once) become another engine's: FREE ones at once, others when they would be FREE."""
+        state = self.state[frames]
+        is_lent = (state == FrameState.LENT) | (state == FrameState.QUARANTINED) | self._to_lend[frames]
+        assert not is_lent.any(), "some are lent already"
+        is_free = self.state[frames] == FrameState.FREE
+        free = frames[is_free]
+        self.transition(free, FrameState.FREE, FrameState.LENT)
+        self._free.remove(free)
+        self._to_lend[frames[~is_free]] = True
 
     def take_back(self, frames: np.ndarray) -> None:
         """LENT frames are this engine's again: the borrower has unmapped them, or is dead. Scrubbed by the caller."""
@@ -190,6 +205,7 @@ class FrameTable:
         assert len(listed) == len(np.unique(listed)) == self.counts[FrameState.DOOMED], "a doomed frame is lost"
         assert (self.state[listed] == FrameState.DOOMED).all()
         assert (self.pins >= 0).all() and not self.pins[free].any(), "a free frame is pinned"
+        assert not np.isin(self.state[self._to_lend], (FrameState.FREE, FrameState.LENT)).any(), "lent late"
 
     def _give_back(self, frames: np.ndarray, before: FrameState) -> None:
         where = self._where(frames)

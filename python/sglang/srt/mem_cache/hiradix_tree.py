@@ -4,10 +4,10 @@ Owns the nodes, their keys and their residency. Never touches memory, frame stat
 clocks: numpy arrays in, decisions out. Time is counted in launches.
 
 A node covers a page-aligned run of tokens below its parent. Its residency on a tier is all or nothing: the frames
-(int32, one per page) or None. Residency is prefix-closed on each tier, so a path reads device, then host:
+(int32, one per page) or None. Residency is prefix-closed on each tier, so a path reads device, then peer, then host:
 
-    root --- [system prompt] --- [turn 1] --- [turn 2]
-              device+host         device+host   host          match: 2 nodes DEVICE, 1 node to LOAD
+    root --- [system prompt] --- [turn 1] --- [turn 2] --- [turn 3]
+              device+host         device+host   peer+host   host     match: 2 nodes DEVICE, 2 nodes to LOAD
 
 A split keeps the identity of the lower half, so that locks, which name the end of a path, stay valid:
 
@@ -42,7 +42,7 @@ _NO_FENCE = -1
 _RETIRED_PRIORITY = -(1 << 62)
 _TIERS = FRAME_TIERS
 # Plain integers: looking up a member of an enumeration costs as much as the rest of a line.
-_DEVICE, _HOST = int(Tier.DEVICE), int(Tier.HOST)
+_DEVICE, _PEER, _HOST = int(Tier.DEVICE), int(Tier.PEER), int(Tier.HOST)
 # Tokens. Above, the copies cost more than numpy's overhead.
 _COMPARE_AS_BYTES = 4096
 # Bytes of a base that a slice of it may keep alive beyond its own size, whatever that is.
@@ -117,15 +117,22 @@ class Root(Node):
         self.namespace = namespace
 
 
+def is_fetching(node: Node) -> bool:
+    """Whether storage is bringing it to the host."""
+    ticket = node.tickets[_HOST]
+    return ticket is not None and ticket.link == FETCH
+
+
 @dataclass(frozen=True)
 class MatchResult:
-    """path: nodes from the root down, the last one matched for last_len tokens. device_len, total_len: tokens found
-    on the device, and on the device or the host; both multiples of the page size."""
+    """path: nodes from the root down, the last one matched for last_len tokens. device_len, near_len, total_len:
+    tokens found on the device; on the device or a peer; on these or the host. Multiples of the page size."""
 
     namespace: str
     path: tuple[Node, ...]
     last_len: int
     device_len: int
+    near_len: int
     total_len: int
 
 
@@ -209,29 +216,41 @@ class HiRadixTree:
         """
         node: Node | None = self.roots.get(namespace)
         path: list[Node] = []
-        last_len = device_len = pos = 0
+        last_len = device_len = near_len = pos = 0
         page = self.page_size
         end = len(tokens) - len(tokens) % page
-        on_device = True
+        on_device = is_near = True
         while node is not None and pos < end:
             child = node.children.get(tokens.item(pos) if page == 1 else tokens[pos : pos + page].tobytes())
             if child is None:
                 break
             if child.frames[_DEVICE] is None:
-                ticket = child.tickets[_HOST]
-                if ticket is not None and not (fetching and ticket.link == FETCH):
+                source = self.source_of(child)
+                if source is None and not (fetching and is_fetching(child)):
                     break  # its backup, or its fetch, is still on the way: it is nowhere yet
                 on_device = False
+                is_near = is_near and source == _PEER
             key = child.key
             last_len = self._common(key, tokens, pos, end)
             path.append(child)
             pos += last_len
             if on_device:
-                device_len = pos
+                device_len = near_len = pos
+            elif is_near:
+                near_len = pos
             if last_len < len(key):
                 break
             node = child
-        return MatchResult(namespace, tuple(path), last_len, device_len, pos)
+        return MatchResult(namespace, tuple(path), last_len, device_len, near_len, pos)
+
+    @staticmethod
+    def source_of(node: Node) -> Tier | None:
+        """The tier that a node is loaded from: the nearest that has it. None while all it has is on its way."""
+        if node.frames[_PEER] is not None and node.tickets[_PEER] is None:
+            return Tier.PEER
+        if node.frames[_HOST] is not None and node.tickets[_HOST] is None:
+            return Tier.HOST
+        return None
 
     def is_nowhere(self, match: MatchResult, tokens: np.ndarray) -> bool:
         """Whether the match ended at a node that has left the device while its backup is still on the way. tokens:
@@ -314,6 +333,7 @@ class HiRadixTree:
                 if step.num_resident_children[_DEVICE] == 0:
                     self._offer(step, _DEVICE)
                     if step.frames[_DEVICE] is None:
+                        self._offer(step, _PEER)
                         self._offer(step, _HOST)
                 if step.parent is None:
                     self._prune(step)
@@ -387,9 +407,8 @@ class HiRadixTree:
             created=tuple(created),
         )
 
-    def begin_fill(self, nodes: list[Node], tier: Tier, frames: np.ndarray, ticket: Ticket) -> None:
-        """Give nodes (a path, top first) frames that the operation will fill, in order."""
-        source = Tier.HOST if tier == Tier.DEVICE else Tier.DEVICE
+    def begin_fill(self, nodes: list[Node], source: Tier, tier: Tier, frames: np.ndarray, ticket: Ticket) -> None:
+        """Give nodes (of a path, top first) frames that the operation will fill from those of `source`, in order."""
         pos = 0
         for node in nodes:
             assert node.frames[tier] is None
@@ -801,7 +820,7 @@ class HiRadixTree:
         return len(frames)
 
     def _is_evictable_leaf(self, node: Node, tier: int) -> bool:
-        """The source of a load stays on the host: while the load is in flight, else its failure could not be told
+        """The source of a load stays where it is: while the load is in flight, else its failure could not be told
         from eviction, and from the lock of its path on, while room is made for it."""
         return (
             node.parent is not None

@@ -21,7 +21,6 @@ from sglang.srt.mem_cache.transfer import (
     StorageAction,
     StorageOp,
     Ticket,
-    Tier,
     TransferOp,
 )
 
@@ -95,7 +94,7 @@ class SimulatedLink:
         assert link == self.name and seq == self._next_seq, f"{op.ticket} out of order, {self._next_seq} expected"
         self._next_seq += 1
         start = max(self._now(), self._free_at)
-        if op.dst == Tier.HOST and op.after is not None:
+        if op.after is not None:
             start = max(start, self._launch_end(op.after))
         start += self._latency_s
         end = start + self._seconds(op)

@@ -13,23 +13,28 @@ import numpy as np
 
 
 class Tier(IntEnum):
-    """Where KV can be. The device and the host have frames, and are prefix-closed: a node is resident only if its
-    parent is. What disk and remote store have is known by name (see block_keys.py), and only for sure once it has
-    been read."""
+    """Where KV can be. The device, memory borrowed from peers and the host have frames, and are prefix-closed: a node
+    is resident only if its parent is. What disk and remote store have is known by name (see block_keys.py), and only
+    for sure once it has been read."""
 
     DEVICE = 0
-    HOST = 1
-    DISK = 2
-    REMOTE = 3
+    PEER = 1
+    HOST = 2
+    DISK = 3
+    REMOTE = 4
 
 
-TIER_NAMES = ("device", "host", "disk", "remote")
-FRAME_TIERS = (Tier.DEVICE, Tier.HOST)
+TIER_NAMES = ("device", "peer", "host", "disk", "remote")
+FRAME_TIERS = (Tier.DEVICE, Tier.PEER, Tier.HOST)
 
 # Operations that a launch waits for (loads) and operations that wait for a launch (backups) never share a link.
 H2D = "h2d"
 D2H = "d2h"
-COPY_LINKS = (H2D, D2H)
+P2D = "p2d"
+D2P = "d2p"
+LOAD_LINKS = {Tier.PEER: P2D, Tier.HOST: H2D}
+BACKUP_LINKS = {Tier.PEER: D2P, Tier.HOST: D2H}
+COPY_LINKS = (H2D, D2H, P2D, D2P)
 # Storage: a long read must not hold up the question what is there, nor a write a read.
 PROBE = "probe"
 FETCH = "fetch"

@@ -1,0 +1,51 @@
+"""`ComingAndGoing`: a `SlabSource` whose slabs are lent and asked back at random times, by seed. For tests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+
+def padded_slabs(num_pages: int) -> tuple[tuple[int, int], ...]:
+    """Slabs of four pages and a page of padding, as many as fit."""
+    return tuple((first, first + 4) for first in range(0, num_pages - 3, 5))
+
+
+class ComingAndGoing:
+    """rate: chance, each time that it is asked, that one slab comes or is asked back. poison: fills pages (int32)
+    with what must never be read; called for what has left, as its memory is another's then."""
+
+    def __init__(
+        self, slabs: Sequence[tuple[int, int]], rate: float, seed: int, poison: Callable[[np.ndarray], None]
+    ) -> None:
+        self.num_left = 0
+        self._slabs = slabs
+        self._rate = rate
+        self._random = random.Random(seed)
+        self._poison = poison
+        self._here = [False] * len(slabs)
+        self._asked_back: set[int] = set()
+
+    def here(self) -> bytes:
+        if self._slabs and self._random.random() < self._rate:
+            slab = self._random.randrange(len(self._slabs))
+            if self._here[slab]:
+                self._asked_back.add(slab)
+            # What was asked back comes again only after it has left.
+            self._here[slab] = not self._here[slab] and slab not in self._asked_back
+        return bytes(self._here)
+
+    def left(self, slabs: Sequence[int]) -> None:
+        for slab in slabs:
+            # Another rank may have lost it first.
+            self._asked_back.discard(slab)
+            self._here[slab] = False
+            first, end = self._slabs[slab]
+            self._poison(np.arange(first, end, dtype=np.int32))
+            self.num_left += 1
+
+    def settle(self) -> None:
+        """Nothing comes or goes any more."""
+        self._rate = 0.0

@@ -1,0 +1,99 @@
+"""Memory of peers, on a virtual clock: what comes from there takes that link's time, and nothing of the host's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
+from sglang.srt.managers.scheduler import SchedulerConfig
+from sglang.srt.managers.simulation import RequestTimes, SimulatedHardware, Simulation
+from sglang.srt.mem_cache.transfer import H2D, P2D, Tier
+from sglang.srt.model_executor.launch import Launch
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+TOKEN_BYTES, LAYERS, TOKEN_S = 100, 4, 1e-3
+# Per token: a host load takes as long as computing, one from a peer a tenth of that.
+HOST_S, PEER_S = 1e-3, 1e-4
+
+
+def request(rid: str, tokens: np.ndarray) -> TokenizedGenerateReqInput:
+    params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+    return TokenizedGenerateReqInput(rid=rid, input_ids=ids_to_bytes(tokens), sampling_params=params)
+
+
+class Rig:
+    def __init__(self, **changes: object) -> None:
+        def launch_seconds(launch: Launch) -> float:
+            return TOKEN_S * int(launch.lens.sum())
+
+        hardware = SimulatedHardware(
+            LAYERS, launch_seconds, h2d_bandwidth=TOKEN_BYTES / HOST_S, p2d_bandwidth=TOKEN_BYTES / PEER_S
+        )
+        settings = {"page_size": 1, "num_device_pages": 500, "num_host_pages": 2000, "context_len": 450}
+        settings |= {"page_bytes": TOKEN_BYTES, "num_peer_pages": 2000, "load_or_recompute": False, **changes}
+        self.sim = Simulation(SchedulerConfig(**settings), hardware)  # type: ignore[arg-type]
+        self.scheduler = self.sim.core.scheduler
+
+    def run(self, *requests: TokenizedGenerateReqInput) -> dict[str, RequestTimes]:
+        times = self.sim.run([(self.sim.now, each) for each in requests])
+        self.scheduler.check_invariants()
+        return times
+
+    def evict(self, tier: Tier) -> None:
+        self.scheduler.controller.evict(tier, 10**6, self.scheduler.exec_done)
+        self.run(request(f"after {tier.name} {self.sim.now}", np.array([1, 2], np.int32)))
+        self.scheduler.check_invariants()
+
+
+def document(seed: int, n: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(10, 10_000, n).astype(np.int32)
+
+
+@pytest.mark.parametrize(("num_peer_pages", "wanted_s"), [(2000, 400 * PEER_S), (0, 400 * HOST_S)])
+def test_the_nearest_tier_decides_when_the_first_token_comes(num_peer_pages: int, wanted_s: float) -> None:
+    rig = Rig(num_peer_pages=num_peer_pages)
+    text = document(1, 400)
+    rig.run(request("first", text))
+    rig.evict(Tier.DEVICE)
+    rig.scheduler.counters.clear()
+    again = rig.run(request("again", np.concatenate((text, document(2, 4)))))["again"]
+    # Four new tokens in four layers: all but the last layer's hide behind the load.
+    assert again.ttft == pytest.approx(wanted_s + TOKEN_S, rel=0.05)
+    name = "peer" if num_peer_pages else "host"
+    assert again.cached_tokens_details[name] == 400 == rig.scheduler.counters[f"hit_tokens_{name}"]
+    done = {link: state["operations_done"] for link, state in rig.scheduler.state()["links"].items()}
+    assert (done.get(P2D, 0) > 0, done[H2D] > 0) == (name == "peer", name == "host")
+
+
+def test_what_the_host_had_no_room_for_comes_from_the_peer_behind_nothing() -> None:
+    rig = Rig(num_host_pages=100)
+    first, second = document(3, 300), document(4, 300)
+    rig.run(request("first", first))
+    rig.run(request("second", second))
+    rig.evict(Tier.DEVICE)
+    rig.evict(Tier.HOST)
+    times = rig.run(*(request(f"again{i}", np.append(each, 7)) for i, each in enumerate((first, second))))
+    assert [times[f"again{i}"].cached_tokens_details["peer"] for i in range(2)] == [300, 300]
+
+
+def test_loads_from_peers_do_not_make_a_batch_bound_by_loading() -> None:
+    """Both questions load 100 times what they compute. The one whose document lies on the host is put off, behind
+    what computes; the other is not."""
+    order = {}
+    for tier in (Tier.PEER, Tier.HOST):
+        rig = Rig(load_ratio=1.0, bubble_filling=False, num_device_pages=1000, max_prefill_tokens=40)
+        text = document(5, 400)
+        rig.run(request("first", text))
+        rig.evict(Tier.DEVICE)
+        if tier == Tier.HOST:
+            rig.evict(Tier.PEER)
+        batch = (
+            request("old", document(6, 20)),
+            request("asks", np.append(text, 7)),
+            request("new", document(7, 40)),
+        )
+        times = rig.run(*batch)
+        order[tier] = times["asks"].ttft < times["new"].ttft
+        assert rig.scheduler.counters["deprioritised"] == (tier == Tier.HOST)
+    assert order == {Tier.PEER: True, Tier.HOST: False}
