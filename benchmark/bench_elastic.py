@@ -90,7 +90,7 @@ class BlockMajor:
         self.pool.slabs.scrub(self.last)
 
     def map(self) -> None:
-        fd = self.pool.slabs.export(self.last)
+        fd = os.dup(self.pool.slabs.fileno(self.last))
         self.borrower.map(0, fd)
         os.close(fd)
 

@@ -31,6 +31,8 @@ from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
 from sglang.srt.mem_cache.transfer import BACKUP_LINKS, H2D, LOAD_LINKS, STORAGE_LINKS, StorageAction, Tier
 from sglang.srt.model_loader.loader import load_model
+from sglang.srt.peer.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.elastic_pool import ElasticPool
 from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.stream import ThreadStream
@@ -52,7 +54,7 @@ class Generation:
     end_s: float = 0.0
 
 
-def _poison(pool: DevicePool | MHATokenToKVPoolHost, frames: np.ndarray) -> None:
+def _poison(pool: DevicePool | MHATokenToKVPoolHost | ElasticPool, frames: np.ndarray) -> None:
     pool.poison(torch.from_numpy(frames).to(torch.int64))
 
 
@@ -61,6 +63,7 @@ class LocalEngine:
     non-finite logits and check all invariants after every step. group: several ranks, in which every launch runs to
     its end. open_store: the storage of the host pool; attached from the start if overrides have `storage`.
     load_bytes_per_s: loads from the host are no faster. make_pool: the device pool, called like `MHATokenToKVPool`.
+    borrow: memory of peers that comes and goes, given what `BorrowedMemory` has to know of the engine.
     overrides: other fields of SchedulerConfig; nothing is computed instead of loaded unless they say so, as that
     depends on the clock."""
 
@@ -82,6 +85,7 @@ class LocalEngine:
         load_bytes_per_s: float | None = None,
         make_pool: Callable[..., DevicePool] = MHATokenToKVPool,
         num_peer_pages: int = 0,
+        borrow: Callable[..., BorrowedMemory] | None = None,
         **overrides: Any,
     ) -> None:
         self.model_config = model_config
@@ -89,17 +93,24 @@ class LocalEngine:
         c = model_config
         num_kv_heads = c.kv_heads_per_rank(group.size)
         self.debug = debug
+        page_bytes = MHATokenToKVPool.page_bytes(page_size, c.num_layers, num_kv_heads, c.head_dim, c.dtype)
+        self._woken = threading.Event()
+        self.borrowed = None
+        if borrow is not None:
+            shape = (page_size, c.num_layers, num_kv_heads, c.head_dim)
+            self.borrowed = borrow(page_bytes=page_bytes, shape=shape, dtype=c.dtype, notify=self._woken.set)
+            num_peer_pages = self.borrowed.pool.num_pages
+            overrides["slabs"] = self.borrowed.frames
         config = SchedulerConfig(
             page_size=page_size,
             num_device_pages=num_device_pages,
             num_host_pages=num_host_pages,
             num_peer_pages=num_peer_pages,
-            page_bytes=MHATokenToKVPool.page_bytes(page_size, c.num_layers, num_kv_heads, c.head_dim, c.dtype),
+            page_bytes=page_bytes,
             context_len=c.context_length,
             eos_token_ids=c.eos_token_ids,
             **{"num_layers": c.num_layers, "load_or_recompute": False, **overrides},
         )
-        self._woken = threading.Event()
         self.device_pool = pool = make_pool(
             num_device_pages, page_size, c.num_layers, num_kv_heads, c.head_dim, c.dtype
         )
@@ -123,10 +134,10 @@ class LocalEngine:
             lockstep=group.size > 1,
         )
         self.host_pool: MHATokenToKVPoolHost | None = None
-        self.peer_pool: MHATokenToKVPoolHost | None = None
+        self.peer_pool: MHATokenToKVPoolHost | ElasticPool | None = self.borrowed.pool if self.borrowed else None
         if num_host_pages:
             self.host_pool = host = MHATokenToKVPoolHost(pool, num_host_pages, host_layout)
-        if num_peer_pages:
+        if num_peer_pages and self.peer_pool is None:
             self.peer_pool = MHATokenToKVPoolHost(pool, num_peer_pages)
         below = {Tier.PEER: self.peer_pool, Tier.HOST: self.host_pool}
         poison: dict[Tier, Callable[[np.ndarray], None]] = {Tier.DEVICE: partial(_poison, pool)}
@@ -158,7 +169,8 @@ class LocalEngine:
                 storage_links[name] = StorageLink(name, self._slot, self._streams[-1], self._woken.set)
         if debug:
             for filled in (pool, self.host_pool, self.peer_pool):
-                if filled is not None:
+                # What is borrowed is not there yet, and poisoned as it comes.
+                if filled is not None and not isinstance(filled, ElasticPool):
                     filled.kv.fill_(float("nan"))
         self.core = EngineCore(
             Scheduler(config),
@@ -166,6 +178,7 @@ class LocalEngine:
             {**links, **storage_links},
             poison if debug else None,
             StepRecorder(record, config) if record is not None else None,
+            self.borrowed,
         )
         self._next_rid = 0
         self._answers: dict[str, Generation] = {}

@@ -222,7 +222,7 @@ def test_a_lent_slab_shows_nothing_and_comes_back_clean():
     assert lender.boundary == 24 and len(table.busy_from(lender.boundary)) == 0
     table.lend(table.free_from(lender.boundary))
     lender.slabs.scrub(3)
-    fd = lender.slabs.export(3)
+    fd = os.dup(lender.slabs.fileno(3))
     assert table.allocate(1, 0) is None and table.counts[FrameState.LENT] == 32 - 6
 
     # The borrower has pages of another shape, and its own stride.

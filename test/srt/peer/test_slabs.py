@@ -51,7 +51,7 @@ def test_a_lenders_slabs_are_zero_and_in_one_piece():
 
 def test_both_sides_see_the_same_bytes_at_their_own_places():
     lender, borrower = SlabRange.owned(3, SLAB), SlabRange(5, SLAB, 6 * GRANULARITY)
-    fd = lender.export(1)
+    fd = os.dup(lender.fileno(1))
     borrower.map(4, fd)
     os.close(fd)
     borrower.slab(4)[:] = np.arange(SLAB) % 251
@@ -69,7 +69,7 @@ def test_both_sides_see_the_same_bytes_at_their_own_places():
 
 def test_the_memory_outlives_its_lender_for_as_long_as_it_is_mapped():
     lender, borrower = SlabRange.owned(1, SLAB), SlabRange(1, SLAB)
-    fd = lender.export(0)
+    fd = os.dup(lender.fileno(0))
     borrower.map(0, fd)
     os.close(fd)
     lender.slab(0)[:] = 3
@@ -97,7 +97,7 @@ def test_what_is_not_mapped_cannot_be_used():
         with pytest.raises(AssertionError, match="slab 1 is not mapped"):
             use(1)
     slabs.allocate(1)
-    fd = slabs.export(1)
+    fd = os.dup(slabs.fileno(1))
     with pytest.raises(AssertionError, match="mapped already"):
         slabs.map(1, fd)
     with pytest.raises(AssertionError, match="mapped already, or none"):
@@ -105,7 +105,7 @@ def test_what_is_not_mapped_cannot_be_used():
     slabs.map(0, fd)
     os.close(fd)
     with pytest.raises(AssertionError, match="slab 0 is not our own"):
-        slabs.export(0)
+        os.dup(slabs.fileno(0))
 
 
 def test_nobody_can_change_a_slabs_size():
@@ -151,7 +151,7 @@ def test_nothing_is_left(explicitly: bool):
     fds, slabs_before = num_fds(), mapped_slabs()
     lender, borrower = SlabRange.owned(8, SLAB), SlabRange(8, SLAB, 2 * SLAB)
     for i in range(8):
-        fd = lender.export(i)
+        fd = os.dup(lender.fileno(i))
         borrower.map(i, fd)
         os.close(fd)
     assert num_fds() == fds + 8, "the borrower keeps none"
@@ -235,7 +235,7 @@ def test_another_process_sees_zeros_and_nothing_else():
         theirs.close()
         for i in (2, 3):
             lender.scrub(i)
-        fds = [lender.export(i) for i in (2, 3)]
+        fds = [os.dup(lender.fileno(i)) for i in (2, 3)]
         socket.send_fds(ours, [b"x"], fds)
         for fd in fds:
             os.close(fd)

@@ -1,4 +1,4 @@
-"""`CopyLink`: a link that copies between the device pool and the host pool, in order, on a stream of its own.
+"""`CopyLink`: a link that copies between the device pool and one below it, in order, on a stream of its own.
 
 Owns the operations it was given until they are polled. Never decides what moves; never touches frame states.
 """
@@ -15,9 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
-from sgl_kernel.kvcacheio import pick_backend, transfer_kv_all_layer_lf_pf, transfer_kv_per_layer_pf_lf
+from sgl_kernel.kvcacheio import KVPages, pick_backend, transfer_kv_all_layer_lf_pf, transfer_kv_per_layer_pf_lf
 from sglang.srt.mem_cache.memory_pool import DevicePool
-from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.transfer import GateError, LoadFailedError, OpResult, Ticket, Tier, TransferOp
 from sglang.srt.utils.stream import Event, Stream
@@ -25,6 +24,13 @@ from sglang.srt.utils.stream import Event, Stream
 logger = logging.getLogger(__name__)
 
 _KEPT_OPERATIONS = 4096
+
+
+class HasPages(Protocol):
+    """A pool below the device: the host's, or memory of peers."""
+
+    @property
+    def kv_pages(self) -> KVPages: ...
 
 
 class Fence(Protocol):
@@ -76,7 +82,7 @@ class CopyLink:
         self,
         name: str,
         device_pool: DevicePool,
-        host_pool: MHATokenToKVPoolHost,
+        host_pool: HasPages,
         stream: Stream,
         fence: Callable[[int], Fence | None],
         notify: Callable[[], None] = lambda: None,
@@ -181,7 +187,7 @@ class CopyLink:
         self.notify()
 
 
-def index_device(io_backend: str, host_pool: MHATokenToKVPoolHost, device: torch.device) -> torch.device:
+def index_device(io_backend: str, host_pool: HasPages, device: torch.device) -> torch.device:
     """Where page numbers must lie: on the GPU for a kernel, in host memory for whoever plans copies there."""
     chosen = pick_backend(io_backend, max(host_pool.kv_pages.run_bytes), 1, device)
     return device if chosen in ("kernel", "cuda", "triton") else torch.device("cpu")

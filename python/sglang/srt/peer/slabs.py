@@ -4,7 +4,7 @@ Owns its addresses and the slabs that it has allocated. Knows no pages, and not 
 of its own (a memfd), so that whoever is sent the file descriptor of one can reach that one and nothing beside it:
 
     lender      | slab 0 | slab 1 | slab 2 | slab 3 |      its own, all mapped
-                                       |  export(2): a file descriptor over a Unix socket
+                                       |  fileno(2): a file descriptor over a Unix socket
                                        v
     borrower    | ------ | slab   . | ------ | ------ |    mapped at 1; the stride may be larger than the slab
 
@@ -116,11 +116,11 @@ class SlabRange:
         start = index * self.stride_bytes
         return self.memory[start : start + self.slab_bytes]
 
-    def export(self, index: int) -> int:
-        """A new file descriptor of a slab of our own, to be sent to a borrower; the caller closes it."""
+    def fileno(self, index: int) -> int:
+        """The file descriptor of a slab of our own, to be sent to a borrower; it stays ours."""
         fd = self._fds[index]
         assert fd is not None and fd >= 0, f"slab {index} is not our own"
-        return os.dup(fd)
+        return fd
 
     def scrub(self, index: int) -> None:
         """Overwrite a slab with zeros."""

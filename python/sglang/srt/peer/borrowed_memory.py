@@ -1,0 +1,113 @@
+"""`BorrowedMemory`: a master's pool of slabs that workers lend it, on one rank.
+
+Owns the addresses that slabs are mapped at, and who lent which. Decides nothing: the coordinator says what was lent
+and asked back, the scheduler (`SlabLedger`) when nobody uses a slab any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+from sglang.srt.peer.borrower import AskedBack, Lent, Lost
+from sglang.srt.peer.coordinator import BorrowerCoordinator
+from sglang.srt.peer.elastic_pool import ElasticPool
+from sglang.srt.peer.elastic_units import stride_bytes
+from sglang.srt.peer.messages import LeaseId
+from sglang.srt.peer.slabs import GRANULARITY, SlabError, SlabRange
+
+logger = logging.getLogger(__name__)
+
+
+class BorrowedMemory:
+    """A `SlabSource` (managers/slab_ledger.py) of num_slabs places for slabs of slab_bytes, which lenders must agree
+    on.
+
+    pool: the pages in them, of the shape that is given as for `ElasticPool`. endpoints, name, notify: see
+    `BorrowerCoordinator`. Raises PeerError, and ValueError where a slab has no room for a page.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        name: str,
+        num_slabs: int,
+        slab_bytes: int,
+        page_bytes: int,
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        notify: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.slabs = SlabRange(num_slabs, slab_bytes, stride_bytes(slab_bytes, page_bytes, GRANULARITY))
+        self.pool = ElasticPool(self.slabs, *shape, dtype)
+        # Place -> lender and lease; None where nothing is mapped.
+        self._leases: list[tuple[str, LeaseId] | None] = [None] * num_slabs
+        self._here = bytearray(num_slabs)
+        # Places that lenders want back, or whose lenders are gone.
+        self._going: set[int] = set()
+        self._lost: set[int] = set()
+        self.coordinator = BorrowerCoordinator(endpoints, name, page_bytes, notify)
+        for endpoint in endpoints:
+            self.coordinator.want(endpoint, num_slabs * slab_bytes)
+
+    @property
+    def frames(self) -> tuple[tuple[int, int], ...]:
+        """[first, end) of the pages in each place, for `SlabLedger`."""
+        each = (self.pool.frames_of(slab) for slab in range(self.slabs.num_slabs))
+        return tuple((int(frames[0]), int(frames[-1]) + 1) for frames in each)
+
+    def here(self) -> bytes:
+        for event in self.coordinator.poll():
+            if isinstance(event, Lent):
+                self._take(event)
+                continue
+            place = next((i for i, lease in enumerate(self._leases) if lease == (event.lender, event.lease)), None)
+            if place is None:
+                continue  # it was given back at once
+            self._here[place] = 0
+            self._going.add(place)
+            if isinstance(event, Lost):
+                self._lost.add(place)
+                logger.warning("the worker at %s is gone, and a slab of its memory with it", event.lender)
+            else:
+                assert isinstance(event, AskedBack)
+        return bytes(self._here)
+
+    def left(self, slabs: Sequence[int]) -> None:
+        for place in slabs:
+            lease = self._leases[place]
+            if lease is None or place not in self._going:
+                continue  # another rank has lost its part: this one comes back with the next that it is lent
+            self.slabs.unmap(place)
+            self._leases[place] = None
+            self._going.discard(place)
+            if place in self._lost:
+                self._lost.discard(place)
+            else:
+                self.coordinator.unmapped(*lease)
+
+    def close(self) -> None:
+        """What is mapped stays mapped until the process ends, which gives it back."""
+        self.coordinator.close()
+
+    def _take(self, event: Lent) -> None:
+        """Map what was lent; give it back at once if that cannot be."""
+        assert event.fd is not None, "the lender copies for itself"
+        try:
+            free = next((i for i, lease in enumerate(self._leases) if lease is None), None)
+            if free is None:
+                raise SlabError("there is no place left for it")
+            self.slabs.map(free, event.fd)
+        except SlabError as error:
+            logger.error(
+                "a slab from %s cannot be used: %s (see --peer-slab-size, on both sides)", event.lender, error
+            )
+            self.coordinator.unmapped(event.lender, event.lease)
+            return
+        finally:
+            os.close(event.fd)
+        self._leases[free] = (event.lender, event.lease)
+        self._here[free] = 1

@@ -1,0 +1,156 @@
+"""A master with a real model borrows real slabs from workers over real sockets; and what becomes of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.mem_cache.transfer import Tier
+from sglang.srt.peer.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.lent_memory import LentMemory
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.test.local_engine import LocalEngine
+
+PAGE, SLAB_BYTES, NUM_SLABS = 4, 1 << 16, 6
+PARAMS = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True, sampling_seed=0)
+
+
+@pytest.fixture(scope="module")
+def model_config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+    )
+    path = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return ModelConfig.from_pretrained(str(path), dtype="float32")
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[LentMemory]:
+    """Of another shape than the master: its pages and the master's do not divide each other, nor the slab."""
+    tmp_path.chmod(0o700)
+    shape = (2, 5, 1, 24)
+    page_bytes = 2 * 2 * 5 * 1 * 24 * 2
+    memory = LentMemory(f"ipc://{tmp_path}/peers", tmp_path, NUM_SLABS, SLAB_BYTES, page_bytes, shape, torch.bfloat16)
+    yield memory
+    memory.close()
+
+
+class Master:
+    def __init__(self, model_config: ModelConfig, worker: LentMemory, tmp_path: Path) -> None:
+        borrow = partial(BorrowedMemory, [f"ipc://{tmp_path}/peers"], "master", NUM_SLABS, SLAB_BYTES)
+        # Less than two prompts on the device, less than one on the host.
+        self.engine = LocalEngine(model_config, num_device_pages=50, num_host_pages=20, page_size=PAGE, borrow=borrow)
+        self.worker = worker
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline, what
+            self.worker.here()
+            self.engine._turn(0.01, [], [], lambda decision: None)
+        self.engine.settle()
+        self.engine.scheduler.check_invariants()
+
+    def lend(self, *slabs: int) -> None:
+        before = self.num_here
+        self.worker.left(slabs)
+        self.until(lambda: self.num_here == before + len(slabs), "what is lent does not come")
+
+    @property
+    def num_here(self) -> int:
+        ledger = self.engine.scheduler.slabs
+        assert ledger is not None
+        return sum(state.name == "HERE" for state in ledger.states)
+
+    def ask(self, prompt: np.ndarray) -> tuple[list[int], int]:
+        (answer,) = self.engine.generate([prompt], PARAMS)
+        self.engine.settle()
+        return answer.tokens, answer.cached_tokens_details["peer"]
+
+    def close(self) -> None:
+        self.engine.close()
+        assert self.engine.borrowed is not None
+        self.engine.borrowed.close()
+
+
+def prompts(seed: int) -> list[np.ndarray]:
+    return [np.random.default_rng([seed, i]).integers(3, 97, 120).astype(np.int32) for i in range(3)]
+
+
+def computed(model_config: ModelConfig, texts: list[np.ndarray]) -> list[list[int]]:
+    engine = LocalEngine(model_config, 200, page_size=PAGE, enable_radix_cache=False)
+    answers = [answer.tokens for answer in engine.generate(texts, PARAMS)]
+    engine.close()
+    return answers
+
+
+def test_what_leaves_the_device_comes_back_from_the_worker(
+    model_config: ModelConfig, worker: LentMemory, tmp_path: Path
+) -> None:
+    texts = prompts(1)
+    wanted = computed(model_config, texts)
+    master = Master(model_config, worker, tmp_path)
+    assert [master.ask(text) for text in texts] == [(tokens, 0) for tokens in wanted], "nothing is lent yet"
+    master.lend(5, 4, 3, 2)
+    for text in texts:
+        master.ask(text)
+    again = [master.ask(text) for text in texts]
+    assert [tokens for tokens, _ in again] == wanted
+    assert all(found > 60 for _, found in again), again
+    master.close()
+
+
+def test_what_is_asked_back_goes_home_empty_and_answers_stay(
+    model_config: ModelConfig, worker: LentMemory, tmp_path: Path
+) -> None:
+    texts = prompts(2)
+    wanted = computed(model_config, texts)
+    master = Master(model_config, worker, tmp_path)
+    master.lend(5, 4)
+    for text in texts * 2:
+        master.ask(text)
+    assert master.engine.scheduler.tree.resident_pages(Tier.PEER) > 0
+    # The worker's own memory, seen from the worker: what the master has written there.
+    assert any(worker.slabs.slab(slab).any() for slab in (4, 5))
+    worker.wanted(2)
+    master.until(lambda: worker.here() == b"\1" * NUM_SLABS, "what is asked back does not come home")
+    assert master.num_here == 0 and master.engine.scheduler.tree.resident_pages(Tier.PEER) == 0
+    assert not any(worker.slabs.slab(slab).any() for slab in range(NUM_SLABS)), "it is not scrubbed"
+    assert [master.ask(text)[0] for text in texts] == wanted
+    master.lend(1)
+    assert [master.ask(text)[0] for text in texts * 2] == wanted * 2
+    master.close()
+
+
+def test_a_slab_of_another_size_is_given_back(
+    model_config: ModelConfig, worker: LentMemory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    borrow = partial(BorrowedMemory, [f"ipc://{tmp_path}/peers"], "master", NUM_SLABS, 2 * SLAB_BYTES)
+    engine = LocalEngine(model_config, 50, 20, page_size=PAGE, borrow=borrow)
+    worker.left([5])
+    deadline = time.monotonic() + 20
+    while "--peer-slab-size" not in caplog.text:
+        assert time.monotonic() < deadline
+        worker.here()
+        engine._turn(0.01, [], [], lambda decision: None)
+    assert engine.generate([prompts(3)[0]], PARAMS)[0].cached_tokens_details["peer"] == 0
+    engine.close()
+    assert engine.borrowed is not None
+    engine.borrowed.close()
