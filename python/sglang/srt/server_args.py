@@ -146,6 +146,20 @@ class ServerArgs:
         "that has of its prompt",
     )
 
+    peer_role: str | None = arg(
+        None,
+        "share KV memory with other models on this machine: a worker lends what it does not need, a master borrows "
+        "it",
+        choices=("master", "worker"),
+    )
+    peer_endpoint: str | None = arg(
+        None,
+        "where a worker listens, tcp://127.0.0.1:PORT or ipc:///DIRECTORY/NAME; for a master all its workers', "
+        "separated by commas",
+    )
+    peer_slab_size: int = arg(64, "MiB that are lent at a time, the same on both sides")
+    peer_size: float = arg(4.0, "most GB that a master borrows")
+
     record_steps: str | None = arg(None, "write every scheduler step to this file, for replay")
 
     log_level: str = arg("info", "level of the log", choices=("debug", "info", "warning", "error", "critical"))
@@ -226,6 +240,12 @@ class ServerArgs:
             raise ValueError(
                 "--hicache-bypass-local leaves storage as the only cache, which fills the host tier: add --hicache"
             )
+        if (self.peer_role is None) != (self.peer_endpoint is None):
+            raise ValueError("--peer-role and --peer-endpoint belong together: give both, or neither")
+        if self.peer_role == "master" and not self.enable_hierarchical_cache:
+            raise ValueError("--peer-role master has borrowed memory in front of the host tier: add --hicache")
+        require(self.peer_slab_size >= 1, "peer_slab_size", "at least 1 MiB")
+        require(self.peer_size > 0, "peer_size", "above 0 GB")
         require(self.hicache_ratio > 0, "hicache_ratio", "above 0")
         try:
             ratio = self.load_ratio

@@ -41,19 +41,20 @@ from sglang.srt.managers.io_struct import (
     detokenize_req,
     encode,
 )
+from sglang.srt.managers.peer_setup import borrow_memory
 from sglang.srt.managers.rank_sync import RankSync, Tick
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Scheduler, SchedulerConfig
 from sglang.srt.managers.storage_setup import StorageOpener
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.mem_cache.hottest_prefixes import HottestPrefixes
-from sglang.srt.mem_cache.link import CopyLink
+from sglang.srt.mem_cache.link import CopyLink, HasPages
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost, host_pages_that_fit
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.storage.tiered_store import parts_of
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
-from sglang.srt.mem_cache.transfer import D2H, H2D, STORAGE_LINKS, Link, StorageAction, Tier
+from sglang.srt.mem_cache.transfer import D2H, D2P, H2D, P2D, STORAGE_LINKS, Link, StorageAction, Tier
 from sglang.srt.model_executor.executor import ModelExecutor
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.registry import get_model_class
@@ -195,14 +196,17 @@ def build_core(
         group=group,
     )
     config = build_config(args, model_config, group)
-    pool = MHATokenToKVPool(
-        config.num_device_pages,
+    shape = (
         config.page_size,
         model_config.num_layers,
         model_config.kv_heads_per_rank(group.size),
         model_config.head_dim,
-        model_config.dtype,
     )
+    pool = MHATokenToKVPool(config.num_device_pages, *shape, model_config.dtype)
+    borrowed = None
+    if args.peer_role == "master":
+        borrowed = borrow_memory(args, config.page_bytes, shape, model_config.dtype, group.rank, group.size, notify)
+        config = replace(config, num_peer_pages=borrowed.pool.num_pages, slabs=borrowed.frames)
     links: dict[str, Link] = {}
     storage = None
     executor = ModelExecutor(
@@ -223,10 +227,13 @@ def build_core(
         limits = {name: RateLimit(rate) for name, rate in args.rate_limits.items()}
         for name, limit in limits.items():
             logger.info("hicache: link %s is limited to %g GB/s", name, limit.bytes_per_s / 1e9)
-        for name in (H2D, D2H):
+        below: dict[str, HasPages] = {H2D: host_pool, D2H: host_pool}
+        if borrowed is not None:
+            below |= {P2D: borrowed.pool, D2P: borrowed.pool}
+        for name, other in below.items():
             stream = ThreadStream(name, notify)
             links[name] = CopyLink(
-                name, pool, host_pool, stream, executor.fence, notify, args.hicache_io_backend, limits.get(name)
+                name, pool, other, stream, executor.fence, notify, args.hicache_io_backend, limits.get(name)
             )
         opener = StorageOpener(
             f"{model_config.fingerprint(args.load_format, args.random_seed or 0)} {model_config.dtype}",
@@ -254,7 +261,7 @@ def build_core(
         # Open as long as the process lives.
         record = StepRecorder(open(args.record_steps, "wb"), config)  # noqa: SIM115
         logger.info("recording every step to %s", args.record_steps)
-    return EngineCore(Scheduler(config), executor, links, record=record), storage
+    return EngineCore(Scheduler(config), executor, links, record=record, slabs=borrowed), storage
 
 
 @dataclass

@@ -28,6 +28,17 @@ def check_endpoint(endpoint: str) -> None:
         raise PeerError(f"--peer-endpoint {endpoint}: give tcp://127.0.0.1:PORT or ipc:///DIRECTORY/NAME")
 
 
+def of_rank(endpoint: str, rank: int) -> str:
+    """Where a rank listens: rank 0 at the endpoint itself, the others at ports, or names, beside it."""
+    scheme, _, rest = endpoint.partition("://")
+    if rank == 0 or not rest:
+        return endpoint
+    if scheme != "tcp":
+        return f"{endpoint}.{rank}"
+    host, _, port = rest.rpartition(":")
+    return f"tcp://{host}:{int(port) + rank}" if port.isdecimal() else endpoint
+
+
 def check_unused(endpoint: str) -> None:
     """ZeroMQ itself would take an ipc endpoint away from whom it belongs to. Raises PeerError."""
     scheme, _, path = endpoint.partition("://")
