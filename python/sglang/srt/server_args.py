@@ -242,6 +242,8 @@ class ServerArgs:
             )
         if (self.peer_role is None) != (self.peer_endpoint is None):
             raise ValueError("--peer-role and --peer-endpoint belong together: give both, or neither")
+        if self.peer_role == "worker":
+            raise ValueError("--peer-role worker is not served yet: see docs/peers.md for what is")
         if self.peer_role == "master" and not self.enable_hierarchical_cache:
             raise ValueError("--peer-role master has borrowed memory in front of the host tier: add --hicache")
         require(self.peer_slab_size >= 1, "peer_slab_size", "at least 1 MiB")
