@@ -24,9 +24,10 @@ import sys, time, torch
 from pathlib import Path
 from sglang.srt.peer.lent_memory import LentMemory
 memory = LentMemory(sys.argv[1], Path(sys.argv[2]), 8, 1 << 20, 4096, (1, 8, 4, 32), torch.bfloat16)
+memory.left(range(8))
 while True:
-    memory.left([slab for slab, is_here in enumerate(memory.here()) if is_here])
-    time.sleep(0.1)
+    memory.here()
+    time.sleep(0.05)
 """
 
 

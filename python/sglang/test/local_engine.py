@@ -100,7 +100,7 @@ class LocalEngine:
             shape = (page_size, c.num_layers, num_kv_heads, c.head_dim)
             self.borrowed = borrow(page_bytes=page_bytes, shape=shape, dtype=c.dtype, notify=self._woken.set)
             num_peer_pages = self.borrowed.pool.num_pages
-            overrides["slabs"] = self.borrowed.frames
+            overrides["slabs"] = self.borrowed.pool.slab_frames
         config = SchedulerConfig(
             page_size=page_size,
             num_device_pages=num_device_pages,

@@ -154,3 +154,22 @@ def test_a_slab_of_another_size_is_given_back(
     engine.close()
     assert engine.borrowed is not None
     engine.borrowed.close()
+
+
+def test_what_nobody_borrows_waits_and_comes_home_when_it_is_asked_for(
+    model_config: ModelConfig, worker: LentMemory, tmp_path: Path
+) -> None:
+    worker.left([5, 4, 3])
+    worker.slabs.slab(0)[:] = 7
+    settled = time.monotonic() + 20
+    while worker._idle != {3, 4, 5}:
+        assert time.monotonic() < settled
+        assert worker.here() == b"\1\1\1\0\0\0"
+    worker.wanted(1)
+    assert worker.here() == b"\1\1\1\1\0\0", "the lowest of them, at once"
+    master = Master(model_config, worker, tmp_path)
+    master.until(lambda: master.num_here == 2, "the others are not offered to who comes later")
+    worker.wanted(1)
+    master.until(lambda: worker.here() == b"\1\1\1\1\1\0", "one is asked for")
+    assert master.num_here == 1 and (worker.slabs.slab(0) == 7).all()
+    master.close()

@@ -206,7 +206,7 @@ def build_core(
     borrowed = None
     if args.peer_role == "master":
         borrowed = borrow_memory(args, config.page_bytes, shape, model_config.dtype, group.rank, group.size, notify)
-        config = replace(config, num_peer_pages=borrowed.pool.num_pages, slabs=borrowed.frames)
+        config = replace(config, num_peer_pages=borrowed.pool.num_pages, slabs=borrowed.pool.slab_frames)
     links: dict[str, Link] = {}
     storage = None
     executor = ModelExecutor(

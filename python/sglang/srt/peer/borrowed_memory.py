@@ -53,12 +53,6 @@ class BorrowedMemory:
         for endpoint in endpoints:
             self.coordinator.want(endpoint, num_slabs * slab_bytes)
 
-    @property
-    def frames(self) -> tuple[tuple[int, int], ...]:
-        """[first, end) of the pages in each place, for `SlabLedger`."""
-        each = (self.pool.frames_of(slab) for slab in range(self.slabs.num_slabs))
-        return tuple((int(frames[0]), int(frames[-1]) + 1) for frames in each)
-
     def here(self) -> bytes:
         for event in self.coordinator.poll():
             if isinstance(event, Lent):

@@ -77,6 +77,12 @@ class ElasticPool:
         first = slab * self._stride_pages
         return np.arange(first, first + self.slab_pages, dtype=np.int32)
 
+    @property
+    def slab_frames(self) -> tuple[tuple[int, int], ...]:
+        """[first, end) of the pages in each slab, for `SlabLedger`."""
+        firsts = range(0, self.num_pages, self._stride_pages)
+        return tuple((first, first + self.slab_pages) for first in firsts)
+
     def padding(self) -> np.ndarray:
         """(n,) int32, the numbers without a page behind them: a frame table lends them for good."""
         pages = np.arange(self.num_pages, dtype=np.int32)

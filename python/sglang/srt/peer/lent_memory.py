@@ -1,7 +1,8 @@
 """`LentMemory`: a worker's own pool, of slabs that it can lend, on one rank.
 
 Owns the memory and says which slabs are at home. Decides nothing: the scheduler (`SlabLedger`) says which slabs
-leave, the coordinator to whom they go and when they are back. Slabs are overwritten with zeros on both ways.
+leave and how many come home, the coordinator to whom they go and when they are back. What nobody borrows waits here
+for somebody who would. Slabs are overwritten with zeros on both ways.
 """
 
 from __future__ import annotations
@@ -45,29 +46,30 @@ class LentMemory:
         self.slabs = SlabRange.owned(num_slabs, slab_bytes, stride_bytes(slab_bytes, page_bytes, GRANULARITY))
         self.pool = ElasticPool(self.slabs, *shape, dtype)
         self._here = bytearray(b"\1" * num_slabs)
+        # Slabs that have left: those that nobody has borrowed yet, or any more, and those that were asked for.
+        self._idle: set[int] = set()
+        self._asked_for: set[int] = set()
         self.coordinator = LenderCoordinator(endpoint, directory, num_slabs, slab_bytes, self.slabs.fileno, notify)
-
-    @property
-    def frames(self) -> tuple[tuple[int, int], ...]:
-        """[first, end) of the pages in each slab, for `SlabLedger`."""
-        each = (self.pool.frames_of(slab) for slab in range(self.slabs.num_slabs))
-        return tuple((int(frames[0]), int(frames[-1]) + 1) for frames in each)
 
     def here(self) -> bytes:
         for event in self.coordinator.poll():
             if isinstance(event, Offered):
                 for slab in event.kept:
-                    self._here[slab] = 1
+                    self._came_back(slab)
             elif isinstance(event, ToScrub):
                 self.slabs.scrub(event.slab)
                 self.coordinator.scrubbed(event.slab)
-                self._here[event.slab] = 1
+                self._came_back(event.slab)
             elif isinstance(event, Quarantined):
                 logger.error(
                     "%s has not given back a slab in time: %d bytes are lost until it does, or ends",
                     event.borrower.name,
                     self.slabs.slab_bytes,
                 )
+            elif event.unmet_bytes and self._idle:
+                # The highest first: the lowest are the first to be asked for.
+                self.coordinator.offer(sorted(self._idle, reverse=True))
+                self._idle.clear()
         return bytes(self._here)
 
     def left(self, slabs: Sequence[int]) -> None:
@@ -77,8 +79,23 @@ class LentMemory:
         self.coordinator.offer(slabs)
 
     def wanted(self, num_slabs: int) -> None:
-        """Ask so many slabs back."""
-        self.coordinator.reclaim(num_slabs, RECLAIM_TIMEOUT_S)
+        """So many more should come home, the lowest of those that have left and were not asked for."""
+        away = (slab for slab, is_here in enumerate(self._here) if not is_here and slab not in self._asked_for)
+        lowest = [slab for slab, _ in zip(away, range(num_slabs))]
+        self._asked_for.update(lowest)
+        idle = self._idle.intersection(lowest)
+        for slab in idle:
+            self._idle.discard(slab)
+            self._came_back(slab)
+        self.coordinator.reclaim(len(lowest) - len(idle), RECLAIM_TIMEOUT_S)
+
+    def _came_back(self, slab: int) -> None:
+        """Nobody has borrowed it, or any more: it is zeros, and home if it was asked for."""
+        if slab in self._asked_for:
+            self._asked_for.discard(slab)
+            self._here[slab] = 1
+        else:
+            self._idle.add(slab)
 
     def close(self) -> None:
         self.coordinator.close()
