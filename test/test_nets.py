@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS
-from sglang.test.mutations import MUTATIONS, QUEUES, TRIED_FIRST, configurations, hunt
+from sglang.test.mutations import LENDERS, MUTATIONS, QUEUES, TRIED_FIRST, configurations, hunt
 from sglang.test.soak import Soak, SoakConfig
 
 
@@ -41,7 +41,7 @@ CONFIGURATIONS = list(configurations())
     [
         pytest.param(c, id=str(c.seed), marks=pytest.mark.slow if c.seed in LONG_CONFIGURATIONS else ())
         for c in CONFIGURATIONS
-        if c.seed not in QUEUES
+        if c.seed not in (*QUEUES, *LENDERS)
     ],
 )
 def test_without_a_bug_the_hunt_finds_nothing(config: SoakConfig) -> None:
@@ -56,6 +56,14 @@ def test_where_requests_queue_the_hunt_finds_nothing_and_every_mechanism_acts() 
             soak.run()
             counters.update(soak.ranks[0].core.scheduler.counters)
     assert all(counters[name] > 0 for name in SCHEDULING_COUNTERS), f"idle: {counters}"
+
+
+@pytest.mark.parametrize("config", [c for c in CONFIGURATIONS if c.seed in LENDERS], ids=lambda config: config.seed)
+def test_where_a_worker_lends_the_hunt_finds_nothing_and_slabs_go_both_ways(config: SoakConfig) -> None:
+    soak = Soak(config)
+    soak.run()
+    counters = soak.ranks[0].core.scheduler.counters
+    assert min(counters["slabs_lent"], counters["slabs_asked_back"], counters["retracted_reqs"]) > 0, f"{counters}"
 
 
 def test_what_is_tried_first_exists() -> None:

@@ -1,4 +1,5 @@
-"""`ComingAndGoing`: a `SlabSource` whose slabs are lent and asked back at random times, by seed. For tests."""
+"""Slabs that come and go at random times, by seed, for tests: `ComingAndGoing`, a borrower's `SlabSource`, and
+`LentOut`, a lender's `LentSlabs`."""
 
 from __future__ import annotations
 
@@ -49,3 +50,42 @@ class ComingAndGoing:
     def settle(self) -> None:
         """Nothing comes or goes any more."""
         self._rate = 0.0
+
+
+class LentOut:
+    """rate: chance, each time that it is asked, that the oldest slab of those that are wanted comes home. poison: as
+    for `ComingAndGoing`; what comes home has nothing worth reading either."""
+
+    def __init__(
+        self, slabs: Sequence[tuple[int, int]], rate: float, seed: int, poison: Callable[[np.ndarray], None]
+    ) -> None:
+        self._slabs = slabs
+        self.rate = rate
+        self._random = random.Random(seed)
+        self._poison = poison
+        self._here = [True] * len(slabs)
+        self._lent: set[int] = set()
+        self._wanted: list[int] = []
+
+    def here(self) -> bytes:
+        if self._wanted and self._random.random() < self.rate:
+            self._here[self._wanted.pop(0)] = True
+        return bytes(self._here)
+
+    def left(self, slabs: Sequence[int]) -> None:
+        for slab in slabs:
+            assert self._here[slab], f"slab {slab} is lent twice"
+            self._here[slab] = False
+            self._lent.add(slab)
+            first, end = self._slabs[slab]
+            self._poison(np.arange(first, end, dtype=np.int32))
+
+    def wanted(self, num_slabs: int) -> None:
+        assert 0 < num_slabs <= len(self._lent), f"{num_slabs} slabs are wanted, {len(self._lent)} are lent"
+        chosen = sorted(self._lent)[:num_slabs]
+        self._lent -= set(chosen)
+        self._wanted += chosen
+
+    def settle(self) -> None:
+        """Nothing comes any more."""
+        self.rate = 0.0

@@ -23,6 +23,7 @@ from sglang.srt.managers import cache_controller, engine_core, scheduler
 from sglang.srt.managers.cache_controller import HiCacheController, StorageLimits
 from sglang.srt.managers.schedule_batch import StorageSetup
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.slab_ledger import SlabLedger, SlabState
 from sglang.srt.managers.storage_prefetch import PrefetchConfig, StoragePrefetcher
 from sglang.srt.mem_cache import hiradix_tree
 from sglang.srt.mem_cache import link as link_module
@@ -679,6 +680,29 @@ def peer_keeps_what_failed() -> Any:
     return mock.patch.object(HiCacheController, "abort", patched)
 
 
+@mutation
+def slab_leaves_in_use() -> Any:
+    """A slab is lent while pages in it are still read, written or locked."""
+
+    def patched(self: Any) -> tuple[int, ...]:
+        left = tuple(slab for slab, state in enumerate(self.states) if state == SlabState.LEAVING)
+        for slab in left:
+            self.states[slab] = SlabState.AWAY
+        return left
+
+    return mock.patch.object(SlabLedger, "take_left", patched)
+
+
+@mutation
+def kept_slab_is_still_lent() -> Any:
+    """A slab that was to leave is kept, and pages that were in use then are lent all the same."""
+
+    def patched(self: Any, frames: np.ndarray) -> None:
+        self.take_back(frames[self.state[frames] == FrameState.LENT])
+
+    return mock.patch.object(FrameTable, "keep", patched)
+
+
 _NAMES: dict[type[BaseException], str] = {
     NonFiniteLogitsError: "poison",
     OracleError: "oracle",
@@ -704,9 +728,27 @@ PEERS: dict[int, dict[str, Any]] = {
 }
 
 
+# In these, a worker lends what it does not need for a moment, and gets it back late.
+LENDERS: dict[int, dict[str, Any]] = {
+    14: {
+        "steps": 150,
+        "page_size": 1,
+        "num_device_pages": 100,
+        "num_host_pages": 120,
+        "num_ranks": 2,
+        "arrival_rate": 0.2,
+        "link_fail_rate": 0.1,
+        "launch_fail_rate": 0.02,
+        "max_prompt": 24,
+        "lend_rate": 0.1,
+        "lend_window_s": 0.0,
+    }
+}
+
+
 def configurations() -> Iterator[SoakConfig]:
     """Small, hot and various: every mechanism acts within some hundred steps."""
-    for seed in (10, 66, 38, 9, 26, 16, 13, 237, 45, 1, 2, 5, 6, 3, 4, 7, 8, 11, 12):
+    for seed in (10, 66, 38, 9, 26, 16, 13, 237, 45, 1, 2, 5, 6, 3, 4, 7, 8, 11, 12, 14):
         page_size = (1, 4, 3, 16)[seed % 4]
         pages = -(-72 // page_size) + (4, 12)[seed % 2]
         config = SoakConfig(
@@ -731,6 +773,9 @@ def configurations() -> Iterator[SoakConfig]:
             continue
         if seed in PEERS:
             yield dataclasses.replace(config, num_peer_pages=4 * pages, link_fail_rate=0.1, **PEERS[seed])
+            continue
+        if seed in LENDERS:
+            yield dataclasses.replace(config, **LENDERS[seed])
             continue
         if seed in (38, 66):
             yield dataclasses.replace(config, **_overlapping(seed, page_size))
@@ -839,6 +884,7 @@ TRIED_FIRST: dict[int, tuple[str, ...]] = {
         "whoever_fetches_nothing_stays_in_line",
         "nobody_is_retired",
     ),
+    14: ("slab_leaves_in_use", "kept_slab_is_still_lent"),
     16: ("preloads_never_taken_back",),
     26: ("preload_not_waited_for",),
     38: (

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from sglang.srt.managers.cache_controller import WRITE_POLICIES, StorageLimits
+from sglang.srt.managers.device_lending import LendingConfig
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder, digest_of, reduce_progress, replay
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest, StorageSetup
@@ -46,7 +47,7 @@ from sglang.srt.mem_cache.transfer import (
 )
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.coming_and_going import ComingAndGoing, padded_slabs
+from sglang.test.coming_and_going import ComingAndGoing, LentOut, padded_slabs
 from sglang.test.faults import FaultyExecutor, FaultyLink, LateStorageLink, RandomClock
 from sglang.test.hash_model import DIM, HEADS, HashModel
 from sglang.test.kv_oracle import PagedMemory, check_kv, check_stored
@@ -76,7 +77,9 @@ class SoakConfig:
     storage: used where there is a host tier. storage_request_rate: how often it is attached, detached or cleared.
     overlapping_reads: storage has several reads under way at once.
     restart_rate: how often nobody asks until all is quiet, and then all is forgotten but what storage has. launch_s,
-    load_s, fetch_s: what the scheduler is told that they take, in seconds, of which a tick has 0.001.
+    load_s, fetch_s: what the scheduler is told that they take, in seconds, of which a tick has 0.001. lend_rate: how
+    often a slab that is wanted comes home, above 0 where slabs of the device are lent, which then needs no peers;
+    lend_window_s: what was needed in so many seconds is not lent.
     """
 
     seed: int
@@ -127,6 +130,8 @@ class SoakConfig:
     io_backend: str = "auto"
     num_peer_pages: int = 0
     slab_rate: float = 0.0
+    lend_rate: float = 0.0
+    lend_window_s: float = 0.05
 
     @staticmethod
     def draw(seed: int, steps: int) -> SoakConfig:
@@ -188,6 +193,8 @@ class SoakConfig:
             overlapping_reads=rng.random() < 0.5,
             num_peer_pages=rng.choice((0, pages // 2 + 1, 3 * pages)),
             slab_rate=rng.choice((0.0, 0.02, 0.2)),
+            lend_rate=rng.choice((0.0, 0.0, 0.02, 0.5)),
+            lend_window_s=rng.choice((0.0, 0.05)),
         )
 
 
@@ -223,7 +230,7 @@ class Rank:
     device_pool: MHATokenToKVPool
     host_pool: MHATokenToKVPoolHost | None
     peer_pool: MHATokenToKVPoolHost | None
-    slabs: ComingAndGoing | None
+    slabs: ComingAndGoing | LentOut | None
     store: MemoryStore | None
 
 
@@ -268,14 +275,17 @@ def build_rank(
         late_rate=config.late_rate,
         clock=RandomClock(config.seed, config.launch_s),
     )
-    host_pool = peer_pool = slabs = store = None
+    host_pool = peer_pool = store = None
+    slabs: ComingAndGoing | LentOut | None = None
     poison = {Tier.DEVICE: lambda frames: pool.poison(torch.from_numpy(frames).to(torch.int64))}
+    if config.lend_rate:
+        slabs = LentOut(scheduler.config.slabs, config.lend_rate, config.seed * 10 + rank, poison[Tier.DEVICE])
     if config.num_host_pages:
         host_pool = host = MHATokenToKVPoolHost(pool, config.num_host_pages, config.host_layout)
         host.kv.fill_(empty)
         poison[Tier.HOST] = lambda frames: host.poison(torch.from_numpy(frames).to(torch.int64))
         below = {H2D: host, D2H: host}
-        if config.num_peer_pages:
+        if scheduler.config.num_peer_pages:
             peer_pool = peer = MHATokenToKVPoolHost(pool, config.num_peer_pages)
             peer.kv.fill_(empty)
             poison[Tier.PEER] = lambda frames: peer.poison(torch.from_numpy(frames).to(torch.int64))
@@ -327,6 +337,12 @@ def _reopen(store: MemoryStore, setup: str) -> MemoryStore:
 
 
 def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
+    num_peer_pages = config.num_peer_pages if config.num_host_pages and not config.lend_rate else 0
+    slabs: tuple[tuple[int, int], ...] = ()
+    if config.lend_rate:
+        slabs = padded_slabs(config.num_device_pages)
+    elif config.slab_rate:
+        slabs = padded_slabs(num_peer_pages)
     return SchedulerConfig(
         page_size=config.page_size,
         num_device_pages=config.num_device_pages,
@@ -352,8 +368,9 @@ def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
         schedule_policy=config.schedule_policy,
         bypass_local=config.bypass_local,
         storage=config.storage if config.num_host_pages else None,
-        num_peer_pages=config.num_peer_pages if config.num_host_pages else 0,
-        slabs=padded_slabs(config.num_peer_pages) if config.slab_rate and config.num_host_pages else (),
+        num_peer_pages=num_peer_pages,
+        slabs=slabs,
+        lending=LendingConfig(1, 0, config.lend_window_s, 0.005) if config.lend_rate else None,
     )
 
 
@@ -423,7 +440,9 @@ class Soak:
         progress = reduce_progress(reports)
         inputs = arrivals or aborts or flush or storage
         if not (inputs or any(rank.core.has_work(now) for rank in self.ranks)):
-            if self.live and not any(r.core.has_outstanding for r in self.ranks):
+            lending = self.ranks[0].core.scheduler.lending
+            awaits_slabs = lending is not None and lending.is_waiting
+            if self.live and not awaits_slabs and not any(r.core.has_outstanding for r in self.ranks):
                 raise StuckError(f"nothing is outstanding and {len(self.live)} requests wait")
             return
         decisions = [r.core.step(now, progress, arrivals, aborts, flush, storage) for r in self.ranks]

@@ -272,6 +272,24 @@ def test_what_is_in_use_is_lent_when_it_would_be_free_and_nobody_gets_it_before(
     table.check_invariants()
 
 
+def test_what_was_lent_and_is_kept_is_as_if_it_had_not_been():
+    table = FrameTable(6, lowest_first=True)
+    table.pin(take(table, 3)[:1])
+    table.lend(ids(0, 1, 2, 4, 5))
+    table.doom(ids(1), HELD, fence=-1)
+    table.doom(ids(0), HELD, fence=-1)
+    table.reap(0)
+    assert states(table) == "DLHFLL"
+    table.keep(ids(0, 1, 2, 4, 5))
+    assert states(table) == "DFHFFF" and table.num_free == 4
+    table.unpin(ids(0))
+    table.doom(ids(2), HELD, fence=-1)
+    table.reap(0)
+    assert states(table) == "FFFFFF"
+    assert sorted(table.take_freed().tolist()) == [0, 1, 1, 2, 4, 5]
+    table.check_invariants()
+
+
 def test_a_transfer_keeps_lent_frames_from_coming_back():
     """In strict mode the lender itself copies to and from them."""
     table = FrameTable(2, lowest_first=True)

@@ -174,6 +174,18 @@ def test_demand_counts_until_it_was_superseded_a_window_ago():
     assert window.peak(521.0) == 2 and window.peak(522.0) == 0
 
 
+def test_a_window_says_when_its_peak_falls():
+    window = DemandWindow(10.0)
+    assert window.falls_at is None
+    window.add(1.0, 5)
+    assert window.falls_at is None, "it is still the demand"
+    window.add(2.0, 3)
+    window.add(4.0, 1)
+    for falls_at, below in ((12.0, 3), (14.0, 1)):
+        assert window.falls_at == falls_at and window.peak(falls_at - 0.1) > window.peak(falls_at) == below
+    assert window.falls_at is None
+
+
 def test_time_does_not_go_back():
     window = DemandWindow()
     window.add(5.0, 1)

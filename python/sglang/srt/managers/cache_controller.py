@@ -230,11 +230,13 @@ class HiCacheController:
 
     def withdraw(self, tier: Tier, frames: np.ndarray, last_launch: int) -> None:
         """Drop every node that has one of these frames (a run of them, ascending), and what lies below it, off the
-        tier: they are about to go. What else has the pages, keeps them; on the device they must not be locked."""
+        tier: they are about to go. What else has the pages, keeps them; locked nodes stay on the device."""
         first, end = int(frames[0]), int(frames[-1]) + 1
         for node in list(self.tree.walk()):
             mine = node.frames[tier]
-            if mine is not None and ((mine >= first) & (mine < end)).any():
+            if mine is None or (tier == Tier.DEVICE and node.lock):
+                continue
+            if ((mine >= first) & (mine < end)).any():
                 self.drop(node, tier, last_launch)
 
     # -- storage ------------------------------------------------------------------------------------------------

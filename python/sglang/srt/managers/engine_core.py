@@ -17,7 +17,7 @@ import numpy as np
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import BatchDecision, StepInputs, StorageRequest
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
-from sglang.srt.managers.slab_ledger import SlabSource
+from sglang.srt.managers.slab_ledger import LentSlabs, SlabSource
 from sglang.srt.mem_cache.transfer import EXEC, FETCH, LINKS, LOAD_LINKS, STALL, STORAGE_LINKS, Link, Tier
 from sglang.srt.model_executor.executor import Executor
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
@@ -248,6 +248,9 @@ class EngineCore:
         if decision.slabs_left:
             assert self.slabs is not None
             self.slabs.left(decision.slabs_left)
+        if decision.slabs_wanted:
+            assert isinstance(self.slabs, LentSlabs)
+            self.slabs.wanted(decision.slabs_wanted)
         if decision.reset is not None:
             self.executor.reset(decision.reset)
         for ticket in decision.cancels:

@@ -260,7 +260,8 @@ class ControlReply(msgspec.Struct, frozen=True):
 class BatchDecision:
     """What to do after a step, in this order: poison freed frames (tests), reset, cancel, submit loads, launch,
     submit backups. reset: launches below it that have not completed are void. freed: tier -> frames that became
-    FREE. slabs_left: nobody uses their pages any more, see `SlabSource`."""
+    FREE. slabs_left: nobody uses their pages any more, see `SlabSource`. slabs_wanted: so many more should come home
+    to their lender, see `LentSlabs`."""
 
     step: int
     reset: int | None = None
@@ -271,6 +272,7 @@ class BatchDecision:
     outputs: tuple[TokenOutput, ...] = ()
     replies: tuple[ControlReply, ...] = ()
     slabs_left: tuple[int, ...] = ()
+    slabs_wanted: int = 0
 
     def encode(self) -> bytes:
         """Canonical bytes: equal decisions, equal bytes."""

@@ -11,6 +11,7 @@ A step, in order:
     new requests, aborts
     reap                          -> frames whose fence has passed and that nobody pins are free
     flush
+    slabs                         -> what nobody needs begins to leave, what somebody lacks is wanted back
     the next launch               -> prefill first; a decode step between two chunks of one prompt
 
 A request's life: waiting, perhaps for storage -> (admitted: lock the match, load, hold) -> prefilling, chunk by
@@ -30,6 +31,7 @@ import numpy as np
 
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.cost_model import LoadLimit
+from sglang.srt.managers.device_lending import DeviceLending, LendingConfig
 from sglang.srt.managers.expected_times import ExpectedTimes
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput, TokenOutput, bytes_to_ids
 from sglang.srt.managers.match_cursors import MatchCursors
@@ -115,7 +117,9 @@ class SchedulerConfig:
     in runs of about this many. stream_interval: tokens per output of a streamed request. max_ahead: launches issued
     and not completed, 2 executes one step ahead. num_layers: of the model, which loads hide behind. storage: attached
     from the start; needs a host tier. num_peer_pages: borrowed from peers; they need a host tier, too. slabs: of
-    these pages, as `SlabLedger` has them, which come and go; without any, all pages are there all the time.
+    these pages, as `SlabLedger` has them, which come and go; without any, all pages are there all the time. lending:
+    the slabs are the device's instead, of one length, and lent to others when nobody here needs them; who lends does
+    not borrow.
 
     How the queue goes with a host tier (docs/hicache.md, "The scheduler"): load_ratio: tokens loaded per token
     computed before a batch counts as bound by loading, see `balanced_order`; "auto": as many as take as long; 0
@@ -155,6 +159,14 @@ class SchedulerConfig:
     storage: StorageSetup | None = None
     num_peer_pages: int = 0
     slabs: tuple[tuple[int, int], ...] = ()
+    lending: LendingConfig | None = None
+
+    @property
+    def num_usable_pages(self) -> int:
+        """Pages of the device, less those that lie in no slab of a lender."""
+        if self.lending is None:
+            return self.num_device_pages
+        return sum(end - first for first, end in self.slabs)
 
 
 @dataclass
@@ -179,7 +191,9 @@ class Scheduler:
             )
         self.config = config
         self.page_size = config.page_size
-        self.device = FrameTable(config.num_device_pages)
+        if config.lending is not None:
+            _check_lending(config)
+        self.device = FrameTable(config.num_device_pages, lowest_first=config.lending is not None)
         # Blocks of consecutive pages are one read or write of storage.
         block_pages = max(1, HOST_BLOCK_TOKENS // config.page_size)
         self.host = FrameTable(config.num_host_pages, block_pages) if config.num_host_pages else None
@@ -207,7 +221,10 @@ class Scheduler:
         self._storage_request_ticket: Ticket | None = None
         self.counters: Counter[str] = Counter()
         # One page stays free of any single request: the step that runs ahead of a finish may ask for it.
-        self.max_total_len = min(config.context_len, (config.num_device_pages - 1) * config.page_size)
+        self.max_total_len = min(config.context_len, (config.num_usable_pages - 1) * config.page_size)
+        self.lending = self._open_lending(config.lending) if config.lending is not None else None
+        # Whether nodes may have been unlocked since leaving slabs were last looked at.
+        self._unlocked = False
         self.waiting: deque[Req] = deque()
         self.prefilling: Req | None = None
         self.running: list[Req] = []
@@ -249,7 +266,8 @@ class Scheduler:
     @property
     def wake_at(self) -> float | None:
         """Seconds, as in `StepInputs.now`: a step is due then even if nothing comes in."""
-        return self.prefetcher.next_deadline
+        times = [self.prefetcher.next_deadline, self.lending.wake_at if self.lending is not None else None]
+        return min((t for t in times if t is not None), default=None)
 
     def active(self) -> list[Req]:
         """Requests that hold device memory."""
@@ -276,6 +294,8 @@ class Scheduler:
             for slab in self.slabs.update(inputs.slabs):
                 self.controller.withdraw(Tier.PEER, self.slabs.frames_of(slab), self.last_launch)
                 self.counters["slabs_withdrawn"] += 1
+        if self.lending is not None:
+            self.lending.update(inputs.slabs)
         self.prefetcher.expire(inputs.now, done)
         if [self._link_done[link] for link in (FETCH, D2H)] != ended:
             self.prefetcher.go_on(self.next_launch, done)
@@ -290,6 +310,8 @@ class Scheduler:
         self._replies += [ControlReply(i, *self._flush()) for i in inputs.flush]
         self._storage_requests.extend(inputs.storage)
         self._serve_storage_requests()
+        if self.lending is not None:
+            self._lend(self.lending, inputs.now)
         launch = None
         if self.next_launch - self.exec_done < self.config.max_ahead:
             launch = self._next()
@@ -305,7 +327,8 @@ class Scheduler:
             freed={tier.value: table.take_freed() for tier, table in self.controller.tables.items()},
             outputs=tuple(self._outputs),
             replies=tuple(self._replies),
-            slabs_left=self.slabs.take_left() if self.slabs is not None else (),
+            slabs_left=self._take_left(),
+            slabs_wanted=self._take_wanted(),
         )
 
     # -- what came in -------------------------------------------------------------------------------------------
@@ -582,6 +605,7 @@ class Scheduler:
         if why != "lost":
             self._publish(req, min(req.computed, req.num_known), self._page_runs)
         self.device.doom(hold.frames.copy(), FrameState.HELD, self.last_launch)
+        self._unlocked = True
         end = hold.receipt.node
         self.tree.unlock(hold.receipt, self.next_launch, self.last_launch)
         if end.parent is not None:
@@ -898,6 +922,7 @@ class Scheduler:
         for req in ended:
             assert req.preload is not None
             self.tree.unlock(req.preload.receipt, self.next_launch, -1)
+            self._unlocked = True
             req.preload = None
         return len(ended)
 
@@ -1151,6 +1176,8 @@ class Scheduler:
             ):
                 return None
             active = self.active()
+            if len(active) == 1 and self.lending is not None and self.lending.is_waiting:
+                return None  # taking from the last one gives nobody anything: it waits for what was asked back
             victim = active[choose_victim([r.order for r in active])]
             self.close(victim, "retract")
             victim.num_retractions += 1
@@ -1210,6 +1237,51 @@ class Scheduler:
     def _pages_to(self, req: Req, num_tokens: int) -> int:
         """Pages that a request lacks to compute up to num_tokens."""
         return pages_for(num_tokens, self.page_size) - pages_for(req.computed, self.page_size)
+
+    def _open_lending(self, config: LendingConfig) -> DeviceLending:
+        ledger = SlabLedger(self.device, self.config.slabs, here=True)
+        # As for `max_total_len`, with a page that stays free.
+        keep = pages_for(self.max_total_len if config.keep_tokens is None else config.keep_tokens, self.page_size) + 1
+        cache = pages_for(config.cache_tokens, self.page_size)
+        return DeviceLending(config, ledger, self.config.page_bytes, keep, cache)
+
+    def _lend(self, lending: DeviceLending, now: float) -> None:
+        """Before the next launch, which may be the one that lacks what is kept. Of slabs that leave, what nobody has
+        locked is dropped at once, and the rest as soon as it is unlocked: requests are never held up for it."""
+        began = lending.adjust(now, self._demand())
+        slabs = lending.leaving if self._unlocked else began
+        self._unlocked = False
+        for slab in slabs:
+            self.controller.withdraw(Tier.DEVICE, lending.ledger.frames_of(slab), self.last_launch)
+        if slabs:
+            # As in `step`: perhaps nothing causes another one.
+            self.device.reap(self.exec_done)
+
+    def _demand(self) -> int:
+        """Device pages that requests need at the same time: what they have, what those that run may still need at
+        most, and the longest of those that wait, which may share nothing."""
+        page, counts = self.page_size, self.device.counts
+        pages = sum(counts[state] for state in (FrameState.HELD, FrameState.FILLING, FrameState.CACHED))
+        pages -= self.tree.evictable_pages(Tier.DEVICE)
+        pages += decode_reserve((r.max_len - r.length for r in self.active()), 1.0, page)
+        if self.prefilling is not None:
+            pages += self._pages_to(self.prefilling, self.prefilling.num_known)
+        if self.waiting:
+            # One more than it may fill, as in `may_admit`.
+            pages += pages_for(max([r.max_len for r in self.waiting]), page) + 1
+        return pages
+
+    def _take_left(self) -> tuple[int, ...]:
+        if self.lending is None:
+            return self.slabs.take_left() if self.slabs is not None else ()
+        left = self.lending.ledger.take_left()
+        self.counters["slabs_lent"] += len(left)
+        return left
+
+    def _take_wanted(self) -> int:
+        wanted = self.lending.take_wanted() if self.lending is not None else 0
+        self.counters["slabs_asked_back"] += wanted
+        return wanted
 
     def _make_room(self, num_pages: int) -> bool:
         """Evict until num_pages are free at once; False if they are not, or not yet."""
@@ -1343,6 +1415,8 @@ class Scheduler:
         self.prefetcher.check_invariants()
         if self.slabs is not None:
             self.slabs.check_invariants()
+        if self.lending is not None:
+            self.lending.check_invariants()
         self.cursors.check_invariants(
             {r.rid: (r.namespace, r.tokens[: self._cacheable(r)], r.num_known) for r in self.waiting}
         )
@@ -1467,6 +1541,13 @@ class _DecodeBatch:
         self.samples = np.ones(n, np.bool_)
         self.sampling = tuple(r.spec for r in reqs)
         self.steps_left = min((r.max_len - r.length for r in reqs), default=0)
+
+
+def _check_lending(config: SchedulerConfig) -> None:
+    if config.num_peer_pages:
+        raise ValueError("an engine that lends memory of its device cannot borrow from peers: use one of the two")
+    if len({end - first for first, end in config.slabs}) != 1:
+        raise ValueError("an engine that lends needs slabs of its device pool, all of the same length")
 
 
 def _common(span: Span, tokens: tuple[int, int]) -> int:

@@ -5,17 +5,20 @@ frame table has the frames, and whoever maps and unmaps memory (a `SlabSource`, 
 
             all ranks have it
     AWAY ─────────────────────► HERE ──────────► LEAVING ──────────► AWAY
-                                   asked back,       its frames are
-                                   lost, or lent     free, and LENT
+                                 ▲  asked back,     │  its frames are
+                                 │  lost, or lent   │  free, and LENT
+                                 └──────────────────┘
+                                    stay: a lender keeps it
 
-At a borrower HERE is what it has been lent and has mapped; at a lender, what it has not given away.
+At a borrower HERE is what it has been lent and has mapped; at a lender, what it has not given away: there a slab
+comes back only when it was asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -31,6 +34,16 @@ class SlabSource(Protocol):
 
     def left(self, slabs: Sequence[int]) -> None:
         """Nobody uses these any more: unmap and return them, or lend them. From now on `here` has 0 for them."""
+        ...
+
+
+@runtime_checkable
+class LentSlabs(SlabSource, Protocol):
+    """The same at a lender, where all slabs are here at first."""
+
+    def wanted(self, num_slabs: int) -> None:
+        """So many more should come home, the lowest of those that have left and were not asked for, so that all ranks
+        mean the same. `here` has 1 for them once their memory is this rank's again, however late."""
         ...
 
 
@@ -75,6 +88,12 @@ class SlabLedger:
         assert self.states[slab] == SlabState.HERE, f"slab {slab} is not here"
         self.states[slab] = SlabState.LEAVING
         self.table.lend(self._frames[slab])
+
+    def stay(self, slab: int) -> None:
+        """A slab that is still leaving is kept: its pages can be used again at once."""
+        assert self.states[slab] == SlabState.LEAVING, f"slab {slab} is not leaving"
+        self.states[slab] = SlabState.HERE
+        self.table.keep(self._frames[slab])
 
     def take_left(self) -> tuple[int, ...]:
         """Leaving slabs of which nothing is in use any more. They are AWAY now."""

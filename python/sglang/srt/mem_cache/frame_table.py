@@ -14,7 +14,7 @@ never reads the tree (which alone says *where* a page is), and knows nothing of 
 
       lend           take_back                           LENT: another engine's for now. What is not FREE when it is
 FREE ------> LENT ------------> FREE                     lent becomes LENT where it would become FREE; a slab is
-              |                  ^                       lent when all its frames are.
+              |                  ^                       lent when all its frames are; until then it can be kept.
               | quarantine       | release_quarantined   QUARANTINED: the borrower has not given it back in time and
               +--> QUARANTINED --+                       may still write it.
 """
@@ -165,6 +165,11 @@ class FrameTable:
         self.transition(free, FrameState.FREE, FrameState.LENT)
         self._free.remove(free)
         self._to_lend[frames[~is_free]] = True
+
+    def keep(self, frames: np.ndarray) -> None:
+        """Undo `lend`, before anybody else was told of these frames: LENT ones are FREE, others will be."""
+        self._to_lend[frames] = False
+        self._give_back(frames[self.state[frames] == FrameState.LENT], FrameState.LENT)
 
     def take_back(self, frames: np.ndarray) -> None:
         """LENT frames are this engine's again: the borrower has unmapped them, or is dead. Scrubbed by the caller."""

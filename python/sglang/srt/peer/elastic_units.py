@@ -149,9 +149,15 @@ class DemandWindow:
     def peak(self, now: float) -> int:
         """0 where nothing was ever said."""
         self._advance(now)
-        while self._peaks and self._peaks[0][0] <= now - self.window_s:
+        while self._peaks and self._peaks[0][0] + self.window_s <= now:
             self._peaks.popleft()
         return self._peaks[0][1] if self._peaks else 0
+
+    @property
+    def falls_at(self) -> float | None:
+        """When the peak falls, if nothing else is said; None if never."""
+        until = self._peaks[0][0] if self._peaks else math.inf
+        return until + self.window_s if until < math.inf else None
 
     def _advance(self, now: float) -> None:
         assert now >= self._now, f"time went back from {self._now} to {now}"
