@@ -100,7 +100,36 @@ def test_a_worker_that_is_killed_takes_nothing_but_its_memory_along(tmp_path: Pa
         worker.wait()
 
 
+def test_a_worker_lends_when_it_is_idle_and_takes_back_what_its_requests_need(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    endpoint = f"ipc://{tmp_path}/peers"
+    lending = "--max-total-tokens 4096 --context-length 512 --page-size 4 --peer-role worker --peer-slab-size 1"
+    worker = Server(*lending.split(), "--peer-window", "1", "--peer-endpoint", endpoint)
+    with worker, Server(*FLAGS.split(), "--peer-endpoint", endpoint) as master:
+        wait_until(lambda: borrowed_tokens(master) >= 1200)
+        lent = worker.state()["tiers"]["device"]
+        assert lent["pages"]["lent"] > 0 and 512 <= lent["total_tokens"] < 4096
+        wanted = [ask(master, seed)[0] for seed in range(3)]
+        assert all(found > 200 for _, found in [ask(master, seed) for seed in range(3)])
+        alone = [ask(worker, seed)[0] for seed in range(8)]
+        body = {
+            "input_ids": [prompt(seed) for seed in range(8)],
+            "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
+        }
+        together = worker.post("/generate", body)
+        assert together.status_code == 200 and [each["output_ids"] for each in together.json()] == alone
+        counters = worker.state()["counters"]
+        assert counters["slabs_lent"] > 0 and counters["slabs_asked_back"] > 0
+        assert master.state()["counters"]["slabs_withdrawn"] > 0
+        assert [ask(master, seed)[0] for seed in range(3)] == wanted
+        # Idle again, it lends again.
+        wait_until(lambda: borrowed_tokens(master) >= 1200)
+        master.process.kill()
+        wait_until(lambda: worker.state()["counters"]["slabs_lent"] > 0)
+        assert [ask(worker, seed)[0] for seed in range(8)] == alone
+
+
 def test_an_endpoint_that_others_could_reach_is_refused(tmp_path: Path) -> None:
     server = Server(*FLAGS.split(), "--peer-endpoint", "tcp://0.0.0.0:5600", wait=False)
-    assert server.wait() == 1
+    assert server.wait(60) == 1
     assert "only loopback" in server.output() and "Traceback" not in server.output()

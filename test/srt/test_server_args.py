@@ -76,7 +76,7 @@ def test_the_served_name():
         ("--model m --peer-role worker", "give both, or neither"),
         ("--model m --peer-endpoint tcp://127.0.0.1:1", "give both, or neither"),
         ("--model m --peer-role master --peer-endpoint tcp://127.0.0.1:1", "add --hicache"),
-        ("--model m --peer-role worker --peer-endpoint tcp://127.0.0.1:1", "not served yet"),
+        ("--model m --peer-role worker --peer-endpoint tcp://127.0.0.1:1 --peer-window 0", "above 0 seconds"),
         ("--model m --peer-role master --hicache --peer-endpoint x --peer-slab-size 0", "at least 1 MiB"),
         ("--model m --peer-role master --hicache --peer-endpoint x --peer-size 0", "above 0 GB"),
         ("--model m --hicache-write-policy sometimes", "write_through"),

@@ -159,6 +159,9 @@ class ServerArgs:
     )
     peer_slab_size: int = arg(64, "MiB that are lent at a time, the same on both sides")
     peer_size: float = arg(4.0, "most GB that a master borrows")
+    peer_window: float = arg(
+        60.0, "seconds: a worker keeps what its requests needed at a time in so many of the last"
+    )
 
     record_steps: str | None = arg(None, "write every scheduler step to this file, for replay")
 
@@ -242,12 +245,11 @@ class ServerArgs:
             )
         if (self.peer_role is None) != (self.peer_endpoint is None):
             raise ValueError("--peer-role and --peer-endpoint belong together: give both, or neither")
-        if self.peer_role == "worker":
-            raise ValueError("--peer-role worker is not served yet: see docs/peers.md for what is")
         if self.peer_role == "master" and not self.enable_hierarchical_cache:
             raise ValueError("--peer-role master has borrowed memory in front of the host tier: add --hicache")
         require(self.peer_slab_size >= 1, "peer_slab_size", "at least 1 MiB")
         require(self.peer_size > 0, "peer_size", "above 0 GB")
+        require(self.peer_window > 0, "peer_window", "above 0 seconds")
         require(self.hicache_ratio > 0, "hicache_ratio", "above 0")
         try:
             ratio = self.load_ratio

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from sglang.srt.managers.scheduler import SchedulerConfig
 from sglang.srt.peer.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.endpoint import PeerError, of_rank
 from sglang.srt.peer.lent_memory import LentMemory
@@ -24,7 +25,7 @@ PageShape = tuple[int, int, int, int]
 
 def borrow_memory(
     args: ServerArgs,
-    page_bytes: int,
+    config: SchedulerConfig,
     shape: PageShape,
     dtype: torch.dtype,
     rank: int,
@@ -38,7 +39,7 @@ def borrow_memory(
     endpoints = [of_rank(each, rank) for each in args.peer_endpoint.split(",")]
     name = f"{args.model_name} ({os.getpid()})"
     try:
-        memory = BorrowedMemory(endpoints, name, num_slabs, slab_bytes, page_bytes, shape, dtype, notify)
+        memory = BorrowedMemory(endpoints, name, num_slabs, slab_bytes, config.page_bytes, shape, dtype, notify)
     except (PeerError, SlabError, ValueError) as error:
         raise StartupError(str(error)) from error
     logger.info("peers: up to %d slabs of %d MiB from %s", num_slabs, args.peer_slab_size, ", ".join(endpoints))
@@ -47,20 +48,19 @@ def borrow_memory(
 
 def lend_memory(
     args: ServerArgs,
-    num_pages: int,
-    page_bytes: int,
+    config: SchedulerConfig,
     shape: PageShape,
     dtype: torch.dtype,
     rank: int,
     directory: Path,
     notify: Callable[[], None],
 ) -> LentMemory:
-    """A worker's device pool of num_pages pages or more. directory: the server's private one. Raises StartupError."""
+    """A worker's device pool, of as many pages, in whole slabs. directory: a private one. Raises StartupError."""
     assert args.peer_endpoint is not None
-    slab_bytes = args.peer_slab_size << 20
+    slab_bytes, page_bytes = args.peer_slab_size << 20, config.page_bytes
     if slab_bytes < page_bytes:
         raise StartupError(f"--peer-slab-size {args.peer_slab_size} has no room for a page of {page_bytes:,} bytes")
-    num_slabs = -(-num_pages // (slab_bytes // page_bytes))
+    num_slabs = -(-config.num_device_pages // (slab_bytes // page_bytes))
     endpoint = of_rank(args.peer_endpoint, rank)
     try:
         memory = LentMemory(endpoint, directory, num_slabs, slab_bytes, page_bytes, shape, dtype, notify)

@@ -24,6 +24,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import TensorParallelGroup, init_tensor_parallel
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.sampler import Sampler
+from sglang.srt.managers.device_lending import LendingConfig
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -41,7 +42,7 @@ from sglang.srt.managers.io_struct import (
     detokenize_req,
     encode,
 )
-from sglang.srt.managers.peer_setup import borrow_memory
+from sglang.srt.managers.peer_setup import borrow_memory, lend_memory
 from sglang.srt.managers.rank_sync import RankSync, Tick
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Scheduler, SchedulerConfig
@@ -49,7 +50,7 @@ from sglang.srt.managers.storage_setup import StorageOpener
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.mem_cache.hottest_prefixes import HottestPrefixes
 from sglang.srt.mem_cache.link import CopyLink, HasPages
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost, host_pages_that_fit
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.storage.tiered_store import parts_of
@@ -202,10 +203,21 @@ def build_core(
         model_config.kv_heads_per_rank(group.size),
         model_config.head_dim,
     )
-    pool = MHATokenToKVPool(config.num_device_pages, *shape, model_config.dtype)
-    borrowed = None
+    pool: DevicePool
+    borrowed = lent = None
+    if args.peer_role == "worker":
+        lent = lend_memory(args, config, shape, model_config.dtype, group.rank, directory, notify)
+        pool = lent.pool
+        config = replace(
+            config,
+            num_device_pages=lent.pool.num_pages,
+            slabs=lent.pool.slab_frames,
+            lending=LendingConfig(window_s=args.peer_window),
+        )
+    else:
+        pool = MHATokenToKVPool(config.num_device_pages, *shape, model_config.dtype)
     if args.peer_role == "master":
-        borrowed = borrow_memory(args, config.page_bytes, shape, model_config.dtype, group.rank, group.size, notify)
+        borrowed = borrow_memory(args, config, shape, model_config.dtype, group.rank, group.size, notify)
         config = replace(config, num_peer_pages=borrowed.pool.num_pages, slabs=borrowed.pool.slab_frames)
     links: dict[str, Link] = {}
     storage = None
@@ -261,7 +273,7 @@ def build_core(
         # Open as long as the process lives.
         record = StepRecorder(open(args.record_steps, "wb"), config)  # noqa: SIM115
         logger.info("recording every step to %s", args.record_steps)
-    return EngineCore(Scheduler(config), executor, links, record=record, slabs=borrowed), storage
+    return EngineCore(Scheduler(config), executor, links, record=record, slabs=borrowed or lent), storage
 
 
 @dataclass
