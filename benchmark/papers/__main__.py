@@ -2,12 +2,12 @@
 
     python -m benchmark.papers strata --figure 1|2|3|8|9|10|11|12|13|14|all [--jobs 2] [--quick] [--no-sensitivity]
     python -m benchmark.papers shadowserve --figure 9|10|11|12|13|14|15|ours|all [the same]
-    python -m benchmark.papers swiftcache --figure 1|9|table1|table2|all [the same]
+    python -m benchmark.papers swiftcache --figure 1|7|8|9|10|11|table1|table2|all [the same]
 
 Prints what the paper says beside what comes out here, and writes bench-out/papers_<paper>_fig<n>.json and .png.
-Strata's figure 3, ShadowServe's 13 and what there is of SwiftCache are cost models alone, and quick anyway; Strata's
-12 is measured; all else is simulated. --quick: a tenth of the queries and less, for Strata with pools that are as
-much smaller: shows that everything runs, not what the figures say.
+Strata's figure 3, ShadowServe's 13 and SwiftCache's 1, 8, 9 and tables are cost models alone, and quick anyway;
+Strata's 12 is measured; all else is simulated. --quick: a tenth of the queries and less, for Strata with pools that
+are as much smaller: shows that everything runs, not what the figures say.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmark.papers.runs import Runs
 from benchmark.papers.strata import FIGURES, reproduce
 from benchmark.papers.systems import SYSTEMS
 
-from benchmark.papers import shadowserve, shadowserve_runs, shadowserve_systems, swiftcache
+from benchmark.papers import shadowserve, shadowserve_runs, shadowserve_systems, swiftcache, swiftcache_runs
 
 # By data set, what replaces fields of all settings. A decode step per output token makes ShareGPT slow.
 FULL: dict[str, dict[str, Any]] = {"ShareGPT": {"counts": 0.01}}
@@ -32,6 +32,9 @@ QUICK: dict[str, dict[str, Any]] = {
     "NarrativeQA": {"counts": 0.1},
     "ReviewMT": {"counts": 0.02},
     "ShareGPT": {"counts": 0.0003},
+}
+SWIFTCACHE_QUICK: dict[str, dict[str, Any]] = {
+    name: {"requests": 12, "answers": 0.1} for name in swiftcache_runs.DATASETS
 }
 SHADOWSERVE_QUICK: dict[str, dict[str, Any]] = {name: {"queries": 20} for name in shadowserve_runs.DATASETS}
 
@@ -47,8 +50,8 @@ def main() -> None:
     strata.add_argument("--figure", default="all", choices=[*FIGURES, "all"])
     remote = papers.add_parser("shadowserve", help="ShadowServe: KV fetched over a network, through a SmartNIC")
     remote.add_argument("--figure", default="all", choices=[*shadowserve.FIGURES, "all"])
-    peers = papers.add_parser("swiftcache", help="SwiftCache: KV on other models' GPUs; what needs no peer tier")
-    peers.add_argument("--figure", default="all", type=swiftcache.figure_name, help="1, 9, table1, table2 or all")
+    peers = papers.add_parser("swiftcache", help="SwiftCache: KV on other models' GPUs")
+    peers.add_argument("--figure", default="all", choices=[*swiftcache.FIGURES, "all"])
     for each in (strata, remote, peers):
         each.add_argument("--jobs", type=int, default=1, help="processes")
         each.add_argument("--quick", action="store_true", help="a tenth of the queries or less, with smaller pools")
@@ -64,8 +67,10 @@ def main() -> None:
         runs = Runs(args.jobs, scale, run=shadowserve_runs.simulate)
         figures = shadowserve.FIGURES
     else:
-        scale, notes = {}, notes_of(swiftcache.SYSTEMS)
-        runs = Runs(quiet=True, run=swiftcache.longest)
+        scale = SWIFTCACHE_QUICK if args.quick else {}
+        notes = {f"figure 9, {name}": said for name, said in notes_of(swiftcache.SYSTEMS).items()}
+        notes |= notes_of(swiftcache_runs.SERVING)
+        runs = Runs(args.jobs, scale, run=swiftcache.run)
         figures = swiftcache.FIGURES
     print("Systems:")
     for name, said in notes.items():

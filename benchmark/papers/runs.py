@@ -267,7 +267,7 @@ class Runs:
 
     def __call__(self, wanted: Iterable[Any]) -> list[Any]:
         """Outcomes in the order asked for; what has been run is not run again."""
-        asked = [replace(s, **self._scale.get(s.dataset, {})) for s in wanted] if self._scale else list(wanted)
+        asked = [replace(s, **self._scale.get(getattr(s, "dataset", ""), {})) for s in wanted]
         missing = [s for s in dict.fromkeys(asked) if s not in self.outcomes]
         run = self._run or simulate
         if self._jobs == 1 or len(missing) < 2:
@@ -282,7 +282,7 @@ class Runs:
 
     def _keep(self, settings: Any, outcome: Any) -> None:
         self.outcomes[settings] = outcome
-        if not self._quiet:
+        if not self._quiet and hasattr(outcome, "wall_s"):
             said = ", ".join(f"{v}" for v in settings.describe().values())
             print(f"{said}: {outcome.requests_per_s:.2f} requests/s, {outcome.wall_s:.1f} s of wall", file=sys.stderr)
 

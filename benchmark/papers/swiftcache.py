@@ -1,12 +1,11 @@
-"""SwiftCache's evaluation, as far as it needs no peer tier: figures 1 and 9, tables 1 and 2. No engine runs.
+"""SwiftCache's evaluation. Here: figures 1 and 9, tables 1 and 2, in which no engine runs, and the table of all.
 
-Figure 9 is a model of memory (simulator/memory.py), the rest the H20's cost model. docs/papers.md has what was
-predicted.
+Figure 9 is a model of memory (simulator/memory.py), the rest the H20's cost model; figures 7, 8, 10 and 11 are in
+swiftcache_serving.py. docs/papers.md has what was predicted.
 """
 
 from __future__ import annotations
 
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +15,13 @@ from benchmark.papers.figures import Claim, Result
 from benchmark.papers.plots import Panel
 from benchmark.papers.runs import Runs
 from benchmark.papers.sensitivity import Headline
+from benchmark.papers.swiftcache_runs import ServingOutcome, ServingSettings, simulate
+from benchmark.papers.swiftcache_serving import figure7, figure8, figure10, figure11
 from benchmark.simulator.cost_models import DMA, HostLink, ModelShape, load_seconds, prefill_seconds
-from benchmark.simulator.memory import activation_bytes, kv_room, layer_stream_sizes, longest_context
+from benchmark.simulator.memory import activation_bytes, kv_room, longest_context
 from benchmark.simulator.profiles import H20X4, MODELS
+
+from sglang.srt.peer.elastic_units import layer_stream_sizes
 
 LWM = MODELS["LWM-7B"]
 HISTORIES = (5_000, 10_000, 20_000, 30_000, 40_000, 50_000)
@@ -416,13 +419,18 @@ def _result(
     return Result(f"papers_swiftcache_{name}", title, "cost model", claims, rows, panels, rows, **more)
 
 
-FIGURES: dict[str, Callable[[Runs], Result]] = {"1": figure1, "9": figure9, "table1": table1, "table2": table2}
+FIGURES: dict[str, Callable[[Runs], Result]] = {
+    "1": figure1,
+    "7": figure7,
+    "8": figure8,
+    "9": figure9,
+    "10": figure10,
+    "11": figure11,
+    "table1": table1,
+    "table2": table2,
+}
 
 
-def figure_name(text: str) -> str:
-    """For argparse; raises its error with a sentence for figures that are not there yet."""
-    if text in ("7", "8", "10", "11"):
-        raise ArgumentTypeError(f"figure {text} runs the scheduler with a peer tier, which is not in the tree yet")
-    if text not in (*FIGURES, "all"):
-        raise ArgumentTypeError(f"no figure {text!r}; there are {', '.join(FIGURES)} and all")
-    return text
+def run(settings: ContextSettings | ServingSettings) -> LongestContext | ServingOutcome:
+    """For `Runs`: of either kind."""
+    return simulate(settings) if isinstance(settings, ServingSettings) else longest(settings)

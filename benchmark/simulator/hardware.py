@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from benchmark.simulator.cost_models import (
+    DMA,
     KERNEL_LOAD,
     Method,
     ModelShape,
@@ -20,7 +21,7 @@ from benchmark.simulator.profiles import Hardware, device_tokens, host_tokens
 
 from sglang.srt.managers.scheduler import SchedulerConfig
 from sglang.srt.managers.simulation import SimulatedHardware
-from sglang.srt.mem_cache.transfer import D2H, Tier, TransferOp
+from sglang.srt.mem_cache.transfer import D2H, D2P, P2D, Tier, TransferOp
 from sglang.srt.model_executor.launch import Launch, LaunchMode
 
 
@@ -30,9 +31,10 @@ def simulated_hardware(
     page_size: int,
     load: Method = KERNEL_LOAD,
     backup: Method | None = None,
+    peer: Method = DMA,
 ) -> SimulatedHardware:
     """One rank of the model on the machine; the others do the same at the same time. backup: None: as `load`, by one
-    CTA if that is a kernel (Strata 4.2)."""
+    CTA if that is a kernel (Strata 4.2). peer: both ways between peers and device, over a link of their own."""
     to_host = backup if backup is not None else replace(load, ctas=1)
 
     def launch_seconds(launch: Launch) -> float:
@@ -40,12 +42,14 @@ def simulated_hardware(
         return pass_cost(model, hardware.gpu, launch.starts, launch.lens, int(launch.samples.sum()), decode).seconds
 
     def op_seconds(op: TransferOp) -> float:
-        method = to_host if op.dst == Tier.HOST else load
+        to_peer = Tier.PEER in (op.src, op.dst)
+        link = hardware.peer_link if to_peer else hardware.link
+        method = peer if to_peer else to_host if op.dst == Tier.HOST else load
         num_runs = count_runs(op.src_frames, op.dst_frames) if method.kind == "dma" else None
-        return load_seconds(model, hardware.link, method, len(op.src_frames) * page_size, page_size, num_runs)
+        return load_seconds(model, link, method, len(op.src_frames) * page_size, page_size, num_runs)
 
     def interference(mode: LaunchMode, link: str) -> float:
-        method = to_host if link == D2H else load
+        method = peer if link in (P2D, D2P) else to_host if link == D2H else load
         return hardware.interference.slowdown(method, mode == LaunchMode.DECODE)
 
     return SimulatedHardware(
@@ -70,6 +74,7 @@ def scheduler_config(
     context_len: int,
     num_device_tokens: int | None = None,
     num_host_tokens: int | None = None,
+    num_peer_tokens: int = 0,
     **changes: Any,
 ) -> SchedulerConfig:
     """Pools as large as the machine has them, unless said otherwise; num_host_tokens 0: no hierarchy. One rank holds
@@ -80,6 +85,7 @@ def scheduler_config(
         page_size=page_size,
         num_device_pages=device // page_size,
         num_host_pages=host // page_size,
+        num_peer_pages=num_peer_tokens // page_size,
         page_bytes=page_size * model.kv_bytes_per_token,
         context_len=context_len,
         **changes,

@@ -6,7 +6,7 @@ Pure functions over plain data. Knows no machine and no system (papers/swiftcach
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from benchmark.simulator.cost_models import ModelShape
 
@@ -35,20 +35,6 @@ def activation_bytes(model: ModelShape, num_tokens: int, num_sampled: int = SAMP
 def kv_room(model: ModelShape, memory_bytes: float, activations: float) -> float:
     """Bytes for KV = memory - weights - activations; 0 where they leave nothing. memory_bytes: what is usable."""
     return max(0.0, memory_bytes - model.resident_weight_bytes - activations)
-
-
-def layer_stream_sizes(
-    k_master: int, k_workers: Sequence[int], num_layers: int, num_buffers: int = 1
-) -> tuple[int, int]:
-    """Tokens in the layer stream cache and in the regular cache (SwiftCache Eq. 4 and 5; one buffer is the paper's):
-
-        N_LSC = min(sum K_i, floor(K_master / b))
-        N_RC  = floor((K_master - b N_LSC) / L)
-
-    k_master: tokens of one layer that fit the master's room. k_workers: whole tokens that each worker can lend.
-    """
-    streamed = min(sum(k_workers), k_master // num_buffers)
-    return streamed, (k_master - num_buffers * streamed) // num_layers
 
 
 def longest_context(capacity: Callable[[int], int]) -> int:

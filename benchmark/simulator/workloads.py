@@ -41,10 +41,12 @@ class Order(StrEnum):
 
 @dataclass(frozen=True)
 class Turn:
-    """message: int32, what is new in this prompt. output_len: tokens of the answer, at least 1."""
+    """message: int32, what is new in this prompt. output_len: tokens of the answer, at least 1. earliest: seconds,
+    of all but the first turn: not sent before, even if the last answer is there."""
 
     message: np.ndarray
     output_len: int
+    earliest: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,8 @@ class WorkloadSource:
         i, t = (int(part) for part in rid.split("-"))
         conversation = self._conversations[i]
         if t + 1 < len(conversation.turns):
-            heapq.heappush(self._waiting, (now + conversation.think_s, i, t + 1))
+            at = max(now + conversation.think_s, conversation.turns[t + 1].earliest)
+            heapq.heappush(self._waiting, (at, i, t + 1))
 
     def _request(self, i: int, t: int) -> TokenizedGenerateReqInput:
         conversation = self._conversations[i]
@@ -382,6 +385,63 @@ def _before(lengths: np.ndarray, first: np.ndarray) -> np.ndarray:
     """Sum of the lengths of earlier queries of the same conversation; first: its first query."""
     total = np.cumsum(lengths) - lengths
     return total - total[first]
+
+
+@dataclass(frozen=True)
+class SessionSpec:
+    """Long conversations that have begun: what was said before is the context. Requests come at Poisson times, each
+    of a conversation drawn at random, or when its last answer is there, if that is later.
+
+    shortest, longest, num_sessions: of the whole collection, as printed. Assumed: lengths are log-normal, the two
+    being the extremes that so many draws are expected to have. mean_message, mean_out: log-normal, with cv.
+    """
+
+    name: str
+    shortest: int
+    longest: int
+    num_sessions: int
+    mean_message: float
+    mean_out: float
+    cv: float = 1.0
+
+    def generate(
+        self, seed: int, rate: float, num_requests: int, between: tuple[int, int], num_tokens: float, answers: float
+    ) -> Workload:
+        """Conversations whose contexts have lengths of [between), about num_tokens in all; every conversation has
+        nearly as many turns. rate: requests per second. answers: factor of their lengths."""
+        rng = np.random.default_rng(seed)
+        mean = float(self._lengths(np.linspace(0.0005, 0.9995, 1000), between).mean())
+        n = max(1, min(num_requests, round(num_tokens / mean)))
+        # Even quantiles, shuffled: few conversations have the lengths of many.
+        lengths = rng.permutation(self._lengths((np.arange(n) + 0.5) / n, between))
+        messages = lengths_with_mean(rng, num_requests, self.mean_message, self.cv)
+        outputs = lengths_with_mean(rng, num_requests, max(1.0, self.mean_out * answers), self.cv)
+        turns: list[list[Turn]] = [[] for _ in range(n)]
+        times = poisson_times(rng, num_requests, rate)
+        whose = rng.permutation(np.arange(num_requests) % n)
+        for q, i in enumerate(whose.tolist()):
+            turns[i].append(Turn(random_tokens(rng, int(messages[q])), int(outputs[q]), float(times[q])))
+        talks = [
+            Conversation(said[0].earliest, random_tokens(rng, int(length)), tuple(said))
+            for length, said in zip(lengths.tolist(), turns, strict=True)
+        ]
+        return Workload(self.name, tuple(talks), max_in_flight=None)
+
+    def _lengths(self, ranks: np.ndarray, between: tuple[int, int]) -> np.ndarray:
+        """Quantiles, in (0, 1), of what lies between."""
+        low, high = np.log(self.shortest), np.log(self.longest)
+        # The largest of n normal draws lies at about the quantile 1 - 1 / (n + 1).
+        sigma = (high - low) / 2 / NormalDist().inv_cdf(1 - 1 / (self.num_sessions + 1))
+        normal = NormalDist(float(low + high) / 2, float(sigma))
+        first, last = (normal.cdf(float(np.log(n))) for n in between)
+        logs = [normal.inv_cdf(first + (last - first) * rank) for rank in ranks.tolist()]
+        return np.round(np.exp(logs)).astype(np.int64)
+
+
+# SwiftCache 5: shortest and longest; "approximately 90K" conversations, "more than 500 tasks". Messages and answers:
+# ShareGPT as above; L-Eval's, questions and short answers beside summaries, are assumed.
+SHAREGPT_LONG = SessionSpec("ShareGPT", 12, 602_000, 90_000, mean_message=161, mean_out=260.9)
+L_EVAL = SessionSpec("L-Eval", 2_600, 195_000, 500, mean_message=60, mean_out=60)
 
 
 # -- parts ----------------------------------------------------------------------------------------------------------

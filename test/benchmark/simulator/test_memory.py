@@ -10,7 +10,6 @@ from benchmark.simulator.memory import (
     SAMPLED_ROWS,
     activation_bytes,
     kv_room,
-    layer_stream_sizes,
     longest_context,
 )
 from benchmark.simulator.profiles import MODELS
@@ -32,16 +31,6 @@ def test_activations_by_hand() -> None:
 def test_room_is_what_weights_and_activations_leave() -> None:
     assert kv_room(LWM, 20e9, 1e9) == 19e9 - LWM.resident_weight_bytes > 5e9
     assert kv_room(LWM, 14e9, 1e9) == 0
-
-
-def test_the_papers_example_of_layer_streaming() -> None:
-    """SwiftCache 3.2: 17 + 8 blocks, where a conventional system has 10."""
-    assert layer_stream_sizes(100, [9, 8], 10) == (17, 8)
-    assert layer_stream_sizes(100, [], 10) == (0, 10)
-    assert layer_stream_sizes(100, [9, 8], 10, num_buffers=2) == (17, 6)
-    # Workers have more than the master can stream: no regular cache.
-    assert layer_stream_sizes(100, [90, 80], 10) == (100, 0)
-    assert layer_stream_sizes(101, [90, 80], 10, num_buffers=2) == (50, 0)
 
 
 def test_longest_context_against_counting() -> None:
