@@ -81,9 +81,9 @@ _ALL = (
         "Workers' memory instead of the host's, copies over NVLink, layer by layer beside computing; page size 16; "
         "first come, first served. The host tier is one page.",
         "The layer stream cache: a running request's KV is on the device as a whole, and waits for room there. KV "
-        "goes to workers when it leaves the device, not when it is computed. Both are against this row. The tree keeps on "
-        "workers what it has loaded from there; so that device and workers hold as much together as in the paper, "
-        "this row's workers lend as many tokens more as the device has.",
+        "goes to workers when it leaves the device, not when it is computed. Both are against this row. The tree "
+        "keeps on workers what it has loaded from there; so that device and workers hold as much together as in the "
+        "paper, this row's workers lend as many tokens more as the device has.",
         replace(SYSTEMS["SGLang-HiCache"], load=DMA, page_size=16),
         "sum",
         None,

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from benchmark.simulator.hardware import count_runs, scheduler_config, simulated_hardware
-from benchmark.simulator.profiles import HARDWARE, MODELS
+from benchmark.simulator.profiles import HARDWARE, MODELS, loading_at_once
 from benchmark.simulator.smoke import Outcome, run
 from benchmark.simulator.workloads import LOOGLE, REVIEWMT, SHAREGPT, Order, Workload
 
 from benchmark.simulator import cost_models as cm
 from sglang.srt.managers.simulation import Simulation
-from sglang.srt.mem_cache.transfer import D2H, H2D, Ticket, Tier, TransferOp
+from sglang.srt.mem_cache.transfer import D2H, D2P, H2D, P2D, Ticket, Tier, TransferOp
 from sglang.srt.model_executor.launch import LaunchMode
 
 LLAMA, H200 = MODELS["Llama-3.1-8B"], HARDWARE["h200"]
@@ -118,3 +118,25 @@ def test_one_rank_of_four_holds_a_quarter_of_every_token() -> None:
     assert config.num_host_pages * config.page_bytes * 4 == pytest.approx(1e12, rel=0.001)
     outcome = simulate(REVIEWMT.scaled(0.02, 0.03).generate(1, 5.0), model=model)
     assert outcome.busy_s > 0
+
+
+def test_copies_of_peers_have_a_link_of_their_own() -> None:
+    h20, model = HARDWARE["h20x4"], MODELS["LWM-7B"]
+    frames = np.arange(1000, dtype=np.int32)
+
+    def seconds(src: Tier, dst: Tier, sharers: int = 1) -> float:
+        hardware = simulated_hardware(model, loading_at_once(h20, sharers), 16)
+        assert hardware.op_seconds is not None
+        return hardware.op_seconds(TransferOp(Ticket(P2D, 0), src, dst, frames, frames, 0))
+
+    size = 16_000 * 2**19
+    reading = seconds(Tier.PEER, Tier.DEVICE)
+    assert reading == pytest.approx(size / (0.889 * 200e9), rel=0.01)
+    assert reading == seconds(Tier.DEVICE, Tier.PEER) == seconds(Tier.PEER, Tier.DEVICE, sharers=4)
+    assert seconds(Tier.HOST, Tier.DEVICE) > 5 * reading
+    # Copy engines move them, whatever loads from the host.
+    hardware = simulated_hardware(model, h20, 16)
+    assert hardware.interference is not None
+    for mode in LaunchMode:
+        assert hardware.interference(mode, P2D) == hardware.interference(mode, D2P) == 0
+        assert hardware.interference(mode, H2D) > 0
