@@ -26,7 +26,7 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def wait_until(true: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def wait_until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline
@@ -61,7 +61,7 @@ class Server:
         if wait:
             self.wait_ready()
 
-    def wait_ready(self, timeout_s: float = 60) -> None:
+    def wait_ready(self, timeout_s: float = 120) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
             assert self.process.poll() is None, self.output()
@@ -99,7 +99,7 @@ class Server:
         self.log.flush()
         return Path(self.log.name).read_text()
 
-    def wait(self, timeout_s: float = 15) -> int:
+    def wait(self, timeout_s: float = 60) -> int:
         return self.process.wait(timeout_s)
 
     def assert_nothing_left(self) -> None:

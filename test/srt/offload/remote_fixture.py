@@ -83,7 +83,7 @@ def connection(address: StoreAddress) -> RespConnection:
     return RespConnection(address, 5.0)
 
 
-def until(true: Callable[[], Any], timeout_s: float = 10.0) -> None:
+def until(true: Callable[[], Any], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline, "it does not come true"

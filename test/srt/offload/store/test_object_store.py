@@ -347,13 +347,13 @@ def test_a_store_that_stands_still_is_a_timeout_and_then_nothing(start_redis):
         reader.receive(buffer)
     assert store.leading([key_of(1)]) == 0
     assert not store.writer().write(key_of(2), pieces_of(2, 4 * MIB))
-    assert 0.85 < time.monotonic() - start < 2.0
+    assert 0.85 < time.monotonic() - start < 8.0
     # Once it failed twice, it is left alone for a while.
     for _ in range(2):
         store.leading([key_of(1)])
     start = time.monotonic()
     assert store.leading([key_of(1)]) == 0
-    assert time.monotonic() - start < 0.05
+    assert time.monotonic() - start < 0.4
     server.resume()
     time.sleep(0.5)
     assert store.leading([key_of(1)]) == 1
