@@ -84,6 +84,7 @@ def test_a_server_finds_what_another_has_stored(store):
         server.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_every_request_fetches_with_bypass_local(store):
     with start("remote", "--hicache-bypass-local", url=store) as server:
         first = generate(server)

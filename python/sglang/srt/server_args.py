@@ -15,6 +15,8 @@ import typing
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from sglang.srt.peer.endpoint import PeerError, check_endpoint
+
 EMBEDDED_MODEL = "embedded"
 RATE_LIMITED_LINKS = ("h2d", "d2h", "fetch", "store")
 
@@ -247,6 +249,11 @@ class ServerArgs:
             raise ValueError("--peer-role and --peer-endpoint belong together: give both, or neither")
         if self.peer_role == "master" and not self.enable_hierarchical_cache:
             raise ValueError("--peer-role master has borrowed memory in front of the host tier: add --hicache")
+        for endpoint in (self.peer_endpoint or "").split(",") if self.peer_role else ():
+            try:
+                check_endpoint(endpoint)
+            except PeerError as error:
+                raise ValueError(str(error)) from error
         require(self.peer_slab_size >= 1, "peer_slab_size", "at least 1 MiB")
         require(self.peer_size > 0, "peer_size", "above 0 GB")
         require(self.peer_window > 0, "peer_window", "above 0 seconds")

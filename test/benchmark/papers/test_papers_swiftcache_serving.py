@@ -166,7 +166,11 @@ def test_what_workers_lose_by_hand() -> None:
     assert row["TPOT +%, reads, as busy"] < row["TPOT +%, reads"] < row["TPOT +%, reads and writes"]
 
 
-@pytest.mark.parametrize("figure", [figure7, figure8, figure10, figure11], ids=["7", "8", "10", "11"])
+@pytest.mark.parametrize(
+    "figure",
+    [pytest.param(figure7, marks=pytest.mark.slow), figure8, figure10, figure11],
+    ids=["7", "8", "10", "11"],
+)
 def test_a_figure(figure, out: Path) -> None:
     runs = Runs(scale=TINY, quiet=True, run=simulate)
     result = figure(runs)

@@ -25,7 +25,7 @@ settings.register_profile(
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
     suppress_health_check=list(HealthCheck),
 )
-CASES = settings(settings.get_profile("http"), max_examples=500)
+CASES = settings(settings.get_profile("http"), max_examples=300)
 MANY_CASES = settings(settings.get_profile("http"), max_examples=10_000)
 
 
@@ -230,7 +230,7 @@ def test_bodies(target, path):
     hammer(target, path, CASES)
 
 
-@settings(CASES, max_examples=400)
+@settings(CASES, max_examples=200)
 @given(path=st.sampled_from(list(BODIES)), data=st.data())
 def test_damaged_json(target, path, data):
     content = bytearray(json.dumps(data.draw(BODIES[path])).encode())

@@ -451,7 +451,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 16])
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 5))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 5))])
 def test_random_operations_against_a_dictionary(seed: int, page_size: int):
     print(f"seed {seed}, page size {page_size}")
     driver = Driver(seed, page_size)

@@ -515,8 +515,11 @@ def test_of_a_finished_operation_neither_indices_nor_events_are_kept(stream):
     link = CopyLink(H2D, pools.device, pools.host, stream, no_fence)
     op = pools.load(0, ids(3), ids(7))
     indices = weakref.ref(op.src_frames)
+    looked = threading.Event()
+    stream.enqueue(looked.wait)
     link.submit(op)
     event = weakref.ref(link._operations[0].layer_events[0])
+    looked.set()
     settle(stream)
     del op
     gc.collect()
