@@ -51,6 +51,10 @@ def borrowed_tokens(server: Server) -> int:
     return server.state()["tiers"]["peer"]["total_tokens"]
 
 
+def metrics(server: Server) -> str:
+    return server.get("/metrics").text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_what_is_lent_is_used_and_given_back(tp_size: int, tmp_path: Path) -> None:
@@ -110,6 +114,8 @@ def test_a_worker_lends_when_it_is_idle_and_takes_back_what_its_requests_need(tm
         wait_until(lambda: borrowed_tokens(master) >= 1200)
         lent = worker.state()["tiers"]["device"]
         assert lent["pages"]["lent"] > 0 and 512 <= lent["total_tokens"] < 4096
+        assert worker.state()["peers"]["slabs"]["lent"] > 0
+        assert f'sglang:hicache_peer_connected{{lender="{endpoint}",model_name="embedded"}} 1.0' in metrics(master)
         wanted = [ask(master, seed)[0] for seed in range(3)]
         assert all(found > 200 for _, found in [ask(master, seed) for seed in range(3)])
         alone = [ask(worker, seed)[0] for seed in range(8)]

@@ -12,7 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from server_fixture import Server, wait_until
+
+from sglang.srt.peer.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.lent_memory import LentMemory
 
 ROOT = Path(__file__).parents[3]
 SRT = ROOT / "python" / "sglang" / "srt"
@@ -22,6 +26,8 @@ FIELDS, COUNTERS = (
     set(re.findall(r"`([^`]+)`", " ".join(line.split("|")[1] for line in table.splitlines() if "|" in line)))
     for table in SECTION.split("Counters start at 0")
 )
+
+PEER_FIELDS = {field for field in FIELDS if field.startswith("peers.")}
 
 PLUGIN = '''
 class Plugin:
@@ -81,8 +87,19 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_the_reference_lists_what_the_state_has(state):
     own = {"tiers.disk.rewritten_blocks", "tiers.disk.staging_bytes"}  # the plugin store's
     # Null without storage.
-    assert paths(state) - own == FIELDS - {"storage"}
+    assert paths(state) - own == FIELDS - {"storage"} - PEER_FIELDS
     assert state["counters"].keys() <= COUNTERS
+
+
+def test_the_reference_lists_what_masters_and_workers_say(tmp_path: Path):
+    tmp_path.chmod(0o700)
+    endpoint = f"ipc://{tmp_path}/peers"
+    shape: tuple[Any, ...] = (1 << 16, 4096, (1, 8, 4, 32), torch.bfloat16)
+    worker = LentMemory(endpoint, tmp_path, 2, *shape)
+    master = BorrowedMemory([endpoint], "master", 2, *shape)
+    assert paths({"peers": worker.state()}) | paths({"peers": master.state()}) == PEER_FIELDS
+    master.close()
+    worker.close()
 
 
 @pytest.mark.e2e
@@ -171,7 +188,8 @@ CHECKS = """
 const assert = require("node:assert"), { readFileSync } = require("node:fs");
 const html = readFileSync(process.argv[1], "utf8");
 const run = require("node:vm");
-const names = ["bytes", "percent", "duration", "partsOf", "sharesOf", "growth", "withSample", "partOf", "rate"];
+const names = ["bytes", "percent", "duration", "partsOf", "sharesOf", "growth", "withSample", "partOf", "rate",
+  "slabsOf"];
 const script = html.split("<script>")[1].split("</script>")[0];
 const page = run.runInNewContext(`${script}; ({${names}})`, {});
 const same = (a, b) => assert.strictEqual(JSON.stringify(a), JSON.stringify(b));
@@ -182,6 +200,8 @@ same([[0, 0], [1, 5000], [1, 30], [999.9, 1000], [99999, 100000], [5, 5]].map(([
 same([5.9, 61, 3700, 90000].map(page.duration), ["5 s", "1 min 1 s", "1 h 1 min", "1 d 1 h"]);
 same([0, 0.25, 12.4, 1234.5].map(page.rate), ["0", "0.3", "12", "1,235"]);
 same([page.partOf(5, 5), page.partOf(1200, 1300), page.partOf(0, 5)], ["all", "1,200", "none"]);
+same(page.slabsOf({ lent: 2, home: 1200, offered: 0 }), "1,200 at home, 2 lent");
+same(page.slabsOf({ held: 0, asked_back: 0 }), "none");
 const tier = { used_tokens: 40, evictable_tokens: 30, free_pages: 15, pages: { filling: 2, doomed: 3 } };
 same(page.partsOf(tier, 2), { used: 30, moving: 10, cached: 30, free: 30 });
 same(page.sharesOf({ prompt_tokens: 100, hit_tokens_host: 20 }, null),

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.transfer import Tier
+from sglang.srt.peer import lent_memory
 from sglang.srt.peer.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.lent_memory import LentMemory
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -84,10 +86,20 @@ class Master:
         self.engine.settle()
         return answer.tokens, answer.cached_tokens_details["peer"]
 
+    def lender(self) -> dict[str, Any]:
+        """What the master says of the worker."""
+        assert self.engine.borrowed is not None
+        (lender,) = self.engine.borrowed.state()["lenders"]
+        return lender
+
     def close(self) -> None:
         self.engine.close()
         assert self.engine.borrowed is not None
         self.engine.borrowed.close()
+
+
+def slabs_of_worker(**counts: int) -> dict[str, int]:
+    return {"home": 0, "offered": 0, "lent": 0, "asked_back": 0, "quarantined": 0} | counts
 
 
 def prompts(seed: int) -> list[np.ndarray]:
@@ -108,7 +120,14 @@ def test_what_leaves_the_device_comes_back_from_the_worker(
     wanted = computed(model_config, texts)
     master = Master(model_config, worker, tmp_path)
     assert [master.ask(text) for text in texts] == [(tokens, 0) for tokens in wanted], "nothing is lent yet"
+    assert worker.state()["slabs"] == slabs_of_worker(home=6)
     master.lend(5, 4, 3, 2)
+    assert worker.state()["slabs"] == slabs_of_worker(home=2, lent=4) and worker.state()["borrowers"] == 1
+    assert master.lender() == {
+        "endpoint": f"ipc://{tmp_path}/peers",
+        "connected": True,
+        "slabs": {"held": 4, "asked_back": 0},
+    }
     for text in texts:
         master.ask(text)
     again = [master.ask(text) for text in texts]
@@ -165,6 +184,7 @@ def test_what_nobody_borrows_waits_and_comes_home_when_it_is_asked_for(
     while worker._idle != {3, 4, 5}:
         assert time.monotonic() < settled
         assert worker.here() == b"\1\1\1\0\0\0"
+    assert worker.state()["slabs"] == slabs_of_worker(home=3, offered=3)
     worker.wanted(1)
     assert worker.here() == b"\1\1\1\1\0\0", "the lowest of them, at once"
     master = Master(model_config, worker, tmp_path)
@@ -172,4 +192,25 @@ def test_what_nobody_borrows_waits_and_comes_home_when_it_is_asked_for(
     worker.wanted(1)
     master.until(lambda: worker.here() == b"\1\1\1\1\1\0", "one is asked for")
     assert master.num_here == 1 and (worker.slabs.slab(0) == 7).all()
+    master.close()
+
+
+def test_what_a_master_keeps_too_long_shows_as_quarantined_until_it_comes_back(
+    model_config: ModelConfig, worker: LentMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lent_memory, "RECLAIM_TIMEOUT_S", 0.0)
+    master = Master(model_config, worker, tmp_path)
+    master.lend(5, 4)
+    worker.wanted(1)
+    deadline = time.monotonic() + 20
+    while worker.state()["slabs"] != slabs_of_worker(home=4, lent=1, quarantined=1):
+        assert time.monotonic() < deadline, worker.state()
+        worker.here()
+    assert master.engine.borrowed is not None
+    while master.lender()["slabs"] != {"held": 1, "asked_back": 1}:
+        assert time.monotonic() < deadline, master.lender()
+        master.engine.borrowed.here()
+    master.until(lambda: worker.here() == b"\1\1\1\1\1\0", "the master does not give it back")
+    assert worker.state()["slabs"] == slabs_of_worker(home=5, lent=1)
+    assert master.lender()["slabs"] == {"held": 1, "asked_back": 0}
     master.close()

@@ -59,6 +59,8 @@ from sglang.srt.mem_cache.transfer import D2H, D2P, H2D, P2D, STORAGE_LINKS, Lin
 from sglang.srt.model_executor.executor import ModelExecutor
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.registry import get_model_class
+from sglang.srt.peer.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.lent_memory import LentMemory
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import ChildArgs, StartupError, open_pull, open_push, run_child
 from sglang.srt.utils.memory import available_memory
@@ -410,6 +412,8 @@ class SchedulerProcess:
             for tier, part in zip(state["storage"]["tiers"], parts_of(store)):
                 stats = part.stats()
                 state["tiers"][tier] = {"cached_tokens": stats["blocks"] * part.block_tokens, **stats}
+        peers = self.core.slabs
+        state["peers"] = peers.state() if isinstance(peers, BorrowedMemory | LentMemory) else None
         state["hottest"] = self._hottest.table(self.core.scheduler.next_launch)
         return msgspec.json.encode(state)
 

@@ -30,6 +30,9 @@ _GAUGES = (
     ("kv_used_tokens", "Tokens of KV cache in use on the device.", ("tiers", "device", "used_tokens")),
     ("kv_evictable_tokens", "Cached tokens that may be evicted.", ("tiers", "device", "evictable_tokens")),
     ("hicache_host_total_tokens", "Tokens of KV cache on the host.", ("tiers", "host", "total_tokens")),
+    ("hicache_peer_total_tokens", "Tokens of KV cache in memory that peers lend.", ("tiers", "peer", "total_tokens")),
+    ("hicache_peer_slab_bytes", "Bytes of a slab, the unit that peers lend.", ("peers", "slab_bytes")),
+    ("hicache_peer_borrowers", "Masters that borrow from this worker, or would.", ("peers", "borrowers")),
     ("hicache_storage_tokens", "Tokens of KV cache in storage.", ("storage_tier", "cached_tokens")),
     ("hicache_storage_size_bytes", "Bytes that storage takes.", ("storage_tier", "size_bytes")),
     ("hicache_storage_limit_bytes", "Bytes that storage may take, 0 if any.", ("storage_tier", "limit_bytes")),
@@ -66,6 +69,11 @@ _COUNTERS = (
         "Tokens not fetched from storage, as computing was sooner done.",
         "fetch_cut_tokens",
     ),
+    ("hicache_peer_load_tokens", "Tokens loaded from peers.", "load_peer_tokens"),
+    ("hicache_peer_backup_tokens", "Tokens written to peers.", "peer_backup_tokens"),
+    ("hicache_slabs_withdrawn", "Slabs that peers asked back, or that were lost.", "slabs_withdrawn"),
+    ("hicache_slabs_lent", "Slabs of the device given up for peers.", "slabs_lent"),
+    ("hicache_slabs_asked_back", "Slabs of the device wanted back from peers.", "slabs_asked_back"),
     ("num_retracted_requests", "Requests taken out of the batch for lack of memory.", "retracted_reqs"),
 )
 # The remote tier's proxy, by stage or buffer of its pipeline: metric, help, label, part -> name in its state, unit.
@@ -81,7 +89,7 @@ _PROXY = (
 # mode, name among the state's counters: tokens as the scheduler goes through them
 _REALTIME = (
     ("prefill_compute", ("prefill_tokens",)),
-    ("prefill_cache", ("hit_tokens_device", "hit_tokens_host", "hit_tokens_disk", "hit_tokens_remote")),
+    ("prefill_cache", tuple(f"hit_tokens_{tier}" for tier in ("device", "peer", "host", "disk", "remote"))),
     ("decode", ("decode_tokens",)),
 )
 
@@ -197,6 +205,7 @@ class MetricsCollector:
                 for part, value in found.items():
                     family.add_metric([*values, part], unit * (value or 0))
                 yield family
+        yield from self._peer_slabs(self._state.get("peers") or {})
         if "counters" in self._state:
             for name, help, key in _COUNTERS:
                 counter = CounterMetricFamily(f"sglang:{name}", help, labels=names)
@@ -209,6 +218,28 @@ class MetricsCollector:
             for mode, keys in _REALTIME:
                 realtime.add_metric([*values, mode], sum(_at(self._state, ("counters", key)) or 0 for key in keys))
             yield realtime
+
+    def _peer_slabs(self, peers: Mapping[str, Any]) -> Iterator[Metric]:
+        names, values = list(self._labels), list(self._labels.values())
+        if "slabs" in peers:
+            own = GaugeMetricFamily("sglang:hicache_peer_slabs", "Slabs of this worker.", labels=[*names, "state"])
+            for state, count in peers["slabs"].items():
+                own.add_metric([*values, state], count)
+            yield own
+        if "lenders" in peers:
+            labels = [*names, "lender"]
+            here = GaugeMetricFamily(
+                "sglang:hicache_peer_connected", "1 if the worker is there, else 0.", labels=labels
+            )
+            borrowed = GaugeMetricFamily(
+                "sglang:hicache_peer_borrowed_slabs", "Slabs that a worker has lent.", labels=[*labels, "state"]
+            )
+            for lender in peers["lenders"]:
+                here.add_metric([*values, lender["endpoint"]], lender["connected"])
+                for state, count in lender["slabs"].items():
+                    borrowed.add_metric([*values, lender["endpoint"], state], count)
+            yield here
+            yield borrowed
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

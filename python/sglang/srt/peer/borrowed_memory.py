@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -82,6 +84,20 @@ class BorrowedMemory:
                 self._lost.discard(place)
             else:
                 self.coordinator.unmapped(*lease)
+
+    def state(self) -> dict[str, Any]:
+        """For people, as docs/api.md lists it."""
+        held = Counter(lease[0] for lease in self._leases if lease is not None)
+        going = Counter(lease[0] for i in self._going if (lease := self._leases[i]) is not None)
+        lenders = [
+            {
+                "endpoint": lender,
+                "connected": connected,
+                "slabs": {"held": held[lender] - going[lender], "asked_back": going[lender]},
+            }
+            for lender, connected in self.coordinator.connected().items()
+        ]
+        return {"role": "master", "slab_bytes": self.slabs.slab_bytes, "lenders": lenders}
 
     def close(self) -> None:
         """What is mapped stays mapped until the process ends, which gives it back."""

@@ -399,6 +399,10 @@ class BorrowerCoordinator(_Coordinator[BorrowerEvent]):
         borrower = self._workers[lender].borrower
         self._submit(lambda: borrower.unmapped(lease))
 
+    def connected(self) -> dict[str, bool]:
+        """For people. Lender -> whether it has answered, and its process lives."""
+        return {lender: worker.process is not None for lender, worker in self._workers.items()}
+
     # -- on the thread ------------------------------------------------------------------------------------------
 
     def _turn(self, ready: dict[Any, int]) -> list[BorrowerEvent]:

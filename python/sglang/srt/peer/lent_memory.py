@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -96,6 +97,24 @@ class LentMemory:
             self._here[slab] = 1
         else:
             self._idle.add(slab)
+
+    def state(self) -> dict[str, Any]:
+        """For people, as docs/api.md lists it. Each slab counts once."""
+        home, status = sum(self._here), self.coordinator.status()
+        slabs = {
+            "home": home,
+            "lent": status["lent_slabs"],
+            "asked_back": status["reclaiming_slabs"],
+            "quarantined": status["quarantined_slabs"],
+        }
+        # The coordinator's counts are as new as its last event: whatever it counts has left here before.
+        slabs["offered"] = len(self._here) - sum(slabs.values())
+        return {
+            "role": "worker",
+            "slab_bytes": self.slabs.slab_bytes,
+            "borrowers": status["borrowers"],
+            "slabs": slabs,
+        }
 
     def close(self) -> None:
         self.coordinator.close()

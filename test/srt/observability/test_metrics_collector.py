@@ -1,0 +1,39 @@
+"""What the scheduler's state becomes in `/metrics`."""
+
+from __future__ import annotations
+
+from sglang.srt.observability.metrics_collector import MetricsCollector
+
+
+def lines(state: dict[str, object]) -> set[str]:
+    metrics = MetricsCollector("m")
+    metrics.set_scheduler_state(state)
+    return {line for line in metrics.render().decode().splitlines() if "peer" in line and not line.startswith("#")}
+
+
+def test_a_worker_s_slabs_are_counted_by_state() -> None:
+    peers = {"role": "worker", "slab_bytes": 4096, "borrowers": 2, "slabs": {"home": 3, "lent": 0}}
+    assert lines({"peers": peers}) == {
+        'sglang:hicache_peer_slab_bytes{model_name="m"} 4096.0',
+        'sglang:hicache_peer_borrowers{model_name="m"} 2.0',
+        'sglang:hicache_peer_slabs{model_name="m",state="home"} 3.0',
+        'sglang:hicache_peer_slabs{model_name="m",state="lent"} 0.0',
+    }
+
+
+def test_a_master_s_slabs_are_counted_by_worker() -> None:
+    lenders = [
+        {"endpoint": "ipc:///a", "connected": True, "slabs": {"held": 2}},
+        {"endpoint": "ipc:///b", "connected": False, "slabs": {"held": 0}},
+    ]
+    assert lines({"peers": {"role": "master", "slab_bytes": 4096, "lenders": lenders}}) == {
+        'sglang:hicache_peer_slab_bytes{model_name="m"} 4096.0',
+        'sglang:hicache_peer_connected{lender="ipc:///a",model_name="m"} 1.0',
+        'sglang:hicache_peer_connected{lender="ipc:///b",model_name="m"} 0.0',
+        'sglang:hicache_peer_borrowed_slabs{lender="ipc:///a",model_name="m",state="held"} 2.0',
+        'sglang:hicache_peer_borrowed_slabs{lender="ipc:///b",model_name="m",state="held"} 0.0',
+    }
+
+
+def test_a_server_without_a_role_says_nothing_of_peers() -> None:
+    assert lines({"peers": None}) == set()
