@@ -10,7 +10,7 @@ HOST ?= 127.0.0.1
 PORT ?= 30000
 MODEL ?= embedded
 
-.PHONY: setup demo serve check test test-all test-gpu fuzz bench clean
+.PHONY: setup demo demo-peers serve check test test-all test-gpu fuzz bench clean
 
 setup: $(STAMP)
 
@@ -23,6 +23,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup
 	$(PY) -m sglang.demo
+
+demo-peers: setup
+	$(PY) -m sglang.demo_peers
 
 serve: setup
 	$(PY) -m sglang.launch_server --model-path $(MODEL) --hicache --host $(HOST) --port $(PORT)

@@ -11,227 +11,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
 
-from openai import OpenAI
+from sglang.demo_common import Talk, Tiers, connect, header, run, server, summarise, system_prompt, wait_ready
 
-TIERS = ("device", "host", "disk")
+TIERS: Tiers = ("device", "host", "disk")
 NAMES = ("Ada", "Ben", "Cho", "Dan")
 TURNS = 3
-ANSWER_TOKENS = 32
 DEVICE_TOKENS = 4096
-START_TIMEOUT_S = 120.0
-
-Messages = list[dict[str, Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """ttft_s: from request to first token. tiers: tier -> prompt tokens that were found there."""
-
-    text: str
-    ttft_s: float
-    seconds: float
-    prompt_tokens: int
-    tokens: int
-    tiers: dict[str, int]
-
-    @property
-    def tokens_per_s(self) -> float:
-        return (self.tokens - 1) / max(self.seconds - self.ttft_s, 1e-9)
-
-
-def system_prompt() -> str:
-    """A long one, as assistants have: the house rules of a library."""
-    things = ("a map", "a letter", "an old atlas", "a lamp", "a film", "a globe", "a diary")
-    places = ("the reading room", "the tower", "the archive", "the garden", "the hall")
-    who = ("guest", "member", "teacher", "child")
-    rules = [
-        f"Rule {i}: a {who[i % 4]} who takes {things[i % 7]} from {places[i % 5]} brings it back within {2 + i % 9} "
-        f"days and tells the desk in {places[(i + 2) % 5]} what was learned from it."
-        for i in range(1, 41)
-    ]
-    return "You help at the desk of a library. These are the rules of the house.\n" + "\n".join(rules)
-
-
-def question(name: str, turn: int) -> str:
-    lines = [
-        f"On day {turn * 7 + i} {name} read page {turn * 31 + i * 3} and wrote {i + 2} notes." for i in range(10)
-    ]
-    return f"I am {name}, and this is my visit number {turn}. " + " ".join(lines) + " Which rules are mine?"
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
-@contextlib.contextmanager
-def server(*flags: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A server in a process of its own, stopped at the end: (process, URL). It is not ready yet."""
-    port = free_port()
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "sglang.launch_server", "--model-path", "embedded", "--port", str(port), *flags],
-            stdout=log,
-            stderr=log,
-        )
-        try:
-            yield process, f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            if process.returncode != 0:
-                log.seek(0)
-                sys.stderr.write(log.read().decode(errors="replace")[-4000:])
-    if process.returncode != 0:
-        raise SystemExit(f"the server ended with exit code {process.returncode}")
-
-
-def wait_ready(process: subprocess.Popen[bytes], url: str) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(url + "/health", timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.05)
-    raise SystemExit("the server did not start")
-
-
-def ask(client: OpenAI, messages: Messages) -> Answer:
-    start = time.perf_counter()
-    first: float | None = None
-    text, usage = "", None
-    create: Any = client.chat.completions.create
-    stream = create(
-        model="embedded",
-        messages=messages,
-        temperature=0,
-        max_tokens=ANSWER_TOKENS,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body={"return_cached_tokens_details": True, "ignore_eos": True},
-    )
-    for chunk in stream:
-        first = first or time.perf_counter()
-        usage = chunk.usage or usage
-        for choice in chunk.choices:
-            text += choice.delta.content or ""
-    end = time.perf_counter()
-    assert first is not None and usage is not None
-    details = usage.prompt_tokens_details
-    return Answer(
-        text=text,
-        ttft_s=first - start,
-        seconds=end - start,
-        prompt_tokens=usage.prompt_tokens,
-        tokens=usage.completion_tokens,
-        tiers=(details.model_extra or {}).get("cached_tokens_details", {}) if details else {},
-    )
-
-
-def together(client: OpenAI, conversations: Sequence[Messages]) -> tuple[list[Answer], float]:
-    """All at once: the answers, and the seconds until the last."""
-    start = time.perf_counter()
-    with ThreadPoolExecutor(len(conversations)) as pool:
-        answers = list(pool.map(lambda messages: ask(client, messages), conversations))
-    return answers, time.perf_counter() - start
-
-
-HEADER = (
-    "turn  who      prompt   from device     host     disk   first token: cold      cached            tok/s   "
-    "same answer"
-)
-
-
-def row(turn: str, name: str, cold: Answer, warm: Answer) -> str:
-    device, host, disk = (warm.tiers.get(tier, 0) for tier in TIERS)
-    ratio, same = f"({cold.ttft_s / warm.ttft_s:.1f}x)", "yes" if cold.text == warm.text else "NO"
-    return (
-        f"{turn:<5} {name:<6} {warm.prompt_tokens:>8} {device:>13} {host:>8} {disk:>8} {cold.ttft_s * 1e3:>15.0f} ms "
-        f"{warm.ttft_s * 1e3:>8.0f} ms {ratio:>8} {warm.tokens_per_s:>8.0f}   {same}"
-    )
-
-
-class Talk:
-    """Conversations that go on on both servers, whoever serves them. pairs: (cold, warm) answers."""
-
-    def __init__(self) -> None:
-        system = {"role": "system", "content": system_prompt()}
-        self.conversations: dict[str, Messages] = {name: [system] for name in NAMES}
-        self.pairs: list[tuple[Answer, Answer]] = []
-
-    def turn(self, number: int, warm_client: OpenAI, cold_client: OpenAI) -> None:
-        """Everybody's next question, one after another."""
-        for name in NAMES:
-            self._ask(name, number)
-            warm = ask(warm_client, self.conversations[name])
-            cold = ask(cold_client, self.conversations[name])
-            self._record(str(number), name, cold, warm)
-
-    def turn_together(self, number: int, warm_client: OpenAI, cold_client: OpenAI) -> None:
-        """Everybody's next question at once."""
-        for name in NAMES:
-            self._ask(name, number)
-        warm_answers, warm_s = together(warm_client, list(self.conversations.values()))
-        cold_answers, cold_s = together(cold_client, list(self.conversations.values()))
-        for name, cold, warm in zip(NAMES, cold_answers, warm_answers):
-            self._record(f"{number}*", name, cold, warm)
-        count = sum(answer.tokens for answer in warm_answers)
-        print(f"* all at once: {count / warm_s:.0f} tok/s with the cache, {count / cold_s:.0f} without\n")
-
-    def _ask(self, name: str, turn: int) -> None:
-        self.conversations[name].append({"role": "user", "content": question(name, turn)})
-
-    def _record(self, turn: str, name: str, cold: Answer, warm: Answer) -> None:
-        self.pairs.append((cold, warm))
-        self.conversations[name].append({"role": "assistant", "content": warm.text})
-        print(row(turn, name, cold, warm), flush=True)
-
-
-def summarise(pairs: Sequence[tuple[Answer, Answer]]) -> bool:
-    prompt = sum(warm.prompt_tokens for _, warm in pairs)
-    found = {tier: sum(warm.tiers.get(tier, 0) for _, warm in pairs) for tier in TIERS}
-    reused = [(cold, warm) for cold, warm in pairs if 2 * sum(warm.tiers.values()) > warm.prompt_tokens]
-    parts = ", ".join(f"{tokens} from the {tier}" for tier, tokens in found.items())
-    print(f"prompt tokens   {prompt}, of these reused: {parts} ({100 * sum(found.values()) / prompt:.0f} %)")
-    if reused:
-        cold_ms = statistics.median(cold.ttft_s for cold, _ in reused) * 1e3
-        warm_ms = statistics.median(warm.ttft_s for _, warm in reused) * 1e3
-        print(f"first token     {cold_ms:.0f} ms cold, {warm_ms:.0f} ms with reuse (medians of {len(reused)} turns)")
-    same = sum(cold.text == warm.text for cold, warm in pairs)
-    print(f"answers         {same} of {len(pairs)} equal those of the server without a cache")
-    for cold, warm in pairs:
-        if cold.text != warm.text:
-            print(f"  cold   {cold.text!r}\n  cached {warm.text!r}")
-    for tier, tokens in found.items():
-        if not tokens:
-            print(f"nothing came from the {tier}: the demo expects some")
-    return same == len(pairs) and all(found.values())
-
-
-def connect(url: str) -> OpenAI:
-    client = OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
-    # The first request of a process pays for what is set up lazily.
-    ask(client, [{"role": "user", "content": "Good morning."}])
-    return client
 
 
 def main() -> int:
@@ -241,12 +29,13 @@ def main() -> int:
         "--disable-radix-cache ...",
         flush=True,
     )
-    talk = Talk()
+    talk = Talk(TIERS, dict.fromkeys(NAMES, system_prompt()))
     with tempfile.TemporaryDirectory(prefix="hicache-demo-") as folder, contextlib.ExitStack() as stack:
-        hicache = ["--hicache", "--max-total-tokens", str(DEVICE_TOKENS), "--hicache-ratio", "8"]
+        embedded = ("--model-path", "embedded")
+        hicache = [*embedded, "--hicache", "--max-total-tokens", str(DEVICE_TOKENS), "--hicache-ratio", "8"]
         hicache += ["--hicache-storage-backend", "file"]
         hicache += ["--hicache-storage-backend-extra-config", json.dumps({"path": folder})]
-        cold, cold_url = stack.enter_context(server("--disable-radix-cache"))
+        cold, cold_url = stack.enter_context(server(*embedded, "--disable-radix-cache"))
         with server(*hicache) as (warm, warm_url):
             wait_ready(warm, warm_url)
             wait_ready(cold, cold_url)
@@ -254,7 +43,7 @@ def main() -> int:
             print(f"watch the cache at {warm_url}/hicache")
             print(f"device pool {DEVICE_TOKENS} tokens, host pool 8 times that; {os.cpu_count()} CPU cores\n")
             cold_client, warm_client = connect(cold_url), connect(warm_url)
-            print(HEADER)
+            print(header(TIERS))
             for number in range(1, TURNS + 1):
                 talk.turn(number, warm_client, cold_client)
             talk.turn_together(TURNS + 1, warm_client, cold_client)
@@ -262,13 +51,13 @@ def main() -> int:
         with server(*hicache) as (warm, warm_url):
             wait_ready(warm, warm_url)
             warm_client = connect(warm_url)
-            print(HEADER)
+            print(header(TIERS))
             talk.turn(TURNS + 2, warm_client, cold_client)
         print()
-        good = summarise(talk.pairs)
+        good = summarise(talk.pairs, TIERS, TIERS)
     print(f"done in {time.perf_counter() - began:.0f} s")
     return 0 if good else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -1,0 +1,255 @@
+"""What the demos share: servers started as a user would, and conversations with two of them, side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from openai import OpenAI, OpenAIError
+
+ANSWER_TOKENS = 32
+START_TIMEOUT_S = 120.0
+
+Messages = list[dict[str, Any]]
+Tiers = tuple[str, str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """ttft_s: from request to first token. tiers: tier -> prompt tokens that were found there."""
+
+    text: str
+    ttft_s: float
+    seconds: float
+    prompt_tokens: int
+    tokens: int
+    tiers: dict[str, int]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return (self.tokens - 1) / max(self.seconds - self.ttft_s, 1e-9)
+
+
+def system_prompt() -> str:
+    """A long one, as assistants have: the house rules of a library."""
+    things = ("a map", "a letter", "an old atlas", "a lamp", "a film", "a globe", "a diary")
+    places = ("the reading room", "the tower", "the archive", "the garden", "the hall")
+    who = ("guest", "member", "teacher", "child")
+    rules = [
+        f"Rule {i}: a {who[i % 4]} who takes {things[i % 7]} from {places[i % 5]} brings it back within {2 + i % 9} "
+        f"days and tells the desk in {places[(i + 2) % 5]} what was learned from it."
+        for i in range(1, 41)
+    ]
+    return "You help at the desk of a library. These are the rules of the house.\n" + "\n".join(rules)
+
+
+def question(name: str, turn: int) -> str:
+    lines = [
+        f"On day {turn * 7 + i} {name} read page {turn * 31 + i * 3} and wrote {i + 2} notes." for i in range(10)
+    ]
+    return f"I am {name}, and this is my visit number {turn}. " + " ".join(lines) + " Which rules are mine?"
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@contextlib.contextmanager
+def server(
+    *flags: str, module: str = "sglang.launch_server", name: str = "server"
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A server in a process of its own, stopped at the end: (process, URL). It is not ready yet. name: in errors,
+    which come with the end of its log."""
+    port = free_port()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, "--port", str(port), *flags], stdout=log, stderr=log
+        )
+        interrupted = False
+        try:
+            yield process, f"http://127.0.0.1:{port}"
+        except KeyboardInterrupt:
+            interrupted = True
+            raise
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.returncode != 0 and not interrupted:
+                log.seek(0)
+                sys.stderr.write(log.read().decode(errors="replace")[-4000:])
+    if process.returncode != 0:
+        raise SystemExit(f"the {name} ended with exit code {process.returncode}")
+
+
+def wait_ready(process: subprocess.Popen[bytes], url: str, name: str = "server") -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(url + "/health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.05)
+    raise SystemExit(f"the {name} did not start")
+
+
+def get_state(url: str) -> dict[str, Any]:
+    """What `GET /hicache/state` says."""
+    with urllib.request.urlopen(url + "/hicache/state", timeout=30) as response:
+        return json.load(response)
+
+
+def ask(client: OpenAI, messages: Messages, model: str = "embedded", num_tokens: int = ANSWER_TOKENS) -> Answer:
+    start = time.perf_counter()
+    first: float | None = None
+    text, usage = "", None
+    create: Any = client.chat.completions.create
+    stream = create(
+        model=model,
+        messages=messages,
+        temperature=0,
+        max_tokens=num_tokens,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"return_cached_tokens_details": True, "ignore_eos": True},
+    )
+    for chunk in stream:
+        first = first or time.perf_counter()
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+    end = time.perf_counter()
+    assert first is not None and usage is not None
+    details = usage.prompt_tokens_details
+    return Answer(
+        text=text,
+        ttft_s=first - start,
+        seconds=end - start,
+        prompt_tokens=usage.prompt_tokens,
+        tokens=usage.completion_tokens,
+        tiers=(details.model_extra or {}).get("cached_tokens_details", {}) if details else {},
+    )
+
+
+def connect(url: str, model: str = "embedded") -> OpenAI:
+    client = OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
+    # The first request of a process pays for what is set up lazily.
+    ask(client, [{"role": "user", "content": "Good morning."}], model)
+    return client
+
+
+def together(client: OpenAI, conversations: Sequence[Messages]) -> tuple[list[Answer], float]:
+    """All at once: the answers, and the seconds until the last."""
+    start = time.perf_counter()
+    with ThreadPoolExecutor(len(conversations)) as pool:
+        answers = list(pool.map(lambda messages: ask(client, messages), conversations))
+    return answers, time.perf_counter() - start
+
+
+def header(tiers: Tiers) -> str:
+    return (
+        f"turn  who      prompt   from {tiers[0]} {tiers[1]:>8} {tiers[2]:>8}   first token: cold      cached"
+        "            tok/s   same answer"
+    )
+
+
+def row(tiers: Tiers, turn: str, name: str, cold: Answer, warm: Answer) -> str:
+    first, second, third = (warm.tiers.get(tier, 0) for tier in tiers)
+    ratio, same = f"({cold.ttft_s / warm.ttft_s:.1f}x)", "yes" if cold.text == warm.text else "NO"
+    return (
+        f"{turn:<5} {name:<6} {warm.prompt_tokens:>8} {first:>13} {second:>8} {third:>8} "
+        f"{cold.ttft_s * 1e3:>15.0f} ms {warm.ttft_s * 1e3:>8.0f} ms {ratio:>8} {warm.tokens_per_s:>8.0f}   {same}"
+    )
+
+
+class Talk:
+    """Conversations that go on on both servers, whoever serves them. tiers: those shown. systems: who -> the prompt
+    that the conversation begins with. pairs: (cold, warm) answers."""
+
+    def __init__(self, tiers: Tiers, systems: dict[str, str]) -> None:
+        self.tiers = tiers
+        self.conversations: dict[str, Messages] = {
+            name: [{"role": "system", "content": system}] for name, system in systems.items()
+        }
+        self.pairs: list[tuple[Answer, Answer]] = []
+
+    def turn(self, number: int, warm_client: OpenAI, cold_client: OpenAI) -> None:
+        """Everybody's next question, one after another."""
+        for name in self.conversations:
+            self._ask(name, number)
+            warm = ask(warm_client, self.conversations[name])
+            cold = ask(cold_client, self.conversations[name])
+            self._record(str(number), name, cold, warm)
+
+    def turn_together(self, number: int, warm_client: OpenAI, cold_client: OpenAI) -> None:
+        """Everybody's next question at once."""
+        for name in self.conversations:
+            self._ask(name, number)
+        warm_answers, warm_s = together(warm_client, list(self.conversations.values()))
+        cold_answers, cold_s = together(cold_client, list(self.conversations.values()))
+        for name, cold, warm in zip(self.conversations, cold_answers, warm_answers):
+            self._record(f"{number}*", name, cold, warm)
+        count = sum(answer.tokens for answer in warm_answers)
+        print(f"* all at once: {count / warm_s:.0f} tok/s with the cache, {count / cold_s:.0f} without\n")
+
+    def _ask(self, name: str, turn: int) -> None:
+        self.conversations[name].append({"role": "user", "content": question(name, turn)})
+
+    def _record(self, turn: str, name: str, cold: Answer, warm: Answer) -> None:
+        self.pairs.append((cold, warm))
+        self.conversations[name].append({"role": "assistant", "content": warm.text})
+        print(row(self.tiers, turn, name, cold, warm), flush=True)
+
+
+def summarise(pairs: Sequence[tuple[Answer, Answer]], tiers: Tiers, expected: Sequence[str]) -> bool:
+    """Prints what the conversations come to. Whether all answers are equal and something came from each expected
+    tier."""
+    prompt = sum(warm.prompt_tokens for _, warm in pairs)
+    found = {tier: sum(warm.tiers.get(tier, 0) for _, warm in pairs) for tier in tiers}
+    reused = [(cold, warm) for cold, warm in pairs if 2 * sum(warm.tiers.values()) > warm.prompt_tokens]
+    parts = ", ".join(f"{tokens} from the {tier}" for tier, tokens in found.items())
+    print(f"prompt tokens   {prompt}, of these reused: {parts} ({100 * sum(found.values()) / prompt:.0f} %)")
+    if reused:
+        cold_ms = statistics.median(cold.ttft_s for cold, _ in reused) * 1e3
+        warm_ms = statistics.median(warm.ttft_s for _, warm in reused) * 1e3
+        print(f"first token     {cold_ms:.0f} ms cold, {warm_ms:.0f} ms with reuse (medians of {len(reused)} turns)")
+    same = sum(cold.text == warm.text for cold, warm in pairs)
+    print(f"answers         {same} of {len(pairs)} equal those of the server without a cache")
+    for cold, warm in pairs:
+        if cold.text != warm.text:
+            print(f"  cold   {cold.text!r}\n  cached {warm.text!r}")
+    missing = [tier for tier in expected if not found[tier]]
+    for tier in missing:
+        print(f"nothing came from the {tier}: the demo expects some")
+    return same == len(pairs) and not missing
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Ends the process with main's exit code. However it ends, its servers have ended before."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        sys.exit(main())
+    except (OpenAIError, urllib.error.URLError) as error:
+        sys.exit(f"a server did not answer as it should: {error}")
+    except KeyboardInterrupt:
+        sys.stderr.write("\ninterrupted; the servers are stopped\n")
+        sys.exit(130)

@@ -1,0 +1,233 @@
+"""`make demo-peers`: a master whose conversations outgrow its memory borrows from two workers, and gives it back.
+
+Starts a master with the embedded model and two workers with models of other shapes, as a user would, and a server
+without a cache, to compare with. The workers are idle and lend; the master's conversations come back from them; then
+one worker has much to do and takes its memory back. Who has how much is what `/hicache/state` of each says. Fails
+unless memory was lent, used and taken back, and all answers of the master are those of the server without a cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from openai import OpenAI
+
+from sglang.demo_common import (
+    Talk,
+    Tiers,
+    ask,
+    connect,
+    get_state,
+    header,
+    question,
+    run,
+    server,
+    summarise,
+    system_prompt,
+    wait_ready,
+)
+from sglang.srt.model_loader.embedded_model import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, ensure_embedded_model
+
+TIERS: Tiers = ("device", "peer", "host")
+NAMES = ("Ada", "Ben", "Cho", "Dan")
+# About one conversation on the device; the host has room for next to nothing.
+DEVICE_TOKENS = 4096
+MASTER = f"--hicache --max-total-tokens {DEVICE_TOKENS} --hicache-ratio 0.05 --peer-role master --peer-size 0.05"
+# A worker keeps room for its longest request, so these are short.
+WORKER = "--load-format dummy --context-length 1024 --peer-role worker --peer-window 2"
+SLAB_MIB = "1"
+# What the busy worker gets at once: together more than it has at home.
+NUM_BUSY, BUSY_TOKENS = 8, 100
+WAIT_S = 30.0
+
+
+def describe(num_layers: int, num_kv_heads: int, head_dim: int) -> str:
+    return f"{num_layers} layers, {num_kv_heads} KV heads of {head_dim}"
+
+
+@dataclass(frozen=True)
+class Worker:
+    """shape: what its config has in place of the embedded model's."""
+
+    name: str
+    shape: dict[str, Any]
+    max_total_tokens: int
+    page_size: int
+
+    @property
+    def model(self) -> str:
+        layers, heads = self.shape["num_hidden_layers"], self.shape["num_key_value_heads"]
+        return f"{describe(layers, heads, self.shape['head_dim'])}, pages of {self.page_size}"
+
+    def write(self, folder: Path) -> Path:
+        """The embedded model's files with another shape, and without weights."""
+        embedded, path = ensure_embedded_model(), folder / self.name
+        path.mkdir()
+        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            shutil.copy(embedded / name, path / name)
+        config = json.loads((embedded / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | self.shape))
+        return path
+
+
+def shape(num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Any]:
+    return {
+        "hidden_size": num_heads * head_dim,
+        "intermediate_size": 2 * num_heads * head_dim,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+QUIET = Worker("quiet", shape(3, 4, 2, 16), max_total_tokens=10240, page_size=16)
+BUSY = Worker("busy", shape(6, 8, 4, 16), max_total_tokens=8192, page_size=4)
+
+
+class Machine:
+    """The servers of the demo, by what their state says."""
+
+    def __init__(self, urls: dict[str, str]) -> None:
+        self.urls = urls
+
+    def look(self) -> dict[str, Any]:
+        """Server -> its `peers`."""
+        return {name: get_state(url)["peers"] for name, url in self.urls.items()}
+
+    def wait_for(self, what: str, true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        deadline = time.monotonic() + WAIT_S
+        while not true(peers := self.look()):
+            if time.monotonic() > deadline:
+                show(peers)
+                raise SystemExit(f"{what}: not within {WAIT_S:g} s")
+            time.sleep(0.05)
+        return peers
+
+
+def is_lent(peers: dict[str, Any]) -> bool:
+    """Whether the workers have lent most of what they have, and the master has all of it."""
+    slabs = [peers[worker.name]["slabs"] for worker in (QUIET, BUSY)]
+    held = sum(lender["slabs"]["held"] for lender in peers["master"]["lenders"])
+    return all(2 * each["lent"] > sum(each.values()) for each in slabs) and held == sum(s["lent"] for s in slabs)
+
+
+def show(peers: dict[str, Any]) -> None:
+    print("            slabs   at home   offered      lent   asked back")
+    for worker in (QUIET, BUSY):
+        slabs = peers[worker.name]["slabs"]
+        print(
+            f"{worker.name:<8} {sum(slabs.values()):>8} {slabs['home']:>9} {slabs['offered']:>9} {slabs['lent']:>9} "
+            f"{slabs['asked_back']:>12}"
+        )
+    master = peers["master"]
+    held = [lender["slabs"]["held"] for lender in master["lenders"]]
+    size_mb = sum(held) * master["slab_bytes"] / 1e6
+    parts = ", ".join(f"{n} from {worker.name}" for n, worker in zip(held, (QUIET, BUSY)))
+    print(f"master   uses {sum(held)} slabs, {size_mb:.1f} MB: {parts}\n", flush=True)
+
+
+def keep_busy(client: OpenAI, machine: Machine) -> tuple[dict[str, Any], float]:
+    """Many requests at once to one worker: who had what when most was back at home, and the seconds they took."""
+    questions = [" ".join(question(name, turn) for turn in (1, 2)) for name in NAMES * (NUM_BUSY // len(NAMES))]
+    start = time.perf_counter()
+    most: dict[str, Any] | None = None
+    with ThreadPoolExecutor(NUM_BUSY) as pool:
+        asked = [
+            pool.submit(ask, client, [{"role": "user", "content": f"{i}. {text}"}], BUSY.name, BUSY_TOKENS)
+            for i, text in enumerate(questions)
+        ]
+        while most is None or not all(each.done() for each in asked):
+            peers = machine.look()
+            if most is None or peers[BUSY.name]["slabs"]["home"] >= most[BUSY.name]["slabs"]["home"]:
+                most = peers
+            time.sleep(0.02)
+    for each in asked:
+        each.result()
+    return most, time.perf_counter() - start
+
+
+def start(stack: contextlib.ExitStack, folder: Path) -> dict[str, str]:
+    """All servers at once. Server -> URL, once all answer."""
+    endpoints = [f"ipc://{folder}/{worker.name}.peers" for worker in (QUIET, BUSY)]
+    commands = {
+        "reference": ["--model-path", "embedded", "--disable-radix-cache"],
+        "master": ["--model-path", "embedded", *MASTER.split(), "--peer-endpoint", ",".join(endpoints)],
+    }
+    for worker, endpoint in zip((QUIET, BUSY), endpoints):
+        sizes = ["--max-total-tokens", str(worker.max_total_tokens), "--page-size", str(worker.page_size)]
+        model = ["--model-path", str(worker.write(folder)), "--served-model-name", worker.name]
+        commands[worker.name] = [*model, *WORKER.split(), *sizes, "--peer-endpoint", endpoint]
+    started: dict[str, tuple[subprocess.Popen[bytes], str]] = {}
+    for name, flags in commands.items():
+        slab = () if name == "reference" else ("--peer-slab-size", SLAB_MIB)
+        started[name] = stack.enter_context(server(*flags, *slab, name=name))
+    for name, (process, url) in started.items():
+        wait_ready(process, url, name)
+    return {name: url for name, (_, url) in started.items()}
+
+
+def main() -> int:
+    began = time.perf_counter()
+    print(
+        "Starting a master, two workers of other shapes, and a server without a cache to compare with ...", flush=True
+    )
+    # Conversations that share nothing: each has a library of its own.
+    talk = Talk(TIERS, {name: f"This is the library of {name}. {system_prompt()}" for name in NAMES})
+    with tempfile.TemporaryDirectory(prefix="peers-demo-") as folder, contextlib.ExitStack() as stack:
+        urls = start(stack, Path(folder))
+        machine = Machine({name: url for name, url in urls.items() if name != "reference"})
+        print(f"ready after {time.perf_counter() - began:.1f} s; watch the master at {urls['master']}/hicache")
+        model = describe(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM)
+        print(f"master        {model}, pages of 1; {DEVICE_TOKENS} tokens on the device")
+        for worker in (QUIET, BUSY):
+            print(
+                f"worker {worker.name:<6} {worker.model}; {worker.max_total_tokens} tokens in slabs of {SLAB_MIB} MiB"
+            )
+        print()
+        master, cold = connect(urls["master"]), connect(urls["reference"])
+        busy = connect(urls[BUSY.name], BUSY.name)
+
+        print("The workers are idle: what they do not need they lend.")
+        show(machine.wait_for("the workers lend, and the master borrows", is_lent))
+
+        print("The master's conversations are longer than its device pool; what it has no room for comes from peers.")
+        print(header(TIERS))
+        for number in (1, 2):
+            talk.turn(number, master, cold)
+        print()
+
+        print(f"The worker {BUSY.name} gets {NUM_BUSY} requests at once: it takes back what they need.")
+        most, seconds = keep_busy(busy, machine)
+        show(most)
+        print(
+            f"It has answered all of them after {seconds:.1f} s. The master computes what it has lost, and goes on."
+        )
+        print(header(TIERS))
+        talk.turn(3, master, cold)
+        print()
+
+        print("Idle again, the worker lends again.")
+        show(machine.wait_for("the worker lends again", is_lent))
+        asked_back = get_state(urls[BUSY.name])["counters"].get("slabs_asked_back", 0)
+        withdrawn = get_state(urls["master"])["counters"].get("slabs_withdrawn", 0)
+    good = summarise(talk.pairs, TIERS, ["peer"])
+    print(f"slabs           {asked_back} wanted back by the worker {BUSY.name}, {withdrawn} given back by the master")
+    if not (asked_back and withdrawn):
+        print("nothing was taken back: the demo expects some")
+    print(f"done in {time.perf_counter() - began:.0f} s")
+    return 0 if good and asked_back and withdrawn else 1
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,58 @@
+"""The demos fail when they should, run through, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from sglang.demo_common import Answer, Tiers, summarise
+
+TIERS: Tiers = ("device", "peer", "host")
+COLD = Answer(text="yes", ttft_s=0.5, seconds=1.0, prompt_tokens=100, tokens=32, tiers={})
+PEERS = [sys.executable, "-m", "sglang.demo_peers"]
+
+
+def test_a_demo_fails_if_an_answer_differs_or_a_tier_gave_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    warm = replace(COLD, tiers={"device": 10, "peer": 80})
+    assert summarise([(COLD, warm)], TIERS, ["device", "peer"])
+    assert not summarise([(COLD, warm)], TIERS, ["host"])
+    assert "nothing came from the host" in capsys.readouterr().out
+    assert not summarise([(COLD, warm), (COLD, replace(warm, text="no"))], TIERS, ["peer"])
+    assert "1 of 2 equal" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_the_demo_of_peers_lends_uses_and_takes_back() -> None:
+    done = subprocess.run(PEERS, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "12 of 12 equal" in done.stdout and done.stderr == ""
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_an_interrupted_demo_ends_its_servers() -> None:
+    demo = subprocess.Popen(PEERS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    children: list[psutil.Process] = []
+    try:
+        deadline = time.monotonic() + 60
+        # Four servers, and processes of theirs.
+        while len(children) < 6:
+            assert time.monotonic() < deadline and demo.poll() is None
+            time.sleep(0.05)
+            children = psutil.Process(demo.pid).children(recursive=True)
+        os.killpg(demo.pid, signal.SIGINT)
+        _, error = demo.communicate(timeout=60)
+        assert demo.returncode == 130 and error == "\ninterrupted; the servers are stopped\n"
+        _, alive = psutil.wait_procs(children, timeout=20)
+        assert not alive
+    finally:
+        if demo.poll() is None:
+            os.killpg(demo.pid, signal.SIGKILL)
