@@ -111,9 +111,8 @@ def wait_ready(process: subprocess.Popen[bytes], url: str, name: str = "server")
     raise SystemExit(f"the {name} did not start")
 
 
-def get_state(url: str) -> dict[str, Any]:
-    """What `GET /hicache/state` says."""
-    with urllib.request.urlopen(url + "/hicache/state", timeout=30) as response:
+def get_json(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(url, timeout=30) as response:
         return json.load(response)
 
 

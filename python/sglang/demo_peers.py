@@ -1,9 +1,10 @@
 """`make demo-peers`: a master whose conversations outgrow its memory borrows from two workers, and gives it back.
 
-Starts a master with the embedded model and two workers with models of other shapes, as a user would, and a server
-without a cache, to compare with. The workers are idle and lend; the master's conversations come back from them; then
-one worker has much to do and takes its memory back. Who has how much is what `/hicache/state` of each says. Fails
-unless memory was lent, used and taken back, and all answers of the master are those of the server without a cache.
+Starts a master with the embedded model, two workers with models of other shapes and a router in front of them, as a
+user would, and a server without a cache to compare with. The workers are idle and lend; the master's conversations
+come back from them; then one worker has much to do and takes its memory back. Who has how much is what the servers'
+states say. Fails unless memory was lent, used and taken back, and all answers of the master are those of the server
+without a cache.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from openai import OpenAI
 
@@ -27,7 +28,7 @@ from sglang.demo_common import (
     Tiers,
     ask,
     connect,
-    get_state,
+    get_json,
     header,
     question,
     run,
@@ -49,6 +50,8 @@ SLAB_MIB = "1"
 # What the busy worker gets at once: together more than it has at home.
 NUM_BUSY, BUSY_TOKENS = 8, 100
 WAIT_S = 30.0
+
+T = TypeVar("T")
 
 
 def describe(num_layers: int, num_kv_heads: int, head_dim: int) -> str:
@@ -95,24 +98,18 @@ QUIET = Worker("quiet", shape(3, 4, 2, 16), max_total_tokens=10240, page_size=16
 BUSY = Worker("busy", shape(6, 8, 4, 16), max_total_tokens=8192, page_size=4)
 
 
-class Machine:
-    """The servers of the demo, by what their state says."""
+def look(urls: dict[str, str]) -> dict[str, Any]:
+    """Master or worker -> what its state says of peers."""
+    return {name: get_json(urls[name] + "/hicache/state")["peers"] for name in ("master", QUIET.name, BUSY.name)}
 
-    def __init__(self, urls: dict[str, str]) -> None:
-        self.urls = urls
 
-    def look(self) -> dict[str, Any]:
-        """Server -> its `peers`."""
-        return {name: get_state(url)["peers"] for name, url in self.urls.items()}
-
-    def wait_for(self, what: str, true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        deadline = time.monotonic() + WAIT_S
-        while not true(peers := self.look()):
-            if time.monotonic() > deadline:
-                show(peers)
-                raise SystemExit(f"{what}: not within {WAIT_S:g} s")
-            time.sleep(0.05)
-        return peers
+def wait_for(what: str, observe: Callable[[], T], true: Callable[[T], bool]) -> T:
+    deadline = time.monotonic() + WAIT_S
+    while not true(found := observe()):
+        if time.monotonic() > deadline:
+            raise SystemExit(f"{what}: not within {WAIT_S:g} s; instead there is {found}")
+        time.sleep(0.05)
+    return found
 
 
 def is_lent(peers: dict[str, Any]) -> bool:
@@ -137,7 +134,7 @@ def show(peers: dict[str, Any]) -> None:
     print(f"master   uses {sum(held)} slabs, {size_mb:.1f} MB: {parts}\n", flush=True)
 
 
-def keep_busy(client: OpenAI, machine: Machine) -> tuple[dict[str, Any], float]:
+def keep_busy(client: OpenAI, urls: dict[str, str]) -> tuple[dict[str, Any], float]:
     """Many requests at once to one worker: who had what when most was back at home, and the seconds they took."""
     questions = [" ".join(question(name, turn) for turn in (1, 2)) for name in NAMES * (NUM_BUSY // len(NAMES))]
     start = time.perf_counter()
@@ -148,7 +145,7 @@ def keep_busy(client: OpenAI, machine: Machine) -> tuple[dict[str, Any], float]:
             for i, text in enumerate(questions)
         ]
         while most is None or not all(each.done() for each in asked):
-            peers = machine.look()
+            peers = look(urls)
             if most is None or peers[BUSY.name]["slabs"]["home"] >= most[BUSY.name]["slabs"]["home"]:
                 most = peers
             time.sleep(0.02)
@@ -158,7 +155,7 @@ def keep_busy(client: OpenAI, machine: Machine) -> tuple[dict[str, Any], float]:
 
 
 def start(stack: contextlib.ExitStack, folder: Path) -> dict[str, str]:
-    """All servers at once. Server -> URL, once all answer."""
+    """All servers at once, then the router. Each one's URL, once it answers."""
     endpoints = [f"ipc://{folder}/{worker.name}.peers" for worker in (QUIET, BUSY)]
     commands = {
         "reference": ["--model-path", "embedded", "--disable-radix-cache"],
@@ -174,53 +171,53 @@ def start(stack: contextlib.ExitStack, folder: Path) -> dict[str, str]:
         started[name] = stack.enter_context(server(*flags, *slab, name=name))
     for name, (process, url) in started.items():
         wait_ready(process, url, name)
-    return {name: url for name, (_, url) in started.items()}
+    urls = {name: url for name, (_, url) in started.items()}
+    behind = [urls[name] for name in ("master", QUIET.name, BUSY.name)]
+    process, urls["router"] = stack.enter_context(
+        server("--worker-urls", *behind, module="sglang.router", name="router")
+    )
+    wait_ready(process, urls["router"], "router")
+    return urls
 
 
 def main() -> int:
     began = time.perf_counter()
-    print(
-        "Starting a master, two workers of other shapes, and a server without a cache to compare with ...", flush=True
-    )
+    print("Starting a master, two workers of other shapes, a router, and a server without a cache ...", flush=True)
     # Conversations that share nothing: each has a library of its own.
     talk = Talk(TIERS, {name: f"This is the library of {name}. {system_prompt()}" for name in NAMES})
     with tempfile.TemporaryDirectory(prefix="peers-demo-") as folder, contextlib.ExitStack() as stack:
         urls = start(stack, Path(folder))
-        machine = Machine({name: url for name, url in urls.items() if name != "reference"})
         print(f"ready after {time.perf_counter() - began:.1f} s; watch the master at {urls['master']}/hicache")
+        print(f"router        {urls['router']}, which sends a request to who serves its model")
         model = describe(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM)
         print(f"master        {model}, pages of 1; {DEVICE_TOKENS} tokens on the device")
         for worker in (QUIET, BUSY):
-            print(
-                f"worker {worker.name:<6} {worker.model}; {worker.max_total_tokens} tokens in slabs of {SLAB_MIB} MiB"
-            )
+            sizes = f"{worker.max_total_tokens} tokens in slabs of {SLAB_MIB} MiB"
+            print(f"worker {worker.name:<6} {worker.model}; {sizes}")
         print()
-        master, cold = connect(urls["master"]), connect(urls["reference"])
-        busy = connect(urls[BUSY.name], BUSY.name)
+        client, cold = connect(urls["router"]), connect(urls["reference"])
 
         print("The workers are idle: what they do not need they lend.")
-        show(machine.wait_for("the workers lend, and the master borrows", is_lent))
+        show(wait_for("the workers lend, and the master borrows", lambda: look(urls), is_lent))
 
         print("The master's conversations are longer than its device pool; what it has no room for comes from peers.")
         print(header(TIERS))
         for number in (1, 2):
-            talk.turn(number, master, cold)
+            talk.turn(number, client, cold)
         print()
 
         print(f"The worker {BUSY.name} gets {NUM_BUSY} requests at once: it takes back what they need.")
-        most, seconds = keep_busy(busy, machine)
+        most, seconds = keep_busy(client, urls)
         show(most)
-        print(
-            f"It has answered all of them after {seconds:.1f} s. The master computes what it has lost, and goes on."
-        )
+        print(f"All are answered after {seconds:.1f} s. The master computes what it has lost, and goes on.")
         print(header(TIERS))
-        talk.turn(3, master, cold)
+        talk.turn(3, client, cold)
         print()
 
         print("Idle again, the worker lends again.")
-        show(machine.wait_for("the worker lends again", is_lent))
-        asked_back = get_state(urls[BUSY.name])["counters"].get("slabs_asked_back", 0)
-        withdrawn = get_state(urls["master"])["counters"].get("slabs_withdrawn", 0)
+        show(wait_for("the worker lends again", lambda: look(urls), is_lent))
+        asked_back = get_json(urls[BUSY.name] + "/hicache/state")["counters"].get("slabs_asked_back", 0)
+        withdrawn = get_json(urls["master"] + "/hicache/state")["counters"].get("slabs_withdrawn", 0)
     good = summarise(talk.pairs, TIERS, ["peer"])
     print(f"slabs           {asked_back} wanted back by the worker {BUSY.name}, {withdrawn} given back by the master")
     if not (asked_back and withdrawn):

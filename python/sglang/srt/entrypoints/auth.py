@@ -32,7 +32,7 @@ class ApiKeyMiddleware:
                 if scope["path"] in _ADMIN:
                     require_admin(Request(scope), self._args)
                 else:
-                    _require(Request(scope), self._args.api_key)
+                    require(Request(scope), self._args.api_key)
             except RequestError as error:
                 response = JSONResponse(
                     error.body(), status_code=error.status_code, headers={"WWW-Authenticate": "Bearer"}
@@ -43,7 +43,7 @@ class ApiKeyMiddleware:
 
 
 def require_admin(request: Request, args: ServerArgs) -> None:
-    _require(request, args.admin_api_key or args.api_key)
+    require(request, args.admin_api_key or args.api_key)
 
 
 def require_a_key(args: ServerArgs) -> None:
@@ -52,7 +52,7 @@ def require_a_key(args: ServerArgs) -> None:
         raise RequestError("storage is changed only on a server that has a key: start it with --admin-api-key", 400)
 
 
-def _require(request: Request, key: str | None) -> None:
+def require(request: Request, key: str | None) -> None:
     if not _has(request, key):
         raise RequestError("the Authorization header must be 'Bearer' and this server's key", 401)
 

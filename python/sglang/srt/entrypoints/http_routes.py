@@ -61,7 +61,7 @@ def make_app(args: ServerArgs, manager: TokenizerManager, ready_info: dict[str, 
     _add_tokenization(app, args, manager)
     _add_information(app, args, manager, ready_info)
     _add_administration(app, args, manager)
-    _add_errors(app)
+    add_errors(app)
     return app
 
 
@@ -246,7 +246,7 @@ def _done(result: ControlReqOutput, what: str) -> Response:
     return PlainTextResponse((what if result.success else result.message) + "\n", 200 if result.success else 400)
 
 
-def _add_errors(app: FastAPI) -> None:
+def add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestError)
     async def request_error(_: Request, error: RequestError) -> Response:
         return JSONResponse(error.body(), status_code=error.status_code)

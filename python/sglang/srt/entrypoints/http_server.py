@@ -43,12 +43,12 @@ class HttpServer(uvicorn.Server):
         yield  # ours drain first
 
 
-def bind(args: ServerArgs) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     """The port, taken before anything slow is done. Raises StartupError."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(args.host, args.port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise StartupError(f"--host {args.host} is no address of this machine: {error.strerror}") from None
+        raise StartupError(f"--host {host} is no address of this machine: {error.strerror}") from None
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         # A restart may follow at once: connections of the last server still linger on the port.
@@ -57,13 +57,21 @@ def bind(args: ServerArgs) -> socket.socket:
         sock.bind(address)
     except OSError as error:
         sock.close()
-        raise _cannot_listen(args, error) from None
+        raise _cannot_listen(host, port, error) from None
     return sock
 
 
-def _cannot_listen(args: ServerArgs, error: OSError) -> StartupError:
+def listen(sock: socket.socket, host: str, port: int) -> None:
+    """On what `bind` has returned. Raises StartupError."""
+    try:
+        sock.listen(2048)
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from None
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> StartupError:
     return StartupError(
-        f"cannot listen on {args.host}:{args.port} ({os.strerror(error.errno or 0)}): choose another --port or --host"
+        f"cannot listen on {host}:{port} ({os.strerror(error.errno or 0)}): choose another --port or --host"
     )
 
 
@@ -77,7 +85,7 @@ def allow_connections() -> None:
 
 
 async def serve(args: ServerArgs, scheduler_command: Sequence[str], drain_timeout_s: float) -> int:
-    sock = bind(args)
+    sock = bind(args.host, args.port)
     stop = asyncio.Event()
     hurry = asyncio.Event()
 
@@ -99,10 +107,7 @@ async def serve(args: ServerArgs, scheduler_command: Sequence[str], drain_timeou
             return 0
         starting.result()
         try:
-            try:
-                sock.listen(2048)
-            except OSError as error:
-                raise _cannot_listen(args, error) from None
+            listen(sock, args.host, args.port)
             seconds = time.perf_counter() - started
             return await _serve_until_the_end(args, processes, sock, stop, hurry, drain_timeout_s, seconds)
         finally:
@@ -138,7 +143,7 @@ async def _serve_until_the_end(
     stopping = asyncio.create_task(stop.wait())
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
-    logger.info("The server is up after %.1f s and ready for requests at %s", seconds, url(args))
+    logger.info("The server is up after %.1f s and ready for requests at %s", seconds, url(args.host, args.port))
 
     done = await _first(died, stopping, serving)
     if done is stopping:
@@ -167,9 +172,9 @@ async def _first(*tasks: asyncio.Task[Any]) -> asyncio.Task[Any]:
     return next(task for task in tasks if task.done())
 
 
-def url(args: ServerArgs) -> str:
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(args.host, f"[{args.host}]" if ":" in args.host else args.host)
-    return f"http://{host}:{args.port}"
+def url(host: str, port: int) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{host}:{port}"
 
 
 def launch_server(

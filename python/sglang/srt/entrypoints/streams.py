@@ -19,6 +19,8 @@ from sglang.srt.utils.errors import RequestError
 T = TypeVar("T")
 Event = dict[str, Any]
 
+DONE = b"data: [DONE]\n\n"
+
 logger = logging.getLogger(__name__)
 
 
@@ -114,7 +116,7 @@ class EventStream(Response):
         except Exception:
             logger.exception("a streamed answer failed")
             await body(encode_event({"error": RequestError("internal error", 500).body()}))
-        await body(b"data: [DONE]\n\n", more=False)
+        await body(DONE, more=False)
 
 
 def encode_event(event: Event) -> bytes:

@@ -1,0 +1,353 @@
+"""`python -m sglang.router --worker-urls URL URL …`: one address in front of several servers.
+
+A request goes to a server of the model that it names, and of several to the one with the least demand. Owns what is
+known of each server. Never changes a byte of a request's or a reply's body, and keeps none.
+
+    every LOOK_EVERY_S: /health, /v1/models, /hicache/state ──► up or not, its models, tokens queued and running
+    a request ──► of its model's servers that are up: least demand first ──► the first that takes it ──► relayed
+
+A server that refuses the connection, or answers 503 (it drains, or its queue is full), has not begun: the next one is
+asked. Whatever else goes wrong is the client's to know, as the request may have been carried out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import msgspec
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from sglang.srt.entrypoints.auth import require
+from sglang.srt.entrypoints.http_limits import KEEP_ALIVE_S, Front, LimitedProtocol
+from sglang.srt.entrypoints.http_routes import add_errors
+from sglang.srt.entrypoints.http_server import DRAIN_TIMEOUT_S, HttpServer, allow_connections, bind, listen, url
+from sglang.srt.entrypoints.request_fields import decode_body
+from sglang.srt.entrypoints.streams import DONE, encode_event, unless_disconnected
+from sglang.srt.utils.child_process import StartupError
+from sglang.srt.utils.errors import RequestError
+from sglang.srt.utils.log import configure_logging
+
+LOOK_EVERY_S = 1.0
+LOOK_TIMEOUT_S = 5.0
+# A busy machine may be late now and then.
+MAX_MISSES = 3
+_FORWARDED = (
+    *("/v1/chat/completions", "/v1/completions", "/generate"),
+    *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"),
+)
+# How long a prompt is, before anybody has tokenized it.
+_BYTES_PER_TOKEN = 4
+# Of one connection, not of a message (RFC 9110, section 7.6.1).
+_HOP_BY_HOP = {
+    *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"),
+    *(b"te", b"trailer", b"transfer-encoding", b"upgrade"),
+}
+# Of the connection to the router, or settled there: it has the whole body.
+_SET_ANEW = {b"host", b"content-length", b"expect"}
+
+logger = logging.getLogger(__name__)
+Headers = list[tuple[bytes, bytes]]
+
+
+@dataclass
+class Backend:
+    """What is known of a server. cards: model -> its entry in /v1/models, as last seen. queued_tokens: there, waiting
+    or running, when it was last asked. sent_tokens: of requests from here that it has not answered to the end, by
+    their size. problem: why nothing is sent there; None while it is up."""
+
+    url: str
+    cards: dict[str, Any] = field(default_factory=dict)
+    queued_tokens: int = 0
+    sent_tokens: int = 0
+    num_requests: int = 0
+    problem: str | None = "it has not answered yet"
+    misses: int = 0
+
+    @property
+    def demand(self) -> int:
+        """In tokens. What was sent before it was last asked counts twice, everywhere."""
+        return self.queued_tokens + self.sent_tokens
+
+    @contextmanager
+    def counted(self, num_tokens: int) -> Iterator[None]:
+        self.num_requests += 1
+        self.sent_tokens += num_tokens
+        try:
+            yield
+        finally:
+            self.sent_tokens -= num_tokens
+
+    def set_problem(self, problem: str | None) -> None:
+        if problem is not None and self.problem is None:
+            logger.warning("%s is not used any more: %s", self.url, problem)
+        elif problem is None and self.problem is not None:
+            logger.info("%s is up and serves %s", self.url, ", ".join(self.cards))
+        self.problem = problem
+        self.misses = 0
+
+    def shown(self) -> dict[str, Any]:
+        return {
+            "url": self.url,
+            "is_healthy": self.problem is None,
+            "problem": self.problem,
+            "models": list(self.cards),
+            "demand_tokens": self.demand,
+            "requests": self.num_requests,
+        }
+
+
+class Router:
+    """urls: of the servers. api_key: theirs, for what the router asks them; who asks the router for the same has to
+    show it too. Clients' requests go on with the clients' own keys. To be entered before `app` is served."""
+
+    def __init__(self, urls: Sequence[str], api_key: str | None = None) -> None:
+        self.backends = [Backend(url.rstrip("/")) for url in dict.fromkeys(urls)]
+        self._api_key = api_key
+        # Servers close idle connections after KEEP_ALIVE_S: none is used that may be closing. No proxy comes between.
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=LOOK_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEP_ALIVE_S / 2),
+            trust_env=False,
+        )
+        self._watch: list[asyncio.Task[None]] = []
+        self.app = FastAPI(title="Router", docs_url=None, redoc_url=None, openapi_url=None)
+        for path in _FORWARDED:
+            self.app.add_api_route(path, self._forward, methods=["POST"])
+        self.app.add_api_route("/generate", self._forward, methods=["PUT"])
+        self.app.add_api_route("/v1/models", self._models)
+        self.app.add_api_route("/workers", self._workers)
+        self.app.add_api_route("/health", self._health)
+        add_errors(self.app)
+
+    async def __aenter__(self) -> Router:
+        await asyncio.gather(*(self.look(backend) for backend in self.backends))
+        self._watch = [asyncio.create_task(self._look_again(backend)) for backend in self.backends]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._watch:
+            task.cancel()
+        await asyncio.gather(*self._watch, return_exceptions=True)
+        await self._client.aclose()
+
+    # -- servers ------------------------------------------------------------------------------------------------
+
+    async def _look_again(self, backend: Backend) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            await self.look(backend)
+
+    async def look(self, backend: Backend) -> None:
+        """Ask a server how it is."""
+        try:
+            health = await self._ask(backend, "/health")
+            if health.status_code != 200:
+                return backend.set_problem(f"/health answers with status {health.status_code}")
+            models = await self._ask(backend, "/v1/models")
+            if models.status_code == 401:
+                return backend.set_problem("it wants its key: start the router with --api-key")
+            backend.cards = {card["id"]: card for card in models.json()["data"]}
+        except httpx.TimeoutException:
+            backend.misses += 1
+            if backend.misses >= MAX_MISSES:
+                backend.set_problem(f"it has not answered within {LOOK_TIMEOUT_S:g} s, {backend.misses} times")
+        except httpx.HTTPError as error:
+            backend.set_problem(str(error) or type(error).__name__)
+        except (ValueError, KeyError, TypeError):
+            backend.set_problem("its /v1/models is not what an OpenAI-compatible server says")
+        else:
+            backend.set_problem(None)
+            # Its scheduler tells, after its step: long if it has much to do.
+            with suppress(httpx.HTTPError):
+                backend.queued_tokens = _queued_tokens(await self._ask(backend, "/hicache/state"))
+
+    async def _ask(self, backend: Backend, path: str) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
+        return await self._client.get(backend.url + path, headers=headers, timeout=LOOK_TIMEOUT_S)
+
+    def _candidates(self, model: str | None) -> list[Backend]:
+        """Servers of the model that are up, the one with the least demand first. Raises RequestError."""
+        models = sorted({name for backend in self.backends for name in backend.cards})
+        names = ", ".join(models)
+        serving = self.backends
+        if model not in (None, "", "default"):
+            # Who has not said yet what it serves may serve it.
+            serving = [backend for backend in self.backends if model in backend.cards or not backend.cards]
+            if not serving:
+                raise RequestError(f"the model {model!r} is not served here; these are: {names}", 404, param="model")
+        elif len(models) > 1:
+            raise RequestError(f"name a model; these are served here: {names}", param="model")
+        found = sorted((b for b in serving if b.problem is None), key=lambda b: b.demand)
+        if not found:
+            raise _nobody(model, [f"{backend.url}: {backend.problem}" for backend in serving])
+        return found
+
+    # -- routes -------------------------------------------------------------------------------------------------
+
+    async def _forward(self, request: Request) -> Response:
+        body = await request.body()
+        model = decode_body(body).get("model")
+        if not isinstance(model, str | None):
+            raise RequestError("model must be a text", param="model")
+        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        candidates, refusals = self._candidates(model), []
+        for backend in candidates:
+            asked = httpx.Request(
+                request.method,
+                backend.url + target,
+                headers=_passed_on(request.headers.raw, _SET_ANEW),
+                content=body,
+            )
+            async with AsyncExitStack() as stack:
+                stack.enter_context(backend.counted(1 + len(body) // _BYTES_PER_TOKEN))
+                try:
+                    reply = await unless_disconnected(request.receive, self._client.send(asked, stream=True))
+                except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                    backend.set_problem(str(error) or "it cannot be reached")
+                    refusals.append(f"{backend.url}: {backend.problem}")
+                    continue
+                except httpx.HTTPError as error:
+                    raise RequestError(f"{backend.url} took the request and broke off ({error!r})", 502) from error
+                if reply is None:
+                    return Response(status_code=499)
+                stack.push_async_callback(reply.aclose)
+                if reply.status_code == 503 and backend is not candidates[-1]:
+                    refusals.append(f"{backend.url}: it answers with status 503")
+                    continue
+                return _Relay(reply, stack.pop_all())
+        raise _nobody(model, refusals)
+
+    async def _models(self, request: Request) -> Response:
+        require(request, self._api_key)
+        up = [backend for backend in reversed(self.backends) if backend.problem is None]
+        cards = {name: card for backend in up for name, card in backend.cards.items()}
+        return JSONResponse({"object": "list", "data": [cards[name] for name in sorted(cards)]})
+
+    async def _workers(self, request: Request) -> Response:
+        require(request, self._api_key)
+        return JSONResponse({"workers": [backend.shown() for backend in self.backends]})
+
+    async def _health(self) -> Response:
+        return Response(status_code=200 if any(backend.problem is None for backend in self.backends) else 503)
+
+
+class _Relay(Response):
+    """A server's reply, as it comes. stack: closed at the end, whoever ends it."""
+
+    def __init__(self, reply: httpx.Response, stack: AsyncExitStack) -> None:
+        self._reply = reply
+        self._stack = stack
+        self.status_code = reply.status_code
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._stack:
+            await unless_disconnected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        reply = self._reply
+        headers = _passed_on(reply.headers.raw, set())
+        await send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
+        try:
+            async for data in reply.aiter_raw():
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except httpx.HTTPError as error:
+            logger.warning("%s broke off a reply: %r", reply.request.url, error)
+            if not reply.headers.get("content-type", "").startswith("text/event-stream"):
+                return  # not ended: the connection is closed, and the client sees that something is missing
+            broken = encode_event({"error": RequestError("the server that answered has broken off", 502).body()})
+            # In an event, perhaps.
+            await send({"type": "http.response.body", "body": b"\n\n" + broken + DONE, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def _nobody(model: str | None, problems: Sequence[str]) -> RequestError:
+    what = f"no server of the model {model!r}" if model else "no server"
+    return RequestError(f"{what} can be used ({'; '.join(problems)}): start one of these, or try again later", 503)
+
+
+def _passed_on(headers: Headers, also_dropped: set[bytes]) -> Headers:
+    named = {
+        name.strip().lower() for key, value in headers if key.lower() == b"connection" for name in value.split(b",")
+    }
+    dropped = _HOP_BY_HOP | also_dropped | named
+    return [(key.lower(), value) for key, value in headers if key.lower() not in dropped]
+
+
+def _queued_tokens(reply: httpx.Response) -> int:
+    """0 of a server that does not tell."""
+    try:
+        state = msgspec.json.decode(reply.content)
+        return int(state["tiers"]["device"]["used_tokens"] + state["transient"]["in_queue_tokens"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return 0
+
+
+def make_server(router: Router) -> HttpServer:
+    return HttpServer(
+        uvicorn.Config(
+            Front(router.app),
+            http=LimitedProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(DRAIN_TIMEOUT_S),
+        )
+    )
+
+
+async def serve(host: str, port: int, router: Router) -> None:
+    """Until SIGTERM or SIGINT; running requests get DRAIN_TIMEOUT_S to finish, or until the second one. Raises
+    StartupError."""
+    sock, server = bind(host, port), make_server(router)
+
+    def stop() -> None:
+        server.force_exit = server.should_exit
+        server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    async with router:
+        listen(sock, host, port)
+        up = sum(backend.problem is None for backend in router.backends)
+        logger.info("The router is ready at %s: %d of %d servers are up", url(host, port), up, len(router.backends))
+        await server.serve(sockets=[sock])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m sglang.router", description="One address for several servers.")
+    parser.add_argument("--worker-urls", nargs="+", required=True, metavar="URL", help="servers, as http://HOST:PORT")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=30000, help="port to listen on")
+    parser.add_argument("--api-key", help="the servers' key, where they have one")
+    args = parser.parse_args()
+    for each in args.worker_urls:
+        if not each.startswith(("http://", "https://")):
+            parser.error(f"{each!r} is no URL of a server: write it as http://HOST:PORT")
+    configure_logging("info")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per request otherwise
+    allow_connections()
+    try:
+        asyncio.run(serve(args.host, args.port, Router(args.worker_urls, args.api_key)))
+    except StartupError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

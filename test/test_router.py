@@ -1,0 +1,408 @@
+"""The router before tiny servers that say, count and break what a test needs, all on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from sglang import router as router_module
+from sglang.router import Router, make_server
+from sglang.srt.entrypoints.http_server import bind
+
+Write = Callable[[bytes], Awaitable[None]]
+CHAT = "/v1/chat/completions"
+
+
+def reply(body: bytes, status: str = "200 OK", kind: str = "application/json") -> bytes:
+    head = f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    return head.encode() + body
+
+
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+)
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+class Fake:
+    """A server of some models. tokens: the demand that its state tells, None if it has no such page. answer: writes
+    what comes for a request; `left` is set if the router hangs up meanwhile. requests: path, headers, body."""
+
+    def __init__(self, *models: str, tokens: int | None = 0, key: str = "") -> None:
+        self.models = models
+        self.tokens = tokens
+        self.key = key
+        self.health = "200 OK"
+        self.requests: list[tuple[str, dict[str, str], bytes]] = []
+        self.answer: Callable[[Write], Awaitable[None]] = self.echo
+        self.left = asyncio.Event()
+        self.url = ""
+        self.server: asyncio.Server | None = None
+
+    async def start(self, port: int = 0) -> Fake:
+        self.server = await asyncio.start_server(self._connected, "127.0.0.1", port)
+        self.url = f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def stop(self) -> None:
+        if self.server is not None:
+            self.server.close()
+            await self.server.wait_closed()
+            self.server = None
+
+    async def echo(self, write: Write) -> None:
+        await write(reply(self.requests[-1][2]))
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def write(data: bytes) -> None:
+            writer.write(data)
+            await writer.drain()
+
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+            path = head[0].split()[1]
+            headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+            body = await reader.readexactly(int(headers.get("content-length", "0")))
+            if self.key and path != "/health" and headers.get("authorization") != f"bearer {self.key}":
+                await write(reply(b"{}", "401 Unauthorized"))
+            elif path == "/health":
+                await write(reply(b"", self.health))
+            elif path == "/v1/models":
+                cards = [{"id": model, "object": "model"} for model in self.models]
+                await write(reply(json.dumps({"object": "list", "data": cards}).encode()))
+            elif path == "/hicache/state":
+                state = {"tiers": {"device": {"used_tokens": self.tokens}}, "transient": {"in_queue_tokens": 0}}
+                await write(reply(b"{}" if self.tokens is None else json.dumps(state).encode()))
+            else:
+                self.requests.append((path, headers, body))
+                answering = asyncio.create_task(self.answer(write))  # type: ignore[arg-type]
+                leaving = asyncio.create_task(reader.read())
+                await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+                if not answering.done():
+                    self.left.set()
+                    answering.cancel()
+                leaving.cancel()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def running(*fakes: Fake, key: str | None = None) -> AsyncIterator[tuple[httpx.AsyncClient, Router]]:
+    """A router in front of fakes, of which those that were not started have no listener: a client of it, and it."""
+    sock = bind("127.0.0.1", 0)
+    async with AsyncExitStack() as stack:
+        router = await stack.enter_async_context(Router([fake.url for fake in fakes], key))
+        server = make_server(router)
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", trust_env=False, timeout=20)
+        try:
+            await until(lambda: server.started)
+            yield await stack.enter_async_context(client), router
+        finally:
+            server.should_exit = True
+            await serving
+            for fake in fakes:
+                await fake.stop()
+
+
+async def until(true: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not true():
+            await asyncio.sleep(0.005)
+
+
+async def started(*fakes: Fake) -> Sequence[Fake]:
+    return [await fake.start() for fake in fakes]
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 60))  # type: ignore[arg-type]
+
+
+def body(model: str | None = None, text: str = "Good morning.") -> dict[str, Any]:
+    return {"prompt": text} | ({"model": model} if model else {})
+
+
+def test_a_request_goes_to_a_server_of_its_model_and_comes_back_byte_for_byte() -> None:
+    async def test() -> None:
+        a, b = await started(Fake("a", "c"), Fake("b", tokens=None))
+        async with running(a, b) as (client, _):
+            sent = b'{"model":  "b", "prompt": "\xc3\xbc"}'
+            headers = {"Authorization": "Bearer mine", "Accept-Encoding": "identity", "X-Own": "1"}
+            got = await client.post("/generate?x=1", content=sent, headers=headers)
+            assert (got.status_code, got.content) == (200, sent) and got.headers["content-type"] == "application/json"
+            ((path, seen, content),) = b.requests
+            assert (path, content) == ("/generate?x=1", sent) and not a.requests
+            assert seen["authorization"] == "bearer mine" and seen["x-own"] == "1"
+            assert seen["host"] == b.url.removeprefix("http://") and seen["accept-encoding"] == "identity"
+            models = (await client.get("/v1/models")).json()
+            assert [card["id"] for card in models["data"]] == ["a", "b", "c"] and models["object"] == "list"
+
+    run(test)
+
+
+def test_errors_are_passed_on_as_they_are() -> None:
+    async def test() -> None:
+        (fake,) = await started(Fake("a"))
+
+        async def refuse(write: Write) -> None:
+            await write(reply(b'{"message": "no"}', "400 Bad Request"))
+
+        fake.answer = refuse
+        async with running(fake) as (client, _):
+            got = await client.post(CHAT, json=body("a"))
+            assert (got.status_code, got.content) == (400, b'{"message": "no"}')
+
+    run(test)
+
+
+def test_a_stream_comes_as_it_is_made() -> None:
+    async def test() -> None:
+        (fake,) = await started(Fake("a"))
+        go_on = asyncio.Event()
+
+        async def stream(write: Write) -> None:
+            await write(STREAM_HEAD + chunk(b"data: 1\n\n"))
+            await go_on.wait()
+            await write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+        fake.answer = stream
+        async with running(fake) as (client, router), client.stream("POST", CHAT, json=body("a")) as got:
+            pieces = got.aiter_raw()
+            assert await anext(pieces) == b"data: 1\n\n"
+            assert router.backends[0].demand > 0
+            go_on.set()
+            assert await anext(pieces) == b"data: [DONE]\n\n"
+            assert [piece async for piece in pieces] == []
+            await until(lambda: router.backends[0].demand == 0)
+
+    run(test)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_who_hangs_up_ends_the_request_at_the_server(has_begun: bool) -> None:
+    async def test() -> None:
+        (fake,) = await started(Fake("a"))
+
+        async def never_end(write: Write) -> None:
+            if has_begun:
+                await write(STREAM_HEAD + chunk(b"data: 1\n\n"))
+            await asyncio.Event().wait()
+
+        fake.answer = never_end
+        async with running(fake) as (client, router):
+            asking = asyncio.create_task(client.post(CHAT, json=body("a")))
+            await until(lambda: fake.requests)
+            asking.cancel()
+            async with asyncio.timeout(20):
+                await fake.left.wait()
+            await until(lambda: router.backends[0].demand == 0)
+
+    run(test)
+
+
+def test_the_server_with_the_least_demand_is_asked() -> None:
+    async def test() -> None:
+        a, b, c = await started(Fake("m", tokens=900), Fake("m", tokens=100), Fake("other"))
+        release = asyncio.Event()
+
+        async def wait(write: Write) -> None:
+            await release.wait()
+            await write(reply(b"{}"))
+
+        a.answer = b.answer = wait
+        async with running(a, b, c) as (client, _):
+            asked: list[asyncio.Task[httpx.Response]] = []
+            # Some 600 tokens each: b has 100, 700 and then 1300 of them.
+            for a_has, b_has in ((0, 1), (0, 2), (1, 2), (1, 3)):
+                asked.append(asyncio.create_task(client.post(CHAT, json=body("m", "x" * 2400))))
+                await until(lambda: len(a.requests) + len(b.requests) == len(asked))
+                assert (len(a.requests), len(b.requests)) == (a_has, b_has)
+            release.set()
+            assert {got.status_code for got in await asyncio.gather(*asked)} == {200} and not c.requests
+            shown = (await client.get("/workers")).json()["workers"]
+            assert [(each["is_healthy"], each["requests"]) for each in shown] == [(True, 1), (True, 3), (True, 0)]
+            assert shown[1]["demand_tokens"] == 100
+
+    run(test)
+
+
+def test_a_request_names_one_of_the_models() -> None:
+    async def test() -> None:
+        a, b = await started(Fake("a"), Fake("b"))
+        async with running(a, b) as (client, _):
+            unknown, none = await client.post(CHAT, json=body("z")), await client.post(CHAT, json=body())
+            wrong = await client.post(CHAT, json={"model": 3})
+            assert unknown.status_code == 404 and unknown.json()["message"].endswith("these are: a, b")
+            assert none.status_code == 400 and none.json()["param"] == "model"
+            assert wrong.status_code == 400 and (await client.post(CHAT, content=b"[]")).status_code == 400
+            assert (await client.post("/flush_cache")).status_code == 404 and not a.requests + b.requests
+        (only,) = await started(Fake("a"))
+        async with running(only) as (client, _):
+            assert (await client.post(CHAT, json=body())).status_code == 200
+            assert (await client.post(CHAT, json=body("default"))).status_code == 200
+
+    run(test)
+
+
+def test_servers_that_are_down_are_left_out_until_they_are_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "LOOK_EVERY_S", 0.02)
+
+    async def test() -> None:
+        a, b = await started(Fake("m", tokens=5), Fake("m"))
+        async with running(a, b) as (client, router):
+            b.health = "503 Service Unavailable"
+            await until(lambda: router.backends[1].problem)
+            assert (await client.post(CHAT, json=body("m"))).status_code == 200 and len(a.requests) == 1
+            await a.stop()
+            await until(lambda: router.backends[0].problem)
+            got = await client.post(CHAT, json=body("m"))
+            assert got.status_code == 503 and (await client.get("/health")).status_code == 503
+            assert (await client.get("/v1/models")).json()["data"] == []
+            message = got.json()["message"]
+            assert a.url in message and f"{b.url}: /health answers with status 503" in message
+            assert "start one of these" in message
+            b.health = "200 OK"
+            await until(lambda: not router.backends[1].problem)
+            assert (await client.post(CHAT, json=body("m"))).status_code == 200 and len(b.requests) == 1
+            assert (await client.get("/health")).status_code == 200
+
+    run(test)
+
+
+def test_who_has_not_begun_is_followed_by_the_next() -> None:
+    """The router has not noticed yet that one is gone; another takes no more."""
+
+    async def test() -> None:
+        gone, full, last = await started(Fake("m", tokens=1), Fake("m", tokens=2), Fake("m", tokens=3))
+
+        async def refuse(write: Write) -> None:
+            await write(reply(b"full", "503 Service Unavailable"))
+
+        full.answer = refuse
+        async with running(gone, full, last) as (client, router):
+            await gone.stop()
+            got = await client.post(CHAT, json=body("m"))
+            assert got.status_code == 200 and len(full.requests) == len(last.requests) == 1
+            assert router.backends[0].problem and not router.backends[1].problem
+            await last.stop()
+            got = await client.post(CHAT, json=body("m"))
+            assert got.status_code == 503 and f"{full.url}: it answers with status 503; {last.url}: " in got.text
+            await until(lambda: router.backends[2].problem)
+            got = await client.post(CHAT, json=body("m"))
+            assert (got.status_code, got.content) == (503, b"full"), "the only one's own word"
+
+    run(test)
+
+
+@pytest.mark.parametrize("kind", ["nothing", "stream", "json"])
+def test_a_server_that_breaks_off_is_not_asked_twice_and_the_client_hears_of_it(kind: str) -> None:
+    async def test() -> None:
+        a, b = await started(Fake("m"), Fake("m", tokens=1))
+
+        async def break_off(write: Write) -> None:
+            if kind == "stream":
+                await write(STREAM_HEAD + chunk(b"data: 1\n\n"))
+            elif kind == "json":
+                await write(reply(b"x" * 100)[:-50])
+
+        a.answer = break_off
+        async with running(a, b) as (client, router):
+            if kind == "json":
+                with pytest.raises(httpx.RemoteProtocolError):
+                    await client.post(CHAT, json=body("m"))
+            else:
+                got = await client.post(CHAT, json=body("m"))
+                if kind == "nothing":
+                    assert got.status_code == 502 and a.url in got.json()["message"]
+                else:
+                    first, error, done = [line for line in got.text.split("\n") if line]
+                    assert (first, done) == ("data: 1", "data: [DONE]")
+                    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 502
+            await until(lambda: router.backends[0].demand == 0)
+            assert not b.requests
+
+    run(test)
+
+
+def test_the_key_of_the_servers_is_needed_and_asked_for() -> None:
+    async def test() -> None:
+        (fake,) = await started(Fake("a", key="secret"))
+        async with running(fake) as (client, _):
+            got = await client.post(CHAT, json=body("a"))
+            assert got.status_code == 503 and "--api-key" in got.json()["message"]
+        (fake,) = await started(Fake("a", key="secret"))
+        async with running(fake, key="secret") as (client, _):
+            key = {"Authorization": "Bearer secret"}
+            for path in ("/v1/models", "/workers"):
+                assert (await client.get(path)).status_code == 401
+                assert (await client.get(path, headers=key)).status_code == 200
+            assert (await client.post(CHAT, json=body("a"))).status_code == 401, "the server's word"
+            assert (await client.post(CHAT, json=body("a"), headers=key)).status_code == 200
+
+    run(test)
+
+
+def test_a_busy_machine_may_be_late_now_and_then_and_a_busy_scheduler_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        (fake,) = await started(Fake("a", tokens=7))
+        router = Router([fake.url])
+        (backend,) = router.backends
+        await router.look(backend)
+        assert (backend.problem, backend.demand) == (None, 7)
+        ask, late = router._ask, {"/hicache/state"}
+
+        async def sometimes(backend: router_module.Backend, path: str) -> httpx.Response:
+            if path in late:
+                raise httpx.ReadTimeout("late")
+            return await ask(backend, path)
+
+        monkeypatch.setattr(router, "_ask", sometimes)
+        for _ in range(2 * router_module.MAX_MISSES):
+            await router.look(backend)
+            assert (backend.problem, backend.demand) == (None, 7)
+        late.add("/health")
+        for _ in range(router_module.MAX_MISSES - 1):
+            await router.look(backend)
+            assert backend.problem is None
+        await router.look(backend)
+        assert backend.problem is not None and "has not answered" in backend.problem
+        await fake.stop()
+
+    run(test)
+
+
+def test_the_command_serves_until_it_is_told_to_stop() -> None:
+    command = [sys.executable, "-m", "sglang.router", "--worker-urls"]
+    refused = subprocess.run([*command, "127.0.0.1:1"], capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2 and "http://HOST:PORT" in refused.stderr
+    sock = bind("127.0.0.1", 0)
+    sock.listen()
+    port = str(sock.getsockname()[1])
+    taken = subprocess.run(
+        [*command, "http://127.0.0.1:9", "--port", port], capture_output=True, text=True, timeout=60
+    )
+    assert taken.returncode == 1 and taken.stderr.startswith(f"error: cannot listen on 127.0.0.1:{port}")
+    sock.close()
+    process = subprocess.Popen([*command, "http://127.0.0.1:9", "--port", port], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert "The router is ready" in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0 and "Traceback" not in process.stderr.read()
+    process.stderr.close()
