@@ -274,7 +274,9 @@ def test_servers_that_are_down_are_left_out_until_they_are_back(monkeypatch: pyt
             assert got.status_code == 503 and (await client.get("/health")).status_code == 503
             assert (await client.get("/v1/models")).json()["data"] == []
             message = got.json()["message"]
-            assert a.url in message and f"{b.url}: /health answers with status 503" in message
+            assert (
+                f"{a.url}: it cannot be reached" in message and f"{b.url}: /health answers with status 503" in message
+            )
             assert "start one of these" in message
             b.health = "200 OK"
             await until(lambda: not router.backends[1].problem)

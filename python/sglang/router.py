@@ -164,7 +164,7 @@ class Router:
             if backend.misses >= MAX_MISSES:
                 backend.set_problem(f"it has not answered within {LOOK_TIMEOUT_S:g} s, {backend.misses} times")
         except httpx.HTTPError as error:
-            backend.set_problem(str(error) or type(error).__name__)
+            backend.set_problem(_unreachable(error))
         except (ValueError, KeyError, TypeError):
             backend.set_problem("its /v1/models is not what an OpenAI-compatible server says")
         else:
@@ -215,7 +215,7 @@ class Router:
                 try:
                     reply = await unless_disconnected(request.receive, self._client.send(asked, stream=True))
                 except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-                    backend.set_problem(str(error) or "it cannot be reached")
+                    backend.set_problem(_unreachable(error))
                     refusals.append(f"{backend.url}: {backend.problem}")
                     continue
                 except httpx.HTTPError as error:
@@ -271,6 +271,10 @@ class _Relay(Response):
             # In an event, perhaps.
             await send({"type": "http.response.body", "body": b"\n\n" + broken + DONE, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
+
+
+def _unreachable(error: httpx.HTTPError) -> str:
+    return f"it cannot be reached ({str(error) or type(error).__name__})"
 
 
 def _nobody(model: str | None, problems: Sequence[str]) -> RequestError:
