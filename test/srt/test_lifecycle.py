@@ -174,6 +174,7 @@ def test_the_next_start_removes_what_a_massacre_left(monkeypatch, tmp_path):
 # Two ranks
 
 
+@pytest.mark.slow
 def test_two_ranks_free_what_clients_leave_and_stop_at_the_second_signal():
     shared_memory = set(os.listdir("/dev/shm"))
     with Server("--tp-size", "2", "--hicache", "--max-total-tokens", "2048") as server:

@@ -95,6 +95,7 @@ def test_every_request_fetches_with_bypass_local(store):
             assert again["output_ids"] == first["output_ids"]
 
 
+@pytest.mark.slow
 def test_the_store_is_started_where_no_url_is_given_and_leaves_nothing():
     with start() as server:
         first = generate(server)
@@ -150,6 +151,7 @@ def test_two_ranks_have_a_proxy_each(store):
         assert details(again)["remote"] == 384 and again["output_ids"] == first["output_ids"]
 
 
+@pytest.mark.slow
 def test_disk_and_remote_store_of_one_server(store, tmp_path):
     """The disk loses half of what it has; a prompt comes from both, and from nowhere the rest."""
     extra = json.dumps({**CONFIG, "file": {"path": str(tmp_path / "kv")}, "remote": {"url": store}})

@@ -158,6 +158,7 @@ def test_metrics_move(server):
     assert after[f"sglang:hicache_host_total_tokens{label}"] == 8 * 1024
 
 
+@pytest.mark.slow
 def test_pages_of_16_in_odd_chunks_until_the_scheduler_is_killed(plain):
     flags = "--hicache --page-size 16 --max-total-tokens 1024 --chunked-prefill-size 37"
     with Server(*flags.split()) as server:
@@ -178,3 +179,27 @@ def test_the_offline_engine_agrees_with_the_server(plain):
     with sglang.Engine(model_path="embedded", enable_hierarchical_cache=True, max_total_tokens=1024) as engine:
         reply = engine.generate(input_ids=ids, sampling_params={**GREEDY, "max_new_tokens": 12})
         assert reply["output_ids"] == generate(plain, ids)["output_ids"]
+
+
+def test_a_prompt_that_is_longer_than_the_device(plain):
+    flags = "--hicache --hicache-ratio 6 --max-total-tokens 1024 --chunked-prefill-size 128 --page-size 4"
+    long, longer = prompt(50, 3000), prompt(51, 8000)
+    with Server(*flags.split(), "--layer-stream", "2", "--layer-stream-tokens", "256") as server:
+        limit = server.get("/get_server_info").json()["max_req_input_len"]
+        assert 6000 < limit < 7000, "what host and device hold together"
+        want = generate(plain, long)["output_ids"]
+        found = []
+        for _ in range(2):
+            reply = generate(server, long)
+            assert reply["output_ids"] == want
+            found.append(reply["meta_info"]["cached_tokens_details"])
+        assert sum(found[0].values()) == 0 and found[1]["host"] > 2000
+        refused = server.post("/generate", {"input_ids": longer, "sampling_params": GREEDY})
+        assert refused.status_code == 400 and str(limit + 1) in refused.text
+        state = server.get("/hicache/state").json()
+        assert state["counters"]["streamed_reqs"] == 2 and state["layer_stream"]["streamed_tokens"] == 0
+        metrics = server.get("/metrics").text
+        assert "sglang:layer_stream_requests_total" in metrics
+        server.process.terminate()
+        assert server.wait(15) == 0, server.output()
+        server.assert_nothing_left()

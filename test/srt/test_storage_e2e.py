@@ -85,6 +85,7 @@ def test_a_killed_server_leaves_what_the_next_one_needs(tmp_path):
         server.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_damaged_files_cost_time_only(tmp_path):
     with start(tmp_path / "kv") as server:
         first = generate(server)

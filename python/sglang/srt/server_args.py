@@ -165,6 +165,18 @@ class ServerArgs:
         60.0, "seconds: a worker keeps what its requests needed at a time in so many of the last"
     )
 
+    layer_stream: int = arg(
+        0,
+        "serve requests that are longer than the device: what it has no room for stays on the host and is read layer "
+        "by layer, through so many buffers; 2 is enough, 0 turns it off",
+    )
+    layer_stream_tokens: int = arg(
+        4096, "tokens that a buffer holds, of one layer; 0: as many as the host has, so that a piece is a whole layer"
+    )
+    layer_stream_max_tpot: float | None = arg(
+        None, "seconds: refuse a request whose tokens are expected to take longer each, as it must stream"
+    )
+
     record_steps: str | None = arg(None, "write every scheduler step to this file, for replay")
 
     log_level: str = arg("info", "level of the log", choices=("debug", "info", "warning", "error", "critical"))
@@ -257,6 +269,19 @@ class ServerArgs:
         require(self.peer_slab_size >= 1, "peer_slab_size", "at least 1 MiB")
         require(self.peer_size > 0, "peer_size", "above 0 GB")
         require(self.peer_window > 0, "peer_window", "above 0 seconds")
+        if self.layer_stream and not (self.enable_hierarchical_cache and not self.disable_radix_cache):
+            raise ValueError("--layer-stream keeps on the host what the device has no room for: add --hicache")
+        if self.layer_stream and self.peer_role == "worker":
+            raise ValueError(
+                "--layer-stream is for who needs more memory than it has, --peer-role worker for who has more"
+            )
+        require(self.layer_stream >= 0, "layer_stream", "0 or more buffers")
+        require(self.layer_stream_tokens >= 0, "layer_stream_tokens", "0 or more tokens")
+        require(
+            self.layer_stream_max_tpot is None or self.layer_stream_max_tpot > 0,
+            "layer_stream_max_tpot",
+            "above 0 seconds",
+        )
         require(self.hicache_ratio > 0, "hicache_ratio", "above 0")
         try:
             ratio = self.load_ratio

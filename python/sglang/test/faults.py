@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from sglang.srt.mem_cache.kv_view import KVView
+from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache, Piece
 from sglang.srt.mem_cache.link import CopyLink, Fence
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
 from sglang.srt.mem_cache.transfer import LoadFailedError, OpResult, TransferOp
@@ -104,12 +106,34 @@ class FaultyExecutor(ModelExecutor):
 
     def _layer(self, run: _Run, layer: int) -> None:
         super()._layer(run, layer)
+        self._perhaps_fail(run, layer)
+
+    def _end_layer(self, run: _Run, layer: int) -> None:
+        super()._end_layer(run, layer)
+        self._perhaps_fail(run, layer)
+
+    def _perhaps_fail(self, run: _Run, layer: int) -> None:
         last = layer == self.model.num_layers - 1
         if last and run.error is None and not run.void and self._random.random() < self._fail_rate:
             run.error = RuntimeError("injected")
 
     def poll(self) -> list[StepResult]:
         return self._late.pass_on(super().poll())
+
+
+class FaultyLayerStreamCache(LayerStreamCache):
+    """fail_rate: share of copies that fail. What failed leaves poison."""
+
+    def __init__(self, *args: Any, seed: int, fail_rate: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._random = random.Random(seed)
+        self._fail_rate = fail_rate
+
+    def _copy(self, layer: int, piece: Piece, view: KVView) -> None:
+        if self._random.random() < self._fail_rate:
+            view.k.fill_(float("nan"))
+            raise LoadFailedError("injected")
+        super()._copy(layer, piece, view)
 
 
 class Gate:

@@ -7,6 +7,7 @@ page in the wrong place, one read before its load, and every later value differs
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -24,6 +25,15 @@ _REMEMBERED = 2000
 
 def _key(tokens: np.ndarray) -> bytes:
     return np.ascontiguousarray(tokens, np.int64).tobytes()
+
+
+@dataclass
+class _Attending:
+    """In the middle of a layer. sums: (num_tokens,), what was read so far. positions: of the next streamed tokens."""
+
+    hidden: torch.Tensor
+    sums: torch.Tensor
+    positions: list[int]
 
 
 class HashModel:
@@ -51,16 +61,42 @@ class HashModel:
         return self._embed[batch.input_ids]
 
     def forward_layer(self, layer_id: int, state: Any, batch: ForwardBatch, pool: KVPool) -> torch.Tensor:
+        return self.end_layer(layer_id, self.begin_layer(layer_id, state, batch, pool), batch)
+
+    def begin_layer(self, layer_id: int, state: Any, batch: ForwardBatch, pool: KVPool) -> _Attending:
         kv = self._keys_values(layer_id, state, batch.positions)
         pool.store(layer_id, batch.out_loc, kv[:, 0], kv[:, 1])
         view = pool.view(layer_id)
-        sums, row = [], 0
+        sums = []
         for q_len, segments in zip(batch.attn.q_lens, batch.segments):
+            if not segments:
+                sums.append(torch.zeros(q_len, dtype=torch.float64))
+                continue
             read = torch.cat([self._gather(view, segment) for segment in segments])
             total = self._contributions(layer_id, read).cumsum(0)
             sums.append(total[len(total) - q_len :])
-            row += q_len
-        return self._next(layer_id, state, torch.cat(sums))
+        attending = _Attending(state, torch.cat(sums), [req.start for req in batch.streamed])
+        for req in batch.streamed:
+            pos, total = 0, torch.zeros(1, dtype=torch.float64)
+            for segment in req.segments:
+                if pos == req.start:
+                    pos = req.end
+                total = total[-1] + self._contributions(layer_id, self._gather(view, segment), pos).cumsum(0)
+                pos += segment.length
+            attending.sums[req.rows] = total[len(total) - (req.rows.stop - req.rows.start) :]
+        return attending
+
+    def attend(
+        self, layer_id: int, state: _Attending, batch: ForwardBatch, place: int, view: KVView, segment: KVSegment
+    ) -> _Attending:
+        read, pos = self._gather(view, segment), state.positions[place]
+        state.sums[batch.streamed[place].rows] += self._contributions(layer_id, read, pos).sum()
+        state.positions[place] += segment.length
+        return state
+
+    def end_layer(self, layer_id: int, state: _Attending, batch: ForwardBatch) -> torch.Tensor:
+        assert state.positions == [req.end for req in batch.streamed], "not all that is streamed was attended to"
+        return self._next(layer_id, state.hidden, state.sums)
 
     def logits(self, state: Any, batch: ForwardBatch) -> torch.Tensor:
         return self._logits(state[batch.sample_rows])
@@ -100,8 +136,8 @@ class HashModel:
         a, b, c = self._kv[layer]
         return (state[:, None, None, None] * a + positions[:, None, None, None] * b + c) % PRIME
 
-    def _contributions(self, layer: int, kv: torch.Tensor) -> torch.Tensor:
-        return ((kv * self._read[layer]).sum((1, 2, 3)) % PRIME) * self._weights[: len(kv)]
+    def _contributions(self, layer: int, kv: torch.Tensor, first: int = 0) -> torch.Tensor:
+        return ((kv * self._read[layer]).sum((1, 2, 3)) % PRIME) * self._weights[first : first + len(kv)]
 
     def _next(self, layer: int, state: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
         a, b, c = self._mix[layer]

@@ -25,6 +25,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_id
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest, StorageSetup
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
 from sglang.srt.mem_cache.block_store import BlockStore
+from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
 from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.rate_limit import RateLimit
@@ -116,6 +117,13 @@ class LocalEngine:
         )
         links: dict[str, FaultyLink] = {}
         self._streams = [ThreadStream("compute")]
+        sources: dict[Tier, MHATokenToKVPoolHost | ElasticPool] = {}
+        self.layer_stream = None
+        if (streamed := config.layer_stream) is not None:
+            self._streams.append(ThreadStream("layer-stream"))
+            self.layer_stream = LayerStreamCache(
+                streamed.num_buffers, streamed.buffer_pages, pool, sources, self._streams[-1]
+            )
         executor = FaultyExecutor(
             self.model,
             pool,
@@ -132,6 +140,7 @@ class LocalEngine:
             fail_rate=0.0,
             late_rate=late_rate,
             lockstep=group.size > 1,
+            layer_stream=self.layer_stream,
         )
         self.host_pool: MHATokenToKVPoolHost | None = None
         self.peer_pool: MHATokenToKVPoolHost | ElasticPool | None = self.borrowed.pool if self.borrowed else None
@@ -140,6 +149,7 @@ class LocalEngine:
         if num_peer_pages and self.peer_pool is None:
             self.peer_pool = MHATokenToKVPoolHost(pool, num_peer_pages)
         below = {Tier.PEER: self.peer_pool, Tier.HOST: self.host_pool}
+        sources |= {tier: each for tier, each in below.items() if each is not None}
         poison: dict[Tier, Callable[[np.ndarray], None]] = {Tier.DEVICE: partial(_poison, pool)}
         for tier, each in below.items():
             if each is None:
@@ -172,6 +182,8 @@ class LocalEngine:
                 # What is borrowed is not there yet, and poisoned as it comes.
                 if filled is not None and not isinstance(filled, ElasticPool):
                     filled.kv.fill_(float("nan"))
+            if self.layer_stream is not None:
+                self.layer_stream.poison()
         self.core = EngineCore(
             Scheduler(config),
             executor,

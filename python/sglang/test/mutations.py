@@ -21,6 +21,7 @@ import torch
 
 from sglang.srt.managers import cache_controller, engine_core, scheduler
 from sglang.srt.managers.cache_controller import HiCacheController, StorageLimits
+from sglang.srt.managers.layer_streaming import LayerStreaming
 from sglang.srt.managers.schedule_batch import StorageSetup
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.slab_ledger import SlabLedger, SlabState
@@ -30,6 +31,7 @@ from sglang.srt.mem_cache import link as link_module
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node
+from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
 from sglang.srt.mem_cache.link import CopyGate, CopyLink
 from sglang.srt.mem_cache.storage_link import StorageLink
 from sglang.srt.mem_cache.transfer import D2P, FRAME_TIERS, P2D, GateError, Tier
@@ -39,6 +41,7 @@ from sglang.srt.model_executor.executor import ModelExecutor, NonFiniteLogitsErr
 from sglang.test import soak as soak_module
 from sglang.test.kv_oracle import OracleError
 from sglang.test.soak import ALL_NETS, Soak, SoakConfig, StuckError, WrongTokensError
+from sglang.test.stream_emulator import EmulatedEvent
 
 MUTATIONS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {}
 
@@ -703,6 +706,69 @@ def kept_slab_is_still_lent() -> Any:
     return mock.patch.object(FrameTable, "keep", patched)
 
 
+@mutation
+def streamed_before_it_came() -> Any:
+    """Attention reads a buffer of the layer stream cache before its copy is done."""
+    fill = LayerStreamCache.fill
+
+    def patched(self: Any, layer: int, piece: Any) -> Any:
+        filled = fill(self, layer, piece)
+        filled.ready = EmulatedEvent()
+        filled.ready.recorded = filled.ready.passed = True
+        return filled
+
+    return mock.patch.object(LayerStreamCache, "fill", patched)
+
+
+@mutation
+def buffer_filled_before_it_was_read() -> Any:
+    """The layer stream cache copies into a buffer whatever still reads it."""
+    return mock.patch.object(LayerStreamCache, "has_read", lambda self, event: None)
+
+
+@mutation
+def spilled_pages_free_at_once() -> Any:
+    """Device pages of a request that streams are free once the host has them, whatever launches still read."""
+    committed = LayerStreaming.committed
+
+    def patched(self: Any, ticket: Any) -> None:
+        if self.req is None:
+            return
+        last_launch, self.req.last_launch = self.req.last_launch, -1
+        committed(self, ticket)
+        self.req.last_launch = last_launch
+
+    return mock.patch.object(LayerStreaming, "committed", patched)
+
+
+@mutation
+def streamed_host_pages_free_at_once() -> Any:
+    """Host pages are reused while a launch still streams them."""
+    prefix = LayerStreaming.prefix
+
+    def patched(self: Any, place: int, launch: int) -> Any:
+        return prefix(self, place, -1)
+
+    return mock.patch.object(LayerStreaming, "prefix", patched)
+
+
+@mutation
+def failed_spill_kept() -> Any:
+    """A request goes on although what it moved to the host did not get there."""
+    return mock.patch.object(LayerStreaming, "depends_on", lambda self, ticket: False)
+
+
+@mutation
+def promoted_pages_not_told() -> Any:
+    """The executor is not told which device pages a request has again."""
+    prefix = LayerStreaming.prefix
+
+    def patched(self: Any, place: int, launch: int) -> Any:
+        return prefix(self, place, launch)[0], []
+
+    return mock.patch.object(LayerStreaming, "prefix", patched)
+
+
 _NAMES: dict[type[BaseException], str] = {
     NonFiniteLogitsError: "poison",
     OracleError: "oracle",
@@ -728,6 +794,30 @@ PEERS: dict[int, dict[str, Any]] = {
 }
 
 
+# In these, most requests are longer than the device.
+STREAMERS: dict[int, dict[str, Any]] = {
+    17: {
+        "page_size": 1,
+        "num_device_pages": 20,
+        "num_host_pages": 110,
+        "chunked_prefill_size": 5,
+        "stream_pages": 7,
+        "link_fail_rate": 0.05,
+        "steps": 60,
+    },
+    20: {
+        "page_size": 3,
+        "num_device_pages": 12,
+        "num_host_pages": 45,
+        "chunked_prefill_size": 12,
+        "stream_pages": 2,
+        "stream_buffers": 3,
+        "num_peer_pages": 40,
+        "steps": 120,
+    },
+}
+
+
 # In these, a worker lends what it does not need for a moment, and gets it back late.
 LENDERS: dict[int, dict[str, Any]] = {
     14: {
@@ -748,7 +838,7 @@ LENDERS: dict[int, dict[str, Any]] = {
 
 def configurations() -> Iterator[SoakConfig]:
     """Small, hot and various: every mechanism acts within some hundred steps."""
-    for seed in (10, 66, 38, 9, 26, 16, 13, 237, 45, 1, 2, 5, 6, 3, 4, 7, 8, 11, 12, 14):
+    for seed in (10, 66, 38, 9, 26, 16, 13, 237, 45, 1, 2, 5, 6, 3, 4, 7, 8, 11, 12, 14, 17, 20):
         page_size = (1, 4, 3, 16)[seed % 4]
         pages = -(-72 // page_size) + (4, 12)[seed % 2]
         config = SoakConfig(
@@ -773,6 +863,9 @@ def configurations() -> Iterator[SoakConfig]:
             continue
         if seed in PEERS:
             yield dataclasses.replace(config, num_peer_pages=4 * pages, link_fail_rate=0.1, **PEERS[seed])
+            continue
+        if seed in STREAMERS:
+            yield dataclasses.replace(config, **STREAMERS[seed])
             continue
         if seed in LENDERS:
             yield dataclasses.replace(config, **LENDERS[seed])
@@ -886,6 +979,14 @@ TRIED_FIRST: dict[int, tuple[str, ...]] = {
     ),
     14: ("slab_leaves_in_use", "kept_slab_is_still_lent"),
     16: ("preloads_never_taken_back",),
+    17: (
+        "streamed_before_it_came",
+        "buffer_filled_before_it_was_read",
+        "spilled_pages_free_at_once",
+        "streamed_host_pages_free_at_once",
+        "failed_spill_kept",
+        "promoted_pages_not_told",
+    ),
     26: ("preload_not_waited_for",),
     38: (
         "reuse_before_fence",

@@ -17,7 +17,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -27,6 +27,7 @@ from sglang.srt.managers.cache_controller import WRITE_POLICIES, StorageLimits
 from sglang.srt.managers.device_lending import LendingConfig
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder, digest_of, reduce_progress, replay
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
+from sglang.srt.managers.layer_streaming import LayerStreamConfig
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest, StorageSetup
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Scheduler, SchedulerConfig
 from sglang.srt.managers.storage_prefetch import PrefetchConfig
@@ -48,7 +49,13 @@ from sglang.srt.mem_cache.transfer import (
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.coming_and_going import ComingAndGoing, LentOut, padded_slabs
-from sglang.test.faults import FaultyExecutor, FaultyLink, LateStorageLink, RandomClock
+from sglang.test.faults import (
+    FaultyExecutor,
+    FaultyLayerStreamCache,
+    FaultyLink,
+    LateStorageLink,
+    RandomClock,
+)
 from sglang.test.hash_model import DIM, HEADS, HashModel
 from sglang.test.kv_oracle import PagedMemory, check_kv, check_stored
 from sglang.test.memory_store import MemoryStore, OverlappingMemoryStore
@@ -79,7 +86,8 @@ class SoakConfig:
     restart_rate: how often nobody asks until all is quiet, and then all is forgotten but what storage has. launch_s,
     load_s, fetch_s: what the scheduler is told that they take, in seconds, of which a tick has 0.001. lend_rate: how
     often a slab that is wanted comes home, above 0 where slabs of the device are lent, which then needs no peers;
-    lend_window_s: what was needed in so many seconds is not lent.
+    lend_window_s: what was needed in so many seconds is not lent. stream_pages: of each of stream_buffers buffers of
+    the layer stream cache, 0 for none; used where there is a host tier, and nothing is lent.
     """
 
     seed: int
@@ -132,6 +140,12 @@ class SoakConfig:
     slab_rate: float = 0.0
     lend_rate: float = 0.0
     lend_window_s: float = 0.05
+    stream_pages: int = 0
+    stream_buffers: int = 2
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream_pages and self.num_host_pages and self.enable_radix_cache and not self.lend_rate)
 
     @staticmethod
     def draw(seed: int, steps: int) -> SoakConfig:
@@ -146,7 +160,7 @@ class SoakConfig:
         hosts = (
             (pages // 2 + 1, pages, 3 * pages) if storage else (0, pages // 2 + 1, 3 * pages, 8 * pages, 8 * pages)
         )
-        return SoakConfig(
+        config = SoakConfig(
             seed=seed,
             steps=steps,
             page_size=page_size,
@@ -195,6 +209,19 @@ class SoakConfig:
             slab_rate=rng.choice((0.0, 0.02, 0.2)),
             lend_rate=rng.choice((0.0, 0.0, 0.02, 0.5)),
             lend_window_s=rng.choice((0.0, 0.05)),
+            stream_pages=rng.choice((0, 0, 1, 2, 100)),
+            stream_buffers=rng.choice((1, 2, 2, 3)),
+        )
+        if not config.streams:
+            return config
+        # Too little for most requests.
+        chunk = max(page_size, 5)
+        pages = 2 * -(-chunk // page_size) + 2
+        return replace(
+            config,
+            chunked_prefill_size=chunk,
+            num_device_pages=pages + rng.randrange(1 + 16 // page_size),
+            num_host_pages=max(config.num_host_pages, 80 // page_size),
         )
 
 
@@ -259,6 +286,21 @@ def build_rank(
     scheduler = Scheduler(scheduler_config(config, page_bytes))
     links: dict[str, FaultyLink] = {}
     storage_links: dict[str, LateStorageLink] = {}
+    sources: dict[Tier, MHATokenToKVPoolHost] = {}
+    layer_stream = None
+    if config.streams:
+        layer_stream = FaultyLayerStreamCache(
+            config.stream_buffers,
+            config.stream_pages,
+            pool,
+            sources,
+            emulator.stream("layer-stream"),
+            config.io_backend,
+            clock=RandomClock(config.seed, config.load_s),
+            seed=config.seed * 10 + rank,
+            fail_rate=config.link_fail_rate / 20,
+        )
+        layer_stream.kv.fill_(empty)
     executor = FaultyExecutor(
         model,
         pool,
@@ -274,6 +316,7 @@ def build_rank(
         fail_rate=config.launch_fail_rate,
         late_rate=config.late_rate,
         clock=RandomClock(config.seed, config.launch_s),
+        layer_stream=layer_stream,
     )
     host_pool = peer_pool = store = None
     slabs: ComingAndGoing | LentOut | None = None
@@ -281,12 +324,12 @@ def build_rank(
     if config.lend_rate:
         slabs = LentOut(scheduler.config.slabs, config.lend_rate, config.seed * 10 + rank, poison[Tier.DEVICE])
     if config.num_host_pages:
-        host_pool = host = MHATokenToKVPoolHost(pool, config.num_host_pages, config.host_layout)
+        host_pool = sources[Tier.HOST] = host = MHATokenToKVPoolHost(pool, config.num_host_pages, config.host_layout)
         host.kv.fill_(empty)
         poison[Tier.HOST] = lambda frames: host.poison(torch.from_numpy(frames).to(torch.int64))
         below = {H2D: host, D2H: host}
         if scheduler.config.num_peer_pages:
-            peer_pool = peer = MHATokenToKVPoolHost(pool, config.num_peer_pages)
+            peer_pool = sources[Tier.PEER] = peer = MHATokenToKVPoolHost(pool, config.num_peer_pages)
             peer.kv.fill_(empty)
             poison[Tier.PEER] = lambda frames: peer.poison(torch.from_numpy(frames).to(torch.int64))
             below |= {P2D: peer, D2P: peer}
@@ -371,6 +414,7 @@ def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
         num_peer_pages=num_peer_pages,
         slabs=slabs,
         lending=LendingConfig(1, 0, config.lend_window_s, 0.005) if config.lend_rate else None,
+        layer_stream=LayerStreamConfig(config.stream_buffers, config.stream_pages) if config.streams else None,
     )
 
 
@@ -576,7 +620,8 @@ def main() -> None:
             f"{config.num_ranks} ranks, {soak.num_finished} requests, "
             f"{'/'.join(str(counters.get(f'hit_tokens_{t}', 0)) for t in TIER_NAMES)} tokens hit, "
             f"{counters.get('prefetched_tokens', 0)} prefetched, "
-            f"{counters.get('retracted_reqs', 0)} retracted, {counters.get('failed_ops', 0)} transfers and "
+            f"{counters.get('streamed_reqs', 0)} streamed, {counters.get('retracted_reqs', 0)} retracted, "
+            f"{counters.get('failed_ops', 0)} transfers and "
             f"{counters.get('failed_launches', 0)} launches failed, "
             f"{'/'.join(str(counters.get(name, 0)) for name in SCHEDULING_COUNTERS)} "
             f"{', '.join(SCHEDULING_COUNTERS)}, {time.perf_counter() - start:.1f} s",

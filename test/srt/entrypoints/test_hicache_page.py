@@ -72,7 +72,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     config = {"backend_name": "kept", "module_path": "page_test_plugin", "class_name": "Plugin"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder), prepend=":")
-        flags = ("--hicache", "--hicache-storage-backend", "dynamic")
+        flags = ("--hicache", "--layer-stream", "2", "--hicache-storage-backend", "dynamic")
         server = Server(*flags, "--hicache-storage-backend-extra-config", json.dumps(config))
     with server:
         for salt, last in (("", 300), ("a secret salt", 300), ("", 500)):
@@ -86,8 +86,8 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.e2e
 def test_the_reference_lists_what_the_state_has(state):
     own = {"tiers.disk.rewritten_blocks", "tiers.disk.staging_bytes"}  # the plugin store's
-    # Null without storage.
-    assert paths(state) - own == FIELDS - {"storage"} - PEER_FIELDS
+    # Null without storage, or without layer streaming.
+    assert paths(state) - own == FIELDS - {"storage", "layer_stream"} - PEER_FIELDS
     assert state["counters"].keys() <= COUNTERS
 
 

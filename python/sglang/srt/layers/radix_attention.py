@@ -6,7 +6,12 @@ import torch
 from torch import nn
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.merge_state import merge_state
+from sglang.srt.mem_cache.kv_view import KVSegment, KVView
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, KVPool
+
+# out (q_len, num_q_heads, head_dim) and lse (q_len, num_q_heads), float32; see `AttentionBackend.partial`.
+PartialState = tuple[torch.Tensor, torch.Tensor]
 
 
 class RadixAttention(nn.Module):
@@ -19,6 +24,22 @@ class RadixAttention(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch, pool: KVPool
     ) -> torch.Tensor:
         """q: (num_tokens, num_q_heads, head_dim), k, v: (num_tokens, num_kv_heads, head_dim), the batch's own
-        tokens; k and v are written to the pool first. Returns q's shape."""
+        tokens; k and v are written to the pool first. Returns q's shape; rows of streamed requests are zero."""
         pool.store(self.layer_id, batch.out_loc, k, v)
         return self.backend.forward(q, pool.view(self.layer_id), batch.segments, batch.attn)
+
+    def partial(
+        self,
+        q: torch.Tensor,
+        view: KVView,
+        segments: list[KVSegment],
+        scale: float,
+        state: PartialState | None = None,
+    ) -> PartialState:
+        """Attention of one request's queries q (q_len, num_q_heads, head_dim) to segments of a view, merged with what
+        they have attended to before."""
+        for segment in segments:
+            found = self.backend.partial(q, view, segment, scale)
+            state = found if state is None else merge_state(*state, *found)
+        assert state is not None
+        return state

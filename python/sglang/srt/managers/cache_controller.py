@@ -4,7 +4,7 @@ Owns the numbering of operations and what each one pins. Decides nothing about r
 Between `begin_*` and `commit` or `abort` the frames on both sides are pinned, so that neither eviction nor the end
 of a request can give the memory away; the tree shows the ticket on the nodes that are being filled.
 
-    device ── D2H: begin_backup ──► host ── STORE: _store_path, by itself after each backup ──► storage
+    device ── D2H: begin_backup, begin_spill ──► host ── STORE: _store_path, by itself after each backup ──► storage
     device ◄── H2D: begin_load ──── host ◄── FETCH: begin_fetch, for storage_prefetch.py ────── storage
     device ── D2P: begin_backup, when it evicts ──► peer
     device ◄── P2D: begin_load ──────────────────── peer
@@ -27,6 +27,7 @@ from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import Dropped, HiRadixTree, MatchResult, Node, is_fetching
 from sglang.srt.mem_cache.transfer import (
     BACKUP_LINKS,
+    D2H,
     FETCH,
     LINKS,
     LOAD_LINKS,
@@ -172,6 +173,26 @@ class HiCacheController:
             return None
         after = max(n.fences[Tier.DEVICE] for n in nodes)
         return self._begin(link, Tier.DEVICE, tier, src, dst, nodes, after).ticket
+
+    def begin_spill(
+        self, below: Node, tokens: np.ndarray, src: np.ndarray, fence: int, now: int, done: int, priority: int
+    ) -> tuple[Ticket, Node] | None:
+        """Move to the host what a request has computed below a node, on pages src that are its own, as much of it as
+        there is room for; None if there is none. See `HiRadixTree.begin_spill`; the request locks what it gets."""
+        host = self.tables[Tier.HOST]
+        num_pages = min(len(src), host.num_free + self.tree.evictable_pages(Tier.HOST, keep=below))
+        if num_pages < 1 or not self.make_room(Tier.HOST, num_pages, below, done):
+            return None
+        src, tokens = src[:num_pages], tokens[: num_pages * self.tree.page_size]
+        dst = host.allocate(num_pages, -1 - self._next_seq[D2H], FrameState.FILLING, below.end // self.tree.page_size)
+        assert dst is not None
+        op = self._issue(D2H, Tier.DEVICE, Tier.HOST, src, dst, fence)
+        self.counters["backup_tokens"] += len(tokens)
+        return op.ticket, self.tree.begin_spill(below, tokens, dst, op.ticket, fence, now, priority)
+
+    def demote(self, node: Node, num_tokens: int, last_launch: int) -> None:
+        """See `HiRadixTree.demote`."""
+        self._release(self.tree.demote(node, num_tokens, last_launch), Tier.DEVICE, last_launch)
 
     def commit(self, ticket: Ticket, done: int) -> None:
         """The operation brought its bytes on every rank."""
@@ -529,11 +550,17 @@ class HiCacheController:
         nodes: list[Node],
         after: int | None,
     ) -> TransferOp:
+        op = self._issue(link, src, dst, src_frames, dst_frames, after)
+        self.tree.begin_fill(nodes, src, dst, dst_frames, op.ticket)
+        return op
+
+    def _issue(
+        self, link: str, src: Tier, dst: Tier, src_frames: np.ndarray, dst_frames: np.ndarray, after: int | None
+    ) -> TransferOp:
         ticket = Ticket(link, self._next_seq[link])
         self._next_seq[link] += 1
         self.tables[src].pin(src_frames)
         self.tables[dst].pin(dst_frames)
-        self.tree.begin_fill(nodes, src, dst, dst_frames, ticket)
         op = TransferOp(ticket, src, dst, src_frames, dst_frames, len(src_frames) * self.page_bytes, after)
         self.in_flight[ticket] = op
         self._new_ops.append(op)

@@ -18,7 +18,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import BatchDecision, StepInputs, StorageRequest
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
 from sglang.srt.managers.slab_ledger import LentSlabs, SlabSource
-from sglang.srt.mem_cache.transfer import EXEC, FETCH, LINKS, LOAD_LINKS, STALL, STORAGE_LINKS, Link, Tier
+from sglang.srt.mem_cache.transfer import EXEC, FETCH, LINKS, LOAD_LINKS, STALL, STORAGE_LINKS, STREAM, Link, Tier
 from sglang.srt.model_executor.executor import Executor
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
 
@@ -40,7 +40,9 @@ class Progress:
 
 
 _COUNTED = (EXEC, *LINKS)
-_MEASURED = (EXEC, STALL, *LOAD_LINKS.values(), FETCH)
+# Parts of launches, under their numbers.
+_OF_LAUNCHES = (STALL, STREAM)
+_MEASURED = (EXEC, *_OF_LAUNCHES, *LOAD_LINKS.values(), FETCH)
 _NO_FAILURE = np.iinfo(np.int64).max
 # Results of storage operations that one step takes, per link.
 COUNTS_PER_STEP = 16
@@ -86,7 +88,7 @@ def unpack_progress(
         counts,
         consumed,
         {
-            name: {s: c for s, c in costs.items() if s < (end if name == STALL else done[name])}
+            name: {s: c for s, c in costs.items() if s < (end if name in _OF_LAUNCHES else done[name])}
             for name, costs in cost.items()
         },
         bytes(values[counts_end:]),
@@ -140,6 +142,8 @@ class EngineCore:
             self._cost[EXEC][result.seq] = result.seconds
             if result.stall_s:
                 self._cost[STALL][result.seq] = result.stall_s
+            if result.stream_s:
+                self._cost[STREAM][result.seq] = result.stream_s
             if result.logprobs is not None:
                 self._logprobs[result.seq] = result.logprobs
             if result.failed and result.seq >= self._reset_mark:
@@ -227,7 +231,7 @@ class EngineCore:
             del self._results[seq]
             self._logprobs.pop(seq, None)
         for name, costs in self._cost.items():
-            end = progress.done[EXEC if name == STALL else name]
+            end = progress.done[EXEC if name in _OF_LAUNCHES else name]
             for seq in [s for s in costs if s < end]:
                 del costs[seq]
         for name, of_link in progress.counts.items():

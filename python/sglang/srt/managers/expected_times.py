@@ -39,6 +39,10 @@ class ExpectedTimes:
         """Of another decode step like the last one."""
         return self.costs.decode_seconds() or 0.0
 
+    def stream_seconds(self, num_tokens: int) -> float:
+        """Of copying so many tokens through the layer stream cache, all layers."""
+        return (num_tokens and self.costs.stream_seconds(int(num_tokens * self._bytes_per_token))) or 0.0
+
     def fetch_seconds(self, num_tokens: int, tokens_per_op: int) -> float | None:
         """Of so many tokens from storage, by operations of tokens_per_op; None while nobody knows."""
         return self.costs.fetch_seconds(-(-num_tokens // tokens_per_op), int(num_tokens * self._bytes_per_token))
@@ -62,6 +66,13 @@ class ExpectedTimes:
                 loads = loads.and_also(LoadTimes.between(start, start + seconds, self._num_layers))
         return loads
 
+    def arrival_of_stream(self, num_tokens: int) -> LoadTimes:
+        """When so many tokens have come that the next launch streams. It begins with the launch."""
+        if not (seconds := self.stream_seconds(num_tokens)):
+            return NO_LOADS
+        start = max(self.now, self.launches.free_at)
+        return LoadTimes.between(start, start + seconds, self._num_layers)
+
     def stall_seconds(self, work: PrefillWork, loads: LoadTimes) -> float:
         """How long the next launch would wait for loads, if it computes `work`."""
         start = max(self.now, self.launches.free_at)
@@ -83,8 +94,11 @@ class ExpectedTimes:
         seconds = self.compute_seconds(work) + self.stall_seconds(work, loads)
         self.launches.begin(seq, seconds, self.now)
 
-    def begin_decode(self, seq: int) -> None:
-        self.launches.begin(seq, self.decode_seconds(), self.now)
+    def begin_decode(self, seq: int, streamed: int = 0) -> None:
+        seconds = self.decode_seconds()
+        start = max(self.now, self.launches.free_at)
+        stall_s = stall_seconds(self.arrival_of_stream(streamed), start, seconds, self._num_layers)
+        self.launches.begin(seq, seconds + stall_s, self.now)
 
     def begin_fetch(self, seq: int, num_tokens: int) -> None:
         self.fetches.begin(seq, self.fetch_seconds(num_tokens, num_tokens) or 0.0, self.now)

@@ -229,8 +229,9 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     failed: per link the earliest failed number not yet consumed. counts: per storage link, the results of the
     operations that are new in done. results: launch -> its sampled tokens, int32 bytes. logprobs: launch -> what it
     found of those that were asked for. cost: seconds that rank 0 measured, by number, of completed launches (EXEC,
-    and STALL for what they waited), loads (H2D, P2D) and reads of storage (FETCH). flush: ids of flush requests.
-    storage: what an administrator asks of the storage tier. slabs: those that all ranks have, see `SlabSource`.
+    STALL for what they waited, STREAM for what they streamed), loads (H2D, P2D) and reads of storage (FETCH). flush:
+    ids of flush requests. storage: what an administrator asks of the storage tier. slabs: those that all ranks have,
+    see `SlabSource`.
     """
 
     step: int

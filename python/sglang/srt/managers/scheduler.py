@@ -34,6 +34,7 @@ from sglang.srt.managers.cost_model import LoadLimit
 from sglang.srt.managers.device_lending import DeviceLending, LendingConfig
 from sglang.srt.managers.expected_times import ExpectedTimes
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput, TokenOutput, bytes_to_ids
+from sglang.srt.managers.layer_streaming import LayerStreamConfig, LayerStreaming
 from sglang.srt.managers.match_cursors import MatchCursors
 from sglang.srt.managers.schedule_batch import (
     BatchDecision,
@@ -81,6 +82,7 @@ from sglang.srt.mem_cache.transfer import (
     STALL,
     STORAGE_LINKS,
     STORE,
+    STREAM,
     TIER_NAMES,
     StorageAction,
     StorageOp,
@@ -88,7 +90,7 @@ from sglang.srt.mem_cache.transfer import (
     Tier,
 )
 from sglang.srt.mem_cache.transient_nodes import TransientNodes
-from sglang.srt.model_executor.launch import Launch, LaunchMode, PageRun, PromptRows
+from sglang.srt.model_executor.launch import Launch, LaunchMode, PageRun, PromptRows, StreamedPrefix
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
 
 # A request ends with an error when launches with it failed too often. A launch that waited for loads counts little:
@@ -119,7 +121,7 @@ class SchedulerConfig:
     from the start; needs a host tier. num_peer_pages: borrowed from peers; they need a host tier, too. slabs: of
     these pages, as `SlabLedger` has them, which come and go; without any, all pages are there all the time. lending:
     the slabs are the device's instead, of one length, and lent to others when nobody here needs them; who lends does
-    not borrow.
+    not borrow. layer_stream: a request may be longer than the device, see `LayerStreaming`; needs a host tier.
 
     How the queue goes with a host tier (docs/hicache.md, "The scheduler"): load_ratio: tokens loaded per token
     computed before a batch counts as bound by loading, see `balanced_order`; "auto": as many as take as long; 0
@@ -160,6 +162,7 @@ class SchedulerConfig:
     num_peer_pages: int = 0
     slabs: tuple[tuple[int, int], ...] = ()
     lending: LendingConfig | None = None
+    layer_stream: LayerStreamConfig | None = None
 
     @property
     def num_usable_pages(self) -> int:
@@ -172,7 +175,8 @@ class SchedulerConfig:
 @dataclass
 class _LaunchRecord:
     """What a launch will answer: the requests that it samples, and the epoch in which they asked. Of a prefill, ends:
-    how far each request is computed then, and the work. context: tokens that a decode attends to."""
+    how far each request is computed then, and the work. context: tokens that a decode attends to. streamed: tokens
+    that come through the layer stream cache."""
 
     reqs: list[tuple[Req, int]]
     sampled: list[tuple[Req, int]]
@@ -180,6 +184,7 @@ class _LaunchRecord:
     ends: tuple[int, ...] = ()
     work: PrefillWork | None = None
     context: int = 0
+    streamed: int = 0
 
 
 class Scheduler:
@@ -221,7 +226,13 @@ class Scheduler:
         self._storage_request_ticket: Ticket | None = None
         self.counters: Counter[str] = Counter()
         # One page stays free of any single request: the step that runs ahead of a finish may ask for it.
-        self.max_total_len = min(config.context_len, (config.num_usable_pages - 1) * config.page_size)
+        self.max_resident_len = min(config.context_len, (config.num_usable_pages - 1) * config.page_size)
+        self.max_total_len = self.max_resident_len
+        self.streaming: LayerStreaming | None = None
+        if config.layer_stream is not None:
+            self.streaming = self._open_streaming(config)
+            most = self.streaming.max_pages * config.page_size
+            self.max_total_len = max(self.max_resident_len, min(config.context_len, most))
         self.lending = self._open_lending(config.lending) if config.lending is not None else None
         # Whether nodes may have been unlocked since leaving slabs were last looked at.
         self._unlocked = False
@@ -341,6 +352,9 @@ class Scheduler:
             if record is None or seq == failed or seq >= done:
                 continue
             self.stall_s += inputs.cost.get(STALL, {}).get(seq, 0.0)
+            if record.streamed:
+                size = int(record.streamed * self.config.page_bytes / self.page_size)
+                costs.add_stream(size, inputs.cost.get(STREAM, {}).get(seq, 0.0))
             if record.work is not None:
                 costs.add_prefill(*record.work, seconds)
             else:
@@ -435,6 +449,8 @@ class Scheduler:
             else:
                 self._link_bytes[link] += self.controller.in_flight[ticket].size_bytes
                 self.controller.commit(ticket, self.exec_done)
+                if self.streaming is not None:
+                    self.streaming.committed(ticket)
         self._link_done[link] = done
 
     def _take_counts(self, link: str, done: int, counts: tuple[int, ...]) -> None:
@@ -458,7 +474,10 @@ class Scheduler:
         self._link_done[link] = done
 
     def _close_readers(self, ticket: Ticket) -> None:
-        """A load failed: whoever counts on these nodes starts again, and will compute what was to be loaded."""
+        """A load failed, or a spill: whoever counts on these nodes starts again, and will compute what they had."""
+        streaming = self.streaming
+        if streaming is not None and streaming.req is not None and streaming.depends_on(ticket):
+            self._lose(streaming.req)
         lost = {node.id for node in self.controller.tree.nodes_of(ticket) if node.tickets[Tier.DEVICE] == ticket}
         if not lost:
             return
@@ -472,9 +491,13 @@ class Scheduler:
         for req in self.active():
             assert req.hold is not None
             if reads(req.hold.receipt):
-                self.close(req, "lost")
-                self._requeue(req)
+                self._lose(req)
         self._end_preloads([r for r in self.waiting if r.preload is not None and reads(r.preload.receipt)])
+
+    def _lose(self, req: Req) -> None:
+        """A running request lacks a part of its KV: it starts again."""
+        self.close(req, "lost")
+        self._requeue(req)
 
     def _add(self, msg: TokenizedGenerateReqInput, now: float) -> None:
         assert msg.rid not in self._reqs, f"request id {msg.rid} is in use"
@@ -485,17 +508,10 @@ class Scheduler:
                 f"the prompt has {len(prompt)} tokens; this server takes 1 to {self.max_total_len - 1} "
                 "(see --context-length and --max-total-tokens)"
             )
-            reason = FinishReason(type="abort", message=message, status_code=400)
-            self._outputs.append(
-                TokenOutput(
-                    rid=msg.rid,
-                    output_ids=b"",
-                    finish_reason=reason,
-                    prompt_tokens=len(prompt),
-                    completion_tokens=0,
-                    cached_tokens=0,
-                )
-            )
+            self._refuse(msg.rid, len(prompt), message)
+            return
+        if message := self._too_slow(len(prompt)):
+            self._refuse(msg.rid, len(prompt), message)
             return
         stop_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
@@ -515,6 +531,18 @@ class Scheduler:
         self.counters["requests"] += 1
         self._claim(req)
         self.prefetcher.begin(req.rid, req.namespace, req.tokens[: self._cacheable(req)], now)
+
+    def _refuse(self, rid: str, prompt_tokens: int, message: str) -> None:
+        self._outputs.append(
+            TokenOutput(
+                rid=rid,
+                output_ids=b"",
+                finish_reason=FinishReason(type="abort", message=message, status_code=400),
+                prompt_tokens=prompt_tokens,
+                completion_tokens=0,
+                cached_tokens=0,
+            )
+        )
 
     def _abort(self, rid: str) -> None:
         req = self._reqs.get(rid)
@@ -604,6 +632,8 @@ class Scheduler:
         assert hold is not None
         if why != "lost":
             self._publish(req, min(req.computed, req.num_known), self._page_runs)
+        if self.streaming is not None and req is self.streaming.req:
+            self.streaming.end(why != "lost", self.next_launch, self.exec_done)
         self.device.doom(hold.frames.copy(), FrameState.HELD, self.last_launch)
         self._unlocked = True
         end = hold.receipt.node
@@ -691,6 +721,8 @@ class Scheduler:
             frames = self._allocate(num_pages, FrameState.HELD, req.slot)
             if frames is None and self._take_back_preloads(self.waiting):
                 frames = self._allocate(num_pages, FrameState.HELD, req.slot)
+            if frames is None and self._shrink_streamed(num_pages):
+                frames = self._allocate(num_pages, FrameState.HELD, req.slot)
             if frames is not None:
                 assert req.hold is not None
                 self._extend(build, req, chunk, frames)
@@ -718,7 +750,8 @@ class Scheduler:
                 break
             if is_full or self._is_held_up(build, req, budget, outlook):
                 known = self._candidate(req)
-                if not outlook.link_is_busy and (known.load or known.near) and req.preload is None:
+                wants_load = (known.load or known.near) and not self._must_stream(req)
+                if not outlook.link_is_busy and wants_load and req.preload is None:
                     match = self._match(req)
                     if not (self._may_start(req, match) and self._preload(req, match)):
                         break
@@ -742,16 +775,19 @@ class Scheduler:
         """Start a waiting request with the first chunk of its new tokens, if there is room. Returns the tokens that
         it computes in this launch, 0 if it waits."""
         page = self.page_size
+        streams = self._must_stream(req)
+        if streams:
+            match = self._make_streamable(req, match)
         chunk = chunk_of(req.num_known - match.total_len, budget, page)
         if chunk == 0:
             return 0
         receipt = self.tree.lock(match, self.next_launch)
-        num_load = (match.total_len - match.device_len) // page
+        num_load = 0 if streams else (match.total_len - match.device_len) // page
         num_own = pages_for(match.total_len + chunk, page) - match.total_len // page
         if not self._make_room(num_load + num_own):
             self.tree.unlock(receipt, self.next_launch, -1)
             return 0
-        front = self._front(build, match, chunk, budget - chunk)
+        front = self._front(build, match, chunk, budget - chunk) if num_load else 0
         if req.epoch == 0:
             self.tree.count_use(receipt.node, req.priority)
         self.waiting.remove(req)
@@ -760,6 +796,9 @@ class Scheduler:
         req.hold = ReqHold(self._next_hold, receipt, match.total_len)
         req.slot = self._free_slots.pop()
         req.computed = match.total_len
+        if streams:
+            assert self.streaming is not None
+            self.streaming.begin(req)
         req.fetched = self.prefetcher.found_by_tier(req.rid) or req.fetched
         # Before anybody looks at the path: giving up a fetch may merge nodes.
         self.prefetcher.detach(req.rid, self.exec_done)
@@ -797,6 +836,9 @@ class Scheduler:
             ready = [r for r in ready if self.prefetcher.may_start(r.rid)]
         if any([r.delay_end for r in ready]):
             ready = self._after_delay_hits(ready)
+        if self.streaming is not None and self.streaming.req is not None:
+            # One at a time; the others let the younger ones pass.
+            ready = [r for r in ready if not self._must_stream(r)]
         if not ready:
             return
         if self.config.schedule_policy == "lpm":
@@ -872,7 +914,7 @@ class Scheduler:
         if req.preload_taken_back and req is next(r for r in self.waiting if self.prefetcher.may_start(r.rid)):
             return False  # else those that pass the oldest could take its memory back again and again
         known = self._candidate(req)
-        if not known.load and not known.near and not known.loading:
+        if (not known.load and not known.near and not known.loading) or self._must_stream(req):
             return False
         # Cheap to see in a long queue: its load can not even begin, or another waits for the same.
         if known.load and outlook.link_is_busy:
@@ -1022,20 +1064,27 @@ class Scheduler:
         active = self.active()
         if active and max(req.num_failures, active[0].num_failures) >= FAILURES_OF_A_SUSPECT:
             return False
-        if self._fills_too_much(match):
-            return False
-        need = pages_for(req.num_known, page) - match.device_len // page
         available = self.device.num_free + self.tree.evictable_pages(Tier.DEVICE)
         if self.prefilling is not None:
-            available -= self._pages_to(self.prefilling, self.prefilling.num_known)
-        available -= self.tree.evictable_pages_in(match)
+            available -= self._pages_of_rest(self.prefilling)
+        if self._must_stream(req):
+            # It takes no more than there is, and shrinks for others.
+            assert self.streaming is not None
+            need = self.streaming.headroom
+            if self.streaming.req is not None:
+                return False
+        else:
+            need = pages_for(req.num_known, page) - match.device_len // page
+            available -= self.tree.evictable_pages_in(match)
+            if self._fills_too_much(match):
+                return False
         if need > available:
             return False
-        futures = [r.max_len - r.length for r in active]
+        futures = [self._future(r) for r in active]
         return may_admit(
             Admission(
                 need=need,
-                own_future=pages_for(req.max_len - req.num_known, page),
+                own_future=pages_for(self._future(req), page),
                 was_retracted=req.num_retractions > 0,
             ),
             available,
@@ -1071,6 +1120,8 @@ class Scheduler:
         for node in path:
             ticket = node.tickets[Tier.DEVICE]
             source = SpanSource.DEVICE if ticket is None else SpanSource.LOAD
+            if node.frames[Tier.DEVICE] is None:
+                source = SpanSource.STREAM
             if recomputed[0] <= node.start < recomputed[1]:
                 source = SpanSource.COMPUTE
             end = pos + len(node.key)
@@ -1087,7 +1138,7 @@ class Scheduler:
                 if span.source == SpanSource.COMPUTE:
                     continue
                 size = span.end - span.start
-                loaded = size if span.source == SpanSource.LOAD else _common(span, req.loaded)
+                loaded = size if span.source != SpanSource.DEVICE else _common(span, req.loaded)
                 found["device"] += size - loaded
                 if span.source != SpanSource.LOAD:
                     near = _common(span, req.loaded_near)
@@ -1127,6 +1178,8 @@ class Scheduler:
         for span in req.plan:
             if span.ticket is not None and span.ticket in self.controller.in_flight:
                 build.gates.setdefault(span.ticket)
+        if self.streaming is not None and req is self.streaming.req:
+            self._stream_extend(build, req)
         req.computed = end
         # Spread over the run, so that requests that start together do not publish together.
         req.publish_at = end + 1 + req.slot * self._publish_run // self.config.max_running_requests
@@ -1168,6 +1221,8 @@ class Scheduler:
                 break
             if self._take_back_preloads(self.waiting):
                 continue
+            if self._shrink_streamed(len(growing)) and self._make_room(len(growing)):
+                continue
             # What was given up comes back when launches and transfers end: taking more from others would not help.
             if (
                 self.next_launch > self.exec_done
@@ -1176,9 +1231,16 @@ class Scheduler:
             ):
                 return None
             active = self.active()
+            if len(active) == 1 and self._begin_streaming(active[0]):
+                continue
             if len(active) == 1 and self.lending is not None and self.lending.is_waiting:
                 return None  # taking from the last one gives nobody anything: it waits for what was asked back
             victim = active[choose_victim([r.order for r in active])]
+            if len(active) == 1 and self.streaming is not None and victim is self.streaming.req:
+                if self.controller.in_flight:
+                    return None
+                self._end_too_long(victim)
+                continue
             self.close(victim, "retract")
             victim.num_retractions += 1
             self.counters["retracted_reqs"] += 1
@@ -1199,8 +1261,12 @@ class Scheduler:
             req.last_launch = seq
         batch.starts = starts + 1
         batch.steps_left -= 1
-        self._launches[seq] = _LaunchRecord(batch.members, batch.members, False, context=int(starts.sum()))
-        self.expected.begin_decode(seq)
+        streams = self._streams(reqs, page_runs, seq)
+        streamed = sum(each.end - each.start for each in streams)
+        self._launches[seq] = _LaunchRecord(
+            batch.members, batch.members, False, context=int(starts.sum()), streamed=streamed
+        )
+        self.expected.begin_decode(seq, streamed)
         self.next_launch += 1
         self.counters["launches"] += 1
         self.counters["decode_tokens"] += len(reqs)
@@ -1216,21 +1282,142 @@ class Scheduler:
             page_runs=tuple(page_runs),
             page_appends=np.stack((slots, starts[growing] // page, frames)),
             gates=(),
+            streams=streams,
         )
 
     def _issue_extend(self, build: _ExtendBuilder) -> Launch:
+        build.streams = self._streams(build.reqs, build.page_runs, build.seq)
         self._launches[build.seq] = _LaunchRecord(
             [(r, r.epoch) for r in build.reqs],
             [(r, r.epoch) for r, s in zip(build.reqs, build.samples) if s],
             bool(build.gates),
             tuple(start + n for start, n in zip(build.starts, build.lens)),
             build.work,
+            streamed=sum(each.end - each.start for each in build.streams),
         )
         self.expected.begin_prefill(build.seq, build.work, build.loads)
         self.next_launch += 1
         self.counters["launches"] += 1
         self.counters["prefill_tokens"] += sum(build.lens)
         return build.launch()
+
+    # -- requests that are longer than the device ---------------------------------------------------------------
+
+    def _open_streaming(self, config: SchedulerConfig) -> LayerStreaming:
+        if self.host is None or not config.enable_radix_cache:
+            raise ValueError("layer streaming needs a host tier, for what the device has no room for: --hicache")
+        if config.lending is not None:
+            raise ValueError(
+                "an engine that lends memory of its device has none to stream through: use one of the two"
+            )
+        chunk_pages = pages_for(min(config.chunked_prefill_size, config.max_prefill_tokens), config.page_size)
+        return LayerStreaming(self.controller, chunk_pages, config.num_usable_pages)
+
+    def _too_slow(self, num_prompt: int) -> str:
+        """Why a prompt is refused as it would have to stream more than there is time for; "" if it is not."""
+        streaming, most = self.streaming, self.config.layer_stream.max_tpot_s if self.config.layer_stream else None
+        if streaming is None or most is None or num_prompt <= self.max_resident_len:
+            return ""
+        streamed = num_prompt - (self.max_resident_len - streaming.chunk_pages * self.page_size)
+        seconds = max(self.expected.stream_seconds(streamed), self.expected.decode_seconds())
+        if seconds <= most:
+            return ""
+        return (
+            f"the device has no room for {streamed} of the prompt's {num_prompt} tokens: each new token would take "
+            f"{seconds:.3g} s, and this server allows {most:g} s (see --layer-stream-max-tpot)"
+        )
+
+    def _must_stream(self, req: Req) -> bool:
+        """Whether the device has no room for what is known of a request."""
+        return self.streaming is not None and req.num_known > self.max_resident_len
+
+    def _future(self, req: Req) -> int:
+        """Tokens that a request may still need room for on the device."""
+        if self.streaming is not None and (req is self.streaming.req or self._must_stream(req)):
+            return 0
+        return min(req.max_len, self.max_resident_len) - req.length
+
+    def _pages_of_rest(self, req: Req) -> int:
+        """Pages that are kept free for the rest of a prompt."""
+        pages = self._pages_to(req, req.num_known)
+        if self.streaming is not None and req is self.streaming.req:
+            return min(pages, self.streaming.headroom)
+        return pages
+
+    def _make_streamable(self, req: Req, match: MatchResult) -> MatchResult:
+        """Leave the device room for more than what it has of a request that is longer."""
+        streaming = self.streaming
+        assert streaming is not None
+        available = self.device.num_free + self.tree.evictable_pages(Tier.DEVICE)
+        too_many = self.tree.evictable_pages_in(match) + streaming.headroom - available
+        if too_many > 0:
+            streaming.cut_back(match, too_many, self.last_launch)
+            match = self._match(req)
+        return streaming.streamable(match)
+
+    def _begin_streaming(self, req: Req) -> bool:
+        """A request that runs alone has outgrown the device. False if it may not."""
+        if self.streaming is None or self.streaming.req is not None or req.max_len <= self.max_resident_len:
+            return False
+        self.streaming.begin(req)
+        return True
+
+    def _shrink_streamed(self, num_pages: int) -> bool:
+        """Take device pages from the request that streams; they become free at once, or soon."""
+        streaming = self.streaming
+        if streaming is None or streaming.req is None:
+            return False
+        if streaming.req is self.prefilling:
+            num_pages = max(num_pages, streaming.headroom)
+        return streaming.make_room(num_pages, self.next_launch, self.exec_done)
+
+    def _stream_extend(self, build: _ExtendBuilder, req: Req) -> None:
+        """A chunk of the request that streams has got its pages: make room for the one after the next, and say what
+        the launch waits for."""
+        streaming = self.streaming
+        assert streaming is not None
+        if self.device.num_free + self.tree.evictable_pages(Tier.DEVICE) < 2 * streaming.chunk_pages:
+            streaming.spill(req.computed, self.next_launch, self.exec_done)
+        build.loads = build.loads.and_also(self.expected.arrival_of_stream(streaming.hole))
+
+    def _streams(self, reqs: list[Req], page_runs: list[PageRun], seq: int) -> tuple[StreamedPrefix, ...]:
+        streaming = self.streaming
+        if streaming is None or streaming.req is None or streaming.req not in reqs:
+            return ()
+        self._promote(streaming)
+        prefix, runs = streaming.prefix(reqs.index(streaming.req), seq)
+        page_runs += runs
+        return (prefix,) if prefix is not None else ()
+
+    def _promote(self, streaming: LayerStreaming) -> None:
+        """Load what a request streams where nobody else has use for the room."""
+        if not streaming.hole or self.waiting:
+            return
+        futures = [self._future(r) for r in self.active() if r is not streaming.req]
+        reserve = decode_reserve(futures, self.config.new_token_ratio, self.page_size)
+        reserve += streaming.headroom if streaming.req is self.prefilling else self._tail_pages(streaming.req)
+        spare = self.device.num_free + self.tree.evictable_pages(Tier.DEVICE) - reserve
+        spare = min(spare, streaming.chunk_pages)
+        if spare < min(streaming.chunk_pages, streaming.hole // self.page_size):
+            return
+        nodes = streaming.to_promote(spare)
+        num_pages = sum(len(node.key) for node in nodes) // self.page_size
+        if nodes and self._make_room(num_pages):
+            self._begin_load(nodes)
+            streaming.counters["promoted_tokens"] += num_pages * self.page_size
+
+    def _tail_pages(self, req: Req | None) -> int:
+        """Pages for what a request that streams may still generate, as far as it is kept free for that."""
+        assert req is not None and self.streaming is not None
+        return min(pages_for(req.max_len - req.length, self.page_size) + 1, self.streaming.chunk_pages)
+
+    def _end_too_long(self, req: Req) -> None:
+        """Neither device nor host has any more room for the only request."""
+        message = (
+            f"after {req.num_known} tokens neither the device nor the host has room for more; see --hicache-size"
+        )
+        self.close(req, "abort")
+        self._end(req, FinishReason(type="abort", message=message, status_code=503))
 
     # -- memory -------------------------------------------------------------------------------------------------
 
@@ -1308,6 +1495,9 @@ class Scheduler:
         start, end = hold.published, upto - upto % page
         if end <= start or not self.config.enable_radix_cache:
             return
+        node = hold.receipt.node
+        if node.parent is not None and node.frames[Tier.DEVICE] is None:
+            return  # the device lacks what is before it, see `LayerStreaming`
         num_pages = (end - start) // page
         result = self.tree.publish(
             req.namespace,
@@ -1390,8 +1580,13 @@ class Scheduler:
                 "in_queue_tokens": self.transient.tokens_in_queue,
                 "in_flight_tokens": self.transient.tokens_in_flight,
             },
-            "counters": dict(sorted((self.counters + self.controller.counters + self.prefetcher.counters).items())),
+            "layer_stream": None if self.streaming is None else self.streaming.state(),
+            "counters": dict(sorted(self._all_counters().items())),
         }
+
+    def _all_counters(self) -> Counter[str]:
+        counters = self.counters + self.controller.counters + self.prefetcher.counters
+        return counters + self.streaming.counters if self.streaming is not None else counters
 
     def _storage_state(self, setup: StorageSetup) -> dict[str, Any]:
         page, controller = self.page_size, self.controller
@@ -1422,6 +1617,9 @@ class Scheduler:
         )
         active = self.active()
         held = [r.hold.frames for r in active if r.hold is not None]
+        if self.streaming is not None:
+            self.streaming.check_invariants()
+            held.append(self.streaming.held)
         frames = np.concatenate(held) if held else np.empty(0, np.int32)
         assert len(np.unique(frames)) == len(frames) == self.device.counts[FrameState.HELD], "a held page is lost"
         assert (self.device.state[frames] == FrameState.HELD).all()
@@ -1497,6 +1695,7 @@ class _ExtendBuilder:
         self.prompt_logprobs: list[PromptRows] = []
         self.work = PrefillWork()
         self.loads = NO_LOADS
+        self.streams: tuple[StreamedPrefix, ...] = ()
 
     def add(self, req: Req, start: int, ids: np.ndarray, samples: bool) -> None:
         self.reqs.append(req)
@@ -1521,6 +1720,7 @@ class _ExtendBuilder:
             gates=tuple(self.gates),
             said=tuple(self.said),
             prompt_logprobs=tuple(self.prompt_logprobs),
+            streams=self.streams,
         )
 
 

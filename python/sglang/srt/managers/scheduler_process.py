@@ -42,6 +42,7 @@ from sglang.srt.managers.io_struct import (
     detokenize_req,
     encode,
 )
+from sglang.srt.managers.layer_streaming import LayerStreamConfig
 from sglang.srt.managers.peer_setup import borrow_memory, lend_memory
 from sglang.srt.managers.rank_sync import RankSync, Tick
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
@@ -49,6 +50,7 @@ from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Scheduler, Schedu
 from sglang.srt.managers.storage_setup import StorageOpener
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.mem_cache.hottest_prefixes import HottestPrefixes
+from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
 from sglang.srt.mem_cache.link import CopyLink, HasPages
 from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost, host_pages_that_fit
@@ -60,6 +62,7 @@ from sglang.srt.model_executor.executor import ModelExecutor
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.registry import get_model_class
 from sglang.srt.peer.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.elastic_units import layer_stream_sizes
 from sglang.srt.peer.lent_memory import LentMemory
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import ChildArgs, StartupError, open_pull, open_push, run_child
@@ -126,6 +129,9 @@ def build_config(args: ServerArgs, model: ModelConfig, group: TensorParallelGrou
     )
     sizes = group.reduce_min(torch.tensor([num_pages, num_host_pages]))
     num_pages, num_host_pages = sizes.tolist()
+    layer_stream = None
+    if args.layer_stream:
+        layer_stream, num_pages = layer_stream_sizes_for(args, num_pages, num_host_pages, model.num_layers)
     chunk = args.chunked_prefill_size if args.chunked_prefill_size > 0 else model.context_length
     return SchedulerConfig(
         page_size=args.page_size,
@@ -150,7 +156,26 @@ def build_config(args: ServerArgs, model: ModelConfig, group: TensorParallelGrou
         load_or_recompute=args.hicache_load_or_recompute == "on",
         publish_at=args.hicache_publish_at,
         deferral_threshold=args.hicache_deferral_threshold,
+        layer_stream=layer_stream,
     )
+
+
+def layer_stream_sizes_for(
+    args: ServerArgs, num_pages: int, num_host_pages: int, num_layers: int
+) -> tuple[LayerStreamConfig, int]:
+    """The buffers of the layer stream cache, and the pages that they leave of the device's num_pages."""
+    in_whole_layers, _ = layer_stream_sizes(num_pages * num_layers, [num_host_pages], num_layers, args.layer_stream)
+    buffer_pages = in_whole_layers
+    if args.layer_stream_tokens:
+        buffer_pages = min(buffer_pages, -(-args.layer_stream_tokens // args.page_size))
+    left = (num_pages * num_layers - args.layer_stream * buffer_pages) // num_layers
+    logger.info(
+        "layer stream: %d buffers of %d tokens of a layer, which leaves %d tokens on the device",
+        args.layer_stream,
+        buffer_pages * args.page_size,
+        left * args.page_size,
+    )
+    return LayerStreamConfig(args.layer_stream, buffer_pages, args.layer_stream_max_tpot), left
 
 
 def check_weights_fit(model: ModelConfig, group: TensorParallelGroup) -> None:
@@ -222,7 +247,19 @@ def build_core(
         borrowed = borrow_memory(args, config, shape, model_config.dtype, group.rank, group.size, notify)
         config = replace(config, num_peer_pages=borrowed.pool.num_pages, slabs=borrowed.pool.slab_frames)
     links: dict[str, Link] = {}
-    storage = None
+    limits = {name: RateLimit(rate) for name, rate in args.rate_limits.items()}
+    storage = layer_stream = None
+    streamed_from: dict[Tier, HasPages] = {}
+    if config.layer_stream is not None:
+        layer_stream = LayerStreamCache(
+            config.layer_stream.num_buffers,
+            config.layer_stream.buffer_pages,
+            pool,
+            streamed_from,
+            ThreadStream("layer-stream", notify),
+            args.hicache_io_backend,
+            limits,
+        )
     executor = ModelExecutor(
         model,
         pool,
@@ -235,15 +272,17 @@ def build_core(
         model_config.vocab_size,
         notify,
         lockstep=group.size > 1,
+        layer_stream=layer_stream,
     )
     if config.num_host_pages:
         host_pool = MHATokenToKVPoolHost(pool, config.num_host_pages, args.hicache_mem_layout)
-        limits = {name: RateLimit(rate) for name, rate in args.rate_limits.items()}
         for name, limit in limits.items():
             logger.info("hicache: link %s is limited to %g GB/s", name, limit.bytes_per_s / 1e9)
         below: dict[str, HasPages] = {H2D: host_pool, D2H: host_pool}
+        streamed_from[Tier.HOST] = host_pool
         if borrowed is not None:
             below |= {P2D: borrowed.pool, D2P: borrowed.pool}
+            streamed_from[Tier.PEER] = borrowed.pool
         for name, other in below.items():
             stream = ThreadStream(name, notify)
             links[name] = CopyLink(
@@ -275,7 +314,11 @@ def build_core(
         # Open as long as the process lives.
         record = StepRecorder(open(args.record_steps, "wb"), config)  # noqa: SIM115
         logger.info("recording every step to %s", args.record_steps)
-    return EngineCore(Scheduler(config), executor, links, record=record, slabs=borrowed or lent), storage
+    try:
+        scheduler = Scheduler(config)
+    except ValueError as error:
+        raise StartupError(str(error)) from error
+    return EngineCore(scheduler, executor, links, record=record, slabs=borrowed or lent), storage
 
 
 @dataclass

@@ -55,7 +55,8 @@ class Node:
     key: int32, a slice of some request's tokens; start: tokens before it. frames, tickets, fences: per tier; a ticket
     means that the frames are FILLING under that operation; the fence is the launch that wrote the data. lock: holds
     that end here plus those of the children. hits: requests that computed it or found it. priority: the highest of
-    theirs. last_use: the last launch that may read the device frames. num_resident_children: per tier.
+    theirs. last_use: the last launch that may read the device frames; last_stream: that may read those of other
+    tiers, through the layer stream cache. num_resident_children: per tier.
     block_keys: (n, 16) uint8, the names of the blocks that end in this node; None while nobody has asked. stored:
     (n,) bool, which of them storage is believed to have. is_lossy: came through a codec that changes KV, or was
     computed from what did; whatever is published below inherits it.
@@ -71,6 +72,7 @@ class Node:
         "is_lossy",
         "key",
         "last_access",
+        "last_stream",
         "last_use",
         "lock",
         "num_resident_children",
@@ -97,6 +99,7 @@ class Node:
         self.is_lossy: bool = parent is not None and parent.is_lossy
         self.last_access = 0
         self.last_use = _NO_FENCE
+        self.last_stream = _NO_FENCE
         self.block_keys: np.ndarray | None = None
         self.stored: np.ndarray | None = None
 
@@ -418,6 +421,60 @@ class HiRadixTree:
         assert pos == len(frames)
         self._by_ticket[ticket] = list(nodes)
 
+    def split(self, node: Node, num_tokens: int) -> Node:
+        """Cut a node behind its first num_tokens, whole pages and not all. Returns the new upper part."""
+        return self._split(node, num_tokens)
+
+    def child_on(self, node: Node, tokens: np.ndarray) -> Node | None:
+        """The child that begins with the first page of tokens (int32, whole pages), split where they part."""
+        child = node.children.get(self.page_key(tokens, 0))
+        if child is None:
+            return None
+        common = self._common(child.key, tokens, 0, len(tokens))
+        return self._split(child, common) if common < len(child.key) else child
+
+    def begin_spill(
+        self,
+        below: Node,
+        tokens: np.ndarray,
+        frames: np.ndarray,
+        ticket: Ticket,
+        fence: int,
+        now: int,
+        priority: int = 0,
+    ) -> Node:
+        """Enter pages that a request computed on the device, in host frames that the operation will fill; the device
+        frames stay the request's own. For prefixes that the device has no room for.
+
+        below: where they begin; it is on the host, or its backup is on the way. tokens: int32, whole pages; a child
+        that begins with them has all of them, and is not on the host. frames: one per page. fence: the launch that
+        computes the last of them.
+        """
+        assert below.parent is None or below.frames[_HOST] is not None, f"{below} is not on the host"
+        node = self.child_on(below, tokens)
+        if node is None:
+            node = self._new_node(tokens, below)
+            node.hits = 1
+            node.priority = priority
+        assert len(node.key) == len(tokens) and node.frames[_HOST] is None
+        self._set_frames(node, Tier.HOST, frames, ticket, fence)
+        node.last_access = now
+        self._by_ticket[ticket] = [node]
+        return node
+
+    def demote(self, node: Node, num_tokens: int, last_launch: int) -> Dropped:
+        """Take the last num_tokens of a locked node off the device, and what is below them: its only user reads the
+        host's copy from now on, through the layer stream cache. Launches up to last_launch may read them still."""
+        assert node.lock == 1 and node.frames[_HOST] is not None and node.tickets[_HOST] is None
+        if num_tokens < len(node.key):
+            self._split(node, len(node.key) - num_tokens)
+        dropped = Dropped()
+        for child in list(node.children.values()):
+            self._drop(child, Tier.DEVICE, dropped)
+        node.last_use = last_launch
+        self._take_frames(node, Tier.DEVICE, dropped)
+        return dropped
+
     def begin_fetch(
         self,
         match: MatchResult,
@@ -627,6 +684,7 @@ class HiRadixTree:
                 node.frames[tier] = np.concatenate([n.frames[tier] for n in chain])  # type: ignore[misc]
             node.fences[tier] = max(n.fences[tier] for n in chain)
         node.last_use = max(n.last_use for n in chain)
+        node.last_stream = max(n.last_stream for n in chain)
         node.last_access = max(n.last_access for n in chain)
         node.hits = max(n.hits for n in chain)
         node.priority = max(n.priority for n in chain)
@@ -662,7 +720,8 @@ class HiRadixTree:
                 assert node.stored is not None and len(node.block_keys) == len(node.stored) == self._num_blocks(node)
             assert any(f is not None for f in node.frames), f"{node} is on no tier"
             assert node.lock >= sum(c.lock for c in node.children.values())
-            assert node.lock == 0 or node.frames[Tier.DEVICE] is not None, f"{node} is locked but not on the device"
+            is_there = node.frames[Tier.DEVICE] is not None or node.frames[Tier.HOST] is not None
+            assert node.lock == 0 or is_there, f"{node} is locked and neither on the device nor on the host"
             for tier in _TIERS:
                 frames, ticket = node.frames[tier], node.tickets[tier]
                 count = sum(c.frames[tier] is not None for c in node.children.values())
@@ -760,6 +819,7 @@ class HiRadixTree:
         upper.is_lossy = node.is_lossy
         upper.last_access = node.last_access
         upper.last_use = node.last_use
+        upper.last_stream = node.last_stream
         for tier in _TIERS:
             frames = node.frames[tier]
             if frames is None:
@@ -791,7 +851,7 @@ class HiRadixTree:
         self._evictable[tier] -= self._evictable_pages(node, tier)
         self._resident[tier] -= len(frames)
         if ticket is None:
-            fence = max(node.fences[tier], node.last_use) if tier == Tier.DEVICE else _NO_FENCE
+            fence = max(node.fences[tier], node.last_use) if tier == Tier.DEVICE else node.last_stream
             dropped.cached.append((frames, fence))
         else:
             waiting = self._by_ticket[ticket]

@@ -47,6 +47,8 @@ _FAR = 1 << 20
 EXEC = "exec"
 # The part of a launch in which it waits for loads, among measured costs.
 STALL = "stall"
+# The copies of what a launch streams, likewise.
+STREAM = "stream"
 
 
 class Ticket(NamedTuple):

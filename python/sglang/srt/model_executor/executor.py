@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -20,9 +20,16 @@ import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.mem_cache.kv_view import KVSegment
-from sglang.srt.mem_cache.transfer import LayerGate, Link, LoadFailedError
-from sglang.srt.model_executor.forward_batch_info import CausalLM, ForwardBatch, ForwardMode, KVPool
-from sglang.srt.model_executor.launch import Launch, LaunchMode, PageRun, SampleSpec
+from sglang.srt.mem_cache.layer_stream_cache import FilledPiece, LayerStreamCache, Piece
+from sglang.srt.mem_cache.transfer import LayerGate, Link, LoadFailedError, Tier
+from sglang.srt.model_executor.forward_batch_info import (
+    CausalLM,
+    ForwardBatch,
+    ForwardMode,
+    KVPool,
+    StreamedRequest,
+)
+from sglang.srt.model_executor.launch import Launch, LaunchMode, PageRun, SampleSpec, StreamedPrefix
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
 from sglang.srt.sampling.logprobs import gather_logprobs
 from sglang.srt.sampling.penalties import PenaltyTable
@@ -37,7 +44,7 @@ _KEPT_FENCES = 256
 @dataclass(frozen=True)
 class StepResult:
     """One completed launch. tokens: int32 bytes, one per sampled request; empty when it failed or was void. seconds:
-    what it took, without stall_s, in which it waited for loads."""
+    what it took, without stall_s, in which it waited for loads. stream_s: what it took to copy what it streamed."""
 
     seq: int
     tokens: bytes = b""
@@ -45,6 +52,7 @@ class StepResult:
     logprobs: LaunchLogprobs | None = None
     seconds: float = 0.0
     stall_s: float = 0.0
+    stream_s: float = 0.0
 
 
 class Executor(Protocol):
@@ -77,6 +85,7 @@ class _Run:
     began: float = 0.0
     waits_since: float = 0.0
     stall_s: float = 0.0
+    stream_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -154,7 +163,7 @@ class ModelExecutor:
     """links: where gates come from. notify: called from the stream after every launch. check_finite: fail loudly on
     a logit that is not finite; the tests' poison relies on it. lockstep: other ranks compute the same launches and
     meet this one in collectives, so that a failed or void launch must run to its end; its values are not read.
-    clock: seconds, for what launches cost.
+    clock: seconds, for what launches cost. layer_stream: where streamed prefixes go through, if there are any.
     """
 
     def __init__(
@@ -172,6 +181,7 @@ class ModelExecutor:
         check_finite: bool = False,
         lockstep: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        layer_stream: LayerStreamCache | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -185,6 +195,9 @@ class ModelExecutor:
         self.check_finite = check_finite
         self.lockstep = lockstep
         self._clock = clock
+        self._layer_stream = layer_stream
+        # slot -> the parts that it streamed last, cut into pieces; long ones are the same launch after launch.
+        self._pieces: dict[int, tuple[tuple[tuple[Tier, np.ndarray], ...], list[Piece]]] = {}
         self._page_table = PageTable()
         self._last_tokens = torch.zeros(max_slots, dtype=torch.int64)
         self._penalties = PenaltyTable(max_slots, vocab_size)
@@ -209,10 +222,34 @@ class ModelExecutor:
                 stream.enqueue(partial(self._begin_wait, run))
             for gate in gates:
                 gate.wait(layer, stream)
-            stream.enqueue(partial(self._layer, run, layer))
+            if launch.streams:
+                self._stream_layer(run, layer)
+            else:
+                stream.enqueue(partial(self._layer, run, layer))
         stream.enqueue(partial(self._finish, run))
         self._fences[launch.seq] = LaunchFence(stream.record(), run)
         self._fences.pop(launch.seq - _KEPT_FENCES, None)
+
+    def _stream_layer(self, run: _Run, layer: int) -> None:
+        stream, cache = self.stream, self._layer_stream
+        assert cache is not None, "a launch streams, and there is no layer stream cache"
+        stream.enqueue(partial(self._begin_layer, run, layer))
+        for place, prefix in enumerate(run.launch.streams):
+            for piece in self._pieces_of(run.launch, prefix):
+                filled = cache.fill(layer, piece)
+                stream.enqueue(partial(self._begin_wait, run))
+                stream.wait(filled.ready)
+                stream.enqueue(partial(self._attend, run, layer, place, filled))
+                cache.has_read(stream.record())
+        stream.enqueue(partial(self._end_layer, run, layer))
+
+    def _pieces_of(self, launch: Launch, prefix: StreamedPrefix) -> list[Piece]:
+        assert self._layer_stream is not None
+        slot = int(launch.slots[prefix.req])
+        known = self._pieces.get(slot)
+        if known is None or known[0] is not prefix.parts:
+            known = self._pieces[slot] = (prefix.parts, self._layer_stream.pieces(prefix.parts))
+        return known[1]
 
     def reset(self, mark: int) -> None:
         assert mark == self._next_seq, "the first launch after a reset is the mark"
@@ -225,6 +262,8 @@ class ModelExecutor:
 
     def poll(self) -> list[StepResult]:
         self.stream.raise_if_dead()
+        if self._layer_stream is not None:
+            self._layer_stream.stream.raise_if_dead()
         results = []
         while self._results:
             results.append(self._results.popleft())
@@ -247,16 +286,33 @@ class ModelExecutor:
     def _begin_wait(self, run: _Run) -> None:
         run.waits_since = self._clock()
 
-    def _layer(self, run: _Run, layer: int) -> None:
-        if run.gates:
-            run.stall_s += self._clock() - run.waits_since
+    def _end_wait(self, run: _Run, waited_for: Sequence[LayerGate | FilledPiece]) -> None:
+        if not waited_for:
+            return
+        run.stall_s += self._clock() - run.waits_since
         if not run.void:
             try:
-                for gate in run.gates:
-                    gate.check()
+                for each in waited_for:
+                    each.check()
             except LoadFailedError as error:
                 run.error = run.error or error
+
+    def _layer(self, run: _Run, layer: int) -> None:
+        self._end_wait(run, run.gates)
         self._guard(run, lambda batch: self.model.forward_layer(layer, run.state, batch, self.pool))
+
+    def _begin_layer(self, run: _Run, layer: int) -> None:
+        self._end_wait(run, run.gates)
+        self._guard(run, lambda batch: self.model.begin_layer(layer, run.state, batch, self.pool))
+
+    def _attend(self, run: _Run, layer: int, place: int, filled: FilledPiece) -> None:
+        self._end_wait(run, [filled])
+        run.stream_s += filled.seconds
+        view, segment = filled.view, filled.segment
+        self._guard(run, lambda batch: self.model.attend(layer, run.state, batch, place, view, segment))
+
+    def _end_layer(self, run: _Run, layer: int) -> None:
+        self._guard(run, lambda batch: self.model.end_layer(layer, run.state, batch))
 
     def _finish(self, run: _Run) -> None:
         tokens, logprobs = b"", None
@@ -282,7 +338,7 @@ class ModelExecutor:
             tokens, logprobs = run.state
         seconds = self._clock() - run.began - run.stall_s
         failed = run.error is not None
-        self._results.append(StepResult(run.launch.seq, tokens, failed, logprobs, seconds, run.stall_s))
+        self._results.append(StepResult(run.launch.seq, tokens, failed, logprobs, seconds, run.stall_s, run.stream_s))
         run.batch = run.state = None
         self.notify()
 
@@ -312,23 +368,22 @@ class ModelExecutor:
         decode = launch.mode == LaunchMode.DECODE
         input_ids = torch.from_numpy(launch.input_ids).to(torch.int64)
         slots, starts, lens = launch.slots.tolist(), launch.starts.tolist(), launch.lens.tolist()
-        segments: list[list[KVSegment]] = []
-        for slot, start, length in zip(slots, starts, lens):
-            end = start + length
+        # What a request is without, as its page table has nothing there.
+        holes = {prefix.req: (prefix.start, prefix.end) for prefix in launch.streams}
+        segments = []
+        for i, (slot, start, length) in enumerate(zip(slots, starts, lens)):
+            hole = holes.get(i, (0, 0))
             if decode:
-                pages = self._page_table.pages(slot, 0, start // page + 1)
-                segments.append([KVSegment(pages, end)])
+                segments.append(self._segments(slot, start + length, hole))
                 continue
+            end = start + length
             own = KVSegment(
                 self._page_table.pages(slot, start // page, -(-end // page)), length, causal=True, skip=start % page
             )
-            if start:
-                segments.append([KVSegment(self._page_table.pages(slot, 0, -(-start // page)), start), own])
-            else:
-                segments.append([own])
+            segments.append([*self._segments(slot, start, hole), own])
         if decode:
             positions = torch.from_numpy(launch.starts).to(torch.int64)
-            last_pages = torch.stack([s[0].pages[-1] for s in segments])
+            last_pages = torch.stack([s[-1].pages[-1] for s in segments])
             out_loc = last_pages * page + positions % page
             unknown = input_ids < 0
             input_ids = torch.where(unknown, self._last_tokens[torch.from_numpy(launch.slots).long()], input_ids)
@@ -342,11 +397,17 @@ class ModelExecutor:
                 ]
             )
             last_rows = np.cumsum(launch.lens) - 1
+        streamed, row_ends = [], np.cumsum(launch.lens).tolist()
+        for prefix in launch.streams:
+            i = prefix.req
+            rows = slice(row_ends[i] - lens[i], row_ends[i])
+            streamed.append(StreamedRequest(rows, prefix.start, prefix.end, segments[i]))
+            segments[i] = []
         ends = (launch.starts + launch.lens)[launch.samples]
         wanted_rows = [last_rows[launch.samples]]
-        for rows in launch.prompt_logprobs:
-            first = int(last_rows[rows.req]) - lens[rows.req] + 1 + rows.first_row
-            wanted_rows.append(np.arange(first, first + len(rows.targets)))
+        for wanted in launch.prompt_logprobs:
+            first = int(last_rows[wanted.req]) - lens[wanted.req] + 1 + wanted.first_row
+            wanted_rows.append(np.arange(first, first + len(wanted.targets)))
         return ForwardBatch(
             seq=launch.seq,
             mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND,
@@ -357,7 +418,14 @@ class ModelExecutor:
             attn=AttentionMetadata(q_lens=tuple(lens), scale=self.scale),
             sample_rows=torch.from_numpy(np.concatenate(wanted_rows)).to(torch.int64),
             sampling=self._sampling_info(self._plan_of(launch), ends),
+            streamed=streamed,
         )
+
+    def _segments(self, slot: int, end: int, hole: tuple[int, int]) -> list[KVSegment]:
+        """Tokens [0, end) of a slot without those in the hole, whose borders are those of pages."""
+        runs = [(0, end)] if hole[0] == hole[1] else [(0, hole[0]), (hole[1], end)]
+        page, table = self.page_size, self._page_table
+        return [KVSegment(table.pages(slot, a // page, -(-b // page)), b - a) for a, b in runs if a < b]
 
     def _sampling_info(self, plan: _SamplingPlan, positions: np.ndarray) -> SamplingBatchInfo:
         return SamplingBatchInfo(

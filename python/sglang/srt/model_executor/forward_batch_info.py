@@ -9,13 +9,24 @@ from typing import Any, Protocol
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
-from sglang.srt.mem_cache.kv_view import KVSegment
+from sglang.srt.mem_cache.kv_view import KVSegment, KVView
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
 class ForwardMode(IntEnum):
     EXTEND = 0
     DECODE = 1
+
+
+@dataclass(frozen=True)
+class StreamedRequest:
+    """A request whose tokens [start, end) come through the layer stream cache. rows: its rows of the batch. segments:
+    what the device has, those before `start` first."""
+
+    rows: slice
+    start: int
+    end: int
+    segments: list[KVSegment]
 
 
 @dataclass
@@ -25,6 +36,7 @@ class ForwardBatch:
     input_ids, positions, out_loc: (num_tokens,) int64; out_loc is the slot `page * page_size + offset` that takes
     the token's KV. segments: per request, see `KVSegment`. sample_rows: (num_samples,) int64, the rows whose logits
     are wanted: first those that are sampled, one entry each in `sampling`, then those of prompt log-probabilities.
+    streamed: requests that the device does not have as a whole; their lists in `segments` are empty.
     """
 
     seq: int
@@ -37,6 +49,7 @@ class ForwardBatch:
     sample_rows: torch.Tensor
     sampling: SamplingBatchInfo
     gates: list[Any] = field(default_factory=list)
+    streamed: list[StreamedRequest] = field(default_factory=list)
 
 
 class KVPool(Protocol):
@@ -57,7 +70,20 @@ class CausalLM(Protocol):
 
     def embed(self, batch: ForwardBatch) -> Any: ...
 
-    def forward_layer(self, layer_id: int, state: Any, batch: ForwardBatch, pool: KVPool) -> Any: ...
+    def forward_layer(self, layer_id: int, state: Any, batch: ForwardBatch, pool: KVPool) -> Any:
+        """A layer of a batch without streamed requests. With them it goes in parts: `begin_layer`, up to the
+        attention over what the device has; `attend` for every piece of every streamed request; `end_layer`."""
+        ...
+
+    def begin_layer(self, layer_id: int, state: Any, batch: ForwardBatch, pool: KVPool) -> Any: ...
+
+    def attend(
+        self, layer_id: int, state: Any, batch: ForwardBatch, place: int, view: KVView, segment: KVSegment
+    ) -> Any:
+        """The rows of batch.streamed[place] attend to another piece of its streamed tokens; these come in order."""
+        ...
+
+    def end_layer(self, layer_id: int, state: Any, batch: ForwardBatch) -> Any: ...
 
     def logits(self, state: Any, batch: ForwardBatch) -> torch.Tensor:
         """(num_samples, vocab_size) float32, for batch.sample_rows."""

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from sglang.srt.mem_cache.transfer import Ticket
+from sglang.srt.mem_cache.transfer import Ticket, Tier
 from sglang.srt.sampling.logprob_types import LogprobSpec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -49,6 +49,18 @@ class PromptRows:
 
 
 @dataclass(frozen=True)
+class StreamedPrefix:
+    """Tokens [start, end) of a request (req: its place in the launch) are not on the device: attention reads them
+    layer by layer through the layer stream cache. Multiples of the page size. parts: in order, the tier and
+    the frames there, int32; the same tuple for as long as nothing moves."""
+
+    req: int
+    start: int
+    end: int
+    parts: tuple[tuple[Tier, np.ndarray], ...]
+
+
+@dataclass(frozen=True)
 class Launch:
     """One forward pass. slots, starts, lens: (num_reqs,) int32; request i computes tokens starts[i] .. + lens[i].
 
@@ -57,7 +69,8 @@ class Launch:
     they draw has position starts + lens. page_appends: (3, n) int32, single pages: slot, place in the sequence,
     frame; applied after page_runs. gates: loads that the pass waits for, layer by layer. said: what requests with
     penalties have generated before this launch, for slots that begin to sample. prompt_logprobs: rows whose next
-    token is known and wants its log-probability.
+    token is known and wants its log-probability. streams: prefixes that the device does not have; the page table has
+    nothing in their place.
     """
 
     seq: int
@@ -73,3 +86,4 @@ class Launch:
     gates: tuple[Ticket, ...]
     said: tuple[tuple[int, np.ndarray], ...] = ()
     prompt_logprobs: tuple[PromptRows, ...] = ()
+    streams: tuple[StreamedPrefix, ...] = ()

@@ -7,7 +7,7 @@ layer's gate first. What goes from layer to layer is the same on all ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -18,10 +18,11 @@ from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import PartialState, RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, apply_rotary
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.layers.weights import WeightTarget
+from sglang.srt.mem_cache.kv_view import KVSegment, KVView
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, KVPool
 
 # Projections that are one matrix here, and in some checkpoints.
@@ -31,11 +32,16 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 @dataclass
 class DecoderState:
     """What travels between layers. hidden: (num_tokens, hidden_size); after the last layer only the rows of
-    batch.sample_rows. cos, sin: see `RotaryEmbedding`, looked up once per batch."""
+    batch.sample_rows. cos, sin: see `RotaryEmbedding`, looked up once per batch. Within a layer, attended:
+    (num_tokens, num_heads * head_dim), its output; of streamed requests, queries: (q_len, num_heads, head_dim),
+    and partials, what they have found so far."""
 
     hidden: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
+    attended: torch.Tensor | None = None
+    queries: list[torch.Tensor] = field(default_factory=list)
+    partials: list[PartialState] = field(default_factory=list)
 
 
 class LlamaAttention(nn.Module):
@@ -72,7 +78,13 @@ class LlamaAttention(nn.Module):
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
         q, k = apply_rotary(qk, state.cos, state.sin).split((self.num_heads, self.num_kv_heads), dim=1)
-        return self.attn(q, k, v, batch, pool).reshape(num_tokens, -1)
+        attended = self.attn(q, k, v, batch, pool).reshape(num_tokens, -1)
+        state.queries = [q[req.rows] for req in batch.streamed]
+        state.partials = [
+            self.attn.partial(rows, pool.view(self.attn.layer_id), req.segments, batch.attn.scale)
+            for rows, req in zip(state.queries, batch.streamed)
+        ]
+        return attended
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets = self.qkv_proj.weight_targets(FUSED["qkv_proj"]) | self.o_proj.weight_targets("o_proj")
@@ -111,12 +123,17 @@ class LlamaDecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
 
-    def forward(
-        self, state: DecoderState, batch: ForwardBatch, pool: KVPool, rows: torch.Tensor | None
-    ) -> DecoderState:
+    def begin(self, state: DecoderState, batch: ForwardBatch, pool: KVPool) -> DecoderState:
+        """Up to the attention over what the device has."""
+        state.attended = self.self_attn(self.input_layernorm(state.hidden), state, batch, pool)
+        return state
+
+    def end(self, state: DecoderState, batch: ForwardBatch, rows: torch.Tensor | None) -> DecoderState:
         """rows: (n,) int64, the rows that anybody reads after this layer; None for all."""
-        hidden = state.hidden
-        attended = self.self_attn(self.input_layernorm(hidden), state, batch, pool)
+        hidden, attended = state.hidden, state.attended
+        assert attended is not None
+        for req, (out, _) in zip(batch.streamed, state.partials):
+            attended[req.rows] = out.flatten(1).to(attended.dtype)
         if rows is not None:
             hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
         hidden = self.self_attn.o_proj(attended).add_(hidden)
@@ -169,9 +186,37 @@ class LlamaForCausalLM(nn.Module):
     @torch.inference_mode()
     def forward_layer(self, layer_id: int, state: DecoderState, batch: ForwardBatch, pool: KVPool) -> DecoderState:
         """Stores the layer's K and V of all rows; see `DecoderState` for what the last layer returns."""
+        return self.end_layer(layer_id, self.begin_layer(layer_id, state, batch, pool), batch)
+
+    @torch.inference_mode()
+    def begin_layer(self, layer_id: int, state: DecoderState, batch: ForwardBatch, pool: KVPool) -> DecoderState:
+        return self._layer(layer_id).begin(state, batch, pool)
+
+    @torch.inference_mode()
+    def attend(
+        self,
+        layer_id: int,
+        state: DecoderState,
+        batch: ForwardBatch,
+        place: int,
+        view: KVView,
+        segment: KVSegment,
+    ) -> DecoderState:
+        queries, before = state.queries[place], state.partials[place]
+        attn = self._layer(layer_id).self_attn.attn
+        state.partials[place] = attn.partial(queries, view, [segment], batch.attn.scale, before)
+        return state
+
+    @torch.inference_mode()
+    def end_layer(self, layer_id: int, state: DecoderState, batch: ForwardBatch) -> DecoderState:
         # After the last attention only sampled rows are read: none in the middle of a long prompt.
         rows = batch.sample_rows if layer_id == self.num_layers - 1 else None
-        return self.layers[layer_id](state, batch, pool, rows)
+        return self._layer(layer_id).end(state, batch, rows)
+
+    def _layer(self, layer_id: int) -> LlamaDecoderLayer:
+        layer = self.layers[layer_id]
+        assert isinstance(layer, LlamaDecoderLayer)
+        return layer
 
     @torch.inference_mode()
     def logits(self, state: DecoderState, batch: ForwardBatch) -> torch.Tensor:

@@ -1,0 +1,158 @@
+"""`LayerStreamCache`: buffers of the device that hold a piece of one layer's KV while attention reads it.
+
+Owns the buffers and the order in which they are filled, on a stream of its own. Never decides what is streamed, and
+reads the pools below the device without asking: a launch's fence keeps their pages where they are.
+
+A prefix that the device has no room for is read layer by layer, in *pieces* of at most a buffer's pages. Piece n goes
+to buffer n mod num_buffers as soon as piece n - num_buffers has been read there, so that copies run ahead of the
+attention, under the feed-forward part of the layer before:
+
+    stream       | layer 0, piece 0 | layer 0, piece 1 | layer 1, piece 0 | layer 1, piece 1 | ...
+                          | filled       ^ read                 ^ read
+    compute               | attend, rest of layer 0 ... | attend, ...
+
+With buffers as long as the prefix a piece is a layer: the layer stream cache of SwiftCache 3.2. With shorter ones the
+context is bounded by what the pools below hold, not by a layer of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+import torch
+
+from sgl_kernel.kvcacheio import transfer_kv_per_layer_pf_lf
+from sglang.srt.mem_cache.kv_view import KVSegment, KVView
+from sglang.srt.mem_cache.link import HasPages, index_device
+from sglang.srt.mem_cache.memory_pool import DevicePool
+from sglang.srt.mem_cache.rate_limit import RateLimit
+from sglang.srt.mem_cache.transfer import LOAD_LINKS, LoadFailedError, Tier
+from sglang.srt.utils.stream import Event, Stream
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Pages of a request that fill a buffer together, from its first page on: per tier, which of its frames and
+    which pages of the buffer, both (n,) int64. num_pages: in all."""
+
+    copies: tuple[tuple[Tier, torch.Tensor, torch.Tensor], ...]
+    num_pages: int
+
+
+@dataclass
+class FilledPiece:
+    """A piece of one layer in its buffer, for whoever waits for `ready`. error: why it is not there. seconds: what
+    the copy took."""
+
+    view: KVView
+    segment: KVSegment
+    ready: Event = field(init=False)
+    error: str = field(default="", init=False)
+    seconds: float = field(default=0.0, init=False)
+
+    def check(self) -> None:
+        """Raises LoadFailedError if the copy failed; called on the stream, after the wait."""
+        if self.error:
+            raise LoadFailedError(self.error)
+
+
+class LayerStreamCache:
+    """num_buffers buffers of buffer_pages pages of one layer, shaped like the device pool's.
+
+    sources: the pools below. stream: where copies run. rate_limits: by link, as for loads. clock: seconds, for what
+    copies take.
+    """
+
+    def __init__(
+        self,
+        num_buffers: int,
+        buffer_pages: int,
+        device_pool: DevicePool,
+        sources: Mapping[Tier, HasPages],
+        stream: Stream,
+        io_backend: str = "auto",
+        rate_limits: Mapping[str, RateLimit] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if num_buffers < 1 or buffer_pages < 1:
+            raise ValueError(f"{num_buffers} buffers of {buffer_pages} pages: there has to be one, of one page")
+        self.num_buffers = num_buffers
+        self.buffer_pages = buffer_pages
+        self.page_size = device_pool.page_size
+        self.stream = stream
+        self._sources = sources
+        self._io_backend = io_backend
+        self._limits = rate_limits or {}
+        self._clock = clock
+        like = device_pool.view(0).k
+        # (num_buffers, K and V, buffer_pages, page_size, num_kv_heads, head_dim)
+        self.kv = torch.zeros(num_buffers, 2, buffer_pages, *like.shape[1:], dtype=like.dtype, device=like.device)
+        self._views = [KVView(kv[0], kv[1]) for kv in self.kv]
+        self._pages = torch.arange(buffer_pages, device=like.device)
+        # When what was last in each buffer has been read.
+        self._read: list[Event | None] = [None] * num_buffers
+        self._next = 0
+
+    def pieces(self, parts: Sequence[tuple[Tier, np.ndarray]]) -> list[Piece]:
+        """Cut a run of pages into pieces. parts: one after the other, the tier and its frames, int32."""
+        tiers = np.concatenate([np.full(len(frames), tier) for tier, frames in parts])
+        frames = np.concatenate([frames for _, frames in parts]).astype(np.int64)
+        pieces = []
+        for first in range(0, len(frames), self.buffer_pages):
+            of_piece = frames[first : first + self.buffer_pages]
+            copies, pos = [], 0
+            for number, run in groupby(tiers[first : first + self.buffer_pages].tolist()):
+                n = sum(1 for _ in run)
+                where = index_device(self._io_backend, self._sources[Tier(number)], self.kv.device)
+                source = torch.from_numpy(of_piece[pos : pos + n]).to(where)
+                copies.append((Tier(number), source, self._pages[pos : pos + n].to(where)))
+                pos += n
+            pieces.append(Piece(tuple(copies), len(of_piece)))
+        return pieces
+
+    def fill(self, layer: int, piece: Piece) -> FilledPiece:
+        """Enqueue the copy of a piece of a layer to the next buffer. Whoever reads it says so with `has_read`, before
+        anything else is filled."""
+        index = self._next % self.num_buffers
+        self._next += 1
+        if (read := self._read[index]) is not None:
+            self.stream.wait(read)
+        view = self._views[index]
+        segment = KVSegment(self._pages[: piece.num_pages], piece.num_pages * self.page_size)
+        filled = FilledPiece(view, segment)
+
+        def copy() -> None:
+            began = self._clock()
+            try:
+                self._copy(layer, piece, view)
+            except Exception as error:
+                # It fails the launch that reads it, not the stream.
+                filled.error = f"layer {layer} cannot be streamed: {error or type(error).__name__}"
+            filled.seconds = self._clock() - began
+
+        self.stream.enqueue(copy)
+        filled.ready = self.stream.record()
+        return filled
+
+    def has_read(self, event: Event) -> None:
+        """What was filled last has been read when the event passes."""
+        self._read[(self._next - 1) % self.num_buffers] = event
+
+    def poison(self) -> None:
+        """Fill the buffers with NaN: whatever is read before it was copied shows (tests)."""
+        self.kv.fill_(float("nan"))
+
+    def _copy(self, layer: int, piece: Piece, view: KVView) -> None:
+        for tier, src, dst in piece.copies:
+            limit = self._limits.get(LOAD_LINKS[tier])
+            size = len(src) * view.k[0].numel() * view.k.element_size() * 2
+            pace: AbstractContextManager[None] = limit.transfer(size) if limit is not None else nullcontext()
+            with pace:
+                transfer_kv_per_layer_pf_lf(
+                    self._sources[tier].kv_pages, view.k, view.v, src, dst, layer, backend=self._io_backend
+                )

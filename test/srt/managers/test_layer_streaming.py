@@ -1,0 +1,224 @@
+"""Requests that are longer than the device have the tokens that a large device gives, whatever is streamed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_equality import Model, check_memory, greedy, prompts
+from test_equality import model as model
+
+from sglang.srt.managers.layer_streaming import LayerStreamConfig
+from sglang.srt.mem_cache.transfer import Tier
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.test.local_engine import LocalEngine
+from sglang.test.two_ranks import TwoRanks
+
+CHUNK = 16
+
+
+def streaming(model: Model, page_size: int = 4, tokens: int = 64, buffer_tokens: int = 20, **options) -> LocalEngine:
+    """An engine whose device has room for `tokens` tokens, a few chunks."""
+    options = {
+        "num_host_pages": 480 // page_size,
+        "layer_stream": LayerStreamConfig(2, max(1, buffer_tokens // page_size)),
+        "chunked_prefill_size": CHUNK,
+        "new_token_ratio": 0.0,
+    } | options
+    return model.engine(page_size=page_size, num_device_pages=tokens // page_size, **options)
+
+
+def counters(engine: LocalEngine) -> dict[str, int]:
+    return engine.scheduler.state()["counters"]
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_prompt_that_is_longer_than_the_device(model: Model, page_size: int):
+    engine = streaming(model, page_size)
+    (prompt,) = prompts(21, [230])
+    for turn in range(2):
+        (answer,) = engine.generate([prompt], greedy(20))
+        model.check(prompt, answer, 20)
+        engine.settle()
+        if turn == 0:
+            assert counters(engine)["spilled_tokens"] > 100
+            computed = counters(engine)["prefill_tokens"]
+        found = answer.cached_tokens_details
+        assert found["device"] + found["host"] == turn * (len(prompt) - 1) // page_size * page_size
+    # The second time nothing but the last page was computed, and what was streamed are the host's pages.
+    assert counters(engine)["prefill_tokens"] - computed <= page_size
+    check_memory(model, engine)
+
+
+@pytest.mark.parametrize(("num_buffers", "buffer_tokens"), [(1, 4), (2, 400), (3, 12)])
+def test_whole_layers_and_pieces_of_them(model: Model, num_buffers: int, buffer_tokens: int):
+    engine = streaming(model, layer_stream=LayerStreamConfig(num_buffers, buffer_tokens // 4))
+    (prompt,) = prompts(22, [150])
+    (answer,) = engine.generate([prompt], greedy(10))
+    model.check(prompt, answer, 10)
+    assert counters(engine)["streamed_tokens"] > 0
+    check_memory(model, engine)
+
+
+def test_an_answer_that_outgrows_the_device(model: Model):
+    engine = streaming(model)
+    (prompt,) = prompts(23, [12])
+    (answer,) = engine.generate([prompt], greedy(120))
+    model.check(prompt, answer, 120)
+    assert counters(engine)["streamed_reqs"] == 1 and counters(engine)["streamed_tokens"] > 0
+    check_memory(model, engine)
+
+
+def test_up_to_what_device_and_host_hold_together(model: Model):
+    """The host has less room than the request needs: the device keeps the rest, and nothing twice."""
+    engine = streaming(model, tokens=100, num_host_pages=30)
+    most = engine.scheduler.max_total_len
+    assert most > 30 * 4 and most == (30 + 25 - 2 * 4 - 2) * 4
+    prompt = prompts(24, [most - 9])[0]
+    (answer,) = engine.generate([prompt], greedy(9))
+    model.check(prompt, answer, 9)
+    assert counters(engine).get("retracted_reqs", 0) == 0
+    (refused,) = engine.generate([np.concatenate([prompt, prompt[:9]])], greedy(1))
+    assert refused.finish_reason == "abort" and not refused.tokens
+    check_memory(model, engine)
+
+
+def test_others_run_beside_it(model: Model):
+    """Short requests start and end while a long one streams; two long ones go one after the other."""
+    engine = streaming(model, tokens=120)
+    batch = prompts(25, [200, 20, 180, 30, 25], shared=10)
+    lengths = [12, 30, 8, 12, 20]
+    params = [greedy(n) for n in lengths]
+    most = []
+
+    def look(_) -> None:
+        most.append(len(engine.scheduler.active()))
+
+    for prompt, answer, n in zip(batch, engine.generate(batch, params, after_step=look), lengths):
+        model.check(prompt, answer, n)
+    assert counters(engine)["streamed_reqs"] >= 2 and max(most) > 1
+    check_memory(model, engine)
+
+
+def test_it_comes_back_to_the_device_where_there_is_room(model: Model):
+    """What the others give back is filled: at its end less is streamed than when they came."""
+    engine = streaming(model, tokens=160)
+    (prompt,) = prompts(26, [170])
+    engine.generate([prompt], greedy(1))
+    engine.settle()
+    engine.scheduler.controller.evict(Tier.DEVICE, 40, engine.scheduler.exec_done)
+    holes = []
+
+    def look(decision) -> None:
+        if decision.launch is not None:
+            holes.append(sum(each.end - each.start for each in decision.launch.streams))
+
+    (answer,) = engine.generate([prompt], greedy(40), after_step=look)
+    model.check(prompt, answer, 40)
+    assert counters(engine)["promoted_tokens"] > 0 and holes[0] == 168 and min(holes[5:]) < 100
+    check_memory(model, engine)
+
+
+def test_a_failed_copy_fails_the_launch_and_nothing_else(model: Model, monkeypatch: pytest.MonkeyPatch):
+    engine = streaming(model)
+    (prompt,) = prompts(27, [150])
+    copy, calls = engine.layer_stream._copy, []
+
+    def fail(*args) -> None:
+        calls.append(args)
+        if len(calls) in (30, 90):
+            raise OSError("injected")
+        copy(*args)
+
+    monkeypatch.setattr(engine.layer_stream, "_copy", fail)
+    (answer,) = engine.generate([prompt], greedy(10))
+    model.check(prompt, answer, 10)
+    assert counters(engine)["failed_launches"] == 2
+    check_memory(model, engine)
+
+
+@pytest.mark.parametrize("fail_rate", [0.3])
+def test_transfers_that_fail_and_requests_that_are_given_up(model: Model, fail_rate: float):
+    engine = streaming(model, tokens=100, late_rate=0.5, load_fail_rate=fail_rate, seed=5)
+    batch = prompts(28, [150, 30, 140], shared=20)
+    for turn in range(3):
+        answers = engine.generate(batch, greedy(10), abort_after={turn: 3})
+        for i, (prompt, answer) in enumerate(zip(batch, answers)):
+            if i != turn or answer.finish_reason == "length":
+                model.check(prompt, answer, 10)
+    check_memory(model, engine)
+
+
+def test_a_request_that_would_be_too_slow_is_refused(model: Model):
+    config = LayerStreamConfig(2, 5, max_tpot_s=1e-9)
+    engine = streaming(model, layer_stream=config)
+    first, second = prompts(29, [150, 150])
+    # Nobody knows yet what it takes.
+    (answer,) = engine.generate([first], greedy(4))
+    model.check(first, answer, 4)
+    (refused,) = engine.generate([second], greedy(4))
+    assert refused.finish_reason == "abort" and not refused.tokens
+    (short,) = engine.generate([second[:20]], greedy(4))
+    model.check(second[:20], short, 4)
+    check_memory(model, engine)
+
+
+@pytest.mark.parametrize("write_policy", ["write_back", "write_through_selective"])
+def test_policies_that_write_late(model: Model, write_policy: str):
+    engine = streaming(model, write_policy=write_policy)
+    (prompt,) = prompts(30, [150])
+    for _ in range(2):
+        (answer,) = engine.generate([prompt], greedy(8))
+        model.check(prompt, answer, 8)
+        engine.settle()
+    assert answer.cached_tokens_details["host"] > 60
+    check_memory(model, engine)
+
+
+def test_peers_are_read_where_they_have_it(model: Model):
+    engine = streaming(model, tokens=100, num_peer_pages=60)
+    (prompt,) = prompts(31, [90])
+    engine.generate([prompt], greedy(1))
+    engine.settle()
+    # What the device evicts goes to the peer; the host has it anyway.
+    engine.generate(prompts(32, [90]), greedy(1))
+    engine.settle()
+    long = np.concatenate([prompt, prompts(33, [120])[0]])
+    tiers = set()
+
+    def look(decision) -> None:
+        if decision.launch is not None:
+            tiers.update(tier for each in decision.launch.streams for tier, _ in each.parts)
+
+    (answer,) = engine.generate([long], greedy(8), after_step=look)
+    model.check(long, answer, 8)
+    assert tiers == {Tier.PEER, Tier.HOST}
+    check_memory(model, engine)
+
+
+def test_two_ranks(model: Model):
+    params = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True, sampling_seed=0)
+    engine = TwoRanks(
+        model.config,
+        (0.2, 0.2),
+        page_size=4,
+        num_device_pages=25,
+        num_host_pages=120,
+        late_rate=0.2,
+        seed=4,
+        chunked_prefill_size=CHUNK,
+        layer_stream=LayerStreamConfig(2, 5),
+    )
+    batch = prompts(34, [150, 20, 130], shared=12)
+    for _ in range(2):
+        for prompt, answer in zip(batch, engine.generate(batch, params)):
+            model.check(prompt, answer, 8)
+    assert counters(engine)["streamed_reqs"] >= 4
+    engine.settle()
+    engine.close()
+
+
+def test_what_cannot_stream_is_said_at_the_start(model: Model):
+    with pytest.raises(ValueError, match="--hicache"):
+        streaming(model, num_host_pages=0)
+    with pytest.raises(ValueError, match="--chunked-prefill-size"):
+        streaming(model, tokens=36)
