@@ -684,6 +684,22 @@ def peer_keeps_what_failed() -> Any:
 
 
 @mutation
+def loaded_keeps_its_place_on_the_peer() -> Any:
+    """What a load brings back to the device is no candidate anew on the tier that it came from."""
+    commit, offer = HiRadixTree.commit, HiRadixTree._offer
+
+    def patched(self: Any, ticket: Any, tier: Any) -> Any:
+        def offered(self: Any, node: Node, other: int) -> None:
+            if other == tier:
+                offer(self, node, other)
+
+        with mock.patch.object(HiRadixTree, "_offer", offered):
+            return commit(self, ticket, tier)
+
+    return mock.patch.object(HiRadixTree, "commit", patched)
+
+
+@mutation
 def slab_leaves_in_use() -> Any:
     """A slab is lent while pages in it are still read, written or locked."""
 
@@ -970,7 +986,7 @@ TRIED_FIRST: dict[int, tuple[str, ...]] = {
         "preload_kept_when_its_load_fails",
         "claim_outlives_its_request",
     ),
-    12: ("nobody_waits_for_the_peer", "peer_keeps_what_failed"),
+    12: ("nobody_waits_for_the_peer", "peer_keeps_what_failed", "loaded_keeps_its_place_on_the_peer"),
     13: (
         "reset_keeps_what_was_published",
         "names_forget_the_tail",

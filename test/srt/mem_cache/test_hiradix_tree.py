@@ -17,9 +17,9 @@ from sglang.srt.mem_cache.hiradix_tree import (
     Node,
     PublishResult,
 )
-from sglang.srt.mem_cache.transfer import D2H, FETCH, H2D, Ticket, Tier
+from sglang.srt.mem_cache.transfer import D2H, D2P, FETCH, H2D, P2D, Ticket, Tier
 
-DEVICE, HOST = Tier.DEVICE, Tier.HOST
+DEVICE, PEER, HOST = Tier.DEVICE, Tier.PEER, Tier.HOST
 
 
 def tokens(text: str) -> np.ndarray:
@@ -582,6 +582,117 @@ def test_eviction_candidates_do_not_pile_up():
     assert cached(tree.evict(DEVICE, 3)) == [([0, 1, 2], 0)]
 
 
+# -- eviction on peers -------------------------------------------------------------------------------------------
+
+
+def move(tree: HiRadixTree, nodes: list[Node], source: Tier, tier: Tier, first: int) -> None:
+    """Fill nodes between device and peer, and commit."""
+    ticket = Ticket(P2D if source == PEER else D2P, first)
+    n = sum(len(node.key) for node in nodes) // tree.page_size
+    tree.begin_fill(nodes, source, tier, pages(first, n), ticket)
+    tree.check_invariants()
+    tree.commit(ticket, tier)
+    tree.check_invariants()
+
+
+def three_on_a_peer(policy: str = "lru") -> tuple[HiRadixTree, list[Node]]:
+    """On device 0-5, on the peer 20-25; the first is the oldest."""
+    tree = HiRadixTree(1, policy)
+    nodes = [publish(tree, text, 2 * i, now=i).node for i, text in enumerate(("aa", "bb", "cc"))]
+    for i, node in enumerate(nodes):
+        move(tree, [node], DEVICE, PEER, 20 + 2 * i)
+    return tree, nodes
+
+
+def frames_given_up(tree: HiRadixTree, tier: Tier, *num_pages: int) -> list[int]:
+    found = []
+    for n in num_pages:
+        found += [f for frames, _ in cached(tree.evict(tier, n)) for f in frames]
+        tree.check_invariants()
+    return found
+
+
+def test_a_peer_gives_up_what_the_device_has_before_what_it_lacks():
+    tree, (a, b, _) = three_on_a_peer()
+    assert frames_given_up(tree, DEVICE, 4) == [0, 1, 2, 3]
+    # Only c is on the device still, and the youngest.
+    assert frames_given_up(tree, PEER, 1, 1, 2, 2) == [25, 24, 20, 21, 22, 23]
+    assert a.parent is None and b.parent is None and match(tree, "cc").device_len == 2
+
+
+def test_what_the_device_has_goes_from_a_peer_by_age():
+    tree, _ = three_on_a_peer()
+    tree.unlock(tree.lock(match(tree, "aa"), 9), 9, -1)
+    assert frames_given_up(tree, PEER, 2, 2, 2) == [22, 23, 24, 25, 20, 21]
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_the_device_comes_before_the_policy(policy: str):
+    tree, (_, _, c) = three_on_a_peer(policy)
+    frames_given_up(tree, DEVICE, 4)
+    tree.count_use(c, priority=5)
+    assert frames_given_up(tree, PEER, 2, 2, 2) == [24, 25, 20, 21, 22, 23]
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_what_comes_back_to_the_device_goes_first_from_then_on(loaded: bool):
+    """Loaded from the peer, or computed anew."""
+    tree, (_, _, c) = three_on_a_peer()
+    assert frames_given_up(tree, DEVICE, 6) == [0, 1, 2, 3, 4, 5]
+    assert frames_given_up(tree, PEER, 2) == [20, 21]
+    if loaded:
+        move(tree, [c], PEER, DEVICE, 10)
+    else:
+        publish(tree, "cc", 10, now=9)
+    assert frames_given_up(tree, PEER, 2, 2) == [24, 25, 22, 23]
+    assert match(tree, "cc").device_len == 2
+
+
+def test_what_the_device_evicts_loses_its_place_on_the_peer():
+    tree, _ = three_on_a_peer()
+    assert frames_given_up(tree, DEVICE, 2) == [0, 1]
+    assert frames_given_up(tree, PEER, 2, 2, 2) == [22, 23, 24, 25, 20, 21]
+
+
+def test_above_what_only_the_peer_has_it_keeps_what_the_device_has():
+    tree = HiRadixTree(1)
+    top = publish(tree, "aa", 0, now=1).node
+    low = publish(tree, "bb", 2, below=top, now=1).node
+    others = [publish(tree, text, first, now=now).node for text, first, now in (("xx", 4, 0), ("yy", 6, 2))]
+    for node, first in zip(others, (40, 60)):
+        move(tree, [node], DEVICE, PEER, first)
+    move(tree, [top, low], DEVICE, PEER, 20)
+    tree.unlock(tree.lock(match(tree, "aa"), 9), 9, -1)
+    for node in (low, *others):
+        tree.drop(node, DEVICE)
+    # `top` is the youngest, and no leaf there; when it is one, it comes before what only the peer has.
+    assert frames_given_up(tree, PEER, 2, 2, 2, 2) == [40, 41, 22, 23, 20, 21, 60, 61]
+
+
+def test_a_peer_gives_up_what_is_in_use_on_the_device():
+    tree, _ = three_on_a_peer()
+    frames_given_up(tree, DEVICE, 4)
+    tree.lock(match(tree, "cc"), 5)
+    assert frames_given_up(tree, PEER, 2, 2, 2) == [24, 25, 20, 21, 22, 23]
+
+
+def test_a_load_that_failed_leaves_the_order_as_it_was():
+    tree, (_, _, c) = three_on_a_peer()
+    frames_given_up(tree, DEVICE, 6)
+    tree.begin_fill([c], PEER, DEVICE, pages(10, 2), Ticket(P2D, 9))
+    assert filling(tree.drop(c, DEVICE)) == [([10, 11], Ticket(P2D, 9))]
+    assert frames_given_up(tree, PEER, 2, 2, 2) == [20, 21, 22, 23, 24, 25]
+
+
+def test_the_host_gives_up_by_age_whatever_the_device_has():
+    tree = HiRadixTree(1)
+    nodes = [publish(tree, text, 2 * i, now=i).node for i, text in enumerate(("aa", "bb"))]
+    for i, node in enumerate(nodes):
+        load_all(tree, [node], HOST, 50 + 2 * i, seq=i)
+    assert frames_given_up(tree, DEVICE, 2) == [0, 1]
+    assert frames_given_up(tree, HOST, 2, 2) == [50, 51, 52, 53]
+
+
 # -- drop -------------------------------------------------------------------------------------------------------
 
 
@@ -747,6 +858,11 @@ def not_offered(tree: HiRadixTree, top: Node, low: Node) -> None:
     tree._heaps[DEVICE].clear()
 
 
+def offered_as_if_the_device_lacked_it(tree: HiRadixTree, top: Node, low: Node) -> None:
+    move(tree, [top, low], DEVICE, PEER, 20)
+    tree._heaps[PEER] = [((1, *rank[1:]), node_id, node) for rank, node_id, node in tree._heaps[PEER]]
+
+
 def miscounted_nodes(tree: HiRadixTree, top: Node, low: Node) -> None:
     tree.num_nodes += 1
 
@@ -764,6 +880,7 @@ def wrong_key(tree: HiRadixTree, top: Node, low: Node) -> None:
         wrong_count,
         stray_ticket,
         not_offered,
+        offered_as_if_the_device_lacked_it,
         miscounted_nodes,
         wrong_key,
     ],
@@ -999,6 +1116,15 @@ def test_what_is_retired_goes_first(policy: str):
     assert sorted(f for frames, _ in cached(tree.evict(Tier.DEVICE, 6)) for f in frames) == [10, 11, 12, 13, 24, 25]
     assert list(tree.roots) == [""]
     tree.check_invariants()
+
+
+def test_what_is_retired_goes_first_from_a_peer_too():
+    tree, _ = three_on_a_peer()
+    node = publish(tree, "dd", 10, ns="gone", now=9).node
+    move(tree, [node], DEVICE, PEER, 40)
+    tree.drop(node, DEVICE)
+    tree.retire("gone")
+    assert frames_given_up(tree, PEER, 2, 2) == [40, 41, 20, 21]
 
 
 def test_what_is_in_use_is_not_retired():

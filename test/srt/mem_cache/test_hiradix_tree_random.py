@@ -16,9 +16,9 @@ import pytest
 
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.hiradix_tree import Dropped, HiRadixTree, Node, Receipt
-from sglang.srt.mem_cache.transfer import D2H, FETCH, FRAME_TIERS, H2D, Ticket, Tier
+from sglang.srt.mem_cache.transfer import BACKUP_LINKS, FETCH, FRAME_TIERS, LOAD_LINKS, P2D, Ticket, Tier
 
-DEVICE, HOST = Tier.DEVICE, Tier.HOST
+DEVICE, PEER, HOST = Tier.DEVICE, Tier.PEER, Tier.HOST
 MAX_PAGES = 7
 NAMESPACES = ("", "", "", "tenant")
 
@@ -57,8 +57,8 @@ class Driver:
             self.kinds.append(np.concatenate([ones[1:], ones[:1] * 2]))
         self.kind_of = {page.tobytes(): i for i, page in enumerate(self.kinds)}
         self.now = 0
-        self.seqs = {DEVICE: 0, HOST: 0}
-        self.next_frame = {DEVICE: 0, HOST: 1_000_000}
+        self.seqs = Counter[str]()
+        self.next_frame = {DEVICE: 0, HOST: 1_000_000, PEER: 2_000_000}
         self.seen: Counter[str] = Counter()
 
     # -- what the model knows ---------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class Driver:
 
     def is_evictable(self, key: Key, tier: Tier, locked: set[Key]) -> bool:
         page = self.model[key]
-        return tier in page.frames and tier not in page.tickets and (tier == HOST or key not in locked)
+        return tier in page.frames and tier not in page.tickets and (tier != DEVICE or key not in locked)
 
     def stuck(self, tier: Tier, keep: Key | None) -> set[Key]:
         """Pages of the tier that eviction cannot reach now: they, or pages below them, must stay."""
@@ -86,10 +86,16 @@ class Driver:
         for key, page in self.model.items():
             if tier not in page.frames:
                 continue
-            is_source = tier == HOST and DEVICE in page.tickets
+            is_source = tier != DEVICE and DEVICE in page.tickets
             if key in kept or is_source or not self.is_evictable(key, tier, locked):
                 stuck.update(self.prefixes(key))
         return stuck
+
+    @staticmethod
+    def source_of(page: Page) -> Tier | None:
+        """The nearest tier that has it, or is about to have it if that is the device."""
+        ready = [tier for tier in (PEER, HOST) if tier in page.frames and tier not in page.tickets]
+        return DEVICE if DEVICE in page.frames else ready[0] if ready else None
 
     # -- drawing ----------------------------------------------------------------------------------------------------
 
@@ -131,20 +137,24 @@ class Driver:
         ns, kinds = key
         part = self.kinds[0][: self.rng.randrange(self.page)]
         m = self.tree.match(ns, np.concatenate([self.tokens(kinds), part]))
-        device = total = 0
+        device = near = total = 0
         frames = []
-        on_device = True
+        on_device = is_near = True
         for prefix in self.prefixes(key):
             page = self.model.get(prefix)
-            if page is None or (DEVICE not in page.frames and HOST in page.tickets):
-                self.seen["not yet there"] += page is not None and page.tickets[HOST].link == FETCH
+            if page is None or self.source_of(page) is None:
+                self.seen["not yet there"] += (
+                    page is not None and HOST in page.tickets and page.tickets[HOST].link == FETCH
+                )
                 break
             total += self.page
             on_device = on_device and DEVICE in page.frames
+            is_near = is_near and self.source_of(page) != HOST
+            near += self.page if is_near else 0
             if on_device:
                 device = total
                 frames.append(page.frames[DEVICE])
-        assert (m.device_len, m.total_len) == (device, total)
+        assert (m.device_len, m.near_len, m.total_len) == (device, near, total)
         found = [f for n in m.path if n.frames[DEVICE] is not None for f in n.frames[DEVICE].tolist()]
         assert found[: len(frames)] == frames
         locked = self.locked()
@@ -166,9 +176,11 @@ class Driver:
             path.append(node)
             node = node.parent
         wanted = [n for n in reversed(path) if n.frames[DEVICE] is None]
-        if wanted:
-            self.begin_fill(wanted, DEVICE)
-            self.seen["load"] += 1
+        sources = [self.tree.source_of(n) for n in wanted]
+        for source in (PEER, HOST):
+            if source in sources:
+                self.begin_fill([n for n, s in zip(wanted, sources) if s == source], source, DEVICE)
+                self.seen[f"load from {source.name}"] += 1
 
     def unlock(self) -> None:
         if self.receipts:
@@ -210,7 +222,8 @@ class Driver:
                 duplicates.append(frame)
                 self.seen["duplicates"] += 1
             else:
-                self.seen["adopted" if HOST in page.frames else "published"] += 1
+                self.seen["adopted" if page.frames else "published"] += 1
+                self.seen["adopted above a peer"] += PEER in page.frames
                 page.frames[DEVICE], page.fences[DEVICE] = frame, self.now
                 created.append(frame)
             page.last_access = self.now
@@ -221,10 +234,10 @@ class Driver:
         assert [f for n in result.created for f in n.frames[DEVICE].tolist()] == created
         assert self.key_of(result.node) == (ns, kinds[:end])
 
-    def begin_fill(self, nodes: list[Node], tier: Tier) -> None:
-        source = HOST if tier == DEVICE else DEVICE
-        ticket = Ticket(H2D if tier == DEVICE else D2H, self.seqs[tier])
-        self.seqs[tier] += 1
+    def begin_fill(self, nodes: list[Node], source: Tier, tier: Tier) -> None:
+        link = LOAD_LINKS[source] if tier == DEVICE else BACKUP_LINKS[tier]
+        ticket = Ticket(link, self.seqs[link])
+        self.seqs[link] += 1
         frames = self.new_frames(tier, sum(len(n.key) for n in nodes) // self.page)
         self.tree.begin_fill(nodes, source, tier, frames, ticket)
         path = [prefix for node in nodes for prefix in self.pages_of(node)]
@@ -235,24 +248,24 @@ class Driver:
         self.fills[ticket] = tier
 
     def back_up(self) -> None:
-        node = self.any_node()
+        node, tier = self.any_node(), self.rng.choice((PEER, HOST))
         nodes: list[Node] = []
-        while node is not None and node.parent is not None and node.frames[HOST] is None:
-            if node.tickets[DEVICE] is not None:
+        while node is not None and node.parent is not None and node.frames[tier] is None:
+            if node.frames[DEVICE] is None or node.tickets[DEVICE] is not None:
                 return
             nodes.append(node)
             node = node.parent
         if nodes:
-            self.begin_fill(nodes[::-1], HOST)
-            self.seen["backup"] += 1
+            self.begin_fill(nodes[::-1], DEVICE, tier)
+            self.seen[f"backup to {tier.name}"] += 1
 
     def commit(self) -> None:
         """Links complete in order."""
         if not self.fills:
             return
-        tier = self.rng.choice(list(self.fills.values()))
-        ticket = next(t for t, to in self.fills.items() if to == tier)
-        del self.fills[ticket]
+        link = self.rng.choice([t.link for t in self.fills])
+        ticket = next(t for t in self.fills if t.link == link)
+        tier = self.fills.pop(ticket)
         nodes = self.tree.commit(ticket, tier)
         filled = {k for k, page in self.model.items() if page.tickets.get(tier) == ticket}
         assert {k for n in nodes for k in self.pages_of(n)} == filled
@@ -272,9 +285,9 @@ class Driver:
                 if lost & set(self.prefixes(self.receipts[i][1])):
                     self.release(i)
         for node in list(self.tree.nodes_of(ticket)):
-            for t in (DEVICE, HOST):
-                if t == tier or tier == DEVICE:
-                    self.drop_node(node, t)
+            self.drop_node(node, tier)
+            if tier == DEVICE:
+                self.drop_node(node, PEER if ticket.link == P2D else HOST)
         assert self.tree.nodes_of(ticket) == []
         self.seen["failed"] += bool(lost)
 
@@ -342,8 +355,8 @@ class Driver:
         assert self.take(dropped, HOST) == gone
 
     def drop(self) -> None:
-        node, tier = self.any_node(), self.rng.choice((DEVICE, HOST))
-        if node is not None and (tier == HOST or node.lock == 0):
+        node, tier = self.any_node(), self.rng.choice(FRAME_TIERS)
+        if node is not None and (tier != DEVICE or node.lock == 0):
             self.drop_node(node, tier)
             self.seen["drop"] += 1
 
@@ -356,19 +369,22 @@ class Driver:
         assert self.take(self.tree.drop(node, tier), tier) == gone
 
     def evict(self) -> None:
-        tier = self.rng.choice((DEVICE, DEVICE, DEVICE, DEVICE, HOST))
+        tier = self.rng.choice((DEVICE, DEVICE, DEVICE, DEVICE, PEER, HOST))
         n = self.rng.randrange(1, 12)
         node = self.any_node()
         keep = node if node is not None and self.rng.random() < 0.3 else None
         stuck = self.stuck(tier, self.key_of(keep) if keep is not None else None)
         free = {k for k, page in self.model.items() if tier in page.frames} - stuck
         leaves = {k for k in free if sum(other in free or other in stuck for other in self.below(k)) == 1}
-        ages = {k: page.last_access for k, page in self.model.items()}
+        ranks = {k: (tier == PEER and DEVICE not in page.frames, page.last_access) for k, page in self.model.items()}
         gone = self.take(self.tree.evict(tier, n, keep), tier)
         assert gone <= free, "it took what had to stay"
         assert len(gone) == min(n, len(free)), "it took more or less than it should"
-        assert all(ages[g] <= ages[k] for g in gone for k in leaves - gone), "an older leaf was left"
+        assert all(ranks[g] <= ranks[k] for g in gone for k in leaves - gone), "a leaf was left that comes before"
         self.seen["evict"] += bool(gone)
+        self.seen["evict from a peer, not by age"] += tier == PEER and any(
+            ranks[g][1] > ranks[k][1] for g in gone for k in leaves - gone
+        )
 
     def take(self, dropped: Dropped, tier: Tier) -> set[Key]:
         """Remove dropped frames from the model; returns their pages."""
@@ -444,8 +460,9 @@ OPERATIONS = {
     Driver.cancel_fetch: 0.3,
 }
 EXPECTED = {
-    *("load", "unlock", "published", "adopted", "duplicates", "stopped at filling"),
-    *("backup", "commit", "failed", "drop", "evict", "compact"),
+    *("load from HOST", "load from PEER", "unlock", "published", "adopted", "duplicates", "stopped at filling"),
+    *("backup to HOST", "backup to PEER", "commit", "failed", "drop", "evict", "compact"),
+    *("adopted above a peer", "evict from a peer, not by age"),
     *("named", "fetch", "fetched", "fetched in part", "cancelled", "computed meanwhile", "not yet there"),
 }
 

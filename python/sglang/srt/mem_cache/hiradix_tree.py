@@ -202,7 +202,7 @@ class HiRadixTree:
         self._rank = EVICTION_POLICIES[eviction_policy]
         self._changed: Callable[[Node], None] = lambda node: None
         self._grown: Callable[[int | str, int | bytes], None] = lambda parent, page: None
-        self._heaps: list[list[tuple[tuple[int, int], int, Node]]] = [[] for _ in _TIERS]
+        self._heaps: list[list[tuple[tuple[int, ...], int, Node]]] = [[] for _ in _TIERS]
 
     def watch(self, changed: Callable[[Node], None], grown: Callable[[int | str, int | bytes], None]) -> None:
         """Have every change told that could make a match come out differently. changed: a node got or lost a tier,
@@ -597,7 +597,7 @@ class HiRadixTree:
         keep: Node | None = None,
         before: Callable[[Node], object] = lambda node: None,
     ) -> Dropped:
-        """Give up leaves of a tier, by the policy's order, until num_pages are gone or none is left.
+        """Give up leaves of a tier, in the order of `_rank_on`, until num_pages are gone or none is left.
 
         The last leaf is split if a part of it is enough. keep: nodes on the path to it stay. before: told of each
         node while it still has its frames; it may save them elsewhere.
@@ -614,7 +614,7 @@ class HiRadixTree:
             node = entry[2]
             if not self._is_evictable_leaf(node, tier):
                 continue
-            if entry[0] != (rank := self._rank(node)):
+            if entry[0] != (rank := self._rank_on(node, tier)):
                 heapq.heappush(self._heaps[tier], (rank, node.id, node))
                 continue
             if node.id in kept:
@@ -743,6 +743,10 @@ class HiRadixTree:
             offered = {n.id for _, _, n in self._heaps[tier]}
             for node in self.walk():
                 assert not self._is_evictable_leaf(node, tier) or node.id in offered, f"{node} can never be evicted"
+        first = {n.id for rank, _, n in self._heaps[_PEER] if rank[0] == 0}
+        for node in self.walk():
+            if self._is_evictable_leaf(node, _PEER) and self._rank_on(node, _PEER)[0] == 0:
+                assert node.id in first, f"{node} is on the device, and leaves the peer as if it were not"
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -894,15 +898,25 @@ class HiRadixTree:
             )
         )
 
+    def _rank_on(self, node: Node, tier: int) -> tuple[int, ...]:
+        """What goes first of a tier: the smallest, as the policy says. Of peers before all else what the device has
+        as well, so that together they hold different pages. Not so of the host, where pages are written once: what
+        the device has and the host gave up would be lost when the device evicts it."""
+        rank = self._rank(node)
+        if tier != _PEER:
+            return rank
+        return int(node.frames[_DEVICE] is None and node.priority != _RETIRED_PRIORITY), *rank
+
     def _offer(self, node: Node, tier: int) -> None:
-        """Enter a node among the candidates for eviction, if it is one. Entries go stale freely; `evict` checks."""
+        """Enter a node among the candidates for eviction, if it is one. Entries go stale freely; `evict` checks. But
+        whoever makes a rank fall offers the node again, else `evict` comes to it too late."""
         if not self._is_evictable_leaf(node, tier):
             return
         heap = self._heaps[tier]
-        heapq.heappush(heap, (self._rank(node), node.id, node))
+        heapq.heappush(heap, (self._rank_on(node, tier), node.id, node))
         if len(heap) > 64 + 4 * self.num_nodes:
             best = {n.id: n for _, _, n in heap if self._is_evictable_leaf(n, tier)}
-            self._heaps[tier] = [(self._rank(n), n.id, n) for n in best.values()]
+            self._heaps[tier] = [(self._rank_on(n, tier), n.id, n) for n in best.values()]
             heapq.heapify(self._heaps[tier])
 
     def _is_settled(self, node: Node, done: int) -> bool:
