@@ -39,14 +39,14 @@ RESERVED_TOKENS = 40_960
 
 @dataclass(frozen=True)
 class ServingSystem:
-    """name, models, lacks: as in `System`. peers: `none`; `idle`, what workers have idle; or `sum`, as many tokens as
-    the device holds besides. host_bytes: None: a single page, which the engine wants."""
+    """name, models, lacks: as in `System`. peers: whether workers lend it what they have idle. host_bytes: None: a
+    single page, which the engine wants."""
 
     name: str
     models: str
     lacks: str
     system: System
-    peers: str
+    peers: bool
     host_bytes: float | None
 
 
@@ -57,7 +57,7 @@ _ALL = (
         "Strata's SGLang-HiCache: a copy per page, layer, K and V; page size 32; layer-wise overlap; write-through.",
         "The version measured (0.5.3) can move pages by GPU kernels: see the next row.",
         SYSTEMS["SGLang-HiCache"],
-        "none",
+        False,
         HOST_BYTES,
     ),
     ServingSystem(
@@ -65,7 +65,7 @@ _ALL = (
         "The same with GPU-assisted I/O at page size 1: what a later HiCache can do. In sensitivity only.",
         "Nothing known.",
         SYSTEMS["Strata-IO"],
-        "none",
+        False,
         HOST_BYTES,
     ),
     ServingSystem(
@@ -73,7 +73,7 @@ _ALL = (
         "Strata's vLLM-LMCache: the wire's rate, a launch waits for all of it, one step at a time; page size 32.",
         "Chunks of 256 tokens, a contiguous buffer, stores that block: all of it favours this row.",
         SYSTEMS["vLLM-LMCache"],
-        "none",
+        False,
         HOST_BYTES,
     ),
     ServingSystem(
@@ -81,11 +81,9 @@ _ALL = (
         "Workers' memory instead of the host's, copies over NVLink, layer by layer beside computing; page size 16; "
         "first come, first served. The host tier is one page.",
         "The layer stream cache: a running request's KV is on the device as a whole, and waits for room there. KV "
-        "goes to workers when it leaves the device, not when it is computed. Both are against this row. The tree "
-        "keeps on workers what it has loaded from there; so that device and workers hold as much together as in the "
-        "paper, this row's workers lend as many tokens more as the device has.",
+        "goes to workers when it leaves the device, not when it is computed. Both are against this row.",
         replace(SYSTEMS["SGLang-HiCache"], load=DMA, page_size=16),
-        "sum",
+        True,
         None,
     ),
     ServingSystem(
@@ -94,7 +92,7 @@ _ALL = (
         "size 16.",
         "Nothing: these are the engine's defaults, but for the load ratio and the page size.",
         replace(SYSTEMS["ours"], page_size=16),
-        "idle",
+        True,
         HOST_BYTES,
     ),
 )
@@ -106,8 +104,9 @@ COMPARED = tuple(name for name in SERVING if name != _KERNELS)
 class ServingSettings:
     """rate: requests per second. working_set: tokens of all conversations at their end, as a share of what the host
     of a baseline or device and workers together hold, whichever is less. What a sensitivity table changes: sharers
-    (GPUs that load from the host at once), as_built (whether `sum` is taken for `idle`), lent and device (factors of
-    capacities), efficiency (of matrices and attention), answers (a factor of their lengths)."""
+    (GPUs that load from the host at once), lend_device (whether workers lend as many tokens more as the device has),
+    lent and device (factors of capacities), efficiency (of matrices and attention), answers (a factor of their
+    lengths)."""
 
     system: str
     model: str = "Qwen3-14B"
@@ -117,7 +116,7 @@ class ServingSettings:
     working_set: float = 0.95
     seed: int = 1
     sharers: int = 1
-    as_built: bool = False
+    lend_device: bool = False
     lent: float = 1.0
     device: float = 1.0
     efficiency: float | None = None
@@ -221,7 +220,7 @@ def simulate(settings: ServingSettings) -> ServingOutcome:
         context_len=longest + 1,
         num_device_tokens=device,
         num_host_tokens=host,
-        num_peer_tokens=_peer_tokens(settings, serving.peers, device),
+        num_peer_tokens=_peer_tokens(settings, device) if serving.peers else 0,
         chunked_prefill_size=CHUNK_TOKENS,
         max_prefill_tokens=MAX_PREFILL_TOKENS,
     )
@@ -269,11 +268,8 @@ def workload_of(settings: ServingSettings) -> Workload:
     )
 
 
-def _peer_tokens(settings: ServingSettings, peers: str, device: int) -> int:
-    if peers == "none":
-        return 0
-    idle = int(peer_tokens(settings.model) * settings.lent)
-    return idle + device if peers == "sum" and not settings.as_built else idle
+def _peer_tokens(settings: ServingSettings, device: int) -> int:
+    return int(peer_tokens(settings.model) * settings.lent) + (device if settings.lend_device else 0)
 
 
 def _counters(sim: Simulation) -> Counter[str]:

@@ -57,7 +57,7 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("conversations fill 0.6 of the least tier", {"working_set": 0.6}),
     ("conversations fill 1.1 of it", {"working_set": 1.1}),
     ("conversations fill 1.5 of it", {"working_set": 1.5}),
-    ("workers lend no more than they have", {"as_built": True}),
+    ("workers lend as many tokens more as the device has", {"lend_device": True}),
     ("workers lend half", {"lent": 0.5}),
     ("half the device's capacity", {"device": 0.5}),
     ("matrices and attention at 0.5 of the peak", {"efficiency": 0.5}),
