@@ -205,9 +205,13 @@ def matmul_flops(model: ModelShape, num_tokens: int, num_sampled: int) -> float:
 def attention_flops(model: ModelShape, starts: np.ndarray, lens: np.ndarray) -> float:
     """Q K^T and P V, 2 flops per element each: 4 * head_dim per head, layer and pair of query and key. Token j of the
     n new ones of a request with p before it sees p + j + 1 keys: n p + n (n + 1) / 2 pairs."""
+    return 4.0 * model.head_dim * (model.num_heads / model.tp) * model.num_layers * attention_pairs(starts, lens)
+
+
+def attention_pairs(starts: np.ndarray, lens: np.ndarray) -> float:
+    """Of query and key, in one head and layer."""
     n, p = lens.astype(np.float64), starts.astype(np.float64)
-    pairs = float((n * p + n * (n + 1) / 2).sum())
-    return 4.0 * model.head_dim * (model.num_heads / model.tp) * model.num_layers * pairs
+    return float((n * p + n * (n + 1) / 2).sum())
 
 
 def pass_cost(

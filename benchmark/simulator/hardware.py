@@ -14,6 +14,8 @@ from benchmark.simulator.cost_models import (
     KERNEL_LOAD,
     Method,
     ModelShape,
+    PassCost,
+    attention_pairs,
     load_seconds,
     pass_cost,
 )
@@ -34,12 +36,28 @@ def simulated_hardware(
     peer: Method = DMA,
 ) -> SimulatedHardware:
     """One rank of the model on the machine; the others do the same at the same time. backup: None: as `load`, by one
-    CTA if that is a kernel (Strata 4.2). peer: both ways between peers and device, over a link of their own."""
+    CTA if that is a kernel (Strata 4.2). peer: both ways between peers and device, over a link of their own. A layer
+    stream cache is filled like the device. Launches that stream are issued layer by layer, not as a graph."""
     to_host = backup if backup is not None else replace(load, ctas=1)
 
     def launch_seconds(launch: Launch) -> float:
-        decode = launch.mode == LaunchMode.DECODE
-        return pass_cost(model, hardware.gpu, launch.starts, launch.lens, int(launch.samples.sum()), decode).seconds
+        return cost_of(launch).seconds
+
+    def attention_seconds(launch: Launch) -> float:
+        # Alike in flops and in bytes: every new token of a request meets all that the request streams.
+        pairs = sum(int(launch.lens[each.req]) * (each.end - each.start) for each in launch.streams)
+        return cost_of(launch).attention * pairs / attention_pairs(launch.starts, launch.lens)
+
+    def cost_of(launch: Launch) -> PassCost:
+        graph = launch.mode == LaunchMode.DECODE and not launch.streams
+        return pass_cost(model, hardware.gpu, launch.starts, launch.lens, int(launch.samples.sum()), graph)
+
+    def copy_seconds(tier: Tier, frames: np.ndarray) -> float:
+        link, method = (hardware.peer_link, peer) if tier == Tier.PEER else (hardware.link, load)
+        num_runs = count_runs(frames, np.arange(len(frames))) if method.kind == "dma" else None
+        # Submitted long before it begins.
+        link = replace(link, submit_s=0.0)
+        return load_seconds(model, link, method, len(frames) * page_size, page_size, num_runs) / model.num_layers
 
     def op_seconds(op: TransferOp) -> float:
         to_peer = Tier.PEER in (op.src, op.dst)
@@ -57,6 +75,8 @@ def simulated_hardware(
         launch_seconds=launch_seconds,
         op_seconds=op_seconds,
         interference=interference,
+        copy_seconds=copy_seconds,
+        attention_seconds=attention_seconds,
     )
 
 

@@ -14,7 +14,7 @@ from benchmark.simulator.workloads import LOOGLE, REVIEWMT, SHAREGPT, Order, Wor
 from benchmark.simulator import cost_models as cm
 from sglang.srt.managers.simulation import Simulation
 from sglang.srt.mem_cache.transfer import D2H, D2P, H2D, P2D, Ticket, Tier, TransferOp
-from sglang.srt.model_executor.launch import LaunchMode
+from sglang.srt.model_executor.launch import Launch, LaunchMode, StreamedPrefix
 
 LLAMA, H200 = MODELS["Llama-3.1-8B"], HARDWARE["h200"]
 
@@ -140,3 +140,35 @@ def test_copies_of_peers_have_a_link_of_their_own() -> None:
     for mode in LaunchMode:
         assert hardware.interference(mode, P2D) == hardware.interference(mode, D2P) == 0
         assert hardware.interference(mode, H2D) > 0
+
+
+def test_what_a_launch_streams_costs_as_much_as_a_load_of_it() -> None:
+    """A decode behind 100,000 tokens, 80,000 of them streamed: most of its attention, by KV read from HBM."""
+    hardware = simulated_hardware(LLAMA, H200, 16)
+    assert hardware.copy_seconds is not None and hardware.attention_seconds is not None
+    frames = np.arange(5000)
+    rate = cm.link_rate(H200.link, cm.KERNEL_LOAD, 16 * LLAMA.row_bytes)
+    layer_s = 80_000 * LLAMA.kv_bytes_per_token / LLAMA.num_layers / rate
+    assert hardware.copy_seconds(Tier.HOST, frames) == pytest.approx(layer_s)
+    fast = cm.load_seconds(LLAMA, H200.peer_link, cm.DMA, 80_000, 16, num_runs=1) / LLAMA.num_layers
+    assert hardware.copy_seconds(Tier.PEER, frames) == pytest.approx(fast, rel=0.01)
+    one = np.ones(1, np.int32)
+    prefix = StreamedPrefix(0, 10_000, 90_000, ((Tier.HOST, frames),))
+    launch = Launch(
+        0,
+        LaunchMode.DECODE,
+        one,
+        one * 99_999,
+        one,
+        one,
+        one > 0,
+        (),
+        (),
+        np.empty((3, 0), np.int32),
+        (),
+        streams=(prefix,),
+    )
+    kv_s = 80_000 * LLAMA.kv_bytes_per_token / (H200.gpu.hbm_bytes_per_s * H200.gpu.hbm_efficiency)
+    assert hardware.attention_seconds(launch) == pytest.approx(kv_s)
+    # Launching layer by layer takes longer than a graph, and hides behind the work of the GPU here.
+    assert hardware.launch_seconds(launch) == hardware.launch_seconds(replace(launch, streams=()))

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
 from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import BatchDecision
@@ -31,10 +33,12 @@ from sglang.srt.mem_cache.transfer import (
     PROBE,
     STORAGE_LINKS,
     StorageOp,
+    Tier,
     TransferOp,
 )
 from sglang.srt.model_executor.launch import Launch, LaunchMode
 from sglang.srt.model_executor.simulated_executor import SimulatedExecutor
+from sglang.srt.model_executor.simulated_stream import CopySeconds, SimulatedStream
 
 # (operation, when it was submitted, whether the device computes) -> when it ends. May keep an account of what it was
 # asked before.
@@ -51,6 +55,10 @@ class SimulatedHardware:
     With a storage tier, probe_s: a question takes so long; fetch: makes what says how long reads take, None for no
     time; store_bandwidth: of writes. fetch_blocks: reads and launches take turns, as where the engine reads storage
     itself.
+
+    With a layer stream cache, copy_seconds: of one layer of some pages to a buffer, where that depends on more than
+    their number. attention_seconds: of a launch, the part of launch_seconds in which it attends to what it streams;
+    without it, a layer is computed once all of its pieces have come.
     """
 
     num_layers: int
@@ -67,6 +75,8 @@ class SimulatedHardware:
     fetch: Callable[[], FetchTimes] | None = None
     store_bandwidth: float = float("inf")
     fetch_blocks: bool = False
+    copy_seconds: CopySeconds | None = None
+    attention_seconds: Callable[[Launch], float] | None = None
 
 
 @runtime_checkable
@@ -133,6 +143,8 @@ class Simulation:
             links,
             interference=hardware.interference,
             blocked_by=FETCH if hardware.fetch_blocks else None,
+            stream=_open_stream(config, hardware),
+            attention_seconds=hardware.attention_seconds,
         )
         bandwidths: dict[str, float] = {}
         if config.num_host_pages:
@@ -201,3 +213,17 @@ class Simulation:
             if output.finish_reason is not None:
                 times.finish_reason = output.finish_reason.type
                 source.finished(output.rid, self.now)
+
+
+def _open_stream(config: SchedulerConfig, hardware: SimulatedHardware) -> SimulatedStream | None:
+    if config.layer_stream is None:
+        return None
+    bandwidths = {Tier.HOST: hardware.h2d_bandwidth, Tier.PEER: hardware.p2d_bandwidth}
+    layer_bytes = config.page_bytes / hardware.num_layers
+
+    def copy_seconds(tier: Tier, frames: np.ndarray) -> float:
+        return len(frames) * layer_bytes / bandwidths[tier]
+
+    return SimulatedStream(
+        config.layer_stream.num_buffers, config.layer_stream.buffer_pages, hardware.copy_seconds or copy_seconds
+    )

@@ -5,15 +5,16 @@ Every number that comes out of it is simulated.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from sglang.srt.mem_cache.simulated_link import SimulatedLink, SimulatedStorageLink
-from sglang.srt.mem_cache.transfer import LoadFailedError
+from sglang.srt.mem_cache.transfer import LOAD_LINKS, LoadFailedError
 from sglang.srt.model_executor.executor import StepResult
 from sglang.srt.model_executor.launch import Launch, LaunchMode
+from sglang.srt.model_executor.simulated_stream import PieceCost, SimulatedStream
 
 
 class SimulatedExecutor:
@@ -23,7 +24,8 @@ class SimulatedExecutor:
     now: the virtual clock. launch_seconds: what a launch costs without loads. token: what every request samples.
     interference: by what share an operation of the named link slows a launch of the mode while both run; operations
     that are submitted after the launch slow only the next one. blocked_by: a link; no launch begins while the present
-    operation of it is under way.
+    operation of it is under way. stream: what launches stream comes through it. attention_seconds: of a launch, the
+    part of launch_seconds in which it attends to what it streams; 0 if nobody says.
     """
 
     def __init__(
@@ -35,8 +37,11 @@ class SimulatedExecutor:
         token: int = 1,
         interference: Callable[[LaunchMode, str], float] | None = None,
         blocked_by: str | None = None,
+        stream: SimulatedStream | None = None,
+        attention_seconds: Callable[[Launch], float] | None = None,
     ) -> None:
         self.stall_s = 0.0
+        self.stream_s = 0.0
         self.busy_s = 0.0
         self.interference_s = 0.0
         self._now = now
@@ -46,6 +51,8 @@ class SimulatedExecutor:
         self._token = token
         self._interference = interference
         self._blocked_by = blocked_by
+        self._stream = stream
+        self._attention_seconds = attention_seconds
         self._next_seq = 0
         self._free_at = 0.0
         self._ends: dict[int, float] = {}
@@ -57,17 +64,25 @@ class SimulatedExecutor:
         self._next_seq += 1
         gates = [self._links[ticket.link].gate(ticket) for ticket in launch.gates]
         start = time = max(self._now(), self._free_at, self._blocked_till())
-        cost = stall = 0.0
+        cost = stall = stream_s = 0.0
         failed = False
         if not self._void:
             cost = self._launch_seconds(launch)
-            slower = self._slow_down(launch.mode, start, cost)
+            pieces = self._begin_stream(launch, start)
+            slower = self._slow_down(launch.mode, start, cost, pieces)
             self.interference_s += slower
             cost += slower
-            if not gates:
-                time += cost
-            for layer in range(self._num_layers if gates else 0):
-                time = max([time, *(gate.ready_at(layer) for gate in gates)]) + cost / self._num_layers
+            # Where a layer waits for nothing, all of them are one.
+            num_layers = self._num_layers if gates or pieces else 1
+            rest = cost / num_layers - sum(piece.attend_s for piece in pieces)
+            for layer in range(num_layers):
+                time = max([time, *(gate.ready_at(layer) for gate in gates)])
+                if pieces:
+                    assert self._stream is not None
+                    time, copied_s = self._stream.layer(pieces, time)
+                    stream_s += copied_s
+                time += rest
+            self.stream_s += stream_s
             self.busy_s += cost
             stall = time - start - cost
             self.stall_s += stall
@@ -81,14 +96,32 @@ class SimulatedExecutor:
             tokens = np.full(int(launch.samples.sum()), self._token, np.int32).tobytes()
         self._void = self._void or failed
         self._free_at = self._ends[launch.seq] = time
-        self._pending.append(StepResult(launch.seq, tokens, failed, None, cost, stall))
+        self._pending.append(StepResult(launch.seq, tokens, failed, None, cost, stall, stream_s))
 
-    def _slow_down(self, mode: LaunchMode, start: float, cost: float) -> float:
-        """Seconds by which transfers make a launch longer."""
+    def _begin_stream(self, launch: Launch, start: float) -> list[PieceCost]:
+        """What the launch reads in each layer."""
+        if not launch.streams:
+            return []
+        assert self._stream is not None, "a launch streams, and there is no layer stream cache"
+        loads_s = {
+            tier: self._links[name].busy_between(start, float("inf"))
+            for tier, name in LOAD_LINKS.items()
+            if name in self._links
+        }
+        self._stream.begin(self._now(), loads_s)
+        (prefix,) = launch.streams
+        attend_s = self._attention_seconds(launch) if self._attention_seconds is not None else 0.0
+        return self._stream.pieces(prefix.parts, attend_s / self._num_layers)
+
+    def _slow_down(self, mode: LaunchMode, start: float, cost: float, pieces: list[PieceCost]) -> float:
+        """Seconds by which transfers make a launch longer, with what it streams itself."""
         if self._interference is None:
             return 0.0
+        streamed_s: defaultdict[str, float] = defaultdict(float)
+        for tier, seconds in (copy for piece in pieces for copy in piece.copy_s):
+            streamed_s[LOAD_LINKS[tier]] += seconds * self._num_layers
         return sum(
-            self._interference(mode, name) * link.busy_between(start, start + cost)
+            self._interference(mode, name) * min(cost, link.busy_between(start, start + cost) + streamed_s[name])
             for name, link in self._links.items()
         )
 
