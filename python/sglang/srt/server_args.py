@@ -173,6 +173,10 @@ class ServerArgs:
     layer_stream_tokens: int = arg(
         4096, "tokens that a buffer holds, of one layer; 0: as many as the host has, so that a piece is a whole layer"
     )
+    layer_stream_disk_size: float = arg(
+        0.0, "GB of disk for such a request, where neither device nor host has room; read again for every token"
+    )
+    layer_stream_disk_path: str | None = arg(None, "the folder of that file; it needs the space from the start")
     layer_stream_max_tpot: float | None = arg(
         None, "seconds: refuse a request whose tokens are expected to take longer each, as it must stream"
     )
@@ -270,12 +274,20 @@ class ServerArgs:
         require(self.peer_size > 0, "peer_size", "above 0 GB")
         require(self.peer_window > 0, "peer_window", "above 0 seconds")
         if self.layer_stream and not (self.enable_hierarchical_cache and not self.disable_radix_cache):
-            raise ValueError("--layer-stream keeps on the host what the device has no room for: add --hicache")
-        if self.layer_stream and self.peer_role == "worker":
             raise ValueError(
-                "--layer-stream is for who needs more memory than it has, --peer-role worker for who has more"
+                "--layer-stream keeps in the host's part of the radix cache what the device has no room for: "
+                "add --hicache, and no --disable-radix-cache"
             )
+        if self.layer_stream and self.peer_role == "worker":
+            raise ValueError("--layer-stream needs the memory that --peer-role worker lends: use one of the two")
         require(self.layer_stream >= 0, "layer_stream", "0 or more buffers")
+        if bool(self.layer_stream_disk_size) != (self.layer_stream_disk_path is not None):
+            raise ValueError(
+                "--layer-stream-disk-size and --layer-stream-disk-path belong together: give both, or neither"
+            )
+        if self.layer_stream_disk_size and not self.layer_stream:
+            raise ValueError("--layer-stream-disk-size is for requests that stream: add --layer-stream")
+        require(self.layer_stream_disk_size >= 0, "layer_stream_disk_size", "0 or more GB")
         require(self.layer_stream_tokens >= 0, "layer_stream_tokens", "0 or more tokens")
         require(
             self.layer_stream_max_tpot is None or self.layer_stream_max_tpot > 0,

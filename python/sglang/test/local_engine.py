@@ -6,6 +6,7 @@ model, whose recomputation differs in the last bits.
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,11 +27,13 @@ from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest, St
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
 from sglang.srt.mem_cache.block_store import BlockStore
 from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
+from sglang.srt.mem_cache.link import HasPages
 from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
-from sglang.srt.mem_cache.transfer import BACKUP_LINKS, H2D, LOAD_LINKS, STORAGE_LINKS, StorageAction, Tier
+from sglang.srt.mem_cache.swap_file import SwapFile
+from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2S, H2D, LOAD_LINKS, STORAGE_LINKS, StorageAction, Tier
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.peer.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.elastic_pool import ElasticPool
@@ -117,7 +120,7 @@ class LocalEngine:
         )
         links: dict[str, FaultyLink] = {}
         self._streams = [ThreadStream("compute")]
-        sources: dict[Tier, MHATokenToKVPoolHost | ElasticPool] = {}
+        sources: dict[Tier, HasPages] = {}
         self.layer_stream = None
         if (streamed := config.layer_stream) is not None:
             self._streams.append(ThreadStream("layer-stream"))
@@ -151,6 +154,20 @@ class LocalEngine:
         below = {Tier.PEER: self.peer_pool, Tier.HOST: self.host_pool}
         sources |= {tier: each for tier, each in below.items() if each is not None}
         poison: dict[Tier, Callable[[np.ndarray], None]] = {Tier.DEVICE: partial(_poison, pool)}
+        if config.num_swap_pages:
+            sources[Tier.DISK] = swap = SwapFile(tempfile.gettempdir(), config.num_swap_pages, pool)
+            self._streams.append(ThreadStream(D2S))
+            links[D2S] = FaultyLink(
+                D2S,
+                pool,
+                swap,
+                self._streams[-1],
+                executor.fence,
+                self._woken.set,
+                seed=seed + 9,
+                fail_rate=load_fail_rate,
+                late_rate=late_rate,
+            )
         for tier, each in below.items():
             if each is None:
                 continue

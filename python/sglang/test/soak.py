@@ -15,6 +15,7 @@ import io
 import logging
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -32,12 +33,15 @@ from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest, St
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Scheduler, SchedulerConfig
 from sglang.srt.managers.storage_prefetch import PrefetchConfig
 from sglang.srt.mem_cache.frame_table import FrameState
+from sglang.srt.mem_cache.link import HasPages
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage_link import StoreSlot
+from sglang.srt.mem_cache.swap_file import SwapFile
 from sglang.srt.mem_cache.transfer import (
     D2H,
     D2P,
+    D2S,
     H2D,
     LOAD_LINKS,
     P2D,
@@ -87,7 +91,8 @@ class SoakConfig:
     load_s, fetch_s: what the scheduler is told that they take, in seconds, of which a tick has 0.001. lend_rate: how
     often a slab that is wanted comes home, above 0 where slabs of the device are lent, which then needs no peers;
     lend_window_s: what was needed in so many seconds is not lent. stream_pages: of each of stream_buffers buffers of
-    the layer stream cache, 0 for none; used where there is a host tier, and nothing is lent.
+    the layer stream cache, 0 for none; used where there is a host tier, and nothing is lent. num_swap_pages: of its
+    swap file, beside a host that is then too small.
     """
 
     seed: int
@@ -142,6 +147,7 @@ class SoakConfig:
     lend_window_s: float = 0.05
     stream_pages: int = 0
     stream_buffers: int = 2
+    num_swap_pages: int = 0
 
     @property
     def streams(self) -> bool:
@@ -211,6 +217,7 @@ class SoakConfig:
             lend_window_s=rng.choice((0.0, 0.05)),
             stream_pages=rng.choice((0, 0, 1, 2, 100)),
             stream_buffers=rng.choice((1, 2, 2, 3)),
+            num_swap_pages=rng.choice((0, 60)) // page_size,
         )
         if not config.streams:
             return config
@@ -221,7 +228,9 @@ class SoakConfig:
             config,
             chunked_prefill_size=chunk,
             num_device_pages=pages + rng.randrange(1 + 16 // page_size),
-            num_host_pages=max(config.num_host_pages, 80 // page_size),
+            num_host_pages=12 // page_size + 2
+            if config.num_swap_pages
+            else max(config.num_host_pages, 80 // page_size),
         )
 
 
@@ -286,7 +295,7 @@ def build_rank(
     scheduler = Scheduler(scheduler_config(config, page_bytes))
     links: dict[str, FaultyLink] = {}
     storage_links: dict[str, LateStorageLink] = {}
-    sources: dict[Tier, MHATokenToKVPoolHost] = {}
+    sources: dict[Tier, HasPages] = {}
     layer_stream = None
     if config.streams:
         layer_stream = FaultyLayerStreamCache(
@@ -327,7 +336,11 @@ def build_rank(
         host_pool = sources[Tier.HOST] = host = MHATokenToKVPoolHost(pool, config.num_host_pages, config.host_layout)
         host.kv.fill_(empty)
         poison[Tier.HOST] = lambda frames: host.poison(torch.from_numpy(frames).to(torch.int64))
-        below = {H2D: host, D2H: host}
+        below: dict[str, HasPages] = {H2D: host, D2H: host}
+        if scheduler.config.num_swap_pages:
+            swap = sources[Tier.DISK] = SwapFile(tempfile.gettempdir(), config.num_swap_pages, pool)
+            swap.kv.fill_(empty)
+            below[D2S] = swap
         if scheduler.config.num_peer_pages:
             peer_pool = sources[Tier.PEER] = peer = MHATokenToKVPoolHost(pool, config.num_peer_pages)
             peer.kv.fill_(empty)
@@ -415,6 +428,7 @@ def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
         slabs=slabs,
         lending=LendingConfig(1, 0, config.lend_window_s, 0.005) if config.lend_rate else None,
         layer_stream=LayerStreamConfig(config.stream_buffers, config.stream_pages) if config.streams else None,
+        num_swap_pages=config.num_swap_pages if config.streams else 0,
     )
 
 

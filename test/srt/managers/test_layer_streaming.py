@@ -82,6 +82,29 @@ def test_up_to_what_device_and_host_hold_together(model: Model):
     check_memory(model, engine)
 
 
+def test_what_the_host_has_no_room_for_goes_to_disk(model: Model):
+    """The request is three times as long as device and host together; a second one finds what the host kept."""
+    engine = streaming(model, tokens=64, num_host_pages=15, num_swap_pages=60)
+    assert engine.scheduler.max_total_len == (15 + 60 + 16 - 2 * 4 - 2) * 4
+    prompt = prompts(35, [310])[0]
+    tiers = set()
+
+    def look(decision) -> None:
+        if decision.launch is not None:
+            tiers.update(tier for each in decision.launch.streams for tier, _ in each.parts)
+
+    for turn in range(2):
+        (answer,) = engine.generate([prompt], greedy(10), after_step=look)
+        model.check(prompt, answer, 10)
+        engine.settle()
+        assert turn == 0 or answer.cached_tokens_details["host"] > 30
+    assert tiers == {Tier.HOST, Tier.DISK} and counters(engine)["swapped_tokens"] > 300
+    swap = engine.scheduler.controller.swap
+    swap.reap(engine.scheduler.exec_done)
+    assert swap.num_free == swap.num_pages, "nothing stays there"
+    check_memory(model, engine)
+
+
 def test_others_run_beside_it(model: Model):
     """Short requests start and end while a long one streams; two long ones go one after the other."""
     engine = streaming(model, tokens=120)

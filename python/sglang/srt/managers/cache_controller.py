@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.hiradix_tree import Dropped, HiRadixTree, MatchResult,
 from sglang.srt.mem_cache.transfer import (
     BACKUP_LINKS,
     D2H,
+    D2S,
     FETCH,
     LINKS,
     LOAD_LINKS,
@@ -66,7 +67,8 @@ class HiCacheController:
     """device, host, peer: the pools' frame tables; None turns a tier off. page_bytes: K and V of one page, all
     layers. write_policy: when pages go to the host: write_through at once, write_through_selective when a second
     request uses them, write_back when they leave the device. To peers they always go when they leave the device, so
-    that peers hold what it has no room for."""
+    that peers hold what it has no room for. swap: frames of the swap file, which is no tier: the tree knows nothing
+    of it."""
 
     def __init__(
         self,
@@ -76,6 +78,7 @@ class HiCacheController:
         page_bytes: int,
         write_policy: str = "write_through",
         peer: FrameTable | None = None,
+        swap: FrameTable | None = None,
     ) -> None:
         if write_policy not in WRITE_POLICIES:
             raise ValueError(f"write policy {write_policy!r} is none of {', '.join(WRITE_POLICIES)}")
@@ -83,6 +86,7 @@ class HiCacheController:
         self.write_policy = write_policy
         tables = {Tier.DEVICE: device, Tier.PEER: peer, Tier.HOST: host}
         self.tables: dict[Tier, FrameTable] = {tier: table for tier, table in tables.items() if table is not None}
+        self.swap = swap
         self.page_bytes = page_bytes
         self.in_flight: dict[Ticket, TransferOp | StorageOp] = {}
         # None while no storage is attached, or is being emptied or detached.
@@ -190,6 +194,22 @@ class HiCacheController:
         self.counters["backup_tokens"] += len(tokens)
         return op.ticket, self.tree.begin_spill(below, tokens, dst, op.ticket, fence, now, priority)
 
+    def begin_swap(self, src: np.ndarray, fence: int, done: int) -> Ticket | None:
+        """Write pages src of the device, a request's own, to the swap file; None if that has no room for them all."""
+        if self.swap is None:
+            return None
+        self.swap.reap(done)
+        dst = self.swap.allocate(len(src), -1 - self._next_seq[D2S])
+        return self._issue(D2S, Tier.DEVICE, Tier.DISK, src, dst, fence).ticket if dst is not None else None
+
+    def unpublish(self, node: Node, last_launch: int) -> np.ndarray:
+        """Give the device pages of a node, of which nothing is on its way, back to who computed them; they are HELD
+        again. See `HiRadixTree.unpublish`."""
+        frames, below = self.tree.unpublish(node)
+        self._release(below, Tier.DEVICE, last_launch)
+        self.tables[Tier.DEVICE].transition(frames, FrameState.CACHED, FrameState.HELD)
+        return frames
+
     def demote(self, node: Node, num_tokens: int, last_launch: int) -> None:
         """See `HiRadixTree.demote`."""
         self._release(self.tree.demote(node, num_tokens, last_launch), Tier.DEVICE, last_launch)
@@ -199,6 +219,8 @@ class HiCacheController:
         op = self.in_flight.pop(ticket)
         assert isinstance(op, TransferOp)
         self._unpin(op)
+        if op.dst == Tier.DISK:
+            return
         nodes = self._commit_nodes(ticket, op.dst)
         if op.dst == Tier.HOST and nodes:
             self._store_path(max(nodes, key=lambda n: n.end))
@@ -559,16 +581,22 @@ class HiCacheController:
     ) -> TransferOp:
         ticket = Ticket(link, self._next_seq[link])
         self._next_seq[link] += 1
-        self.tables[src].pin(src_frames)
-        self.tables[dst].pin(dst_frames)
+        self._table(src).pin(src_frames)
+        self._table(dst).pin(dst_frames)
         op = TransferOp(ticket, src, dst, src_frames, dst_frames, len(src_frames) * self.page_bytes, after)
         self.in_flight[ticket] = op
         self._new_ops.append(op)
         return op
 
     def _unpin(self, op: TransferOp) -> None:
-        self.tables[op.src].unpin(op.src_frames)
-        self.tables[op.dst].unpin(op.dst_frames)
+        self._table(op.src).unpin(op.src_frames)
+        self._table(op.dst).unpin(op.dst_frames)
+
+    def _table(self, tier: Tier) -> FrameTable:
+        if tier == Tier.DISK:
+            assert self.swap is not None
+            return self.swap
+        return self.tables[tier]
 
     def _release(self, dropped: Dropped, tier: Tier, last_launch: int) -> None:
         table = self.tables[tier]

@@ -144,7 +144,7 @@ class CostModel:
         self._decode = _Fit(ridge=(1e-6, 1e-3, 1e-3))
         self._loads = {link: _Fit(ridge=(1e-3, 1e-6)) for link in (H2D, P2D)}
         self._fetch = _Fit(ridge=(1e-3, 1e-6))
-        self._stream = _Fit(ridge=(1e-3, 1e-6))
+        self._stream = _Fit(ridge=(1e-3, 1e-6, 1e-3))
         self._last_decode = (1.0, 0.0, 0.0)
         self._longest_prefill = 0.0
 
@@ -186,13 +186,14 @@ class CostModel:
         fit = self._loads[link]
         return fit.seconds((1.0, num_bytes)) if fit.num_samples else None
 
-    def add_stream(self, num_bytes: int, seconds: float) -> None:
-        """The copies of what a launch streamed took so long, over all layers."""
-        self._stream.add((1.0, num_bytes), seconds)
+    def add_stream(self, num_bytes: int, from_disk: int, seconds: float) -> None:
+        """The copies of what a launch streamed took so long, over all layers. from_disk: so many of the bytes."""
+        self._stream.add((1.0, num_bytes, from_disk), seconds)
 
-    def stream_seconds(self, num_bytes: int) -> float | None:
-        """stream_latency_s + stream_byte_s * bytes, per launch. None while none was measured."""
-        return self._stream.seconds((1.0, num_bytes)) if self._stream.num_samples else None
+    def stream_seconds(self, num_bytes: int, from_disk: int) -> float | None:
+        """stream_latency_s + stream_byte_s * bytes + stream_disk_byte_s * those from disk, per launch. None while
+        none was measured."""
+        return self._stream.seconds((1.0, num_bytes, from_disk)) if self._stream.num_samples else None
 
     def add_fetch(self, num_bytes: int, seconds: float) -> None:
         """An operation that read all its bytes from storage held its link for so long."""
@@ -240,6 +241,6 @@ class CostModel:
             "load_latency_s load_byte_s": self._loads[H2D],
             "peer_latency_s peer_byte_s": self._loads[P2D],
             "fetch_latency_s fetch_byte_s": self._fetch,
-            "stream_latency_s stream_byte_s": self._stream,
+            "stream_latency_s stream_byte_s stream_disk_byte_s": self._stream,
         }
         return {name: c for each, fit in names.items() for name, c in zip(each.split(), fit.coefficients)}

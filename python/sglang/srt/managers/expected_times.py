@@ -39,9 +39,10 @@ class ExpectedTimes:
         """Of another decode step like the last one."""
         return self.costs.decode_seconds() or 0.0
 
-    def stream_seconds(self, num_tokens: int) -> float:
-        """Of copying so many tokens through the layer stream cache, all layers."""
-        return (num_tokens and self.costs.stream_seconds(int(num_tokens * self._bytes_per_token))) or 0.0
+    def stream_seconds(self, num_tokens: int, from_disk: int) -> float:
+        """Of copying so many tokens through the layer stream cache, all layers. from_disk: so many of them."""
+        size = self._bytes_per_token
+        return (num_tokens and self.costs.stream_seconds(int(num_tokens * size), int(from_disk * size))) or 0.0
 
     def fetch_seconds(self, num_tokens: int, tokens_per_op: int) -> float | None:
         """Of so many tokens from storage, by operations of tokens_per_op; None while nobody knows."""
@@ -66,9 +67,9 @@ class ExpectedTimes:
                 loads = loads.and_also(LoadTimes.between(start, start + seconds, self._num_layers))
         return loads
 
-    def arrival_of_stream(self, num_tokens: int) -> LoadTimes:
+    def arrival_of_stream(self, num_tokens: int, from_disk: int) -> LoadTimes:
         """When so many tokens have come that the next launch streams. It begins with the launch."""
-        if not (seconds := self.stream_seconds(num_tokens)):
+        if not (seconds := self.stream_seconds(num_tokens, from_disk)):
             return NO_LOADS
         start = max(self.now, self.launches.free_at)
         return LoadTimes.between(start, start + seconds, self._num_layers)
@@ -94,10 +95,10 @@ class ExpectedTimes:
         seconds = self.compute_seconds(work) + self.stall_seconds(work, loads)
         self.launches.begin(seq, seconds, self.now)
 
-    def begin_decode(self, seq: int, streamed: int = 0) -> None:
+    def begin_decode(self, seq: int, streamed: int = 0, from_disk: int = 0) -> None:
         seconds = self.decode_seconds()
         start = max(self.now, self.launches.free_at)
-        stall_s = stall_seconds(self.arrival_of_stream(streamed), start, seconds, self._num_layers)
+        stall_s = stall_seconds(self.arrival_of_stream(streamed, from_disk), start, seconds, self._num_layers)
         self.launches.begin(seq, seconds + stall_s, self.now)
 
     def begin_fetch(self, seq: int, num_tokens: int) -> None:

@@ -5,17 +5,20 @@ scheduler does. Allocates nothing on the device.
 
 The request's tokens, from the first to the last:
 
-    | on the device, in the tree | the hole: streamed      | spilling         | HELD           |
-    0                        start                      stop          published        computed
-                                   host, perhaps a peer      device and host     device
+    | on the device, in the tree | the hole: streamed              | going         | HELD    |
+    0                        start                              stop                     computed
+                                   host, perhaps a peer | swap file  device and there  device
+                                                    published
 
 - *Spill*: the oldest HELD pages go to the host, as nodes of the tree that the device does not have; once they are
   there, the device frames are free and launches stream these pages.
+- *Swap*: once the host is full they go to the swap file, where nobody else finds them. Behind the first of them
+  nothing enters the tree, and with the request they are gone.
 - *Demote*: the last pages before `start` leave the device; the host has them.
 - *Promote*: pages from `start` on are loaded, while there is room; a request that shares them may load them, too.
 
-So the context is bounded by the host pool and what the device holds beside it. Where there is no hole, or it is being
-loaded as a whole, the request is like any other: it enters the tree as it is computed, on the device, behind `stop`.
+So the context is bounded by host pool, swap file and what the device holds beside them. Where there is no hole, or it
+is being loaded as a whole, the request is like any other: it enters the tree as it is computed, behind `stop`.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.hiradix_tree import MatchResult, Node
-from sglang.srt.mem_cache.transfer import D2H, Ticket, Tier
+from sglang.srt.mem_cache.transfer import D2H, Ticket, Tier, TransferOp
 from sglang.srt.model_executor.launch import PageRun, StreamedPrefix
 
 # Chunks of a prompt for which the device has room beside what it keeps: one that is computed, one that is spilled,
@@ -40,7 +43,8 @@ _CHUNKS = 3
 @dataclass(frozen=True)
 class _Layout:
     """Where a request's tokens are, as far as they are in the tree and not being spilled. start, stop: of the hole;
-    equal if there is none. before: frames of what the device has before it. streamed: the nodes in it."""
+    equal if there is none. before: frames of what the device has before it. streamed: the nodes in it; the rest of it
+    is in the swap file."""
 
     start: int
     stop: int
@@ -72,14 +76,18 @@ class LayerStreaming:
         # Free for a request that begins, or is made to shrink.
         self.headroom = min(_CHUNKS * chunk_pages + 2, num_usable_pages)
         self.max_pages = controller.tables[Tier.HOST].num_pages + num_usable_pages - 2 * chunk_pages - 2
+        self.max_pages += controller.swap.num_pages if controller.swap is not None else 0
         self.counters: Counter[str] = Counter()
         self._controller = controller
         self._tree = controller.tree
         self._device = controller.tables[Tier.DEVICE]
         self._page = controller.tree.page_size
         self._start = 0
+        # What is going to the host or the swap file: the operation, and the device frames.
         self._spill: Ticket | None = None
         self._spilling = np.empty(0, np.int32)
+        # Frames of the swap file, and those that are being written.
+        self._swapped = self._swapping = np.empty(0, np.int32)
         self._parts: tuple[tuple[Tier, np.ndarray], ...] = ()
 
     # -- the role -----------------------------------------------------------------------------------------------
@@ -95,15 +103,24 @@ class LayerStreaming:
         """The request's hold is about to end. keep: what it computed stays, on the host where the device lacks what
         is before it. Frees what the request has beside its hold."""
         assert self.req is not None
-        if keep and self._is_cut_off():
+        if keep and self._is_cut_off() and not self._num_beside:
             self.spill(min(self.req.computed, self.req.num_known), now, done)
         self._device.doom(self._spilling, FrameState.HELD, self.req.last_launch)
-        self.req, self._spill, self._spilling, self._parts = None, None, self._spilling[:0], ()
+        if (swap := self._controller.swap) is not None:
+            swap.doom(np.concatenate((self._swapped, self._swapping)), FrameState.HELD, self.req.last_launch)
+        none = self._spilling[:0]
+        self.req, self._spill, self._parts = None, None, ()
+        self._spilling = self._swapped = self._swapping = none
 
     @property
     def held(self) -> np.ndarray:
         """HELD frames that are the request's beside those of its hold."""
         return self._spilling
+
+    @property
+    def num_beside(self) -> int:
+        """Pages that are neither in the tree nor in the request's hold."""
+        return self._num_beside if self.req is not None else 0
 
     @property
     def hole(self) -> int:
@@ -140,6 +157,8 @@ class LayerStreaming:
             assert frames is not None
             parts.append((tier, frames))
             node.last_stream = launch
+        if len(self._swapped):
+            parts.append((Tier.DISK, self._swapped))
         if len(parts) != len(self._parts) or any(a is not b for (_, a), (_, b) in zip(parts, self._parts)):
             self._parts = tuple(parts)
         if not parts:
@@ -155,9 +174,12 @@ class LayerStreaming:
         assert req is not None
         if self._spill is not None:
             return True
-        if self._is_cut_off() and self.spill(min(req.computed, req.num_known), now, done):
+        upto = min(req.computed, req.num_known)
+        if self._is_cut_off() and self.spill(upto, now, done):
             return True
-        return self._demote(max(num_pages, 1 + self.chunk_pages // 8), now - 1, done)
+        if self._demote(max(num_pages, 1 + self.chunk_pages // 8), now - 1, done):
+            return True
+        return self._swap_out(upto, done)
 
     def spill(self, upto: int, now: int, done: int) -> bool:
         """Begin to move HELD pages before token `upto` to the host; False if none can go, or are going already. now:
@@ -165,7 +187,7 @@ class LayerStreaming:
         req = self.req
         assert req is not None and req.hold is not None
         hold, page = req.hold, self._page
-        if self._spill is not None:
+        if self._spill is not None or self._num_beside:
             return False
         start, node = hold.published, hold.receipt.node
         tokens = req.tokens[start : upto - upto % page]
@@ -203,13 +225,14 @@ class LayerStreaming:
         if ticket != self._spill:
             return
         assert self.req is not None
+        self._swapped, self._swapping = np.concatenate((self._swapped, self._swapping)), self._swapping[:0]
         self._device.doom(self._spilling, FrameState.HELD, self.req.last_launch)
         self._spill, self._spilling = None, self._spilling[:0]
 
     def depends_on(self, ticket: Ticket) -> bool:
         """Whether the request lacks a part of its KV if this backup failed."""
         if self.req is None or ticket.link != D2H:
-            return False
+            return self.req is not None and ticket == self._spill
         assert self.req.hold is not None
         filled = {node.id for node in self._tree.nodes_of(ticket)}
         return any(node.id in filled for node in self._tree.path_of(self.req.hold.receipt.node))
@@ -219,9 +242,9 @@ class LayerStreaming:
         assert self.req is not None and self.req.hold is not None
         page, nodes = self._page, []
         for node in self._layout().streamed:
-            if node.frames[Tier.DEVICE] is not None:
+            if node.tickets[Tier.DEVICE] is not None:
                 return []
-            if num_pages < 1:
+            if num_pages < 1 or node.frames[Tier.DEVICE] is not None:
                 break
             n = len(node.key) // page
             part = node if n <= num_pages else self._tree.split(node, num_pages * page)
@@ -266,7 +289,12 @@ class LayerStreaming:
         assert self.req.hold is not None
         assert self._spill is None or self._spill in self._controller.in_flight
         layout = self._layout()
-        assert layout.start <= layout.stop <= self.req.hold.published - len(self._spilling) * self._page
+        assert layout.start <= layout.stop <= self.req.hold.published + len(self._swapped) * self._page
+        assert len(self._swapping) in (0, len(self._spilling))
+        if (swap := self._controller.swap) is not None:
+            swap.check_invariants()
+            mine = np.concatenate((self._swapped, self._swapping))
+            assert (swap.state[mine] == FrameState.HELD).all() and swap.counts[FrameState.HELD] == len(mine)
         for node in layout.streamed:
             assert self._tree.source_of(node) is not None, f"{node} is streamed and ready nowhere"
 
@@ -274,7 +302,8 @@ class LayerStreaming:
 
     def _layout(self) -> _Layout:
         assert self.req is not None and self.req.hold is not None
-        end = self.req.hold.published - len(self._spilling) * self._page
+        # What is going to the host is locked already.
+        end = self.req.hold.published - (len(self._spilling) - len(self._swapping)) * self._page
         start = stop = 0
         before: list[np.ndarray] = []
         streamed: list[Node] = []
@@ -292,7 +321,38 @@ class LayerStreaming:
             else:
                 before.append(frames)
                 start = stop = node.end
+        if len(self._swapped):
+            streamed += behind
+            stop = end + len(self._swapped) * self._page
         return _Layout(start, stop, before, streamed)
+
+    @property
+    def _num_beside(self) -> int:
+        return len(self._swapped) + len(self._swapping)
+
+    def _take_back(self, node: Node, last_launch: int) -> None:
+        assert self.req is not None and self.req.hold is not None and node.parent is not None
+        hold = self.req.hold
+        old, hold.receipt = hold.receipt, self._tree.lock_node(node.parent, last_launch + 1)
+        self._tree.unlock(old, last_launch + 1, -1)
+        hold.take_back(self._controller.unpublish(node, last_launch), len(node.key))
+
+    def _swap_out(self, upto: int, done: int) -> bool:
+        assert self.req is not None and self.req.hold is not None
+        hold = self.req.hold
+        n = min((upto - hold.published) // self._page - self._num_beside, self.chunk_pages)
+        if n < 1:
+            return False
+        frames = hold.frames[:n].copy()
+        self._spill = self._controller.begin_swap(frames, self.req.last_launch, done)
+        if self._spill is None:
+            return False
+        op = self._controller.in_flight[self._spill]
+        assert isinstance(op, TransferOp)
+        self._spilling, self._swapping = frames, op.dst_frames
+        hold.pass_on(n, 0)
+        self.counters["swapped_tokens"] += n * self._page
+        return True
 
     def _is_cut_off(self) -> bool:
         """Whether the device lacks what is right before the request's HELD pages."""
@@ -321,7 +381,13 @@ class LayerStreaming:
             if node.lock > 1:
                 break  # others use it
             if node.frames[Tier.HOST] is None:
-                return self._controller.begin_backup(node, done) is not None or num_pages < before
+                if self._controller.begin_backup(node, done) is not None:
+                    return True
+                if node is not self.req.hold.receipt.node or self._num_beside:
+                    break
+                # The host has no room for it: it can only go as the request's own.
+                self._take_back(node, last_launch)
+                continue
             n = min(num_pages, len(node.key) // self._page)
             self._controller.demote(node, n * self._page, last_launch)
             self.counters["demoted_tokens"] += n * self._page

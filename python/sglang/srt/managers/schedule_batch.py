@@ -81,6 +81,12 @@ class ReqHold:
         self._first += num_pages
         self.published += num_tokens
 
+    def take_back(self, frames: np.ndarray, num_tokens: int) -> None:
+        """What was passed on last is the request's own again."""
+        mine = np.concatenate((frames, self.frames))
+        self._frames, self._first, self._last = mine, 0, len(mine)
+        self.published -= num_tokens
+
     def _grow(self, n: int) -> None:
         # Always a new array: the tree keeps slices of the old one.
         live = self.frames

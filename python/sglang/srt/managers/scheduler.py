@@ -73,6 +73,7 @@ from sglang.srt.mem_cache.transfer import (
     BACKUP_LINKS,
     COPY_LINKS,
     D2H,
+    D2S,
     EXEC,
     FETCH,
     FRAME_TIERS,
@@ -122,6 +123,7 @@ class SchedulerConfig:
     these pages, as `SlabLedger` has them, which come and go; without any, all pages are there all the time. lending:
     the slabs are the device's instead, of one length, and lent to others when nobody here needs them; who lends does
     not borrow. layer_stream: a request may be longer than the device, see `LayerStreaming`; needs a host tier.
+    num_swap_pages: of the swap file of such a request.
 
     How the queue goes with a host tier (docs/hicache.md, "The scheduler"): load_ratio: tokens loaded per token
     computed before a batch counts as bound by loading, see `balanced_order`; "auto": as many as take as long; 0
@@ -163,6 +165,7 @@ class SchedulerConfig:
     slabs: tuple[tuple[int, int], ...] = ()
     lending: LendingConfig | None = None
     layer_stream: LayerStreamConfig | None = None
+    num_swap_pages: int = 0
 
     @property
     def num_usable_pages(self) -> int:
@@ -176,7 +179,7 @@ class SchedulerConfig:
 class _LaunchRecord:
     """What a launch will answer: the requests that it samples, and the epoch in which they asked. Of a prefill, ends:
     how far each request is computed then, and the work. context: tokens that a decode attends to. streamed: tokens
-    that come through the layer stream cache."""
+    that come through the layer stream cache, from_disk: so many of them."""
 
     reqs: list[tuple[Req, int]]
     sampled: list[tuple[Req, int]]
@@ -185,6 +188,7 @@ class _LaunchRecord:
     work: PrefillWork | None = None
     context: int = 0
     streamed: int = 0
+    from_disk: int = 0
 
 
 class Scheduler:
@@ -205,8 +209,9 @@ class Scheduler:
         self.tree = HiRadixTree(config.page_size, config.eviction_policy)
         assert self.host is not None or not config.num_peer_pages, "memory of peers needs a host tier"
         peer = FrameTable(config.num_peer_pages) if config.num_peer_pages else None
+        swap = FrameTable(config.num_swap_pages) if config.num_swap_pages and config.layer_stream else None
         self.controller = HiCacheController(
-            self.tree, self.device, self.host, config.page_bytes, config.write_policy, peer
+            self.tree, self.device, self.host, config.page_bytes, config.write_policy, peer, swap
         )
         self.slabs = SlabLedger(peer, config.slabs, here=False) if peer is not None and config.slabs else None
         self.cursors = MatchCursors(self.tree)
@@ -353,8 +358,10 @@ class Scheduler:
                 continue
             self.stall_s += inputs.cost.get(STALL, {}).get(seq, 0.0)
             if record.streamed:
-                size = int(record.streamed * self.config.page_bytes / self.page_size)
-                costs.add_stream(size, inputs.cost.get(STREAM, {}).get(seq, 0.0))
+                size, disk = (
+                    n * self.config.page_bytes // self.page_size for n in (record.streamed, record.from_disk)
+                )
+                costs.add_stream(size, disk, inputs.cost.get(STREAM, {}).get(seq, 0.0))
             if record.work is not None:
                 costs.add_prefill(*record.work, seconds)
             else:
@@ -1262,11 +1269,11 @@ class Scheduler:
         batch.starts = starts + 1
         batch.steps_left -= 1
         streams = self._streams(reqs, page_runs, seq)
-        streamed = sum(each.end - each.start for each in streams)
+        streamed = self._streamed_tokens(streams)
         self._launches[seq] = _LaunchRecord(
-            batch.members, batch.members, False, context=int(starts.sum()), streamed=streamed
+            batch.members, batch.members, False, (), None, int(starts.sum()), *streamed
         )
-        self.expected.begin_decode(seq, streamed)
+        self.expected.begin_decode(seq, *streamed)
         self.next_launch += 1
         self.counters["launches"] += 1
         self.counters["decode_tokens"] += len(reqs)
@@ -1293,7 +1300,8 @@ class Scheduler:
             bool(build.gates),
             tuple(start + n for start, n in zip(build.starts, build.lens)),
             build.work,
-            streamed=sum(each.end - each.start for each in build.streams),
+            0,
+            *self._streamed_tokens(build.streams),
         )
         self.expected.begin_prefill(build.seq, build.work, build.loads)
         self.next_launch += 1
@@ -1319,7 +1327,9 @@ class Scheduler:
         if streaming is None or most is None or num_prompt <= self.max_resident_len:
             return ""
         streamed = num_prompt - (self.max_resident_len - streaming.chunk_pages * self.page_size)
-        seconds = max(self.expected.stream_seconds(streamed), self.expected.decode_seconds())
+        assert self.host is not None
+        from_disk = max(0, streamed - self.host.num_pages * self.page_size)
+        seconds = max(self.expected.stream_seconds(streamed, from_disk), self.expected.decode_seconds())
         if seconds <= most:
             return ""
         return (
@@ -1378,7 +1388,8 @@ class Scheduler:
         assert streaming is not None
         if self.device.num_free + self.tree.evictable_pages(Tier.DEVICE) < 2 * streaming.chunk_pages:
             streaming.spill(req.computed, self.next_launch, self.exec_done)
-        build.loads = build.loads.and_also(self.expected.arrival_of_stream(streaming.hole))
+        from_disk = streaming.num_beside * self.page_size
+        build.loads = build.loads.and_also(self.expected.arrival_of_stream(streaming.hole, from_disk))
 
     def _streams(self, reqs: list[Req], page_runs: list[PageRun], seq: int) -> tuple[StreamedPrefix, ...]:
         streaming = self.streaming
@@ -1388,6 +1399,11 @@ class Scheduler:
         prefix, runs = streaming.prefix(reqs.index(streaming.req), seq)
         page_runs += runs
         return (prefix,) if prefix is not None else ()
+
+    def _streamed_tokens(self, streams: tuple[StreamedPrefix, ...]) -> tuple[int, int]:
+        """All, and those from disk."""
+        of_disk = [frames for each in streams for tier, frames in each.parts if tier == Tier.DISK]
+        return sum(each.end - each.start for each in streams), sum(map(len, of_disk)) * self.page_size
 
     def _promote(self, streaming: LayerStreaming) -> None:
         """Load what a request streams where nobody else has use for the room."""
@@ -1414,7 +1430,8 @@ class Scheduler:
     def _end_too_long(self, req: Req) -> None:
         """Neither device nor host has any more room for the only request."""
         message = (
-            f"after {req.num_known} tokens neither the device nor the host has room for more; see --hicache-size"
+            f"after {req.num_known} tokens neither the device nor the host has room for more; see --hicache-size "
+            "and --layer-stream-disk-size"
         )
         self.close(req, "abort")
         self._end(req, FinishReason(type="abort", message=message, status_code=503))
@@ -1498,6 +1515,8 @@ class Scheduler:
         node = hold.receipt.node
         if node.parent is not None and node.frames[Tier.DEVICE] is None:
             return  # the device lacks what is before it, see `LayerStreaming`
+        if self.streaming is not None and req is self.streaming.req and self.streaming.num_beside:
+            return
         num_pages = (end - start) // page
         result = self.tree.publish(
             req.namespace,
@@ -1552,6 +1571,7 @@ class Scheduler:
         links = {}
         below = [tier for tier in (Tier.HOST, Tier.PEER) if tier in self.controller.tables]
         shown = [link for tier in below for link in (LOAD_LINKS[tier], BACKUP_LINKS[tier])]
+        shown += (D2S,) if self.controller.swap is not None else ()
         shown += STORAGE_LINKS if self.storage is not None else ()
         for link in shown:
             pending = [op for ticket, op in self.controller.in_flight.items() if ticket.link == link]
@@ -1638,7 +1658,10 @@ class Scheduler:
             )
             assert req.last_launch < self.next_launch
             assert depth == req.hold.published, f"{req}: locked to {depth}, published {req.hold.published}"
-            assert len(req.hold.frames) == pages_for(req.computed, self.page_size) - depth // self.page_size
+            pages = pages_for(req.computed, self.page_size) - depth // self.page_size
+            if self.streaming is not None and req is self.streaming.req:
+                pages -= self.streaming.num_beside
+            assert len(req.hold.frames) == pages
             assert req.num_known <= req.length <= req.max_len
             pos = 0
             for span in req.plan:

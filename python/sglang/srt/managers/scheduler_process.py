@@ -57,7 +57,8 @@ from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost, host_pag
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.storage.tiered_store import parts_of
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
-from sglang.srt.mem_cache.transfer import D2H, D2P, H2D, P2D, STORAGE_LINKS, Link, StorageAction, Tier
+from sglang.srt.mem_cache.swap_file import SwapFile, SwapFileError
+from sglang.srt.mem_cache.transfer import D2H, D2P, D2S, H2D, P2D, STORAGE_LINKS, Link, StorageAction, Tier
 from sglang.srt.model_executor.executor import ModelExecutor
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.registry import get_model_class
@@ -157,6 +158,7 @@ def build_config(args: ServerArgs, model: ModelConfig, group: TensorParallelGrou
         publish_at=args.hicache_publish_at,
         deferral_threshold=args.hicache_deferral_threshold,
         layer_stream=layer_stream,
+        num_swap_pages=int(args.layer_stream_disk_size * 1e9 / group.size) // page_bytes,
     )
 
 
@@ -280,6 +282,13 @@ def build_core(
             logger.info("hicache: link %s is limited to %g GB/s", name, limit.bytes_per_s / 1e9)
         below: dict[str, HasPages] = {H2D: host_pool, D2H: host_pool}
         streamed_from[Tier.HOST] = host_pool
+        if config.num_swap_pages:
+            assert args.layer_stream_disk_path is not None
+            try:
+                swap = SwapFile(args.layer_stream_disk_path, config.num_swap_pages, pool)
+            except SwapFileError as error:
+                raise StartupError(str(error)) from error
+            below[D2S] = streamed_from[Tier.DISK] = swap
         if borrowed is not None:
             below |= {P2D: borrowed.pool, D2P: borrowed.pool}
             streamed_from[Tier.PEER] = borrowed.pool

@@ -462,6 +462,16 @@ class HiRadixTree:
         self._by_ticket[ticket] = [node]
         return node
 
+    def unpublish(self, node: Node) -> tuple[np.ndarray, Dropped]:
+        """Take a node that nobody locks off the device, whose frames its caller keeps, and with it what is below.
+        Returns the node's frames, and what was below it."""
+        below, own = Dropped(), Dropped()
+        for child in list(node.children.values()):
+            self._drop(child, Tier.DEVICE, below)
+        self._drop(node, Tier.DEVICE, own)
+        ((frames, _),) = own.cached
+        return frames, below
+
     def demote(self, node: Node, num_tokens: int, last_launch: int) -> Dropped:
         """Take the last num_tokens of a locked node off the device, and what is below them: its only user reads the
         host's copy from now on, through the layer stream cache. Launches up to last_launch may read them still."""

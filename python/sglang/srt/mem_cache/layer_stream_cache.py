@@ -31,7 +31,7 @@ from sglang.srt.mem_cache.kv_view import KVSegment, KVView
 from sglang.srt.mem_cache.link import HasPages, index_device
 from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.mem_cache.rate_limit import RateLimit
-from sglang.srt.mem_cache.transfer import LOAD_LINKS, LoadFailedError, Tier
+from sglang.srt.mem_cache.transfer import FETCH, LOAD_LINKS, LoadFailedError, Tier
 from sglang.srt.utils.stream import Event, Stream
 
 
@@ -149,7 +149,7 @@ class LayerStreamCache:
 
     def _copy(self, layer: int, piece: Piece, view: KVView) -> None:
         for tier, src, dst in piece.copies:
-            limit = self._limits.get(LOAD_LINKS[tier])
+            limit = self._limits.get(LOAD_LINKS.get(tier, FETCH))
             size = len(src) * view.k[0].numel() * view.k.element_size() * 2
             pace: AbstractContextManager[None] = limit.transfer(size) if limit is not None else nullcontext()
             with pace:

@@ -34,7 +34,9 @@ P2D = "p2d"
 D2P = "d2p"
 LOAD_LINKS = {Tier.PEER: P2D, Tier.HOST: H2D}
 BACKUP_LINKS = {Tier.PEER: D2P, Tier.HOST: D2H}
-COPY_LINKS = (H2D, D2H, P2D, D2P)
+# To the swap file of a request that streams; nothing is loaded from there, see LayerStreamCache.
+D2S = "d2s"
+COPY_LINKS = (H2D, D2H, P2D, D2P, D2S)
 # Storage: a long read must not hold up the question what is there, nor a write a read.
 PROBE = "probe"
 FETCH = "fetch"

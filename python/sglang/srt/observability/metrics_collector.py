@@ -66,6 +66,7 @@ _COUNTERS = (
     ("layer_stream_requests", "Requests that were longer than the device.", "streamed_reqs"),
     ("layer_stream_tokens", "Tokens read layer by layer, once per launch.", "streamed_tokens"),
     ("layer_stream_spilled_tokens", "Tokens moved to the host by requests that stream.", "spilled_tokens"),
+    ("layer_stream_swapped_tokens", "Tokens moved to disk by requests that stream.", "swapped_tokens"),
     ("layer_stream_demoted_tokens", "Tokens that requests that stream gave up on the device.", "demoted_tokens"),
     ("layer_stream_promoted_tokens", "Tokens that requests that stream got back to the device.", "promoted_tokens"),
     ("hicache_fetches_cut", "Requests that computed what storage has, as that was sooner done.", "fetches_cut"),

@@ -1,0 +1,54 @@
+"""`SwapFile`: pages of a device pool in a file, layer by layer, for what neither device nor host has room for.
+
+Owns the file, which has no name: it goes with the process, whatever ends that. Knows nothing of who has which page.
+What it holds belongs to one request and is no cache: see managers/layer_streaming.py.
+
+The file is mapped, so reads and writes are the system's, through its page cache. Its blocks are allocated at the
+start: writing to it later cannot find the disk full.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from sgl_kernel.kvcacheio import KVPages
+from sglang.srt.mem_cache.memory_pool import DevicePool
+
+
+class SwapFileError(RuntimeError):
+    """The file cannot be had; the message says what to change."""
+
+
+class SwapFile:
+    """num_pages pages shaped like the device pool's, in a file in `folder`. Raises SwapFileError.
+
+    kv: (2, num_layers, num_pages, page_size, num_kv_heads, head_dim), so that a layer of adjacent pages is one run.
+    """
+
+    def __init__(self, folder: str | Path, num_pages: int, device_pool: DevicePool) -> None:
+        like = device_pool.view(0).k
+        shape = (2, device_pool.num_layers, num_pages, *like.shape[1:])
+        size_bytes = math.prod(shape) * like.element_size()
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                os.posix_fallocate(file.fileno(), 0, size_bytes)
+                # Shared: else what is written would take memory.
+                memory = mmap.mmap(file.fileno(), size_bytes)
+        except (OSError, ValueError) as error:
+            raise SwapFileError(
+                f"a file of {size_bytes / 1e9:.1f} GB in {folder} cannot be had ({error}): free space, lower "
+                "--layer-stream-disk-size or name another folder with --layer-stream-disk-path"
+            ) from error
+        self.num_pages = num_pages
+        self.kv = torch.frombuffer(memory, dtype=like.dtype).view(shape)
+        self.kv_pages = KVPages.layer_first(self.kv)
+
+    def pages(self, frames: torch.Tensor) -> torch.Tensor:
+        """A copy of pages `frames` (n,) int64, page-first."""
+        return self.kv.index_select(2, frames).movedim(2, 0).contiguous()
