@@ -130,6 +130,7 @@ def test_a_killed_server_leaves_no_process_and_no_file():
         wait_until(lambda: not [n for n in os.listdir(server.temp) if n.startswith("sglang-")], 10)
 
 
+@pytest.mark.slow
 def test_what_cannot_start_is_one_sentence():
     extra = json.dumps({**CONFIG, "url": "redis://127.0.0.1:1"})
     storage = ["--hicache-storage-backend", "remote", "--hicache-storage-backend-extra-config", extra]

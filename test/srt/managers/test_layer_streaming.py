@@ -218,6 +218,7 @@ def test_peers_are_read_where_they_have_it(model: Model):
     check_memory(model, engine)
 
 
+@pytest.mark.slow
 def test_two_ranks(model: Model):
     params = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True, sampling_seed=0)
     engine = TwoRanks(

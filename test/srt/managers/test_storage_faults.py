@@ -904,6 +904,7 @@ def forker() -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
+@pytest.mark.slow
 def test_kill_9_while_it_stores(files: Files, model: Model, forker: subprocess.Popen[str]) -> None:
     seed = random.randrange(1 << 30)
     print("seed", seed)
