@@ -496,6 +496,8 @@ class SchedulerProcess:
         )
         if scheduler.host is not None:
             acted = {name: counters.get(name, 0) - self._logged.get(name, 0) for name in SCHEDULING_COUNTERS}
+            if scheduler.streaming is not None:
+                acted["layer_streamed_token"] = scheduler.streaming.hole
             shown = ", ".join(f"#{name.replace('_', '-')}: {n}" for name, n in acted.items() if n)
             logger.info("Loads. stall: %.2f s%s", scheduler.stall_s - self._logged_stall_s, shown and ", " + shown)
         self._logged_at, self._logged, self._slept_s = now, counters, 0.0
