@@ -164,6 +164,9 @@ class ServerArgs:
     peer_window: float = arg(
         60.0, "seconds: a worker keeps what its requests needed at a time in so many of the last"
     )
+    peer_strict: bool = arg(
+        False, "a worker lets nobody map what it lends: it copies for them, and takes it back when the time is up"
+    )
 
     layer_stream: int = arg(
         0,
@@ -273,6 +276,8 @@ class ServerArgs:
         require(self.peer_slab_size >= 1, "peer_slab_size", "at least 1 MiB")
         require(self.peer_size > 0, "peer_size", "above 0 GB")
         require(self.peer_window > 0, "peer_window", "above 0 seconds")
+        if self.peer_strict and self.peer_role != "worker":
+            raise ValueError("--peer-strict says how memory is lent, which --peer-role worker does")
         if self.layer_stream and not (self.enable_hierarchical_cache and not self.disable_radix_cache):
             raise ValueError(
                 "--layer-stream keeps in the host's part of the radix cache what the device has no room for: "

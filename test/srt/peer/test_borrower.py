@@ -20,7 +20,9 @@ def lend(number: int, reclaim_in_s: float | None = None, strict: bool = False) -
 
 
 def view(*lends: Lend, epoch: int = EPOCH, incarnation: int = 5) -> LenderHeartbeat:
-    return LenderHeartbeat(sequence=next(_sequences), epoch=epoch, incarnation=incarnation, lends=lends)
+    return LenderHeartbeat(
+        sequence=next(_sequences), epoch=epoch, incarnation=incarnation, lends=lends, slab_socket="SOCKET"
+    )
 
 
 def lease(number: int, epoch: int = EPOCH) -> LeaseId:
@@ -80,7 +82,7 @@ def test_it_may_release_without_being_asked():
 def test_strict_leases_need_no_memory():
     owner = borrower(strict=True)
     owner.receive(view(lend(0, strict=True)), 0)
-    assert owner.take_events() == [Lent("worker", lease(0), 40, 100, None)]
+    assert owner.take_events() == [Lent("worker", lease(0), 40, 100, None, b"t", "SOCKET")]
     message = said(owner)
     assert message.register.strict and message.mapped == () and owner.to_fetch() == []
 

@@ -39,7 +39,17 @@ def borrow_memory(
     endpoints = [of_rank(each, rank) for each in args.peer_endpoint.split(",")]
     name = f"{args.model_name} ({os.getpid()})"
     try:
-        memory = BorrowedMemory(endpoints, name, num_slabs, slab_bytes, config.page_bytes, shape, dtype, notify)
+        memory = BorrowedMemory(
+            endpoints,
+            name,
+            num_slabs,
+            slab_bytes,
+            config.page_bytes,
+            shape,
+            dtype,
+            notify,
+            maps_only=args.layer_stream > 0,
+        )
     except (PeerError, SlabError, ValueError) as error:
         raise StartupError(str(error)) from error
     logger.info("peers: up to %d slabs of %d MiB from %s", num_slabs, args.peer_slab_size, ", ".join(endpoints))
@@ -63,7 +73,9 @@ def lend_memory(
     num_slabs = -(-config.num_device_pages // (slab_bytes // page_bytes))
     endpoint = of_rank(args.peer_endpoint, rank)
     try:
-        memory = LentMemory(endpoint, directory, num_slabs, slab_bytes, page_bytes, shape, dtype, notify)
+        memory = LentMemory(
+            endpoint, directory, num_slabs, slab_bytes, page_bytes, shape, dtype, notify, args.peer_strict
+        )
     except (PeerError, SlabError, ValueError) as error:
         raise StartupError(str(error)) from error
     logger.info("peers: %d slabs of %d MiB, to be lent at %s", num_slabs, args.peer_slab_size, endpoint)

@@ -11,11 +11,12 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from sgl_kernel.kvcacheio import KVPages, pick_backend, transfer_kv_all_layer_lf_pf, transfer_kv_per_layer_pf_lf
+from sglang.srt.mem_cache.kv_view import KVView
 from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.transfer import GateError, LoadFailedError, OpResult, Ticket, Tier, TransferOp
@@ -31,6 +32,20 @@ class HasPages(Protocol):
 
     @property
     def kv_pages(self) -> KVPages: ...
+
+
+@runtime_checkable
+class CopiesPages(HasPages, Protocol):
+    """A pool whose memory is not all within reach: it copies for itself. Called on a link's stream, loads and backups
+    each from one thread. Both raise LoadFailedError."""
+
+    def load_layer(self, layer: int, view: KVView, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
+        """As `transfer_kv_per_layer_pf_lf`, to a layer of the device pool."""
+        ...
+
+    def back_up(self, kv: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
+        """As `transfer_kv_all_layer_lf_pf`, from the device pool."""
+        ...
 
 
 class Fence(Protocol):
@@ -93,6 +108,7 @@ class CopyLink:
         self.name = name
         self.device_pool = device_pool
         self.host_pool = host_pool
+        self._copier = host_pool if isinstance(host_pool, CopiesPages) else None
         self.stream = stream
         self.fence = fence
         self.notify = notify
@@ -147,6 +163,9 @@ class CopyLink:
     def _load_layer(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, layer: int) -> None:
         view = self.device_pool.view(layer)
         with self._pace(op.size_bytes // self.device_pool.num_layers):
+            if self._copier is not None:
+                self._copier.load_layer(layer, view, src, dst, self.io_backend)
+                return
             transfer_kv_per_layer_pf_lf(
                 self.host_pool.kv_pages, view.k, view.v, src, dst, layer, backend=self.io_backend
             )
@@ -156,6 +175,9 @@ class CopyLink:
             raise LoadFailedError(f"launch {op.after}, which was to write the source, failed")
         kv = self.device_pool.kv_pages
         with self._pace(op.size_bytes):
+            if self._copier is not None:
+                self._copier.back_up(kv, src, dst, self.io_backend)
+                return
             transfer_kv_all_layer_lf_pf(kv.k, kv.v, self.host_pool.kv_pages, src, dst, backend=self.io_backend)
 
     def _pace(self, size_bytes: int) -> AbstractContextManager[None]:

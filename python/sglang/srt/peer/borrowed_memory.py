@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from sglang.srt.peer.borrowed_pool import BorrowedPool
 from sglang.srt.peer.borrower import AskedBack, Lent, Lost
 from sglang.srt.peer.coordinator import BorrowerCoordinator
-from sglang.srt.peer.elastic_pool import ElasticPool
+from sglang.srt.peer.copy_session import StrictSlab
 from sglang.srt.peer.elastic_units import stride_bytes
 from sglang.srt.peer.messages import LeaseId
 from sglang.srt.peer.slabs import GRANULARITY, SlabError, SlabRange
@@ -29,7 +30,8 @@ class BorrowedMemory:
     on.
 
     pool: the pages in them, of the shape that is given as for `ElasticPool`. endpoints, name, notify: see
-    `BorrowerCoordinator`. Raises PeerError, and ValueError where a slab has no room for a page.
+    `BorrowerCoordinator`. maps_only: what a lender does not let be mapped (strict mode) is given back. Raises
+    PeerError, and ValueError where a slab has no room for a page.
     """
 
     def __init__(
@@ -42,10 +44,12 @@ class BorrowedMemory:
         shape: tuple[int, int, int, int],
         dtype: torch.dtype,
         notify: Callable[[], None] = lambda: None,
+        maps_only: bool = False,
     ) -> None:
+        self._maps_only = maps_only
         self.slabs = SlabRange(num_slabs, slab_bytes, stride_bytes(slab_bytes, page_bytes, GRANULARITY))
-        self.pool = ElasticPool(self.slabs, *shape, dtype)
-        # Place -> lender and lease; None where nothing is mapped.
+        self.pool = BorrowedPool(self.slabs, *shape, dtype)
+        # Place -> lender and lease; None where nothing is.
         self._leases: list[tuple[str, LeaseId] | None] = [None] * num_slabs
         self._here = bytearray(num_slabs)
         # Places that lenders want back, or whose lenders are gone.
@@ -67,7 +71,10 @@ class BorrowedMemory:
             self._going.add(place)
             if isinstance(event, Lost):
                 self._lost.add(place)
-                logger.warning("the worker at %s is gone, and a slab of its memory with it", event.lender)
+                if self.pool.is_strict(place):
+                    logger.warning("the worker at %s has taken a slab back, or is gone", event.lender)
+                else:
+                    logger.warning("the worker at %s is gone, and a slab of its memory with it", event.lender)
             else:
                 assert isinstance(event, AskedBack)
         return bytes(self._here)
@@ -77,7 +84,10 @@ class BorrowedMemory:
             lease = self._leases[place]
             if lease is None or place not in self._going:
                 continue  # another rank has lost its part: this one comes back with the next that it is lent
-            self.slabs.unmap(place)
+            if self.pool.is_strict(place):
+                self.pool.forget(place)
+            else:
+                self.slabs.unmap(place)
             self._leases[place] = None
             self._going.discard(place)
             if place in self._lost:
@@ -100,17 +110,20 @@ class BorrowedMemory:
         return {"role": "master", "slab_bytes": self.slabs.slab_bytes, "lenders": lenders}
 
     def close(self) -> None:
-        """What is mapped stays mapped until the process ends, which gives it back."""
+        """What is mapped stays mapped until the process ends, which gives it back. The links have ended before."""
         self.coordinator.close()
+        self.pool.close()
 
     def _take(self, event: Lent) -> None:
-        """Map what was lent; give it back at once if that cannot be."""
-        assert event.fd is not None, "the lender copies for itself"
+        """Map what was lent, unless its lender copies for itself; give it back at once if that cannot be."""
         try:
             free = next((i for i, lease in enumerate(self._leases) if lease is None), None)
             if free is None:
                 raise SlabError("there is no place left for it")
-            self.slabs.map(free, event.fd)
+            if event.fd is not None:
+                self.slabs.map(free, event.fd)
+            else:
+                self._take_strictly(free, event)
         except SlabError as error:
             logger.error(
                 "a slab from %s cannot be used: %s (see --peer-slab-size, on both sides)", event.lender, error
@@ -118,6 +131,17 @@ class BorrowedMemory:
             self.coordinator.unmapped(event.lender, event.lease)
             return
         finally:
-            os.close(event.fd)
+            if event.fd is not None:
+                os.close(event.fd)
         self._leases[free] = (event.lender, event.lease)
         self._here[free] = 1
+
+    def _take_strictly(self, place: int, event: Lent) -> None:
+        """Raises SlabError if it is of no use."""
+        if self._maps_only:
+            self.coordinator.want(event.lender, 0)
+            raise SlabError("its worker has --peer-strict, and --layer-stream reads where it maps")
+        if event.size_bytes != self.slabs.slab_bytes:
+            raise SlabError(f"a slab of {event.size_bytes:,} bytes, where {self.slabs.slab_bytes:,} were agreed on")
+        slab = StrictSlab(event.slab_socket, self.coordinator.id, event.lease, event.token)
+        self.pool.reach_by_copies(place, slab)

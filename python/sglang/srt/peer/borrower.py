@@ -34,13 +34,16 @@ class LeaseState(Enum):
 
 @dataclass(frozen=True)
 class Lent:
-    """A slab may be used. fd: its memory, which is the engine's to map and to close; None in strict mode."""
+    """A slab may be used. fd: its memory, which is the engine's to map and to close; None in strict mode: then copies
+    are asked for at slab_socket, with the token."""
 
     lender: str
     lease: LeaseId
     slab: int
     size_bytes: int
     fd: int | None
+    token: bytes = b""
+    slab_socket: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class Borrower:
         self._next_sequence = 0
         self._sent_at = 0.0
         self._is_told = False
+        self._slab_socket = ""
         self._events: list[BorrowerEvent] = []
 
     # -- from the engine ----------------------------------------------------------------------------------------
@@ -129,6 +133,7 @@ class Borrower:
         if message.sequence <= self._heard_sequence:
             return False
         self._heard_sequence = message.sequence
+        self._slab_socket = message.slab_socket
         for number in self._leases.keys() - {lend.number for lend in message.lends}:
             self._forget(number)
         for lend in message.lends:
@@ -149,7 +154,9 @@ class Borrower:
             return False
         found = self._leases[lease.number]
         found.state = LeaseState.HELD
-        self._events.append(Lent(self.lender, lease, found.lend.slab, found.lend.size_bytes, fd))
+        lend = found.lend
+        access = (lend.token, self._slab_socket) if lend.strict else ()
+        self._events.append(Lent(self.lender, lease, lend.slab, lend.size_bytes, fd, *access))
         return True
 
     def lender_died(self, epoch: int) -> None:

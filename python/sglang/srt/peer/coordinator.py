@@ -12,6 +12,9 @@ with `poll` in its own steps.
       ▼ Quarantined, Demand           pidfds  ▲                    ▲ pidfds                   Lost ▼
                                               └─ Fetch ── slab fd ─┘
                                                   slab channel
+
+In strict mode nobody fetches: a `CopySession` sends staging memory over the slab channel, and its connection is the
+`Copier`'s from then on.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ import zmq
 
 from sglang.srt.peer import slab_channel
 from sglang.srt.peer.borrower import Borrower, BorrowerEvent, LeaseState, Lent
+from sglang.srt.peer.copier import Copier
 from sglang.srt.peer.endpoint import PeerError, check_endpoint, check_unused
 from sglang.srt.peer.lender import Lender, LenderEvent, LenderTiming, Quarantined, SlabState
 from sglang.srt.peer.messages import (
@@ -46,8 +50,11 @@ from sglang.srt.peer.messages import (
     LenderHeartbeat,
     Refused,
     Slab,
+    Stage,
+    Staged,
 )
 from sglang.srt.peer.slab_channel import ChannelError, Process
+from sglang.srt.peer.slabs import SlabError, SlabRange
 
 _Event = TypeVar("_Event")
 # Of strangers too: a borrower needs one.
@@ -58,6 +65,8 @@ _TURNS_PER_HEARTBEAT = 4
 # Who sends more does not keep the others waiting.
 _MESSAGES_PER_TURN = 1000
 _CLOSE_TIMEOUT_S = 10.0
+# Of one borrower's connection; it is the borrower's memory, and takes this process addresses.
+_MAX_STAGING_BYTES = 1 << 30
 
 _encoder = msgspec.msgpack.Encoder()
 _borrower_decoder = msgspec.msgpack.Decoder(BorrowerHeartbeat)
@@ -163,7 +172,7 @@ class _Coordinator(Generic[_Event]):
 
 
 class _Connection:
-    """borrower: whose it is, once it has fetched a slab."""
+    """borrower: whose it is, once it has shown a lease."""
 
     def __init__(self, sock: socket.socket, process: Process) -> None:
         self.sock = sock
@@ -205,9 +214,10 @@ class LenderCoordinator(_Coordinator[LenderEvent]):
         )
         self.counters["refused"] = 0
         self._slab_fd = slab_fd
+        self._copier = Copier(num_slabs, slab_bytes, slab_fd)
         self._routes: dict[BorrowerId, bytes] = {}
         self._connections: dict[int, _Connection] = {}
-        # Of those that have fetched a slab.
+        # Of those that have shown a lease.
         self._processes: dict[BorrowerId, Process] = {}
         self._router = self._open(zmq.ROUTER)
         # Routes are secrets that borrowers choose: who knows one is that borrower, connected anew.
@@ -248,6 +258,8 @@ class LenderCoordinator(_Coordinator[LenderEvent]):
             if ready.get(process.pidfd, 0) & zmq.POLLIN:
                 self._lender.died(borrower)
         self._lender.tick(time.monotonic())
+        # Before anybody hears of it: whose slab is to be scrubbed has none copied any more.
+        self._copier.allow(self._lender.grants())
         self._forget_strangers()
         for borrower, message in self._lender.outgoing(time.monotonic()):
             # Nobody there, or too much waits for them: the next one will do.
@@ -259,10 +271,10 @@ class LenderCoordinator(_Coordinator[LenderEvent]):
         return events
 
     def _describe(self) -> dict[str, int]:
-        """Slabs by state, borrowers, counters."""
+        """Slabs by state, borrowers, counters, also of copies."""
         states = Counter(self._lender.states)
         slabs = {f"{state.name.lower()}_slabs": states[state] for state in SlabState}
-        return {**slabs, "borrowers": len(self._lender.borrowers), **self._lender.counters}
+        return {**slabs, "borrowers": len(self._lender.borrowers), **self._lender.counters, **self._copier.counters}
 
     def _receive(self) -> None:
         for _ in range(_MESSAGES_PER_TURN):
@@ -290,7 +302,7 @@ class LenderCoordinator(_Coordinator[LenderEvent]):
             return
         sock.setblocking(False)
         try:
-            if len(self._connections) >= _MAX_CONNECTIONS:
+            if len(self._connections) + self._copier.num_sessions >= _MAX_CONNECTIONS:
                 raise ChannelError("too many connections")
             connection = _Connection(sock, slab_channel.peer_process(sock))
         except ChannelError as error:
@@ -303,32 +315,66 @@ class LenderCoordinator(_Coordinator[LenderEvent]):
     def _serve(self, fd: int) -> None:
         sock = self._connections[fd].sock
         try:
-            while True:
-                message, stray = slab_channel.receive(sock, Fetch)
-                if stray is not None:
-                    os.close(stray)
-                self._answer(self._connections[fd], message)
+            while fd in self._connections:
+                message, sent_fd = slab_channel.receive(sock, Fetch | Stage)
+                try:
+                    if isinstance(message, Stage):
+                        self._stage(fd, message, sent_fd)
+                    else:
+                        self._answer(self._connections[fd], message)
+                finally:
+                    if sent_fd is not None:
+                        os.close(sent_fd)
         except BlockingIOError:
             pass
         except ChannelError as error:
             self._disconnect(fd, error)
 
     def _answer(self, connection: _Connection, message: Fetch) -> None:
-        borrower = BorrowerId(message.name, message.incarnation)
-        known = self._processes.get(borrower)
-        is_its_own = connection.borrower in (None, borrower)
-        is_its_process = known is None or known.pid == connection.process.pid
-        slab = self._lender.fetch(message) if is_its_own and is_its_process else None
+        slab = self._lender.fetch(message) if self._can_be(message, connection) else None
         if slab is None:
-            self.counters["refused"] += 1
-            slab_channel.send(connection.sock, Refused(message.number))
+            self._refuse(connection, message)
             return
-        connection.borrower = borrower
-        if known is None:
-            self._processes[borrower] = connection.process
-            self._poller.register(connection.process.pidfd, zmq.POLLIN)
+        self._identify(connection, BorrowerId(message.name, message.incarnation))
         # If it does not arrive, the borrower asks again.
         slab_channel.send(connection.sock, Slab(message.number), self._slab_fd(slab))
+
+    def _stage(self, fd: int, message: Stage, staging_fd: int | None) -> None:
+        connection = self._connections[fd]
+        is_allowed = self._can_be(message, connection) and self._lender.may_stage(message)
+        if not is_allowed or staging_fd is None or message.size_bytes > _MAX_STAGING_BYTES:
+            self._refuse(connection, message)
+            return
+        try:
+            staging = SlabRange(1, message.size_bytes)
+            staging.map(0, staging_fd)
+        except (SlabError, ValueError) as error:
+            logger.warning("%s sends no memory that copies could go through: %s", message.name, error)
+            self._refuse(connection, message)
+            return
+        borrower = BorrowerId(message.name, message.incarnation)
+        self._identify(connection, borrower)
+        slab_channel.send(connection.sock, Staged())
+        self._poller.unregister(fd)
+        del self._connections[fd]
+        self._copier.adopt(connection.sock, borrower, staging)
+
+    def _can_be(self, message: Fetch | Stage, connection: _Connection) -> bool:
+        """Nothing speaks against it that the connection is who it says, but for its token."""
+        borrower = BorrowerId(message.name, message.incarnation)
+        known = self._processes.get(borrower)
+        is_its_process = known is None or known.pid == connection.process.pid
+        return connection.borrower in (None, borrower) and is_its_process
+
+    def _identify(self, connection: _Connection, borrower: BorrowerId) -> None:
+        connection.borrower = borrower
+        if borrower not in self._processes:
+            self._processes[borrower] = connection.process
+            self._poller.register(connection.process.pidfd, zmq.POLLIN)
+
+    def _refuse(self, connection: _Connection, message: Fetch | Stage) -> None:
+        self.counters["refused"] += 1
+        slab_channel.send(connection.sock, Refused(message.number))
 
     def _disconnect(self, fd: int, why: object) -> None:
         connection = self._connections.pop(fd)
@@ -343,6 +389,7 @@ class LenderCoordinator(_Coordinator[LenderEvent]):
             del self._routes[borrower]
 
     def _release(self) -> None:
+        self._copier.close()
         self._listener.close()
         for fd in list(self._connections):
             self._disconnect(fd, "closing")
@@ -364,8 +411,8 @@ class _Worker:
 
 
 class BorrowerCoordinator(_Coordinator[BorrowerEvent]):
-    """endpoints: of the lenders, which may come up later. name, page_bytes, strict: see `Register`. Raises
-    PeerError."""
+    """endpoints: of the lenders, which may come up later. name, page_bytes, strict: see `Register`. id: of this life.
+    Raises PeerError."""
 
     def __init__(
         self,
@@ -387,6 +434,7 @@ class BorrowerCoordinator(_Coordinator[BorrowerEvent]):
             dealer.connect(endpoint)
             borrower = Borrower(endpoint, name, incarnation, page_bytes, strict, heartbeat_s)
             self._workers[endpoint] = _Worker(borrower, dealer)
+        self.id = BorrowerId(name, incarnation)
         self._start()
 
     def want(self, lender: str, size_bytes: int) -> None:

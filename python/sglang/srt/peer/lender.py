@@ -12,7 +12,8 @@ Never touches memory, a socket or a clock.
 
 A mapping of GPU memory cannot be revoked from outside. So once its memory was fetched, a slab comes back by the
 borrower's word or by its process's death, never by time: a borrower that is late or silent costs capacity, not
-correctness. A lease whose memory nobody has (not fetched yet, or strict) ends by the lender's word alone.
+correctness. A lease whose memory nobody has (not fetched yet, or strict) ends by the lender's word alone: a strict
+one at its deadline.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from sglang.srt.peer.messages import BorrowerHeartbeat, BorrowerId, Fetch, Lend, LenderHeartbeat, Register
+from sglang.srt.peer.messages import BorrowerHeartbeat, BorrowerId, Fetch, Lend, LenderHeartbeat, Register, Stage
 
 # More are strangers.
 MAX_BORROWERS = 64
@@ -82,6 +83,15 @@ class LenderTiming:
     heartbeat_s: float = 0.5
     silence_s: float = 5.0
     grace_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Of a strict lease: its borrower, who knows the token, may have the slab copied to and from."""
+
+    slab: int
+    borrower: BorrowerId
+    token: bytes
 
 
 @dataclass
@@ -204,14 +214,21 @@ class Lender:
 
     def fetch(self, message: Fetch) -> int | None:
         """Somebody wants to map a slab. Returns which it is; from now on it may be mapped. None: they may not."""
-        borrower = self._borrowers.get(BorrowerId(message.name, message.incarnation))
-        lease = borrower.leases.get(message.number) if borrower is not None and message.epoch == self.epoch else None
+        lease = self._claimed(message)
         if lease is None or lease.strict or self.states[lease.slab] != SlabState.LENT:
-            return None
-        if not hmac.compare_digest(lease.token, message.token):
             return None
         lease.is_fetched = True
         return lease.slab
+
+    def may_stage(self, message: Stage) -> bool:
+        """Whether who says this has a strict lease."""
+        lease = self._claimed(message)
+        return lease is not None and lease.strict
+
+    def grants(self) -> dict[int, Grant]:
+        """By number of the lease: what is to be copied for whom, at present."""
+        leases = self._leases.values()
+        return {lease.number: Grant(lease.slab, lease.borrower, lease.token) for lease in leases if lease.strict}
 
     def died(self, me: BorrowerId) -> None:
         """The borrower's process is proven to have ended, and with it its mappings."""
@@ -254,6 +271,14 @@ class Lender:
         return messages
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _claimed(self, message: Fetch | Stage) -> _Lease | None:
+        """The lease that somebody says is theirs; None if it is not."""
+        borrower = self._borrowers.get(BorrowerId(message.name, message.incarnation))
+        lease = borrower.leases.get(message.number) if borrower is not None and message.epoch == self.epoch else None
+        if lease is None or not hmac.compare_digest(lease.token, message.token):
+            return None
+        return lease
 
     def _is_silent(self, borrower: _Borrower, now: float) -> bool:
         return now - borrower.heard_at > self.timing.silence_s

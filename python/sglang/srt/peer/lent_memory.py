@@ -30,7 +30,8 @@ class LentMemory:
     """A `SlabSource` (managers/slab_ledger.py) of num_slabs slabs of slab_bytes, all at home at first.
 
     pool: the engine's device pool in them, of the shape that is given as for `ElasticPool`. endpoint, directory,
-    notify: see `LenderCoordinator`. Raises PeerError, and ValueError where a slab has no room for a page.
+    notify: see `LenderCoordinator`. strict: nobody maps what is lent, this process copies for them. Raises PeerError,
+    and ValueError where a slab has no room for a page.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class LentMemory:
         shape: tuple[int, int, int, int],
         dtype: torch.dtype,
         notify: Callable[[], None] = lambda: None,
+        strict: bool = False,
     ) -> None:
         self.slabs = SlabRange.owned(num_slabs, slab_bytes, stride_bytes(slab_bytes, page_bytes, GRANULARITY))
         self.pool = ElasticPool(self.slabs, *shape, dtype)
@@ -50,7 +52,9 @@ class LentMemory:
         # Slabs that have left: those that nobody has borrowed yet, or any more, and those that were asked for.
         self._idle: set[int] = set()
         self._asked_for: set[int] = set()
-        self.coordinator = LenderCoordinator(endpoint, directory, num_slabs, slab_bytes, self.slabs.fileno, notify)
+        self.coordinator = LenderCoordinator(
+            endpoint, directory, num_slabs, slab_bytes, self.slabs.fileno, notify, strict
+        )
 
     def here(self) -> bytes:
         for event in self.coordinator.poll():
@@ -114,6 +118,7 @@ class LentMemory:
             "slab_bytes": self.slabs.slab_bytes,
             "borrowers": status["borrowers"],
             "slabs": slabs,
+            "copies": {"bytes": status["copied_bytes"], "refused": status["refused_copies"]},
         }
 
     def close(self) -> None:

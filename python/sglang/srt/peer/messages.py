@@ -10,7 +10,8 @@ one; `sequence` tells which of two views is the newer, and the older is dropped,
 - acknowledge: `released` in a BorrowerHeartbeat, until the LenderHeartbeat has no such lease any more.
 
 Over the slab channel (a Unix socket, `slab_channel.py`) a borrower asks for a slab's memory: Fetch, answered by Slab
-or Refused.
+or Refused. For strict leases it sends memory of its own instead: Stage, answered by Staged or Refused. From then on
+that connection is for copies: Copy, answered by Copied or CopyRefused, in order.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ MAX_HEARTBEAT_BYTES = 1 << 20
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 _Number = Annotated[int, msgspec.Meta(ge=0)]
 _Token = Annotated[bytes, msgspec.Meta(max_length=64)]
+# Of one Copy.
+MAX_COPY_PAGES = 8192
 
 
 class BorrowerId(NamedTuple):
@@ -106,3 +109,50 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     """There is no such lease, or it is asked back."""
 
     number: _Number
+
+
+class Stage(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """I have such a strict lease. Copies go through memory of mine, whose file descriptor comes with this message."""
+
+    name: _Name
+    incarnation: _Number
+    epoch: _Number
+    number: _Number
+    token: _Token
+    size_bytes: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Staged(msgspec.Struct, tag=True, frozen=True):
+    """Copies may be asked for."""
+
+
+class Copy(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Copy two runs of bytes of each page of a slab: run_bytes at first_byte of its first half, and as many at the
+    same place of its second half, which are K and V of some layers.
+
+    to_slab: from the staging memory, else to it. number, token: of the lease. page_bytes: of a page; page p begins at
+    p * page_bytes of the slab. pages: (n,) int32, as bytes. staging_byte: where the n pairs of runs lie in the
+    staging memory, one after the other."""
+
+    sequence: _Number
+    to_slab: bool
+    number: _Number
+    token: _Token
+    page_bytes: Annotated[int, msgspec.Meta(ge=2)]
+    first_byte: _Number
+    run_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    staging_byte: _Number
+    pages: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_COPY_PAGES)]
+
+
+class Copied(msgspec.Struct, tag=True, frozen=True):
+    """It is done."""
+
+    sequence: _Number
+
+
+class CopyRefused(msgspec.Struct, tag=True, frozen=True):
+    """Nothing was copied."""
+
+    sequence: _Number
+    why: Annotated[str, msgspec.Meta(max_length=400)]

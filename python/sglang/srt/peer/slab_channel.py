@@ -3,7 +3,7 @@ learns which process the other is. Owns how such sockets are made; who is given 
 
 One datagram is one message (`Fetch`; `Slab` or `Refused`). A process's end is seen at its pidfd: only that proves
 that its mappings are gone, the end of a connection does not. So a borrower neither passes the memory on nor lets
-children inherit the mapping (MADV_DONTFORK).
+children inherit the mapping (MADV_DONTFORK). In strict mode copies are asked for here too (`copier.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from typing import Any
 
 import msgspec
 
-_MAX_MESSAGE_BYTES = 4096
+from sglang.srt.peer.messages import MAX_COPY_PAGES
+
+# A Copy's pages and the rest of it.
+_MAX_MESSAGE_BYTES = 4 * MAX_COPY_PAGES + 4096
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 _encoder = msgspec.msgpack.Encoder()
 

@@ -1,0 +1,80 @@
+"""A lender or a borrower in strict mode, as a process of its own: says on stdout what happens to it.
+
+python strict_process.py lender ENDPOINT DIRECTORY    lends all its slabs
+python strict_process.py borrower ENDPOINT            writes sevens to what it is lent and reads it, again and again
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.transfer import LoadFailedError
+from sglang.srt.peer.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.lent_memory import LentMemory
+
+SHAPE = (4, 3, 2, 8)
+PAGE_BYTES = MHATokenToKVPool.page_bytes(*SHAPE, torch.float32)
+SLAB_BYTES, NUM_SLABS = 1 << 16, 3
+# What a borrower writes, and a lender's own.
+FOREIGN, OWN = 7.0, 0x2A
+
+
+def borrowed_memory(endpoints: list[str], name: str, num_slabs: int = NUM_SLABS) -> BorrowedMemory:
+    return BorrowedMemory(endpoints, name, num_slabs, SLAB_BYTES, PAGE_BYTES, SHAPE, torch.float32)
+
+
+def lent_memory(endpoint: str, directory: Path, strict: bool = True) -> LentMemory:
+    """Of a lender with pages of another shape."""
+    shape = (2, 5, 1, 24)
+    page_bytes = MHATokenToKVPool.page_bytes(*shape, torch.bfloat16)
+    return LentMemory(endpoint, directory, NUM_SLABS, SLAB_BYTES, page_bytes, shape, torch.bfloat16, strict=strict)
+
+
+def lend(endpoint: str, directory: str) -> None:
+    memory = lent_memory(endpoint, Path(directory))
+    memory.left(range(NUM_SLABS))
+    print("ready", flush=True)
+    while True:
+        memory.here()
+        time.sleep(0.01)
+
+
+def borrow(endpoint: str) -> None:
+    memory = borrowed_memory([endpoint], "child")
+    device = MHATokenToKVPool(memory.pool.slab_pages, *SHAPE, torch.float32)
+    device.kv.fill_(FOREIGN)
+    pages = torch.arange(memory.pool.slab_pages)
+    said = ""
+    while True:
+        here = np.flatnonzero(np.frombuffer(memory.here(), np.uint8))
+        try:
+            for place in here.tolist():
+                frames = torch.from_numpy(memory.pool.frames_of(place)).long()
+                memory.pool.back_up(device.kv_pages, pages, frames, "auto")
+                for layer in range(device.num_layers):
+                    memory.pool.load_layer(layer, device.view(layer), frames, pages, "auto")
+                assert (device.kv == FOREIGN).all(), "what comes back is not what was written"
+            say = f"has {len(here)}"
+        except LoadFailedError:
+            say = "failed"
+        if say != said:
+            print(say, flush=True)
+            said = say
+
+
+def end_with_the_test() -> None:
+    sys.stdin.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=end_with_the_test, daemon=True).start()
+    {"borrower": borrow, "lender": lend}[sys.argv[1]](*sys.argv[2:])
