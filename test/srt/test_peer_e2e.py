@@ -105,11 +105,15 @@ def test_a_worker_that_is_killed_takes_nothing_but_its_memory_along(tmp_path: Pa
         worker.wait()
 
 
-def test_a_worker_lends_when_it_is_idle_and_takes_back_what_its_requests_need(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strict", [(), pytest.param(("--peer-strict",), marks=pytest.mark.slow)])
+def test_a_worker_lends_when_it_is_idle_and_takes_back_what_its_requests_need(
+    strict: tuple[str, ...], tmp_path: Path
+) -> None:
+    """strict: then it copies for the master, which maps nothing."""
     tmp_path.chmod(0o700)
     endpoint = f"ipc://{tmp_path}/peers"
     lending = "--max-total-tokens 4096 --context-length 512 --page-size 4 --peer-role worker --peer-slab-size 1"
-    worker = Server(*lending.split(), "--peer-window", "1", "--peer-endpoint", endpoint)
+    worker = Server(*lending.split(), "--peer-window", "1", "--peer-endpoint", endpoint, *strict)
     with worker, Server(*FLAGS.split(), "--peer-endpoint", endpoint) as master:
         wait_until(lambda: borrowed_tokens(master) >= 1200)
         lent = worker.state()["tiers"]["device"]
@@ -118,6 +122,8 @@ def test_a_worker_lends_when_it_is_idle_and_takes_back_what_its_requests_need(tm
         assert f'sglang:hicache_peer_connected{{lender="{endpoint}",model_name="embedded"}} 1.0' in metrics(master)
         wanted = [ask(master, seed)[0] for seed in range(3)]
         assert all(found > 200 for _, found in [ask(master, seed) for seed in range(3)])
+        copies = worker.state()["peers"]["copies"]
+        assert (copies["bytes"] > 0) == bool(strict) and copies["refused"] == 0
         alone = [ask(worker, seed)[0] for seed in range(8)]
         body = {
             "input_ids": [prompt(seed) for seed in range(8)],

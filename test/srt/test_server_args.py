@@ -89,6 +89,8 @@ def test_the_served_name():
         ("--model m --peer-endpoint tcp://127.0.0.1:1", "give both, or neither"),
         ("--model m --peer-role master --peer-endpoint tcp://127.0.0.1:1", "add --hicache"),
         ("--model m --peer-role worker --peer-endpoint tcp://127.0.0.1:1 --peer-window 0", "above 0 seconds"),
+        ("--model m --peer-strict", "--peer-role worker does"),
+        ("--model m --hicache --peer-role master --peer-endpoint tcp://127.0.0.1:1 --peer-strict", "worker does"),
         (
             "--model m --peer-role master --hicache --peer-endpoint tcp://127.0.0.1:1 --peer-slab-size 0",
             "at least 1 MiB",

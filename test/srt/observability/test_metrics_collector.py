@@ -13,11 +13,14 @@ def lines(state: dict[str, object]) -> set[str]:
 
 def test_a_worker_s_slabs_are_counted_by_state() -> None:
     peers = {"role": "worker", "slab_bytes": 4096, "borrowers": 2, "slabs": {"home": 3, "lent": 0}}
+    peers["copies"] = {"bytes": 70, "refused": 1}
     assert lines({"peers": peers}) == {
         'sglang:hicache_peer_slab_bytes{model_name="m"} 4096.0',
         'sglang:hicache_peer_borrowers{model_name="m"} 2.0',
         'sglang:hicache_peer_slabs{model_name="m",state="home"} 3.0',
         'sglang:hicache_peer_slabs{model_name="m",state="lent"} 0.0',
+        'sglang:hicache_peer_copies_bytes_total{model_name="m"} 70.0',
+        'sglang:hicache_peer_copies_refused_total{model_name="m"} 1.0',
     }
 
 

@@ -44,12 +44,15 @@ def model_config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 
 @pytest.fixture
-def worker(tmp_path: Path) -> Iterator[LentMemory]:
-    """Of another shape than the master: its pages and the master's do not divide each other, nor the slab."""
+def worker(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LentMemory]:
+    """Of another shape than the master: its pages and the master's do not divide each other, nor the slab. The
+    parameter says whether it lends strictly."""
     tmp_path.chmod(0o700)
     shape = (2, 5, 1, 24)
     page_bytes = 2 * 2 * 5 * 1 * 24 * 2
-    memory = LentMemory(f"ipc://{tmp_path}/peers", tmp_path, NUM_SLABS, SLAB_BYTES, page_bytes, shape, torch.bfloat16)
+    strict = getattr(request, "param", False)
+    endpoint = f"ipc://{tmp_path}/peers"
+    memory = LentMemory(endpoint, tmp_path, NUM_SLABS, SLAB_BYTES, page_bytes, shape, torch.bfloat16, strict=strict)
     yield memory
     memory.close()
 
@@ -113,6 +116,10 @@ def computed(model_config: ModelConfig, texts: list[np.ndarray]) -> list[list[in
     return answers
 
 
+BOTH_KINDS = pytest.mark.parametrize("worker", [False, True], ids=["mapped", "strict"], indirect=True)
+
+
+@BOTH_KINDS
 def test_what_leaves_the_device_comes_back_from_the_worker(
     model_config: ModelConfig, worker: LentMemory, tmp_path: Path
 ) -> None:
@@ -133,9 +140,11 @@ def test_what_leaves_the_device_comes_back_from_the_worker(
     again = [master.ask(text) for text in texts]
     assert [tokens for tokens, _ in again] == wanted
     assert all(found > 60 for _, found in again), again
+    assert (worker.state()["copies"]["bytes"] > 0) == worker.coordinator._lender.strict
     master.close()
 
 
+@BOTH_KINDS
 def test_what_is_asked_back_goes_home_empty_and_answers_stay(
     model_config: ModelConfig, worker: LentMemory, tmp_path: Path
 ) -> None:
@@ -173,6 +182,33 @@ def test_a_slab_of_another_size_is_given_back(
     engine.close()
     assert engine.borrowed is not None
     engine.borrowed.close()
+
+
+@pytest.mark.parametrize("worker", [True], ids=["strict"], indirect=True)
+def test_answers_stay_when_strict_slabs_go_home_without_a_word_from_the_master(
+    model_config: ModelConfig, worker: LentMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The master's loads fail in the middle of its requests, and what it thought it had is gone."""
+    monkeypatch.setattr(lent_memory, "RECLAIM_TIMEOUT_S", 0.0)
+    texts = prompts(7)
+    wanted = computed(model_config, texts)
+    master = Master(model_config, worker, tmp_path)
+    for _ in range(3):
+        master.lend(5, 4, 3)
+        for text in texts:
+            master.ask(text)
+        assert master.engine.scheduler.tree.resident_pages(Tier.PEER) > 0
+        worker.wanted(3)
+        deadline = time.monotonic() + 20
+        while worker.here() != b"\1" * NUM_SLABS:
+            assert time.monotonic() < deadline, worker.state()
+        for slab in (3, 4, 5):
+            worker.slabs.slab(slab)[:] = 0x7F  # NaN to whoever reads it
+        assert [master.ask(text)[0] for text in texts] == wanted
+        master.until(lambda: master.num_here == 0, "the master does not hear of it")
+        assert all((worker.slabs.slab(slab) == 0x7F).all() for slab in (3, 4, 5)), "the master still wrote"
+    assert worker.state()["slabs"] == slabs_of_worker(home=6)
+    master.close()
 
 
 def test_what_nobody_borrows_waits_and_comes_home_when_it_is_asked_for(

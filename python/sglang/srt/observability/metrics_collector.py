@@ -232,6 +232,13 @@ class MetricsCollector:
             for state, count in peers["slabs"].items():
                 own.add_metric([*values, state], count)
             yield own
+            for key, help in (
+                ("bytes", "Bytes that this worker copied for masters."),
+                ("refused", "Such copies refused."),
+            ):
+                copies = CounterMetricFamily(f"sglang:hicache_peer_copies_{key}", help, labels=names)
+                copies.add_metric(values, peers["copies"][key])
+                yield copies
         if "lenders" in peers:
             labels = [*names, "lender"]
             here = GaugeMetricFamily(

@@ -1,0 +1,117 @@
+"""What it costs a borrower that it may not map: loads and backups through strict copies, against mapped slabs.
+
+Two workers, processes of their own, lend a slab each: one to be mapped, the other strictly. A master copies the same
+scattered pages from and to either, in turns; loads layer by layer. Fastest of the rounds, since others are at work on
+the machine. What was copied is compared.
+
+    python benchmark/bench_strict.py [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import print_table, write_json
+
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.peer.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.lent_memory import LentMemory
+
+SLAB_BYTES = 64 << 20
+# A Qwen3-8B's heads and as many layers, pages of 1 token in bfloat16: 144 KiB per page.
+SHAPE = (1, 36, 8, 128)
+DTYPE = torch.bfloat16
+PAGE_BYTES = MHATokenToKVPool.page_bytes(*SHAPE, DTYPE)
+KINDS = ("mapped", "strict")
+DEADLINE_S = 60.0
+
+
+def lend(endpoint: str, directory: str, kind: str) -> None:
+    memory = LentMemory(endpoint, Path(directory), 1, SLAB_BYTES, PAGE_BYTES, SHAPE, DTYPE, strict=kind == "strict")
+    memory.left([0])
+    while True:
+        memory.here()
+        time.sleep(0.5)
+
+
+class Master:
+    def __init__(self, endpoints: list[str]) -> None:
+        self.memory = BorrowedMemory(endpoints, "bench", 2, SLAB_BYTES, PAGE_BYTES, SHAPE, DTYPE)
+        deadline = time.monotonic() + DEADLINE_S
+        while self.memory.here() != b"\1\1":
+            assert time.monotonic() < deadline, "nobody lends"
+            time.sleep(0.01)
+        pool = self.memory.pool
+        self.device = MHATokenToKVPool(pool.slab_pages, *SHAPE, DTYPE)
+        places = {("mapped", "strict")[pool.is_strict(place)]: place for place in (0, 1)}
+        self.frames = {kind: torch.from_numpy(pool.frames_of(places[kind])).long() for kind in KINDS}
+
+    def load(self, kind: str, pages: torch.Tensor, there: torch.Tensor) -> float:
+        frames = self.frames[kind][there]
+        start = time.perf_counter()
+        for layer in range(self.device.num_layers):
+            self.memory.pool.load_layer(layer, self.device.view(layer), frames, pages, "auto")
+        return time.perf_counter() - start
+
+    def back_up(self, kind: str, pages: torch.Tensor, there: torch.Tensor) -> float:
+        frames = self.frames[kind][there]
+        start = time.perf_counter()
+        self.memory.pool.back_up(self.device.kv_pages, pages, frames, "auto")
+        return time.perf_counter() - start
+
+
+def measure(master: Master, num_pages: int, rounds: int) -> dict[str, Any]:
+    rng = np.random.default_rng(num_pages)
+    times: dict[str, list[float]] = {f"{what} {kind}": [] for what in ("load", "backup") for kind in KINDS}
+    for _ in range(rounds):
+        pages, there = (torch.from_numpy(rng.permutation(master.device.kv.shape[2])[:num_pages]) for _ in "ab")
+        for kind in KINDS:
+            wanted = torch.randn(2, SHAPE[1], num_pages, *SHAPE[:1], *SHAPE[2:]).to(DTYPE)
+            master.device.kv[:, :, pages] = wanted
+            times[f"backup {kind}"].append(master.back_up(kind, pages, there))
+            master.device.kv[:, :, pages] = 0
+            times[f"load {kind}"].append(master.load(kind, pages, there))
+            assert torch.equal(master.device.kv[:, :, pages], wanted), "what comes back is not what was written"
+    best = {name: min(samples) * 1e3 for name, samples in times.items()}
+    row: dict[str, Any] = {"pages": num_pages, "MiB": num_pages * PAGE_BYTES / (1 << 20)}
+    for what in ("load", "backup"):
+        row |= {f"{what} {kind}, ms": best[f"{what} {kind}"] for kind in KINDS}
+        row[f"{what}, strict / mapped"] = best[f"{what} strict"] / best[f"{what} mapped"]
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--lend", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.lend:
+        lend(*args.lend)
+    with tempfile.TemporaryDirectory() as directory:
+        endpoints = {kind: f"ipc://{directory}/{kind}" for kind in KINDS}
+        workers = [
+            subprocess.Popen([sys.executable, __file__, "--lend", endpoint, directory, kind])
+            for kind, endpoint in endpoints.items()
+        ]
+        try:
+            master = Master(list(endpoints.values()))
+            rows = [measure(master, n, 3 if args.quick else 20) for n in (1, 16, 128, 448)]
+            master.memory.close()
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+    print_table("Strict copies against mapped slabs", rows)
+    write_json("bench_strict", {"quick": args.quick}, rows)
+
+
+if __name__ == "__main__":
+    main()
