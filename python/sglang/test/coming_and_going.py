@@ -53,14 +53,15 @@ class ComingAndGoing:
 
 
 class LentOut:
-    """rate: chance, each time that it is asked, that the oldest slab of those that are wanted comes home. poison: as
-    for `ComingAndGoing`; what comes home has nothing worth reading either."""
+    """rate: chance, each time that it is asked, that the oldest slab of those that are wanted comes home. borrowable:
+    how many more others would take. poison: as for `ComingAndGoing`; what comes home has nothing worth reading either."""
 
     def __init__(
         self, slabs: Sequence[tuple[int, int]], rate: float, seed: int, poison: Callable[[np.ndarray], None]
     ) -> None:
         self._slabs = slabs
         self.rate = rate
+        self.borrowable = 255
         self._random = random.Random(seed)
         self._poison = poison
         self._here = [True] * len(slabs)
@@ -70,7 +71,7 @@ class LentOut:
     def here(self) -> bytes:
         if self._wanted and self._random.random() < self.rate:
             self._here[self._wanted.pop(0)] = True
-        return bytes(self._here)
+        return bytes((*self._here, self.borrowable))
 
     def left(self, slabs: Sequence[int]) -> None:
         for slab in slabs:

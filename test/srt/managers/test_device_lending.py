@@ -39,7 +39,9 @@ def lending(num_slabs: int = 5, keep_pages: int = 4, cache_pages: int = 0) -> tu
     """Slabs of four pages, a window of 10 s."""
     table = FrameTable(4 * num_slabs, lowest_first=True)
     ledger = SlabLedger(table, [(4 * i, 4 * i + 4) for i in range(num_slabs)], here=True)
-    return DeviceLending(LendingConfig(window_s=10.0), ledger, 100, keep_pages, cache_pages), table
+    made = DeviceLending(LendingConfig(window_s=10.0), ledger, 100, keep_pages, cache_pages)
+    made.update(bytes([1] * num_slabs + [255]))
+    return made, table
 
 
 def test_what_a_window_did_not_need_leaves_from_the_end():
@@ -50,6 +52,20 @@ def test_what_a_window_did_not_need_leaves_from_the_end():
     assert each.adjust(10.0, 1) == [3, 4] and each.wake_at == 19.9
     assert each.ledger.take_left() == (3, 4)
     assert each.adjust(19.9, 1) == [1, 2] and each.wake_at is None
+
+
+def test_only_what_somebody_would_borrow_leaves():
+    each, _ = lending()
+    each.update(bytes((1, 1, 1, 1, 1, 0)))
+    each.adjust(0.0, 1)
+    assert each.adjust(10.0, 1) == [] and each.wake_at is None, "nobody is there: nothing to wake for"
+    each.update(bytes((1, 1, 1, 1, 1, 2)))
+    assert each.adjust(11.0, 1) == [3, 4]
+    # Nobody has them yet: the two that are wanted are on their way.
+    assert each.adjust(12.5, 1) == []
+    assert each.ledger.take_left() == (3, 4)
+    each.update(bytes((1, 1, 1, 0, 0, 1)))
+    assert each.adjust(13.0, 1) == [2]
 
 
 @pytest.mark.parametrize(("keep_pages", "cache_pages", "stay"), [(4, 0, 1), (5, 0, 2), (4, 4, 2), (4, 100, 5)])
@@ -68,11 +84,11 @@ def test_slabs_are_asked_for_once_the_lowest_first():
         each.adjust(11.0, demand)
         assert each.take_wanted() == wanted, f"demand {demand}"
     assert each.is_waiting
-    each.update(bytes((1, 1, 0, 0, 0)))
+    each.update(bytes((1, 1, 0, 0, 0, 255)))
     each.adjust(11.5, 9)
     # The other three are still to come.
     assert each.take_wanted() == 0 and each.is_waiting
-    each.update(bytes((1, 1, 1, 1, 1)))
+    each.update(bytes((1, 1, 1, 1, 1, 255)))
     each.adjust(12.0, 100)
     assert each.take_wanted() == 0 and not each.is_waiting
     each.check_invariants()

@@ -6,7 +6,8 @@ leave, and passes on what it wants back.
 
     HERE ──────────────────► LEAVING ──────► AWAY ──────────► AWAY, asked for ──────► HERE
       ▲  more than the peak     │   all free         demand       on all ranks again
-      │  of a window needs      │                 above what is here
+      │  of a window needs, and │                 above what is here
+      │  somebody would borrow  │
       └─────────────────────────┘
         demand above what is here: at once, nobody has heard of it yet
 
@@ -53,6 +54,7 @@ class DeviceLending:
         # Asked for and not here yet.
         self._asked: list[int] = []
         self._new_wanted = 0
+        self._borrowable = 0
         self.wake_at: float | None = None
 
     @property
@@ -65,8 +67,9 @@ class DeviceLending:
         return self._in(SlabState.LEAVING)
 
     def update(self, here: bytes) -> None:
-        """What all ranks have."""
-        gone = self.ledger.update(here)
+        """What all ranks have, and how many more others would borrow; see `LentSlabs`."""
+        gone = self.ledger.update(here[:-1])
+        self._borrowable = here[-1]
         assert not gone, f"slabs {gone} went without being lent"
         if self._asked:
             self._asked = [slab for slab in self._asked if self.ledger.states[slab] != SlabState.HERE]
@@ -83,6 +86,8 @@ class DeviceLending:
             self._fetch(needed)
         num_pages = self._pages_here()
         spare = self._units(scale_down(num_pages, self._window.peak(now) + self._cache_pages, self._unit))
+        # What nobody would borrow is of more use as a cache here.
+        spare = max(0, min(spare, self._borrowable - len(self.leaving)))
         began: list[int] = []
         if spare and now >= self._lend_at:
             began = self._in(SlabState.HERE)[-spare:]

@@ -52,6 +52,8 @@ class LentMemory:
         # Slabs that have left: those that nobody has borrowed yet, or any more, and those that were asked for.
         self._idle: set[int] = set()
         self._asked_for: set[int] = set()
+        # What borrowers would like to have beyond what they have.
+        self._unmet_bytes = 0
         self.coordinator = LenderCoordinator(
             endpoint, directory, num_slabs, slab_bytes, self.slabs.fileno, notify, strict
         )
@@ -71,11 +73,13 @@ class LentMemory:
                     event.borrower.name,
                     self.slabs.slab_bytes,
                 )
-            elif event.unmet_bytes and self._idle:
-                # The highest first: the lowest are the first to be asked for.
-                self.coordinator.offer(sorted(self._idle, reverse=True))
-                self._idle.clear()
-        return bytes(self._here)
+            else:
+                self._unmet_bytes = event.unmet_bytes
+                if self._unmet_bytes and self._idle:
+                    # The highest first: the lowest are the first to be asked for.
+                    self.coordinator.offer(sorted(self._idle, reverse=True))
+                    self._idle.clear()
+        return bytes((*self._here, min(255, -(-self._unmet_bytes // self.slabs.slab_bytes))))
 
     def left(self, slabs: Sequence[int]) -> None:
         for slab in slabs:
