@@ -54,7 +54,7 @@ class ComingAndGoing:
 
 class LentOut:
     """rate: chance, each time that it is asked, that the oldest slab of those that are wanted comes home. borrowable:
-    how many more others would take. poison: as for `ComingAndGoing`; what comes home has nothing worth reading either."""
+    how many more others would take. poison: as for `ComingAndGoing`; what comes home is not worth reading either."""
 
     def __init__(
         self, slabs: Sequence[tuple[int, int]], rate: float, seed: int, poison: Callable[[np.ndarray], None]
@@ -71,7 +71,7 @@ class LentOut:
     def here(self) -> bytes:
         if self._wanted and self._random.random() < self.rate:
             self._here[self._wanted.pop(0)] = True
-        return bytes((*self._here, self.borrowable))
+        return bytes((*self._here, self.borrowable, 255))
 
     def left(self, slabs: Sequence[int]) -> None:
         for slab in slabs:

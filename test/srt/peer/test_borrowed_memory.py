@@ -158,7 +158,7 @@ def test_what_is_asked_back_goes_home_empty_and_answers_stay(
     # The worker's own memory, seen from the worker: what the master has written there.
     assert any(worker.slabs.slab(slab).any() for slab in (4, 5))
     worker.wanted(2)
-    master.until(lambda: worker.here()[:-1] == b"\1" * NUM_SLABS, "what is asked back does not come home")
+    master.until(lambda: worker.here()[:-2] == b"\1" * NUM_SLABS, "what is asked back does not come home")
     assert master.num_here == 0 and master.engine.scheduler.tree.resident_pages(Tier.PEER) == 0
     assert not any(worker.slabs.slab(slab).any() for slab in range(NUM_SLABS)), "it is not scrubbed"
     assert [master.ask(text)[0] for text in texts] == wanted
@@ -200,7 +200,7 @@ def test_answers_stay_when_strict_slabs_go_home_without_a_word_from_the_master(
         assert master.engine.scheduler.tree.resident_pages(Tier.PEER) > 0
         worker.wanted(3)
         deadline = time.monotonic() + 20
-        while worker.here()[:-1] != b"\1" * NUM_SLABS:
+        while worker.here()[:-2] != b"\1" * NUM_SLABS:
             assert time.monotonic() < deadline, worker.state()
         for slab in (3, 4, 5):
             worker.slabs.slab(slab)[:] = 0x7F  # NaN to whoever reads it
@@ -219,14 +219,14 @@ def test_what_nobody_borrows_waits_and_comes_home_when_it_is_asked_for(
     settled = time.monotonic() + 20
     while worker._idle != {3, 4, 5}:
         assert time.monotonic() < settled
-        assert worker.here()[:-1] == b"\1\1\1\0\0\0"
+        assert worker.here()[:-2] == b"\1\1\1\0\0\0"
     assert worker.state()["slabs"] == slabs_of_worker(home=3, offered=3)
     worker.wanted(1)
-    assert worker.here()[:-1] == b"\1\1\1\1\0\0", "the lowest of them, at once"
+    assert worker.here()[:-2] == b"\1\1\1\1\0\0", "the lowest of them, at once"
     master = Master(model_config, worker, tmp_path)
     master.until(lambda: master.num_here == 2, "the others are not offered to who comes later")
     worker.wanted(1)
-    master.until(lambda: worker.here()[:-1] == b"\1\1\1\1\1\0", "one is asked for")
+    master.until(lambda: worker.here()[:-2] == b"\1\1\1\1\1\0", "one is asked for")
     assert master.num_here == 1 and (worker.slabs.slab(0) == 7).all()
     master.close()
 
@@ -242,11 +242,12 @@ def test_what_a_master_keeps_too_long_shows_as_quarantined_until_it_comes_back(
     while worker.state()["slabs"] != slabs_of_worker(home=4, lent=1, quarantined=1):
         assert time.monotonic() < deadline, worker.state()
         worker.here()
+    assert worker.here()[-1] == 254, "one is late"
     assert master.engine.borrowed is not None
     while master.lender()["slabs"] != {"held": 1, "asked_back": 1}:
         assert time.monotonic() < deadline, master.lender()
         master.engine.borrowed.here()
-    master.until(lambda: worker.here()[:-1] == b"\1\1\1\1\1\0", "the master does not give it back")
+    master.until(lambda: worker.here()[:-2] == b"\1\1\1\1\1\0", "the master does not give it back")
     assert worker.state()["slabs"] == slabs_of_worker(home=5, lent=1)
     assert master.lender()["slabs"] == {"held": 1, "asked_back": 0}
     master.close()

@@ -400,7 +400,7 @@ def test_a_borrower_that_stands_still_costs_no_slab(
     wait_until(lambda: [lender.here(), f"has {NUM_SLABS}" in child.said][1], "the child to borrow")
     child.stop()
     lender.wanted(2)
-    wait_until(lambda: lender.here()[:-1] == b"\1\1\0", "slabs to come home from who stands still")
+    wait_until(lambda: lender.here()[:-2] == b"\1\1\0", "slabs to come home from who stands still")
     assert lender.state()["slabs"] == {"home": 2, "offered": 0, "lent": 1, "asked_back": 0, "quarantined": 0}
     for slab in (0, 1):
         assert not lender.slabs.slab(slab).any()
@@ -413,7 +413,7 @@ def test_a_borrower_that_stands_still_costs_no_slab(
     assert all((lender.slabs.slab(slab) == OWN).all() for slab in (0, 1))
     child.process.kill()
     lender.wanted(1)
-    wait_until(lambda: lender.here()[:-1] == b"\1\1\1", "the last one to come home")
+    wait_until(lambda: lender.here()[:-2] == b"\1\1\1", "the last one to come home")
     lender.close()
 
 

@@ -54,7 +54,7 @@ class DeviceLending:
         # Asked for and not here yet.
         self._asked: list[int] = []
         self._new_wanted = 0
-        self._borrowable = 0
+        self._borrowable = self._num_late = 0
         self.wake_at: float | None = None
 
     @property
@@ -67,9 +67,9 @@ class DeviceLending:
         return self._in(SlabState.LEAVING)
 
     def update(self, here: bytes) -> None:
-        """What all ranks have, and how many more others would borrow; see `LentSlabs`."""
-        gone = self.ledger.update(here[:-1])
-        self._borrowable = here[-1]
+        """What all ranks have, how many more others would borrow, and what is late; see `LentSlabs`."""
+        gone = self.ledger.update(here[:-2])
+        self._borrowable, self._num_late = here[-2], 255 - here[-1]
         assert not gone, f"slabs {gone} went without being lent"
         if self._asked:
             self._asked = [slab for slab in self._asked if self.ledger.states[slab] != SlabState.HERE]
@@ -110,7 +110,8 @@ class DeviceLending:
         """Keep what is leaving, then ask for the lowest slabs that are away, each once."""
         for slab in self.leaving[: self._lacking(needed)]:
             self.ledger.stay(slab)
-        num_new = self._lacking(needed) - len(self._asked)
+        # Others are asked for in place of those that are late.
+        num_new = self._lacking(needed) - max(0, len(self._asked) - self._num_late)
         if num_new > 0:
             new = [slab for slab in self._in(SlabState.AWAY) if slab not in self._asked][:num_new]
             self._asked += new

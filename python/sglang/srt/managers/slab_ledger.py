@@ -39,8 +39,9 @@ class SlabSource(Protocol):
 
 @runtime_checkable
 class LentSlabs(SlabSource, Protocol):
-    """The same at a lender, where all slabs are here at first. `here` has a byte more: how many further slabs others
-    would borrow, at most 255."""
+    """The same at a lender, where all slabs are here at first. `here` has two bytes more: how many further slabs
+    others would borrow, at most 255; and 255 less those that were asked for and are late, so that the least is the
+    most."""
 
     def wanted(self, num_slabs: int) -> None:
         """So many more should come home, the lowest of those that have left and were not asked for, so that all ranks

@@ -79,7 +79,9 @@ class LentMemory:
                     # The highest first: the lowest are the first to be asked for.
                     self.coordinator.offer(sorted(self._idle, reverse=True))
                     self._idle.clear()
-        return bytes((*self._here, min(255, -(-self._unmet_bytes // self.slabs.slab_bytes))))
+        late = self.coordinator.status()["quarantined_slabs"]
+        borrowable = -(-self._unmet_bytes // self.slabs.slab_bytes)
+        return bytes((*self._here, min(255, borrowable), 255 - min(255, late)))
 
     def left(self, slabs: Sequence[int]) -> None:
         for slab in slabs:
