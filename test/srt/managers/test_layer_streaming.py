@@ -8,7 +8,8 @@ from test_equality import Model, check_memory, greedy, prompts
 from test_equality import model as model
 
 from sglang.srt.managers.layer_streaming import LayerStreamConfig
-from sglang.srt.mem_cache.transfer import Tier
+from sglang.srt.mem_cache.frame_table import FrameState
+from sglang.srt.mem_cache.transfer import P2D, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.local_engine import LocalEngine
 from sglang.test.two_ranks import TwoRanks
@@ -103,6 +104,65 @@ def test_what_the_host_has_no_room_for_goes_to_disk(model: Model):
     swap.reap(engine.scheduler.exec_done)
     assert swap.num_free == swap.num_pages, "nothing stays there"
     check_memory(model, engine)
+
+
+def test_a_prompt_that_no_tier_has_room_for_ends(model: Model):
+    """Somebody else keeps the host while the prompt is computed; the next one has it again."""
+    engine = streaming(model, tokens=64, num_host_pages=15, num_swap_pages=20)
+    host = engine.scheduler.host
+    taken = host.allocate(14, 0)
+    (answer,) = engine.generate(prompts(36, [158]), greedy(5))
+    assert answer.finish_reason == "abort" and not answer.tokens
+    host.doom(taken, FrameState.HELD, -1)
+    (prompt,) = prompts(37, [158])
+    (answer,) = engine.generate([prompt], greedy(5))
+    model.check(prompt, answer, 5)
+    check_memory(model, engine)
+
+
+def test_what_comes_back_from_two_tiers_comes_in_any_order(model: Model):
+    """The end of what is before the swapped pages is on the device first, and the host has given it up since."""
+    # Pages are taken by the test: nothing may look who has them.
+    engine = streaming(model, tokens=160, num_host_pages=8, num_peer_pages=20, num_swap_pages=60, debug=False)
+    scheduler = engine.scheduler
+    prompt = prompts(38, [233])[0]
+    engine.generate([prompt[:33]], greedy(1))
+    engine.settle()
+    scheduler.controller.evict(Tier.DEVICE, 40, scheduler.exec_done)
+    engine.generate(prompts(39, [3]), greedy(1))
+    engine.settle()
+    (node,) = scheduler.tree.match("", prompt[:32]).path
+    scheduler.tree.split(node, 24)
+    scheduler.controller.drop(node, Tier.PEER, scheduler.last_launch)
+    taken = scheduler.device.allocate(20, 0)
+    link, late, tiers, num_launches = engine.core.links[P2D], [], set(), 0
+    poll = link.poll
+
+    def poll_late():
+        late.extend(poll())
+        if late and late[0].seq == 1 and num_launches < 20:
+            return []
+        found, late[:] = list(late), []
+        return found
+
+    link.poll = poll_late
+
+    def look(decision) -> None:
+        nonlocal num_launches
+        req = scheduler.streaming.req
+        if decision.launch is None or req not in scheduler.running:
+            return
+        num_launches += 1
+        tiers.update(tier for each in decision.launch.streams for tier, _ in each.parts)
+        if num_launches == 3:
+            scheduler.device.doom(taken, FrameState.HELD, -1)
+        last = req.hold.receipt.node
+        if last.frames[Tier.DEVICE] is not None and last.parent.tickets[Tier.DEVICE] is not None:
+            scheduler.controller.evict(Tier.HOST, 2, scheduler.exec_done)
+
+    (answer,) = engine.generate([prompt], greedy(30), after_step=look)
+    model.check(prompt, answer, 30)
+    assert tiers == {Tier.DEVICE, Tier.PEER, Tier.HOST, Tier.DISK}
 
 
 def test_others_run_beside_it(model: Model):

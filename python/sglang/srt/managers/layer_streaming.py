@@ -31,7 +31,7 @@ import numpy as np
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.frame_table import FrameState
-from sglang.srt.mem_cache.hiradix_tree import MatchResult, Node
+from sglang.srt.mem_cache.hiradix_tree import MatchResult, Node, is_fetching
 from sglang.srt.mem_cache.transfer import D2H, Ticket, Tier, TransferOp
 from sglang.srt.model_executor.launch import PageRun, StreamedPrefix
 
@@ -151,8 +151,7 @@ class LayerStreaming:
             page_runs.append(PageRun(req.slot, first, np.concatenate(layout.before)[first:]))
         parts = []
         for node in layout.streamed:
-            tier = self._tree.source_of(node)
-            assert tier is not None, f"{node} is streamed and ready nowhere"
+            tier = self._source_of(node)
             frames = node.frames[tier]
             assert frames is not None
             parts.append((tier, frames))
@@ -179,7 +178,8 @@ class LayerStreaming:
             return True
         if self._demote(max(num_pages, 1 + self.chunk_pages // 8), now - 1, done):
             return True
-        return self._swap_out(upto, done)
+        # Once something is swapped, the host takes nothing more: not for want of room that comes by itself.
+        return (not self._num_beside and self._host_is_busy(done)) or self._swap_out(upto, done)
 
     def spill(self, upto: int, now: int, done: int) -> bool:
         """Begin to move HELD pages before token `upto` to the host; False if none can go, or are going already. now:
@@ -193,6 +193,8 @@ class LayerStreaming:
         tokens = req.tokens[start : upto - upto % page]
         if upto - start < page:
             return False
+        if is_fetching(node):
+            return True  # nothing below goes to the host before that has ended
         if (child := self._tree.child_on(node, tokens)) is not None:
             # Another request has computed the same.
             tokens = tokens[: len(child.key)]
@@ -296,7 +298,7 @@ class LayerStreaming:
             mine = np.concatenate((self._swapped, self._swapping))
             assert (swap.state[mine] == FrameState.HELD).all() and swap.counts[FrameState.HELD] == len(mine)
         for node in layout.streamed:
-            assert self._tree.source_of(node) is not None, f"{node} is streamed and ready nowhere"
+            self._source_of(node)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -326,9 +328,25 @@ class LayerStreaming:
             stop = end + len(self._swapped) * self._page
         return _Layout(start, stop, before, streamed)
 
+    def _source_of(self, node: Node) -> Tier:
+        tier = self._tree.source_of(node)
+        if tier is None and node.frames[Tier.DEVICE] is not None and node.tickets[Tier.DEVICE] is None:
+            # Loaded before what is above it was, and since given up below. Its launches are over: what is swapped was
+            # computed after it.
+            assert len(self._swapped)
+            return Tier.DEVICE
+        assert tier is not None, f"{node} is streamed and ready nowhere"
+        return tier
+
     @property
     def _num_beside(self) -> int:
         return len(self._swapped) + len(self._swapping)
+
+    def _host_is_busy(self, done: int) -> bool:
+        """Whether transfers or launches that are under way will give some of the host back, or let it be evicted."""
+        host = self._controller.tables[Tier.HOST]
+        host.reap(done)
+        return host.counts[FrameState.FILLING] + host.counts[FrameState.DOOMED] > 0
 
     def _take_back(self, node: Node, last_launch: int) -> None:
         assert self.req is not None and self.req.hold is not None and node.parent is not None
@@ -336,6 +354,8 @@ class LayerStreaming:
         old, hold.receipt = hold.receipt, self._tree.lock_node(node.parent, last_launch + 1)
         self._tree.unlock(old, last_launch + 1, -1)
         hold.take_back(self._controller.unpublish(node, last_launch), len(node.key))
+        # Others that are gone may have launches under way that read them.
+        self.req.last_launch = last_launch
 
     def _swap_out(self, upto: int, done: int) -> bool:
         assert self.req is not None and self.req.hold is not None

@@ -276,6 +276,11 @@ class Scheduler:
         return len(self._reqs)
 
     @property
+    def _is_under_way(self) -> bool:
+        """Whether a launch or an operation will cause another step."""
+        return self.next_launch > self.exec_done or bool(self.controller.in_flight)
+
+    @property
     def _publishes_late(self) -> bool:
         return self.config.publish_at == "completion"
 
@@ -511,9 +516,11 @@ class Scheduler:
         prompt = bytes_to_ids(msg.input_ids)
         sampling = msg.sampling_params
         if not 0 < len(prompt) < self.max_total_len:
+            flags = "--context-length and --max-total-tokens"
+            if self.streaming is not None:
+                flags = "--context-length, --max-total-tokens, --hicache-size and --layer-stream-disk-size"
             message = (
-                f"the prompt has {len(prompt)} tokens; this server takes 1 to {self.max_total_len - 1} "
-                "(see --context-length and --max-total-tokens)"
+                f"the prompt has {len(prompt)} tokens; this server takes 1 to {self.max_total_len - 1} (see {flags})"
             )
             self._refuse(msg.rid, len(prompt), message)
             return
@@ -728,12 +735,19 @@ class Scheduler:
             frames = self._allocate(num_pages, FrameState.HELD, req.slot)
             if frames is None and self._take_back_preloads(self.waiting):
                 frames = self._allocate(num_pages, FrameState.HELD, req.slot)
-            if frames is None and self._shrink_streamed(num_pages):
+            # Where nothing is on its way that would cause another step, all that can be given up at once is.
+            while frames is None and self._shrink_streamed(num_pages):
                 frames = self._allocate(num_pages, FrameState.HELD, req.slot)
+                if self._is_under_way:
+                    break
             if frames is not None:
                 assert req.hold is not None
                 self._extend(build, req, chunk, frames)
                 budget -= chunk
+            elif (
+                self.streaming is not None and req is self.streaming.req and not (self.running or self._is_under_way)
+            ):
+                self._end_too_long(req)
         self._admit_waiting(build, budget)
         if not build.reqs:
             self._page_runs = build.page_runs + self._page_runs

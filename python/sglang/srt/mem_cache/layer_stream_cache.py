@@ -64,8 +64,8 @@ class FilledPiece:
 class LayerStreamCache:
     """num_buffers buffers of buffer_pages pages of one layer, shaped like the device pool's.
 
-    sources: the pools below. stream: where copies run. rate_limits: by link, as for loads. clock: seconds, for what
-    copies take.
+    sources: the pools below; pages may come from the device's, too. stream: where copies run. rate_limits: by link,
+    as for loads. clock: seconds, for what copies take.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class LayerStreamCache:
         self.page_size = device_pool.page_size
         self.stream = stream
         self._sources = sources
+        self._device_pool = device_pool
         self._io_backend = io_backend
         self._limits = rate_limits or {}
         self._clock = clock
@@ -108,7 +109,7 @@ class LayerStreamCache:
             copies, pos = [], 0
             for number, run in groupby(tiers[first : first + self.buffer_pages].tolist()):
                 n = sum(1 for _ in run)
-                where = index_device(self._io_backend, self._sources[Tier(number)], self.kv.device)
+                where = index_device(self._io_backend, self._pool(Tier(number)), self.kv.device)
                 source = torch.from_numpy(of_piece[pos : pos + n]).to(where)
                 copies.append((Tier(number), source, self._pages[pos : pos + n].to(where)))
                 pos += n
@@ -147,6 +148,9 @@ class LayerStreamCache:
         """Fill the buffers with NaN: whatever is read before it was copied shows (tests)."""
         self.kv.fill_(float("nan"))
 
+    def _pool(self, tier: Tier) -> HasPages:
+        return self._device_pool if tier == Tier.DEVICE else self._sources[tier]
+
     def _copy(self, layer: int, piece: Piece, view: KVView) -> None:
         for tier, src, dst in piece.copies:
             limit = self._limits.get(LOAD_LINKS.get(tier, FETCH))
@@ -154,5 +158,5 @@ class LayerStreamCache:
             pace: AbstractContextManager[None] = limit.transfer(size) if limit is not None else nullcontext()
             with pace:
                 transfer_kv_per_layer_pf_lf(
-                    self._sources[tier].kv_pages, view.k, view.v, src, dst, layer, backend=self._io_backend
+                    self._pool(tier).kv_pages, view.k, view.v, src, dst, layer, backend=self._io_backend
                 )
