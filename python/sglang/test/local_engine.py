@@ -66,7 +66,7 @@ class LocalEngine:
     """num_device_pages, num_host_pages, num_peer_pages: sizes of the pools. debug: poison freed memory, fail on
     non-finite logits and check all invariants after every step. group: several ranks, in which every launch runs to
     its end. open_store: the storage of the host pool; attached from the start if overrides have `storage`.
-    load_bytes_per_s: loads from the host are no faster. make_pool: the device pool, called like `MHATokenToKVPool`.
+    load_bytes_per_s: loads from the host are no faster, nor is what is streamed from there. make_pool: the device pool, called like `MHATokenToKVPool`.
     borrow: memory of peers that comes and goes, given what `BorrowedMemory` has to know of the engine.
     overrides: other fields of SchedulerConfig; nothing is computed instead of loaded unless they say so, as that
     depends on the clock."""
@@ -121,11 +121,17 @@ class LocalEngine:
         links: dict[str, FaultyLink] = {}
         self._streams = [ThreadStream("compute")]
         sources: dict[Tier, HasPages] = {}
+        limits = {H2D: RateLimit(load_bytes_per_s)} if load_bytes_per_s else {}
         self.layer_stream = None
         if (streamed := config.layer_stream) is not None:
             self._streams.append(ThreadStream("layer-stream"))
             self.layer_stream = LayerStreamCache(
-                streamed.num_buffers, streamed.buffer_pages, pool, sources, self._streams[-1]
+                streamed.num_buffers,
+                streamed.buffer_pages,
+                pool,
+                sources,
+                self._streams[-1],
+                rate_limits=limits,
             )
         executor = FaultyExecutor(
             self.model,
@@ -184,7 +190,7 @@ class LocalEngine:
                     seed=seed + i,
                     fail_rate=load_fail_rate if name in LOAD_LINKS.values() else 0.0,
                     late_rate=late_rate,
-                    rate_limit=RateLimit(load_bytes_per_s) if load_bytes_per_s and name == H2D else None,
+                    rate_limit=limits.get(name),
                 )
         storage_links: dict[str, StorageLink] = {}
         self._slot = StoreSlot(lambda setup: open_store(host)) if open_store is not None else None
