@@ -193,7 +193,7 @@ def main() -> None:
     args = parser.parse_args()
     lengths = [row for host in ((1024,) if args.quick else (1024, 3072, 8192)) for row in longest(host)]
     print_table(f"Longest context, {BUDGET} tokens' worth of device memory", lengths)
-    context, chunk = (512, 16) if args.quick else (2048, 64)
+    context, chunk = (1024, 16) if args.quick else (2048, 64)
     variants = VARIANTS[:5] if args.quick else VARIANTS
     samples = measure(context, chunk, variants, 2 if args.quick else args.rounds)
     rows = cost_rows(context, chunk, samples)

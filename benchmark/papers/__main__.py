@@ -2,7 +2,7 @@
 
     python -m benchmark.papers strata --figure 1|2|3|8|9|10|11|12|13|14|all [--jobs 2] [--quick] [--no-sensitivity]
     python -m benchmark.papers shadowserve --figure 9|10|11|12|13|14|15|ours|all [the same]
-    python -m benchmark.papers swiftcache --figure 1|7|8|9|10|11|table1|table2|all [the same]
+    python -m benchmark.papers swiftcache --figure 1|7|8|9|10|11|table1|table2|ours|all [the same]
 
 Prints what the paper says beside what comes out here, and writes bench-out/papers_<paper>_fig<n>.json and .png.
 Strata's figure 3, ShadowServe's 13 and SwiftCache's 1, 8, 9 and tables are cost models alone, and quick anyway;

@@ -1,7 +1,7 @@
 """SwiftCache's evaluation. Here: figures 1 and 9, tables 1 and 2, in which no engine runs, and the table of all.
 
 Figure 9 is a model of memory (simulator/memory.py), the rest the H20's cost model; figures 7, 8, 10 and 11 are in
-swiftcache_serving.py. docs/papers.md has what was predicted.
+swiftcache_serving.py, and what ours adds in swiftcache_streaming.py. docs/papers.md has what was predicted.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from benchmark.papers.runs import Runs
 from benchmark.papers.sensitivity import Headline
 from benchmark.papers.swiftcache_runs import ServingOutcome, ServingSettings, simulate
 from benchmark.papers.swiftcache_serving import figure7, figure8, figure10, figure11
+from benchmark.papers.swiftcache_streaming import StreamOutcome, StreamSettings, ours
 from benchmark.simulator.cost_models import DMA, HostLink, ModelShape, load_seconds, prefill_seconds
 from benchmark.simulator.memory import activation_bytes, kv_room, longest_context
 from benchmark.simulator.profiles import H20X4, MODELS
 
+from benchmark.papers import swiftcache_streaming
 from sglang.srt.peer.elastic_units import layer_stream_sizes
 
 LWM = MODELS["LWM-7B"]
@@ -428,9 +430,14 @@ FIGURES: dict[str, Callable[[Runs], Result]] = {
     "11": figure11,
     "table1": table1,
     "table2": table2,
+    "ours": ours,
 }
 
 
-def run(settings: ContextSettings | ServingSettings) -> LongestContext | ServingOutcome:
-    """For `Runs`: of either kind."""
+def run(
+    settings: ContextSettings | ServingSettings | StreamSettings,
+) -> LongestContext | ServingOutcome | StreamOutcome:
+    """For `Runs`: of any kind."""
+    if isinstance(settings, StreamSettings):
+        return swiftcache_streaming.simulate(settings)
     return simulate(settings) if isinstance(settings, ServingSettings) else longest(settings)

@@ -66,8 +66,9 @@ class LocalEngine:
     """num_device_pages, num_host_pages, num_peer_pages: sizes of the pools. debug: poison freed memory, fail on
     non-finite logits and check all invariants after every step. group: several ranks, in which every launch runs to
     its end. open_store: the storage of the host pool; attached from the start if overrides have `storage`.
-    load_bytes_per_s: loads from the host are no faster, nor is what is streamed from there. make_pool: the device pool, called like `MHATokenToKVPool`.
-    borrow: memory of peers that comes and goes, given what `BorrowedMemory` has to know of the engine.
+    load_bytes_per_s: loads from the host are no faster, nor is what is streamed from there. make_pool: the device
+    pool, called like `MHATokenToKVPool`. borrow: memory of peers that comes and goes, given what `BorrowedMemory` has
+    to know of the engine.
     overrides: other fields of SchedulerConfig; nothing is computed instead of loaded unless they say so, as that
     depends on the clock."""
 
