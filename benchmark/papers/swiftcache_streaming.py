@@ -32,7 +32,9 @@ PAGE = 16
 # New tokens of the next turn, and how many it gets.
 TURN, ANSWER = 500, 40
 # What comes while it decodes: short prompts, and their answers.
-NUM_SHORT, SHORT, SHORT_ANSWER = 8, 200, 60
+NUM_SHORT, SHORT, SHORT_ANSWER = 8, 200, 30
+# What the long one generates meanwhile.
+LONG_ANSWER = 100
 # H20: 5.1. H200: all of the node's memory for one of its GPUs.
 HOST_BYTES = {"h20x4": 96e9, "h200": 1e12}
 CASES = (("h20x4", "Qwen3-32B"), ("h20x4", "LWM-7B"), ("h200", "Qwen3-32B"), ("h200", "Llama-3.1-8B"))
@@ -121,7 +123,7 @@ def simulate(settings: StreamSettings) -> StreamOutcome:
     """A prompt; its next turn, alone; and again, beside short requests."""
     prompt = settings.prompt
     # A request grows by its turns; the host has room for all that is computed.
-    context = prompt + 2 * (TURN + ANSWER) + 20 * SHORT_ANSWER
+    context = prompt + 2 * TURN + LONG_ANSWER
     spare = 4 * settings.chunk + settings.short * (SHORT + SHORT_ANSWER)
     host = context + spare
     device = settings.prompt + context + spare
@@ -146,7 +148,7 @@ def simulate(settings: StreamSettings) -> StreamOutcome:
     beside_ttft_s = beside_token_s = 0.0
     if settings.short:
         begun = sim.now + 1.1 * second.ttft + 4 * token_s
-        arrivals = [(sim.now, _request("again", said, 20 * SHORT_ANSWER))]
+        arrivals = [(sim.now, _request("again", said, LONG_ANSWER))]
         for i in range(settings.short):
             arrivals.append((begun, _request(f"short{i}", rng.integers(0, 100_000, SHORT, np.int32), SHORT_ANSWER)))
         times = _answer(sim, arrivals)
@@ -201,7 +203,7 @@ def _answer(sim: Simulation, arrivals: Sequence[tuple[float, TokenizedGenerateRe
 
 # -- the figure -----------------------------------------------------------------------------------------------------
 
-_USUAL = tuple(StreamSettings(machine, "Qwen3-32B", 4) for machine in ("h20x4", "h200"))
+USUAL = tuple(StreamSettings(machine, "Qwen3-32B", 4, short=0) for machine in ("h20x4", "h200"))
 WAYS = (("pieces of 4,096, 2 buffers", {}), ("a layer, 1 buffer", {"piece": None, "buffers": 1}))
 WAYS = (*WAYS, ("a layer, 2 buffers", {"piece": None}))
 CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -226,7 +228,7 @@ def _headlines() -> list[Headline]:
 
     return [
         Headline(f"{s.machine}: {what}, times", (s, replace(s, streamed=False)), ratio(name))
-        for s in _USUAL
+        for s in USUAL
         for what, name in (("TTFT", "ttft_s"), ("next TTFT", "next_ttft_s"), ("s/token", "token_s"))
     ]
 

@@ -85,6 +85,31 @@ def test_against_two_machines_that_move_tick_by_tick(seed: int) -> None:
     assert copied == sum(copy for layer in layers for copy, _ in layer.pieces)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_layers_that_are_alike_are_not_all_gone_through(seed: int) -> None:
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    num_buffers, rest = int(rng.integers(1, 5)), float(rng.uniform(0, 9))
+    pieces = [PieceCost(((Tier.HOST, c),), a) for c, a in rng.uniform(0, 5, (rng.integers(1, 7), 2)).tolist()]
+    both = [SimulatedStream(num_buffers, 1, lambda tier, frames: 0.0) for _ in range(2)]
+    calls = []
+    layer = both[0].layer
+    both[0].layer = lambda *args: calls.append(args) or layer(*args)  # type: ignore[method-assign, func-returns-value]
+    ends = [0.0, 0.0]
+    for launch in range(3):
+        for stream in both:
+            # The last one comes when all is over.
+            stream.begin(0.0 if launch < 2 else ends[0] + 50.0, {Tier.HOST: 3.0} if launch == 1 else {})
+        start = max(ends[0], 50.0 + ends[0] if launch == 2 else 0.0)
+        time, copied = start, 0.0
+        for _ in range(40):
+            time, copied_s = both[1].layer(pieces, time)
+            time, copied = time + rest, copied + copied_s
+        ends = [both[0].layers(pieces, 40, rest, start)[0], time]
+        assert ends[0] == pytest.approx(ends[1], abs=1e-6)
+    assert len(calls) < 100, "of 120"
+
+
 @pytest.mark.parametrize(("buffer_pages", "lengths"), [(3, [7]), (3, [2, 2, 5]), (4, [1, 1, 1, 1, 1]), (100, [3, 4])])
 def test_pieces_are_full_but_the_last_and_in_order(buffer_pages: int, lengths: list[int]) -> None:
     tiers = [Tier.HOST, Tier.PEER]

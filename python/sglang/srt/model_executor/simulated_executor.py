@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -72,17 +73,14 @@ class SimulatedExecutor:
             slower = self._slow_down(launch.mode, start, cost, pieces)
             self.interference_s += slower
             cost += slower
-            # Where a layer waits for nothing, all of them are one.
-            num_layers = self._num_layers if gates or pieces else 1
-            rest = cost / num_layers - sum(piece.attend_s for piece in pieces)
-            for layer in range(num_layers):
-                time = max([time, *(gate.ready_at(layer) for gate in gates)])
-                if pieces:
-                    assert self._stream is not None
-                    time, copied_s = self._stream.layer(pieces, time)
-                    stream_s += copied_s
-                time += rest
-            self.stream_s += stream_s
+            if pieces:
+                time, stream_s = self._stream_layers(pieces, gates, cost, time)
+                self.stream_s += stream_s
+            elif not gates:
+                time += cost
+            else:
+                for layer in range(self._num_layers):
+                    time = max([time, *(gate.ready_at(layer) for gate in gates)]) + cost / self._num_layers
             self.busy_s += cost
             stall = time - start - cost
             self.stall_s += stall
@@ -112,6 +110,22 @@ class SimulatedExecutor:
         (prefix,) = launch.streams
         attend_s = self._attention_seconds(launch) if self._attention_seconds is not None else 0.0
         return self._stream.pieces(prefix.parts, attend_s / self._num_layers)
+
+    def _stream_layers(
+        self, pieces: list[PieceCost], gates: list[Any], cost: float, time: float
+    ) -> tuple[float, float]:
+        """All layers of a launch that streams; returns when they are over, and how long copies took."""
+        assert self._stream is not None
+        rest = cost / self._num_layers - sum(piece.attend_s for piece in pieces)
+        if not gates:
+            return self._stream.layers(pieces, self._num_layers, rest, time)
+        stream_s = 0.0
+        for layer in range(self._num_layers):
+            time = max([time, *(gate.ready_at(layer) for gate in gates)])
+            time, copied_s = self._stream.layer(pieces, time)
+            stream_s += copied_s
+            time += rest
+        return time, stream_s
 
     def _slow_down(self, mode: LaunchMode, start: float, cost: float, pieces: list[PieceCost]) -> float:
         """Seconds by which transfers make a launch longer, with what it streams itself."""

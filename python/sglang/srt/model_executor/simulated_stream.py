@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,15 +15,22 @@ from sglang.srt.mem_cache.transfer import Tier
 
 # (tier, frames there) -> seconds that one layer of these pages takes to a buffer while nothing else is on the link.
 CopySeconds = Callable[[Tier, np.ndarray], float]
+# What differs by less is the same.
+SAME_S = 1e-10
 Parts = Sequence[tuple[Tier, np.ndarray]]
 
 
 @dataclass(frozen=True)
 class PieceCost:
-    """What a piece of one layer costs. copy_s: by the tier it comes from. attend_s: attention over it."""
+    """What a piece of one layer costs. copy_s: by the tier it comes from; alone_s: all of it. attend_s: attention
+    over it."""
 
     copy_s: tuple[tuple[Tier, float], ...]
     attend_s: float
+    alone_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "alone_s", sum(seconds for _, seconds in self.copy_s))
 
 
 class SimulatedStream:
@@ -72,24 +79,55 @@ class SimulatedStream:
         """What follows is of one launch, submitted then. loads_s: how long the links of these tiers have loads to
         carry from its start on."""
         self._submitted = submitted
-        self._owed = dict(loads_s)
+        self._owed = {tier: seconds for tier, seconds in loads_s.items() if seconds}
 
     def layer(self, pieces: Sequence[PieceCost], time: float) -> tuple[float, float]:
         """One layer, of which everything before its attention is over at `time`. Returns when all pieces have been
         read, and how long the copies took, in all."""
-        copied_s = 0.0
+        # A long request has thousands of pieces: no calls where none are needed.
+        read, copied_s = self._read, 0.0
+        free_at = max(self._submitted, self._free_at)
         for piece in pieces:
-            seconds = 0.0
-            for tier, alone in piece.copy_s:
-                shared = min(alone, self._owed.get(tier, 0.0))
-                if shared:
-                    self._owed[tier] -= shared
-                seconds += alone + shared
-            self._free_at = max(self._submitted, self._free_at, self._read[0]) + seconds
-            time = max(time, self._free_at) + piece.attend_s
-            self._read.append(time)
+            seconds = piece.alone_s if not self._owed else self._shared_seconds(piece)
+            if read[0] > free_at:
+                free_at = read[0]
+            free_at += seconds
+            time = (time if time > free_at else free_at) + piece.attend_s
+            read.append(time)
             copied_s += seconds
+        self._free_at = free_at
         return time, copied_s
+
+    def layers(self, pieces: Sequence[PieceCost], num_layers: int, rest_s: float, time: float) -> tuple[float, float]:
+        """So many layers of which nothing else has to be waited for, each with rest_s behind its pieces. As soon as a
+        layer leaves everything as the one before did, the others are not gone through. Returns when the last one is
+        over, and how long the copies took."""
+        copied_s, before = 0.0, np.empty(0)
+        for done in range(1, num_layers + 1):
+            began = time
+            time, seconds = self.layer(pieces, time)
+            time += rest_s
+            copied_s += seconds
+            now = np.array([time - began, time - self._free_at, *(time - read for read in self._read)])
+            if not self._owed and len(before) and np.allclose(before, now, rtol=0.0, atol=SAME_S):
+                left = num_layers - done
+                later = left * (time - began)
+                self._free_at += later
+                self._read.extend([read + later for read in self._read])
+                return time + later, copied_s + left * seconds
+            before = now
+        return time, copied_s
+
+    def _shared_seconds(self, piece: PieceCost) -> float:
+        """Of a copy, while loads want their part of its link."""
+        seconds = piece.alone_s
+        for tier, alone in piece.copy_s:
+            owed = self._owed.pop(tier, 0.0)
+            shared = min(alone, owed)
+            if owed > shared:
+                self._owed[tier] = owed - shared
+            seconds += shared
+        return seconds
 
 
 def cut(parts: Parts, buffer_pages: int) -> list[list[tuple[Tier, np.ndarray]]]:
