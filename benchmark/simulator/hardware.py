@@ -53,6 +53,7 @@ def simulated_hardware(
         return pass_cost(model, hardware.gpu, launch.starts, launch.lens, int(launch.samples.sum()), graph)
 
     def copy_seconds(tier: Tier, frames: np.ndarray) -> float:
+        assert tier != Tier.DISK, "no profile has a disk"
         link, method = (hardware.peer_link, peer) if tier == Tier.PEER else (hardware.link, load)
         num_runs = count_runs(frames, np.arange(len(frames))) if method.kind == "dma" else None
         # Submitted long before it begins.

@@ -238,7 +238,7 @@ def simulation(bandwidth: float, device: int = ROOM, **changes: object) -> Simul
         "layer_stream": LayerStreamConfig(2, 16),
         **changes,
     }
-    hardware = SimulatedHardware(LAYERS, launch_seconds, bandwidth, bandwidth)
+    hardware = SimulatedHardware(LAYERS, launch_seconds, bandwidth, bandwidth, swap_bandwidth=bandwidth / 10)
     return Simulation(SchedulerConfig(**settings), hardware)  # type: ignore[arg-type]
 
 
@@ -295,3 +295,22 @@ def test_what_decodes_beside_it_waits_for_its_pieces() -> None:
     tpot.append(np.diff(beside.run([(0.0, request("long", 500, 60)), (9.0, short)], checked(beside))["short"].tokens))
     assert np.median(tpot[0]) == pytest.approx(DECODE_S)
     assert np.median(tpot[1]) > 10 * DECODE_S
+
+
+def test_what_the_host_has_no_room_for_comes_from_the_swap_file() -> None:
+    """The disk is a tenth as fast as the host, and the scheduler finds that out."""
+    sim = simulation(1e7, num_host_pages=150, num_swap_pages=500)
+    tiers: list[dict[Tier, int]] = []
+
+    def look(decision: BatchDecision) -> None:
+        if decision.launch is not None and decision.launch.mode == LaunchMode.DECODE:
+            parts = [part for each in decision.launch.streams for part in each.parts]
+            tiers.append({t: sum(len(f) for tier, f in parts if tier == t) for t in (Tier.HOST, Tier.DISK)})
+
+    tokens = sim.run([(0.0, request("a", 600, 30))], checked(sim, look))["a"].tokens
+    least = np.array([1e-4 * each[Tier.HOST] + 1e-3 * each[Tier.DISK] for each in tiers])
+    assert all(each[Tier.HOST] > 50 and each[Tier.DISK] > 200 for each in tiers)
+    steps = np.diff(tokens)
+    assert (steps > least - 1e-9).all() and (steps < least + 2 * DECODE_S).mean() > 0.7
+    costs = sim.core.scheduler.expected.costs.state()
+    assert costs["stream_disk_byte_s"] == pytest.approx(9e-7, rel=0.2)

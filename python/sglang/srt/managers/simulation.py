@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.simulated_link import (
 from sglang.srt.mem_cache.transfer import (
     D2H,
     D2P,
+    D2S,
     FETCH,
     H2D,
     LOAD_LINKS,
@@ -58,7 +59,7 @@ class SimulatedHardware:
 
     With a layer stream cache, copy_seconds: of one layer of some pages to a buffer, where that depends on more than
     their number. attention_seconds: of a launch, the part of launch_seconds in which it attends to what it streams;
-    without it, a layer is computed once all of its pieces have come.
+    without it, a layer is computed once all of its pieces have come. swap_bandwidth: of the swap file, each way.
     """
 
     num_layers: int
@@ -77,6 +78,7 @@ class SimulatedHardware:
     fetch_blocks: bool = False
     copy_seconds: CopySeconds | None = None
     attention_seconds: Callable[[Launch], float] | None = None
+    swap_bandwidth: float = float("inf")
 
 
 @runtime_checkable
@@ -151,6 +153,8 @@ class Simulation:
             bandwidths |= {H2D: hardware.h2d_bandwidth, D2H: hardware.d2h_bandwidth}
         if config.num_peer_pages:
             bandwidths |= {P2D: hardware.p2d_bandwidth, D2P: hardware.d2p_bandwidth}
+        if config.num_swap_pages:
+            bandwidths[D2S] = hardware.swap_bandwidth
         for name, bandwidth in bandwidths.items():
             links[name] = SimulatedLink(
                 name,
@@ -218,7 +222,11 @@ class Simulation:
 def _open_stream(config: SchedulerConfig, hardware: SimulatedHardware) -> SimulatedStream | None:
     if config.layer_stream is None:
         return None
-    bandwidths = {Tier.HOST: hardware.h2d_bandwidth, Tier.PEER: hardware.p2d_bandwidth}
+    bandwidths = {
+        Tier.HOST: hardware.h2d_bandwidth,
+        Tier.PEER: hardware.p2d_bandwidth,
+        Tier.DISK: hardware.swap_bandwidth,
+    }
     layer_bytes = config.page_bytes / hardware.num_layers
 
     def copy_seconds(tier: Tier, frames: np.ndarray) -> float:

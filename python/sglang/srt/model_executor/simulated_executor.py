@@ -128,12 +128,12 @@ class SimulatedExecutor:
         return time, stream_s
 
     def _slow_down(self, mode: LaunchMode, start: float, cost: float, pieces: list[PieceCost]) -> float:
-        """Seconds by which transfers make a launch longer, with what it streams itself."""
+        """Seconds by which transfers make a launch longer, with what it streams itself; reading the disk does not."""
         if self._interference is None:
             return 0.0
         streamed_s: defaultdict[str, float] = defaultdict(float)
         for tier, seconds in (copy for piece in pieces for copy in piece.copy_s):
-            streamed_s[LOAD_LINKS[tier]] += seconds * self._num_layers
+            streamed_s[LOAD_LINKS.get(tier, "")] += seconds * self._num_layers
         return sum(
             self._interference(mode, name) * min(cost, link.busy_between(start, start + cost) + streamed_s[name])
             for name, link in self._links.items()
