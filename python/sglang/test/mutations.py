@@ -785,6 +785,29 @@ def promoted_pages_not_told() -> Any:
     return mock.patch.object(LayerStreaming, "prefix", patched)
 
 
+@mutation
+def swapped_before_it_is_computed() -> Any:
+    """Pages go to the swap file without waiting for the launch that computes them."""
+    begin_swap = HiCacheController.begin_swap
+    return mock.patch.object(
+        HiCacheController, "begin_swap", lambda self, src, fence, done: begin_swap(self, src, -1, done)
+    )
+
+
+@mutation
+def swapped_pages_free_at_once() -> Any:
+    """Pages of the swap file are free as soon as they are written, while their request still needs them."""
+    committed = LayerStreaming.committed
+
+    def patched(self: Any, ticket: Any) -> None:
+        written = self._swapping
+        committed(self, ticket)
+        if len(written) and not len(self._swapping):
+            self._controller.swap.doom(written, FrameState.HELD, -1)
+
+    return mock.patch.object(LayerStreaming, "committed", patched)
+
+
 _NAMES: dict[type[BaseException], str] = {
     NonFiniteLogitsError: "poison",
     OracleError: "oracle",
@@ -831,6 +854,17 @@ STREAMERS: dict[int, dict[str, Any]] = {
         "num_peer_pages": 40,
         "steps": 120,
     },
+    # Most of it on disk.
+    21: {
+        "page_size": 1,
+        "num_device_pages": 20,
+        "num_host_pages": 14,
+        "chunked_prefill_size": 5,
+        "stream_pages": 7,
+        "num_swap_pages": 60,
+        "link_fail_rate": 0.1,
+        "steps": 60,
+    },
 }
 
 
@@ -854,7 +888,7 @@ LENDERS: dict[int, dict[str, Any]] = {
 
 def configurations() -> Iterator[SoakConfig]:
     """Small, hot and various: every mechanism acts within some hundred steps."""
-    for seed in (10, 66, 38, 9, 26, 16, 13, 237, 45, 1, 2, 5, 6, 3, 4, 7, 8, 11, 12, 14, 17, 20):
+    for seed in (10, 66, 38, 9, 26, 16, 13, 237, 45, 1, 2, 5, 6, 3, 4, 7, 8, 11, 12, 14, 17, 20, 21):
         page_size = (1, 4, 3, 16)[seed % 4]
         pages = -(-72 // page_size) + (4, 12)[seed % 2]
         config = SoakConfig(
@@ -1003,6 +1037,7 @@ TRIED_FIRST: dict[int, tuple[str, ...]] = {
         "failed_spill_kept",
         "promoted_pages_not_told",
     ),
+    21: ("swapped_before_it_is_computed", "swapped_pages_free_at_once"),
     26: ("preload_not_waited_for",),
     38: (
         "reuse_before_fence",
