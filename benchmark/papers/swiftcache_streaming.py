@@ -8,7 +8,7 @@ docs/papers.md has what was predicted. All numbers are simulated.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -65,9 +65,6 @@ class StreamSettings:
     def prompt(self) -> int:
         return round(self.times * device_tokens(MODELS[self.model], HARDWARE[self.machine].gpu))
 
-    def describe(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class StreamOutcome:
@@ -83,9 +80,6 @@ class StreamOutcome:
     beside_ttft_s: float
     beside_token_s: float
     counters: dict[str, int] = field(compare=False)
-
-    def row(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name != "counters"}
 
 
 def buffers_of(settings: StreamSettings, host: int, device: int) -> tuple[LayerStreamConfig, int]:
@@ -204,8 +198,11 @@ def _answer(sim: Simulation, arrivals: Sequence[tuple[float, TokenizedGenerateRe
 # -- the figure -----------------------------------------------------------------------------------------------------
 
 USUAL = tuple(StreamSettings(machine, "Qwen3-32B", 4, short=0) for machine in ("h20x4", "h200"))
-WAYS = (("pieces of 4,096, 2 buffers", {}), ("a layer, 1 buffer", {"piece": None, "buffers": 1}))
-WAYS = (*WAYS, ("a layer, 2 buffers", {"piece": None}))
+WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("a layer, 1 buffer", {"piece": None, "buffers": 1}),
+    ("a layer, 2 buffers", {"piece": None}),
+    ("pieces of 4,096, 2 buffers", {}),
+)
 CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("as usual", {}),
     ("half the link's bandwidth", {"bandwidth": 0.5}),
