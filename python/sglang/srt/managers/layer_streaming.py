@@ -69,7 +69,8 @@ class LayerStreaming:
         if num_usable_pages < 2 * chunk_pages + 2:
             raise ValueError(
                 f"layer streaming needs room for two chunks of a prompt on the device, {2 * chunk_pages + 2} pages, "
-                f"and it has {num_usable_pages}: lower --chunked-prefill-size or raise --max-total-tokens"
+                f"and it has {num_usable_pages}: lower --chunked-prefill-size, raise --max-total-tokens or "
+                "give a smaller --layer-stream-tokens (0 is all that the host has)"
             )
         self.req: Req | None = None
         self.chunk_pages = chunk_pages
