@@ -1137,12 +1137,13 @@ class Scheduler:
         """Where every token of the sequence comes from; counts what the cache saved, once per request. recomputed:
         tokens [start, end) that the cache has and the request computes."""
         spans: list[Span] = []
-        pos = 0
+        pos = from_peers = 0
         for node in path:
             ticket = node.tickets[Tier.DEVICE]
             source = SpanSource.DEVICE if ticket is None else SpanSource.LOAD
             if node.frames[Tier.DEVICE] is None:
                 source = SpanSource.STREAM
+                from_peers += len(node.key) if self.tree.source_of(node) == Tier.PEER else 0
             if recomputed[0] <= node.start < recomputed[1]:
                 source = SpanSource.COMPUTE
             end = pos + len(node.key)
@@ -1161,10 +1162,13 @@ class Scheduler:
                 size = span.end - span.start
                 loaded = size if span.source != SpanSource.DEVICE else _common(span, req.loaded)
                 found["device"] += size - loaded
-                if span.source != SpanSource.LOAD:
-                    near = _common(span, req.loaded_near)
-                else:
+                if span.source == SpanSource.STREAM:
+                    near = min(size, from_peers)
+                    from_peers -= near
+                elif span.source == SpanSource.LOAD:
                     near = size if span.ticket is not None and span.ticket.link == P2D else 0
+                else:
+                    near = _common(span, req.loaded_near)
                 found["peer"] += near
                 loaded -= near
                 for tier, fetched in zip(self.storage.tiers if self.storage is not None else (), req.fetched):
