@@ -1,16 +1,25 @@
-"""A real server that borrows memory from workers: what it finds there, and what becomes of it when they want it back
-or die."""
+"""A real server that borrows memory from workers: what it finds there, and what becomes of it when they want it back,
+stand still or die."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from server_fixture import Server, wait_until
 
+from sglang.srt.model_loader.embedded_model import ensure_embedded_model
 from sglang.srt.peer.endpoint import of_rank
 from sglang.srt.peer.lent_memory import LentMemory
 
@@ -29,6 +38,11 @@ while True:
     memory.here()
     time.sleep(0.05)
 """
+
+
+# Lends all but room for one request, a second after it needed more.
+WORKER = "--max-total-tokens 4096 --context-length 512 --peer-role worker --peer-slab-size 1 --peer-window 1"
+BOTH_KINDS = pytest.mark.parametrize("strict", [(), ("--peer-strict",)], ids=["mapped", "strict"])
 
 
 def prompt(seed: int) -> list[int]:
@@ -112,8 +126,7 @@ def test_a_worker_lends_when_it_is_idle_and_takes_back_what_its_requests_need(
     """strict: then it copies for the master, which maps nothing."""
     tmp_path.chmod(0o700)
     endpoint = f"ipc://{tmp_path}/peers"
-    lending = "--max-total-tokens 4096 --context-length 512 --page-size 4 --peer-role worker --peer-slab-size 1"
-    worker = Server(*lending.split(), "--peer-window", "1", "--peer-endpoint", endpoint, *strict)
+    worker = Server(*WORKER.split(), "--page-size", "4", "--peer-endpoint", endpoint, *strict)
     with worker, Server(*FLAGS.split(), "--peer-endpoint", endpoint) as master:
         wait_until(lambda: borrowed_tokens(master) >= 1200)
         lent = worker.state()["tiers"]["device"]
@@ -146,3 +159,176 @@ def test_an_endpoint_that_others_could_reach_is_refused(tmp_path: Path) -> None:
     server = Server(*FLAGS.split(), "--peer-endpoint", "tcp://0.0.0.0:5600", wait=False)
     assert server.wait() == 2
     assert "only loopback" in server.output() and "Traceback" not in server.output()
+
+
+# -- models of several shapes ------------------------------------------------------------------------------------
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+
+
+def write_model(path: Path, family: dict[str, Any], layers: int, heads: int, kv_heads: int, head_dim: int) -> str:
+    """The embedded model's tokenizer, and the config of a model without weights."""
+    embedded = ensure_embedded_model()
+    path.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(embedded / name, path / name)
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+    }
+    config = json.loads((embedded / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | family | shape))
+    return str(path)
+
+
+# Family, layers, heads, KV heads, head size; then the page size. No page of one is a multiple of the other's.
+SHAPES: dict[str, tuple[tuple[dict[str, Any], int, int, int, int], int]] = {
+    "llama": ((LLAMA, 3, 6, 2, 16), 1),
+    "llama wide": ((LLAMA, 7, 4, 4, 32), 8),
+    "qwen3": ((QWEN3, 5, 6, 3, 24), 4),
+    "qwen3 flat": ((QWEN3, 2, 8, 1, 40), 16),
+}
+
+
+@pytest.mark.slow
+@BOTH_KINDS
+@pytest.mark.parametrize(
+    ("master_shape", "worker_shapes"),
+    [("llama", ("qwen3", "llama wide")), ("qwen3", ("llama",)), ("qwen3 flat", ("llama wide", "qwen3"))],
+)
+def test_models_of_other_shapes_lend_and_take_back(
+    master_shape: str, worker_shapes: tuple[str, ...], strict: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Of two workers, one lends strictly where any does: the master has slabs of both kinds."""
+    tmp_path.chmod(0o700)
+    models = {name: write_model(tmp_path / name.replace(" ", "-"), *SHAPES[name][0]) for name in SHAPES}
+    with contextlib.ExitStack() as stack:
+        workers, endpoints = [], []
+        for i, name in enumerate(worker_shapes):
+            endpoints.append(f"ipc://{tmp_path}/peers{i}")
+            flags = [*WORKER.split(), "--load-format", "dummy", "--page-size", str(SHAPES[name][1])]
+            flags += ["--peer-endpoint", endpoints[-1], *(strict if i == 0 else ())]
+            workers.append(stack.enter_context(Server(*flags, model=models[name])))
+        alone = [[ask(worker, seed)[0] for seed in range(8)] for worker in workers]
+        flags = [*FLAGS.split(), "--load-format", "dummy", "--page-size", str(SHAPES[master_shape][1])]
+        flags += ["--peer-endpoint", ",".join(endpoints)]
+        master = stack.enter_context(Server(*flags, model=models[master_shape]))
+        wanted = [ask(master, seed)[0] for seed in range(3)]
+        assert len({tuple(each) for each in wanted}) == 3, "the model says the same to everything"
+
+        def are_lent() -> bool:
+            return all(worker.state()["peers"]["slabs"]["lent"] > 0 for worker in workers)
+
+        wait_until(lambda: are_lent() and borrowed_tokens(master) >= 1200)
+        for _ in range(2):
+            again = [ask(master, seed) for seed in range(3)]
+            assert [tokens for tokens, _ in again] == wanted
+        assert all(found > 200 for _, found in again), again
+        for worker, answers in zip(workers, alone):
+            body = {
+                "input_ids": [prompt(seed) for seed in range(8)],
+                "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
+            }
+            together = worker.post("/generate", body)
+            assert together.status_code == 200 and [each["output_ids"] for each in together.json()] == answers
+            assert worker.state()["counters"]["slabs_asked_back"] > 0
+        assert [ask(master, seed)[0] for seed in range(3)] == wanted
+
+
+# -- processes that stand still ----------------------------------------------------------------------------------
+
+
+def signal_all(server: Server, number: signal.Signals) -> None:
+    for pid in (server.process.pid, *(child.pid for child in server.children)):
+        os.kill(pid, number)
+
+
+@contextlib.contextmanager
+def standing_still(server: Server) -> Iterator[None]:
+    signal_all(server, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        signal_all(server, signal.SIGCONT)
+
+
+@pytest.mark.slow
+@BOTH_KINDS
+def test_a_master_that_stands_still_costs_memory_until_it_goes_on_and_nothing_else(
+    strict: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Strictly lent, it does not even cost that."""
+    tmp_path.chmod(0o700)
+    endpoint = f"ipc://{tmp_path}/peers"
+    worker = Server(*WORKER.split(), "--page-size", "4", "--peer-endpoint", endpoint, *strict)
+    with worker, Server(*FLAGS.split(), "--peer-endpoint", endpoint) as master:
+
+        def slabs() -> dict[str, int]:
+            return worker.state()["peers"]["slabs"]
+
+        wait_until(lambda: borrowed_tokens(master) >= 1200)
+        wanted = [ask(master, seed)[0] for seed in range(3)]
+        assert all(found > 200 for _, found in [ask(master, seed) for seed in range(3)])
+        alone = [ask(worker, seed)[0] for seed in range(8)]
+        wait_until(lambda: slabs()["asked_back"] == 0 and slabs()["lent"] > 0)
+        before = slabs()["lent"]
+        with standing_still(master), ThreadPoolExecutor(1) as pool:
+            body = {
+                "input_ids": [prompt(seed) for seed in range(8)],
+                "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
+            }
+            if strict:
+                wait_until(lambda: slabs()["lent"] == slabs()["asked_back"] == 0, timeout_s=60)
+                together = worker.post("/generate", body)
+            else:
+                wait_until(lambda: slabs()["quarantined"] == before, timeout_s=60)
+                assert ask(worker, 1)[0] == alone[1], "what it has kept is enough for one"
+                waiting = pool.submit(worker.post, "/generate", body)
+                wait_until(lambda: worker.state()["counters"]["slabs_asked_back"] > 0)
+                assert not waiting.done()
+            assert slabs()["quarantined"] == (0 if strict else before)
+            if not strict:
+                signal_all(master, signal.SIGCONT)
+                together = waiting.result()
+        assert together.status_code == 200 and [each["output_ids"] for each in together.json()] == alone
+        assert ("is quarantined" in worker.output()) == (not strict)
+        assert [ask(master, seed)[0] for seed in range(3)] == wanted
+        # It is as if nothing had been.
+        wait_until(lambda: slabs()["quarantined"] == 0 and borrowed_tokens(master) >= 1200)
+        for _ in range(2):
+            again = [ask(master, seed) for seed in range(3)]
+        assert [tokens for tokens, _ in again] == wanted and all(found > 200 for _, found in again)
+
+
+@pytest.mark.slow
+@BOTH_KINDS
+def test_a_worker_that_stands_still_takes_no_answer_along(strict: tuple[str, ...], tmp_path: Path) -> None:
+    """What it has lent is read all the same where it is mapped. Where it is not, loads fail, and are computed."""
+    tmp_path.chmod(0o700)
+    endpoint = f"ipc://{tmp_path}/peers"
+    worker = Server(*WORKER.split(), "--page-size", "4", "--peer-endpoint", endpoint, *strict)
+    with worker, Server(*FLAGS.split(), "--peer-endpoint", endpoint) as master:
+        wait_until(lambda: borrowed_tokens(master) >= 1200)
+        wanted = [ask(master, seed)[0] for seed in range(3)]
+        assert all(found > 200 for _, found in [ask(master, seed) for seed in range(3)])
+        alone = ask(worker, 0)[0]
+        with standing_still(worker):
+            again = [ask(master, seed) for seed in range(3)]
+        assert [tokens for tokens, _ in again] == wanted
+        if not strict:
+            assert all(found > 200 for _, found in again), "nobody needs the worker's processor"
+        assert ("cannot be asked for copies" in master.output()) == bool(strict)
+        assert ask(worker, 0)[0] == alone
+        wait_until(lambda: worker.state()["peers"]["slabs"]["lent"] > 0 and borrowed_tokens(master) >= 1200)
+
+        def comes_from_there() -> bool:
+            found = [ask(master, seed) for seed in range(3)]
+            assert [tokens for tokens, _ in found] == wanted
+            return all(each > 200 for _, each in found)
+
+        wait_until(comes_from_there)
