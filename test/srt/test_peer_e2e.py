@@ -174,7 +174,7 @@ def write_model(path: Path, family: dict[str, Any], layers: int, heads: int, kv_
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(embedded / name, path / name)
     shape = {
-        "hidden_size": 64,
+        "hidden_size": 16 * heads,
         "intermediate_size": 96,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -188,7 +188,7 @@ def write_model(path: Path, family: dict[str, Any], layers: int, heads: int, kv_
 
 # Family, layers, heads, KV heads, head size; then the page size. No page of one is a multiple of the other's.
 SHAPES: dict[str, tuple[tuple[dict[str, Any], int, int, int, int], int]] = {
-    "llama": ((LLAMA, 3, 6, 2, 16), 1),
+    "llama": ((LLAMA, 6, 6, 2, 16), 1),
     "llama wide": ((LLAMA, 7, 4, 4, 32), 8),
     "qwen3": ((QWEN3, 5, 6, 3, 24), 4),
     "qwen3 flat": ((QWEN3, 2, 8, 1, 40), 16),
@@ -212,6 +212,7 @@ def test_models_of_other_shapes_lend_and_take_back(
         for i, name in enumerate(worker_shapes):
             endpoints.append(f"ipc://{tmp_path}/peers{i}")
             flags = [*WORKER.split(), "--load-format", "dummy", "--page-size", str(SHAPES[name][1])]
+            flags += ["--max-total-tokens", "16384"]  # some slabs of the smallest pages, too
             flags += ["--peer-endpoint", endpoints[-1], *(strict if i == 0 else ())]
             workers.append(stack.enter_context(Server(*flags, model=models[name])))
         alone = [[ask(worker, seed)[0] for seed in range(8)] for worker in workers]

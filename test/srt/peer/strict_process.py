@@ -1,7 +1,8 @@
 """A lender or a borrower in strict mode, as a process of its own: says on stdout what happens to it.
 
 python strict_process.py lender ENDPOINT DIRECTORY    lends all its slabs
-python strict_process.py borrower ENDPOINT            writes sevens to what it is lent and reads it, again and again
+python strict_process.py borrower ENDPOINT            writes sevens to what it is lent and reads it, again and again,
+                                                      and gives back what is wanted
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def borrow(endpoint: str) -> None:
     pages = torch.arange(memory.pool.slab_pages)
     said = ""
     while True:
-        here = np.flatnonzero(np.frombuffer(memory.here(), np.uint8))
+        is_here = np.frombuffer(memory.here(), np.uint8)
+        here = np.flatnonzero(is_here)
+        memory.left(np.flatnonzero(is_here == 0).tolist())
         try:
             for place in here.tolist():
                 frames = torch.from_numpy(memory.pool.frames_of(place)).long()
@@ -65,6 +68,7 @@ def borrow(endpoint: str) -> None:
             say = f"has {len(here)}"
         except LoadFailedError:
             say = "failed"
+        time.sleep(0.002)
         if say != said:
             print(say, flush=True)
             said = say
