@@ -120,7 +120,7 @@ class World:
 
     def look(self) -> None:
         """What comes home is zeros, and becomes the worker's own; what is at home stays so."""
-        for slab, is_home in enumerate(self.worker.here()):
+        for slab, is_home in enumerate(self.worker.here()[:NUM_SLABS]):
             memory = self.worker.slabs.slab(slab)
             if is_home and not self.is_home[slab]:
                 assert not memory.any(), "a slab comes home with what others wrote"
@@ -168,7 +168,7 @@ class World:
         if self.child.is_stopped:
             self.child.stop_or_go_on()
         end = time.monotonic() + DEADLINE_S
-        while self.worker.here() != HOME:
+        while self.worker.here()[:NUM_SLABS] != HOME:
             assert time.monotonic() < end, self.worker.state()
             self.worker.wanted(NUM_SLABS)
             for master in self.masters:
