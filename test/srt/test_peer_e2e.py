@@ -277,22 +277,27 @@ def test_a_master_that_stands_still_costs_memory_until_it_goes_on_and_nothing_el
         assert all(found > 200 for _, found in [ask(master, seed) for seed in range(3)])
         alone = [ask(worker, seed)[0] for seed in range(8)]
         wait_until(lambda: slabs()["asked_back"] == 0 and slabs()["lent"] > 0)
-        before = slabs()["lent"]
+
+        def all_expected() -> bool:
+            """Nothing is lent any more that might still come back in time."""
+            now = slabs()
+            return now["lent"] == now["asked_back"] == 0
+
         with standing_still(master), ThreadPoolExecutor(1) as pool:
             body = {
                 "input_ids": [prompt(seed) for seed in range(8)],
                 "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
             }
             if strict:
-                wait_until(lambda: slabs()["lent"] == slabs()["asked_back"] == 0, timeout_s=60)
+                wait_until(all_expected, timeout_s=60)
                 together = worker.post("/generate", body)
             else:
-                wait_until(lambda: slabs()["quarantined"] == before, timeout_s=60)
+                wait_until(all_expected, timeout_s=60)
                 assert ask(worker, 1)[0] == alone[1], "what it has kept is enough for one"
                 waiting = pool.submit(worker.post, "/generate", body)
-                wait_until(lambda: worker.state()["counters"]["slabs_asked_back"] > 0)
+                wait_until(lambda: worker.state()["counters"].get("slabs_asked_back", 0) > 0)
                 assert not waiting.done()
-            assert slabs()["quarantined"] == (0 if strict else before)
+            assert (slabs()["quarantined"] > 0) == (not strict)
             if not strict:
                 signal_all(master, signal.SIGCONT)
                 together = waiting.result()
