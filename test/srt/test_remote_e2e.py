@@ -119,6 +119,7 @@ def test_the_store_is_started_where_no_url_is_given_and_leaves_nothing():
         server.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_killed_server_leaves_no_process_and_no_file():
     with start() as server:
         generate(server)

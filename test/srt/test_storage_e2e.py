@@ -102,6 +102,7 @@ def test_damaged_files_cost_time_only(tmp_path):
         assert server.get("/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_storage_is_attached_cleared_and_detached_while_the_server_runs(tmp_path):
     with start(None) as server:
         assert "disk" not in details(generate(server))

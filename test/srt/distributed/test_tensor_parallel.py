@@ -202,6 +202,7 @@ def test_idle_ranks_sleep(engine):
     assert max(used.values()) < 0.1, used
 
 
+@pytest.mark.slow
 def test_a_kv_head_on_both_ranks_until_rank_1_is_killed(references):
     reference = references["qwen2"]
     left = Leftovers()

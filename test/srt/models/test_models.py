@@ -113,7 +113,7 @@ def test_whole_prompt(pair):
         assert_close(got, logits_of(pair.theirs, tokens), f"{len(tokens)} tokens")
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("page_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 16))])
 def test_chunks_of_odd_sizes(pair, page_size):
     tokens = pair.prompts[2]
     want = logits_of(pair.theirs, tokens)
