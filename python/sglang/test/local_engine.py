@@ -161,38 +161,30 @@ class LocalEngine:
         below = {Tier.PEER: self.peer_pool, Tier.HOST: self.host_pool}
         sources |= {tier: each for tier, each in below.items() if each is not None}
         poison: dict[Tier, Callable[[np.ndarray], None]] = {Tier.DEVICE: partial(_poison, pool)}
-        if config.num_swap_pages:
-            sources[Tier.DISK] = swap = SwapFile(tempfile.gettempdir(), config.num_swap_pages, pool)
-            self._streams.append(ThreadStream(D2S))
-            links[D2S] = FaultyLink(
-                D2S,
-                pool,
-                swap,
-                self._streams[-1],
-                executor.fence,
-                self._woken.set,
-                seed=seed + 9,
-                fail_rate=load_fail_rate,
-                late_rate=late_rate,
-            )
+        # Each with what is added to the seed.
+        linked: list[tuple[str, HasPages, int]] = []
         for tier, each in below.items():
             if each is None:
                 continue
             poison[tier] = partial(_poison, each)
-            for i, name in enumerate((LOAD_LINKS[tier], BACKUP_LINKS[tier])):
-                self._streams.append(ThreadStream(name))
-                links[name] = FaultyLink(
-                    name,
-                    pool,
-                    each,
-                    self._streams[-1],
-                    executor.fence,
-                    self._woken.set,
-                    seed=seed + i,
-                    fail_rate=load_fail_rate if name in LOAD_LINKS.values() else 0.0,
-                    late_rate=late_rate,
-                    rate_limit=limits.get(name),
-                )
+            linked += [(LOAD_LINKS[tier], each, 0), (BACKUP_LINKS[tier], each, 1)]
+        if config.num_swap_pages:
+            sources[Tier.DISK] = SwapFile(tempfile.gettempdir(), config.num_swap_pages, pool)
+            linked.append((D2S, sources[Tier.DISK], 9))
+        for name, other, more in linked:
+            self._streams.append(ThreadStream(name))
+            links[name] = FaultyLink(
+                name,
+                pool,
+                other,
+                self._streams[-1],
+                executor.fence,
+                self._woken.set,
+                seed=seed + more,
+                fail_rate=load_fail_rate if name in (*LOAD_LINKS.values(), D2S) else 0.0,
+                late_rate=late_rate,
+                rate_limit=limits.get(name),
+            )
         storage_links: dict[str, StorageLink] = {}
         self._slot = StoreSlot(lambda setup: open_store(host)) if open_store is not None else None
         if self.host_pool is not None and self._slot is not None:

@@ -26,7 +26,7 @@ def test_pages_come_back_layer_by_layer(tmp_path: Path):
     assert swap.kv.shape == (2, 3, 9, 2, 1, 4) and swap.kv.dtype == torch.bfloat16
     mine, there = torch.tensor([4, 0, 5]), torch.tensor([8, 2, 3])
     transfer_kv_all_layer_lf_pf(pool.kv_pages.k, pool.kv_pages.v, swap.kv_pages, mine, there)
-    assert torch.equal(swap.pages(there), pool.pages(mine))
+    assert torch.equal(swap.kv[:, :, there], pool.kv[:, :, mine])
     k, v = torch.zeros(3, 2, 1, 4, dtype=torch.bfloat16), torch.zeros(3, 2, 1, 4, dtype=torch.bfloat16)
     for layer in range(3):
         transfer_kv_per_layer_pf_lf(swap.kv_pages, k, v, there, torch.arange(3), layer)

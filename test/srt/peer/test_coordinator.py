@@ -207,6 +207,7 @@ def test_a_stopped_borrower_costs_its_slab_until_it_goes_on(make_worker, start, 
     borrower.wait_for("lent", 1)
     worker.coordinator.reclaim(1, DEADLINE_S)
     worker.wait_for(ToScrub(0))
+    borrower.wait_for("unmapped")  # it says so after it has told the lender
     borrower.signal(signal.SIGSTOP)
     worker.coordinator.reclaim(1, 0.1)
     wait_until(worker.quarantined, "the alarm")
@@ -214,7 +215,7 @@ def test_a_stopped_borrower_costs_its_slab_until_it_goes_on(make_worker, start, 
     assert ToScrub(1) not in worker.events and borrower.said.count(["unmapped"]) == 1
     borrower.signal(signal.SIGCONT)
     worker.wait_for(ToScrub(1))
-    assert borrower.said.count(["unmapped"]) == 2
+    wait_until(lambda: borrower.said.count(["unmapped"]) == 2, "the borrower's word")
     for slab in (0, 1):
         worker.scrub(slab)
     wait_until(lambda: worker.coordinator.status()["free_slabs"] == 2, "the engine's own slabs")

@@ -160,6 +160,7 @@ async def _serve_until_the_end(
     elif done is serving:
         logger.error("the HTTP server ended unexpectedly: %r", serving.exception() if serving.done() else None)
     await manager.drained(_GRACE_S)  # until each waiter has its error
+    died.cancel()  # from here on children end because they are told to
     server.should_exit = True
     await asyncio.gather(serving, return_exceptions=True)
     logger.info("stopped")

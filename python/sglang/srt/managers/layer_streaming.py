@@ -104,7 +104,7 @@ class LayerStreaming:
         """The request's hold is about to end. keep: what it computed stays, on the host where the device lacks what
         is before it. Frees what the request has beside its hold."""
         assert self.req is not None
-        if keep and self._is_cut_off() and not self._num_beside:
+        if keep and self._is_cut_off() and not self.num_beside:
             self.spill(min(self.req.computed, self.req.num_known), now, done)
         self._device.doom(self._spilling, FrameState.HELD, self.req.last_launch)
         if (swap := self._controller.swap) is not None:
@@ -121,7 +121,7 @@ class LayerStreaming:
     @property
     def num_beside(self) -> int:
         """Pages that are neither in the tree nor in the request's hold."""
-        return self._num_beside if self.req is not None else 0
+        return len(self._swapped) + len(self._swapping)
 
     @property
     def hole(self) -> int:
@@ -136,7 +136,8 @@ class LayerStreaming:
         req = self.req
         if req is None or req.hold is None:
             return {"resident_tokens": 0, "streamed_tokens": 0}
-        return {"resident_tokens": req.computed - self.hole, "streamed_tokens": self.hole}
+        hole = self.hole
+        return {"resident_tokens": req.computed - hole, "streamed_tokens": hole}
 
     # -- launches -----------------------------------------------------------------------------------------------
 
@@ -180,7 +181,7 @@ class LayerStreaming:
         if self._demote(max(num_pages, 1 + self.chunk_pages // 8), now - 1, done):
             return True
         # Once something is swapped, the host takes nothing more: not for want of room that comes by itself.
-        return (not self._num_beside and self._host_is_busy(done)) or self._swap_out(upto, done)
+        return (not self.num_beside and self._host_is_busy(done)) or self._swap_out(upto, done)
 
     def spill(self, upto: int, now: int, done: int) -> bool:
         """Begin to move HELD pages before token `upto` to the host; False if none can go, or are going already. now:
@@ -188,7 +189,7 @@ class LayerStreaming:
         req = self.req
         assert req is not None and req.hold is not None
         hold, page = req.hold, self._page
-        if self._spill is not None or self._num_beside:
+        if self._spill is not None or self.num_beside:
             return False
         start, node = hold.published, hold.receipt.node
         tokens = req.tokens[start : upto - upto % page]
@@ -339,10 +340,6 @@ class LayerStreaming:
         assert tier is not None, f"{node} is streamed and ready nowhere"
         return tier
 
-    @property
-    def _num_beside(self) -> int:
-        return len(self._swapped) + len(self._swapping)
-
     def _host_is_busy(self, done: int) -> bool:
         """Whether transfers or launches that are under way will give some of the host back, or let it be evicted."""
         host = self._controller.tables[Tier.HOST]
@@ -361,7 +358,7 @@ class LayerStreaming:
     def _swap_out(self, upto: int, done: int) -> bool:
         assert self.req is not None and self.req.hold is not None
         hold = self.req.hold
-        n = min((upto - hold.published) // self._page - self._num_beside, self.chunk_pages)
+        n = min((upto - hold.published) // self._page - self.num_beside, self.chunk_pages)
         if n < 1:
             return False
         frames = hold.frames[:n].copy()
@@ -404,7 +401,7 @@ class LayerStreaming:
             if node.frames[Tier.HOST] is None:
                 if self._controller.begin_backup(node, done) is not None:
                     return True
-                if node is not self.req.hold.receipt.node or self._num_beside:
+                if node is not self.req.hold.receipt.node or self.num_beside:
                     break
                 # The host has no room for it: it can only go as the request's own.
                 self._take_back(node, last_launch)

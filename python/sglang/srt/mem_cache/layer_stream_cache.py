@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -106,13 +105,15 @@ class LayerStreamCache:
         pieces = []
         for first in range(0, len(frames), self.buffer_pages):
             of_piece = frames[first : first + self.buffer_pages]
-            copies, pos = [], 0
-            for number, run in groupby(tiers[first : first + self.buffer_pages].tolist()):
-                n = sum(1 for _ in run)
-                where = index_device(self._io_backend, self._pool(Tier(number)), self.kv.device)
-                source = torch.from_numpy(of_piece[pos : pos + n]).to(where)
-                copies.append((Tier(number), source, self._pages[pos : pos + n].to(where)))
-                pos += n
+            of_tiers = tiers[first : first + self.buffer_pages]
+            copies = []
+            # Runs of one tier, not pages one by one: there may be hundreds of thousands.
+            borders = np.flatnonzero(np.diff(of_tiers)) + 1
+            for pos, end in zip((0, *borders.tolist()), (*borders.tolist(), len(of_piece))):
+                tier = Tier(int(of_tiers[pos]))
+                where = index_device(self._io_backend, self._pool(tier), self.kv.device)
+                source = torch.from_numpy(of_piece[pos:end]).to(where)
+                copies.append((tier, source, self._pages[pos:end].to(where)))
             pieces.append(Piece(tuple(copies), len(of_piece)))
         return pieces
 

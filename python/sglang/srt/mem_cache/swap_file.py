@@ -48,7 +48,3 @@ class SwapFile:
         self.num_pages = num_pages
         self.kv = torch.frombuffer(memory, dtype=like.dtype).view(shape)
         self.kv_pages = KVPages.layer_first(self.kv)
-
-    def pages(self, frames: torch.Tensor) -> torch.Tensor:
-        """A copy of pages `frames` (n,) int64, page-first."""
-        return self.kv.index_select(2, frames).movedim(2, 0).contiguous()

@@ -196,8 +196,8 @@ class ModelExecutor:
         self.lockstep = lockstep
         self._clock = clock
         self._layer_stream = layer_stream
-        # slot -> the parts that it streamed last, cut into pieces; long ones are the same launch after launch.
-        self._pieces: dict[int, tuple[tuple[tuple[Tier, np.ndarray], ...], list[Piece]]] = {}
+        # What was streamed last, cut into pieces: the same in most launches, and one request streams at a time.
+        self._pieces: tuple[tuple[tuple[Tier, np.ndarray], ...], list[Piece]] = ((), [])
         self._page_table = PageTable()
         self._last_tokens = torch.zeros(max_slots, dtype=torch.int64)
         self._penalties = PenaltyTable(max_slots, vocab_size)
@@ -235,7 +235,7 @@ class ModelExecutor:
         assert cache is not None, "a launch streams, and there is no layer stream cache"
         stream.enqueue(partial(self._begin_layer, run, layer))
         for place, prefix in enumerate(run.launch.streams):
-            for piece in self._pieces_of(run.launch, prefix):
+            for piece in self._pieces_of(prefix):
                 filled = cache.fill(layer, piece)
                 stream.enqueue(partial(self._begin_wait, run))
                 stream.wait(filled.ready)
@@ -243,13 +243,11 @@ class ModelExecutor:
                 cache.has_read(stream.record())
         stream.enqueue(partial(self._end_layer, run, layer))
 
-    def _pieces_of(self, launch: Launch, prefix: StreamedPrefix) -> list[Piece]:
+    def _pieces_of(self, prefix: StreamedPrefix) -> list[Piece]:
         assert self._layer_stream is not None
-        slot = int(launch.slots[prefix.req])
-        known = self._pieces.get(slot)
-        if known is None or known[0] is not prefix.parts:
-            known = self._pieces[slot] = (prefix.parts, self._layer_stream.pieces(prefix.parts))
-        return known[1]
+        if self._pieces[0] is not prefix.parts:
+            self._pieces = (prefix.parts, self._layer_stream.pieces(prefix.parts))
+        return self._pieces[1]
 
     def reset(self, mark: int) -> None:
         assert mark == self._next_seq, "the first launch after a reset is the mark"
