@@ -1,4 +1,4 @@
-"""Slabs that come and go at random times, by seed, for tests: `ComingAndGoing`, a borrower's `SlabSource`, and
+"""Slabs that come and go at random times, by seed, for tests: `ComingAndGoing`, a borrower's `BorrowedSlabs`, and
 `LentOut`, a lender's `LentSlabs`."""
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class ComingAndGoing:
         self._random = random.Random(seed)
         self._poison = poison
         self._here = [False] * len(slabs)
+        self._in_use: set[int] = set()
         self._asked_back: set[int] = set()
 
     def here(self) -> bytes:
@@ -38,11 +39,17 @@ class ComingAndGoing:
             self._here[slab] = not self._here[slab] and slab not in self._asked_back
         return bytes(self._here)
 
+    def agreed(self, here: bytes) -> None:
+        self._in_use.update(slab for slab, is_here in enumerate(here) if is_here)
+        self._give_back()
+
     def left(self, slabs: Sequence[int]) -> None:
-        for slab in slabs:
-            # Another rank may have lost it first.
+        self._in_use.difference_update(slabs)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for slab in self._asked_back - self._in_use:
             self._asked_back.discard(slab)
-            self._here[slab] = False
             first, end = self._slabs[slab]
             self._poison(np.arange(first, end, dtype=np.int32))
             self.num_left += 1
@@ -50,6 +57,11 @@ class ComingAndGoing:
     def settle(self) -> None:
         """Nothing comes or goes any more."""
         self._rate = 0.0
+
+    @property
+    def num_owed(self) -> int:
+        """Slabs that were asked back and are still here."""
+        return len(self._asked_back)
 
 
 class LentOut:

@@ -21,6 +21,7 @@ import torch
 
 from sglang.srt.managers import cache_controller, engine_core, scheduler
 from sglang.srt.managers.cache_controller import HiCacheController, StorageLimits
+from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.layer_streaming import LayerStreaming
 from sglang.srt.managers.schedule_batch import StorageSetup
 from sglang.srt.managers.scheduler import Scheduler
@@ -723,6 +724,19 @@ def kept_slab_is_still_lent() -> Any:
 
 
 @mutation
+def own_slabs_count_as_agreed() -> Any:
+    """A rank takes the borrowed slabs that it has for those that all ranks have."""
+    step = EngineCore.step
+
+    def patched(self: Any, *args: Any) -> Any:
+        if self._borrowed is not None:
+            self._borrowed.agreed(self._seen[2])
+        return step(self, *args)
+
+    return mock.patch.object(EngineCore, "step", patched)
+
+
+@mutation
 def streamed_before_it_came() -> Any:
     """Attention reads a buffer of the layer stream cache before its copy is done."""
     fill = LayerStreamCache.fill
@@ -830,6 +844,7 @@ QUEUES = (9, 10, 16, 26)
 PEERS: dict[int, dict[str, Any]] = {
     11: {"steps": 80, "num_host_pages": 8, "num_documents": 6, "whole_rate": 0.6},
     12: {"steps": 120, "num_documents": 6, "whole_rate": 0.6, "write_policy": "write_back", "bubble_filling": False},
+    15: {"steps": 120, "num_documents": 6, "whole_rate": 0.6, "slab_rate": 0.2},
 }
 
 
@@ -888,7 +903,7 @@ LENDERS: dict[int, dict[str, Any]] = {
 
 def configurations() -> Iterator[SoakConfig]:
     """Small, hot and various: every mechanism acts within some hundred steps."""
-    for seed in (10, 66, 38, 9, 26, 16, 13, 237, 45, 1, 2, 5, 6, 3, 4, 7, 8, 11, 12, 14, 17, 20, 21):
+    for seed in (10, 66, 38, 9, 26, 16, 13, 237, 45, 1, 2, 5, 6, 3, 4, 7, 8, 11, 12, 15, 14, 17, 20, 21):
         page_size = (1, 4, 3, 16)[seed % 4]
         pages = -(-72 // page_size) + (4, 12)[seed % 2]
         config = SoakConfig(
@@ -1028,6 +1043,7 @@ TRIED_FIRST: dict[int, tuple[str, ...]] = {
         "nobody_is_retired",
     ),
     14: ("slab_leaves_in_use", "kept_slab_is_still_lent"),
+    15: ("own_slabs_count_as_agreed",),
     16: ("preloads_never_taken_back",),
     17: (
         "streamed_before_it_came",

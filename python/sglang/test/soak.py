@@ -591,13 +591,15 @@ class Soak:
                 check_stored(rank.core.scheduler, rank.store.blocks, self.model.reference)
 
     def _finish(self) -> None:
+        borrowed = [rank.slabs for rank in self.ranks if isinstance(rank.slabs, ComingAndGoing)]
         for rank in self.ranks:
             if rank.slabs is not None:
                 rank.slabs.settle()
         for _ in range(10_000):
-            if not any(r.core.has_outstanding for r in self.ranks):
+            if not any(r.core.has_outstanding for r in self.ranks) and not any(b.num_owed for b in borrowed):
                 break
             self._tick()
+        assert not any(b.num_owed for b in borrowed), "slabs that were asked back are kept"
         for rank in self.ranks:
             scheduler = rank.core.scheduler
             assert not rank.core.has_outstanding, "operations never end"

@@ -251,3 +251,38 @@ def test_what_a_master_keeps_too_long_shows_as_quarantined_until_it_comes_back(
     assert worker.state()["slabs"] == slabs_of_worker(home=5, lent=1)
     assert master.lender()["slabs"] == {"held": 1, "asked_back": 0}
     master.close()
+
+
+@BOTH_KINDS
+def test_a_slab_that_other_ranks_lack_goes_home_when_it_is_asked_for(worker: LentMemory, tmp_path: Path) -> None:
+    """The scheduler says that a slab has left when one rank may not use it any more: the others may only be asked for
+    theirs later, or may never have had it in use at all."""
+    shape = (3, PAGE, 2, 8)
+    memory = BorrowedMemory(
+        [f"ipc://{tmp_path}/peers"], "rank", NUM_SLABS, SLAB_BYTES, 2 * 4 * 3 * PAGE * 2 * 8, shape, torch.float32
+    )
+
+    def until(slabs_here: int, others_have: bytes, home: bytes) -> None:
+        """Steps, as a rank's engine takes them."""
+        deadline = time.monotonic() + 20
+        while (sum(mine := memory.here()), at_home := worker.here()[:-2]) != (slabs_here, home):
+            memory.agreed(bytes(a & b for a, b in zip(mine, others_have, strict=True)))
+            assert time.monotonic() < deadline, (mine, at_home)
+            time.sleep(0.005)
+
+    # Into places 0, 1 and 2.
+    for i, slab in enumerate((5, 4, 3)):
+        worker.left([slab])
+        until(1 + i, b"\0\0\0\0\0\0", b"\1" * slab + b"\0" * (6 - slab))
+    memory.agreed(b"\1\1\0\0\0\0")
+    worker.wanted(1)
+    until(2, b"\1\1\0\0\0\0", b"\1\1\1\1\0\0")
+    memory.agreed(b"\1\1\0\0\0\0")
+    memory.left([0])
+    memory.agreed(b"\0\1\0\0\0\0")
+    assert sum(memory.here()) == 2, "what another rank has lost stays here"
+    worker.wanted(2)
+    until(0, b"\0\1\0\0\0\0", b"\1\1\1\1\0\1")
+    memory.left([1])
+    until(0, b"\0\0\0\0\0\0", b"\1\1\1\1\1\1")
+    memory.close()

@@ -17,7 +17,7 @@ import numpy as np
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import BatchDecision, StepInputs, StorageRequest
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
-from sglang.srt.managers.slab_ledger import LentSlabs, SlabSource
+from sglang.srt.managers.slab_ledger import BorrowedSlabs, LentSlabs, SlabSource
 from sglang.srt.mem_cache.transfer import EXEC, FETCH, LINKS, LOAD_LINKS, STALL, STORAGE_LINKS, STREAM, Link, Tier
 from sglang.srt.model_executor.executor import Executor
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
@@ -120,6 +120,7 @@ class EngineCore:
         self.poison = poison or {}
         self.record = record
         self.slabs = slabs
+        self._borrowed = slabs if isinstance(slabs, BorrowedSlabs) else None
         self.num_steps = 0
         self._completed = dict.fromkeys(_COUNTED, 0)
         self._failures: dict[str, list[int]] = {name: [] for name in _COUNTED}
@@ -206,6 +207,8 @@ class EngineCore:
             slabs=progress.slabs,
         )
         self.num_steps += 1
+        if self._borrowed is not None:
+            self._borrowed.agreed(progress.slabs)
         if self.record is not None:
             self.record.inputs(inputs)
         decision = self.scheduler.step(inputs)

@@ -33,7 +33,17 @@ class SlabSource(Protocol):
         ...
 
     def left(self, slabs: Sequence[int]) -> None:
-        """Nobody uses these any more: unmap and return them, or lend them. From now on `here` has 0 for them."""
+        """Nobody uses these any more: unmap and return them, or lend them. From now on `here` has 0 for what went."""
+        ...
+
+
+@runtime_checkable
+class BorrowedSlabs(SlabSource, Protocol):
+    """The same at a borrower, where all slabs are away at first. A rank may have one that another rank lacks: it is
+    not used, and goes without being told that it left when it is asked back."""
+
+    def agreed(self, here: bytes) -> None:
+        """What all ranks have, before each step: from now on these slabs are in use, until they left."""
         ...
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang.srt.peer.borrowed_pool import BorrowedPool
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class BorrowedMemory:
-    """A `SlabSource` (managers/slab_ledger.py) of num_slabs places for slabs of slab_bytes, which lenders must agree
+    """`BorrowedSlabs` (managers/slab_ledger.py): num_slabs places for slabs of slab_bytes, which lenders must agree
     on.
 
     pool: the pages in them, of the shape that is given as for `ElasticPool`. endpoints, name, notify: see
@@ -52,6 +53,8 @@ class BorrowedMemory:
         # Place -> lender and lease; None where nothing is.
         self._leases: list[tuple[str, LeaseId] | None] = [None] * num_slabs
         self._here = bytearray(num_slabs)
+        # Places that all ranks have had since they left last.
+        self._in_use: set[int] = set()
         # Places that lenders want back, or whose lenders are gone.
         self._going: set[int] = set()
         self._lost: set[int] = set()
@@ -79,11 +82,19 @@ class BorrowedMemory:
                 assert isinstance(event, AskedBack)
         return bytes(self._here)
 
+    def agreed(self, here: bytes) -> None:
+        self._in_use.update(np.flatnonzero(np.frombuffer(here, np.uint8)).tolist())
+        self._give_back()
+
     def left(self, slabs: Sequence[int]) -> None:
-        for place in slabs:
+        # What goes only on another rank stays here: it is used again with the next that that rank is lent.
+        self._in_use.difference_update(slabs)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for place in self._going - self._in_use:
             lease = self._leases[place]
-            if lease is None or place not in self._going:
-                continue  # another rank has lost its part: this one comes back with the next that it is lent
+            assert lease is not None
             if self.pool.is_strict(place):
                 self.pool.forget(place)
             else:

@@ -75,10 +75,10 @@ class LentMemory:
                 )
             else:
                 self._unmet_bytes = event.unmet_bytes
-                if self._unmet_bytes and self._idle:
-                    # The highest first: the lowest are the first to be asked for.
-                    self.coordinator.offer(sorted(self._idle, reverse=True))
-                    self._idle.clear()
+        if self._unmet_bytes and self._idle:
+            # The highest first: the lowest are the first to be asked for.
+            self.coordinator.offer(sorted(self._idle, reverse=True))
+            self._idle.clear()
         late = self.coordinator.status()["quarantined_slabs"]
         borrowable = -(-self._unmet_bytes // self.slabs.slab_bytes)
         return bytes((*self._here, min(255, borrowable), 255 - min(255, late)))
