@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.setup-done
+# With a GPU's own Python, where its packages are and nothing can be installed; .venv if it is there.
+GPU_PY = PYTHONPATH="python:sgl-kernel/python:$$PYTHONPATH" $(or $(wildcard $(PY)),$(PYTHON))
 SEED ?= 1
 # One process per core, few where there are many; whoever is done takes over from the others.
 PARALLEL ?= --numprocesses auto --maxprocesses 8 --dist worksteal
@@ -10,7 +12,7 @@ HOST ?= 127.0.0.1
 PORT ?= 30000
 MODEL ?= embedded
 
-.PHONY: setup demo demo-peers serve check test test-all test-gpu fuzz bench clean
+.PHONY: setup demo demo-peers serve check test test-all test-gpu bench-gpu fuzz bench clean
 
 setup: $(STAMP)
 
@@ -43,7 +45,11 @@ test-all: setup
 	$(PY) -m pytest $(PARALLEL) -m 'not gpu'
 
 test-gpu:
-	$(or $(wildcard $(PY)),$(PYTHON)) -m pytest -m gpu
+	$(GPU_PY) -m pytest -m gpu
+
+bench-gpu:
+	$(GPU_PY) benchmark/bench_attention.py
+	$(GPU_PY) benchmark/bench_kvcacheio.py --page-sizes 1,16,64,1024
 
 fuzz: setup
 	$(PY) -m sglang.test.soak --seed $(SEED) --seeds 40 --steps 2000

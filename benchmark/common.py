@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -62,7 +63,7 @@ def environment() -> dict[str, Any]:
     """Where and when a number was measured."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": f"{os.cpu_count()} cores of {_cpu_name()}",
+        "hardware": ", ".join([f"{os.cpu_count()} cores of {_cpu_name()}", *_gpu_names()]),
         "python": platform.python_version(),
         "versions": {name: version for name in _PACKAGES if (version := _version(name))},
         "load_average": os.getloadavg()[0],
@@ -94,6 +95,12 @@ def _cpu_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def _gpu_names() -> list[str]:
+    """Of whoever measures with torch."""
+    torch = sys.modules.get("torch")
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch is not None else []
 
 
 def _version(package: str) -> str | None:

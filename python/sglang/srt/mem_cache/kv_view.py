@@ -40,3 +40,20 @@ class KVSegment:
     length: int
     causal: bool = False
     skip: int = 0
+
+
+def segment_slots(segments: list[KVSegment], page_size: int) -> list[torch.Tensor]:
+    """The slots of each segment's tokens, (length,) int64 each."""
+    for segment in segments:
+        assert segment.pages.shape[0] * page_size >= segment.skip + segment.length, "a segment with too few pages"
+    if page_size == 1:
+        return [segment.pages[segment.skip : segment.skip + segment.length] for segment in segments]
+    # All segments at once: a handful of operations per batch, not per request.
+    pages = torch.cat([segment.pages for segment in segments])
+    offsets = torch.arange(page_size, dtype=torch.int64, device=pages.device)
+    slots = (pages[:, None] * page_size + offsets).view(-1)
+    runs, base = [], 0
+    for segment in segments:
+        runs.append(slots[base + segment.skip : base + segment.skip + segment.length])
+        base += segment.pages.shape[0] * page_size
+    return runs

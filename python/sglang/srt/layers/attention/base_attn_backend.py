@@ -22,6 +22,33 @@ class AttentionMetadata:
     scale: float
 
 
+@dataclass(frozen=True)
+class BatchKey:
+    """What a backend's plan was made for, so that all layers of a forward pass but the first find it again. It holds
+    the segments themselves (not their id()): no others can come to lie at the same address."""
+
+    segments: tuple[tuple[KVSegment, ...], ...]
+    page_size: int
+    q_lens: tuple[int, ...]
+
+    @classmethod
+    def of(cls, segments: list[list[KVSegment]], page_size: int, q_lens: tuple[int, ...]) -> BatchKey:
+        assert len(segments) == len(q_lens), f"{len(segments)} requests, {len(q_lens)} query lengths"
+        for of_req, q_len in zip(segments, q_lens):
+            assert not any(segment.causal for segment in of_req[:-1]), "only the last segment may be causal"
+            if of_req and of_req[-1].causal:
+                assert of_req[-1].length == q_len, "a causal segment's tokens are the queries"
+        return cls(tuple(tuple(of_req) for of_req in segments), page_size, q_lens)
+
+    def matches(self, segments: list[list[KVSegment]], page_size: int, q_lens: tuple[int, ...]) -> bool:
+        if page_size != self.page_size or q_lens != self.q_lens or len(segments) != len(self.segments):
+            return False
+        return all(
+            len(mine) == len(theirs) and all(a is b for a, b in zip(mine, theirs))
+            for mine, theirs in zip(self.segments, segments)
+        )
+
+
 class AttentionBackend(Protocol):
     def forward(
         self, q: torch.Tensor, view: KVView, segments: list[list[KVSegment]], meta: AttentionMetadata

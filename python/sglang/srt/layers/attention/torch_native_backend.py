@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey
 from sglang.srt.layers.attention.merge_state import merge_state
-from sglang.srt.mem_cache.kv_view import KVSegment, KVView
+from sglang.srt.mem_cache.kv_view import KVSegment, KVView, segment_slots
 
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -93,25 +93,12 @@ class _Extend:
 class _Plan:
     """Everything about a batch that is the same in every layer."""
 
-    # The plan's key. Holding the segments themselves (not their id()) keeps them from being replaced by others at
-    # the same address.
-    segments: list[tuple[KVSegment, ...]]
-    page_size: int
-    q_lens: tuple[int, ...]
-
+    batch: BatchKey
     groups: list[_DecodeGroup]
     extends: list[_Extend]
     # Rows of requests without any key; their output is zero.
     empty: list[tuple[int, int]]
     masks: dict[torch.dtype, list[torch.Tensor | None]] = field(default_factory=dict)
-
-    def matches(self, segments: list[list[KVSegment]], page_size: int, q_lens: tuple[int, ...]) -> bool:
-        if page_size != self.page_size or q_lens != self.q_lens or len(segments) != len(self.segments):
-            return False
-        return all(
-            len(mine) == len(theirs) and all(a is b for a, b in zip(mine, theirs))
-            for mine, theirs in zip(self.segments, segments)
-        )
 
     def masks_for(self, dtype: torch.dtype) -> list[torch.Tensor | None]:
         """One additive mask (num_reqs, 1, 1, length) per group."""
@@ -143,7 +130,7 @@ class TorchNativeAttnBackend:
     ) -> torch.Tensor:
         """q: (num_tokens, num_q_heads, head_dim). Returns the same shape and dtype, contiguous."""
         plan = self._plan
-        if plan is None or not plan.matches(segments, view.page_size, meta.q_lens):
+        if plan is None or not plan.batch.matches(segments, view.page_size, meta.q_lens):
             plan = self._plan = _build_plan(segments, view.page_size, meta.q_lens)
         assert sum(meta.q_lens) == q.shape[0], f"{q.shape[0]} rows of q for q_lens {meta.q_lens}"
 
@@ -170,7 +157,7 @@ class TorchNativeAttnBackend:
                 (q_len, num_heads), -math.inf, dtype=torch.float32
             )
         assert not segment.causal or segment.length == q_len, "a causal segment's tokens are the queries"
-        index = _TokenIndex(_segment_slots([segment], view.page_size)[0], view.page_size)
+        index = _TokenIndex(segment_slots([segment], view.page_size)[0], view.page_size)
         out, lse = _attend(q, index.gather(view.k), index.gather(view.v), segment.causal, scale)
         return out.float(), lse
 
@@ -225,28 +212,10 @@ def _extend(q: torch.Tensor, view: KVView, extend: _Extend, scale: float) -> tor
     return merge_state(*states[0], *states[1])[0]
 
 
-def _segment_slots(segments: list[KVSegment], page_size: int) -> list[torch.Tensor]:
-    """The slots of each segment's tokens, (length,) int64 each."""
-    for segment in segments:
-        assert segment.pages.shape[0] * page_size >= segment.skip + segment.length, "a segment with too few pages"
-    if page_size == 1:
-        return [segment.pages[segment.skip : segment.skip + segment.length] for segment in segments]
-    # All segments at once: a handful of operations per batch, not per request.
-    pages = torch.cat([segment.pages for segment in segments])
-    offsets = torch.arange(page_size, dtype=torch.int64, device=pages.device)
-    slots = (pages[:, None] * page_size + offsets).view(-1)
-    runs, base = [], 0
-    for segment in segments:
-        runs.append(slots[base + segment.skip : base + segment.skip + segment.length])
-        base += segment.pages.shape[0] * page_size
-    return runs
-
-
 def _build_plan(segments: list[list[KVSegment]], page_size: int, q_lens: tuple[int, ...]) -> _Plan:
-    assert len(segments) == len(q_lens), f"{len(segments)} requests, {len(q_lens)} query lengths"
-    plan = _Plan([tuple(of_req) for of_req in segments], page_size, q_lens, [], [], [])
+    plan = _Plan(BatchKey.of(segments, page_size, q_lens), [], [], [])
     flat = [segment for of_req in segments for segment in of_req if segment.length > 0]
-    runs = iter(_segment_slots(flat, page_size)) if flat else iter(())
+    runs = iter(segment_slots(flat, page_size)) if flat else iter(())
 
     def join(parts: list[torch.Tensor]) -> torch.Tensor:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -256,10 +225,7 @@ def _build_plan(segments: list[list[KVSegment]], page_size: int, q_lens: tuple[i
     for q_len, of_req in zip(q_lens, segments):
         prefix: list[torch.Tensor] = []
         own: torch.Tensor | None = None
-        for i, segment in enumerate(of_req):
-            if segment.causal:
-                assert i == len(of_req) - 1, "only the last segment may be causal"
-                assert segment.length == q_len, "a causal segment's tokens are the queries"
+        for segment in of_req:
             if segment.length == 0:
                 continue
             # Segments of one view need no merging: their tokens are gathered side by side. One query sees all of

@@ -1,0 +1,174 @@
+"""Attention over paged KV, beside what the machine can do: prefill against a large product of matrices, decode
+against a large copy in memory.
+
+    python benchmark/bench_attention.py [--heads N] [--kv-heads N] [--head-dim N] [--page-sizes 1,16,64] [--rounds N]
+
+On the CPU: the backend torch_native, small batches, float32. On a GPU: triton, bfloat16. Pages are a random
+permutation of the pool's. A round takes every layer once, so that no cache still holds what it reads; plans are made
+once, as in a forward pass. Prefill counts the multiplications and additions that causal attention needs, decode the
+bytes of K and V.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from common import print_table, write_json
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionMetadata
+from sglang.srt.mem_cache.kv_view import KVSegment, KVView
+
+
+@dataclass(frozen=True)
+class Batch:
+    """num_reqs requests with num_new tokens each behind a prefix; a decode where that is one."""
+
+    num_reqs: int
+    prefix: int
+    num_new: int
+
+    @property
+    def length(self) -> int:
+        return self.prefix + self.num_new
+
+
+GPU_BATCHES = (
+    Batch(1, 0, 8192),
+    Batch(1, 8192, 2048),
+    Batch(1, 65536, 2048),
+    Batch(8, 4096, 512),
+    Batch(1, 32768, 1),
+    Batch(32, 4096, 1),
+    Batch(128, 4096, 1),
+)
+CPU_BATCHES = (Batch(1, 0, 512), Batch(1, 2048, 256), Batch(8, 1024, 1))
+
+
+class Bench:
+    def __init__(self, heads: int, kv_heads: int, head_dim: int, device: str, rounds: int) -> None:
+        self.heads, self.kv_heads, self.head_dim, self.device = heads, kv_heads, head_dim, device
+        self._rounds = rounds
+        # The CPU's own type: products of bfloat16 matrices may be slow for want of instructions.
+        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.num_layers = 4
+        batches = GPU_BATCHES if device == "cuda" else CPU_BATCHES
+        self.num_tokens = max(batch.num_reqs * -(-batch.length // 64) * 64 for batch in batches)
+        shape = (2, self.num_layers, self.num_tokens, kv_heads, head_dim)
+        self._memory = torch.empty(shape, dtype=self.dtype, device=device).normal_()
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Median, of work and what it has enqueued."""
+        samples = []
+        for _ in range(self._rounds + 1):
+            self._settle()
+            start = time.perf_counter()
+            work()
+            self._settle()
+            samples.append(time.perf_counter() - start)
+        return statistics.median(samples[1:])
+
+    def matrix_flops(self) -> float:
+        n = 8192 if self.device == "cuda" else 1024
+        a = torch.randn(n, n, dtype=self.dtype, device=self.device)
+        return 2 * n**3 / self.seconds(lambda: a @ a)
+
+    def memory_bytes_per_s(self) -> float:
+        """Read and written by a copy."""
+        size = (1 << 30) if self.device == "cuda" else (1 << 26)
+        a, b = (torch.ones(size, dtype=torch.uint8, device=self.device) for _ in range(2))
+        return 2 * size / self.seconds(lambda: b.copy_(a))
+
+    def attend(self, backend: AttentionBackend, batch: Batch, page_size: int) -> float:
+        """Seconds of one layer."""
+        pages = torch.randperm(self.num_tokens // page_size).to(self.device)
+        views = [
+            KVView(*self._memory[:, layer].view(2, -1, page_size, self.kv_heads, self.head_dim))
+            for layer in range(self.num_layers)
+        ]
+        segments, first = [], 0
+        for _ in range(batch.num_reqs):
+            end = first + -(-batch.length // page_size)
+            cut = first + batch.prefix // page_size
+            segments.append(
+                [
+                    KVSegment(pages[first:cut], batch.prefix),
+                    KVSegment(pages[cut:end], batch.num_new, causal=True),
+                ]
+            )
+            first = end
+        rows = batch.num_reqs * batch.num_new
+        q = torch.randn(rows, self.heads, self.head_dim, dtype=self.dtype, device=self.device)
+        meta = AttentionMetadata((batch.num_new,) * batch.num_reqs, self.head_dim**-0.5)
+
+        def layers() -> None:
+            for view in views:
+                backend.forward(q, view, segments, meta)
+
+        return self.seconds(layers) / self.num_layers
+
+    def flops(self, batch: Batch) -> float:
+        pairs = batch.num_new * batch.prefix + batch.num_new * (batch.num_new + 1) // 2
+        return 4.0 * batch.num_reqs * pairs * self.heads * self.head_dim
+
+    def kv_bytes(self, batch: Batch) -> int:
+        return 2 * batch.num_reqs * batch.length * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    def _settle(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def make_backend(device: str) -> tuple[str, AttentionBackend]:
+    if device == "cuda":
+        from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+        return "triton", TritonAttnBackend()
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    return "torch_native", TorchNativeAttnBackend()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--page-sizes", default="1,16,64", help="powers of two up to 64")
+    parser.add_argument("--rounds", type=int, default=10)
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    bench = Bench(args.heads, args.kv_heads, args.head_dim, device, args.rounds)
+    name, backend = make_backend(device)
+    rows: list[dict[str, object]] = []
+    for batch in GPU_BATCHES if device == "cuda" else CPU_BATCHES:
+        for page_size in (int(each) for each in args.page_sizes.split(",")):
+            # Beside every batch, as the machine may have others at work.
+            flops, bandwidth = bench.matrix_flops(), bench.memory_bytes_per_s()
+            seconds = bench.attend(backend, batch, page_size)
+            row: dict[str, object] = {
+                "backend": name,
+                "requests": batch.num_reqs,
+                "prefix": batch.prefix,
+                "new": batch.num_new,
+                "page size": page_size,
+                "ms": seconds * 1e3,
+                "GFLOP/s": bench.flops(batch) / seconds / 1e9,
+                "of a matrix product": bench.flops(batch) / seconds / flops,
+                "GB/s of KV": bench.kv_bytes(batch) / seconds / 1e9,
+                "of a copy": bench.kv_bytes(batch) / seconds / bandwidth,
+            }
+            rows.append(row)
+    where = torch.cuda.get_device_name() if device == "cuda" else "CPU, one thread"
+    print_table(f"One layer of attention, {args.heads} heads on {args.kv_heads} of {args.head_dim}, {where}", rows)
+    write_json(f"attention_{device}", vars(args), rows)
+
+
+if __name__ == "__main__":
+    main()

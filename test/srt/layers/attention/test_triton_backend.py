@@ -1,0 +1,282 @@
+"""The Triton backend: right under Triton's interpreter, and compiled for sm_90; on a GPU, if there is one.
+
+The interpreter has to be chosen before Triton is imported, so it runs in a process of its own: this file as a script.
+It checks index arithmetic and masks, not races, and multiplies no matrices of bfloat16.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import LAYOUTS, Case, make_view
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.layers.attention.merge_state import merge_state
+from sglang.srt.mem_cache.kv_view import KVSegment, KVView
+
+TRITON = importlib.util.find_spec("triton") is not None
+needs_triton = pytest.mark.skipif(not TRITON, reason="Triton is not installed: pip install '.[gpu]'")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+# KV heads, query heads for each, head size: the last two have more than a tile of heads, and a size of no tile.
+TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+HEADS = [(1, 1, 16), (2, 5, 24), (1, 80, 8), (1, 8, 128)]
+
+
+@needs_triton
+@pytest.mark.parametrize("what", ["batches", "partials", "heads", "splits", "edges", "engine"])
+def test_under_the_interpreter(what: str):
+    env = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+    }
+    done = subprocess.run([sys.executable, __file__, what], env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "are right" in done.stdout
+    print(done.stdout)
+
+
+@needs_triton
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("dtype", "head_dim"), [("bf16", 128), ("fp16", 64), ("bf16", 256), ("fp32", 128)])
+def test_it_compiles_for_sm_90(dtype: str, head_dim: int, page_size: int):
+    """In a process without the interpreter. Products of 16-bit matrices must be Hopper's, loads of keys copies into
+    shared memory that overlap with them, and shared memory must suffice."""
+    from sglang.srt.layers.attention.triton_backend import Tiles
+    from sglang.srt.layers.attention.triton_kernels import decode_kernel, extend_kernel, merge_splits_kernel
+
+    tiles, block_d = Tiles.of(head_dim, TORCH_TYPES[dtype]), 1 << (head_dim - 1).bit_length()
+    shape = {"HEAD_DIM": head_dim, "BLOCK_D": block_d}
+    of_extend = {**shape, "PAGE_SIZE": page_size, "BLOCK_M": tiles.extend_queries, "BLOCK_N": tiles.extend_keys}
+    of_decode = {**shape, "PAGE_SIZE": page_size, "BLOCK_H": 16, "BLOCK_N": tiles.decode_keys}
+    ptx = compiled(extend_kernel, dtype, {**of_extend, "HAS_LSE": False}, tiles.extend_warps, tiles.num_stages)
+    if dtype != "fp32":
+        assert "wgmma.mma_async" in ptx and "cp.async.cg.shared.global" in ptx, ptx
+    assert "st.global" in compiled(extend_kernel, dtype, {**of_extend, "HAS_LSE": True}, tiles.extend_warps, 2)
+    ptx = compiled(decode_kernel, dtype, of_decode, tiles.decode_warps, tiles.num_stages)
+    if dtype != "fp32":
+        assert "mma" in ptx and "cp.async.cg.shared.global" in ptx, ptx
+    assert "ex2" in compiled(merge_splits_kernel, dtype, {**shape, "BLOCK_S": 8, "HAS_LSE": True}, 4, 3)
+
+
+def compiled(kernel: Any, dtype: str, constants: dict[str, Any], num_warps: int, num_stages: int) -> str:
+    """PTX, of arguments that are aligned as torch's are."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    # What a decode's splits leave is float32.
+    of_dtype = {"q_ptr", "k_ptr", "v_ptr"} | (set() if kernel.__name__ == "decode_kernel" else {"out_ptr"})
+
+    def type_of(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name in of_dtype:
+            return f"*{dtype}"
+        if name.endswith("_ptr"):
+            return "*fp32" if name in ("out_ptr", "parts_ptr", "part_lses_ptr", "lse_ptr") else "*i32"
+        return "fp32" if name == "scale" else "i64" if name.endswith("stride") else "i32"
+
+    source = ASTSource(
+        kernel,
+        {name: type_of(name) for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith(("_ptr", "stride"))},
+    )
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert result.metadata.shared <= 227 << 10
+    return result.asm["ptx"]
+
+
+@needs_triton
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
+def test_on_a_gpu(page_size: int, dtype: torch.dtype):
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    backend = TritonAttnBackend()
+    for seed, (kv_heads, group, head_dim) in enumerate([*HEADS, (8, 4, 128), (8, 1, 64)]):
+        for layout in LAYOUTS:
+            options = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim, "max_prefix": 3000}
+            case = on_gpu(Case(seed, page_size, layout, dtype, **options))
+            check_batch(backend, case)
+            check_partials(backend, case)
+
+
+def on_gpu(case: Case) -> Case:
+    case.q = case.q.cuda()
+    case.want, case.want_lse = ([each.cuda() for each in of_reqs] for of_reqs in (case.want, case.want_lse))
+    k, v = (
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda").copy_(x)
+        for x in (case.view.k, case.view.v)
+    )
+    case.view = KVView(k, v)
+    case.segments = [[KVSegment(s.pages.cuda(), s.length, s.causal, s.skip) for s in each] for each in case.segments]
+    return case
+
+
+# -- under the interpreter, and on a GPU ---------------------------------------------------------------------------
+
+
+def check_batch(backend: Any, case: Case) -> None:
+    for _ in range(2):  # the second call runs from the cached plan
+        got = backend.forward(case.q, case.view, case.segments, case.meta)
+        assert got.shape == case.q.shape and got.dtype == case.q.dtype and got.is_contiguous()
+        error = (got.double() - torch.cat(case.want)).abs().max().item()
+        assert error < case.tolerance(), f"{case.name}: off by {error}"
+
+
+def check_partials(backend: Any, case: Case) -> None:
+    row = 0
+    for q_len, segments, want, want_lse in zip(case.q_lens, case.segments, case.want, case.want_lse):
+        q = case.q[row : row + q_len]
+        row += q_len
+        parts = [backend.partial(q, case.view, segment, case.scale) for segment in segments]
+        assert all(o.dtype == lse.dtype == torch.float32 for o, lse in parts)
+        out, lse = reduce(lambda a, b: merge_state(*a, *b), parts)
+        for got, right in ((out, want), (lse, want_lse)):
+            error = (got.double() - right).abs().max().item()
+            assert error < case.tolerance(), f"{case.name}: off by {error}"
+
+
+def batches(backend: Any) -> int:
+    count = 0
+    for i, layout in enumerate(LAYOUTS):
+        for page_size in (1, 3, 16):
+            for dtype in (torch.float32, torch.float16):
+                check_batch(backend, Case(3 * page_size + i, page_size, layout, dtype, max_prefix=60))
+                count += 1
+    return count
+
+
+def partials(backend: Any) -> int:
+    cases = [Case(seed, (1, 16)[seed % 2], "block_major", torch.float32) for seed in range(6)]
+    for case in cases:
+        check_partials(backend, case)
+    return len(cases)
+
+
+def heads(backend: Any) -> int:
+    for seed, (kv_heads, group, head_dim) in enumerate(HEADS):
+        options: dict[str, Any] = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim}
+        case = Case(seed, 2, "layer_first", torch.float32, q_lens=(1, 5, 1), max_prefix=20, **options)
+        check_batch(backend, case)
+        # The model passes a slice of its fused projection.
+        fused = torch.full((case.q.shape[0], case.q.shape[1] + 4, case.q.shape[2]), math.nan)
+        fused[:, 2:-2] = case.q
+        case.q = fused[:, 2:-2]
+        check_batch(backend, case)
+    return len(HEADS)
+
+
+def splits(backend: Any) -> int:
+    """Decodes of very unlike lengths: some splits of the short ones have no keys."""
+    num_splits = []
+    original = backend._num_splits
+    backend._num_splits = lambda *args: num_splits.append(original(*args)) or num_splits[-1]
+    for seed in range(3):
+        case = Case(seed, 3, "layer_first", torch.float32, q_lens=(1,) * 3, max_prefix=(300, 900, 1400)[seed])
+        check_batch(backend, case)
+        check_partials(backend, case)
+    assert max(num_splits) > 3, num_splits
+    return 3
+
+
+def edges(backend: Any) -> int:
+    view = make_view("layer_first", 4, 1, 2, 8, torch.float32)
+    empty = KVSegment(torch.empty(0, dtype=torch.int64), 0)
+    for rows in (1, 3):
+        q = torch.randn(rows, 4, 8)
+        out, lse = backend.partial(q, view, empty, 1.0)
+        assert torch.equal(out, torch.zeros(rows, 4, 8)) and bool((lse == -math.inf).all()), (out, lse)
+    q = torch.randn(4, 4, 8)
+    assert torch.equal(
+        backend.forward(q, view, [[empty], [], []], AttentionMetadata((2, 1, 1), 1.0)), torch.zeros(4, 4, 8)
+    )
+    assert backend.forward(q[:0], view, [], AttentionMetadata((), 1.0)).shape == (0, 4, 8)
+    # The same list object, refilled in place: an id() would not notice.
+    a, b = (Case(seed, 1, "layer_first", torch.float32, q_lens=(1, 5)) for seed in (1, 2))
+    segments = list(a.segments)
+    backend.forward(a.q, a.view, segments, a.meta)
+    segments[:] = b.segments
+    got = backend.forward(b.q, b.view, segments, b.meta)
+    assert (got.double() - torch.cat(b.want)).abs().max() < 2e-6
+    return 5
+
+
+def engine(backend: Any) -> int:
+    """A whole engine, on the CPU: what is computed, found, loaded and streamed ends in the same greedy tokens."""
+    import tempfile
+
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.managers.layer_streaming import LayerStreamConfig
+    from sglang.srt.model_loader.loader import load_model
+    from sglang.srt.sampling.sampling_params import SamplingParams
+    from sglang.test.local_engine import LocalEngine
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+    )
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(3, 97, n).astype(np.int32) for n in (40, 90, 61)]
+    params = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True, sampling_seed=0)
+    with tempfile.TemporaryDirectory() as path:
+        LlamaForCausalLM(config).save_pretrained(path)
+        model_config = ModelConfig.from_pretrained(path, dtype="float32")
+        answers = []
+        for each in (TorchNativeAttnBackend(), backend):
+            model = load_model(model_config, "auto", each, quiet=True)
+            local = LocalEngine(
+                model_config,
+                num_device_pages=20,
+                num_host_pages=120,
+                page_size=4,
+                model=model,
+                layer_stream=LayerStreamConfig(2, 3),
+                chunked_prefill_size=32,
+            )
+            answers.append([[list(a.tokens) for a in local.generate([p], params)] for p in prompts * 2])
+            counters = local.scheduler.state()["counters"]
+            assert counters["streamed_reqs"] > 0 and counters["load_back_tokens"] > 0, counters
+            local.close()
+        assert answers[0] == answers[1], answers
+    return len(answers[0])
+
+
+def main() -> None:
+    from sglang.srt.layers.attention.triton_backend import Tiles, TritonAttnBackend
+
+    torch.set_num_threads(1)
+    # Small tiles: several of them, with tails in both directions.
+    backend = TritonAttnBackend(Tiles(extend_queries=16, extend_keys=16, decode_keys=32), num_sms=24)
+    what = sys.argv[1]
+    print(f"{globals()[what](backend)} {what} are right")
+
+
+if __name__ == "__main__":
+    main()
