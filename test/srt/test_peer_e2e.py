@@ -70,12 +70,14 @@ def metrics(server: Server) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strict", [False, True], ids=["mapped", "strict"])
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_what_is_lent_is_used_and_given_back(tp_size: int, tmp_path: Path) -> None:
+def test_what_is_lent_is_used_and_given_back(tp_size: int, strict: bool, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     endpoint = f"ipc://{tmp_path}/peers"
+    shape = (1, 8, 4, 32)
     workers = [
-        LentMemory(of_rank(endpoint, rank), tmp_path, NUM_SLABS, 1 << 20, 4096, (1, 8, 4, 32), torch.bfloat16)
+        LentMemory(of_rank(endpoint, rank), tmp_path, NUM_SLABS, 1 << 20, 4096, shape, torch.bfloat16, strict=strict)
         for rank in range(tp_size)
     ]
     with Server(*FLAGS.split(), "--peer-endpoint", endpoint, "--tp-size", str(tp_size)) as server:
