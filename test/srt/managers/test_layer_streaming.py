@@ -10,6 +10,7 @@ from test_equality import model as model
 from sglang.srt.managers.layer_streaming import LayerStreamConfig
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.transfer import P2D, Tier
+from sglang.srt.model_executor.launch import LaunchMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.local_engine import LocalEngine
 from sglang.test.two_ranks import TwoRanks
@@ -179,6 +180,29 @@ def test_others_run_beside_it(model: Model):
     for prompt, answer, n in zip(batch, engine.generate(batch, params, after_step=look), lengths):
         model.check(prompt, answer, n)
     assert counters(engine)["streamed_reqs"] >= 2 and max(most) > 1
+    check_memory(model, engine)
+
+
+@pytest.mark.parametrize("num_tokens", [30, 60, 90])
+def test_who_comes_while_it_decodes_need_not_wait_for_its_end(model: Model, num_tokens: int):
+    """It has filled the device again after its prompt, and gives that up for a short request."""
+    engine = streaming(model, tokens=160)
+    long, short = prompts(27, [170, num_tokens])
+    shorts, num_decodes = [], 0
+
+    def look(decision) -> None:
+        nonlocal num_decodes
+        if decision.launch is None or decision.launch.mode != LaunchMode.DECODE:
+            return
+        num_decodes += 1
+        if num_decodes == 20:
+            shorts.extend(engine.generate([short], greedy(4)))
+            assert engine.scheduler.streaming.req is not None, "the long one has ended first"
+
+    (answer,) = engine.generate([long], greedy(60), after_step=look)
+    model.check(long, answer, 60)
+    model.check(short, shorts[0], 4)
+    assert counters(engine)["demoted_tokens"] > 0 and "retracted_reqs" not in counters(engine)
     check_memory(model, engine)
 
 

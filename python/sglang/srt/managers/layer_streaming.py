@@ -183,6 +183,20 @@ class LayerStreaming:
         # Once something is swapped, the host takes nothing more: not for want of room that comes by itself.
         return (not self.num_beside and self._host_is_busy(done)) or self._swap_out(upto, done)
 
+    def give_way(self, num_pages: int, last_launch: int) -> None:
+        """Give up so many device pages for others, of those that the host has as well."""
+        assert self.req is not None and self.req.hold is not None
+        for node in reversed(self._tree.path_of(self.req.hold.receipt.node)):
+            if num_pages <= 0 or node.lock > 1:
+                break
+            if node.frames[Tier.DEVICE] is None:
+                continue
+            is_on_its_way = any(node.tickets[tier] is not None for tier in (Tier.DEVICE, Tier.HOST))
+            if is_on_its_way or node.frames[Tier.HOST] is None:
+                break
+            num_pages -= self._demote_node(node, num_pages, last_launch)
+        self._start = min(self._start, self._layout().start)
+
     def spill(self, upto: int, now: int, done: int) -> bool:
         """Begin to move HELD pages before token `upto` to the host; False if none can go, or are going already. now:
         the next launch."""
@@ -406,9 +420,12 @@ class LayerStreaming:
                 # The host has no room for it: it can only go as the request's own.
                 self._take_back(node, last_launch)
                 continue
-            n = min(num_pages, len(node.key) // self._page)
-            self._controller.demote(node, n * self._page, last_launch)
-            self.counters["demoted_tokens"] += n * self._page
-            num_pages -= n
+            num_pages -= self._demote_node(node, num_pages, last_launch)
         self._start = min(self._start, self._layout().start)
         return num_pages < before
+
+    def _demote_node(self, node: Node, num_pages: int, last_launch: int) -> int:
+        n = min(num_pages, len(node.key) // self._page)
+        self._controller.demote(node, n * self._page, last_launch)
+        self.counters["demoted_tokens"] += n * self._page
+        return n

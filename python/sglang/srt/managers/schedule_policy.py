@@ -36,18 +36,18 @@ class Admission:
     was_retracted: bool
 
 
-def may_admit(req: Admission, available: int, reserve: int, worst_reserve: int, anything_active: bool) -> bool:
-    """Whether a request may start.
+def pages_to_admit(req: Admission, reserve: int, worst_reserve: int, anything_active: bool) -> int:
+    """How many pages must be available for a request to start.
 
     A request that was retracted comes back only when its worst case and everybody's fit, so that it is not retracted
     again and again; each request is thus readmitted at most once on a guess. With nothing active anything that fits
     the pool may start, and the oldest request is never retracted, so some request always ends.
     """
     if not anything_active:
-        return req.need <= available
+        return req.need
     if req.was_retracted:
-        return req.need + req.own_future + worst_reserve <= available
-    return req.need + reserve + 1 <= available
+        return req.need + req.own_future + worst_reserve
+    return req.need + reserve + 1
 
 
 def choose_victim(orders: Sequence[int]) -> int:

@@ -60,8 +60,8 @@ from sglang.srt.managers.schedule_policy import (
     chunk_of,
     decode_reserve,
     front_to_recompute,
-    may_admit,
     pages_for,
+    pages_to_admit,
     waits_for_load,
 )
 from sglang.srt.managers.slab_ledger import SlabLedger
@@ -872,6 +872,7 @@ class Scheduler:
             # What others have loaded ahead may be what it lacks.
             others = [r for r in self.waiting if r is not first]
             if not self._take_back_preloads(others) or not self._may_start(first, match):
+                self._give_way(first, match)
                 return
         if self.host is None or not self.config.load_ratio:
             yield from ((r, False) for r in ready)
@@ -1081,10 +1082,20 @@ class Scheduler:
 
     def _may_start(self, req: Req, match: MatchResult) -> bool:
         """Whether memory and the other requests permit a waiting request to start."""
-        page = self.page_size
         active = self.active()
         if active and max(req.num_failures, active[0].num_failures) >= FAILURES_OF_A_SUSPECT:
             return False
+        if self._must_stream(req):
+            assert self.streaming is not None
+            if self.streaming.req is not None:
+                return False
+        elif self._fills_too_much(match):
+            return False
+        return self._lacking_pages(req, match) <= 0
+
+    def _lacking_pages(self, req: Req, match: MatchResult) -> int:
+        """By how many pages the device has too little room for a waiting request to start."""
+        page = self.page_size
         available = self.device.num_free + self.tree.evictable_pages(Tier.DEVICE)
         if self.prefilling is not None:
             available -= self._pages_of_rest(self.prefilling)
@@ -1092,27 +1103,22 @@ class Scheduler:
             # It takes no more than there is, and shrinks for others.
             assert self.streaming is not None
             need = self.streaming.headroom
-            if self.streaming.req is not None:
-                return False
         else:
             need = pages_for(req.num_known, page) - match.device_len // page
             available -= self.tree.evictable_pages_in(match)
-            if self._fills_too_much(match):
-                return False
-        if need > available:
-            return False
+        active = self.active()
         futures = [self._future(r) for r in active]
-        return may_admit(
+        wanted = pages_to_admit(
             Admission(
                 need=need,
                 own_future=pages_for(self._future(req), page),
                 was_retracted=req.num_retractions > 0,
             ),
-            available,
             reserve=decode_reserve(futures, self.config.new_token_ratio, page),
             worst_reserve=decode_reserve(futures, 1.0, page),
             anything_active=bool(active),
         )
+        return wanted - available
 
     def _fills_too_much(self, match: MatchResult) -> bool:
         """Whether loads would be filling too large a share of the device."""
@@ -1399,6 +1405,16 @@ class Scheduler:
             num_pages = max(num_pages, streaming.headroom)
         return streaming.make_room(num_pages, self.next_launch, self.exec_done)
 
+    def _give_way(self, req: Req, match: MatchResult) -> None:
+        """The request that streams shrinks for one that waits, and that would wait for its end otherwise."""
+        streaming = self.streaming
+        if streaming is None or streaming.req is None or self._must_stream(req):
+            return
+        # What others have given up comes by itself.
+        lacking = self._lacking_pages(req, match) - self.device.counts[FrameState.DOOMED]
+        if lacking > 0:
+            streaming.give_way(lacking, self.last_launch)
+
     def _stream_extend(self, build: _ExtendBuilder, req: Req) -> None:
         """A chunk of the request that streams has got its pages: make room for the one after the next, and say what
         the launch waits for."""
@@ -1429,10 +1445,14 @@ class Scheduler:
             return
         futures = [self._future(r) for r in self.active() if r is not streaming.req]
         reserve = decode_reserve(futures, self.config.new_token_ratio, self.page_size)
-        reserve += streaming.headroom if streaming.req is self.prefilling else self._tail_pages(streaming.req)
+        # A decode grows by little, and what it may need is in its reserve: an eighth is as much as it gives up at once.
+        prefills, at_least = streaming.req is self.prefilling, streaming.chunk_pages
+        reserve += streaming.headroom if prefills else self._tail_pages(streaming.req)
         spare = self.device.num_free + self.tree.evictable_pages(Tier.DEVICE) - reserve
         spare = min(spare, streaming.chunk_pages)
-        if spare < min(streaming.chunk_pages, streaming.hole // self.page_size):
+        if not prefills:
+            at_least = 1 + at_least // 8
+        if spare < min(at_least, streaming.hole // self.page_size):
             return
         nodes = streaming.to_promote(spare)
         num_pages = sum(len(node.key) for node in nodes) // self.page_size
@@ -1489,7 +1509,7 @@ class Scheduler:
         if self.prefilling is not None:
             pages += self._pages_to(self.prefilling, self.prefilling.num_known)
         if self.waiting:
-            # One more than it may fill, as in `may_admit`.
+            # One more than it may fill, as in `pages_to_admit`.
             pages += pages_for(max([r.max_len for r in self.waiting]), page) + 1
         return pages
 
