@@ -261,6 +261,8 @@ class Scheduler:
         self._held_up: dict[Req, None] = {}
         self._awaited: dict[Ticket, None] = {}
         self._needs_no_load: bool | None = None
+        # The last launch when the request that streams gave up pages for others.
+        self._gave_way = -1
         # Page runs for slots whose launch is already built; they go out with the next one.
         self._page_runs: list[PageRun] = []
         self._outputs: list[TokenOutput] = []
@@ -718,6 +720,9 @@ class Scheduler:
             if launch is not None:
                 return launch
         self._decode_owed = False
+        if self.waiting and self.exec_done <= self._gave_way:
+            # Launches under way still read what was given up for those who wait; one more would only be before them.
+            return None
         num_running = len(self.running)
         launch = self._decode()
         if launch is None and num_running and not self.running:
@@ -872,7 +877,7 @@ class Scheduler:
             # What others have loaded ahead may be what it lacks.
             others = [r for r in self.waiting if r is not first]
             if not self._take_back_preloads(others) or not self._may_start(first, match):
-                self._give_way(first, match)
+                self._give_way(first, match, ready[1:])
                 return
         if self.host is None or not self.config.load_ratio:
             yield from ((r, False) for r in ready)
@@ -1405,15 +1410,21 @@ class Scheduler:
             num_pages = max(num_pages, streaming.headroom)
         return streaming.make_room(num_pages, self.next_launch, self.exec_done)
 
-    def _give_way(self, req: Req, match: MatchResult) -> None:
-        """The request that streams shrinks for one that waits, and that would wait for its end otherwise."""
+    def _give_way(self, first: Req, match: MatchResult, others: list[Req]) -> None:
+        """The request that streams shrinks for one that waits, and that would wait for its end otherwise; and for
+        those others that a launch could take along."""
         streaming = self.streaming
-        if streaming is None or streaming.req is None or self._must_stream(req):
+        if streaming is None or streaming.req is None or self._must_stream(first):
             return
+        ratio, page = self.config.new_token_ratio, self.page_size
+        needs = (pages_for(r.num_known + int(ratio * self._future(r)), page) for r in others)
+        along = sum(need for need in needs if need < streaming.chunk_pages)
+        lacking = self._lacking_pages(first, match) + min(along, streaming.chunk_pages)
         # What others have given up comes by itself.
-        lacking = self._lacking_pages(req, match) - self.device.counts[FrameState.DOOMED]
+        lacking -= self.device.counts[FrameState.DOOMED]
         if lacking > 0:
             streaming.give_way(lacking, self.last_launch)
+            self._gave_way = self.last_launch
 
     def _stream_extend(self, build: _ExtendBuilder, req: Req) -> None:
         """A chunk of the request that streams has got its pages: make room for the one after the next, and say what
@@ -1445,7 +1456,7 @@ class Scheduler:
             return
         futures = [self._future(r) for r in self.active() if r is not streaming.req]
         reserve = decode_reserve(futures, self.config.new_token_ratio, self.page_size)
-        # A decode grows by little, and what it may need is in its reserve: an eighth is as much as it gives up at once.
+        # A decode grows by little, and what it may need is reserved. An eighth is as much as it gives up at once.
         prefills, at_least = streaming.req is self.prefilling, streaming.chunk_pages
         reserve += streaming.headroom if prefills else self._tail_pages(streaming.req)
         spare = self.device.num_free + self.tree.evictable_pages(Tier.DEVICE) - reserve
