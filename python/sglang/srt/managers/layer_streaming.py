@@ -183,9 +183,10 @@ class LayerStreaming:
         # Once something is swapped, the host takes nothing more: not for want of room that comes by itself.
         return (not self.num_beside and self._host_is_busy(done)) or self._swap_out(upto, done)
 
-    def give_way(self, num_pages: int, last_launch: int) -> None:
-        """Give up so many device pages for others, of those that the host has as well."""
+    def give_way(self, num_pages: int, last_launch: int) -> bool:
+        """Give up so many device pages for others, of those that the host has as well. False if there are none."""
         assert self.req is not None and self.req.hold is not None
+        before = num_pages
         for node in reversed(self._tree.path_of(self.req.hold.receipt.node)):
             if num_pages <= 0 or node.lock > 1:
                 break
@@ -196,6 +197,7 @@ class LayerStreaming:
                 break
             num_pages -= self._demote_node(node, num_pages, last_launch)
         self._start = min(self._start, self._layout().start)
+        return num_pages < before
 
     def spill(self, upto: int, now: int, done: int) -> bool:
         """Begin to move HELD pages before token `upto` to the host; False if none can go, or are going already. now:

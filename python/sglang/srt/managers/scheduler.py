@@ -1414,16 +1414,19 @@ class Scheduler:
         """The request that streams shrinks for one that waits, and that would wait for its end otherwise; and for
         those others that a launch could take along."""
         streaming = self.streaming
-        if streaming is None or streaming.req is None or self._must_stream(first):
+        if streaming is None or streaming.req is None:
             return
-        ratio, page = self.config.new_token_ratio, self.page_size
-        needs = (pages_for(r.num_known + int(ratio * self._future(r)), page) for r in others)
-        along = sum(need for need in needs if need < streaming.chunk_pages)
-        lacking = self._lacking_pages(first, match) + min(along, streaming.chunk_pages)
+        lacking = self._lacking_pages(first, match)
+        if lacking <= 0:
+            return
+        along = 0
+        for req in others:
+            along += pages_for(req.num_known + int(self.config.new_token_ratio * self._future(req)), self.page_size)
+            if along >= streaming.chunk_pages:
+                break
         # What others have given up comes by itself.
-        lacking -= self.device.counts[FrameState.DOOMED]
-        if lacking > 0:
-            streaming.give_way(lacking, self.last_launch)
+        lacking += min(along, streaming.chunk_pages) - self.device.counts[FrameState.DOOMED]
+        if streaming.give_way(lacking, self.last_launch):
             self._gave_way = self.last_launch
 
     def _stream_extend(self, build: _ExtendBuilder, req: Req) -> None:
