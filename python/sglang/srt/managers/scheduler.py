@@ -1459,13 +1459,12 @@ class Scheduler:
             return
         futures = [self._future(r) for r in self.active() if r is not streaming.req]
         reserve = decode_reserve(futures, self.config.new_token_ratio, self.page_size)
-        # A decode grows by little, and what it may need is reserved. An eighth is as much as it gives up at once.
-        prefills, at_least = streaming.req is self.prefilling, streaming.chunk_pages
+        prefills = streaming.req is self.prefilling
         reserve += streaming.headroom if prefills else self._tail_pages(streaming.req)
         spare = self.device.num_free + self.tree.evictable_pages(Tier.DEVICE) - reserve
         spare = min(spare, streaming.chunk_pages)
-        if not prefills:
-            at_least = 1 + at_least // 8
+        # A decode grows by little, and what it may need is reserved. An eighth is as much as it gives up at once.
+        at_least = streaming.chunk_pages if prefills else 1 + streaming.chunk_pages // 8
         if spare < min(at_least, streaming.hole // self.page_size):
             return
         nodes = streaming.to_promote(spare)
