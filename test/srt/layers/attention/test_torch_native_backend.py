@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from functools import reduce
 
 import pytest
 import torch
-from attention_cases import LAYOUTS, Case, make_view
+from attention_cases import LAYOUTS, Case, check_batch, check_partials, make_view
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.layers.attention.merge_state import merge_state
@@ -22,12 +21,7 @@ from sglang.srt.mem_cache.kv_view import KVSegment
 def test_random_batches(page_size, layout, dtype):
     backend = TorchNativeAttnBackend()
     for seed in range(12):
-        case = Case(seed, page_size, layout, dtype)
-        for _ in range(2):  # the second call runs from the cached plan
-            got = backend.forward(case.q, case.view, case.segments, case.meta)
-            assert got.shape == case.q.shape and got.dtype == dtype and got.is_contiguous()
-            error = (got.double() - torch.cat(case.want)).abs().max().item()
-            assert error < case.tolerance(), f"seed {seed}: off by {error}"
+        check_batch(backend, Case(seed, page_size, layout, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -35,16 +29,7 @@ def test_random_batches(page_size, layout, dtype):
 def test_partials_merge_to_the_whole(page_size, dtype):
     backend = TorchNativeAttnBackend()
     for seed in range(12):
-        case = Case(seed, page_size, "block_major", dtype)
-        row = 0
-        for q_len, segments, want, want_lse in zip(case.q_lens, case.segments, case.want, case.want_lse):
-            q = case.q[row : row + q_len]
-            row += q_len
-            parts = [backend.partial(q, case.view, segment, case.scale) for segment in segments]
-            assert all(o.dtype == lse.dtype == torch.float32 for o, lse in parts)
-            out, lse = reduce(lambda a, b: merge_state(*a, *b), parts)
-            assert (out.double() - want).abs().max() < case.tolerance(), f"seed {seed}"
-            assert (lse.double() - want_lse).abs().max() < case.tolerance(), f"seed {seed}"
+        check_partials(backend, Case(seed, page_size, "block_major", dtype))
 
 
 def test_decode_batches_of_very_unlike_lengths():

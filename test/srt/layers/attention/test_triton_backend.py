@@ -11,17 +11,15 @@ import math
 import os
 import subprocess
 import sys
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from attention_cases import LAYOUTS, Case, make_view
+from attention_cases import LAYOUTS, Case, check_batch, check_partials, make_view
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
-from sglang.srt.layers.attention.merge_state import merge_state
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView
 
 TRITON = importlib.util.find_spec("triton") is not None
@@ -130,27 +128,6 @@ def on_gpu(case: Case) -> Case:
 
 
 # -- under the interpreter, and on a GPU ---------------------------------------------------------------------------
-
-
-def check_batch(backend: Any, case: Case) -> None:
-    for _ in range(2):  # the second call runs from the cached plan
-        got = backend.forward(case.q, case.view, case.segments, case.meta)
-        assert got.shape == case.q.shape and got.dtype == case.q.dtype and got.is_contiguous()
-        error = (got.double() - torch.cat(case.want)).abs().max().item()
-        assert error < case.tolerance(), f"{case.name}: off by {error}"
-
-
-def check_partials(backend: Any, case: Case) -> None:
-    row = 0
-    for q_len, segments, want, want_lse in zip(case.q_lens, case.segments, case.want, case.want_lse):
-        q = case.q[row : row + q_len]
-        row += q_len
-        parts = [backend.partial(q, case.view, segment, case.scale) for segment in segments]
-        assert all(o.dtype == lse.dtype == torch.float32 for o, lse in parts)
-        out, lse = reduce(lambda a, b: merge_state(*a, *b), parts)
-        for got, right in ((out, want), (lse, want_lse)):
-            error = (got.double() - right).abs().max().item()
-            assert error < case.tolerance(), f"{case.name}: off by {error}"
 
 
 def batches(backend: Any) -> int:

@@ -83,6 +83,34 @@ def _attend(
 
 
 @triton.jit
+def _attend_all(
+    q,
+    keys,
+    visible,
+    first,
+    unmasked_end,
+    end,
+    scale,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Keys first..end, of which all queries see those before unmasked_end. Returns out (BLOCK_M, BLOCK_D) and lse
+    (BLOCK_M,) of base 2, float32; 0 and -inf where there are no keys."""
+    state = (
+        tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
+        tl.full((BLOCK_M,), -float("inf"), tl.float32),
+        tl.zeros((BLOCK_M,), tl.float32),
+    )
+    state = _attend(q, state, keys, visible, first, unmasked_end, scale, PAGE_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, False)
+    state = _attend(q, state, keys, visible, unmasked_end, end, scale, PAGE_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True)
+    acc, highest, total = state
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None], highest + tl.log2(total)
+
+
+@triton.jit
 def extend_kernel(
     q_ptr,
     k_ptr,
@@ -142,24 +170,17 @@ def extend_kernel(
         v_page_stride,
         v_token_stride,
     )
-    state = (
-        tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
-        tl.full((BLOCK_M,), -float("inf"), tl.float32),
-        tl.zeros((BLOCK_M,), tl.float32),
-    )
     visible = before + m + 1
     # Whole blocks that all these queries see, then the rest.
     seen_by_all = tl.minimum(kv_len, before + first + 1) // BLOCK_N * BLOCK_N
     end = tl.minimum(kv_len, before + first + BLOCK_M)
-    state = _attend(q, state, keys, visible, 0, seen_by_all, scale, PAGE_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, False)
-    state = _attend(q, state, keys, visible, seen_by_all, end, scale, PAGE_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True)
-    acc, highest, total = state
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out, lse = _attend_all(
+        q, keys, visible, 0, seen_by_all, end, scale, PAGE_SIZE, HEAD_DIM, BLOCK_M, BLOCK_D, BLOCK_N
+    )
     out_rows = (rows * num_heads + head) * HEAD_DIM
     tl.store(out_ptr + out_rows[:, None] + d[None, :], out, mask=mask)
     if HAS_LSE:
-        lse = (highest + tl.log2(total)) * _LN_2
-        tl.store(lse_ptr + rows * num_heads + head, lse, mask=m_mask)
+        tl.store(lse_ptr + rows * num_heads + head, lse * _LN_2, mask=m_mask)
 
 
 @triton.jit
@@ -224,20 +245,12 @@ def decode_kernel(
         v_page_stride,
         v_token_stride,
     )
-    state = (
-        tl.zeros((BLOCK_H, BLOCK_D), tl.float32),
-        tl.full((BLOCK_H,), -float("inf"), tl.float32),
-        tl.zeros((BLOCK_H,), tl.float32),
-    )
     visible = tl.zeros((BLOCK_H,), tl.int32) + kv_len
     whole = tl.maximum(first, first + (end - first) // BLOCK_N * BLOCK_N)
-    state = _attend(q, state, keys, visible, first, whole, scale, PAGE_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, False)
-    state = _attend(q, state, keys, visible, whole, end, scale, PAGE_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True)
+    out, lse = _attend_all(q, keys, visible, first, whole, end, scale, PAGE_SIZE, HEAD_DIM, BLOCK_H, BLOCK_D, BLOCK_N)
     place = (index * num_heads + heads) * num_splits + split
-    acc, highest, total = state
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out_ptr + place[:, None] * HEAD_DIM + d[None, :], out, mask=mask)
-    tl.store(lse_ptr + place, highest + tl.log2(total), mask=h_mask)
+    tl.store(lse_ptr + place, lse, mask=h_mask)
 
 
 @triton.jit
