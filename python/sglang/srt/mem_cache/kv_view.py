@@ -6,8 +6,11 @@ none of them knows which tier a page came from.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import overload
 
+import numpy as np
 import torch
 
 
@@ -40,6 +43,52 @@ class KVSegment:
     length: int
     causal: bool = False
     skip: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class PagedSegments(Sequence[list[KVSegment]]):
+    """The segments of a batch as arrays, for backends that work on all requests at once. Request i attends to the
+    first kv_lens[i] tokens of the pages table[starts[i]:], of which its queries are the last q_lens[i]; kv_lens[i] is
+    0 where all its keys come from elsewhere. As a sequence it is what any other batch is: a list of `KVSegment`s per
+    request, made when first asked for.
+
+    table: pages of many requests, integers, on the device. starts, kv_lens, q_lens: (num_reqs,) int64 numpy.
+    device_starts, device_kv_lens: the same (num_reqs,) int64 on the table's device. Whoever captures a CUDA graph of
+    a decode writes to them, and to table, before each replay; q_lens never change.
+    """
+
+    table: torch.Tensor
+    page_size: int
+    starts: np.ndarray
+    kv_lens: np.ndarray
+    q_lens: np.ndarray
+    device_starts: torch.Tensor
+    device_kv_lens: torch.Tensor
+    _lists: list[list[KVSegment]] = field(default_factory=list, init=False, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @overload
+    def __getitem__(self, index: int) -> list[KVSegment]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[list[KVSegment]]: ...
+    def __getitem__(self, index: int | slice) -> list[KVSegment] | list[list[KVSegment]]:
+        if len(self._lists) != len(self):
+            per_req = zip(self.starts.tolist(), self.kv_lens.tolist(), self.q_lens.tolist())
+            self._lists[:] = [self._segments(*each) for each in per_req]
+        return self._lists[index]
+
+    def _segments(self, start: int, kv_len: int, q_len: int) -> list[KVSegment]:
+        def run(first: int, end: int, causal: bool) -> KVSegment:
+            page = self.page_size
+            pages = self.table[start + first // page : start - (-end // page)]
+            return KVSegment(pages, end - first, causal, first % page)
+
+        if q_len <= 1:
+            return [run(0, kv_len, False)] if kv_len else []
+        before = kv_len - q_len
+        return [run(0, before, False)] * (before > 0) + [run(before, kv_len, True)] * (kv_len > 0)
 
 
 def segment_slots(segments: list[KVSegment], page_size: int) -> list[torch.Tensor]:

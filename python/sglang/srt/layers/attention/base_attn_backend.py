@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from sglang.srt.mem_cache.kv_view import KVSegment, KVView
+from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class BatchKey:
     q_lens: tuple[int, ...]
 
     @classmethod
-    def of(cls, segments: list[list[KVSegment]], page_size: int, q_lens: tuple[int, ...]) -> BatchKey:
+    def of(cls, segments: Sequence[list[KVSegment]], page_size: int, q_lens: tuple[int, ...]) -> BatchKey:
         assert len(segments) == len(q_lens), f"{len(segments)} requests, {len(q_lens)} query lengths"
         for of_req, q_len in zip(segments, q_lens):
             assert not any(segment.causal for segment in of_req[:-1]), "only the last segment may be causal"
@@ -40,7 +41,7 @@ class BatchKey:
                 assert of_req[-1].length == q_len, "a causal segment's tokens are the queries"
         return cls(tuple(tuple(of_req) for of_req in segments), page_size, q_lens)
 
-    def matches(self, segments: list[list[KVSegment]], page_size: int, q_lens: tuple[int, ...]) -> bool:
+    def matches(self, segments: Sequence[list[KVSegment]], page_size: int, q_lens: tuple[int, ...]) -> bool:
         if page_size != self.page_size or q_lens != self.q_lens or len(segments) != len(self.segments):
             return False
         return all(
@@ -51,7 +52,7 @@ class BatchKey:
 
 class AttentionBackend(Protocol):
     def forward(
-        self, q: torch.Tensor, view: KVView, segments: list[list[KVSegment]], meta: AttentionMetadata
+        self, q: torch.Tensor, view: KVView, segments: Sequence[list[KVSegment]], meta: AttentionMetadata
     ) -> torch.Tensor:
         """Attention of a batch; every request attends to all its segments, merged by log-sum-exp.
 
@@ -59,6 +60,12 @@ class AttentionBackend(Protocol):
         request. Returns (num_tokens, num_q_heads, head_dim) in q's dtype. The KV of the batch's own tokens is
         already in the pool.
         """
+        ...
+
+    def before_replay(self, segments: PagedSegments) -> None:
+        """A CUDA graph that a decode's `forward` was captured in is about to be replayed with what segments holds
+        now, the numpy arrays too. What is captured reads kv_lens, starts and table on the device and nothing of them
+        on the host; who plans on the host does so again here."""
         ...
 
     def partial(

@@ -10,13 +10,14 @@ on the values and the batch alone, never on which frames held them.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey
 from sglang.srt.layers.attention.merge_state import merge_state
-from sglang.srt.mem_cache.kv_view import KVSegment, KVView, segment_slots
+from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments, segment_slots
 
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -126,7 +127,7 @@ class TorchNativeAttnBackend:
         self._plan: _Plan | None = None
 
     def forward(
-        self, q: torch.Tensor, view: KVView, segments: list[list[KVSegment]], meta: AttentionMetadata
+        self, q: torch.Tensor, view: KVView, segments: Sequence[list[KVSegment]], meta: AttentionMetadata
     ) -> torch.Tensor:
         """q: (num_tokens, num_q_heads, head_dim). Returns the same shape and dtype, contiguous."""
         plan = self._plan
@@ -146,6 +147,9 @@ class TorchNativeAttnBackend:
         for start, end in plan.empty:
             out[start:end] = 0
         return out
+
+    def before_replay(self, segments: PagedSegments) -> None:
+        """There are no CUDA graphs on the CPU."""
 
     def partial(
         self, q: torch.Tensor, view: KVView, segment: KVSegment, scale: float
@@ -212,7 +216,7 @@ def _extend(q: torch.Tensor, view: KVView, extend: _Extend, scale: float) -> tor
     return merge_state(*states[0], *states[1])[0]
 
 
-def _build_plan(segments: list[list[KVSegment]], page_size: int, q_lens: tuple[int, ...]) -> _Plan:
+def _build_plan(segments: Sequence[list[KVSegment]], page_size: int, q_lens: tuple[int, ...]) -> _Plan:
     plan = _Plan(BatchKey.of(segments, page_size, q_lens), [], [], [])
     flat = [segment for of_req in segments for segment in of_req if segment.length > 0]
     runs = iter(segment_slots(flat, page_size)) if flat else iter(())

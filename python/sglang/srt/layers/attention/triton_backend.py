@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ import triton
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey
 from sglang.srt.layers.attention.triton_kernels import decode_kernel, extend_kernel, merge_splits_kernel
-from sglang.srt.mem_cache.kv_view import KVSegment, KVView, segment_slots
+from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments, segment_slots
 
 _LOG2_E = math.log2(math.e)
 # Of a decode's keys; each is worth a program of its own.
@@ -79,7 +80,7 @@ class TritonAttnBackend:
         self._plan: _Plan | None = None
 
     def forward(
-        self, q: torch.Tensor, view: KVView, segments: list[list[KVSegment]], meta: AttentionMetadata
+        self, q: torch.Tensor, view: KVView, segments: Sequence[list[KVSegment]], meta: AttentionMetadata
     ) -> torch.Tensor:
         """q: (num_tokens, num_q_heads, head_dim). Returns the same shape and dtype, contiguous."""
         plan = self._plan
@@ -89,6 +90,9 @@ class TritonAttnBackend:
         out = q.new_empty(q.shape)
         self._attend(q, view, plan, meta.scale, out, None)
         return out
+
+    def before_replay(self, segments: PagedSegments) -> None:
+        """Nothing is planned on the host that a graph would need."""
 
     def partial(
         self, q: torch.Tensor, view: KVView, segment: KVSegment, scale: float
