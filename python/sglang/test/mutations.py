@@ -294,10 +294,8 @@ def slot_keeps_old_pages() -> Any:
     """The page table of a slot is not replaced when a new request gets it."""
     apply = executor_module.PageTable.apply
 
-    def patched(self: Any, run: Any) -> None:
-        if run.fresh and run.slot in self._arrays:
-            return
-        apply(self, run)
+    def patched(self: Any, runs: Any, appends: Any) -> None:
+        apply(self, [run for run in runs if not (run.fresh and self._room[run.slot])], appends)
 
     return mock.patch.object(executor_module.PageTable, "apply", patched)
 
@@ -307,8 +305,8 @@ def last_token_of_wrong_slot() -> Any:
     """The token that the launch before sampled is written to the neighbour's slot."""
 
     class Rolled(torch.Tensor):
-        def __setitem__(self, key: Any, value: Any) -> None:
-            super().__setitem__((key + 1) % len(self), value)
+        def index_copy_(self, dim: int, index: Any, source: Any) -> Any:
+            return super().index_copy_(dim, (index + 1) % len(self), source)
 
     init = ModelExecutor.__init__
 

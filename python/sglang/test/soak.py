@@ -303,9 +303,8 @@ def build_rank(
             config.stream_pages,
             pool,
             sources,
-            emulator.stream("layer-stream"),
+            emulator.stream("layer-stream", RandomClock(config.seed, config.load_s)),
             config.io_backend,
-            clock=RandomClock(config.seed, config.load_s),
             seed=config.seed * 10 + rank,
             fail_rate=config.link_fail_rate / 20,
         )
@@ -316,7 +315,7 @@ def build_rank(
         config.page_size,
         1.0,
         greedy,
-        emulator.stream("compute"),
+        emulator.stream("compute", RandomClock(config.seed, config.launch_s)),
         links,
         config.max_running_requests,
         model.vocab_size,
@@ -324,7 +323,6 @@ def build_rank(
         seed=config.seed * 10 + rank,
         fail_rate=config.launch_fail_rate,
         late_rate=config.late_rate,
-        clock=RandomClock(config.seed, config.launch_s),
         layer_stream=layer_stream,
     )
     host_pool = peer_pool = store = None
@@ -354,13 +352,12 @@ def build_rank(
                 name,
                 pool,
                 other,
-                emulator.stream(name),
+                emulator.stream(name, RandomClock(config.seed, config.load_s)),
                 executor.fence,
                 io_backend=config.io_backend,
                 seed=config.seed * 100 + rank * 10 + i,
                 fail_rate=config.link_fail_rate,
                 late_rate=config.load_late_rate if name in LOAD_LINKS.values() else config.late_rate,
-                clock=RandomClock(config.seed, config.load_s),
             )
         if config.storage is not None:
             block_tokens = config.storage.block_tokens

@@ -8,6 +8,7 @@ events between streams hold, nothing else does.
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -26,13 +27,25 @@ class EmulatedEvent:
 
 
 class EmulatedStream:
-    def __init__(self, name: str, emulator: StreamEmulator) -> None:
+    """clock: what its marks are of, in seconds."""
+
+    def __init__(self, name: str, emulator: StreamEmulator, clock: Callable[[], float]) -> None:
         self.name = name
         self._emulator = emulator
+        self._clock = clock
         self._queue: deque[Callable[[], None] | EmulatedEvent] = deque()
 
     def enqueue(self, work: Callable[[], None]) -> None:
         self._queue.append(work)
+
+    def when_done(self, work: Callable[[], None]) -> None:
+        self.enqueue(work)
+
+    def mark(self) -> float:
+        return self._clock()
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
 
     def record(self) -> EmulatedEvent:
         event = EmulatedEvent()
@@ -71,8 +84,8 @@ class StreamEmulator:
         self._streams: list[EmulatedStream] = []
         self.unrecorded_waits = 0
 
-    def stream(self, name: str) -> EmulatedStream:
-        stream = EmulatedStream(name, self)
+    def stream(self, name: str, clock: Callable[[], float] = time.perf_counter) -> EmulatedStream:
+        stream = EmulatedStream(name, self, clock)
         self._streams.append(stream)
         return stream
 

@@ -322,7 +322,8 @@ def test_a_layer_is_read_while_the_next_one_is_loading():
         assert compute.can_run()
         compute.run_one()
         assert read == list(range(layer + 1)) and link.poll() == []
-    copies.run_one()
+    copies.run_one()  # the operation's end
+    copies.run_one()  # what it says of it
     assert link.poll() == [OpResult(0, True)]
 
 

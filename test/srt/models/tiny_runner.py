@@ -97,6 +97,7 @@ class TinyRunner:
             segments=segments,
             attn=AttentionMetadata(tuple(q_lens), self.config.attn_scale),
             sample_rows=torch.tensor(sample_rows, dtype=torch.int64),
+            sample_slots=torch.zeros(num, dtype=torch.int64),
             sampling=SamplingBatchInfo(
                 torch.zeros(num),
                 torch.ones(num),

@@ -85,10 +85,13 @@ class PagedSegments(Sequence[list[KVSegment]]):
             pages = self.table[start + first // page : start - (-end // page)]
             return KVSegment(pages, end - first, causal, first % page)
 
-        if q_len <= 1:
-            return [run(0, kv_len, False)] if kv_len else []
+        if not kv_len:
+            return []
+        if q_len == 1:
+            return [run(0, kv_len, False)]
         before = kv_len - q_len
-        return [run(0, before, False)] * (before > 0) + [run(before, kv_len, True)] * (kv_len > 0)
+        own = run(before, kv_len, True)
+        return [run(0, before, False), own] if before else [own]
 
 
 def segment_slots(segments: list[KVSegment], page_size: int) -> list[torch.Tensor]:

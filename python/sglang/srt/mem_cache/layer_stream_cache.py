@@ -17,10 +17,10 @@ context is bounded by what the pools below hold, not by a layer of it.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,14 +45,15 @@ class Piece:
 
 @dataclass
 class FilledPiece:
-    """A piece of one layer in its buffer, for whoever waits for `ready`. error: why it is not there. seconds: what
-    the copy took."""
+    """A piece of one layer in its buffer, for whoever waits for `ready`. error: why it is not there. began, ended:
+    marks of the cache's stream, around the copy."""
 
     view: KVView
     segment: KVSegment
     ready: Event = field(init=False)
     error: str = field(default="", init=False)
-    seconds: float = field(default=0.0, init=False)
+    began: Any = field(default=None, init=False)
+    ended: Any = field(default=None, init=False)
 
     def check(self) -> None:
         """Raises LoadFailedError if the copy failed; called on the stream, after the wait."""
@@ -64,7 +65,7 @@ class LayerStreamCache:
     """num_buffers buffers of buffer_pages pages of one layer, shaped like the device pool's.
 
     sources: the pools below; pages may come from the device's, too. stream: where copies run. rate_limits: by link,
-    as for loads. clock: seconds, for what copies take.
+    as for loads.
     """
 
     def __init__(
@@ -76,7 +77,6 @@ class LayerStreamCache:
         stream: Stream,
         io_backend: str = "auto",
         rate_limits: Mapping[str, RateLimit] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if num_buffers < 1 or buffer_pages < 1:
             raise ValueError(f"{num_buffers} buffers of {buffer_pages} pages: there has to be one, of one page")
@@ -88,7 +88,6 @@ class LayerStreamCache:
         self._device_pool = device_pool
         self._io_backend = io_backend
         self._limits = rate_limits or {}
-        self._clock = clock
         like = device_pool.view(0).k
         # (num_buffers, K and V, buffer_pages, page_size, num_kv_heads, head_dim)
         self.kv = torch.zeros(num_buffers, 2, buffer_pages, *like.shape[1:], dtype=like.dtype, device=like.device)
@@ -129,17 +128,21 @@ class LayerStreamCache:
         filled = FilledPiece(view, segment)
 
         def copy() -> None:
-            began = self._clock()
+            filled.began = self.stream.mark()
             try:
                 self._copy(layer, piece, view)
             except Exception as error:
                 # It fails the launch that reads it, not the stream.
                 filled.error = f"layer {layer} cannot be streamed: {error or type(error).__name__}"
-            filled.seconds = self._clock() - began
+            filled.ended = self.stream.mark()
 
         self.stream.enqueue(copy)
         filled.ready = self.stream.record()
         return filled
+
+    def seconds(self, filled: FilledPiece) -> float:
+        """What its copy took; not before the device is done with it."""
+        return self.stream.seconds(filled.began, filled.ended)
 
     def has_read(self, event: Event) -> None:
         """What was filled last has been read when the event passes."""

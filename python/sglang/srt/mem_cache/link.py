@@ -6,13 +6,13 @@ Owns the operations it was given until they are polled. Never decides what moves
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 from sgl_kernel.kvcacheio import KVPages, pick_backend, transfer_kv_all_layer_lf_pf, transfer_kv_per_layer_pf_lf
@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.kv_view import KVView
 from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.transfer import GateError, LoadFailedError, OpResult, Ticket, Tier, TransferOp
+from sglang.srt.utils.device import to_device
 from sglang.srt.utils.stream import Event, Stream
 
 logger = logging.getLogger(__name__)
@@ -64,10 +65,13 @@ class _Operation:
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
         self.layer_events: list[Event] = []
+        # Source and destination, while it runs.
+        self.frames: tuple[torch.Tensor, torch.Tensor] | None = None
         self.cancelled = False
         self.finished = False
         self.error = ""
-        self.began: float | None = None
+        self.began: Any = None
+        self.ended: Any = None
 
 
 class CopyGate:
@@ -90,8 +94,7 @@ class CopyGate:
 
 class CopyLink:
     """fence: launch number -> its fence, None if long over. notify: called from the stream after every operation.
-    io_backend: see `kvcacheio.pick_backend`. rate_limit: the link is no faster than that, for experiments. clock:
-    seconds, for what operations take."""
+    io_backend: see `kvcacheio.pick_backend`. rate_limit: the link is no faster than that, for experiments."""
 
     def __init__(
         self,
@@ -103,7 +106,6 @@ class CopyLink:
         notify: Callable[[], None] = lambda: None,
         io_backend: str = "auto",
         rate_limit: RateLimit | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.name = name
         self.device_pool = device_pool
@@ -114,7 +116,6 @@ class CopyLink:
         self.notify = notify
         self.io_backend = io_backend
         self.rate_limit = rate_limit
-        self._clock = clock
         self._index_device = index_device(io_backend, host_pool, device_pool.kv.device)
         self._operations: dict[int, _Operation] = {}
         self._next_seq = 0
@@ -126,19 +127,17 @@ class CopyLink:
         self._next_seq += 1
         operation = self._operations[seq] = _Operation(op.ticket)
         self._operations.pop(seq - _KEPT_OPERATIONS, None)
-        # Once per operation, not per layer.
-        src = torch.from_numpy(op.src_frames).to(self._index_device, torch.int64)
-        dst = torch.from_numpy(op.dst_frames).to(self._index_device, torch.int64)
         if op.dst == Tier.DEVICE:
             for layer in range(self.device_pool.num_layers):
-                self.stream.enqueue(partial(self._guard, operation, partial(self._load_layer, op, src, dst, layer)))
+                self._enqueue(op, operation, partial(self._load_layer, op, layer=layer))
                 operation.layer_events.append(self.stream.record())
         else:
             fence = None if op.after is None else self.fence(op.after)
             if fence is not None:
                 self.stream.wait(fence.event)
-            self.stream.enqueue(partial(self._guard, operation, partial(self._back_up, op, src, dst, fence)))
-        self.stream.enqueue(partial(self._finish, operation))
+            self._enqueue(op, operation, partial(self._back_up, op, fence=fence))
+        self.stream.enqueue(partial(self._end, operation))
+        self.stream.when_done(partial(self._finish, operation))
 
     def cancel(self, ticket: Ticket) -> None:
         operation = self._operations.get(ticket.seq)
@@ -157,6 +156,11 @@ class CopyLink:
         while self._results:
             results.append(self._results.popleft())
         return results
+
+    def _enqueue(
+        self, op: TransferOp, operation: _Operation, work: Callable[[torch.Tensor, torch.Tensor], None]
+    ) -> None:
+        self.stream.enqueue(partial(self._guard, op, operation, work))
 
     # -- on the stream ------------------------------------------------------------------------------------------
 
@@ -183,26 +187,38 @@ class CopyLink:
     def _pace(self, size_bytes: int) -> AbstractContextManager[None]:
         return self.rate_limit.transfer(size_bytes) if self.rate_limit else nullcontext()
 
-    def _guard(self, operation: _Operation, work: Callable[[], Any]) -> None:
+    def _guard(
+        self, op: TransferOp, operation: _Operation, work: Callable[[torch.Tensor, torch.Tensor], None]
+    ) -> None:
         """Run one part of an operation; an error fails the operation, not the stream."""
         if operation.began is None:
-            operation.began = self._clock()
+            operation.began = self.stream.mark()
         if operation.error:
             return
         if operation.cancelled:
             operation.error = "cancelled"
             return
         try:
-            work()
+            if operation.frames is None:
+                # Once per operation, not per layer.
+                operation.frames = self._indices(op.src_frames), self._indices(op.dst_frames)
+            work(*operation.frames)
         except LoadFailedError as error:
             operation.error = str(error)
         except Exception as error:
             logger.exception("%s failed", operation.ticket)
             operation.error = str(error) or type(error).__name__
 
+    def _indices(self, frames: np.ndarray) -> torch.Tensor:
+        return to_device(frames.astype(np.int64), self._index_device)
+
+    def _end(self, operation: _Operation) -> None:
+        operation.ended = self.stream.mark()
+        operation.frames = None
+
     def _finish(self, operation: _Operation) -> None:
         error = operation.error
-        seconds = 0.0 if operation.began is None else self._clock() - operation.began
+        seconds = 0.0 if operation.began is None else self.stream.seconds(operation.began, operation.ended)
         self._results.append(OpResult(operation.ticket.seq, ok=not error, error=error, seconds=seconds))
         operation.finished = True
         operation.layer_events = []

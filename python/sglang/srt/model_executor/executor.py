@@ -8,7 +8,6 @@ the constructor.
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
-from sglang.srt.mem_cache.kv_view import KVSegment
+from sglang.srt.mem_cache.kv_view import KVSegment, PagedSegments
 from sglang.srt.mem_cache.layer_stream_cache import FilledPiece, LayerStreamCache, Piece
 from sglang.srt.mem_cache.transfer import LayerGate, Link, LoadFailedError, Tier
 from sglang.srt.model_executor.forward_batch_info import (
@@ -29,11 +28,13 @@ from sglang.srt.model_executor.forward_batch_info import (
     KVPool,
     StreamedRequest,
 )
-from sglang.srt.model_executor.launch import Launch, LaunchMode, PageRun, SampleSpec, StreamedPrefix
+from sglang.srt.model_executor.launch import Launch, LaunchMode, SampleSpec, StreamedPrefix
+from sglang.srt.model_executor.page_table import PageTable
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
 from sglang.srt.sampling.logprobs import gather_logprobs
 from sglang.srt.sampling.penalties import PenaltyTable
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.utils.device import CPU, to_device, to_device_together
 from sglang.srt.utils.stream import Event, Stream
 
 logger = logging.getLogger(__name__)
@@ -82,10 +83,21 @@ class _Run:
     state: Any = None
     void: bool = False
     error: Exception | None = None
-    began: float = 0.0
-    waits_since: float = 0.0
-    stall_s: float = 0.0
-    stream_s: float = 0.0
+    # Marks of the stream.
+    began: Any = None
+    ended: Any = None
+    waits: list[tuple[Any, Any]] = field(default_factory=list)
+    filled: list[FilledPiece] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """What a launch tells the host, in host memory once the device is done. tokens: (num_samples,) int32. is_finite:
+    a bool, if it was asked for."""
+
+    tokens: torch.Tensor
+    logprobs: LaunchLogprobs | None
+    is_finite: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -98,43 +110,6 @@ class LaunchFence:
     @property
     def failed(self) -> bool:
         return self._run.void or self._run.error is not None
-
-
-class PageTable:
-    """slot -> frames of its pages, int64. Ragged: sized by tokens in use, not by requests times context."""
-
-    def __init__(self) -> None:
-        # The same memory twice: numpy writes single numbers ten times faster than torch.
-        self._arrays: dict[int, np.ndarray] = {}
-        self._tensors: dict[int, torch.Tensor] = {}
-
-    def apply(self, run: PageRun) -> None:
-        end = run.first_page + len(run.frames)
-        if run.fresh or run.slot not in self._arrays:
-            # Never the old array: a launch in flight may still read the slot's last owner there.
-            self._set(run.slot, np.empty(max(64, 2 * end), np.int64))
-        self._room(run.slot, end)[run.first_page : end] = run.frames
-
-    def append(self, appends: np.ndarray) -> None:
-        """appends: (3, n) int32 as in `Launch`."""
-        for slot, place, frame in appends.T.tolist():
-            self._room(slot, place + 1)[place] = frame
-
-    def pages(self, slot: int, first: int, end: int) -> torch.Tensor:
-        return self._tensors[slot][first:end]
-
-    def _room(self, slot: int, num_pages: int) -> np.ndarray:
-        array = self._arrays[slot]
-        if num_pages > len(array):
-            grown = np.empty(2 * num_pages, np.int64)
-            grown[: len(array)] = array
-            self._set(slot, grown)
-            return grown
-        return array
-
-    def _set(self, slot: int, array: np.ndarray) -> None:
-        self._arrays[slot] = array
-        self._tensors[slot] = torch.from_numpy(array)
 
 
 class _SamplingPlan:
@@ -163,7 +138,7 @@ class ModelExecutor:
     """links: where gates come from. notify: called from the stream after every launch. check_finite: fail loudly on
     a logit that is not finite; the tests' poison relies on it. lockstep: other ranks compute the same launches and
     meet this one in collectives, so that a failed or void launch must run to its end; its values are not read.
-    clock: seconds, for what launches cost. layer_stream: where streamed prefixes go through, if there are any.
+    layer_stream: where streamed prefixes go through, if there are any. device: the model's and the pool's.
     """
 
     def __init__(
@@ -180,8 +155,8 @@ class ModelExecutor:
         notify: Callable[[], None] = lambda: None,
         check_finite: bool = False,
         lockstep: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
         layer_stream: LayerStreamCache | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -194,12 +169,12 @@ class ModelExecutor:
         self.notify = notify
         self.check_finite = check_finite
         self.lockstep = lockstep
-        self._clock = clock
+        self._device = device
         self._layer_stream = layer_stream
         # What was streamed last, cut into pieces: the same in most launches, and one request streams at a time.
         self._pieces: tuple[tuple[tuple[Tier, np.ndarray], ...], list[Piece]] = ((), [])
-        self._page_table = PageTable()
-        self._last_tokens = torch.zeros(max_slots, dtype=torch.int64)
+        self._page_table = PageTable(max_slots, device)
+        self._last_tokens = torch.zeros(max_slots, dtype=torch.int64, device=device)
         self._penalties = PenaltyTable(max_slots, vocab_size)
         self._sampling_plan = _SamplingPlan((), vocab_size)
         self._next_seq = 0
@@ -226,7 +201,8 @@ class ModelExecutor:
                 self._stream_layer(run, layer)
             else:
                 stream.enqueue(partial(self._layer, run, layer))
-        stream.enqueue(partial(self._finish, run))
+        stream.enqueue(partial(self._sample, run))
+        stream.when_done(partial(self._finish, run))
         self._fences[launch.seq] = LaunchFence(stream.record(), run)
         self._fences.pop(launch.seq - _KEPT_FENCES, None)
 
@@ -270,24 +246,22 @@ class ModelExecutor:
     # -- on the stream ------------------------------------------------------------------------------------------
 
     def _prepare(self, run: _Run) -> None:
-        run.began = self._clock()
-        for page_run in run.launch.page_runs:
-            self._page_table.apply(page_run)
-        self._page_table.append(run.launch.page_appends)
+        run.began = self.stream.mark()
+        self._page_table.apply(run.launch.page_runs, run.launch.page_appends)
         for slot, said in run.launch.said:
-            self._penalties.start(slot, torch.from_numpy(said).to(torch.int64))
+            self._penalties.start(slot, to_device(said.astype(np.int64), self._device))
         if run.ends_void:
             self._void = False
         run.void = self._void
         self._guard(run, self.model.embed)
 
     def _begin_wait(self, run: _Run) -> None:
-        run.waits_since = self._clock()
+        run.waits.append((self.stream.mark(), None))
 
     def _end_wait(self, run: _Run, waited_for: Sequence[LayerGate | FilledPiece]) -> None:
         if not waited_for:
             return
-        run.stall_s += self._clock() - run.waits_since
+        run.waits[-1] = run.waits[-1][0], self.stream.mark()
         if not run.void:
             try:
                 for each in waited_for:
@@ -305,39 +279,53 @@ class ModelExecutor:
 
     def _attend(self, run: _Run, layer: int, place: int, filled: FilledPiece) -> None:
         self._end_wait(run, [filled])
-        run.stream_s += filled.seconds
+        run.filled.append(filled)
         view, segment = filled.view, filled.segment
         self._guard(run, lambda batch: self.model.attend(layer, run.state, batch, place, view, segment))
 
     def _end_layer(self, run: _Run, layer: int) -> None:
         self._guard(run, lambda batch: self.model.end_layer(layer, run.state, batch))
 
-    def _finish(self, run: _Run) -> None:
-        tokens, logprobs = b"", None
+    def _sample(self, run: _Run) -> None:
+        """The end of a launch on the device; what the host wants to see is on its way there."""
 
         def logits(batch: ForwardBatch) -> torch.Tensor | None:
             return self.model.logits(run.state, batch) if len(batch.sample_rows) else None
 
-        def sample(batch: ForwardBatch) -> tuple[bytes, LaunchLogprobs | None]:
-            if run.state is None:
-                return b"", None
-            if self.check_finite and not bool(torch.isfinite(run.state).all()):
-                raise NonFiniteLogitsError(f"launch {run.launch.seq}: a logit is not finite")
-            return self._sample(run.launch, run.state, batch)
+        def sample(batch: ForwardBatch) -> _Sampled | None:
+            return None if run.state is None else self._sampled(run.launch, run.state, batch)
 
         self._guard(run, logits)
         if run.error is None and not run.void:
             self._guard(run, sample)
         if run.error is not None:
             self._void = True
-            if isinstance(run.error, NonFiniteLogitsError):
-                raise run.error
-        elif not run.void:
-            tokens, logprobs = run.state
-        seconds = self._clock() - run.began - run.stall_s
-        failed = run.error is not None
-        self._results.append(StepResult(run.launch.seq, tokens, failed, logprobs, seconds, run.stall_s, run.stream_s))
+        run.ended = self.stream.mark()
+
+    def _finish(self, run: _Run) -> None:
+        """On the host, once the device is done."""
+        tokens, logprobs = b"", None
+        if run.error is None and not run.void and run.state is not None:
+            sampled: _Sampled = run.state
+            if sampled.is_finite is not None and not bool(sampled.is_finite):
+                raise NonFiniteLogitsError(f"launch {run.launch.seq}: a logit is not finite")
+            tokens, logprobs = sampled.tokens.numpy().tobytes(), sampled.logprobs
+        seconds = self.stream.seconds
+        stall_s = sum(seconds(begin, end) for begin, end in run.waits if end is not None)
+        stream_s = sum(self._layer_stream.seconds(filled) for filled in run.filled) if self._layer_stream else 0.0
+        self._results.append(
+            StepResult(
+                run.launch.seq,
+                tokens,
+                run.error is not None,
+                logprobs,
+                seconds(run.began, run.ended) - stall_s,
+                stall_s,
+                stream_s,
+            )
+        )
         run.batch = run.state = None
+        run.waits, run.filled = [], []
         self.notify()
 
     def _skips(self, run: _Run) -> bool:
@@ -357,82 +345,87 @@ class ModelExecutor:
         except Exception as error:
             if self.lockstep:
                 raise
-            if not isinstance(error, NonFiniteLogitsError):
-                logger.exception("launch %d failed", run.launch.seq)
+            logger.exception("launch %d failed", run.launch.seq)
             run.error = error
 
     def _forward_batch(self, launch: Launch) -> ForwardBatch:
-        page = self.page_size
+        table, page = self._page_table, self.page_size
         decode = launch.mode == LaunchMode.DECODE
-        input_ids = torch.from_numpy(launch.input_ids).to(torch.int64)
-        slots, starts, lens = launch.slots.tolist(), launch.starts.tolist(), launch.lens.tolist()
-        # What a request is without, as its page table has nothing there.
-        holes = {prefix.req: (prefix.start, prefix.end) for prefix in launch.streams}
-        segments = []
-        for i, (slot, start, length) in enumerate(zip(slots, starts, lens)):
-            hole = holes.get(i, (0, 0))
-            if decode:
-                segments.append(self._segments(slot, start + length, hole))
-                continue
-            end = start + length
-            own = KVSegment(
-                self._page_table.pages(slot, start // page, -(-end // page)), length, causal=True, skip=start % page
-            )
-            segments.append([*self._segments(slot, start, hole), own])
-        if decode:
-            positions = torch.from_numpy(launch.starts).to(torch.int64)
-            last_pages = torch.stack([s[-1].pages[-1] for s in segments])
-            out_loc = last_pages * page + positions % page
-            unknown = input_ids < 0
-            input_ids = torch.where(unknown, self._last_tokens[torch.from_numpy(launch.slots).long()], input_ids)
-            last_rows = np.arange(len(slots))
-        else:
-            positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lens)])
-            out_loc = torch.cat(
-                [
-                    (seg[-1].pages[:, None] * page + torch.arange(page)).flatten()[seg[-1].skip :][: seg[-1].length]
-                    for seg in segments
-                ]
-            )
-            last_rows = np.cumsum(launch.lens) - 1
-        streamed, row_ends = [], np.cumsum(launch.lens).tolist()
-        for prefix in launch.streams:
-            i = prefix.req
-            rows = slice(row_ends[i] - lens[i], row_ends[i])
-            streamed.append(StreamedRequest(rows, prefix.start, prefix.end, segments[i]))
-            segments[i] = []
-        ends = (launch.starts + launch.lens)[launch.samples]
+        slots, starts, lens = (each.astype(np.int64) for each in (launch.slots, launch.starts, launch.lens))
+        row_ends = np.cumsum(lens)
+        # Of each token: its place in its request.
+        positions = starts if decode else np.repeat(starts + lens - row_ends, lens) + np.arange(int(row_ends[-1]))
+        first_pages = table.starts[slots]
+        pages = table.at((first_pages if decode else np.repeat(first_pages, lens)) + positions // page)
+        kv_lens = starts + lens
+        streamed = self._streamed(launch)
+        for req in launch.streams:
+            kv_lens[req.req] = 0
+        last_rows = row_ends - 1
         wanted_rows = [last_rows[launch.samples]]
         for wanted in launch.prompt_logprobs:
-            first = int(last_rows[wanted.req]) - lens[wanted.req] + 1 + wanted.first_row
+            first = int(last_rows[wanted.req] - lens[wanted.req]) + 1 + wanted.first_row
             wanted_rows.append(np.arange(first, first + len(wanted.targets)))
+        ends = (starts + lens)[launch.samples]
+        on_device = to_device_together(
+            [
+                launch.input_ids.astype(np.int64),
+                positions,
+                pages * page + positions % page,
+                np.concatenate(wanted_rows),
+                slots,
+                first_pages,
+                kv_lens,
+                slots[launch.samples],
+                ends,
+            ],
+            self._device,
+        )
+        input_ids, positions_there, out_loc, sample_rows, slots_there, firsts, kv_lens_there, *of_samples = on_device
+        if decode:
+            input_ids = torch.where(input_ids < 0, self._last_tokens.index_select(0, slots_there), input_ids)
         return ForwardBatch(
             seq=launch.seq,
             mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND,
             input_ids=input_ids,
-            positions=positions,
+            positions=positions_there,
             out_loc=out_loc,
-            segments=segments,
-            attn=AttentionMetadata(q_lens=tuple(lens), scale=self.scale),
-            sample_rows=torch.from_numpy(np.concatenate(wanted_rows)).to(torch.int64),
-            sampling=self._sampling_info(self._plan_of(launch), ends),
+            segments=PagedSegments(table.table, page, first_pages, kv_lens, lens, firsts, kv_lens_there),
+            attn=AttentionMetadata(q_lens=tuple(lens.tolist()), scale=self.scale),
+            sample_rows=sample_rows,
+            sample_slots=of_samples[0],
+            sampling=self._sampling_info(self._plan_of(launch), of_samples[1]),
             streamed=streamed,
         )
 
-    def _segments(self, slot: int, end: int, hole: tuple[int, int]) -> list[KVSegment]:
-        """Tokens [0, end) of a slot without those in the hole, whose borders are those of pages."""
-        runs = [(0, end)] if hole[0] == hole[1] else [(0, hole[0]), (hole[1], end)]
+    def _streamed(self, launch: Launch) -> list[StreamedRequest]:
         page, table = self.page_size, self._page_table
-        return [KVSegment(table.pages(slot, a // page, -(-b // page)), b - a) for a, b in runs if a < b]
+        found, row_ends = [], np.cumsum(launch.lens).tolist()
+        for prefix in launch.streams:
+            i = prefix.req
+            slot, start, length = int(launch.slots[i]), int(launch.starts[i]), int(launch.lens[i])
+            # Without the hole, whose borders are those of pages. A single query sees all of its own segment.
+            runs = [(0, prefix.start, False), (prefix.end, start, False), (start, start + length, True)]
+            if length == 1:
+                runs[1:] = [(prefix.end, start + 1, False)]
+            segments = [
+                KVSegment(table.pages(slot, a // page, -(-b // page)), b - a, causal, a % page)
+                for a, b, causal in runs
+                if a < b
+            ]
+            found.append(
+                StreamedRequest(slice(row_ends[i] - length, row_ends[i]), prefix.start, prefix.end, segments)
+            )
+        return found
 
-    def _sampling_info(self, plan: _SamplingPlan, positions: np.ndarray) -> SamplingBatchInfo:
+    def _sampling_info(self, plan: _SamplingPlan, positions: torch.Tensor) -> SamplingBatchInfo:
         return SamplingBatchInfo(
             temperatures=plan.temperatures,
             top_ps=plan.top_ps,
             top_ks=plan.top_ks,
             min_ps=plan.min_ps,
             seeds=plan.seeds,
-            positions=torch.from_numpy(positions).to(torch.int64),
+            positions=positions,
             is_all_greedy=plan.is_all_greedy,
         )
 
@@ -442,18 +435,17 @@ class ModelExecutor:
             self._sampling_plan = _SamplingPlan(launch.sampling, self.vocab_size)
         return self._sampling_plan
 
-    def _sample(
-        self, launch: Launch, logits: torch.Tensor, batch: ForwardBatch
-    ) -> tuple[bytes, LaunchLogprobs | None]:
+    def _sampled(self, launch: Launch, logits: torch.Tensor, batch: ForwardBatch) -> _Sampled:
         """logits: (num_samples + rows of prompt_logprobs, vocab_size) float32."""
-        plan = self._plan_of(launch)
-        slots = torch.from_numpy(launch.slots[launch.samples]).to(torch.int64)
+        plan, slots = self._plan_of(launch), batch.sample_slots
         shaped = self._shape_logits(plan, logits[: len(plan.specs)], slots, batch.sampling.positions)
         next_tokens = self.sampler(shaped, batch.sampling)
-        self._last_tokens[slots] = next_tokens
+        self._last_tokens.index_copy_(0, slots, next_tokens)
         if plan.penalised:
             self._penalties.add(slots[plan.penalised], next_tokens[plan.penalised])
-        return next_tokens.to(torch.int32).numpy().tobytes(), self._logprobs(launch, plan, logits, next_tokens)
+        logprobs = self._logprobs(launch, plan, logits, next_tokens)
+        is_finite = torch.isfinite(logits).all().to("cpu", non_blocking=True) if self.check_finite else None
+        return _Sampled(next_tokens.to(torch.int32).to("cpu", non_blocking=True), logprobs, is_finite)
 
     def _shape_logits(
         self, plan: _SamplingPlan, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor

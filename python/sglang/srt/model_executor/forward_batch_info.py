@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Protocol
@@ -35,8 +36,9 @@ class ForwardBatch:
 
     input_ids, positions, out_loc: (num_tokens,) int64; out_loc is the slot `page * page_size + offset` that takes
     the token's KV. segments: per request, see `KVSegment`. sample_rows: (num_samples,) int64, the rows whose logits
-    are wanted: first those that are sampled, one entry each in `sampling`, then those of prompt log-probabilities.
-    streamed: requests that the device does not have as a whole; their lists in `segments` are empty.
+    are wanted: first those that are sampled, one entry each in `sample_slots` (which slots draw, int64) and in
+    `sampling`, then those of prompt log-probabilities. streamed: requests that the device does not have as a whole;
+    their lists in `segments` are empty.
     """
 
     seq: int
@@ -44,9 +46,10 @@ class ForwardBatch:
     input_ids: torch.Tensor
     positions: torch.Tensor
     out_loc: torch.Tensor
-    segments: list[list[KVSegment]]
+    segments: Sequence[list[KVSegment]]
     attn: AttentionMetadata
     sample_rows: torch.Tensor
+    sample_slots: torch.Tensor
     sampling: SamplingBatchInfo
     gates: list[Any] = field(default_factory=list)
     streamed: list[StreamedRequest] = field(default_factory=list)

@@ -2,15 +2,20 @@
 
 Owns the worker thread of a CPU stream. A closure that raises kills its stream: whoever polls it raises too. Work
 that may fail in an expected way catches its own errors.
+
+Work is what gives a device something to do: on a GPU (`CudaStream`) it has run when the device has been told, and the
+device is done later. What has to see the device's results on the host, or wants to know that they are there, is
+given to `when_done` instead.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Event(Protocol):
@@ -26,7 +31,12 @@ class Stream(Protocol):
     name: str
 
     def enqueue(self, work: Callable[[], None]) -> None:
-        """Run work after everything enqueued before it."""
+        """Run work after everything enqueued before it. What it starts on the device is over in the same order."""
+        ...
+
+    def when_done(self, work: Callable[[], None]) -> None:
+        """Run work on the host once the device is done with everything enqueued before. What is enqueued later does
+        not wait for it."""
         ...
 
     def record(self) -> Event:
@@ -35,6 +45,14 @@ class Stream(Protocol):
 
     def wait(self, event: Event) -> None:
         """Later work runs after the event. As in CUDA, waiting for an event that was never recorded does nothing."""
+        ...
+
+    def mark(self) -> Any:
+        """A point in time, for `seconds`. Called by work on this stream: when the device gets there, not the host."""
+        ...
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Between two marks of this stream, both of which have been passed (see `when_done`)."""
         ...
 
     def raise_if_dead(self) -> None: ...
@@ -63,23 +81,33 @@ class ThreadStream:
     def __init__(self, name: str, on_death: Callable[[], None] = lambda: None) -> None:
         self.name = name
         self._on_death = on_death
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # Work, and whether it runs on a dead stream, too: events still pass, so that nobody waits for ever.
+        self._queue: SimpleQueue[tuple[Callable[[], None], bool] | None] = SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def enqueue(self, work: Callable[[], None]) -> None:
-        self._queue.put(work)
+        self._queue.put((work, False))
 
-    def record(self) -> ThreadEvent:
+    def when_done(self, work: Callable[[], None]) -> None:
+        self.enqueue(work)
+
+    def record(self) -> Event:
         event = ThreadEvent()
-        self._queue.put(event.set)
+        self._queue.put((event.set, True))
         return event
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, ThreadEvent)
         if not event.query():
-            self._queue.put(event.synchronize)
+            self._queue.put((event.synchronize, True))
+
+    def mark(self) -> Any:
+        return time.perf_counter()
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        return end - begin
 
     def raise_if_dead(self) -> None:
         if self._error is not None:
@@ -91,12 +119,16 @@ class ThreadStream:
         self._thread.join()
 
     def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            if self._error is not None and not isinstance(getattr(work, "__self__", None), ThreadEvent):
-                continue  # dead: only events still pass, so that nobody waits for ever
-            try:
-                work()
-            except BaseException as error:  # kept for raise_if_dead
+        while (item := self._queue.get()) is not None:
+            work, always = item
+            if self._error is None or always:
+                self._try(work)
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # kept for raise_if_dead
+            if self._error is None:
                 self._error = error
                 with contextlib.suppress(Exception):
                     self._on_death()

@@ -1,0 +1,112 @@
+"""`PageTable`: where each slot's pages are. Owned by the executor, changed on its stream only.
+
+One array for all slots. A slot's pages stand one after the other from a place on that is its own, with room to grow;
+the array is as long as what is in use asks for, not slots times the longest context:
+
+    starts[slot]         starts[other]
+    |                    |
+    | 7 | 3 | 9 |  room  | 4 | 4 |      free      | ...      table
+
+On a GPU the array lies in its memory, where kernels read it, and a copy here; a launch's changes go there together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from sglang.srt.model_executor.launch import PageRun
+from sglang.srt.utils.device import to_device_together
+
+_LEAST_ROOM = 64
+
+
+class PageTable:
+    """table: (n,) pages, int64 in host memory, int32 on a GPU. starts: (max_slots,) int64 numpy, where a slot's pages
+    begin. num_places: how long the table is at first; it grows, and is then another tensor: `version` counts."""
+
+    def __init__(self, max_slots: int, device: torch.device, num_places: int = 1 << 16) -> None:
+        self.starts = np.zeros(max_slots, np.int64)
+        self.version = 0
+        self._device = device
+        # Powers of two; 0 for a slot that has had no request yet.
+        self._room = np.zeros(max_slots, np.int64)
+        self._free: defaultdict[int, list[int]] = defaultdict(list)
+        self._end = 0
+        self._pages = np.zeros(num_places, np.int64)
+        self._is_apart = device.type != "cpu"
+        self.table = torch.from_numpy(self._pages)
+        if self._is_apart:
+            self.table = torch.zeros(num_places, dtype=torch.int32, device=device)
+
+    def apply(self, runs: Sequence[PageRun], appends: np.ndarray) -> None:
+        """appends: (3, n) int32, as in `Launch`; they follow the runs."""
+        changed = []
+        for run in runs:
+            end = run.first_page + len(run.frames)
+            if run.fresh:
+                self._give_back(run.slot)
+            changed += self._reserve(run.slot, end)
+            start = self.starts[run.slot]
+            self._pages[start + run.first_page : start + end] = run.frames
+            changed.append(np.arange(start + run.first_page, start + end))
+        slots, places, frames = appends
+        for i in np.flatnonzero(places >= self._room[slots]).tolist():
+            changed += self._reserve(int(slots[i]), int(places[i]) + 1)
+        if len(slots):
+            where = self.starts[slots] + places
+            self._pages[where] = frames
+            changed.append(where)
+        if changed and self._is_apart:
+            # What a place holds in the end, so that it does not matter that one may have changed twice.
+            where = np.concatenate(changed)
+            places_there, pages_there = to_device_together([where, self._pages[where]], self._device)
+            self.table.index_copy_(0, places_there, pages_there.to(torch.int32))
+
+    def at(self, places: np.ndarray) -> np.ndarray:
+        """The pages at places of the table, int64."""
+        return self._pages[places]
+
+    def pages(self, slot: int, first: int, end: int) -> torch.Tensor:
+        """A view of a slot's pages first..end."""
+        start = int(self.starts[slot])
+        return self.table[start + first : start + end]
+
+    def _give_back(self, slot: int) -> None:
+        if room := int(self._room[slot]):
+            self._free[room].append(int(self.starts[slot]))
+            self._room[slot] = 0
+
+    def _reserve(self, slot: int, num_pages: int) -> list[np.ndarray]:
+        """Room for so many pages of a slot. Returns the places that its pages have moved to."""
+        old_room, old_start = int(self._room[slot]), int(self.starts[slot])
+        if num_pages <= old_room:
+            return []
+        room = max(_LEAST_ROOM, 1 << (num_pages - 1).bit_length())
+        if self._free[room]:
+            start = self._free[room].pop()
+        else:
+            start = self._end
+            self._end += room
+            self._grow(self._end)
+        self._pages[start : start + old_room] = self._pages[old_start : old_start + old_room]
+        self._give_back(slot)
+        self.starts[slot], self._room[slot] = start, room
+        return [np.arange(start, start + old_room)] if old_room else []
+
+    def _grow(self, num_places: int) -> None:
+        old = len(self._pages)
+        if num_places <= old:
+            return
+        grown = np.zeros(max(num_places, 2 * old), np.int64)
+        grown[:old] = self._pages
+        self._pages = grown
+        table = torch.from_numpy(grown)
+        if self._is_apart:
+            table = torch.zeros(len(grown), dtype=torch.int32, device=self._device)
+            table[:old].copy_(self.table)
+        self.table = table
+        self.version += 1

@@ -1,0 +1,128 @@
+"""`CudaStream`: a stream of a GPU, and the threads that give it work. Has not run on a GPU.
+
+Owns a CUDA stream, the thread on which work is given to it, and the thread that waits for the device where somebody
+wants to know. Work runs on the host in the order in which it was enqueued, with the CUDA stream current; what it
+starts on the device is over later, in the same order:
+
+    thread      | work 1 | work 2 | record |        | work 3 |      told the device
+    device          | ---- work 1 ---- | -- work 2 -- | event passes | work 3 |
+    completions                                       | when_done(...) |
+
+To wait for another stream's event, the thread waits until that event has been recorded on the device, which is soon,
+and the device until it has been passed. So whatever a closure decided on the host, a failure for one, is known to
+those that wait for its event, before the device is done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from sglang.srt.utils.stream import Event, Stream, ThreadStream
+
+
+class CudaEvent:
+    recorded = True
+
+    def __init__(self) -> None:
+        self._on_device = threading.Event()
+        self._event = torch.cuda.Event()
+
+    def record(self) -> None:
+        """On the current stream; called once, by the stream's thread."""
+        self._event.record()
+        self._on_device.set()
+
+    def give_up(self) -> None:
+        """Its stream died: nothing comes that could be waited for."""
+        self._on_device.set()
+
+    def query(self) -> bool:
+        return self._on_device.is_set() and self._event.query()
+
+    def wait(self) -> None:
+        """Make the current stream wait for it."""
+        self._on_device.wait()
+        self._event.wait()
+
+
+class CudaStream(ThreadStream):
+    """See `Stream`. device: a CUDA device. priority: as of `torch.cuda.Stream`, -1 before 0. An error that the device
+    reports, which is seen when something is done, kills the stream like one of a closure."""
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        on_death: Callable[[], None] = lambda: None,
+        priority: int = 0,
+    ) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device, priority)
+        self._completions: SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]] | None] = SimpleQueue()
+        self._completer = threading.Thread(target=self._complete, name=f"{name} done", daemon=True)
+        super().__init__(name, on_death)
+        self._completer.start()
+
+    def when_done(self, work: Callable[[], None]) -> None:
+        def hand_over() -> None:
+            # Blocking: a thread that spins would keep the others from Python.
+            event = torch.cuda.Event(blocking=True)
+            event.record()
+            self._completions.put((event, work))
+
+        self.enqueue(hand_over)
+
+    def record(self) -> Event:
+        event = CudaEvent()
+
+        def record() -> None:
+            try:
+                event.record()
+            except BaseException:
+                event.give_up()
+                raise
+
+        self._queue.put((record, True))
+        return event
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        if not event.query():
+            self._queue.put((event.wait, True))
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        return begin.elapsed_time(end) / 1e3
+
+    def close(self) -> None:
+        """Run what is enqueued, then end the threads."""
+        super().close()
+        self._completions.put(None)
+        self._completer.join()
+
+    def _run(self) -> None:
+        torch.cuda.set_device(self.device)
+        with torch.cuda.stream(self._stream):
+            super()._run()
+
+    def _complete(self) -> None:
+        torch.cuda.set_device(self.device)
+        while (item := self._completions.get()) is not None:
+            event, work = item
+            self._try(event.synchronize)
+            if self._error is None:
+                self._try(work)
+
+
+def make_stream(name: str, device: torch.device, on_death: Callable[[], None] = lambda: None) -> Stream:
+    """A stream of whatever device that is."""
+    return CudaStream(name, device, on_death) if device.type == "cuda" else ThreadStream(name, on_death)
