@@ -30,7 +30,7 @@ def info(n, vocab_size, temperature=1.0, top_p=1.0, top_k=-1, seed=0, position=0
 
 
 def row_of(batch, i):
-    pick = {k: v[i : i + 1] for k, v in vars(batch).items() if k != "is_all_greedy"}
+    pick = {k: v[i : i + 1] for k, v in vars(batch).items() if isinstance(v, torch.Tensor)}
     return SamplingBatchInfo(**pick, is_all_greedy=bool((pick["temperatures"] == 0).all()))
 
 
@@ -169,3 +169,75 @@ def test_top_p_beyond_the_first_look():
     batch = info(100, vocab_size, top_p=0.95, seed=list(range(100)))
     together = Sampler()(mixed, batch)
     assert torch.equal(together, torch.cat([Sampler()(mixed[i : i + 1], row_of(batch, i)) for i in range(100)]))
+
+
+def cut_batch(seed):
+    """Rows of all kinds, with ties where they are cut."""
+    g = torch.Generator().manual_seed(seed)
+    n, vocab_size = 40, 3000
+    logits = (torch.randn(n, vocab_size, generator=g) * 4).round() / 2
+    logits[::3] *= 0.1  # flat ones, where top-p reaches far
+    choice = torch.randint(0, 5, (n,), generator=g).tolist()
+    batch = info(
+        n,
+        vocab_size,
+        temperature=[(0.7, 1.0, 1.4, 0.0)[c] for c in torch.randint(0, 4, (n,), generator=g).tolist()],
+        top_k=[(-1, 5, -1, 2000, vocab_size)[c] for c in choice],
+        top_p=[(1.0, 1.0, 0.9, 0.95, 1.0)[c] for c in choice],
+        min_p=[(0.0, 0.1)[c] for c in torch.randint(0, 2, (n,), generator=g).tolist()],
+        seed=list(range(n)),
+        position=7,
+    )
+    return logits, batch
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_device_that_is_not_asked_gives_the_same_tokens(monkeypatch, seed):
+    logits, batch = cut_batch(seed)
+    want = Sampler()(logits, batch)
+    monkeypatch.setattr("sglang.srt.layers.sampler._is_on_host", lambda tensor: False)
+    assert torch.equal(Sampler()(logits, batch), want)
+
+
+class RenormKernels:
+    """Stands for `sgl_kernel.sampling` on a GPU: sorts, and takes top_k and top_p as the kernels' text has them."""
+
+    def has_renorm_kernels(self, probs):
+        return True
+
+    def top_k_renorm_probs(self, probs, top_ks):
+        ordered = probs.sort(dim=-1, descending=True).values
+        return self.renormed(probs, ordered.gather(1, top_ks.clamp(max=probs.shape[1])[:, None] - 1))
+
+    def top_p_renorm_probs(self, probs, top_ps):
+        ordered = probs.sort(dim=-1, descending=True).values
+        reached = (ordered.double().cumsum(-1) < top_ps[:, None]).sum(-1, keepdim=True).clamp(max=probs.shape[1] - 1)
+        # Of a row without top-p the kernel may lose some at the end.
+        threshold = ordered.gather(1, reached).masked_fill(top_ps[:, None] >= 1, 1e-4)
+        return self.renormed(probs, threshold)
+
+    def renormed(self, probs, threshold):
+        kept = probs.masked_fill(probs < threshold, 0)
+        return kept / kept.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kernels_that_cut_give_the_same_tokens(monkeypatch, seed):
+    logits, batch = cut_batch(seed)
+    want = Sampler()(logits, batch)
+    monkeypatch.setattr("sglang.srt.layers.sampler.kernels", RenormKernels())
+    assert torch.equal(Sampler()(logits, batch), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(3))
+def test_a_gpu_draws_what_the_cpu_draws(seed):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    logits, batch = cut_batch(seed)
+    there = SamplingBatchInfo(**{k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in vars(batch).items()})
+    numbers = random_uniform(batch.seeds, batch.positions)
+    assert torch.equal(random_uniform(there.seeds, there.positions).cpu(), numbers)
+    drawn, want = Sampler()(logits.cuda(), there).cpu(), Sampler()(logits, batch)
+    # The probabilities differ in their last bits, and a number drawn may lie between.
+    assert (drawn != want).sum() <= 1

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sgl_kernel import sampling as kernels
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo, SamplingCuts
 
 # Constants of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators), as signed integers:
 # torch's int64 arithmetic wraps around as the original's unsigned does.
@@ -38,28 +39,32 @@ def random_uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor
 
 class Sampler:
     """Top-k, top-p and min-p all look at the probabilities after temperature and before any cut, as SGLang does. A
-    token that ties with the last one kept is kept too, so that ties do not depend on a sort's whims."""
+    token that ties with the last one kept is kept too, so that ties do not depend on a sort's whims.
+
+    With `SamplingBatchInfo.cuts` known it waits for no device. On a GPU the last bits of a row's probabilities and sums
+    may depend on the batch's shape, as those of its logits do: a token at the very border of a cut may come or go.
+    """
 
     @torch.inference_mode()
     def __call__(self, logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
         """logits: (n, vocab_size) float32. Returns (n,) int64."""
-        greedy_tokens = logits.argmax(dim=-1)
         if info.is_all_greedy or logits.shape[0] == 0:
-            return greedy_tokens
+            return logits.argmax(dim=-1)
 
+        cuts = info.known_cuts(logits.shape[1])
         is_greedy = info.temperatures <= 0
         temperatures = info.temperatures.masked_fill(is_greedy, 1.0).unsqueeze(1)
         # Shifted before the division: a tiny temperature must not overflow.
         probs = ((logits - logits.amax(dim=-1, keepdim=True)) / temperatures).softmax(dim=-1)
-        limited = (~is_greedy & ((info.top_ks < logits.shape[1]) | (info.top_ps < 1.0))).nonzero().squeeze(1)
-        if limited.shape[0] == probs.shape[0]:
-            _keep_top(probs, info.top_ks, info.top_ps)
-        elif limited.shape[0] > 0:
+        if cuts.num_limited and cuts.limited is None:
+            _keep_top(probs, info.top_ks, info.top_ps, cuts)
+        elif cuts.limited is not None:
             # Sorting is most of the work, so only the rows that need it.
-            some = probs.index_select(0, limited)
-            _keep_top(some, info.top_ks.index_select(0, limited), info.top_ps.index_select(0, limited))
-            probs.index_copy_(0, limited, some)
-        if bool((info.min_ps > 0).any()):
+            rows = cuts.limited
+            some = probs.index_select(0, rows)
+            _keep_top(some, info.top_ks.index_select(0, rows), info.top_ps.index_select(0, rows), cuts)
+            probs.index_copy_(0, rows, some)
+        if cuts.has_min_p:
             # The likeliest token is never cut, so its probability is still there to compare with.
             probs.masked_fill_(probs < probs.amax(-1, keepdim=True) * info.min_ps.unsqueeze(1), 0.0)
 
@@ -69,17 +74,28 @@ class Sampler:
         drawn = random_uniform(info.seeds, info.positions).unsqueeze(1) * cdf[:, -1:]
         # The first token whose sum exceeds the number drawn; it has a probability above zero. There is one, because
         # (1 - 2**-53) * total is below total in float64 too. The clamp is for rows of NaN, which others report.
-        tokens = torch.searchsorted(cdf, drawn, right=True).squeeze(1)
-        return torch.where(is_greedy, greedy_tokens, tokens.clamp_(max=logits.shape[1] - 1))
+        tokens = torch.searchsorted(cdf, drawn, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
+        return torch.where(is_greedy, logits.argmax(dim=-1), tokens) if cuts.has_greedy else tokens
 
 
-def _keep_top(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor) -> None:
+def _keep_top(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, cuts: SamplingCuts) -> None:
     """Zero what top-k and top-p cut off, in place. probs: (n, vocab_size). top_ks: (n,) int64, top_ps: (n,)."""
+    if kernels.has_renorm_kernels(probs):
+        kept = torch.ones_like(probs, dtype=torch.bool)
+        # Each looks at all probabilities, and keeps what ties with the last one. The kernels mean top-k and top-p to
+        # cut something; a row without one keeps what the other one leaves.
+        if cuts.has_top_k:
+            kept &= kernels.top_k_renorm_probs(probs, top_ks) > 0
+        if cuts.has_top_p:
+            kept &= (kernels.top_p_renorm_probs(probs, top_ps) > 0) | (top_ps >= 1).unsqueeze(1)
+        probs.masked_fill_(~kept, 0.0)
+        return
     vocab_size = probs.shape[1]
     # With a top-k in every row nothing beyond the largest matters.
-    deepest = int(top_ks.max().clamp(1, vocab_size))
-    # top_p seldom reaches far, and sorting 150,000 tokens takes ten times as long as finding the best.
-    depth = min(deepest, _FIRST_DEPTH)
+    deepest = cuts.deepest_top_k
+    # top_p seldom reaches far, and sorting 150,000 tokens takes ten times as long as finding the best. Whether it
+    # did is asked where the answer is in host memory; a device is not waited for.
+    depth = min(deepest, _FIRST_DEPTH) if _is_on_host(probs) else deepest
     while True:
         ordered = (
             probs.topk(depth, dim=-1).values if depth < vocab_size else probs.sort(dim=-1, descending=True).values
@@ -93,3 +109,7 @@ def _keep_top(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor) -
     num_kept = torch.minimum(num_kept, top_ks).clamp_(1, depth)
     threshold = ordered.gather(1, (num_kept - 1).unsqueeze(1))
     probs.masked_fill_(probs < threshold, 0.0)
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"

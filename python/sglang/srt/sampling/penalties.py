@@ -10,14 +10,17 @@ import torch
 
 
 class PenaltyTable:
-    def __init__(self, max_slots: int, vocab_size: int) -> None:
+    """All tensors, those of the arguments too, are on `device`; nothing here waits for it."""
+
+    def __init__(self, max_slots: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self._shape = (max_slots, vocab_size)
+        self._device = device
         self._counts: torch.Tensor | None = None
 
     def start(self, slot: int, tokens: torch.Tensor) -> None:
         """A request takes the slot; tokens: (n,) int64, what it has generated so far."""
         if self._counts is None:
-            self._counts = torch.zeros(self._shape, dtype=torch.int16)
+            self._counts = torch.zeros(self._shape, dtype=torch.int16, device=self._device)
         row = self._counts[slot]
         row.zero_()
         row.scatter_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int16))

@@ -1,19 +1,43 @@
-"""The sampling parameters of a batch, as tensors."""
+"""The sampling parameters of a batch, as tensors, and what the host knows about them without asking a device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class SamplingCuts:
+    """Which of a batch's rows are cut, and how deep. On the host: a sampler that looked into its tensors would wait
+    for the device.
+
+    num_limited: rows that draw and that top-k or top-p may cut. limited: (num_limited,) int64, these rows, beside
+    the columns; None where all are or none is. deepest_top_k: the largest top-k among them. has_top_k, has_top_p:
+    whether one of them has it. has_min_p: whether any row has. has_greedy: whether any row draws nothing.
+    """
+
+    num_limited: int
+    limited: torch.Tensor | None
+    deepest_top_k: int
+    has_top_k: bool
+    has_top_p: bool
+    has_min_p: bool
+    has_greedy: bool
 
 
 @dataclass(frozen=True)
 class SamplingBatchInfo:
-    """One entry per sampled row.
+    """One entry per sampled row; all columns on one device.
 
     temperatures, top_ps: (n,) float32. top_ks: (n,) int64, vocabulary size where unlimited. seeds: (n,) int64.
     min_ps: (n,) float32. positions: (n,) int64, index of the token to be drawn in its sequence (prompt included).
-    is_all_greedy: every temperature is 0.
+    is_all_greedy: every temperature is 0. cuts: None lets the sampler read them off the columns, which waits for a
+    device; `from_params` knows them.
     """
 
     temperatures: torch.Tensor
@@ -23,3 +47,75 @@ class SamplingBatchInfo:
     seeds: torch.Tensor
     positions: torch.Tensor
     is_all_greedy: bool
+    cuts: SamplingCuts | None = None
+
+    @classmethod
+    def from_params(
+        cls,
+        params: Sequence[SamplingParams],
+        vocab_size: int,
+        positions: torch.Tensor,
+        device: torch.device | str = "cpu",
+    ) -> SamplingBatchInfo:
+        """positions: on `device`."""
+        columns = _Columns(
+            np.array([p.temperature for p in params], np.float32),
+            np.array([p.top_p for p in params], np.float32),
+            np.array([p.top_k if p.top_k > 0 else vocab_size for p in params], np.int64),
+            np.array([p.min_p for p in params], np.float32),
+        )
+        return cls(
+            temperatures=to_device(columns.temperatures, device),
+            top_ps=to_device(columns.top_ps, device),
+            top_ks=to_device(columns.top_ks, device),
+            min_ps=to_device(columns.min_ps, device),
+            seeds=to_device(np.array([p.sampling_seed or 0 for p in params], np.int64), device),
+            positions=positions,
+            is_all_greedy=bool((columns.temperatures <= 0).all()),
+            cuts=columns.cuts(vocab_size, device),
+        )
+
+    def at(self, positions: torch.Tensor) -> SamplingBatchInfo:
+        """The same rows, about to draw the tokens at `positions`."""
+        return replace(self, positions=positions)
+
+    def known_cuts(self, vocab_size: int) -> SamplingCuts:
+        """`cuts`; read off the columns where nobody gave them."""
+        if self.cuts is not None:
+            return self.cuts
+        host = (self.temperatures, self.top_ps, self.top_ks, self.min_ps)
+        return _Columns(*(column.cpu().numpy() for column in host)).cuts(vocab_size, self.top_ks.device)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """As in `SamplingBatchInfo`, in the same precision: what rounds to 1 there cuts nothing."""
+
+    temperatures: np.ndarray
+    top_ps: np.ndarray
+    top_ks: np.ndarray
+    min_ps: np.ndarray
+
+    def cuts(self, vocab_size: int, device: torch.device | str) -> SamplingCuts:
+        drawn = self.temperatures > 0
+        by_top_k, by_top_p = drawn & (self.top_ks < vocab_size), drawn & (self.top_ps < 1)
+        rows = np.flatnonzero(by_top_k | by_top_p)
+        return SamplingCuts(
+            num_limited=len(rows),
+            limited=to_device(rows, device) if 0 < len(rows) < len(drawn) else None,
+            deepest_top_k=int(np.clip(self.top_ks[rows].max(), 1, vocab_size)) if len(rows) else vocab_size,
+            has_top_k=bool(by_top_k.any()),
+            has_top_p=bool(by_top_p.any()),
+            has_min_p=bool((self.min_ps > 0).any()),
+            has_greedy=not drawn.all(),
+        )
+
+
+def to_device(values: np.ndarray, device: torch.device | str) -> torch.Tensor:
+    """Ordered before what is enqueued next on the current stream; does not wait for it. The tensor shares `values`'
+    memory if the device is the CPU."""
+    tensor = torch.from_numpy(values)
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    # Only pinned memory is copied without the host; it is kept until the copy has been made.
+    return tensor.pin_memory().to(device, non_blocking=True)

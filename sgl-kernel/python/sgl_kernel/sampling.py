@@ -1,0 +1,33 @@
+"""Cutting probabilities off on a GPU, without sorting them. flashinfer's, under its names.
+
+There is no fallback here: a caller asks `has_renorm_kernels` and sorts where there are none. probs: (n, vocab_size)
+float32, contiguous. Both return new tensors of that shape with what was cut off 0 and the rest scaled to sum 1, and
+keep every token that ties with the last one kept. Top-p ends where float32 sums of the probabilities say; the same
+input gives the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sgl_kernel.flashinfer_kernels import flashinfer_function
+
+
+def has_renorm_kernels(probs: torch.Tensor) -> bool:
+    names = ("top_k_renorm_probs", "top_p_renorm_probs")
+    return probs.is_cuda and all(flashinfer_function(name, probs.device) is not None for name in names)
+
+
+def top_k_renorm_probs(probs: torch.Tensor, top_ks: torch.Tensor) -> torch.Tensor:
+    """top_ks: (n,) int64, from 1; the vocabulary's size or more keeps all."""
+    kernel = flashinfer_function("top_k_renorm_probs", probs.device)
+    assert kernel is not None
+    return kernel(probs, top_ks.to(torch.int32))
+
+
+def top_p_renorm_probs(probs: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
+    """top_ps: (n,) float32, below 1; 1 may cut off what float32 sums lose."""
+    kernel = flashinfer_function("top_p_renorm_probs", probs.device)
+    assert kernel is not None
+    # Not deterministic would add floats in the order in which threads arrive.
+    return kernel(probs, top_ps, is_deterministic=True)
