@@ -19,6 +19,7 @@ import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGroup
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder
@@ -39,6 +40,8 @@ from sglang.srt.peer.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.elastic_pool import ElasticPool
 from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.cuda_stream import make_stream
+from sglang.srt.utils.device import device_of, to_device
 from sglang.srt.utils.stream import ThreadStream
 from sglang.test.faults import FaultyExecutor, FaultyLink
 
@@ -59,7 +62,10 @@ class Generation:
 
 
 def _poison(pool: DevicePool | MHATokenToKVPoolHost | ElasticPool, frames: np.ndarray) -> None:
-    pool.poison(torch.from_numpy(frames).to(torch.int64))
+    pool.poison(to_device(frames.astype(np.int64), pool.kv.device))
+    if pool.kv.is_cuda:
+        # Not before the device has done so may anybody write there, on whatever stream.
+        torch.cuda.synchronize(pool.kv.device)
 
 
 class LocalEngine:
@@ -67,7 +73,8 @@ class LocalEngine:
     non-finite logits and check all invariants after every step. group: several ranks, in which every launch runs to
     its end. open_store: the storage of the host pool; attached from the start if overrides have `storage`.
     load_bytes_per_s: loads from the host are no faster, nor is what is streamed from there. make_pool: the device
-    pool, called like `MHATokenToKVPool`. borrow: memory of peers that comes and goes, given what `BorrowedMemory` has
+    pool, called like `MHATokenToKVPool`; attention_backend, io_backend: as the server's flags; device: "cuda" for a
+    GPU's. borrow: memory of peers that comes and goes, given what `BorrowedMemory` has
     to know of the engine.
     overrides: other fields of SchedulerConfig; nothing is computed instead of loaded unless they say so, as that
     depends on the clock."""
@@ -91,10 +98,16 @@ class LocalEngine:
         make_pool: Callable[..., DevicePool] = MHATokenToKVPool,
         num_peer_pages: int = 0,
         borrow: Callable[..., BorrowedMemory] | None = None,
+        device: str = "cpu",
+        attention_backend: AttentionBackend | None = None,
+        io_backend: str = "auto",
+        load_format: str = "auto",
         **overrides: Any,
     ) -> None:
         self.model_config = model_config
-        self.model = model or load_model(model_config, "auto", TorchNativeAttnBackend(), quiet=True, group=group)
+        where = device_of(device)
+        backend = attention_backend or TorchNativeAttnBackend()
+        self.model = model or load_model(model_config, load_format, backend, device=where, quiet=True, group=group)
         c = model_config
         num_kv_heads = c.kv_heads_per_rank(group.size)
         self.debug = debug
@@ -117,21 +130,22 @@ class LocalEngine:
             **{"num_layers": c.num_layers, "load_or_recompute": False, **overrides},
         )
         self.device_pool = pool = make_pool(
-            num_device_pages, page_size, c.num_layers, num_kv_heads, c.head_dim, c.dtype
+            num_device_pages, page_size, c.num_layers, num_kv_heads, c.head_dim, c.dtype, where
         )
         links: dict[str, FaultyLink] = {}
-        self._streams = [ThreadStream("compute")]
+        self._streams = [make_stream("compute", where)]
         sources: dict[Tier, HasPages] = {}
         limits = {H2D: RateLimit(load_bytes_per_s)} if load_bytes_per_s else {}
         self.layer_stream = None
         if (streamed := config.layer_stream) is not None:
-            self._streams.append(ThreadStream("layer-stream"))
+            self._streams.append(make_stream("layer-stream", where))
             self.layer_stream = LayerStreamCache(
                 streamed.num_buffers,
                 streamed.buffer_pages,
                 pool,
                 sources,
                 self._streams[-1],
+                io_backend,
                 rate_limits=limits,
             )
         executor = FaultyExecutor(
@@ -151,6 +165,7 @@ class LocalEngine:
             late_rate=late_rate,
             lockstep=group.size > 1,
             layer_stream=self.layer_stream,
+            device=where,
         )
         self.host_pool: MHATokenToKVPoolHost | None = None
         self.peer_pool: MHATokenToKVPoolHost | ElasticPool | None = self.borrowed.pool if self.borrowed else None
@@ -172,7 +187,7 @@ class LocalEngine:
             sources[Tier.DISK] = SwapFile(tempfile.gettempdir(), config.num_swap_pages, pool)
             linked.append((D2S, sources[Tier.DISK], 9))
         for name, other, more in linked:
-            self._streams.append(ThreadStream(name))
+            self._streams.append(make_stream(name, where))
             links[name] = FaultyLink(
                 name,
                 pool,
@@ -184,6 +199,7 @@ class LocalEngine:
                 fail_rate=load_fail_rate if name in (*LOAD_LINKS.values(), D2S) else 0.0,
                 late_rate=late_rate,
                 rate_limit=limits.get(name),
+                io_backend=io_backend,
             )
         storage_links: dict[str, StorageLink] = {}
         self._slot = StoreSlot(lambda setup: open_store(host)) if open_store is not None else None

@@ -11,6 +11,7 @@ import torch
 
 from sgl_kernel.kvcacheio import KVPages
 from sglang.srt.mem_cache.kv_view import KVView
+from sglang.srt.utils.device import CPU
 
 
 class DevicePool(Protocol):
@@ -51,7 +52,7 @@ class MHATokenToKVPool:
         num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
-        device: str = "cpu",
+        device: torch.device = CPU,
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size

@@ -28,12 +28,13 @@ from sglang.srt.model_executor.forward_batch_info import (
     KVPool,
     StreamedRequest,
 )
-from sglang.srt.model_executor.launch import Launch, LaunchMode, SampleSpec, StreamedPrefix
+from sglang.srt.model_executor.launch import Launch, LaunchMode, StreamedPrefix
 from sglang.srt.model_executor.page_table import PageTable
-from sglang.srt.sampling.logprob_types import LaunchLogprobs
-from sglang.srt.sampling.logprobs import gather_logprobs
+from sglang.srt.sampling.logprob_types import LaunchLogprobs, TokenLogprob
+from sglang.srt.sampling.logprobs import LogprobQuery, LogprobTensors
 from sglang.srt.sampling.penalties import PenaltyTable
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_plan import SamplingPlan
 from sglang.srt.utils.device import CPU, to_device, to_device_together
 from sglang.srt.utils.stream import Event, Stream
 
@@ -91,13 +92,36 @@ class _Run:
 
 
 @dataclass(frozen=True)
+class _OnItsWay:
+    """Log-probabilities, and their copy in host memory, which is there once the device is done."""
+
+    tensors: LogprobTensors
+    copy: torch.Tensor
+
+    @classmethod
+    def of(cls, tensors: LogprobTensors) -> _OnItsWay:
+        return cls(tensors, tensors.packed.to("cpu", non_blocking=True))
+
+    def finish(self) -> list[TokenLogprob]:
+        return self.tensors.finish(self.copy)
+
+
+@dataclass(frozen=True)
 class _Sampled:
-    """What a launch tells the host, in host memory once the device is done. tokens: (num_samples,) int32. is_finite:
-    a bool, if it was asked for."""
+    """What a launch tells the host, in host memory once the device is done. tokens: (num_samples,) int32.
+    logprob_rows: the samples whose log-probabilities were asked for. is_finite: a bool, if it was asked for."""
 
     tokens: torch.Tensor
-    logprobs: LaunchLogprobs | None
+    logprob_rows: tuple[int, ...]
+    logprobs: _OnItsWay | None
+    prompt_logprobs: dict[int, _OnItsWay]
     is_finite: torch.Tensor | None
+
+    def found(self) -> LaunchLogprobs | None:
+        if self.logprobs is None and not self.prompt_logprobs:
+            return None
+        sampled = {} if self.logprobs is None else dict(zip(self.logprob_rows, self.logprobs.finish()))
+        return LaunchLogprobs(sampled, {req: each.finish() for req, each in self.prompt_logprobs.items()})
 
 
 @dataclass(frozen=True)
@@ -110,28 +134,6 @@ class LaunchFence:
     @property
     def failed(self) -> bool:
         return self._run.void or self._run.error is not None
-
-
-class _SamplingPlan:
-    """The parameters of a launch's samples as columns, and the rows that ask for anything special."""
-
-    def __init__(self, specs: tuple[SampleSpec, ...], vocab_size: int) -> None:
-        params = [spec.params for spec in specs]
-        self.specs = specs
-        self.temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32)
-        self.top_ps = torch.tensor([p.top_p for p in params], dtype=torch.float32)
-        self.top_ks = torch.tensor([p.top_k if p.top_k > 0 else vocab_size for p in params], dtype=torch.int64)
-        self.min_ps = torch.tensor([p.min_p for p in params], dtype=torch.float32)
-        self.seeds = torch.tensor([p.sampling_seed or 0 for p in params], dtype=torch.int64)
-        self.is_all_greedy = all(p.temperature == 0 for p in params)
-        self.penalised = [i for i, p in enumerate(params) if p.has_penalties]
-        self.penalties = [
-            torch.tensor([getattr(params[i], name) for i in self.penalised], dtype=torch.float32)
-            for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")
-        ]
-        self.biased = [i for i, p in enumerate(params) if p.logit_bias]
-        self.at_least = [i for i, s in enumerate(specs) if s.params.min_new_tokens and s.stop_ids]
-        self.logprobs = [i for i, s in enumerate(specs) if s.logprobs is not None]
 
 
 class ModelExecutor:
@@ -175,8 +177,8 @@ class ModelExecutor:
         self._pieces: tuple[tuple[tuple[Tier, np.ndarray], ...], list[Piece]] = ((), [])
         self._page_table = PageTable(max_slots, device)
         self._last_tokens = torch.zeros(max_slots, dtype=torch.int64, device=device)
-        self._penalties = PenaltyTable(max_slots, vocab_size)
-        self._sampling_plan = _SamplingPlan((), vocab_size)
+        self._penalties = PenaltyTable(max_slots, vocab_size, device)
+        self._sampling_plan = SamplingPlan((), vocab_size, device)
         self._next_seq = 0
         self._reset_pending = False
         self._fences: dict[int, LaunchFence] = {}
@@ -309,7 +311,7 @@ class ModelExecutor:
             sampled: _Sampled = run.state
             if sampled.is_finite is not None and not bool(sampled.is_finite):
                 raise NonFiniteLogitsError(f"launch {run.launch.seq}: a logit is not finite")
-            tokens, logprobs = sampled.tokens.numpy().tobytes(), sampled.logprobs
+            tokens, logprobs = sampled.tokens.numpy().tobytes(), sampled.found()
         seconds = self.stream.seconds
         stall_s = sum(seconds(begin, end) for begin, end in run.waits if end is not None)
         stream_s = sum(self._layer_stream.seconds(filled) for filled in run.filled) if self._layer_stream else 0.0
@@ -394,7 +396,7 @@ class ModelExecutor:
             attn=AttentionMetadata(q_lens=tuple(lens.tolist()), scale=self.scale),
             sample_rows=sample_rows,
             sample_slots=of_samples[0],
-            sampling=self._sampling_info(self._plan_of(launch), of_samples[1]),
+            sampling=self._plan_of(launch).info(of_samples[1]),
             streamed=streamed,
         )
 
@@ -418,65 +420,33 @@ class ModelExecutor:
             )
         return found
 
-    def _sampling_info(self, plan: _SamplingPlan, positions: torch.Tensor) -> SamplingBatchInfo:
-        return SamplingBatchInfo(
-            temperatures=plan.temperatures,
-            top_ps=plan.top_ps,
-            top_ks=plan.top_ks,
-            min_ps=plan.min_ps,
-            seeds=plan.seeds,
-            positions=positions,
-            is_all_greedy=plan.is_all_greedy,
-        )
-
-    def _plan_of(self, launch: Launch) -> _SamplingPlan:
+    def _plan_of(self, launch: Launch) -> SamplingPlan:
         """Steady decoding brings the same tuple every time."""
         if launch.sampling is not self._sampling_plan.specs:
-            self._sampling_plan = _SamplingPlan(launch.sampling, self.vocab_size)
+            self._sampling_plan = SamplingPlan(launch.sampling, self.vocab_size, self._device)
         return self._sampling_plan
 
     def _sampled(self, launch: Launch, logits: torch.Tensor, batch: ForwardBatch) -> _Sampled:
         """logits: (num_samples + rows of prompt_logprobs, vocab_size) float32."""
         plan, slots = self._plan_of(launch), batch.sample_slots
-        shaped = self._shape_logits(plan, logits[: len(plan.specs)], slots, batch.sampling.positions)
+        num_samples = len(plan.specs)
+        positions = (launch.starts + launch.lens)[launch.samples]
+        shaped = plan.shape(logits[:num_samples], slots, positions, self._penalties)
         next_tokens = self.sampler(shaped, batch.sampling)
         self._last_tokens.index_copy_(0, slots, next_tokens)
-        if plan.penalised:
-            self._penalties.add(slots[plan.penalised], next_tokens[plan.penalised])
-        logprobs = self._logprobs(launch, plan, logits, next_tokens)
-        is_finite = torch.isfinite(logits).all().to("cpu", non_blocking=True) if self.check_finite else None
-        return _Sampled(next_tokens.to(torch.int32).to("cpu", non_blocking=True), logprobs, is_finite)
-
-    def _shape_logits(
-        self, plan: _SamplingPlan, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """Penalties, biases and minimum lengths; the same tensor where nobody asks for any."""
-        if not (plan.penalised or plan.biased or plan.at_least):
-            return logits
-        logits = logits.clone()
-        if plan.penalised:
-            rows = plan.penalised
-            logits[rows] = self._penalties.apply(logits[rows], slots[rows], *plan.penalties)
-        for row in plan.biased:
-            bias = plan.specs[row].params.logit_bias
-            logits[row, list(bias)] += torch.tensor(list(bias.values()), dtype=torch.float32)
-        for row in plan.at_least:
-            spec = plan.specs[row]
-            if int(positions[row]) - spec.num_prompt < spec.params.min_new_tokens:
-                logits[row, list(spec.stop_ids)] = -torch.inf
-        return logits
-
-    def _logprobs(
-        self, launch: Launch, plan: _SamplingPlan, logits: torch.Tensor, next_tokens: torch.Tensor
-    ) -> LaunchLogprobs | None:
-        if not (plan.logprobs or launch.prompt_logprobs):
-            return None
-        specs = [spec for row in plan.logprobs if (spec := plan.specs[row].logprobs) is not None]
-        found = gather_logprobs(logits[plan.logprobs], next_tokens[plan.logprobs], specs)
-        sampled, prompt, row = dict(zip(plan.logprobs, found)), {}, len(plan.specs)
+        plan.count(self._penalties, slots, next_tokens)
+        asked = plan.begin_logprobs(logits[:num_samples], next_tokens)
+        prompt, row = {}, num_samples
         for rows in launch.prompt_logprobs:
             n = len(rows.targets)
-            targets = torch.from_numpy(rows.targets).to(torch.int64)
-            prompt[rows.req] = gather_logprobs(logits[row : row + n], targets, [rows.spec] * n)
+            targets = to_device(rows.targets.astype(np.int64), self._device)
+            query = LogprobQuery([rows.spec] * n, self._device)
+            prompt[rows.req] = _OnItsWay.of(query.begin(logits[row : row + n], targets))
             row += n
-        return LaunchLogprobs(sampled, prompt)
+        return _Sampled(
+            next_tokens.to(torch.int32).to("cpu", non_blocking=True),
+            plan.logprob_rows,
+            None if asked is None else _OnItsWay.of(asked),
+            prompt,
+            torch.isfinite(logits).all().to("cpu", non_blocking=True) if self.check_finite else None,
+        )

@@ -21,6 +21,7 @@ from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGro
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.weights import WeightTarget
 from sglang.srt.models.registry import get_model_class
+from sglang.srt.utils.device import CPU
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 _INDEX = "model.safetensors.index.json"
@@ -35,7 +36,7 @@ def load_model(
     load_format: str,
     attn_backend: AttentionBackend,
     seed: int = 0,
-    device: str = "cpu",
+    device: torch.device = CPU,
     quiet: bool = False,
     group: TensorParallelGroup = SINGLE_RANK,
 ) -> Any:
@@ -46,7 +47,7 @@ def load_model(
     if load_format not in LOAD_FORMATS:
         raise ModelLoadError(f"load format {load_format!r} is not supported; choose from {', '.join(LOAD_FORMATS)}.")
     config.check_tensor_parallel(group.size)
-    with torch.device(device):
+    with device:
         model = get_model_class(config.architecture)(config, attn_backend, group)
     if load_format == "dummy":
         _fill_at_random(model.weight_targets(), seed)

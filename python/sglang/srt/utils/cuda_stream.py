@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from sglang.srt.utils.stream import Event, Stream, ThreadStream
+from sglang.srt.utils.stream import Event, ThreadStream
 
 
 class CudaEvent:
@@ -123,6 +123,6 @@ class CudaStream(ThreadStream):
                 self._try(work)
 
 
-def make_stream(name: str, device: torch.device, on_death: Callable[[], None] = lambda: None) -> Stream:
+def make_stream(name: str, device: torch.device, on_death: Callable[[], None] = lambda: None) -> ThreadStream:
     """A stream of whatever device that is."""
     return CudaStream(name, device, on_death) if device.type == "cuda" else ThreadStream(name, on_death)

@@ -8,6 +8,11 @@ import torch
 CPU = torch.device("cpu")
 
 
+def device_of(kind: str) -> torch.device:
+    """ "cpu", or "cuda" for the first GPU that this process sees: with its index, which tensors have, too."""
+    return torch.device("cuda", 0) if kind == "cuda" else CPU
+
+
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """The array as a tensor on the device; on the CPU it is the array's own memory. To a GPU it is one copy from
     pinned memory, in the order of the current stream; torch keeps that memory for as long as the copy needs it."""

@@ -1,0 +1,131 @@
+"""The engine as on a GPU, on the device emulator: the same tokens as on the CPU, whatever the device does late, with
+loads and backups under way, retractions, failures and streamed prefixes; and the host waits for nothing but results.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.layer_streaming import LayerStreamConfig
+from sglang.srt.sampling.logprob_types import LogprobSpec
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.test.device_emulator import emulated_device
+from sglang.test.local_engine import LocalEngine
+
+VOCAB = 211
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("model"))
+    torch.manual_seed(7)
+    shape = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=60,
+        intermediate_size=100,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=14,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    AutoModelForCausalLM.from_config(shape).save_pretrained(path)
+    return ModelConfig.from_pretrained(path, dtype="float32")
+
+
+def prompts(seed: int, num: int = 4, shared: int = 40) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    first = rng.integers(3, VOCAB, shared)
+    return [np.concatenate((first, rng.integers(3, VOCAB, rng.integers(1, 60)))) for _ in range(num)]
+
+
+def params(n: int, **options: object) -> SamplingParams:
+    return SamplingParams(max_new_tokens=n, ignore_eos=True, **{"temperature": 0.0, "sampling_seed": 3, **options})
+
+
+def rounds(engine: LocalEngine, seed: int) -> list[list[int]]:
+    """Two rounds of the same prompts with others in between, so that what the device drops comes from the host."""
+    answers = []
+    for prompt_seed in (seed, seed + 100, seed):
+        answers += [answer.tokens for answer in engine.generate(prompts(prompt_seed), params(6))]
+    engine.settle()
+    engine.scheduler.check_invariants()
+    engine.close()
+    return answers
+
+
+OPTIONS = {
+    "pages": {"num_device_pages": 700, "num_host_pages": 3000},
+    "few pages": {"num_device_pages": 260, "num_host_pages": 3000},
+    "pages of 16": {"num_device_pages": 24, "num_host_pages": 200, "page_size": 16},
+    "failing loads": {"num_device_pages": 260, "num_host_pages": 3000, "load_fail_rate": 0.2},
+    "write back": {"num_device_pages": 260, "num_host_pages": 3000, "write_policy": "write_back"},
+    "no host": {"num_device_pages": 300},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_tokens_are_those_of_the_cpu(config, name, seed):
+    print("seed", seed)
+    options = {**OPTIONS[name], "chunked_prefill_size": 64, "seed": seed}
+    with emulated_device(seed):
+        found = rounds(LocalEngine(config, device="cuda", **options), seed)
+    assert found == rounds(LocalEngine(config, **options), seed)
+
+
+def test_what_is_streamed_is_what_the_device_would_have(config):
+    prompt = [np.random.default_rng(1).integers(3, VOCAB, 300)]
+    options = {
+        "num_device_pages": 160,
+        "num_host_pages": 1000,
+        "chunked_prefill_size": 64,
+        "layer_stream": LayerStreamConfig(2, 48),
+    }
+    with emulated_device(2):
+        engine = LocalEngine(config, device="cuda", **options)
+        found = engine.generate(prompt, params(8))[0].tokens
+        assert engine.scheduler.state()["counters"]["streamed_tokens"] > 0
+        engine.close()
+    engine = LocalEngine(config, 600)
+    assert found == engine.generate(prompt, params(8))[0].tokens
+    engine.close()
+
+
+def test_a_drawn_token_is_the_cpus(config):
+    each = [
+        params(10, temperature=0.9, top_p=0.8),
+        params(10, temperature=1.3, top_k=7),
+        params(10, temperature=0.7, min_p=0.05),
+        params(10, frequency_penalty=0.7, presence_penalty=0.2, repetition_penalty=1.3),
+        params(10, temperature=0.8, logit_bias={5: 20.0, 7: -3.0}),
+        params(10, min_new_tokens=4, stop_token_ids=(11, 12)),
+    ]
+
+    def run(device: str) -> list[object]:
+        engine = LocalEngine(config, 900, device=device)
+        found = engine.generate(
+            prompts(5, len(each)), each, logprobs=LogprobSpec(top=3, token_ids=(4, 5), prompt_from=2)
+        )
+        engine.close()
+        return [(answer.tokens, answer.logprobs, answer.prompt_logprobs) for answer in found]
+
+    with emulated_device(4):
+        found = run("cuda")
+    assert found == run("cpu")
+
+
+def test_the_host_waits_for_nothing(config):
+    """Once the weights are there. What is read is read when it has come."""
+    with emulated_device(6) as device:
+        engine = LocalEngine(config, 260, num_host_pages=3000, chunked_prefill_size=64, device="cuda", debug=False)
+        device.syncs.clear()
+        rounds(engine, 8)
+        assert not device.syncs
