@@ -8,11 +8,12 @@ import random
 from functools import reduce
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.layers.attention.merge_state import merge_state
-from sglang.srt.mem_cache.kv_view import KVSegment, KVView
+from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments
 
 
 def reference(q, k, v, scale, causal_tail=0):
@@ -104,6 +105,86 @@ class Case:
         return 2e-6 if self.q.dtype == torch.float32 else 2e-2
 
 
+class PagedCase(Case):
+    """A random batch whose pages stand in one table, in any order, with gaps that name a page of NaN.
+
+    reqs: kv_len and q_len of each; a kv_len of 0 asks for rows of zero. table_dtype: of the table.
+    """
+
+    def __init__(
+        self, seed, page_size, layout, dtype, reqs, table_dtype=torch.int32, kv_heads=2, group=4, head_dim=32
+    ):
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        self.scale = head_dim**-0.5 * rng.choice((1.0, 0.6))
+        self.q_lens = tuple(q_len for _, q_len in reqs)
+        num_pages = sum(-(-kv_len // page_size) for kv_len, _ in reqs) + 3
+        self.view = make_view(layout, num_pages, page_size, kv_heads, head_dim, dtype)
+        self.q = torch.randn(sum(self.q_lens), kv_heads * group, head_dim).to(dtype)
+        table = torch.zeros(num_pages + 3 * len(reqs), dtype=table_dtype)
+        columns = (np.zeros(len(reqs), np.int64), np.array([kv_len for kv_len, _ in reqs]), np.array(self.q_lens))
+        on_device = (torch.zeros(len(reqs), dtype=torch.int64) for _ in range(2))
+        self.segments = PagedSegments(table, page_size, *columns, *on_device)
+        self.meta = AttentionMetadata(self.q_lens, self.scale)
+        self.name = f"seed {seed}, page {page_size}, {layout}, {dtype}, paged {reqs}"
+        self.fill(rng)
+
+    def fill(self, rng, kv_lens=None):
+        """Other KV in other pages at other places of the table, in the same memory, as before a replay."""
+        view, segments = self.view, self.segments
+        if kv_lens is not None:
+            segments.kv_lens[:] = kv_lens
+        view.k.fill_(math.nan)
+        view.v.fill_(math.nan)
+        pages = list(range(1, len(view.k)))
+        rng.shuffle(pages)
+        segments.table.zero_()
+        end = 0
+        for i in rng.sample(range(len(segments)), len(segments)):
+            segments.starts[i] = end + rng.randrange(3)
+            end = segments.starts[i] - (-segments.kv_lens[i] // view.page_size)
+        segments.device_starts.copy_(torch.from_numpy(segments.starts))
+        segments.device_kv_lens.copy_(torch.from_numpy(segments.kv_lens))
+        self.want, self.want_lse = [], []
+        rows = self.q.split(self.q_lens)
+        for q, start, kv_len, q_len in zip(rows, segments.starts.tolist(), segments.kv_lens.tolist(), self.q_lens):
+            mine = torch.tensor([pages.pop() for _ in range(-(-kv_len // view.page_size))], dtype=torch.int64)
+            segments.table[start : start + len(mine)] = mine
+            slots = torch.arange(kv_len)
+            shape = (kv_len, *view.k.shape[2:])
+            k, v = (torch.randn(shape).to(view.k.dtype) for _ in range(2))
+            for pool, x in ((view.k, k), (view.v, v)):
+                pool[mine[slots // view.page_size], slots % view.page_size] = x.to(pool.device)
+            out = torch.zeros(q.shape, dtype=torch.float64)
+            if kv_len:
+                out, _ = reference(q.double().cpu(), k.double(), v.double(), self.scale, q_len)
+            self.want.append(out.to(q.device))
+
+
+def on_gpu(case: Case) -> Case:
+    case.q = case.q.cuda()
+    case.want, case.want_lse = ([each.cuda() for each in of_reqs] for of_reqs in (case.want, case.want_lse))
+    k, v = (
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda").copy_(x)
+        for x in (case.view.k, case.view.v)
+    )
+    case.view = KVView(k, v)
+    if isinstance(case.segments, PagedSegments):
+        old = case.segments
+        tensors = old.device_starts.cuda(), old.device_kv_lens.cuda()
+        case.segments = PagedSegments(old.table.cuda(), old.page_size, old.starts, old.kv_lens, old.q_lens, *tensors)
+    else:
+        case.segments = [
+            [KVSegment(s.pages.cuda(), s.length, s.causal, s.skip) for s in each] for each in case.segments
+        ]
+    return case
+
+
+# kv_len and q_len: decodes among empty rows, and extends of every kind.
+DECODES = ((70, 1), (0, 1), (1, 1), (64, 1), (33, 1))
+EXTENDS = ((41, 7), (20, 1), (0, 3), (17, 17), (0, 1), (66, 18))
+
+
 def check_batch(backend: Any, case: Case) -> None:
     for _ in range(2):  # the second call runs from the cached plan
         got = backend.forward(case.q, case.view, case.segments, case.meta)
@@ -123,3 +204,34 @@ def check_partials(backend: Any, case: Case) -> None:
         for got, right in ((out, want), (lse, want_lse)):
             error = (got.double() - right).abs().max().item()
             assert error < case.tolerance(), f"{case.name}: off by {error}"
+
+
+def check_pages_and_graphs(backend: Any, page_size: int, layout: str) -> None:
+    """On a GPU: decodes and extends of pages, then a CUDA graph of a decode, replayed with other KV, kv_lens and
+    pages in the same memory."""
+    options = {"kv_heads": 8, "group": 4, "head_dim": 128}
+    decodes = ((3000, 1), (0, 1), (1, 1), (64, 1), (515, 1))
+    for table, reqs in ((torch.int32, decodes), (torch.int64, decodes), (torch.int32, EXTENDS)):
+        check_batch(backend, on_gpu(PagedCase(1, page_size, layout, torch.bfloat16, reqs, table, **options)))
+
+    case = on_gpu(PagedCase(2, page_size, layout, torch.bfloat16, decodes, **options))
+    backend.capturing = True
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        backend.forward(case.q, case.view, case.segments, case.meta)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.forward(case.q, case.view, case.segments, case.meta)
+    backend.capturing = False
+    for seed, kv_lens in enumerate(
+        ((3000, 0, 1, 64, 515), (17, 2000, 0, 0, 900), (1, 1, 1, 1, 3500), (0, 0, 0, 0, 0))
+    ):
+        case.fill(random.Random(seed), kv_lens)
+        backend.before_replay(case.segments)
+        graph.replay()
+        error = (out.double() - torch.cat(case.want)).abs().max().item()
+        assert error < case.tolerance(), f"replay {seed}, page {page_size}, {layout}: off by {error}"
+        # Between replays the backend works on other batches.
+        check_batch(backend, on_gpu(PagedCase(9, page_size, layout, torch.bfloat16, EXTENDS, **options)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -17,21 +18,34 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_cases import LAYOUTS, Case, check_batch, check_partials, make_view
+from attention_cases import (
+    DECODES,
+    EXTENDS,
+    LAYOUTS,
+    Case,
+    PagedCase,
+    check_batch,
+    check_pages_and_graphs,
+    check_partials,
+    make_view,
+    on_gpu,
+)
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
-from sglang.srt.mem_cache.kv_view import KVSegment, KVView
+from sglang.srt.mem_cache.kv_view import KVSegment
 
 TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not TRITON, reason="Triton is not installed: pip install '.[gpu]'")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-# KV heads, query heads for each, head size: the last two have more than a tile of heads, and a size of no tile.
+# KV heads, query heads for each, head size: a size of no tile, more than a tile of heads, and the usual one.
 TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-HEADS = [(1, 1, 16), (2, 5, 24), (1, 80, 8), (1, 8, 128)]
+HEADS = [(2, 5, 24), (1, 80, 8), (1, 8, 128)]
+SMALL: dict[str, Any] = {"kv_heads": 2, "group": 1, "head_dim": 16}
+INT_TYPES = (torch.int32, torch.int64)
 
 
 @needs_triton
-@pytest.mark.parametrize("what", ["batches", "partials", "heads", "splits", "edges", "engine"])
+@pytest.mark.parametrize("what", ["paged,capture", "batches,partials", "heads,splits,edges", "engine"])
 def test_under_the_interpreter(what: str):
     env = {
         **os.environ,
@@ -40,14 +54,22 @@ def test_under_the_interpreter(what: str):
     }
     done = subprocess.run([sys.executable, __file__, what], env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "are right" in done.stdout
+    assert done.stdout.count("are right") == what.count(",") + 1
     print(done.stdout)
 
 
 @needs_triton
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize(("dtype", "head_dim"), [("bf16", 128), ("fp16", 64), ("bf16", 256), ("fp32", 128)])
-def test_it_compiles_for_sm_90(dtype: str, head_dim: int, page_size: int):
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "page_size", "table"),
+    [
+        ("bf16", 128, 1, "i32"),
+        ("bf16", 128, 64, "i64"),
+        ("fp16", 64, 16, "i32"),
+        ("bf16", 256, 16, "i32"),
+        ("fp32", 128, 16, "slots"),
+    ],
+)
+def test_it_compiles_for_sm_90(dtype: str, head_dim: int, page_size: int, table: str):
     """In a process without the interpreter. Products of 16-bit matrices must be Hopper's, loads of keys copies into
     shared memory that overlap with them, and shared memory must suffice."""
     from sglang.srt.layers.attention.triton_backend import Tiles
@@ -55,42 +77,76 @@ def test_it_compiles_for_sm_90(dtype: str, head_dim: int, page_size: int):
 
     tiles, block_d = Tiles.of(head_dim, TORCH_TYPES[dtype]), 1 << (head_dim - 1).bit_length()
     shape = {"HEAD_DIM": head_dim, "BLOCK_D": block_d}
-    of_extend = {**shape, "PAGE_SIZE": page_size, "BLOCK_M": tiles.extend_queries, "BLOCK_N": tiles.extend_keys}
-    of_decode = {**shape, "PAGE_SIZE": page_size, "BLOCK_H": 16, "BLOCK_N": tiles.decode_keys}
-    ptx = compiled(extend_kernel, dtype, {**of_extend, "HAS_LSE": False}, tiles.extend_warps, tiles.num_stages)
+    paged = {**shape, "PAGE_SIZE": page_size, "BY_SLOT": table == "slots"}
+    of_extend = {**paged, "BLOCK_M": tiles.extend_queries, "BLOCK_N": tiles.extend_keys}
+    of_decode = {**paged, "BLOCK_H": 16, "BLOCK_N": tiles.decode_keys}
+    pages = "i64" if table == "slots" else table
+    ptx = compiled(extend_kernel, dtype, {**of_extend, "lse_ptr": None}, tiles.extend_warps, tiles.num_stages, pages)
     if dtype != "fp32":
         assert "wgmma.mma_async" in ptx and "cp.async.cg.shared.global" in ptx, ptx
-    assert "st.global" in compiled(extend_kernel, dtype, {**of_extend, "HAS_LSE": True}, tiles.extend_warps, 2)
-    ptx = compiled(decode_kernel, dtype, of_decode, tiles.decode_warps, tiles.num_stages)
-    if dtype != "fp32":
-        assert "mma" in ptx and "cp.async.cg.shared.global" in ptx, ptx
-    assert "ex2" in compiled(merge_splits_kernel, dtype, {**shape, "BLOCK_S": 8, "HAS_LSE": True}, 4, 3)
+    # A decode alone, and one beside extends.
+    for reqs in ({"reqs_ptr": None, "row_starts_ptr": None}, {}):
+        ptx = compiled(decode_kernel, dtype, {**of_decode, **reqs}, tiles.decode_warps, tiles.num_stages, pages)
+        if dtype != "fp32":
+            assert "mma" in ptx and "cp.async.cg.shared.global" in ptx, ptx
+        for lse in ({"lse_ptr": None}, {}):
+            assert "ex2" in compiled(merge_splits_kernel, dtype, {**shape, "BLOCK_S": 8, **reqs, **lse}, 4, 3, pages)
 
 
-def compiled(kernel: Any, dtype: str, constants: dict[str, Any], num_warps: int, num_stages: int) -> str:
-    """PTX, of arguments that are aligned as torch's are."""
+@needs_triton
+def test_an_extend_with_lse_compiles_for_sm_90():
+    """As a partial calls it: float32 out."""
+    from sglang.srt.layers.attention.triton_backend import Tiles
+    from sglang.srt.layers.attention.triton_kernels import extend_kernel
+
+    tiles = Tiles.of(128, torch.bfloat16)
+    constants = {"PAGE_SIZE": 16, "BY_SLOT": False, "HEAD_DIM": 128, "BLOCK_D": 128}
+    constants |= {"BLOCK_M": tiles.extend_queries, "BLOCK_N": tiles.extend_keys}
+    assert "st.global" in compiled(
+        extend_kernel, "bf16", constants, tiles.extend_warps, tiles.num_stages, "i64", "fp32"
+    )
+
+
+def compiled(
+    kernel: Any,
+    dtype: str,
+    constants: dict[str, Any],
+    num_warps: int,
+    num_stages: int,
+    pages: str,
+    out: str | None = None,
+) -> str:
+    """PTX, of arguments that are aligned as torch's are. pages: type of the table; starts and kv_lens are int64 where
+    that is int32, as in a `PagedSegments`, and else int32. out: dtype, where it is not q's."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
     # What a decode's splits leave is float32.
-    of_dtype = {"q_ptr", "k_ptr", "v_ptr"} | (set() if kernel.__name__ == "decode_kernel" else {"out_ptr"})
+    of_dtype = {"q_ptr": dtype, "k_ptr": dtype, "v_ptr": dtype, "table_ptr": pages}
+    of_dtype["out_ptr"] = "fp32" if kernel.__name__ == "decode_kernel" else out or dtype
+    of_dtype["starts_ptr"] = of_dtype["kv_lens_ptr"] = "i64" if pages == "i32" else "i32"
+    aligned = {"q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr", "parts_ptr", "part_lses_ptr"}
 
     def type_of(name: str) -> str:
         if name in constants:
             return "constexpr"
         if name in of_dtype:
-            return f"*{dtype}"
+            return f"*{of_dtype[name]}"
         if name.endswith("_ptr"):
-            return "*fp32" if name in ("out_ptr", "parts_ptr", "part_lses_ptr", "lse_ptr") else "*i32"
+            return "*fp32" if name in ("parts_ptr", "part_lses_ptr", "lse_ptr") else "*i32"
         return "fp32" if name == "scale" else "i64" if name.endswith("stride") else "i32"
 
     source = ASTSource(
         kernel,
         {name: type_of(name) for name in names},
         {(names.index(name),): value for name, value in constants.items()},
-        {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith(("_ptr", "stride"))},
+        {
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(names)
+            if name in aligned or name.endswith("stride")
+        },
     )
     options = {"num_warps": num_warps, "num_stages": num_stages}
     result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -115,43 +171,110 @@ def test_on_a_gpu(page_size: int, dtype: torch.dtype):
             check_partials(backend, case)
 
 
-def on_gpu(case: Case) -> Case:
-    case.q = case.q.cuda()
-    case.want, case.want_lse = ([each.cuda() for each in of_reqs] for of_reqs in (case.want, case.want_lse))
-    k, v = (
-        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda").copy_(x)
-        for x in (case.view.k, case.view.v)
-    )
-    case.view = KVView(k, v)
-    case.segments = [[KVSegment(s.pages.cuda(), s.length, s.causal, s.skip) for s in each] for each in case.segments]
-    return case
+@needs_triton
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_pages_and_graphs_on_a_gpu(page_size: int):
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    check_pages_and_graphs(TritonAttnBackend(), page_size, "block_major")
 
 
 # -- under the interpreter, and on a GPU ---------------------------------------------------------------------------
 
 
 def batches(backend: Any) -> int:
-    count = 0
+    """Lists of segments, as slots."""
     for i, layout in enumerate(LAYOUTS):
-        for page_size in (1, 3, 16):
-            for dtype in (torch.float32, torch.float16):
-                check_batch(backend, Case(3 * page_size + i, page_size, layout, dtype, max_prefix=60))
-                count += 1
-    return count
+        q_lens = ((1, 7, 1), (20, 1), (1, 2, 1, 9))[i]
+        for page_size, dtype in ((1, torch.float32), (3, torch.float16)):
+            check_batch(backend, Case(page_size + i, page_size, layout, dtype, q_lens=q_lens, max_prefix=40, **SMALL))
+    return 6
+
+
+def paged(backend: Any) -> int:
+    """Pages, looked up by the kernels. A decode's plan takes no copy to the device."""
+    from sglang.srt.layers.attention import triton_backend
+
+    copies: list[int] = []
+    original = triton_backend._to_device
+    triton_backend._to_device = lambda *args: copies.append(1) or original(*args)
+    for page_size, layout, table in zip((1, 16, 64, 3), (*LAYOUTS, "block_major"), INT_TYPES * 2):
+        for reqs in (DECODES, EXTENDS):
+            copies.clear()
+            case = PagedCase(page_size, page_size, layout, torch.float32, reqs, table, **SMALL)
+            check_batch(backend, case)
+            assert len(copies) == (reqs is EXTENDS), copies
+            assert not case.segments._lists, "segments were made one by one"
+    triton_backend._to_device = original
+    return 8
+
+
+def capture(backend: Any) -> int:
+    """What is captured for a graph asks nothing of the host: with the numpy arrays of another batch, what the device
+    holds counts, and the grid is the same."""
+    kernels = watch_grids()
+    for page_size in (1, 16):
+        case = PagedCase(page_size, page_size, "layer_first", torch.float32, DECODES, **SMALL)
+        plain = backend.forward(case.q, case.view, case.segments, case.meta)
+        grid_of_plain = dict(kernels)
+        backend.capturing = True
+        captured = backend.forward(case.q, case.view, case.segments, case.meta)
+        grid = dict(kernels)
+        assert grid["decode_kernel"][2] > grid_of_plain["decode_kernel"][2], (grid, grid_of_plain)
+        assert (captured - plain).abs().max() < 2e-6 and not captured[1].any()
+        for kv_lens in ((3, 70, 0, 0, 90), (0, 0, 0, 0, 0)):
+            case.fill(random.Random(page_size), kv_lens)
+            case.segments.kv_lens[:] = 1 << 40
+            case.segments.starts[:] = -1
+            got = backend.forward(case.q, case.view, case.segments, case.meta)
+            assert (got.double() - torch.cat(case.want)).abs().max() < 2e-6, kv_lens
+            assert kernels == grid, (kernels, grid)
+        backend.capturing = False
+    return 4
+
+
+def watch_grids() -> dict[str, tuple[int, ...]]:
+    """The grids that kernels were launched with last, by name."""
+    from sglang.srt.layers.attention import triton_backend
+
+    grids: dict[str, tuple[int, ...]] = {}
+
+    class Watched:
+        def __init__(self, name: str) -> None:
+            self.name, self.kernel = name, getattr(triton_backend, name)
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids[self.name] = grid
+            return self.kernel[grid]
+
+    for name in ("decode_kernel", "merge_splits_kernel"):
+        setattr(triton_backend, name, Watched(name))
+    return grids
 
 
 def partials(backend: Any) -> int:
-    cases = [Case(seed, (1, 16)[seed % 2], "block_major", torch.float32) for seed in range(6)]
-    for case in cases:
+    """And their plans, which do not name pages, are kept."""
+    made: list[int] = []
+    original = backend._make_plan
+    backend._make_plan = lambda *args: made.append(1) or original(*args)
+    for seed in range(4):
+        case = Case(seed, (1, 16)[seed % 2], "block_major", torch.float32, q_lens=(1, 3), max_prefix=40, **SMALL)
         check_partials(backend, case)
-    return len(cases)
+        num_plans = len(made)
+        case.segments = [
+            [KVSegment(s.pages.clone(), s.length, s.causal, s.skip) for s in each] for each in case.segments
+        ]
+        check_partials(backend, case)
+        assert len(made) == num_plans, f"{len(made)} plans made, {num_plans} needed"
+    return 8
 
 
 def heads(backend: Any) -> int:
     for seed, (kv_heads, group, head_dim) in enumerate(HEADS):
         options: dict[str, Any] = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim}
-        case = Case(seed, 2, "layer_first", torch.float32, q_lens=(1, 5, 1), max_prefix=20, **options)
-        check_batch(backend, case)
+        case = Case(seed, 2, "layer_first", torch.float32, q_lens=(1, 3), max_prefix=20, **options)
         # The model passes a slice of its fused projection.
         fused = torch.full((case.q.shape[0], case.q.shape[1] + 4, case.q.shape[2]), math.nan)
         fused[:, 2:-2] = case.q
@@ -165,12 +288,12 @@ def splits(backend: Any) -> int:
     num_splits = []
     original = backend._num_splits
     backend._num_splits = lambda *args: num_splits.append(original(*args)) or num_splits[-1]
-    for seed in range(3):
-        case = Case(seed, 3, "layer_first", torch.float32, q_lens=(1,) * 3, max_prefix=(300, 900, 1400)[seed])
+    for seed in range(2):
+        case = Case(seed, 3, "layer_first", torch.float32, q_lens=(1,) * 3, max_prefix=(300, 1400)[seed], **SMALL)
         check_batch(backend, case)
         check_partials(backend, case)
     assert max(num_splits) > 3, num_splits
-    return 3
+    return 2
 
 
 def edges(backend: Any) -> int:
@@ -220,7 +343,7 @@ def engine(backend: Any) -> int:
         initializer_range=0.3,
     )
     rng = np.random.default_rng(1)
-    prompts = [rng.integers(3, 97, n).astype(np.int32) for n in (40, 90, 61)]
+    prompts = [rng.integers(3, 97, n).astype(np.int32) for n in (40, 90)]
     params = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True, sampling_seed=0)
     with tempfile.TemporaryDirectory() as path:
         LlamaForCausalLM(config).save_pretrained(path)
@@ -251,8 +374,8 @@ def main() -> None:
     torch.set_num_threads(1)
     # Small tiles: several of them, with tails in both directions.
     backend = TritonAttnBackend(Tiles(extend_queries=16, extend_keys=16, decode_keys=32), num_sms=24)
-    what = sys.argv[1]
-    print(f"{globals()[what](backend)} {what} are right")
+    for what in sys.argv[1].split(","):
+        print(f"{globals()[what](backend)} {what} are right")
 
 
 if __name__ == "__main__":

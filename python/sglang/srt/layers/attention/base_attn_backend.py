@@ -51,6 +51,13 @@ class BatchKey:
 
 
 class AttentionBackend(Protocol):
+    """capturing: set by whoever captures a CUDA graph, before the forward passes that warm up for it and until the
+    capture is over. What `forward` does with a `PagedSegments` of one query each then depends on the batch's size
+    only, and may be captured if it has run once before with that very object: memory is allocated then, kernels are
+    compiled, plans are made. False at first."""
+
+    capturing: bool
+
     def forward(
         self, q: torch.Tensor, view: KVView, segments: Sequence[list[KVSegment]], meta: AttentionMetadata
     ) -> torch.Tensor:

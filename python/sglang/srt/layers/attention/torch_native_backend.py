@@ -124,6 +124,7 @@ class TorchNativeAttnBackend:
     """
 
     def __init__(self) -> None:
+        self.capturing = False
         self._plan: _Plan | None = None
 
     def forward(

@@ -1,14 +1,18 @@
 """`TritonAttnBackend`: attention on a GPU, straight from the pages, by the kernels in triton_kernels.py.
 
-Owns the plan of the forward batch it is working on, on the queries' device. Writes no KV and reads none but the slots
-that the segments name. Tested under Triton's interpreter, on the CPU; has not run on a GPU, and its tile sizes are
-unmeasured.
+Owns the plan of the forward batch it is working on, on the queries' device, and those of the last few partials.
+Writes no KV and reads none but the slots that the segments name. Tested under Triton's interpreter, on the CPU; has
+not run on a GPU, and its tile sizes are unmeasured.
+
+The kernels look pages up in the table of a `PagedSegments` themselves: a decode's plan puts nothing on the device, an
+extend's is one copy to it, from pinned memory, that nobody waits for. Lists of `KVSegment`s become a table of slots.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +28,8 @@ _LOG2_E = math.log2(math.e)
 # Of a decode's keys; each is worth a program of its own.
 _MIN_SPLIT_TOKENS = 256
 _MAX_SPLITS = 64
+# Of a request that streams: one for its pieces, one for the last of them, a few for what the device has.
+_KEPT_PARTIALS = 16
 
 
 @dataclass(frozen=True)
@@ -47,48 +53,89 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """Everything about a batch that is the same in every layer, int32 on the queries' device.
-
-    slots: (num_keys,) of all requests, one after the other. Per request: rows, q_lens, kv_starts, kv_lens, before, as
+class _Extends:
+    """Who has more than one query, and of whom; int32 on the queries' device. Per request: rows, q_lens, before, as
     triton_kernels.py names them. Per program of an extend: block_reqs, block_firsts. decodes: requests of one query.
     """
 
-    batch: BatchKey
-    longest_decode: int
-    slots: torch.Tensor
     rows: torch.Tensor
     q_lens: torch.Tensor
-    kv_starts: torch.Tensor
-    kv_lens: torch.Tensor
     before: torch.Tensor
     block_reqs: torch.Tensor
     block_firsts: torch.Tensor
     decodes: torch.Tensor
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """Everything about a batch that is the same in every layer, but for the table.
+
+    starts, kv_lens: (num_reqs,), of the table's part per request, on the queries' device. longest_decode: tokens, as
+    the host knew them. extends: None where all requests have one query.
+    """
+
+    starts: torch.Tensor
+    kv_lens: torch.Tensor
+    num_decodes: int
+    longest_decode: int
+    extends: _Extends | None
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Where a batch's keys are, as triton_kernels.py has it. pages: slots if by_slot, on the queries' device."""
+
+    pages: torch.Tensor
+    by_slot: bool = False
+    skip: int = 0
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The batch that forward works on. source: itself, kept so that no other can come to lie at its address."""
+
+    source: PagedSegments | BatchKey
+    q_lens: tuple[int, ...]
+    table: _Table
+    plan: _Plan
+
+    def matches(self, segments: Sequence[list[KVSegment]], page_size: int, q_lens: tuple[int, ...]) -> bool:
+        if isinstance(segments, PagedSegments):
+            return self.source is segments and self.q_lens == q_lens
+        return isinstance(self.source, BatchKey) and self.source.matches(segments, page_size, q_lens)
+
+
 class TritonAttnBackend:
     """See `AttentionBackend`. One instance serves one model; calls do not overlap.
 
-    The plan of a batch is made in its first layer and kept until other segments arrive; segments are immutable.
+    The plan of a batch is made in its first layer and kept until other segments arrive. Segments are immutable, but
+    for the arrays of a `PagedSegments` of one query each, from which a plan takes no more than the number of splits.
+
+    A CUDA graph of a decode: with `capturing` the grid and the number of splits depend on the batch's size only; each
+    program finds its keys from starts, kv_lens and table on the device, and none where kv_len is 0, whose row is then
+    zero. So a replay needs nothing of the host. Without it, short batches get fewer splits.
+
     tiles, num_sms (how many programs run at once): None for what the first queries and their GPU ask for.
     """
 
     def __init__(self, tiles: Tiles | None = None, num_sms: int | None = None) -> None:
+        self.capturing = False
         self._tiles = tiles
         self._num_sms = num_sms
-        self._plan: _Plan | None = None
+        self._batch: _Batch | None = None
+        # By q_len, length and whether it is causal: the pages are read where they are, whatever they are.
+        self._partials: OrderedDict[tuple[int, int, bool], _Plan] = OrderedDict()
 
     def forward(
         self, q: torch.Tensor, view: KVView, segments: Sequence[list[KVSegment]], meta: AttentionMetadata
     ) -> torch.Tensor:
         """q: (num_tokens, num_q_heads, head_dim). Returns the same shape and dtype, contiguous."""
-        plan = self._plan
-        if plan is None or not plan.batch.matches(segments, view.page_size, meta.q_lens):
-            plan = self._plan = self._make_plan(BatchKey.of(segments, view.page_size, meta.q_lens), q)
+        batch = self._batch
+        if batch is None or not batch.matches(segments, view.page_size, meta.q_lens):
+            batch = self._batch = self._make_batch(segments, view.page_size, meta.q_lens, q)
         assert sum(meta.q_lens) == q.shape[0], f"{q.shape[0]} rows of q for q_lens {meta.q_lens}"
         out = q.new_empty(q.shape)
-        self._attend(q, view, plan, meta.scale, out, None)
+        self._attend(q, view, batch.table, batch.plan, meta.scale, out, None)
         return out
 
     def before_replay(self, segments: PagedSegments) -> None:
@@ -98,107 +145,138 @@ class TritonAttnBackend:
         self, q: torch.Tensor, view: KVView, segment: KVSegment, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q: (q_len, num_q_heads, head_dim). Returns out, same shape, float32, and lse (q_len, num_q_heads)."""
-        plan = self._make_plan(BatchKey.of([[segment]], view.page_size, (q.shape[0],)), q)
+        assert not segment.causal or segment.length == q.shape[0], "a causal segment's tokens are the queries"
+        assert segment.pages.shape[0] * view.page_size >= segment.skip + segment.length, (
+            "a segment with too few pages"
+        )
+        key = (q.shape[0], segment.length, segment.causal)
+        plan = self._partials.get(key)
+        if plan is None:
+            q_lens, kv_lens, causal = (np.array([each]) for each in key)
+            plan = self._partials[key] = self._make_plan(q_lens, kv_lens, kv_lens - q_lens * causal, q)
+            if len(self._partials) > _KEPT_PARTIALS:
+                self._partials.popitem(last=False)
+        self._partials.move_to_end(key)
         out = q.new_empty(q.shape, dtype=torch.float32)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        self._attend(q, view, plan, scale, out, lse)
+        self._attend(q, view, _Table(segment.pages, skip=segment.skip), plan, scale, out, lse)
         return out, lse
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _make_plan(self, batch: BatchKey, q: torch.Tensor) -> _Plan:
-        device = q.device
-        if self._tiles is None:
-            self._tiles = Tiles.of(q.shape[2], q.dtype)
-        flat = [segment for of_req in batch.segments for segment in of_req if segment.length > 0]
-        slots = torch.cat(segment_slots(flat, batch.page_size)) if flat else torch.zeros(0, dtype=torch.int64)
-        q_lens = np.array(batch.q_lens, np.int32)
-        kv_lens = np.array([sum(segment.length for segment in of_req) for of_req in batch.segments], np.int32)
-        is_causal = np.array([bool(of_req) and of_req[-1].causal for of_req in batch.segments], np.bool_)
-        before = np.where(is_causal, kv_lens - q_lens, kv_lens)
+    def _make_batch(
+        self, segments: Sequence[list[KVSegment]], page_size: int, q_lens: tuple[int, ...], q: torch.Tensor
+    ) -> _Batch:
+        queries = np.array(q_lens, np.int64)
+        if isinstance(segments, PagedSegments):
+            assert segments.page_size == page_size, f"pages of {segments.page_size} tokens in a pool of {page_size}"
+            assert np.array_equal(segments.q_lens, queries), "queries that the segments were not made for"
+            kv_lens = segments.kv_lens
+            on_device = segments.device_starts, segments.device_kv_lens
+            plan = self._make_plan(queries, kv_lens, kv_lens - queries, q, on_device)
+            return _Batch(segments, q_lens, _Table(segments.table), plan)
+        key = BatchKey.of(segments, page_size, q_lens)
+        flat = [segment for of_req in segments for segment in of_req if segment.length > 0]
+        slots = torch.cat(segment_slots(flat, page_size)) if flat else torch.zeros(0, dtype=torch.int64)
+        kv_lens = np.array([sum(segment.length for segment in of_req) for of_req in segments], np.int64)
+        is_causal = np.array([bool(of_req) and of_req[-1].causal for of_req in segments], np.bool_)
+        plan = self._make_plan(queries, kv_lens, kv_lens - queries * is_causal, q)
+        return _Batch(key, q_lens, _Table(slots.to(q.device), by_slot=True), plan)
 
-        tile = self._tiles.extend_queries
+    def _make_plan(
+        self,
+        q_lens: np.ndarray,
+        kv_lens: np.ndarray,
+        before: np.ndarray,
+        q: torch.Tensor,
+        on_device: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> _Plan:
+        """q_lens, kv_lens, before: (num_reqs,) int64. on_device: starts and kv_lens, where the device has them; else
+        the requests' parts of the table lie side by side."""
+        is_decode = q_lens == 1
+        num_decodes, longest = int(is_decode.sum()), int(kv_lens[is_decode].max(initial=0))
+        if num_decodes == len(q_lens):
+            starts, lens = on_device or _to_device([np.cumsum(kv_lens) - kv_lens, kv_lens], q.device)
+            return _Plan(starts, lens, num_decodes, longest, None)
+        tile = self._tiles_for(q).extend_queries
         extends = np.flatnonzero(q_lens > 1)
         # The longest first: what begins last should not take long.
         extends = extends[np.argsort(-kv_lens[extends], kind="stable")]
         num_blocks = -(-q_lens[extends] // tile)
-        block_reqs = np.repeat(extends, num_blocks)
         # Of each block, which of its request it is; later ones see more keys.
-        block_firsts = tile * (np.repeat(np.cumsum(num_blocks), num_blocks) - np.arange(len(block_reqs)) - 1)
-        decodes = np.flatnonzero(q_lens == 1)
+        firsts = tile * (np.repeat(np.cumsum(num_blocks), num_blocks) - np.arange(num_blocks.sum()) - 1)
         columns = [
-            np.cumsum(q_lens) - q_lens,
-            q_lens,
-            np.cumsum(kv_lens) - kv_lens,
-            kv_lens,
-            before,
-            block_reqs,
-            block_firsts,
-            decodes,
+            *(np.cumsum(q_lens) - q_lens, q_lens, before),
+            *(np.repeat(extends, num_blocks), firsts, np.flatnonzero(is_decode)),
+            *(() if on_device else (np.cumsum(kv_lens) - kv_lens, kv_lens)),
         ]
-        # One copy to the device.
-        packed = torch.from_numpy(np.concatenate(columns).astype(np.int32)).to(device)
-        return _Plan(
-            batch,
-            int(kv_lens[decodes].max(initial=0)),
-            slots.to(device, torch.int32),
-            *packed.split([len(column) for column in columns]),
-        )
+        tensors = _to_device(columns, q.device)
+        starts, lens = on_device or tensors[6:]
+        return _Plan(starts, lens, num_decodes, longest, _Extends(*tensors[:6]))
 
     def _attend(
-        self, q: torch.Tensor, view: KVView, plan: _Plan, scale: float, out: torch.Tensor, lse: torch.Tensor | None
+        self,
+        q: torch.Tensor,
+        view: KVView,
+        table: _Table,
+        plan: _Plan,
+        scale: float,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
     ) -> None:
         """Fills out, and lse unless it is None."""
         num_heads, head_dim = q.shape[1:]
         num_kv_heads = view.k.shape[2]
         assert q.stride(2) == 1, "the values of a head lie side by side"
-        page_size, strides = _strides(view)
-        shape = {"PAGE_SIZE": page_size, "HEAD_DIM": head_dim, "BLOCK_D": max(16, triton.next_power_of_2(head_dim))}
-        memory = (*q.stride()[:2], *strides, scale * _LOG2_E, num_heads, num_heads // num_kv_heads)
-        tiles = self._tiles
-        assert tiles is not None
+        assert table.pages.is_contiguous(), "pages lie side by side in their table"
+        tiles, extends = self._tiles_for(q), plan.extends
+        shape = {
+            "PAGE_SIZE": view.page_size,
+            "BY_SLOT": table.by_slot,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        }
+        keys = (table.pages, plan.starts, plan.kv_lens)
+        strides = (*q.stride()[:2], *view.k.stride()[:3], *view.v.stride()[:3])
+        numbers = (*strides, scale * _LOG2_E, table.skip, num_heads, num_heads // num_kv_heads)
         with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
-            if num_blocks := len(plan.block_reqs):
+            if extends is not None and (num_blocks := len(extends.block_reqs)):
                 extend_kernel[(num_blocks, num_heads)](
                     q,
                     view.k,
                     view.v,
                     out,
                     lse,
-                    plan.slots,
-                    plan.block_reqs,
-                    plan.block_firsts,
-                    plan.rows,
-                    plan.q_lens,
-                    plan.kv_starts,
-                    plan.kv_lens,
-                    plan.before,
-                    *memory,
+                    *keys,
+                    extends.block_reqs,
+                    extends.block_firsts,
+                    extends.rows,
+                    extends.q_lens,
+                    extends.before,
+                    *numbers,
                     **shape,
                     BLOCK_M=tiles.extend_queries,
                     BLOCK_N=tiles.extend_keys,
-                    HAS_LSE=lse is not None,
                     num_warps=tiles.extend_warps,
                     num_stages=tiles.num_stages,
                 )
-            if num_decodes := len(plan.decodes):
+            if num_decodes := plan.num_decodes:
                 rows = min(64, max(16, triton.next_power_of_2(num_heads // num_kv_heads)))
                 head_blocks = -(-(num_heads // num_kv_heads) // rows)
-                num_splits = self._num_splits(num_decodes * num_kv_heads * head_blocks, plan.longest_decode, q.device)
+                longest = None if self.capturing else plan.longest_decode
+                num_splits = self._num_splits(num_decodes * num_kv_heads * head_blocks, longest, q.device)
                 parts = q.new_empty((num_decodes, num_heads, num_splits, head_dim), dtype=torch.float32)
                 part_lses = parts.new_empty(parts.shape[:3])
+                of_decodes = (None, None) if extends is None else (extends.decodes, extends.rows)
                 decode_kernel[(num_decodes, num_kv_heads * head_blocks, num_splits)](
                     q,
                     view.k,
                     view.v,
                     parts,
                     part_lses,
-                    plan.slots,
-                    plan.decodes,
-                    plan.rows,
-                    plan.kv_starts,
-                    plan.kv_lens,
-                    *memory,
+                    *keys,
+                    *of_decodes,
+                    *numbers,
                     head_blocks,
                     num_splits,
                     **shape,
@@ -212,31 +290,30 @@ class TritonAttnBackend:
                     part_lses,
                     out,
                     lse,
-                    plan.decodes,
-                    plan.rows,
+                    *of_decodes,
                     num_heads,
                     num_splits,
                     HEAD_DIM=head_dim,
                     BLOCK_D=shape["BLOCK_D"],
                     BLOCK_S=triton.next_power_of_2(num_splits),
-                    HAS_LSE=lse is not None,
                 )
 
-    def _num_splits(self, num_programs: int, longest: int, device: torch.device) -> int:
-        """So many that all SMs have work twice over, and each split some."""
+    def _tiles_for(self, q: torch.Tensor) -> Tiles:
+        if self._tiles is None:
+            self._tiles = Tiles.of(q.shape[2], q.dtype)
+        return self._tiles
+
+    def _num_splits(self, num_programs: int, longest: int | None, device: torch.device) -> int:
+        """So many that all SMs have work twice over, and each split some. longest: None where kv_lens may change."""
         if self._num_sms is None:
             self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        wanted = -(-2 * self._num_sms // num_programs)
-        return max(1, min(wanted, -(-longest // _MIN_SPLIT_TOKENS), _MAX_SPLITS))
+        wanted = min(-(-2 * self._num_sms // num_programs), _MAX_SPLITS)
+        return wanted if longest is None else max(1, min(wanted, -(-longest // _MIN_SPLIT_TOKENS)))
 
 
-def _strides(view: KVView) -> tuple[int, tuple[int, ...]]:
-    """The page size that kernels need to know, 1 where slots count tokens of one long array; and the strides of
-    pages, tokens and heads of K, then of V, in elements."""
-    page_size = view.page_size
-    strides = [x.stride()[:3] for x in (view.k, view.v)]
-    if page_size == 1:
-        return 1, tuple(stride for page, _, head in strides for stride in (page, page, head))
-    flat = tuple(stride for of_one in strides for stride in of_one)
-    is_flat = all(page == page_size * token for page, token, _ in strides)
-    return (1 if is_flat else page_size), flat
+def _to_device(columns: list[np.ndarray], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Each as int32, in one copy that nobody waits for; torch keeps the pinned memory until it is done."""
+    packed = torch.from_numpy(np.concatenate(columns).astype(np.int32))
+    if device.type == "cuda":
+        packed = packed.pin_memory().to(device, non_blocking=True)
+    return packed.split([len(column) for column in columns])
