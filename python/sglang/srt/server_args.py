@@ -48,7 +48,9 @@ class ServerArgs:
     )
     context_length: int | None = arg(None, "longest prompt plus answer in tokens (default: the model's)")
     random_seed: int | None = arg(None, "seed of dummy weights and of requests that bring none")
-    device: str = arg("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
+    device: str = arg(
+        "auto", "where the model runs; auto takes a GPU if there is one", choices=("auto", "cpu", "cuda")
+    )
 
     host: str = arg("127.0.0.1", "address to listen on")
     port: int = arg(30000, "port to listen on")
@@ -60,7 +62,10 @@ class ServerArgs:
     max_total_tokens: int | None = arg(
         None, "tokens of KV cache on the device (default: four full contexts, or what memory allows)"
     )
-    mem_fraction_static: float | None = arg(None, "part of device memory for weights and KV cache")
+    mem_fraction_static: float | None = arg(
+        None,
+        "on a GPU, part of its memory for weights and KV cache (default: 0.88); on the CPU, of what is free (0.6)",
+    )
     max_running_requests: int | None = arg(None, "most requests in one batch")
     max_queued_requests: int | None = arg(None, "most requests that wait for their first token; more get a 503")
     chunked_prefill_size: int = arg(2048, "most tokens of one prompt in one step; -1 computes prompts whole")
@@ -78,7 +83,15 @@ class ServerArgs:
     )
     disable_radix_cache: bool = arg(False, "share no prefix between requests")
     disable_overlap_schedule: bool = arg(False, "schedule only once the previous step's tokens are known")
-    attention_backend: str = arg("torch_native", "attention kernels", choices=("torch_native",))
+    attention_backend: str | None = arg(
+        None,
+        "attention kernels (default: torch_native on the CPU, triton on a GPU)",
+        choices=("torch_native", "triton", "flashinfer"),
+    )
+    disable_cuda_graph: bool = arg(False, "on a GPU, start every kernel of a decode by itself")
+    cuda_graph_max_bs_decode: int | None = arg(
+        None, "on a GPU, largest decode that is captured as a CUDA graph (default: --max-running-requests)"
+    )
 
     enable_hierarchical_cache: bool = arg(
         False, "keep evicted KV cache in host memory", aliases=("--hicache", "--enable-hicache")
@@ -228,7 +241,7 @@ class ServerArgs:
                 name,
                 "printable ASCII without spaces, as a header carries it",
             )
-        for name in ("context_length", "max_running_requests", "max_queued_requests"):
+        for name in ("context_length", "max_running_requests", "max_queued_requests", "cuda_graph_max_bs_decode"):
             require((getattr(self, name) or 1) >= 1 and getattr(self, name) != 0, name, "at least 1")
         require(
             self.max_total_tokens is None or self.max_total_tokens >= self.page_size,

@@ -137,19 +137,54 @@ class _Event:
         return (end._time - self._time) * 1e3
 
 
+class _Graph:
+    """What was done while it was captured, to be done again with the same memory."""
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], None]] = []
+
+    def pool(self) -> tuple[int, int]:
+        return 0, 0
+
+    def replay(self) -> None:
+        assert self.work, "the graph is empty: nothing was captured"
+        stream = _device().current
+        for work in self.work:
+            stream.put(work)
+
+
+@contextlib.contextmanager
+def _capture(
+    graph: _Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global"
+) -> Iterator[None]:
+    assert capture_error_mode == "thread_local", "other threads use the device meanwhile"
+    stream = stream or _device().current
+    stream.captured = graph.work
+    try:
+        yield
+    finally:
+        stream.captured = None
+
+
 class _Stream:
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         # Work, or an event to wait for.
         self.queue: deque[Callable[[], None] | threading.Event] = deque()
+        self.captured: list[Callable[[], None]] | None = None
         _device().streams.append(self)
 
     def put(self, item: Callable[[], None] | threading.Event) -> None:
         device = _device()
+        if self.captured is not None:
+            assert callable(item), "a graph that waits for another stream"
+            self.captured.append(item)
+            return
         with device.changed:
             self.queue.append(item)
             device.changed.notify()
 
     def synchronize(self) -> None:
+        assert self.captured is None, "the host waits for the device while a graph is captured"
         event = _Event()
         event.record(self)
         event.synchronize()
@@ -320,6 +355,12 @@ class EmulatedDevice:
                 self._error = self._error or error
 
 
+def launch(kernel: Callable[..., None], *tensors: Any) -> None:
+    """A kernel of one's own: called with the memory of these tensors when its turn comes."""
+    hosts = [_to_host(tensor) for tensor in tensors]
+    _device().current.put(_quiet(lambda: kernel(*hosts)))
+
+
 def _can_run(stream: _Stream) -> bool:
     while stream.queue and isinstance(head := stream.queue[0], threading.Event) and head.is_set():
         stream.queue.popleft()
@@ -397,6 +438,8 @@ def emulated_device(seed: int = 0) -> Iterator[EmulatedDevice]:
 
     patches = {
         "_lazy_init": lambda: None,
+        "CUDAGraph": _Graph,
+        "graph": _capture,
         "Event": _Event,
         "Stream": _Stream,
         "stream": device.stream,

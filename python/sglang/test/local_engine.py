@@ -73,9 +73,9 @@ class LocalEngine:
     non-finite logits and check all invariants after every step. group: several ranks, in which every launch runs to
     its end. open_store: the storage of the host pool; attached from the start if overrides have `storage`.
     load_bytes_per_s: loads from the host are no faster, nor is what is streamed from there. make_pool: the device
-    pool, called like `MHATokenToKVPool`; attention_backend, io_backend: as the server's flags; device: "cuda" for a
-    GPU's. borrow: memory of peers that comes and goes, given what `BorrowedMemory` has
-    to know of the engine.
+    pool, called like `MHATokenToKVPool`. borrow: memory of peers that comes and goes, given what `BorrowedMemory` has
+    to know of the engine. device: "cuda" for a GPU's. attention_backend: torch_native by default. io_backend: as the
+    server's flag. graph_batch_size: of the largest decode that is a CUDA graph.
     overrides: other fields of SchedulerConfig; nothing is computed instead of loaded unless they say so, as that
     depends on the clock."""
 
@@ -102,6 +102,7 @@ class LocalEngine:
         attention_backend: AttentionBackend | None = None,
         io_backend: str = "auto",
         load_format: str = "auto",
+        graph_batch_size: int = 0,
         **overrides: Any,
     ) -> None:
         self.model_config = model_config
@@ -130,7 +131,14 @@ class LocalEngine:
             **{"num_layers": c.num_layers, "load_or_recompute": False, **overrides},
         )
         self.device_pool = pool = make_pool(
-            num_device_pages, page_size, c.num_layers, num_kv_heads, c.head_dim, c.dtype, where
+            num_device_pages,
+            page_size,
+            c.num_layers,
+            num_kv_heads,
+            c.head_dim,
+            c.dtype,
+            where,
+            **({"has_scratch": True} if graph_batch_size else {}),
         )
         links: dict[str, FaultyLink] = {}
         self._streams = [make_stream("compute", where)]
@@ -166,6 +174,8 @@ class LocalEngine:
             lockstep=group.size > 1,
             layer_stream=self.layer_stream,
             device=where,
+            attention=backend,
+            graph_batch_size=graph_batch_size,
         )
         self.host_pool: MHATokenToKVPoolHost | None = None
         self.peer_pool: MHATokenToKVPoolHost | ElasticPool | None = self.borrowed.pool if self.borrowed else None
@@ -224,6 +234,7 @@ class LocalEngine:
             StepRecorder(record, config) if record is not None else None,
             self.borrowed,
         )
+        executor.capture_graphs()
         self._next_rid = 0
         self._answers: dict[str, Generation] = {}
         self._submitted: dict[str, float] = {}

@@ -10,10 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.managers.layer_streaming import LayerStreamConfig
+from sglang.srt.model_executor import executor as executor_module
+from sglang.srt.model_executor.cuda_graph_runner import batch_sizes
+from sglang.srt.model_executor.page_table import PageTable
 from sglang.srt.sampling.logprob_types import LogprobSpec
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.device_emulator import emulated_device
+from sglang.test.device_emulator import emulated_device, launch
 from sglang.test.local_engine import LocalEngine
 
 VOCAB = 211
@@ -50,11 +54,11 @@ def params(n: int, **options: object) -> SamplingParams:
     return SamplingParams(max_new_tokens=n, ignore_eos=True, **{"temperature": 0.0, "sampling_seed": 3, **options})
 
 
-def rounds(engine: LocalEngine, seed: int) -> list[list[int]]:
+def rounds(engine: LocalEngine, seed: int, num: int = 4) -> list[list[int]]:
     """Two rounds of the same prompts with others in between, so that what the device drops comes from the host."""
     answers = []
     for prompt_seed in (seed, seed + 100, seed):
-        answers += [answer.tokens for answer in engine.generate(prompts(prompt_seed), params(6))]
+        answers += [answer.tokens for answer in engine.generate(prompts(prompt_seed, num), params(6))]
     engine.settle()
     engine.scheduler.check_invariants()
     engine.close()
@@ -129,3 +133,71 @@ def test_the_host_waits_for_nothing(config):
         device.syncs.clear()
         rounds(engine, 8)
         assert not device.syncs
+
+
+class PagedAttention:
+    """Attention that a graph can hold: it reads everything on the device, when it runs. As slow as can be."""
+
+    def __init__(self) -> None:
+        self.capturing = False
+        self.replayed = 0
+        self._others = TorchNativeAttnBackend()
+
+    def forward(self, q, view, segments, meta):
+        if not set(meta.q_lens) == {1}:
+            return self._others.forward(q, view, segments, meta)
+
+        def decode(out, q, k, v, table, starts, kv_lens):
+            page = k.shape[1]
+            for i, (start, kv_len) in enumerate(zip(starts.tolist(), kv_lens.tolist())):
+                if not kv_len:
+                    out[i] = 0
+                    continue
+                pages = table[start : start - (-kv_len // page)].long()
+                keys, values = (x[pages].flatten(0, 1)[:kv_len].repeat_interleave(3, dim=1) for x in (k, v))
+                weights = (torch.einsum("hd,thd->ht", q[i], keys) * meta.scale).softmax(-1)
+                out[i] = torch.einsum("ht,thd->hd", weights, values)
+
+        out = torch.empty_like(q)
+        launch(decode, out, q, view.k, view.v, segments.table, segments.device_starts, segments.device_kv_lens)
+        return out
+
+    def before_replay(self, segments):
+        assert segments.kv_lens.tolist() != [0] * len(segments), "the host knows what is replayed"
+        self.replayed += 1
+
+    def partial(self, *args):
+        return self._others.partial(*args)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_decodes_as_graphs(config, page_size):
+    """Batches between the sizes that are captured, tokens that the host does not know yet, loads before a decode."""
+    options = {"num_device_pages": 320 // page_size, "num_host_pages": 3000, "page_size": page_size}
+    attention = PagedAttention()
+    with emulated_device(11):
+        engine = LocalEngine(
+            config, device="cuda", attention_backend=attention, graph_batch_size=6, chunked_prefill_size=64, **options
+        )
+        found = rounds(engine, 3, 5)
+    assert attention.replayed > 10 and not attention.capturing
+    assert found == rounds(LocalEngine(config, chunked_prefill_size=64, **options), 3, 5)
+
+
+def test_a_table_that_has_grown_is_captured_anew(config, monkeypatch):
+    monkeypatch.setattr(executor_module, "PageTable", lambda slots, device, places: PageTable(slots, device, 64))
+    attention = PagedAttention()
+    with emulated_device(12):
+        engine = LocalEngine(config, 700, device="cuda", attention_backend=attention, graph_batch_size=8)
+        found = engine.generate(prompts(9), params(8))
+        engine.close()
+    engine = LocalEngine(config, 700)
+    assert [each.tokens for each in found] == [each.tokens for each in engine.generate(prompts(9), params(8))]
+    engine.close()
+
+
+@pytest.mark.parametrize("largest", [1, 3, 8, 100, 256, 300, 1000])
+def test_captured_batch_sizes(largest):
+    sizes = batch_sizes(largest)
+    assert sizes[0] == 1 and sizes[-1] == largest and sizes == sorted(set(sizes))
+    assert all(b <= 2 * a or b - a <= 32 for a, b in zip(sizes, sizes[1:]))

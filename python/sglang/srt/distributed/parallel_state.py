@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sglang.srt.utils.device import CPU
+
 # A rank that is gone breaks its connections at once; this is for one that hangs.
 _TIMEOUT = timedelta(minutes=10)
 
@@ -75,9 +77,9 @@ class TensorParallelGroup:
 SINGLE_RANK = TensorParallelGroup()
 
 
-def init_tensor_parallel(rank: int, size: int, store_file: str) -> TensorParallelGroup:
+def init_tensor_parallel(rank: int, size: int, store_file: str, device: torch.device = CPU) -> TensorParallelGroup:
     """Meet the other ranks. store_file: a path in a directory that only this user can enter; the connections stay on
-    the loopback interface."""
+    the loopback interface. device: this rank's, for the model's collectives; those between GPUs have never run."""
     if size == 1:
         return SINGLE_RANK
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -85,5 +87,7 @@ def init_tensor_parallel(rank: int, size: int, store_file: str) -> TensorParalle
         "gloo", rank=rank, world_size=size, store=dist.FileStore(store_file, size), timeout=_TIMEOUT
     )
     ranks = list(range(size))
-    model, control = dist.new_group(ranks, timeout=_TIMEOUT), dist.new_group(ranks, timeout=_TIMEOUT)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    model = dist.new_group(ranks, timeout=_TIMEOUT, backend=backend)
+    control = dist.new_group(ranks, timeout=_TIMEOUT)
     return TensorParallelGroup(rank, size, model, control)

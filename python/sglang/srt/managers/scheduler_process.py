@@ -19,12 +19,13 @@ import msgspec
 import torch
 import zmq
 
-from sgl_kernel.kvcacheio import why_not
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import TensorParallelGroup, init_tensor_parallel
+from sglang.srt.layers.attention.attention_registry import make_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.device_lending import LendingConfig
+from sglang.srt.managers.device_setup import check_device, free_memory, kv_cache_bytes, pick_device
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -67,12 +68,12 @@ from sglang.srt.peer.elastic_units import layer_stream_sizes
 from sglang.srt.peer.lent_memory import LentMemory
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import ChildArgs, StartupError, open_pull, open_push, run_child
-from sglang.srt.utils.memory import available_memory
+from sglang.srt.utils.cuda_stream import make_stream
+from sglang.srt.utils.device import CPU
 from sglang.srt.utils.stream import ThreadStream
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MEM_FRACTION = 0.6
 DEFAULT_MAX_RUNNING = 256
 LOG_EVERY_S = 5.0
 IDLE_CHECK_AFTER_MS = 5000
@@ -80,14 +81,14 @@ IDLE_CHECK_AFTER_MS = 5000
 IDLE_CHECK_MAX_NODES = 5000
 
 
-def build_config(args: ServerArgs, model: ModelConfig, group: TensorParallelGroup) -> SchedulerConfig:
+def build_config(
+    args: ServerArgs, model: ModelConfig, group: TensorParallelGroup, device: torch.device = CPU
+) -> SchedulerConfig:
     """Sizes the pools, alike on all ranks. Raises StartupError where not even one short request would fit."""
     page_bytes = MHATokenToKVPool.page_bytes(
         args.page_size, model.num_layers, model.kv_heads_per_rank(group.size), model.head_dim, model.dtype
     )
-    # The ranks share the machine's memory.
-    available = available_memory() // group.size
-    fitting = int(available * (args.mem_fraction_static or DEFAULT_MEM_FRACTION)) // page_bytes
+    fitting = kv_cache_bytes(args, device, group.size) // page_bytes
     if args.max_total_tokens is not None:
         num_pages = args.max_total_tokens // args.page_size
         if num_pages > fitting:
@@ -95,9 +96,11 @@ def build_config(args: ServerArgs, model: ModelConfig, group: TensorParallelGrou
                 f"--max-total-tokens {args.max_total_tokens} needs {num_pages * page_bytes / 1e9:.1f} GB, but "
                 f"{fitting * args.page_size} tokens fit into the memory that is free; lower it"
             )
-    else:
+    elif device.type == "cpu":
         # Memory is not the CPU's bottleneck: four full contexts, if they fit.
         num_pages = min(fitting, -(-4 * model.context_length // args.page_size))
+    else:
+        num_pages = fitting
     if num_pages < 2:
         raise StartupError(
             f"the KV cache has {num_pages} pages of {args.page_size} tokens, at least 2 are needed: raise "
@@ -105,12 +108,14 @@ def build_config(args: ServerArgs, model: ModelConfig, group: TensorParallelGrou
         )
     num_host_pages = 0
     if args.enable_hierarchical_cache:
+        # The CPU's "device" is in the same memory.
+        taken = num_pages * page_bytes if device.type == "cpu" else 0
         num_host_pages, limited = host_pages_that_fit(
             num_pages,
             page_bytes,
             args.hicache_ratio,
             args.hicache_size / group.size,
-            available - num_pages * page_bytes,
+            free_memory(CPU, group.size) - taken,
         )
         if num_host_pages < 1:
             raise StartupError("no host memory is free for --hicache: lower --max-total-tokens or drop --hicache")
@@ -162,6 +167,13 @@ def build_config(args: ServerArgs, model: ModelConfig, group: TensorParallelGrou
     )
 
 
+def graph_batch_size_for(args: ServerArgs, config: SchedulerConfig, device: torch.device) -> int:
+    """The largest decode that is a CUDA graph; 0 for none."""
+    if device.type != "cuda" or args.disable_cuda_graph:
+        return 0
+    return min(args.cuda_graph_max_bs_decode or config.max_running_requests, config.max_running_requests)
+
+
 def layer_stream_sizes_for(
     args: ServerArgs, num_pages: int, num_host_pages: int, num_layers: int
 ) -> tuple[LayerStreamConfig, int]:
@@ -180,14 +192,14 @@ def layer_stream_sizes_for(
     return LayerStreamConfig(args.layer_stream, buffer_pages, args.layer_stream_max_tpot), left
 
 
-def check_weights_fit(model: ModelConfig, group: TensorParallelGroup) -> None:
+def check_weights_fit(model: ModelConfig, group: TensorParallelGroup, device: torch.device = CPU) -> None:
     """Says what this rank's weights need, before they are read. Raises StartupError if that is more than is free: the
     system would kill a process much later, and say nothing."""
     with torch.device("meta"):
         weights = get_model_class(model.architecture)(model, TorchNativeAttnBackend(), group)
     size = sum(each.numel() * each.element_size() for each in weights.parameters())
     # All ranks look before any takes its part.
-    free = int(group.reduce_min(torch.tensor([available_memory()]))[0]) // group.size
+    free = int(group.reduce_min(torch.tensor([free_memory(device, group.size)]))[0])
     if size > free:
         ranks = f" on each of {group.size} ranks" if group.size > 1 else ""
         raise StartupError(
@@ -206,26 +218,29 @@ class Storage:
 
 
 def build_core(
-    args: ServerArgs, group: TensorParallelGroup, notify: Callable[[], None], directory: Path
+    args: ServerArgs,
+    group: TensorParallelGroup,
+    notify: Callable[[], None],
+    directory: Path,
+    device: torch.device = CPU,
 ) -> tuple[EngineCore, Storage | None]:
     """Load the model and build one rank around it. notify: called from other threads when something completed.
     directory: the server's private one. The storage is None where there is no host tier."""
-    if args.device == "cuda":
-        raise StartupError("--device cuda is not served yet: use --device cpu")
-    if reason := why_not(args.hicache_io_backend, "cpu"):
-        raise StartupError(f"--hicache-io-backend {args.hicache_io_backend} cannot run here: {reason}")
+    attention_backend = check_device(args, device)
     model_config = ModelConfig.from_pretrained(args.model_path, args.dtype, args.context_length)
     model_config.check_tensor_parallel(group.size)
-    check_weights_fit(model_config, group)
+    check_weights_fit(model_config, group, device)
+    attention = make_attention_backend(attention_backend, device)
     model = load_model(
         model_config,
         args.load_format,
-        TorchNativeAttnBackend(),
+        attention,
         args.random_seed or 0,
+        device,
         quiet=group.rank > 0,
         group=group,
     )
-    config = build_config(args, model_config, group)
+    config = build_config(args, model_config, group, device)
     shape = (
         config.page_size,
         model_config.num_layers,
@@ -234,6 +249,7 @@ def build_core(
     )
     pool: DevicePool
     borrowed = lent = None
+    graph_batch_size = 0
     if args.peer_role == "worker":
         lent = lend_memory(args, config, shape, model_config.dtype, group.rank, directory, notify)
         pool = lent.pool
@@ -244,7 +260,10 @@ def build_core(
             lending=LendingConfig(window_s=args.peer_window),
         )
     else:
-        pool = MHATokenToKVPool(config.num_device_pages, *shape, model_config.dtype)
+        graph_batch_size = graph_batch_size_for(args, config, device)
+        pool = MHATokenToKVPool(
+            config.num_device_pages, *shape, model_config.dtype, device, has_scratch=graph_batch_size > 0
+        )
     if args.peer_role == "master":
         borrowed = borrow_memory(args, config, shape, model_config.dtype, group.rank, group.size, notify)
         config = replace(config, num_peer_pages=borrowed.pool.num_pages, slabs=borrowed.pool.slab_frames)
@@ -258,7 +277,7 @@ def build_core(
             config.layer_stream.buffer_pages,
             pool,
             streamed_from,
-            ThreadStream("layer-stream", notify),
+            make_stream("layer-stream", device, notify),
             args.hicache_io_backend,
             limits,
         )
@@ -268,14 +287,18 @@ def build_core(
         config.page_size,
         model_config.attn_scale,
         Sampler(),
-        ThreadStream("compute", notify),
+        make_stream("compute", device, notify),
         links,
         config.max_running_requests,
         model_config.vocab_size,
         notify,
         lockstep=group.size > 1,
         layer_stream=layer_stream,
+        device=device,
+        attention=attention,
+        graph_batch_size=graph_batch_size,
     )
+    executor.capture_graphs()
     if config.num_host_pages:
         host_pool = MHATokenToKVPoolHost(pool, config.num_host_pages, args.hicache_mem_layout)
         for name, limit in limits.items():
@@ -293,7 +316,7 @@ def build_core(
             below |= {P2D: borrowed.pool, D2P: borrowed.pool}
             streamed_from[Tier.PEER] = borrowed.pool
         for name, other in below.items():
-            stream = ThreadStream(name, notify)
+            stream = make_stream(name, device, notify)
             links[name] = CopyLink(
                 name, pool, other, stream, executor.fence, notify, args.hicache_io_backend, limits.get(name)
             )
@@ -537,20 +560,21 @@ def start(child: ChildArgs) -> Callable[[], None]:
     rank, directory = child.extra["tp_rank"], Path(child.extra["directory"])
     context = zmq.Context()
     receiver = open_pull(context, child.ipc["scheduler_in"]) if rank == 0 else None
-    group = init_tensor_parallel(rank, args.tp_size, f"{directory}/ranks")
+    device = pick_device(args, rank)
+    group = init_tensor_parallel(rank, args.tp_size, f"{directory}/ranks", device)
     sync = RankSync(group, context, child.extra["directory"])
     torch.manual_seed(args.random_seed or 0)
     if group.size > 1:
         # Each rank would take all cores, and they would wait for each other's threads.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // group.size))
     if receiver is None:
-        core, storage = build_core(args, group, sync.poke, directory)
+        core, storage = build_core(args, group, sync.poke, directory, device)
         gc.collect()
         gc.freeze()
         return partial(_serve, FollowerProcess(core, sync).serve, storage)
     sender = open_push(context, child.ipc["detokenizer_in"])
     wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
-    core, storage = build_core(args, group, lambda: os.eventfd_write(wake_fd, 1), directory)
+    core, storage = build_core(args, group, lambda: os.eventfd_write(wake_fd, 1), directory, device)
     process = SchedulerProcess(core, storage, sync, receiver, sender, wake_fd)
     gc.collect()
     gc.freeze()

@@ -16,13 +16,14 @@ from sglang.srt.utils.device import CPU
 
 class DevicePool(Protocol):
     """num_pages: of page_size tokens, numbered as in the frame table. kv: all memory; its shape is the pool's own
-    business. kv_pages: the same for `sgl_kernel.kvcacheio`."""
+    business. kv_pages: the same for `sgl_kernel.kvcacheio`. scratch_slot: one that is no page's, if there is one."""
 
     num_pages: int
     page_size: int
     num_layers: int
     kv: torch.Tensor
     kv_pages: KVPages
+    scratch_slot: int | None
 
     def view(self, layer_id: int) -> KVView: ...
 
@@ -42,7 +43,8 @@ class DevicePool(Protocol):
 
 class MHATokenToKVPool:
     """kv: (2, num_layers, num_pages, page_size, num_kv_heads, head_dim). Written by launches, on the compute stream,
-    and by loads, on theirs; the scheduler's fences and tickets keep them apart."""
+    and by loads, on theirs; the scheduler's fences and tickets keep them apart. has_scratch: one more page behind the
+    others, for what has to be written somewhere and is never read; scratch_slot is in it."""
 
     def __init__(
         self,
@@ -53,11 +55,14 @@ class MHATokenToKVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device = CPU,
+        has_scratch: bool = False,
     ) -> None:
         self.num_pages = num_pages
+        self.scratch_slot = num_pages * page_size if has_scratch else None
         self.page_size = page_size
         self.num_layers = num_layers
-        self.kv = torch.zeros(2, num_layers, num_pages, page_size, num_kv_heads, head_dim, dtype=dtype, device=device)
+        shape = (2, num_layers, num_pages + has_scratch, page_size, num_kv_heads, head_dim)
+        self.kv = torch.zeros(shape, dtype=dtype, device=device)
         self.kv_pages = KVPages.layer_first(self.kv)
         self._views = [KVView(self.kv[0, layer], self.kv[1, layer]) for layer in range(num_layers)]
         self._slots = [(view.k.flatten(0, 1), view.v.flatten(0, 1)) for view in self._views]

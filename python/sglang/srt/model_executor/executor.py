@@ -8,6 +8,7 @@ the constructor.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,15 +18,17 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionMetadata
 from sglang.srt.mem_cache.kv_view import KVSegment, PagedSegments
 from sglang.srt.mem_cache.layer_stream_cache import FilledPiece, LayerStreamCache, Piece
+from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.mem_cache.transfer import LayerGate, Link, LoadFailedError, Tier
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.forward_batch_info import (
+    BatchNumbers,
     CausalLM,
     ForwardBatch,
     ForwardMode,
-    KVPool,
     StreamedRequest,
 )
 from sglang.srt.model_executor.launch import Launch, LaunchMode, StreamedPrefix
@@ -80,6 +83,7 @@ class _Run:
     launch: Launch
     gates: list[LayerGate]
     ends_void: bool
+    is_graph: bool
     batch: ForwardBatch | None = None
     state: Any = None
     void: bool = False
@@ -140,13 +144,15 @@ class ModelExecutor:
     """links: where gates come from. notify: called from the stream after every launch. check_finite: fail loudly on
     a logit that is not finite; the tests' poison relies on it. lockstep: other ranks compute the same launches and
     meet this one in collectives, so that a failed or void launch must run to its end; its values are not read.
-    layer_stream: where streamed prefixes go through, if there are any. device: the model's and the pool's.
+    layer_stream: where streamed prefixes go through, if there are any. device: the model's and the pool's. attention:
+    what the model attends with, if decodes are to be CUDA graphs, of graph_batch_size requests at most; the pool then
+    has a scratch slot.
     """
 
     def __init__(
         self,
         model: CausalLM,
-        pool: KVPool,
+        pool: DevicePool,
         page_size: int,
         scale: float,
         sampler: Callable[[torch.Tensor, SamplingBatchInfo], torch.Tensor],
@@ -159,6 +165,8 @@ class ModelExecutor:
         lockstep: bool = False,
         layer_stream: LayerStreamCache | None = None,
         device: torch.device = CPU,
+        attention: AttentionBackend | None = None,
+        graph_batch_size: int = 0,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -175,8 +183,14 @@ class ModelExecutor:
         self._layer_stream = layer_stream
         # What was streamed last, cut into pieces: the same in most launches, and one request streams at a time.
         self._pieces: tuple[tuple[tuple[Tier, np.ndarray], ...], list[Piece]] = ((), [])
-        self._page_table = PageTable(max_slots, device)
+        # On a GPU with room for every page several times over: CUDA graphs are captured anew when it grows.
+        self._page_table = PageTable(max_slots, device, 64 * max_slots + 4 * pool.num_pages)
         self._last_tokens = torch.zeros(max_slots, dtype=torch.int64, device=device)
+        self._graphs: CudaGraphRunner | None = None
+        if attention is not None and graph_batch_size:
+            self._graphs = CudaGraphRunner(
+                model, pool, attention, self._page_table, self._last_tokens, scale, graph_batch_size
+            )
         self._penalties = PenaltyTable(max_slots, vocab_size, device)
         self._sampling_plan = SamplingPlan((), vocab_size, device)
         self._next_seq = 0
@@ -190,23 +204,50 @@ class ModelExecutor:
         assert launch.seq == self._next_seq, f"launch {launch.seq} out of order, {self._next_seq} expected"
         self._next_seq += 1
         gates = [self.links[ticket.link].gate(ticket) for ticket in launch.gates]
-        run = _Run(launch, gates, ends_void=self._reset_pending)
+        run = _Run(launch, gates, self._reset_pending, self._has_graph(launch))
         self._reset_pending = False
         stream = self.stream
         stream.enqueue(partial(self._prepare, run))
-        for layer in range(self.model.num_layers):
-            if gates:
-                stream.enqueue(partial(self._begin_wait, run))
-            for gate in gates:
-                gate.wait(layer, stream)
-            if launch.streams:
-                self._stream_layer(run, layer)
-            else:
-                stream.enqueue(partial(self._layer, run, layer))
+        if run.is_graph:
+            # Nothing is awaited inside a graph; the last layer comes last.
+            self._wait(run, self.model.num_layers - 1)
+            stream.enqueue(partial(self._replay, run))
+        else:
+            for layer in range(self.model.num_layers):
+                self._wait(run, layer)
+                if launch.streams:
+                    self._stream_layer(run, layer)
+                else:
+                    stream.enqueue(partial(self._layer, run, layer))
         stream.enqueue(partial(self._sample, run))
         stream.when_done(partial(self._finish, run))
         self._fences[launch.seq] = LaunchFence(stream.record(), run)
         self._fences.pop(launch.seq - _KEPT_FENCES, None)
+
+    def capture_graphs(self) -> None:
+        """Before the first launch, if decodes are CUDA graphs; returns when that is done."""
+        if self._graphs is not None:
+            done = threading.Event()
+            self.stream.enqueue(self._graphs.capture_all)
+            self.stream.when_done(done.set)
+            while not done.wait(0.05):
+                self.stream.raise_if_dead()
+
+    def _has_graph(self, launch: Launch) -> bool:
+        return (
+            self._graphs is not None
+            and launch.mode == LaunchMode.DECODE
+            and len(launch.slots) <= self._graphs.max_batch_size
+            and not launch.streams
+            and not launch.prompt_logprobs
+            and bool(launch.samples.all())
+        )
+
+    def _wait(self, run: _Run, layer: int) -> None:
+        if run.gates:
+            self.stream.enqueue(partial(self._begin_wait, run))
+        for gate in run.gates:
+            gate.wait(layer, self.stream)
 
     def _stream_layer(self, run: _Run, layer: int) -> None:
         stream, cache = self.stream, self._layer_stream
@@ -255,7 +296,8 @@ class ModelExecutor:
         if run.ends_void:
             self._void = False
         run.void = self._void
-        self._guard(run, self.model.embed)
+        if not run.is_graph:
+            self._guard(run, self.model.embed)
 
     def _begin_wait(self, run: _Run) -> None:
         run.waits.append((self.stream.mark(), None))
@@ -275,6 +317,18 @@ class ModelExecutor:
         self._end_wait(run, run.gates)
         self._guard(run, lambda batch: self.model.forward_layer(layer, run.state, batch, self.pool))
 
+    def _replay(self, run: _Run) -> None:
+        self._end_wait(run, run.gates)
+
+        def replay() -> torch.Tensor:
+            assert self._graphs is not None
+            launch = run.launch
+            logits, run.batch = self._graphs.replay(launch.seq, self._numbers(launch))
+            run.batch.sampling = self._plan_of(launch).info(run.batch.sampling.positions)
+            return logits
+
+        self._try(run, replay)
+
     def _begin_layer(self, run: _Run, layer: int) -> None:
         self._end_wait(run, run.gates)
         self._guard(run, lambda batch: self.model.begin_layer(layer, run.state, batch, self.pool))
@@ -292,6 +346,8 @@ class ModelExecutor:
         """The end of a launch on the device; what the host wants to see is on its way there."""
 
         def logits(batch: ForwardBatch) -> torch.Tensor | None:
+            if run.is_graph:
+                return run.state
             return self.model.logits(run.state, batch) if len(batch.sample_rows) else None
 
         def sample(batch: ForwardBatch) -> _Sampled | None:
@@ -334,70 +390,90 @@ class ModelExecutor:
         return (run.void or run.error is not None) and not self.lockstep
 
     def _guard(self, run: _Run, work: Callable[[ForwardBatch], Any]) -> None:
-        """Run one stage of a launch; an error fails the launch, not the stream. In lockstep it ends the rank: the
-        others would wait for it for ever."""
+        """Run one stage of a launch on its batch; see `_try`."""
+
+        def on_batch() -> Any:
+            if run.batch is None:
+                run.batch = self._forward_batch(run.launch)
+                run.batch.gates = run.gates
+            return work(run.batch)
+
+        self._try(run, on_batch)
+
+    def _try(self, run: _Run, work: Callable[[], Any]) -> None:
+        """Run a stage, whose result is the launch's state. An error fails the launch, not the stream. In lockstep it
+        ends the rank: the others would wait for it for ever."""
         if self._skips(run):
             return
         try:
             with torch.inference_mode():
-                if run.batch is None:
-                    run.batch = self._forward_batch(run.launch)
-                    run.batch.gates = run.gates
-                run.state = work(run.batch)
+                run.state = work()
         except Exception as error:
             if self.lockstep:
                 raise
             logger.exception("launch %d failed", run.launch.seq)
             run.error = error
 
-    def _forward_batch(self, launch: Launch) -> ForwardBatch:
+    def _numbers(self, launch: Launch) -> BatchNumbers:
         table, page = self._page_table, self.page_size
-        decode = launch.mode == LaunchMode.DECODE
         slots, starts, lens = (each.astype(np.int64) for each in (launch.slots, launch.starts, launch.lens))
         row_ends = np.cumsum(lens)
         # Of each token: its place in its request.
-        positions = starts if decode else np.repeat(starts + lens - row_ends, lens) + np.arange(int(row_ends[-1]))
+        positions = np.repeat(starts + lens - row_ends, lens) + np.arange(int(row_ends[-1]))
         first_pages = table.starts[slots]
-        pages = table.at((first_pages if decode else np.repeat(first_pages, lens)) + positions // page)
-        kv_lens = starts + lens
-        streamed = self._streamed(launch)
-        for req in launch.streams:
-            kv_lens[req.req] = 0
-        last_rows = row_ends - 1
+        pages = table.at(np.repeat(first_pages, lens) + positions // page)
+        return BatchNumbers(
+            launch.input_ids.astype(np.int64),
+            positions,
+            pages * page + positions % page,
+            slots,
+            first_pages,
+            starts + lens,
+            lens,
+        )
+
+    def _forward_batch(self, launch: Launch) -> ForwardBatch:
+        numbers = self._numbers(launch)
+        lens, last_rows = numbers.q_lens, np.cumsum(numbers.q_lens) - 1
         wanted_rows = [last_rows[launch.samples]]
         for wanted in launch.prompt_logprobs:
             first = int(last_rows[wanted.req] - lens[wanted.req]) + 1 + wanted.first_row
             wanted_rows.append(np.arange(first, first + len(wanted.targets)))
-        ends = (starts + lens)[launch.samples]
-        on_device = to_device_together(
-            [
-                launch.input_ids.astype(np.int64),
-                positions,
-                pages * page + positions % page,
-                np.concatenate(wanted_rows),
-                slots,
-                first_pages,
-                kv_lens,
-                slots[launch.samples],
-                ends,
-            ],
-            self._device,
+        kv_lens = numbers.kv_lens.copy()
+        # Their keys come by other ways.
+        kv_lens[[prefix.req for prefix in launch.streams]] = 0
+        input_ids, positions, out_loc, slots, starts, kv_lens_there, sample_rows, sample_slots, ends = (
+            to_device_together(
+                [
+                    numbers.input_ids,
+                    numbers.positions,
+                    numbers.out_loc,
+                    numbers.slots,
+                    numbers.starts,
+                    kv_lens,
+                    np.concatenate(wanted_rows),
+                    numbers.slots[launch.samples],
+                    numbers.kv_lens[launch.samples],
+                ],
+                self._device,
+            )
         )
-        input_ids, positions_there, out_loc, sample_rows, slots_there, firsts, kv_lens_there, *of_samples = on_device
+        decode = launch.mode == LaunchMode.DECODE
         if decode:
-            input_ids = torch.where(input_ids < 0, self._last_tokens.index_select(0, slots_there), input_ids)
+            input_ids = torch.where(input_ids < 0, self._last_tokens.index_select(0, slots), input_ids)
+        table = self._page_table.table
         return ForwardBatch(
             seq=launch.seq,
             mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND,
             input_ids=input_ids,
-            positions=positions_there,
+            positions=positions,
             out_loc=out_loc,
-            segments=PagedSegments(table.table, page, first_pages, kv_lens, lens, firsts, kv_lens_there),
+            segments=PagedSegments(table, self.page_size, numbers.starts, kv_lens, lens, starts, kv_lens_there),
             attn=AttentionMetadata(q_lens=tuple(lens.tolist()), scale=self.scale),
             sample_rows=sample_rows,
-            sample_slots=of_samples[0],
-            sampling=self._plan_of(launch).info(of_samples[1]),
-            streamed=streamed,
+            sample_slots=sample_slots,
+            sampling=self._plan_of(launch).info(ends),
+            streamed=self._streamed(launch),
         )
 
     def _streamed(self, launch: Launch) -> list[StreamedRequest]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
@@ -28,6 +29,21 @@ class StreamedRequest:
     start: int
     end: int
     segments: list[KVSegment]
+
+
+@dataclass(frozen=True)
+class BatchNumbers:
+    """What a launch is made of, on the host, int64. Per token: input_ids (-1 for what the slot's last launch has
+    sampled), positions and out_loc. Per request: slots, starts (where its pages begin in the page table), kv_lens
+    (tokens that it has after the launch) and q_lens (tokens that are computed)."""
+
+    input_ids: np.ndarray
+    positions: np.ndarray
+    out_loc: np.ndarray
+    slots: np.ndarray
+    starts: np.ndarray
+    kv_lens: np.ndarray
+    q_lens: np.ndarray
 
 
 @dataclass

@@ -55,6 +55,7 @@ class ElasticPool:
             )
         self.slab_pages = slabs.slab_bytes // self.page_bytes
         self._stride_pages = slabs.stride_bytes // self.page_bytes
+        self.scratch_slot: int | None = None
         self.num_pages = slabs.num_slabs * self._stride_pages
         self.num_own_slabs = slabs.num_slabs
         memory = torch.from_numpy(slabs.memory).view(dtype)

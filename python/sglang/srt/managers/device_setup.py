@@ -1,0 +1,62 @@
+"""Which device a rank computes on, what its memory has room for, and what is not served there. Owns nothing."""
+
+from __future__ import annotations
+
+import torch
+
+from sgl_kernel.kvcacheio import why_not
+from sglang.srt.layers.attention.attention_registry import pick_attention_backend
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.child_process import StartupError
+from sglang.srt.utils.device import CPU
+from sglang.srt.utils.memory import available_memory
+
+# Of what is free, where the system has to live in the same memory; of all memory, where it does not.
+CPU_MEM_FRACTION = 0.6
+GPU_MEM_FRACTION = 0.88
+
+
+def pick_device(args: ServerArgs, rank: int) -> torch.device:
+    """--device auto: a GPU if there is one. Ranks take one GPU each. Raises StartupError where that cannot be."""
+    if args.device == "cpu" or (args.device == "auto" and not torch.cuda.is_available()):
+        return CPU
+    if not torch.cuda.is_available():
+        build = "" if torch.version.cuda else f" (torch {torch.__version__} is a build without CUDA)"
+        raise StartupError(f"--device cuda: torch finds no GPU here{build}; use --device cpu")
+    if rank >= torch.cuda.device_count():
+        raise StartupError(
+            f"--tp-size {args.tp_size} needs as many GPUs, and there are {torch.cuda.device_count()}; lower it"
+        )
+    return torch.device("cuda", rank)
+
+
+def check_device(args: ServerArgs, device: torch.device) -> str:
+    """Raises StartupError for what was asked for and cannot be had on the device. Returns the attention backend."""
+    if device.type == "cuda":
+        for asked, flag in (
+            (args.peer_role is not None, "--peer-role"),
+            (args.layer_stream_disk_size > 0, "--layer-stream-disk-size"),
+        ):
+            if asked:
+                raise StartupError(f"{flag} is not served on a GPU yet: drop it, or use --device cpu")
+    if reason := why_not(args.hicache_io_backend, device):
+        raise StartupError(f"--hicache-io-backend {args.hicache_io_backend} cannot run here: {reason}")
+    try:
+        return pick_attention_backend(args.attention_backend, device)
+    except ValueError as error:
+        raise StartupError(f"--attention-backend: {error}") from error
+
+
+def free_memory(device: torch.device, num_ranks: int) -> int:
+    """Bytes that a rank may still take. Ranks share the memory of a machine, and none of a GPU's."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory() // num_ranks
+
+
+def kv_cache_bytes(args: ServerArgs, device: torch.device, num_ranks: int) -> int:
+    """What --mem-fraction-static leaves for the KV cache once the weights are there. On a GPU it is a fraction of all
+    memory, weights included, as in SGLang; on the CPU of what is free."""
+    free = free_memory(device, num_ranks)
+    if device.type == "cpu":
+        return int(free * (args.mem_fraction_static or CPU_MEM_FRACTION))
+    total = torch.cuda.mem_get_info(device)[1]
+    return max(0, free - int(total * (1 - (args.mem_fraction_static or GPU_MEM_FRACTION))))

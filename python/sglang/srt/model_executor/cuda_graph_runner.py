@@ -1,0 +1,177 @@
+"""`CudaGraphRunner`: decodes as CUDA graphs, one per batch size. Has not run on a GPU.
+
+Owns the graphs and the memory that they read their inputs from. A decode starts some ten kernels per layer, which
+takes the host longer than the GPU takes for a small batch; a graph starts all of them at once. Captured are the
+model's forward pass and logits; what is sampled, and how, is not. Used on the executor's stream only.
+
+A batch that is smaller than its graph is filled up with rows that have no keys and write to the pool's scratch slot.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionMetadata
+from sglang.srt.mem_cache.kv_view import PagedSegments
+from sglang.srt.mem_cache.memory_pool import DevicePool
+from sglang.srt.model_executor.forward_batch_info import BatchNumbers, CausalLM, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.page_table import PageTable
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+logger = logging.getLogger(__name__)
+
+_WARM_UPS = 2
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """inputs: (6, batch size) int64 on the device, what the graph reads: the first six of `BatchNumbers`. logits:
+    (batch size, vocab_size) float32, overwritten by each replay. version: of the page table."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: torch.Tensor
+    batch: ForwardBatch
+    segments: PagedSegments
+    logits: torch.Tensor
+    version: int
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """Those that are captured: few rows of padding, few graphs."""
+    sizes = [1, 2, 4, 8, *range(16, min(largest, 256) + 1, 8), *range(288, largest + 1, 32)]
+    return sorted({size for size in sizes if size < largest} | {largest})
+
+
+class CudaGraphRunner:
+    """attention: what the model attends with. last_tokens: (max_slots,) int64, of every slot, on the device.
+    max_batch_size: larger batches have no graph."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        pool: DevicePool,
+        attention: AttentionBackend,
+        page_table: PageTable,
+        last_tokens: torch.Tensor,
+        scale: float,
+        max_batch_size: int,
+    ) -> None:
+        if pool.scratch_slot is None:
+            raise ValueError("CUDA graphs need a device pool with a scratch slot")
+        self._model = model
+        self._pool = pool
+        self._attention = attention
+        self._page_table = page_table
+        self._last_tokens = last_tokens
+        self._scale = scale
+        self._sizes = batch_sizes(max_batch_size)
+        # Of a row without a request.
+        self._padding = np.array([0, 0, pool.scratch_slot, 0, 0, 0])[:, None]
+        self._captured: dict[int, _Captured] = {}
+        # Memory that all graphs use in turn.
+        self._memory: Any = None
+
+    @property
+    def max_batch_size(self) -> int:
+        return self._sizes[-1]
+
+    def capture_all(self) -> None:
+        """Before the first request, who would wait for it."""
+        began = time.monotonic()
+        # The largest first: the others fit into its memory.
+        for size in reversed(self._sizes):
+            self._capture(size)
+        logger.info("captured CUDA graphs of %d batch sizes in %.1f s", len(self._sizes), time.monotonic() - began)
+
+    def replay(self, seq: int, numbers: BatchNumbers) -> tuple[torch.Tensor, ForwardBatch]:
+        """A decode of n requests, one token each. Returns logits (n, vocab_size) float32, and a batch of which
+        sample_slots and the positions of `sampling` are true; the next replay overwrites all of it."""
+        n = len(numbers.slots)
+        size = self._sizes[bisect_left(self._sizes, n)]
+        captured = self._captured.get(size)
+        if captured is None or captured.version != self._page_table.version:
+            captured = self._capture(size)
+        rows = np.tile(self._padding, size)
+        rows[:, :n] = (
+            numbers.input_ids,
+            numbers.positions,
+            numbers.out_loc,
+            numbers.slots,
+            numbers.starts,
+            numbers.kv_lens,
+        )
+        captured.inputs.copy_(torch.from_numpy(rows).pin_memory(), non_blocking=True)
+        captured.segments.starts[:], captured.segments.kv_lens[:] = rows[4], rows[5]
+        self._attention.before_replay(captured.segments)
+        captured.graph.replay()
+        batch = replace(
+            captured.batch,
+            seq=seq,
+            sample_slots=captured.inputs[3, :n],
+            sampling=replace(captured.batch.sampling, positions=captured.inputs[5, :n]),
+        )
+        return captured.logits[:n], batch
+
+    def _capture(self, size: int) -> _Captured:
+        """On the current stream."""
+        table = self._page_table
+        rows = np.tile(self._padding, size)
+        inputs = torch.from_numpy(rows).to(self._last_tokens.device)
+        input_ids, positions, out_loc, slots, starts, kv_lens = inputs.unbind()
+        segments = PagedSegments(
+            table.table,
+            self._pool.page_size,
+            rows[4].copy(),
+            rows[5].copy(),
+            np.ones(size, np.int64),
+            starts,
+            kv_lens,
+        )
+        nobody = torch.zeros(0, device=inputs.device)
+        batch = ForwardBatch(
+            seq=-1,
+            mode=ForwardMode.DECODE,
+            input_ids=input_ids,
+            positions=positions,
+            out_loc=out_loc,
+            segments=segments,
+            attn=AttentionMetadata((1,) * size, self._scale),
+            sample_rows=torch.arange(size, device=inputs.device),
+            sample_slots=slots,
+            sampling=SamplingBatchInfo(nobody, nobody, nobody, nobody, nobody, nobody, True),
+        )
+
+        def forward() -> torch.Tensor:
+            known = torch.where(input_ids < 0, self._last_tokens.index_select(0, slots), input_ids)
+            batch.input_ids = known
+            state = self._model.embed(batch)
+            for layer in range(self._model.num_layers):
+                state = self._model.forward_layer(layer, state, batch, self._pool)
+            return self._model.logits(state, batch)
+
+        self._attention.capturing = True
+        try:
+            with torch.inference_mode():
+                for _ in range(_WARM_UPS):
+                    forward()
+                graph = torch.cuda.CUDAGraph()
+                # Other threads go on with theirs.
+                with torch.cuda.graph(
+                    graph,
+                    pool=self._memory,
+                    stream=torch.cuda.current_stream(),
+                    capture_error_mode="thread_local",
+                ):
+                    logits = forward()
+        finally:
+            self._attention.capturing = False
+        self._memory = graph.pool()
+        captured = self._captured[size] = _Captured(graph, inputs, batch, segments, logits, table.version)
+        return captured
