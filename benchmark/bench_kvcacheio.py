@@ -1,37 +1,97 @@
 """Transfers between pools beside one large memcpy of as many bytes, by page size.
 
-    python benchmark/bench_kvcacheio.py [--tokens N] [--layers N] [--heads N] [--head-dim N] [--rounds N]
-                                        [--page-sizes 1,16,64,256]
+    python benchmark/bench_kvcacheio.py [--tokens N] [--shapes Llama-8B] [--layers N] [--heads N] [--head-dim N]
+                                        [--page-sizes 1,16,64,256] [--layouts page_first] [--orders scattered]
+                                        [--rounds N] [--budget-s N]
 
 On the CPU: the reference, and the plans of `dma` and `direct` executed in numpy, in one thread; what the torch code
 did before the reference was made to copy once stands beside it. On a GPU: every backend at every quota of blocks,
-between a pinned host pool and the device, page sizes 1 to 1024.
+between a pinned host pool and the device, page sizes 1 to 1024. There a memcpy is one call for all bytes; times are
+those of CUDA events around all that a variant issues, uploading indices included, and *issuing* is what the host's
+thread spent, of that time. Every variant's bytes are looked at once, a wrong or failing one ends in an exit code of 1
+and not in the others' numbers.
 
 Pages: in runs (page i to page i), random (a permutation of all pages on both sides: some allocator's free list) or
 scattered (random halves of both pools, where no order makes a run). A round takes every layer once, so a layer has
-left the CPU's cache before it comes again.
+left the CPU's and the GPU's cache before it comes again; a slow variant takes as much as fits into its time, each
+round another part.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from common import percentiles, print_table, write_json
+from yardsticks import median_seconds, seconds_of, settle
 
 from sgl_kernel import kvcacheio
-from sgl_kernel.kvcacheio import KVPages, dma
+from sgl_kernel.kvcacheio import KVPages, dma, pick_backend
+from sgl_kernel.kvcacheio.pick import available_kernel
 
 DTYPE = torch.bfloat16
 GPU_PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-GPU_QUOTAS = (1, 2, 4, 8)
+CPU_PAGE_SIZES = (1, 16, 64, 256)
+GPU_QUOTAS = {"cuda": (1, 2, 4, 8, 16), "triton": (2, 8)}
 SHAPES = {"Llama-8B": (32, 8, 128), "Qwen-14B": (48, 8, 128), "Llama-70B": (80, 8, 128)}
+LAYOUTS = ("page_first", "layer_first")
+ORDERS = ("in runs", "random", "scattered")
+# On a GPU a round that would take longer takes a part of the layers or pages.
+ROUND_S = 0.15
+STAGING_BYTES = 64 << 20
 
 Indices = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """backend: None for what the reference was. staged: `dma.copy_pages_staged`, whole pages of a page-first pool."""
+
+    name: str
+    backend: str | None = None
+    num_ctas: int = 2
+    staged: bool = False
+
+    @property
+    def is_kernel(self) -> bool:
+        return self.backend in ("cuda", "triton")
+
+    def can(self, direction: str, host_layout: str) -> bool:
+        return not self.staged or (direction == "load" and host_layout == "page_first")
+
+
+def variants_on(device: str) -> list[Variant]:
+    staged = Variant("staged", "dma", staged=True)
+    if device == "cpu":
+        plain = [Variant(name, name) for name in ("reference", "dma", "direct")]
+        return [plain[0], Variant("copied twice"), *plain[1:], staged]
+    found = []
+    for name, package in (("cuda", "cupy"), ("triton", "triton")):
+        if importlib.util.find_spec(package) is not None:
+            found += [Variant(f"{name} {quota}", name, quota) for quota in GPU_QUOTAS[name]]
+    if importlib.util.find_spec("cupy") is not None:
+        found += [Variant("dma", "dma"), Variant("direct", "direct"), staged]
+    return found
+
+
+@dataclass(frozen=True)
+class Pools:
+    """The same memory, seen as pages of one size. page_first: the host pool's tensor, if that is its layout."""
+
+    host: KVPages
+    device: KVPages
+    page_first: torch.Tensor | None = None
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(self.host.run_bytes) * self.host.num_layers
 
 
 class Bench:
@@ -44,163 +104,271 @@ class Bench:
         # Written once, so that every page of memory exists.
         self.host_memory = torch.empty(size, dtype=DTYPE, pin_memory=cuda).fill_(1)
         self.device_memory = torch.empty(size, dtype=DTYPE, device=device).fill_(2)
+        if cuda:  # bytes that say where they were
+            self.device_memory.view(torch.int16).random_()
+            self.host_memory.copy_(self.device_memory)
         self.layer_bytes = num_tokens * 2 * heads * dim * DTYPE.itemsize
+        self._turn = 0
 
-    def pools(self, page_size: int, host_layout: str) -> tuple[KVPages, KVPages]:
-        """Host and device pool."""
+    def pools(self, page_size: int, host_layout: str) -> Pools:
         n = self.num_tokens // page_size
         layer_first = (2, self.num_layers, n, page_size, *self.inner)
         device = KVPages.layer_first(self.device_memory.view(layer_first))
         if host_layout == "layer_first":
-            return KVPages.layer_first(self.host_memory.view(layer_first)), device
-        page_first = (n, 2, self.num_layers, page_size, *self.inner)
-        return KVPages.page_first(self.host_memory.view(page_first)), device
+            return Pools(KVPages.layer_first(self.host_memory.view(layer_first)), device)
+        page_first = self.host_memory.view(n, 2, self.num_layers, page_size, *self.inner)
+        return Pools(KVPages.page_first(page_first), device, page_first)
 
     def indices(self, page_size: int, order: str) -> Indices:
+        """Of the host and of the device; pinned where that is one."""
         n = self.num_tokens // page_size
-        if order == "in runs":
-            return torch.arange(n), torch.arange(n)
         rng = np.random.default_rng(0)
-        if order == "scattered":
+        if order == "in runs":
+            arrays = [np.arange(n), np.arange(n)]
+        elif order == "scattered":
             n = max(1, n // 2)
-            return tuple(torch.from_numpy(rng.permutation(2 * n)[:n]) for _ in range(2))  # type: ignore[return-value]
-        return torch.from_numpy(rng.permutation(n)), torch.from_numpy(rng.permutation(n))
+            arrays = [rng.permutation(2 * n)[:n] for _ in range(2)]
+        else:
+            arrays = [rng.permutation(n) for _ in range(2)]
+        host, device = (torch.from_numpy(array) for array in arrays)
+        return (host.pin_memory(), device.pin_memory()) if self.device == "cuda" else (host, device)
 
-    def seconds(self, work: Callable[[], None], rounds: int) -> float:
-        """Median."""
-        work()
-        samples = []
-        for _ in range(rounds):
-            self.settle()
-            start = time.perf_counter()
-            work()
-            self.settle()
-            samples.append(time.perf_counter() - start)
-        return percentiles(samples, 50)[0]
-
-    def settle(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-
-    def memcpy(self, direction: str, num_layers: int, rounds: int) -> float:
-        """GB/s of copying as many bytes as num_layers layers hold, a different place each time."""
+    def memcpy(self, direction: str, rounds: int) -> float:
+        """GB/s. On the CPU a load's is a copy of each layer, since larger ones are slower there."""
+        part = 1 if direction == "load" and self.device == "cpu" else self.num_layers
         host, device = (m.view(self.num_layers, -1) for m in (self.host_memory, self.device_memory))
         src, dst = (host, device) if direction == "load" else (device, host)
 
         def work() -> None:
-            for first in range(0, self.num_layers, num_layers):
-                dst[first : first + num_layers].copy_(src[first : first + num_layers], non_blocking=True)
+            for first in range(0, self.num_layers, part):
+                dst[first : first + part].copy_(src[first : first + part], non_blocking=True)
 
-        return self.layer_bytes * self.num_layers / self.seconds(work, rounds) / 1e9
+        return self.layer_bytes * self.num_layers / median_seconds(work, self.device, rounds) / 1e9
 
-    def load(self, host: KVPages, device: KVPages, pages: Indices, **options: object) -> None:
-        """Layer by layer, as a forward pass needs it."""
-        for layer in range(self.num_layers):
-            kvcacheio.copy_pages(host.layer(layer), device.layer(layer), *pages, **options)  # type: ignore[arg-type]
+    def transfer(
+        self, variant: Variant, direction: str, pools: Pools, pages: Indices, units: int | None = None
+    ) -> int:
+        """Move units layers of all pages, as a forward pass needs them, or all layers of units pages where that is
+        one operation (a backup, a staged load). None: all of them. Returns the bytes."""
+        by_layer = direction == "load" and not variant.staged
+        total = self.num_layers if by_layer else len(pages[0])
+        units = total if units is None else units
+        self._turn += 1
+        first = self._turn * units % (total - units + 1)
+        if not by_layer:
+            pages = pages[0][first : first + units], pages[1][first : first + units]
+        if variant.is_kernel and self.device == "cuda":
+            pages = pages[0].to("cuda", non_blocking=True), pages[1].to("cuda", non_blocking=True)
+        src, dst, of = pools.host, pools.device, pages
+        if direction != "load":
+            src, dst, of = dst, src, (pages[1], pages[0])
+        if variant.staged:
+            assert pools.page_first is not None
+            dma.copy_pages_staged(pools.page_first, pools.device, *pages, self._staging(pools))
+        elif variant.backend is None:
+            _copy_twice(src, dst, of, range(first, first + units) if by_layer else None)
+        elif by_layer:
+            for layer in range(first, first + units):
+                options: dict[str, Any] = {"backend": variant.backend, "num_ctas": variant.num_ctas}
+                kvcacheio.copy_pages(src.layer(layer), dst.layer(layer), *of, **options)
+        else:
+            kvcacheio.copy_pages(src, dst, *of, backend=variant.backend, num_ctas=variant.num_ctas)
+        return units * (len(pages[0]) * pools.page_bytes // self.num_layers if by_layer else pools.page_bytes)
 
-    def back_up(self, host: KVPages, device: KVPages, pages: Indices, **options: object) -> None:
-        kvcacheio.copy_pages(device, host, *pages, **options)  # type: ignore[arg-type]
+    def measure(
+        self, variant: Variant, direction: str, pools: Pools, pages: Indices, rounds: int
+    ) -> tuple[float, float]:
+        """GB/s, and the share of the time in which the host's thread was issuing."""
+        total = self.num_layers if direction == "load" and not variant.staged else len(pages[0])
+        units = total
+        if self.device == "cuda":
+            units = max(1, total // 16)
 
-    def load_twice_copied(self, host: KVPages, device: KVPages, pages: Indices) -> None:
-        """What the reference was: a gather into a temporary, then `index_copy_`."""
-        for layer in range(self.num_layers):
-            for h, d in ((host.k, device.k), (host.v, device.v)):
-                d[layer].index_copy_(0, pages[1], h[layer].index_select(0, pages[0]))
+            def part() -> None:
+                self.transfer(variant, direction, pools, pages, units)
 
-    def back_up_twice_copied(self, host: KVPages, device: KVPages, pages: Indices) -> None:
-        both = torch.stack((device.k.index_select(1, pages[0]), device.v.index_select(1, pages[0])))
-        for kv, h in enumerate((host.k, host.v)):
-            h.transpose(0, 1).index_copy_(0, pages[1], both[kv].transpose(0, 1))
+            part()  # compiles
+            units = min(total, max(1, int(units * ROUND_S / seconds_of(part, self.device))))
+        size = 0
+        issuing: list[float] = []
+
+        def work() -> None:
+            nonlocal size
+            start = time.perf_counter()
+            size = self.transfer(variant, direction, pools, pages, units)
+            issuing.append(time.perf_counter() - start)
+
+        seconds = median_seconds(work, self.device, rounds, rounds * 2 * ROUND_S if self.device == "cuda" else 1e9)
+        return size / seconds / 1e9, percentiles(issuing[1:], 50)[0] / seconds
+
+    def is_exact(self, variant: Variant, direction: str, pools: Pools, pages: Indices) -> bool:
+        """Of the first and the last page, first and last layer: they are cleared, copied and compared."""
+        few = tuple(torch.stack((each[0], each[-1])).unique_consecutive() for each in pages)
+        src, dst, of = pools.host, pools.device, few
+        if direction != "load":
+            src, dst, of = dst, src, few[::-1]
+        ends = (0, self.num_layers - 1)
+        for memory in (dst.k, dst.v):
+            for layer in ends:
+                memory[layer, of[1]] = 0
+        self.transfer(variant, direction, pools, few)  # type: ignore[arg-type]
+        settle(self.device)
+        return all(
+            torch.equal(_bits(a[layer, of[0]]), _bits(b[layer, of[1]]))
+            for a, b in ((src.k, dst.k), (src.v, dst.v))
+            for layer in ends
+        )
+
+    def _staging(self, pools: Pools) -> torch.Tensor:
+        assert pools.page_first is not None
+        n = min(pools.host.num_pages, max(1, STAGING_BYTES // pools.page_bytes))
+        return torch.empty((n, *pools.page_first.shape[1:]), dtype=DTYPE, device=self.device)
 
 
-def variants(bench: Bench) -> Iterator[tuple[str, dict[str, object] | None]]:
-    """Backend and its options; None for the old reference."""
-    if bench.device == "cpu":
-        yield "reference", {"backend": "reference"}
-        yield "copied twice", None
-        yield "dma", {"backend": "dma"}
-        yield "direct", {"backend": "direct"}
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    return t.cpu().view(torch.int16)
+
+
+def _copy_twice(src: KVPages, dst: KVPages, pages: Indices, layers: range | None) -> None:
+    """What the reference was: a gather into a temporary, then `index_copy_`. layers: None for a backup of all."""
+    if layers is not None:
+        for layer in layers:
+            for s, d in ((src.k, dst.k), (src.v, dst.v)):
+                d[layer].index_copy_(0, pages[1], s[layer].index_select(0, pages[0]))
         return
-    for name, package in (("cuda", "cupy"), ("triton", "triton")):
-        if importlib.util.find_spec(package) is not None:
-            for quota in GPU_QUOTAS:
-                yield f"{name} {quota}", {"backend": name, "num_ctas": quota}
-    if importlib.util.find_spec("cupy") is not None:
-        yield "dma", {"backend": "dma"}
-        yield "direct", {"backend": "direct"}
+    both = torch.stack((src.k.index_select(1, pages[0]), src.v.index_select(1, pages[0])))
+    for kv, d in enumerate((dst.k, dst.v)):
+        d.transpose(0, 1).index_copy_(0, pages[1], both[kv].transpose(0, 1))
 
 
-def measure(bench: Bench, page_sizes: list[int], rounds: int, shape: str) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = []
-    for direction, num_layers in (("load", 1), ("back up", bench.num_layers)):
-        for page_size in page_sizes:
-            for host_layout in ("page_first", "layer_first"):
-                host, device = bench.pools(page_size, host_layout)
-                for order in ("in runs", "random", "scattered"):
-                    pages = bench.indices(page_size, order)
+@dataclass
+class Run:
+    """Rows so far, and what went wrong: variant -> why it is not measured any further."""
+
+    device: str
+    settings: dict[str, Any]
+    deadline: float
+    rows: list[dict[str, object]] = field(default_factory=list)
+    wrong: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    def save(self, complete: bool = False) -> None:
+        write_json(f"kvcacheio_{self.device}", self.settings, self.rows, complete, wrong=self.wrong)
+
+    def measure(self, bench: Bench, shape: str, page_size: int, layouts: list[str], orders: list[str]) -> None:
+        rounds = self.settings["rounds"]
+        for direction in ("load", "back up"):
+            for host_layout in layouts:
+                for order in orders:
+                    if self.is_late:
+                        return
+                    pools, pages = bench.pools(page_size, host_layout), bench.indices(page_size, order)
                     # Beside every variant, as the machine may have others at work.
-                    limit = bench.memcpy(direction, num_layers, rounds)
+                    limit = bench.memcpy(direction, rounds)
                     row: dict[str, object] = {
                         "shape": shape,
                         "what": direction,
                         "page size": page_size,
                         "host": host_layout,
                         "pages": order,
+                        "auto": _auto(bench.device, direction, pools, len(pages[0])),
                         "memcpy GB/s": limit,
                     }
-                    for name, options in variants(bench):
-                        if options is not None:
-                            call = bench.load if direction == "load" else bench.back_up
-                            work = lambda c=call, a=(host, device, pages), o=options: c(*a, **o)  # noqa: E731
-                        else:
-                            old = bench.load_twice_copied if direction == "load" else bench.back_up_twice_copied
-                            work = lambda c=old, a=(host, device, pages): c(*a)  # noqa: E731
-                        size = bench.layer_bytes * bench.num_layers * len(pages[0]) / host.num_pages
-                        rate = size / bench.seconds(work, rounds) / 1e9
-                        row[f"{name} GB/s"], row[f"{name} ratio"] = rate, rate / limit
-                    rows.append(row)
-    return rows
+                    self.rows.append(row)
+                    for variant in variants_on(bench.device):
+                        if variant.name not in self.wrong and variant.can(direction, host_layout):
+                            self._one(bench, variant, direction, pools, pages, row)
+                    self.save()
+
+    def _one(
+        self, bench: Bench, variant: Variant, direction: str, pools: Pools, pages: Indices, row: dict[str, object]
+    ) -> None:
+        name = variant.name
+        try:
+            if not bench.is_exact(variant, direction, pools, pages):
+                raise AssertionError("it copied other bytes")
+            rate, issuing = bench.measure(variant, direction, pools, pages, self.settings["rounds"])
+        except Exception as error:
+            self.wrong[name] = f"{direction}, page size {row['page size']}, {row['pages']}: {error!r}"
+            print(f"{name} is left out from here on: {self.wrong[name]}", flush=True)
+            self.save()
+            settle(bench.device)  # raises again, and ends the run, where the device is lost
+            return
+        row[f"{name} GB/s"], row[f"{name} ratio"] = rate, rate / float(row["memcpy GB/s"])  # type: ignore[arg-type]
+        row[f"{name} issuing"] = issuing
+
+
+def _auto(device: str, direction: str, pools: Pools, num_pages: int) -> str:
+    """The variant that `auto` is."""
+    chosen = pick_backend("auto", max(pools.host.run_bytes), num_pages, device)
+    if chosen != "kernel":
+        return chosen
+    quota = kvcacheio.LOAD_CTAS if direction == "load" else kvcacheio.BACKUP_CTAS
+    return f"{available_kernel(chosen)} {quota}"
 
 
 def plan_rows(bench: Bench, page_sizes: list[int], rounds: int) -> list[dict[str, object]]:
     """What the CPU spends before the first copy of one layer is issued."""
     rows: list[dict[str, object]] = []
     for page_size in page_sizes:
-        host, device = bench.pools(page_size, "page_first")
+        pools = bench.pools(page_size, "page_first")
+        one = pools.host.layer(0), pools.device.layer(0)
         for order in ("in runs", "random"):
             pages = bench.indices(page_size, order)
             row: dict[str, object] = {"page size": page_size, "pages": order, "num pages": len(pages[0])}
             for name, merge in (("dma", True), ("direct", False)):
-                one = host.layer(0), device.layer(0)
                 row[f"{name} copies"] = len(dma.plan(*one, *pages, merge))
-                seconds = bench.seconds(lambda a=one, p=pages, m=merge: dma.plan(*a, *p, m), 20 * rounds)  # type: ignore[misc]
-                row[f"{name} µs"] = seconds * 1e6
+                plan: Callable[[], object] = lambda p=pages, m=merge: dma.plan(*one, *p, m)  # type: ignore[misc] # noqa: B023, E731
+                row[f"{name} µs"] = median_seconds(plan, "cpu", 20 * rounds) * 1e6
             rows.append(row)
     return rows
 
 
+def printed(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Ratios alone: all columns do not fit a terminal."""
+    columns = list(dict.fromkeys(c for row in rows for c in row if not c.endswith(" issuing")))
+    if any(c.startswith("cuda ") for c in columns):
+        columns = [c for c in columns if not c.endswith(" GB/s") or c == "memcpy GB/s"]
+    return [{c.removesuffix(" ratio"): row.get(c) for c in columns} for row in rows]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--shapes", default="", help=f"of {', '.join(SHAPES)}; the first where there is a GPU")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--page-sizes", default="")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS))
+    parser.add_argument("--orders", default=",".join(ORDERS))
+    parser.add_argument("--budget-s", type=float, default=1e9, help="no row begins after so many seconds")
     args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = args.device
+    run = Run(device, vars(args), time.monotonic() + args.budget_s)
     torch.set_num_threads(1)
-    default = GPU_PAGE_SIZES if device == "cuda" else (1, 16, 64, 256)
+    default = GPU_PAGE_SIZES if device == "cuda" else CPU_PAGE_SIZES
     page_sizes = [int(p) for p in args.page_sizes.split(",")] if args.page_sizes else list(default)
-    given = {f"{args.layers} layers": (args.layers, args.heads, args.head_dim)}
-    rows: list[dict[str, object]] = []
-    for shape, (layers, heads, dim) in (SHAPES if device == "cuda" else given).items():
-        bench = Bench(args.tokens, layers, heads, dim, device)
-        rows += measure(bench, page_sizes, args.rounds, shape)
-    print_table(f"Transfers of {args.tokens:,} tokens, {device}", rows)
+    names = args.shapes.split(",") if args.shapes else ["Llama-8B"] if device == "cuda" else []
+    shapes = {name: SHAPES[name] for name in names}
+    for shape, inner in (shapes or {f"{args.layers} layers": (args.layers, args.heads, args.head_dim)}).items():
+        bench = Bench(args.tokens, *inner, device)
+        for page_size in page_sizes:
+            run.measure(bench, shape, page_size, args.layouts.split(","), args.orders.split(","))
+    print_table(f"Transfers of {args.tokens:,} tokens, {device}, ratios to memcpy", printed(run.rows))
     plans = plan_rows(bench, page_sizes, args.rounds)
     print_table("Planning one layer", plans)
-    write_json(f"kvcacheio_{device}", vars(args), [*rows, *plans])
+    if run.is_late:
+        print(f"\nstopped after {args.budget_s:.0f} s")
+    run.rows += plans
+    run.save(complete=not run.is_late)
+    if run.wrong:
+        sys.exit("; ".join(f"{name}: {why}" for name, why in run.wrong.items()))
 
 
 if __name__ == "__main__":

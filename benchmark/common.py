@@ -1,6 +1,7 @@
 """What all benchmarks share: percentiles, tables for the terminal, JSON reports with the hardware and the versions.
 
-Owns the folder bench-out/. Measures nothing itself, and knows nothing of what is measured.
+Owns the folder bench-out/, or the one that BENCH_OUT names. Measures nothing itself, and knows nothing of what is
+measured.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-OUT = Path(__file__).resolve().parent.parent / "bench-out"
-_PACKAGES = ("sglang", "numpy", "torch", "transformers", "msgspec", "pyzmq")
+OUT = Path(os.environ.get("BENCH_OUT") or Path(__file__).resolve().parent.parent / "bench-out").resolve()
+_PACKAGES = ("sglang", "numpy", "torch", "triton", "cupy-cuda13x", "transformers", "msgspec", "pyzmq")
 
 
 def percentiles(samples: Sequence[float], *ranks: float) -> list[float]:
@@ -65,18 +66,26 @@ def environment() -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": ", ".join([f"{os.cpu_count()} cores of {_cpu_name()}", *_gpu_names()]),
         "python": platform.python_version(),
-        "versions": {name: version for name in _PACKAGES if (version := _version(name))},
+        "versions": {name: version for name in _PACKAGES if (version := _version(name))} | _cuda_version(),
         "load_average": os.getloadavg()[0],
     }
 
 
-def write_json(name: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Path:
-    """Write bench-out/<name>.json and return its path."""
-    OUT.mkdir(exist_ok=True)
+def write_json(
+    name: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]], complete: bool = True, **more: Any
+) -> Path:
+    """Write bench-out/<name>.json and return its path. complete: False for what is there so far, should the benchmark
+    be killed. more: what belongs to no row."""
+    OUT.mkdir(parents=True, exist_ok=True)
     path = OUT / f"{name}.json"
-    report = {"benchmark": name, **environment(), "settings": settings, "rows": list(rows)}
-    path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    print(f"\nwritten to {path.relative_to(OUT.parent)}")
+    report = {"benchmark": name, **environment(), "complete": complete, "settings": settings, **more}
+    text = json.dumps(report | {"rows": list(rows)}, indent=1, ensure_ascii=False) + "\n"
+    # At once: whoever is killed while writing leaves the last whole report.
+    scratch = path.with_suffix(".part")
+    scratch.write_text(text)
+    scratch.replace(path)
+    if complete:
+        print(f"\nwritten to {path.relative_to(OUT.parent)}")
     return path
 
 
@@ -101,6 +110,12 @@ def _gpu_names() -> list[str]:
     """Of whoever measures with torch."""
     torch = sys.modules.get("torch")
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch is not None else []
+
+
+def _cuda_version() -> dict[str, str]:
+    """What torch was built for."""
+    torch = sys.modules.get("torch")
+    return {"cuda": torch.version.cuda} if torch is not None and torch.version.cuda else {}
 
 
 def _version(package: str) -> str | None:
