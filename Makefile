@@ -3,8 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.setup-done
-# With a GPU's own Python, where its packages are and nothing can be installed; .venv if it is there.
-GPU_PY = PYTHONPATH="python:sgl-kernel/python:$$PYTHONPATH" $(or $(wildcard $(PY)),$(PYTHON))
+# With a GPU's own Python, where its packages are and nothing can be installed; .venv if it is there. WHEELS: a folder
+# with what that Python lacks, unpacked for the run: make test-gpu WHEELS=folder.
+WHEELS ?=
+GPU_SITE := build/gpu-site
+GPU_PYTHON = $(or $(wildcard $(PY)),$(PYTHON))
+GPU_PY = PYTHONPATH="python:sgl-kernel/python:$(if $(WHEELS),$(GPU_SITE):)$$PYTHONPATH" $(GPU_PYTHON)
 SEED ?= 1
 # One process per core, few where there are many; whoever is done takes over from the others.
 PARALLEL ?= --numprocesses auto --maxprocesses 8 --dist worksteal
@@ -12,7 +16,7 @@ HOST ?= 127.0.0.1
 PORT ?= 30000
 MODEL ?= embedded
 
-.PHONY: setup demo demo-peers serve check test test-all test-gpu bench-gpu fuzz bench clean
+.PHONY: setup demo demo-peers serve check test test-all test-gpu bench-gpu gpu-site fuzz bench clean
 
 setup: $(STAMP)
 
@@ -44,12 +48,19 @@ test: setup
 test-all: setup
 	$(PY) -m pytest $(PARALLEL) -m 'not gpu'
 
-test-gpu:
-	$(GPU_PY) -m pytest -m gpu
+# Only the files that have such tests: the others' imports may be missing where nothing can be installed.
+test-gpu: gpu-site
+	$(GPU_PY) -m pytest -m gpu $$(grep -rlE --include='test_*.py' 'pytest\.mark\.gpu' test)
 
-bench-gpu:
-	$(GPU_PY) benchmark/bench_attention.py
-	$(GPU_PY) benchmark/bench_kvcacheio.py --page-sizes 1,16,64,1024
+# Under nine minutes; tables, the shortest last, and JSON in $$OUT or bench-out/.
+bench-gpu: gpu-site
+	$(GPU_PY) -m benchmark.gpu $(if $(BUDGET_S),--budget-s $(BUDGET_S))
+
+gpu-site:
+ifneq ($(WHEELS),)
+	rm -rf $(GPU_SITE)
+	$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --target $(GPU_SITE) $(wildcard $(WHEELS)/*.whl)
+endif
 
 fuzz: setup
 	$(PY) -m sglang.test.soak --seed $(SEED) --seeds 40 --steps 2000

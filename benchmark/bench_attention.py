@@ -165,6 +165,7 @@ def main() -> None:
                 "of a copy": bench.kv_bytes(batch) / seconds / bandwidth,
             }
             rows.append(row)
+            write_json(f"attention_{device}", vars(args), rows, complete=False)
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU, one thread"
     print_table(f"One layer of attention, {args.heads} heads on {args.kv_heads} of {args.head_dim}, {where}", rows)
     write_json(f"attention_{device}", vars(args), rows)

@@ -1,4 +1,4 @@
-"""What a load or a backup costs whoever computes meanwhile, by backend, quota of blocks and page size (Strata, Fig. 5)
+"""What a load or a backup costs whoever computes meanwhile, by backend, quota and page size (Strata, Fig. 5)
 
     python benchmark/bench_interference.py [--device cpu] [--window-s 0.1] [--pairs 3] [--budget-s N]
 

@@ -23,8 +23,8 @@ import argparse
 import importlib.util
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -274,6 +274,7 @@ class Run:
                         "page size": page_size,
                         "host": host_layout,
                         "pages": order,
+                        "run bytes": max(pools.host.run_bytes),
                         "auto": _auto(bench.device, direction, pools, len(pages[0])),
                         "memcpy GB/s": limit,
                     }
@@ -320,8 +321,8 @@ def plan_rows(bench: Bench, page_sizes: list[int], rounds: int) -> list[dict[str
             pages = bench.indices(page_size, order)
             row: dict[str, object] = {"page size": page_size, "pages": order, "num pages": len(pages[0])}
             for name, merge in (("dma", True), ("direct", False)):
-                row[f"{name} copies"] = len(dma.plan(*one, *pages, merge))
-                plan: Callable[[], object] = lambda p=pages, m=merge: dma.plan(*one, *p, m)  # type: ignore[misc] # noqa: B023, E731
+                                plan = partial(dma.plan, *one, *pages, merge)
+                row[f"{name} copies"] = len(plan())
                 row[f"{name} µs"] = median_seconds(plan, "cpu", 20 * rounds) * 1e6
             rows.append(row)
     return rows

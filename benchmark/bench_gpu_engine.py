@@ -1,0 +1,600 @@
+"""The engine on a GPU, in process, with Llama-3.1-8B's shape and random weights: what a hierarchy is worth
+
+    python benchmark/bench_gpu_engine.py [--device cpu] [--parts prefill,decode,stream,documents] [--budget-s N]
+                                         [--variant-s N] [--documents N] [--document-tokens N]
+
+*Documents*: as LooGLE asks them. Questions about documents that the host holds and the device does not, in rounds;
+a round's questions come at once and in random order, several to a document. Variants: no hierarchy; copies of pages
+of 32 tokens; the kernel alone; scheduling alone; everything. Before the first round every variant has computed all
+documents once and loaded one. *Prefill*: one prompt, beside a product of matrices. *Decode*: a full batch, beside
+what reading the weights and the KV once would take. *Stream*: a request that the device has room for, and one twice
+as long, layer by layer through a stream cache. On the CPU the embedded model's shape, everything tiny: it shows that
+the script runs.
+
+A variant that takes longer than --variant-s for its rounds is cut off: what it did until then counts, and the row
+says so. A part that fails is a row with its error, and an exit code of 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import percentiles, print_table, write_json
+from yardsticks import free_memory, matrix_flops, memory_bytes_per_s
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import SINGLE_RANK
+from sglang.srt.managers.layer_streaming import LayerStreamConfig
+from sglang.srt.managers.schedule_batch import BatchDecision
+from sglang.srt.mem_cache.transfer import Tier
+from sglang.srt.model_executor.executor import StepResult
+from sglang.srt.model_executor.launch import LaunchMode
+from sglang.srt.models.registry import get_model_class
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.test.local_engine import Generation, LocalEngine
+
+# config.json of meta-llama/Llama-3.1-8B-Instruct, but for what belongs to its tokenizer.
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+
+# As upstream's cache: first come, first served, shared once complete.
+UNSCHEDULED: dict[str, Any] = {
+    "publish_at": "completion",
+    "deferral_threshold": 0,
+    "load_ratio": 0.0,
+    "bubble_filling": False,
+    "load_or_recompute": False,
+}
+SCHEDULED: dict[str, Any] = {"load_or_recompute": True}
+
+
+class OutOfTime(BaseException):
+    """Not for those who catch whatever fails."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens, and numbers of requests. device_documents: as many fit the device together with the questions
+    and what is spare."""
+
+    documents: int = 8
+    document: int = 12288
+    device_documents: int = 3
+    question: int = 48
+    answer: int = 16
+    rounds: int = 3
+    questions_per_document: int = 3
+    spare: int = 512
+    chunk: int = 8192
+    prompt: int = 8192
+    prompt_repeats: int = 3
+    decodes: tuple[tuple[int, int], ...] = ((32, 2048), (128, 1024))
+    decode_output: int = 64
+    streaming_device: int = 16384
+    streaming_chunk: int = 2048
+    streaming_piece: int = 2048
+    streaming_output: int = 12
+
+
+TINY = Sizes(
+    documents=4,
+    document=128,
+    device_documents=2,
+    question=16,
+    answer=4,
+    rounds=2,
+    questions_per_document=2,
+    spare=32,
+    chunk=64,
+    prompt=128,
+    prompt_repeats=2,
+    decodes=((4, 32),),
+    decode_output=8,
+    streaming_device=512,
+    streaming_chunk=64,
+    streaming_piece=128,
+    streaming_output=4,
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    page_size: int
+    io_backend: str
+    overrides: dict[str, Any]
+    has_host: bool = True
+
+
+# The most telling first, should the time end.
+VARIANTS = (
+    Variant("everything", 1, "auto", SCHEDULED),
+    Variant("direct, page 32", 32, "direct", UNSCHEDULED),
+    Variant("no hierarchy", 1, "auto", UNSCHEDULED, has_host=False),
+    Variant("kernel only", 1, "kernel", UNSCHEDULED),
+    Variant("scheduling only", 32, "direct", SCHEDULED),
+)
+
+
+class Model:
+    """Random weights, drawn on the device."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        with tempfile.TemporaryDirectory() as folder:
+            path = "embedded"
+            if device != "cpu":
+                Path(folder, "config.json").write_text(json.dumps(LLAMA_8B))
+                path = folder
+            self.config = ModelConfig.from_pretrained(path)
+        self.model = self._build()
+        self.dtype = self.config.dtype
+        c = self.config
+        self.token_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * c.dtype.itemsize
+        num_parameters = sum(p.numel() for p in self.model.parameters())
+        self._table = c.vocab_size * c.hidden_size
+        tables = 1 if c.tie_word_embeddings else 2
+        self._body = num_parameters - tables * self._table
+        # What a decode reads: all but the table of embeddings, of which it reads a row per request.
+        self.weight_bytes = (self._body + self._table) * c.dtype.itemsize
+
+    def prefill_flops(self, num_tokens: int) -> float:
+        """Multiplications and additions, causal attention and one row of logits."""
+        c = self.config
+        pairs = num_tokens * (num_tokens + 1) / 2
+        attention = 4.0 * c.num_layers * c.num_heads * c.head_dim * pairs
+        return 2.0 * self._body * num_tokens + attention + 2.0 * self._table
+
+    def _build(self) -> Any:
+        if self.device == "cpu":
+            from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
+        else:
+            from sglang.srt.layers.attention.triton_backend import TritonAttnBackend as Backend  # type: ignore[assignment]
+        with torch.device(self.device):
+            model = get_model_class(self.config.architecture)(self.config, Backend(), SINGLE_RANK)
+        torch.manual_seed(0)
+        with torch.inference_mode():
+            for name, target in sorted(model.weight_targets().items()):
+                # The loader's scales, which neither vanish nor blow up; it draws on the CPU, a minute for this model.
+                if name.endswith("norm.weight"):
+                    target.tensor.fill_(1.0)
+                else:
+                    is_input = "embed_tokens" in name or len(target.shape) < 2
+                    target.tensor.normal_(0.0, 1.0 if is_input else target.shape[-1] ** -0.5)
+        return model.eval()
+
+
+@dataclass
+class Served:
+    """first_token_s, cached: of the requests that have as much. answers: None where the time was up. decodes: number
+    and requests of those launches."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_finished: int = 0
+    first_token_s: dict[str, float] = field(default_factory=dict)
+    cached: dict[str, dict[str, int]] = field(default_factory=dict)
+    answers: list[Generation] | None = None
+    elapsed_s: float = 0.0
+    decodes: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Rig:
+    """An engine with this model, and what its launches took. io_backend: nothing on the CPU."""
+
+    def __init__(
+        self,
+        model: Model,
+        page_size: int,
+        device_tokens: int,
+        host_tokens: int = 0,
+        io_backend: str = "auto",
+        **overrides: Any,
+    ) -> None:
+        self.model, self.page_size = model, page_size
+        options: dict[str, Any] = {}
+        if model.device != "cpu":
+            options = {"device": model.device, "attention_backend": "triton", "io_backend": io_backend}
+        self.engine = LocalEngine(
+            model.config,
+            num_device_pages=device_tokens // page_size,
+            num_host_pages=host_tokens // page_size,
+            page_size=page_size,
+            debug=False,
+            model=model.model,
+            **options,
+            **overrides,
+        )
+        # By launch: what it took, and when it was over.
+        self.results: dict[int, StepResult] = {}
+        self.over_at: dict[int, float] = {}
+        executor: Any = self.engine.core.executor
+        poll = executor.poll
+
+        def remember() -> list[StepResult]:
+            found: list[StepResult] = poll()
+            for result in found:
+                self.results[result.seq], self.over_at[result.seq] = result, time.perf_counter()
+            return found
+
+        executor.poll = remember
+
+    def prompts(self, rng: np.random.Generator, *lengths: int) -> list[np.ndarray]:
+        # Below the special tokens of both models.
+        return [rng.integers(10, min(self.model.config.vocab_size, 100_000) - 100, n) for n in lengths]
+
+    def serve(self, prompts: list[np.ndarray], output: int, until: float = float("inf")) -> Served:
+        """until: of time.monotonic(); the engine is of no use after that was reached."""
+        served = Served(num_requests=len(prompts))
+        sampling = SamplingParams(max_new_tokens=output, temperature=0.0, ignore_eos=True, sampling_seed=0)
+        start = time.perf_counter()
+
+        def look(decision: BatchDecision) -> None:
+            now = time.perf_counter() - start
+            served.elapsed_s = now
+            for each in decision.outputs:
+                if each.output_ids:
+                    served.first_token_s.setdefault(each.rid, now)
+                served.num_tokens += len(each.output_ids) // 4
+                served.cached[each.rid] = each.cached_tokens_details
+                served.num_finished += each.finish_reason is not None
+            launch = decision.launch
+            if launch is not None and launch.mode == LaunchMode.DECODE:
+                served.decodes.append((launch.seq, len(launch.slots)))
+            if time.monotonic() > until:
+                raise OutOfTime
+
+        # Whoever names no end wants to know.
+        with contextlib.suppress(OutOfTime) if until < float("inf") else contextlib.nullcontext():
+            served.answers = self.engine.generate(prompts, sampling, after_step=look)
+        if served.answers is not None and any(len(a.tokens) != output for a in served.answers):
+            raise AssertionError(
+                f"answers have {sorted({len(a.tokens) for a in served.answers})} tokens, not {output}"
+            )
+        return served
+
+    def warm_up(self) -> None:
+        """Whatever is compiled or allocated at first use."""
+        rng = np.random.default_rng(99)
+        self.serve(self.prompts(rng, 40, 24), 3)
+        self.engine.settle()
+
+    def forget_device(self) -> None:
+        scheduler = self.engine.scheduler
+        scheduler.controller.evict(Tier.DEVICE, scheduler.device.num_pages, scheduler.exec_done)
+
+    def counters(self) -> dict[str, float]:
+        scheduler = self.engine.scheduler
+        streamed = scheduler.streaming.counters if scheduler.streaming is not None else Counter()
+        return {**(scheduler.counters + scheduler.controller.counters + streamed), "stall_s": scheduler.stall_s}
+
+    def close(self) -> None:
+        """Nothing of the engine is held afterwards; whoever holds the rig need not let go."""
+        self.engine.close()
+        del self.engine
+
+
+@contextlib.contextmanager
+def rig_of(*args: Any, **options: Any) -> Iterator[Rig]:
+    """Closed, and its memory given back, at the end."""
+    rig = Rig(*args, **options)
+    try:
+        yield rig
+    finally:
+        device = rig.model.device
+        with at_most(30):
+            rig.close()
+        free_memory(device)
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raises OutOfTime, also where something waits for ever."""
+
+    def raise_it(*_: object) -> None:
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGALRM, raise_it)
+    left, since = signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01))[0], time.monotonic()
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - since), 0.01) if left else 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# -- parts ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Bench:
+    """flops, bytes_per_s: what a product of matrices and a copy in the device's memory reach. deadline: of
+    time.monotonic()."""
+
+    model: Model
+    sizes: Sizes
+    variant_s: float
+    deadline: float
+    flops: float = 0.0
+    bytes_per_s: float = 0.0
+
+    def measure_device(self) -> None:
+        self.flops = matrix_flops(self.model.device, self.model.dtype)
+        self.bytes_per_s = memory_bytes_per_s(self.model.device)
+        free_memory(self.model.device)
+
+    def prefill(self) -> Iterator[dict[str, Any]]:
+        n, rng = self.sizes.prompt, np.random.default_rng(1)
+        options = {"chunked_prefill_size": n, "max_prefill_tokens": n}
+        with rig_of(self.model, 1, 2 * n + 512, **options) as rig:
+            seconds: list[float] = []
+            busy: list[float] = []
+            for i in range(self.sizes.prompt_repeats + 1):
+                rig.results.clear()
+                served = rig.serve(rig.prompts(rng, n), 1)
+                rig.engine.settle()
+                if i:  # the first warms up
+                    seconds.append(*served.first_token_s.values())
+                    busy.append(sum(result.seconds for result in rig.results.values()))
+        ttft, launch = percentiles(seconds, 50)[0], percentiles(busy, 50)[0]
+        rate = self.model.prefill_flops(n) / ttft
+        yield {
+            "prompt": n,
+            "TTFT ms": 1e3 * ttft,
+            "launch ms": 1e3 * launch,
+            "TFLOP/s": rate / 1e12,
+            "of a matrix product": rate / self.flops,
+        }
+
+    def decode(self) -> Iterator[dict[str, Any]]:
+        output = self.sizes.decode_output
+        for batch, context in self.sizes.decodes:
+            room = batch * (context + output) * 5 // 4 + 64
+            with rig_of(self.model, 1, room, chunked_prefill_size=self.sizes.chunk) as rig:
+                rig.warm_up()
+                rig.results.clear()
+                served = rig.serve(rig.prompts(np.random.default_rng(2), *[context] * batch), output)
+                rig.engine.settle()
+                full = [seq for seq, size in served.decodes if size == batch]
+                wall = (rig.over_at[full[-1]] - rig.over_at[full[0]]) / (len(full) - 1)
+                busy = [rig.results[seq].seconds for seq in full[1:]]
+            kv_bytes = batch * (context + output / 2) * self.model.token_bytes
+            floor = (self.model.weight_bytes + kv_bytes) / self.bytes_per_s
+            yield {
+                "batch": batch,
+                "context": context,
+                "step ms": 1e3 * wall,
+                "launch ms": 1e3 * percentiles(busy, 50)[0],
+                "not launching, %": 100 * (1 - sum(busy) / len(busy) / wall),
+                "floor ms": 1e3 * floor,
+                "floor / step": floor / wall,
+                "tokens/s": batch / wall,
+            }
+
+    def documents(self) -> Iterator[dict[str, Any]]:
+        first: list[int] = []
+        for variant in VARIANTS:
+            if time.monotonic() > self.deadline - 10:
+                yield {"variant": variant.name, "cut off": "not begun"}
+                continue
+            try:
+                row, tokens = self._documents(variant)
+            except (Exception, OutOfTime) as error:
+                traceback.print_exc()
+                yield {"variant": variant.name, "error": repr(error)}
+                continue
+            row["answers that differ"] = sum(a != b for a, b in zip(tokens, first))
+            first = first or tokens
+            yield row
+
+    def _documents(self, variant: Variant) -> tuple[dict[str, Any], list[int]]:
+        """The row, and the first token of every question of whole rounds."""
+        s, rng = self.sizes, np.random.default_rng(3)
+        at_once = s.documents * s.questions_per_document
+        questions = at_once * (s.question + s.answer)
+        options: dict[str, Any] = {"chunked_prefill_size": s.chunk, "io_backend": variant.io_backend}
+        room = s.device_documents * s.document + questions + s.spare
+        host = s.documents * s.document + 2 * s.rounds * questions + 1024 if variant.has_host else 0
+        done: list[Served] = []
+        tokens: list[int] = []
+        with rig_of(self.model, variant.page_size, room, host, **options, **variant.overrides) as rig:
+            documents = rig.prompts(rng, *[s.document] * s.documents)
+            rig.warm_up()
+            began = time.monotonic()
+            with at_most(self.deadline - time.monotonic()):
+                for document in documents:
+                    rig.serve([document], 1)
+                    rig.engine.settle()
+                cold_s = time.monotonic() - began
+                question = rig.prompts(rng, s.question)
+                if variant.has_host:  # compiles what loads
+                    rig.forget_device()
+                    rig.serve([np.concatenate((documents[0], *question))], 1)
+                    rig.engine.settle()
+            before = rig.counters()
+            rig.results.clear()
+            until = min(self.deadline, time.monotonic() + self.variant_s)
+            with at_most(until + 10 - time.monotonic()):
+                for _ in range(s.rounds):
+                    about = rng.permutation(np.repeat(np.arange(s.documents), s.questions_per_document))
+                    asked = [np.concatenate((documents[d], *rig.prompts(rng, s.question))) for d in about]
+                    done.append(rig.serve(asked, s.answer, until))
+                    if (answers := done[-1].answers) is None:
+                        break
+                    tokens += [answer.tokens[0] for answer in answers]
+            after = rig.counters()
+            busy = sum(result.seconds for result in rig.results.values())
+        return self._row(variant, done, cold_s, before, after, busy), tokens
+
+    def _row(
+        self,
+        variant: Variant,
+        done: list[Served],
+        cold_s: float,
+        before: dict[str, float],
+        after: dict[str, float],
+        busy_s: float,
+    ) -> dict[str, Any]:
+        elapsed = sum(served.elapsed_s for served in done)
+        ttft = [seconds for served in done for seconds in served.first_token_s.values()]
+        details = [found for served in done for found in served.cached.values()]
+        total = self.sizes.rounds * self.sizes.documents * self.sizes.questions_per_document
+        p50, p99 = percentiles(ttft, 50, 99) if ttft else (None, None)
+
+        def more(name: str) -> float:
+            return after.get(name, 0) - before.get(name, 0)
+
+        is_whole = len(done) == self.sizes.rounds and done[-1].answers is not None
+        return {
+            "variant": variant.name,
+            "page size": variant.page_size,
+            "TTFT p50 s": p50,
+            "TTFT p99 s": p99,
+            "requests/s": sum(served.num_finished for served in done) / elapsed,
+            "tokens/s": sum(served.num_tokens for served in done) / elapsed,
+            "from device": sum(found.get("device", 0) for found in details),
+            "from host": sum(found.get("host", 0) for found in details),
+            "loaded": int(more("load_back_tokens")),
+            "computed": int(more("prefill_tokens")),
+            "stall s": more("stall_s"),
+            "not launching, %": 100 * (1 - (busy_s + more("stall_s")) / elapsed),
+            "cold s": cold_s,
+            "cut off": "" if is_whole else f"{sum(s.num_finished for s in done)} of {total} in {elapsed:.1f} s",
+        }
+
+    def stream(self) -> Iterator[dict[str, Any]]:
+        s, page = self.sizes, 16
+        n, rng = s.streaming_device, np.random.default_rng(4)
+        stream = LayerStreamConfig(2, s.streaming_piece // page)
+        options = {"chunked_prefill_size": s.streaming_chunk, "layer_stream": stream}
+        with rig_of(self.model, page, n, 4 * n, **options) as rig:
+            rig.warm_up()
+            # Twice: the first of them compiles.
+            for repeat in range(2):
+                for times in (1, 2):
+                    length = n - s.streaming_output - 2 * page if times == 1 else 2 * n - s.streaming_output
+                    before = rig.counters()
+                    rig.results.clear()
+                    served = rig.serve(rig.prompts(rng, length), s.streaming_output, self.deadline)
+                    if served.answers is None:
+                        raise OutOfTime
+                    rig.engine.settle()
+                    if not repeat:
+                        continue
+                    (answer,) = served.answers
+                    yield {
+                        "context / device": times,
+                        "context": length,
+                        "TTFT s": answer.first_token_s,
+                        "TPOT ms": 1e3 * (answer.end_s - answer.first_token_s) / (s.streaming_output - 1),
+                        "streamed": int(rig.counters().get("streamed_tokens", 0) - before.get("streamed_tokens", 0)),
+                        "copying s": sum(result.stream_s for result in rig.results.values()),
+                        "stall s": sum(result.stall_s for result in rig.results.values()),
+                    }
+
+
+PARTS: dict[str, Callable[[Bench], Iterator[dict[str, Any]]]] = {
+    "prefill": Bench.prefill,
+    "decode": Bench.decode,
+    "stream": Bench.stream,
+    # Last, as it takes what time is left.
+    "documents": Bench.documents,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--budget-s", type=float, default=1e4, help="for everything: what is left then is not begun")
+    parser.add_argument("--variant-s", type=float, default=15.0, help="for the rounds of a variant")
+    parser.add_argument("--documents", type=int, help="how many")
+    parser.add_argument("--document-tokens", type=int)
+    args = parser.parse_args()
+    deadline = time.monotonic() + args.budget_s
+    sizes = Sizes() if args.device == "cuda" else TINY
+    sizes = replace(
+        sizes, documents=args.documents or sizes.documents, document=args.document_tokens or sizes.document
+    )
+    rows: list[dict[str, Any]] = []
+    settings = {**vars(args), "sizes": vars(sizes)}
+    name = f"gpu_engine_{args.device}"
+
+    def save(complete: bool = False) -> None:
+        device = {"matrix_flops": bench.flops, "copy_bytes_per_s": bench.bytes_per_s}
+        write_json(name, settings, rows, complete, device=device)
+
+    began = time.monotonic()
+    model = Model(args.device)
+    bench = Bench(model, sizes, args.variant_s, deadline)
+    bench.measure_device()
+    print(f"model and yardsticks after {time.monotonic() - began:.1f} s", flush=True)
+    for part in args.parts.split(","):
+        if time.monotonic() > deadline - 5:
+            rows.append({"part": part, "cut off": "not begun"})
+            continue
+        began, num_before = time.monotonic(), len(rows)
+        try:
+            with at_most(deadline + 15 - time.monotonic()):
+                for row in PARTS[part](bench):
+                    rows.append({"part": part, **row})
+                    save()
+        except (Exception, OutOfTime) as error:
+            traceback.print_exc()
+            rows.append({"part": part, "error": repr(error)})
+        free_memory(args.device)
+        print_table(f"{part}, {time.monotonic() - began:.0f} s", _same_columns(rows[num_before:]))
+        save()
+        sys.stdout.flush()
+    is_whole = not any(row.get("cut off") == "not begun" for row in rows)
+    save(complete=is_whole)
+    if failed := [row for row in rows if "error" in row]:
+        sys.exit("; ".join(f"{row['part']} {row.get('variant', '')}: {row['error']}" for row in failed))
+
+
+def _same_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    columns = list(dict.fromkeys(column for row in rows for column in row if column != "part"))
+    return [{column: row.get(column) for column in columns} for row in rows]
+
+
+if __name__ == "__main__":
+    main()

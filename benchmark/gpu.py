@@ -1,0 +1,189 @@
+"""All benchmarks of a GPU in one run of under nine minutes: JSON in one folder, a short table last.
+
+    python -m benchmark.gpu [--out DIR] [--budget-s 520] [--only kvcacheio,gpu_engine] [--device cpu]
+
+Owns the folder (default: $OUT, or bench-out/) and the processes, one benchmark each with its own limit of time, the
+most important first. One that crashes or is killed costs the others nothing; what it had written counts. What the
+numbers come to is gpu_summary.py's. The exit code is 1 if a part crashed or was killed, and 0 whatever it measured.
+On the CPU everything is as small as it gets: that shows that the script runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from benchmark.common import environment, print_table
+from benchmark.gpu_summary import Constants, Outcome, constants, summary
+from benchmark.simulator.profiles import H200
+
+ROOT = Path(__file__).resolve().parent.parent
+# Between being asked to end and being killed.
+GRACE_S = 5.0
+# A part ends by itself so long before its limit, where it can.
+MARGIN_S = 12.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """A benchmark of this name. limit_s: it is killed then. arguments: on a GPU, small: on the CPU. ends_itself: it
+    knows --budget-s."""
+
+    name: str
+    limit_s: float
+    arguments: tuple[str, ...] = ()
+    small: tuple[str, ...] = ()
+    ends_itself: bool = True
+    has_device: bool = True
+
+    def command(self, device: str, limit_s: float) -> list[str]:
+        command = [sys.executable, str(ROOT / "benchmark" / f"bench_{self.name}.py")]
+        command += self.arguments if device == "cuda" else self.small
+        if self.has_device:
+            command += ["--device", device]
+        if self.ends_itself:
+            command += ["--budget-s", f"{max(limit_s - MARGIN_S, limit_s / 2):.0f}"]
+        return command
+
+
+# Transfers of pages that matter most come first, should the time end.
+_PAGE_SIZES = "1,64,16,32,1024,4,256,2,8,128,512"
+PARTS = (
+    Part(
+        "kvcacheio",
+        125,
+        ("--page-sizes", _PAGE_SIZES, "--layouts", "page_first", "--orders", "scattered,in runs", "--rounds", "4"),
+        ("--tokens", "256", "--layers", "2", "--page-sizes", "1,32", "--layouts", "page_first", "--rounds", "1"),
+    ),
+    Part("gpu_engine", 235),
+    Part("interference", 95, ("--pairs", "2"), ("--pairs", "1", "--window-s", "0.002")),
+    Part("attention", 55, ("--rounds", "5"), ("--rounds", "1", "--page-sizes", "16"), False, False),
+)
+
+
+def run_part(part: Part, device: str, out: Path, limit_s: float, log: IO[bytes]) -> Outcome:
+    """limit_s: at most; 0 for no time left."""
+    report = out / f"{part.name}_{device}.json"
+    report.unlink(missing_ok=True)  # whatever is there afterwards is this run's
+    if limit_s <= 0:
+        return Outcome(part.name, None, 0.0)
+    command = part.command(device, limit_s)
+    log.write(f"\n$ {' '.join(command)}\n".encode())
+    log.flush()
+    begin_log, began = log.tell(), time.monotonic()
+    path = os.pathsep.join(
+        [str(ROOT / "python"), str(ROOT / "sgl-kernel" / "python"), os.environ.get("PYTHONPATH", "")]
+    )
+    env = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "BENCH_OUT": str(out)}
+    process = subprocess.Popen(
+        command, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=ROOT, start_new_session=True
+    )
+    returncode = _end_of(process, limit_s)
+    seconds = time.monotonic() - began
+    return Outcome(part.name, returncode, seconds, _read(report), _last_line(Path(log.name), begin_log))
+
+
+def _end_of(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+    """The exit code; None if it had to be killed, with all that it started."""
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        for sig in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(process.pid, sig)
+                process.wait(GRACE_S)
+                break
+            except (subprocess.TimeoutExpired, ProcessLookupError):
+                continue
+        return None
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        report = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return report if isinstance(report, dict) else None
+
+
+def _last_line(path: Path, begin: int) -> str:
+    with path.open("rb") as file:
+        file.seek(begin)
+        lines = file.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def run(parts: list[Part], device: str, out: Path, budget_s: float) -> list[Outcome]:
+    deadline = time.monotonic() + budget_s
+    outcomes = []
+    # Opened for appending as the parts write to it, too, each at its end.
+    (out / "gpu.log").unlink(missing_ok=True)
+    with (out / "gpu.log").open("ab") as log:
+        for part in parts:
+            left = deadline - GRACE_S - time.monotonic()
+            limit_s = min(part.limit_s, left) if left > MARGIN_S else 0.0
+            outcome = run_part(part, device, out, limit_s, log)
+            log.seek(0, os.SEEK_END)
+            outcomes.append(outcome)
+            print(f"{part.name}: {outcome.complaint or 'done'}, {outcome.seconds:.0f} s", flush=True)
+    return outcomes
+
+
+def profile_of_h200() -> Constants:
+    gpu, link, loss = H200.gpu, H200.link, H200.interference
+    return Constants(
+        matrix_flops=gpu.matrix_flops,
+        memory_bytes_per_s=gpu.hbm_bytes_per_s,
+        link_bytes_per_s=link.peak,
+        matmul_efficiency=gpu.matmul_efficiency,
+        attention_efficiency=gpu.attention_efficiency,
+        memory_efficiency=gpu.hbm_efficiency,
+        usable=link.usable,
+        copy_s=link.copy_s,
+        cta_bytes=link.cta_bytes,
+        kernel_latency_s=link.kernel_latency_s,
+        step_s=gpu.step_s,
+        prefill_per_cta=loss.prefill_per_cta,
+        decode_per_cta=loss.decode_per_cta,
+    )
+
+
+def main() -> None:
+    names = [part.name for part in PARTS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default=os.environ.get("OUT") or str(ROOT / "bench-out"))
+    parser.add_argument("--budget-s", type=float, default=520)
+    parser.add_argument("--only", default=",".join(names), help=f"of {', '.join(names)}")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    args = parser.parse_args()
+    if unknown := set(args.only.split(",")) - set(names):
+        parser.error(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    out = Path(args.out).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    outcomes = run([part for part in PARTS if part.name in args.only.split(",")], args.device, out, args.budget_s)
+    rows, beside = summary(outcomes), constants(outcomes, profile_of_h200())
+    parts = [{key: value for key, value in asdict(outcome).items() if key != "report"} for outcome in outcomes]
+    # The children know the GPU and what torch there was; this process starts no device.
+    measured: dict[str, Any] = next((outcome.report for outcome in outcomes if outcome.report), {})
+    where = environment()
+    where |= {key: measured[key] for key in ("hardware", "versions") if key in measured}
+    report: dict[str, Any] = {"benchmark": "gpu", **where, "seconds": time.monotonic() - began, "parts": parts}
+    report |= {"summary": rows, "simulator": beside}
+    (out / "gpu.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    print(f"\nJSON and gpu.log in {out}; {where['hardware']}; {time.monotonic() - began:.0f} s")
+    print_table("The simulator's H200 beside it", beside)
+    print_table("Summary", rows)
+    sys.exit(0 if all(outcome.is_well for outcome in outcomes) else 1)
+
+
+if __name__ == "__main__":
+    main()
