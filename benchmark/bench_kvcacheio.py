@@ -321,7 +321,7 @@ def plan_rows(bench: Bench, page_sizes: list[int], rounds: int) -> list[dict[str
             pages = bench.indices(page_size, order)
             row: dict[str, object] = {"page size": page_size, "pages": order, "num pages": len(pages[0])}
             for name, merge in (("dma", True), ("direct", False)):
-                                plan = partial(dma.plan, *one, *pages, merge)
+                plan = partial(dma.plan, *one, *pages, merge)
                 row[f"{name} copies"] = len(plan())
                 row[f"{name} µs"] = median_seconds(plan, "cpu", 20 * rounds) * 1e6
             rows.append(row)

@@ -1,0 +1,108 @@
+"""The run of all parts: a part that crashes, hangs or finds no time costs the others nothing. And each benchmark runs
+on the CPU, as small as it gets."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmark import gpu
+from benchmark.gpu import PARTS, Part, run, run_part
+
+WRITES = """
+import json, os, sys, time
+name = sys.argv[0].rsplit("bench_", 1)[1].removesuffix(".py")
+with open(os.path.join(os.environ["BENCH_OUT"], name + "_cpu.json"), "w") as file:
+    json.dump({"complete": %s, "rows": []}, file)
+print("about to end")
+"""
+SCRIPTS = {
+    "well": WRITES % "True",
+    "crashes": WRITES % "False" + "raise RuntimeError('lost the device')",
+    "hangs": "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" + WRITES % "False" + "time.sleep(60)",
+}
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tree with these benchmarks, and an empty folder out/."""
+    (tmp_path / "benchmark").mkdir()
+    for name, script in SCRIPTS.items():
+        (tmp_path / "benchmark" / f"bench_{name}.py").write_text(script)
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu, "GRACE_S", 0.5)
+    monkeypatch.setattr(gpu, "MARGIN_S", 0.0)
+    return tmp_path / "out"
+
+
+def test_parts_end_as_they_end_and_the_next_begins(fakes: Path) -> None:
+    parts = [Part("crashes", 30), Part("hangs", 1.5), Part("well", 30)]
+    began = time.monotonic()
+    crashed, hung, well = run(parts, "cpu", fakes, 60)
+    assert time.monotonic() - began < 20
+    assert (crashed.returncode, crashed.last_line) == (1, "RuntimeError: lost the device")
+    assert hung.returncode is None and hung.complaint == "killed after 2 s"
+    # Both had written something by then.
+    assert crashed.report == hung.report == {"complete": False, "rows": []}
+    assert well.is_well and not well.complaint and well.last_line == "about to end"
+    assert (fakes / "gpu.log").read_text().count("about to end") == 3
+
+
+def test_nothing_begins_without_time(fakes: Path) -> None:
+    (outcome,) = run([Part("well", 30)], "cpu", fakes, 0.2)
+    assert outcome.complaint == "not begun: no time left" and not outcome.is_well
+
+
+def test_a_report_of_an_earlier_run_does_not_count(fakes: Path) -> None:
+    (fakes / "missing_cpu.json").write_text("{}")
+    with (fakes / "gpu.log").open("ab") as log:
+        outcome = run_part(Part("missing", 30), "cpu", fakes, 30, log)
+    assert outcome.report is None and outcome.returncode == 2
+
+
+def test_all_parts_together_have_less_than_nine_minutes() -> None:
+    assert sum(part.limit_s for part in PARTS) <= 520 < 540
+
+
+@pytest.mark.parametrize("name", ["kvcacheio", "interference"])
+def test_a_benchmark_runs_on_the_cpu(tmp_path: Path, name: str) -> None:
+    run_of = [sys.executable, "-m", "benchmark.gpu", "--device", "cpu", "--only", name, "--out", str(tmp_path)]
+    done = subprocess.run(run_of, capture_output=True, text=True, timeout=120, cwd=gpu.ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "gpu.log").read_text()
+    report = json.loads((tmp_path / f"{name}_cpu.json").read_text())
+    assert report["complete"] and report["rows"] and not any("error" in row for row in report["rows"])
+    summary = json.loads((tmp_path / "gpu.json").read_text())
+    assert [part["returncode"] for part in summary["parts"]] == [0]
+    assert done.stdout.rstrip().rsplit("##", 1)[1].startswith(" Summary")
+
+
+def test_the_engine_serves_every_part_on_the_cpu(tmp_path: Path) -> None:
+    run_of = [
+        sys.executable,
+        "-m",
+        "benchmark.gpu",
+        "--device",
+        "cpu",
+        "--only",
+        "gpu_engine",
+        "--out",
+        str(tmp_path),
+    ]
+    done = subprocess.run(run_of, capture_output=True, text=True, timeout=240, cwd=gpu.ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "gpu.log").read_text()
+    rows = json.loads((tmp_path / "gpu_engine_cpu.json").read_text())["rows"]
+    assert {row["part"] for row in rows} == {"prefill", "decode", "stream", "documents"}
+    of = {row["variant"]: row for row in rows if row["part"] == "documents"}
+    hierarchies = [row for name, row in of.items() if name != "no hierarchy"]
+    assert len(hierarchies) == 4 and all(row["from host"] > 0 and row["loaded"] > 0 for row in hierarchies)
+    assert of["no hierarchy"]["from host"] == 0 < of["no hierarchy"]["computed"]
+    # The same weights and float32: whatever the tiers did, the answers are the same.
+    assert all(row["answers that differ"] == 0 and row["cut off"] == "" for row in of.values())
+    one, two = (row for row in rows if row["part"] == "stream")
+    assert one["streamed"] == 0 < two["streamed"]
