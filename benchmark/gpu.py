@@ -11,6 +11,7 @@ On the CPU everything is as small as it gets: that shows that the script runs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -83,27 +84,25 @@ def run_part(part: Part, device: str, out: Path, limit_s: float, log: IO[bytes])
         [str(ROOT / "python"), str(ROOT / "sgl-kernel" / "python"), os.environ.get("PYTHONPATH", "")]
     )
     env = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "BENCH_OUT": str(out)}
-    process = subprocess.Popen(
-        command, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=ROOT, start_new_session=True
-    )
+    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=ROOT, process_group=0)
     returncode = _end_of(process, limit_s)
     seconds = time.monotonic() - began
     return Outcome(part.name, returncode, seconds, _read(report), _last_line(Path(log.name), begin_log))
 
 
 def _end_of(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
-    """The exit code; None if it had to be killed, with all that it started."""
+    """The exit code; None if it had to be killed, with all that it started. It does not outlive who waits, either."""
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        for sig in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(process.pid, sig)
-                process.wait(GRACE_S)
-                break
-            except (subprocess.TimeoutExpired, ProcessLookupError):
-                continue
         return None
+    finally:
+        if process.returncode is None:
+            for sig in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
+                    os.killpg(process.pid, sig)
+                    process.wait(GRACE_S)
+                    break
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -168,6 +167,8 @@ def main() -> None:
         parser.error(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     out = Path(args.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
+    # Asked to end, it ends its part first.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     began = time.monotonic()
     outcomes = run([part for part in PARTS if part.name in args.only.split(",")], args.device, out, args.budget_s)
     rows, beside = summary(outcomes), constants(outcomes, profile_of_h200())
