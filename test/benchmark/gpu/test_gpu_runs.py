@@ -4,6 +4,7 @@ on the CPU, as small as it gets."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -106,3 +107,13 @@ def test_the_engine_serves_every_part_on_the_cpu(tmp_path: Path) -> None:
     assert all(row["answers that differ"] == 0 and row["cut off"] == "" for row in of.values())
     one, two = (row for row in rows if row["part"] == "stream")
     assert one["streamed"] == 0 < two["streamed"]
+
+
+def test_a_variant_without_time_says_how_far_it_came(tmp_path: Path) -> None:
+    script = str(gpu.ROOT / "benchmark" / "bench_gpu_engine.py")
+    options = ["--device", "cpu", "--parts", "documents", "--variant-s", "0"]
+    env = {**os.environ, "BENCH_OUT": str(tmp_path)}
+    subprocess.run([sys.executable, script, *options], env=env, check=True, capture_output=True, timeout=120)
+    rows = json.loads((tmp_path / "gpu_engine_cpu.json").read_text())["rows"]
+    assert len(rows) == 5 and all(row["cut off"].startswith("0 of 16 in ") for row in rows)
+    assert all(row["requests/s"] == 0 and row["TTFT p50 s"] is None for row in rows)
