@@ -28,6 +28,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -189,8 +190,9 @@ class Model:
             from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
         else:
             from sglang.srt.layers.attention.triton_backend import TritonAttnBackend as Backend  # type: ignore[assignment]
+        self.attention = Backend()
         with torch.device(self.device):
-            model = get_model_class(self.config.architecture)(self.config, Backend(), SINGLE_RANK)
+            model = get_model_class(self.config.architecture)(self.config, self.attention, SINGLE_RANK)
         torch.manual_seed(0)
         with torch.inference_mode():
             for name, target in sorted(model.weight_targets().items()):
@@ -219,7 +221,7 @@ class Served:
 
 
 class Rig:
-    """An engine with this model, and what its launches took. io_backend: nothing on the CPU."""
+    """An engine with this model, and what its launches took. io_backend, graph_batch_size: nothing on the CPU."""
 
     def __init__(
         self,
@@ -228,12 +230,18 @@ class Rig:
         device_tokens: int,
         host_tokens: int = 0,
         io_backend: str = "auto",
+        graph_batch_size: int = 32,
         **overrides: Any,
     ) -> None:
         self.model, self.page_size = model, page_size
         options: dict[str, Any] = {}
         if model.device != "cpu":
-            options = {"device": model.device, "attention_backend": "triton", "io_backend": io_backend}
+            options = {
+                "device": model.device,
+                "attention_backend": model.attention,
+                "io_backend": io_backend,
+                "graph_batch_size": graph_batch_size,
+            }
         self.engine = LocalEngine(
             model.config,
             num_device_pages=device_tokens // page_size,
@@ -387,9 +395,11 @@ class Bench:
 
     def decode(self) -> Iterator[dict[str, Any]]:
         output = self.sizes.decode_output
-        for batch, context in self.sizes.decodes:
+        has_graphs = (True, False) if self.model.device != "cpu" else (False,)
+        for (batch, context), graphs in product(self.sizes.decodes, has_graphs):
             room = batch * (context + output) * 5 // 4 + 64
-            with rig_of(self.model, 1, room, chunked_prefill_size=self.sizes.chunk) as rig:
+            options = {"graph_batch_size": batch if graphs else 0, "chunked_prefill_size": self.sizes.chunk}
+            with rig_of(self.model, 1, room, **options) as rig:
                 rig.warm_up()
                 rig.results.clear()
                 served = rig.serve(rig.prompts(np.random.default_rng(2), *[context] * batch), output)
@@ -402,6 +412,7 @@ class Bench:
             yield {
                 "batch": batch,
                 "context": context,
+                "graphs": "yes" if graphs else "no",
                 "step ms": 1e3 * wall,
                 "launch ms": 1e3 * percentiles(busy, 50)[0],
                 "not launching, %": 100 * (1 - sum(busy) / len(busy) / wall),

@@ -162,7 +162,7 @@ def _interference_lines(rows: list[Report]) -> Iterator[Line]:
 def _engine_lines(rows: list[Report]) -> Iterator[Line]:
     yield Line("prefill of 8K, of a matrix product", _find(rows, part="prefill").get("of a matrix product"))
     for row in [row for row in rows if row.get("part") == "decode" and "batch" in row] or [{}]:
-        batch = f" of {row['batch']}" if row else ""
+        batch = f" of {row['batch']}" + ("" if row["graphs"] == "yes" else ", no graphs") if row else ""
         idle = f"({row['not launching, %']:.0f} % between launches)" if row else ""
         yield Line(f"decode{batch}, of its memory's time", row.get("floor / step"), note=idle)
     documents = {row.get("variant"): row for row in rows if row.get("part") == "documents"}

@@ -21,7 +21,7 @@ from server_fixture import Server, wait_until
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.entrypoints.engine import private_directory
-from sglang.srt.managers import scheduler_process
+from sglang.srt.managers import device_setup, scheduler_process
 from sglang.srt.utils.child_process import StartupError, log_uncaught
 from sglang.srt.utils.memory import available_memory
 
@@ -207,7 +207,7 @@ def test_weights_that_do_not_fit_end_start_up_with_a_sentence(monkeypatch, caplo
     with caplog.at_level(logging.INFO):
         scheduler_process.check_weights_fit(model, SINGLE_RANK)
     assert "weights: 0.0" in caplog.text
-    monkeypatch.setattr(scheduler_process, "available_memory", lambda: 1000)
+    monkeypatch.setattr(device_setup, "available_memory", lambda: 1000)
     with pytest.raises(StartupError, match=r"the weights need 0\.\d GB, but 0\.0 GB of memory are free"):
         scheduler_process.check_weights_fit(model, SINGLE_RANK)
 
