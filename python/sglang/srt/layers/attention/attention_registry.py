@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 ATTENTION_BACKENDS = ("torch_native", "triton", "flashinfer")
 
-# Triton first: it comes with CUDA builds of torch and compiles in seconds, and a decode's plan costs the host nothing.
-# FlashInfer compiles with nvcc, minutes for each kind of kernel, and plans on the host before every replay of a graph.
+# Triton first: it comes with CUDA builds of torch, compiles in seconds, and a decode's plan costs the host nothing.
+# FlashInfer compiles with nvcc, minutes for each kind of kernel, and plans on the host before each replay of a graph.
 _ON_GPUS = ("triton", "flashinfer")
 _PACKAGES = {"triton": ("Triton", "triton"), "flashinfer": ("FlashInfer", "flashinfer-python")}
 
