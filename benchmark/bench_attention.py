@@ -1,12 +1,13 @@
 """Attention over paged KV, beside what the machine can do: prefill against a large product of matrices, decode
 against a large copy in memory.
 
-    python benchmark/bench_attention.py [--heads N] [--kv-heads N] [--head-dim N] [--page-sizes 1,16,64] [--rounds N]
+    python benchmark/bench_attention.py [--backends triton,flashinfer] [--heads N] [--kv-heads N] [--head-dim N]
+                                        [--page-sizes 1,16,64] [--rounds N]
 
-On the CPU: the backend torch_native, small batches, float32. On a GPU: triton, bfloat16. Pages are a random
-permutation of the pool's. A round takes every layer once, so that no cache still holds what it reads; plans are made
-once, as in a forward pass. Prefill counts the multiplications and additions that causal attention needs, decode the
-bytes of K and V.
+On the CPU: the backend torch_native, small batches, float32. On a GPU: those that are installed, bfloat16. Pages are
+a random permutation of the pool's, in one table. The backends take turns; a turn takes every layer once, so that no
+cache still holds what it reads. Plans are made before, once. Prefill counts the multiplications and additions that
+causal attention needs, decode the bytes of K and V.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
 from common import print_table, write_json
 
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, make_attention_backend, why_not
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionMetadata
-from sglang.srt.mem_cache.kv_view import KVSegment, KVView
+from sglang.srt.mem_cache.kv_view import KVView, PagedSegments
 
 
 @dataclass(frozen=True)
@@ -61,55 +65,52 @@ class Bench:
         shape = (2, self.num_layers, self.num_tokens, kv_heads, head_dim)
         self._memory = torch.empty(shape, dtype=self.dtype, device=device).normal_()
 
-    def seconds(self, work: Callable[[], object]) -> float:
-        """Median, of work and what it has enqueued."""
-        samples = []
+    def seconds(self, *works: Callable[[], object]) -> list[float]:
+        """Medians, of each work and what it has enqueued; they take turns."""
+        samples: list[list[float]] = [[] for _ in works]
         for _ in range(self._rounds + 1):
-            self._settle()
-            start = time.perf_counter()
-            work()
-            self._settle()
-            samples.append(time.perf_counter() - start)
-        return statistics.median(samples[1:])
+            for work, mine in zip(works, samples):
+                self._settle()
+                start = time.perf_counter()
+                work()
+                self._settle()
+                mine.append(time.perf_counter() - start)
+        return [statistics.median(mine[1:]) for mine in samples]
 
     def matrix_flops(self) -> float:
         n = 8192 if self.device == "cuda" else 1024
         a = torch.randn(n, n, dtype=self.dtype, device=self.device)
-        return 2 * n**3 / self.seconds(lambda: a @ a)
+        return 2 * n**3 / self.seconds(lambda: a @ a)[0]
 
     def memory_bytes_per_s(self) -> float:
         """Read and written by a copy."""
         size = (1 << 30) if self.device == "cuda" else (1 << 26)
         a, b = (torch.ones(size, dtype=torch.uint8, device=self.device) for _ in range(2))
-        return 2 * size / self.seconds(lambda: b.copy_(a))
+        return 2 * size / self.seconds(lambda: b.copy_(a))[0]
 
-    def attend(self, backend: AttentionBackend, batch: Batch, page_size: int) -> float:
-        """Seconds of one layer."""
-        pages = torch.randperm(self.num_tokens // page_size).to(self.device)
+    def attend(self, backends: list[AttentionBackend], batch: Batch, page_size: int) -> list[float]:
+        """Seconds of one layer, by backend."""
         views = [
             KVView(*self._memory[:, layer].view(2, -1, page_size, self.kv_heads, self.head_dim))
             for layer in range(self.num_layers)
         ]
-        segments, first = [], 0
-        for _ in range(batch.num_reqs):
-            end = first + -(-batch.length // page_size)
-            cut = first + batch.prefix // page_size
-            segments.append(
-                [
-                    KVSegment(pages[first:cut], batch.prefix),
-                    KVSegment(pages[cut:end], batch.num_new, causal=True),
-                ]
-            )
-            first = end
+        num_pages = -(-batch.length // page_size)
+        table = torch.randperm(self.num_tokens // page_size)[: batch.num_reqs * num_pages].to(
+            self.device, torch.int32
+        )
+        starts = np.arange(batch.num_reqs) * num_pages
+        kv_lens, q_lens = (np.full(batch.num_reqs, each) for each in (batch.length, batch.num_new))
+        on_device = (torch.from_numpy(starts).to(self.device), torch.from_numpy(kv_lens).to(self.device))
+        segments = PagedSegments(table, page_size, starts, kv_lens, q_lens, *on_device)
         rows = batch.num_reqs * batch.num_new
         q = torch.randn(rows, self.heads, self.head_dim, dtype=self.dtype, device=self.device)
         meta = AttentionMetadata((batch.num_new,) * batch.num_reqs, self.head_dim**-0.5)
 
-        def layers() -> None:
+        def layers(backend: AttentionBackend) -> None:
             for view in views:
                 backend.forward(q, view, segments, meta)
 
-        return self.seconds(layers) / self.num_layers
+        return [each / self.num_layers for each in self.seconds(*(partial(layers, backend) for backend in backends))]
 
     def flops(self, batch: Batch) -> float:
         pairs = batch.num_new * batch.prefix + batch.num_new * (batch.num_new + 1) // 2
@@ -123,18 +124,9 @@ class Bench:
             torch.cuda.synchronize()
 
 
-def make_backend(device: str) -> tuple[str, AttentionBackend]:
-    if device == "cuda":
-        from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-
-        return "triton", TritonAttnBackend()
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-
-    return "torch_native", TorchNativeAttnBackend()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backends", help=f"of {', '.join(ATTENTION_BACKENDS)}; those that can be used here")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -145,26 +137,31 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     bench = Bench(args.heads, args.kv_heads, args.head_dim, device, args.rounds)
-    name, backend = make_backend(device)
+    usable = [name for name in ATTENTION_BACKENDS if why_not(name, device) is None]
+    names = args.backends.split(",") if args.backends else usable
+    for name in names:
+        if reason := why_not(name, device):
+            parser.error(reason)
+    backends = [make_attention_backend(name, device) for name in names]
     rows: list[dict[str, object]] = []
     for batch in GPU_BATCHES if device == "cuda" else CPU_BATCHES:
         for page_size in (int(each) for each in args.page_sizes.split(",")):
             # Beside every batch, as the machine may have others at work.
             flops, bandwidth = bench.matrix_flops(), bench.memory_bytes_per_s()
-            seconds = bench.attend(backend, batch, page_size)
-            row: dict[str, object] = {
-                "backend": name,
-                "requests": batch.num_reqs,
-                "prefix": batch.prefix,
-                "new": batch.num_new,
-                "page size": page_size,
-                "ms": seconds * 1e3,
-                "GFLOP/s": bench.flops(batch) / seconds / 1e9,
-                "of a matrix product": bench.flops(batch) / seconds / flops,
-                "GB/s of KV": bench.kv_bytes(batch) / seconds / 1e9,
-                "of a copy": bench.kv_bytes(batch) / seconds / bandwidth,
-            }
-            rows.append(row)
+            for name, seconds in zip(names, bench.attend(backends, batch, page_size)):
+                row: dict[str, object] = {
+                    "backend": name,
+                    "requests": batch.num_reqs,
+                    "prefix": batch.prefix,
+                    "new": batch.num_new,
+                    "page size": page_size,
+                    "ms": seconds * 1e3,
+                    "GFLOP/s": bench.flops(batch) / seconds / 1e9,
+                    "of a matrix product": bench.flops(batch) / seconds / flops,
+                    "GB/s of KV": bench.kv_bytes(batch) / seconds / 1e9,
+                    "of a copy": bench.kv_bytes(batch) / seconds / bandwidth,
+                }
+                rows.append(row)
             write_json(f"attention_{device}", vars(args), rows, complete=False)
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU, one thread"
     print_table(f"One layer of attention, {args.heads} heads on {args.kv_heads} of {args.head_dim}, {where}", rows)
