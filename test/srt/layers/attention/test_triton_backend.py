@@ -259,8 +259,10 @@ def partials(backend: Any) -> int:
     made: list[int] = []
     original = backend._make_plan
     backend._make_plan = lambda *args: made.append(1) or original(*args)
-    for seed in range(4):
-        case = Case(seed, (1, 16)[seed % 2], "block_major", torch.float32, q_lens=(1, 3), max_prefix=40, **SMALL)
+    # Seed 37 has segments of more than a tile that begin inside of a page, for a decode and for an extend.
+    for seed, page_size in ((0, 1), (1, 16), (37, 16)):
+        options = {"q_lens": (1, 3), "max_prefix": 40, **SMALL}
+        case = Case(seed, page_size, "block_major", torch.float32, **options)
         check_partials(backend, case)
         num_plans = len(made)
         case.segments = [
@@ -268,7 +270,7 @@ def partials(backend: Any) -> int:
         ]
         check_partials(backend, case)
         assert len(made) == num_plans, f"{len(made)} plans made, {num_plans} needed"
-    return 8
+    return 6
 
 
 def heads(backend: Any) -> int:
