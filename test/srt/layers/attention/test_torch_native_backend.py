@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from attention_cases import LAYOUTS, Case, check_batch, check_partials, make_view
+from attention_cases import DECODES, EXTENDS, LAYOUTS, Case, PagedCase, check_batch, check_partials, make_view
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.layers.attention.merge_state import merge_state
@@ -30,6 +30,13 @@ def test_partials_merge_to_the_whole(page_size, dtype):
     backend = TorchNativeAttnBackend()
     for seed in range(12):
         check_partials(backend, Case(seed, page_size, "block_major", dtype))
+
+
+@pytest.mark.parametrize("reqs", [DECODES, EXTENDS], ids=["decodes", "extends"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_pages_in_a_table(page_size, reqs):
+    for seed, table in enumerate((torch.int64, torch.int32)):
+        check_batch(TorchNativeAttnBackend(), PagedCase(seed, page_size, "block_major", torch.float32, reqs, table))
 
 
 def test_decode_batches_of_very_unlike_lengths():

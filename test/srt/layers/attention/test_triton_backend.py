@@ -84,8 +84,8 @@ def test_it_compiles_for_sm_90(dtype: str, head_dim: int, page_size: int, table:
     ptx = compiled(extend_kernel, dtype, {**of_extend, "lse_ptr": None}, tiles.extend_warps, tiles.num_stages, pages)
     if dtype != "fp32":
         assert "wgmma.mma_async" in ptx and "cp.async.cg.shared.global" in ptx, ptx
-    # A decode alone, and one beside extends.
-    for reqs in ({"reqs_ptr": None, "row_starts_ptr": None}, {}):
+    # A batch of decodes, and once those beside extends.
+    for reqs in [{"reqs_ptr": None, "row_starts_ptr": None}] + [{}] * (head_dim == 64):
         ptx = compiled(decode_kernel, dtype, {**of_decode, **reqs}, tiles.decode_warps, tiles.num_stages, pages)
         if dtype != "fp32":
             assert "mma" in ptx and "cp.async.cg.shared.global" in ptx, ptx
@@ -215,24 +215,23 @@ def capture(backend: Any) -> int:
     """What is captured for a graph asks nothing of the host: with the numpy arrays of another batch, what the device
     holds counts, and the grid is the same."""
     kernels = watch_grids()
-    for page_size in (1, 16):
-        case = PagedCase(page_size, page_size, "layer_first", torch.float32, DECODES, **SMALL)
-        plain = backend.forward(case.q, case.view, case.segments, case.meta)
-        grid_of_plain = dict(kernels)
-        backend.capturing = True
-        captured = backend.forward(case.q, case.view, case.segments, case.meta)
-        grid = dict(kernels)
-        assert grid["decode_kernel"][2] > grid_of_plain["decode_kernel"][2], (grid, grid_of_plain)
-        assert (captured - plain).abs().max() < 2e-6 and not captured[1].any()
-        for kv_lens in ((3, 70, 0, 0, 90), (0, 0, 0, 0, 0)):
-            case.fill(random.Random(page_size), kv_lens)
-            case.segments.kv_lens[:] = 1 << 40
-            case.segments.starts[:] = -1
-            got = backend.forward(case.q, case.view, case.segments, case.meta)
-            assert (got.double() - torch.cat(case.want)).abs().max() < 2e-6, kv_lens
-            assert kernels == grid, (kernels, grid)
-        backend.capturing = False
-    return 4
+    case = PagedCase(16, 16, "layer_first", torch.float32, DECODES, **SMALL)
+    plain = backend.forward(case.q, case.view, case.segments, case.meta)
+    grid_of_plain = dict(kernels)
+    backend.capturing = True
+    captured = backend.forward(case.q, case.view, case.segments, case.meta)
+    grid = dict(kernels)
+    assert grid["decode_kernel"][2] > grid_of_plain["decode_kernel"][2], (grid, grid_of_plain)
+    assert (captured - plain).abs().max() < 2e-6 and not captured[1].any()
+    for kv_lens in ((3, 70, 0, 0, 90), (0, 0, 0, 0, 0)):
+        case.fill(random.Random(1), kv_lens)
+        case.segments.kv_lens[:] = 1 << 40
+        case.segments.starts[:] = -1
+        got = backend.forward(case.q, case.view, case.segments, case.meta)
+        assert (got.double() - torch.cat(case.want)).abs().max() < 2e-6, kv_lens
+        assert kernels == grid, (kernels, grid)
+    backend.capturing = False
+    return 2
 
 
 def watch_grids() -> dict[str, tuple[int, ...]]:
@@ -276,7 +275,7 @@ def partials(backend: Any) -> int:
 def heads(backend: Any) -> int:
     for seed, (kv_heads, group, head_dim) in enumerate(HEADS):
         options: dict[str, Any] = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim}
-        case = Case(seed, 2, "layer_first", torch.float32, q_lens=(1, 3), max_prefix=20, **options)
+        case = Case(seed, 2, "layer_first", torch.float32, q_lens=(1, 3)[: 80 // group], max_prefix=20, **options)
         # The model passes a slice of its fused projection.
         fused = torch.full((case.q.shape[0], case.q.shape[1] + 4, case.q.shape[2]), math.nan)
         fused[:, 2:-2] = case.q
@@ -339,8 +338,8 @@ def engine(backend: Any) -> int:
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
         max_position_embeddings=512,
         initializer_range=0.3,
     )
