@@ -17,6 +17,10 @@ import torch
 logger = logging.getLogger(__name__)
 
 
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
 @functools.cache
 def flashinfer_function(name: str, device: torch.device) -> Callable[..., Any] | None:
     """`flashinfer.<name>`; None, with a line in the log, where it is not installed or does not build. The first call

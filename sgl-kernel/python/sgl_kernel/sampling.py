@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kernel.flashinfer_kernels import flashinfer_function
+from sgl_kernel.flashinfer_kernels import flashinfer_function, is_on_gpu
 
 
 def has_renorm_kernels(probs: torch.Tensor) -> bool:
     names = ("top_k_renorm_probs", "top_p_renorm_probs")
-    return probs.is_cuda and all(flashinfer_function(name, probs.device) is not None for name in names)
+    return is_on_gpu(probs) and all(flashinfer_function(name, probs.device) is not None for name in names)
 
 
 def top_k_renorm_probs(probs: torch.Tensor, top_ks: torch.Tensor) -> torch.Tensor:

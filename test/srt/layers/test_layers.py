@@ -7,9 +7,9 @@ import torch
 
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.layers.activation import SiluAndMul
-from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.layernorm import QKNorm, RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear
-from sglang.srt.layers.rotary_embedding import RotaryEmbedding, apply_rotary
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 
 
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
@@ -29,7 +29,7 @@ def test_rms_norm(dtype, tolerance):
 def test_rms_norm_of_heads_at_once():
     torch.manual_seed(1)
     x = torch.randn(7, 5, 8)[:, :3]  # strided, as a slice of a fused projection is
-    norm = RMSNorm((3, 8), 1e-6, torch.float32)
+    norm = QKNorm(2, 1, 8, 1e-6, torch.float32)
     norm.weight.uniform_(0.5, 2)
     for head in range(3):
         alone = RMSNorm(8, 1e-6, torch.float32)
@@ -47,7 +47,7 @@ def test_rotary_turns_pairs_by_position():
     rotary = RotaryEmbedding(8, 100, {"rope_type": "default", "rope_theta": 100.0}, torch.float32)
     x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(1))
     positions = torch.tensor([99, 0, 7])
-    got = torch.view_as_complex(apply_rotary(x, *rotary.lookup(positions)).unflatten(-1, (2, 4)).mT.contiguous())
+    got = torch.view_as_complex(rotary.at(positions)(x).unflatten(-1, (2, 4)).mT.contiguous())
     angles = positions[:, None, None] * 100.0 ** (-torch.arange(4) / 4)
     want = torch.view_as_complex(x.unflatten(-1, (2, 4)).mT.contiguous()) * torch.polar(torch.ones(3, 1, 4), angles)
     assert (got - want).abs().max() < 2e-5

@@ -9,6 +9,7 @@ import torch
 
 from sglang.srt.layers.sampler import Sampler, random_uniform
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.test import fake_flashinfer
 
 
 def info(n, vocab_size, temperature=1.0, top_p=1.0, top_k=-1, seed=0, position=0, min_p=0.0):
@@ -199,41 +200,22 @@ def test_a_device_that_is_not_asked_gives_the_same_tokens(monkeypatch, seed):
     assert torch.equal(Sampler()(logits, batch), want)
 
 
-class RenormKernels:
-    """Stands for `sgl_kernel.sampling` on a GPU: sorts, and takes top_k and top_p as the kernels' text has them."""
-
-    def has_renorm_kernels(self, probs):
-        return True
-
-    def top_k_renorm_probs(self, probs, top_ks):
-        ordered = probs.sort(dim=-1, descending=True).values
-        return self.renormed(probs, ordered.gather(1, top_ks.clamp(max=probs.shape[1])[:, None] - 1))
-
-    def top_p_renorm_probs(self, probs, top_ps):
-        ordered = probs.sort(dim=-1, descending=True).values
-        reached = (ordered.double().cumsum(-1) < top_ps[:, None]).sum(-1, keepdim=True).clamp(max=probs.shape[1] - 1)
-        # Of a row without top-p the kernel may lose some at the end.
-        threshold = ordered.gather(1, reached).masked_fill(top_ps[:, None] >= 1, 1e-4)
-        return self.renormed(probs, threshold)
-
-    def renormed(self, probs, threshold):
-        kept = probs.masked_fill(probs < threshold, 0)
-        return kept / kept.sum(-1, keepdim=True)
-
-
 @pytest.mark.parametrize("seed", range(5))
-def test_kernels_that_cut_give_the_same_tokens(monkeypatch, seed):
+def test_kernels_that_cut_give_the_same_tokens(seed):
     logits, batch = cut_batch(seed)
     want = Sampler()(logits, batch)
-    monkeypatch.setattr("sglang.srt.layers.sampler.kernels", RenormKernels())
-    assert torch.equal(Sampler()(logits, batch), want)
+    with fake_flashinfer.installed() as calls:
+        assert torch.equal(Sampler()(logits, batch), want)
+    assert calls["top_k_renorm_probs"].called and calls["top_p_renorm_probs"].called
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("with_kernels", [True, False])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_gpu_draws_what_the_cpu_draws(seed):
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
+def test_a_gpu_draws_what_the_cpu_draws(monkeypatch, seed, with_kernels):
+    if not with_kernels:
+        monkeypatch.setattr("sgl_kernel.sampling.has_renorm_kernels", lambda probs: False)
     logits, batch = cut_batch(seed)
     there = SamplingBatchInfo(**{k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in vars(batch).items()})
     numbers = random_uniform(batch.seeds, batch.positions)

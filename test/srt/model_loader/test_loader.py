@@ -195,3 +195,17 @@ def test_dummy_weights_come_from_the_seed(tmp_path, dtype):
         else:
             assert not torch.equal(tensor, other[name]), name
             assert 0.5 < tensor.float().std() * (1 if "embed" in name else tensor.shape[-1] ** 0.5) < 1.5, name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_dummy_weights_on_a_gpu_come_from_the_seed_too(tmp_path):
+    save(tmp_path, Qwen3Config, Qwen3ForCausalLM)
+    config = ModelConfig.from_pretrained(str(tmp_path), dtype="bfloat16")
+    first, again, other = (
+        dict(load_model(config, "dummy", TorchNativeAttnBackend(), seed, torch.device("cuda")).named_parameters())
+        for seed in (1, 1, 2)
+    )
+    for name, tensor in first.items():
+        assert tensor.is_cuda and torch.equal(tensor, again[name]), name
+        assert torch.equal(tensor, other[name]) == ("norm" in name), name

@@ -12,10 +12,14 @@ sequence that it stands in. Where a scaling does depend on it, the context lengt
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
+
+from sgl_kernel import elementwise
+from sgl_kernel.elementwise import reference
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -94,7 +98,9 @@ class RotaryEmbedding(nn.Module):
     """context_length: positions 0 to context_length - 1 can be looked up.
 
     A table, not a computation per batch: torch's vectorised cos differs in the last bit between the vector body and
-    the tail of a tensor, and a position must give the same bits wherever it stands in a batch.
+    the tail of a tensor, and a position must give the same bits wherever it stands in a batch. Made on the CPU for
+    any device, whose cos is another one; rounded to `dtype`, in which transformers multiplies, and kept in float32,
+    which the fused kernel reads.
     """
 
     table: torch.Tensor
@@ -103,19 +109,45 @@ class RotaryEmbedding(nn.Module):
         self, head_dim: int, context_length: int, rope_parameters: dict[str, Any], dtype: torch.dtype
     ) -> None:
         super().__init__()
-        frequencies, factor = rope_frequencies(head_dim, context_length, rope_parameters)
-        angles = torch.outer(torch.arange(context_length, dtype=torch.float32), frequencies)
-        # (context_length, head_dim): cosines, then sines.
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(factor).to(dtype)
-        self.register_buffer("table", table, persistent=False)
+        self.dtype = dtype
+        device = torch.get_default_device()
+        with torch.device("cpu"):
+            frequencies, factor = rope_frequencies(head_dim, context_length, rope_parameters)
+            angles = torch.outer(torch.arange(context_length, dtype=torch.float32), frequencies)
+            # (context_length, head_dim): cosines, then sines.
+            table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(factor).to(dtype).float()
+        self.register_buffer("table", table.to(device), persistent=False)
+
+    def at(self, positions: torch.Tensor) -> Rotation:
+        """positions: (num_tokens,) int64."""
+        return Rotation(self, positions)
 
     def lookup(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions: (num_tokens,) int64. Returns cos and sin for `apply_rotary`, (num_tokens, 1, head_dim)."""
-        cos, sin = self.table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+        """positions: (num_tokens,) int64. Returns cos and sin for `reference.apply_rope`, (num_tokens, 1, head_dim)
+        in `dtype`."""
+        cos, sin = self.table.index_select(0, positions).to(self.dtype).unsqueeze(1).chunk(2, dim=-1)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
-def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x: (num_tokens, num_heads, head_dim); the first half of a head turns with its second half. cos, sin: from
-    `RotaryEmbedding.lookup`; the sign of the rotation is in sin, so that a roll stands for rotate-half."""
-    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, dims=-1), sin)
+class Rotation:
+    """The rotation of a batch's rows, the same in all layers. A fused kernel reads the table itself; without one the
+    rows' cosines and sines are looked up once, when the first layer rotates."""
+
+    def __init__(self, rotary: RotaryEmbedding, positions: torch.Tensor) -> None:
+        self._rotary = rotary
+        self._positions = positions
+
+    @cached_property
+    def _looked_up(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._rotary.lookup(self._positions)
+
+    def __call__(self, qk: torch.Tensor) -> torch.Tensor:
+        """qk: (num_tokens, heads of queries and keys, head_dim), at least two heads, any strides of tokens and heads.
+        Returns it rotated; the caller's tensor may be overwritten."""
+        if elementwise.has_rope_kernel(qk):
+            # The kernel takes queries and keys apart, and does the same to both.
+            elementwise.apply_rope_with_cos_sin_cache_inplace(
+                self._positions, qk[:, :1], qk[:, 1:], self._rotary.table
+            )
+            return qk
+        return reference.apply_rope(qk, *self._looked_up)

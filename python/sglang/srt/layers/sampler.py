@@ -41,8 +41,8 @@ class Sampler:
     """Top-k, top-p and min-p all look at the probabilities after temperature and before any cut, as SGLang does. A
     token that ties with the last one kept is kept too, so that ties do not depend on a sort's whims.
 
-    With `SamplingBatchInfo.cuts` known it waits for no device. On a GPU the last bits of a row's probabilities and sums
-    may depend on the batch's shape, as those of its logits do: a token at the very border of a cut may come or go.
+    With `SamplingBatchInfo.cuts` known it waits for no device. On a GPU the last bits of a row's probabilities
+    may depend on the shape of the batch, as those of its logits do: a token at the border of a cut may come or go.
     """
 
     @torch.inference_mode()

@@ -41,9 +41,9 @@ def load_model(
     group: TensorParallelGroup = SINGLE_RANK,
 ) -> Any:
     """A `CausalLM` in config.dtype on `device`, this rank's part of it. load_format: "auto" and "safetensors" read
-    config.local_path, "dummy" draws weights from `seed` (the same on every run and for any number of ranks; reads
-    only config.json). Raises ModelConfigError if the model does not divide by the group's size, ModelLoadError if the
-    weights do not fit."""
+    config.local_path, "dummy" draws weights from `seed` (the same on every run and for any number of ranks, but not
+    the same on a GPU as on the CPU; reads only config.json). Raises ModelConfigError if the model does not divide by
+    the group's size, ModelLoadError if the weights do not fit."""
     if load_format not in LOAD_FORMATS:
         raise ModelLoadError(f"load format {load_format!r} is not supported; choose from {', '.join(LOAD_FORMATS)}.")
     config.check_tensor_parallel(group.size)
@@ -149,11 +149,15 @@ def _some(names: Iterable[str], limit: int = 5) -> str:
 @torch.inference_mode()
 def _fill_at_random(targets: dict[str, WeightTarget], seed: int) -> None:
     """Norms are 1; matrices keep the scale of their input, so that activations neither vanish nor blow up. Every rank
-    draws all of a tensor and keeps its part."""
-    generator = torch.Generator(device="cpu").manual_seed(seed)
+    draws all of a tensor and keeps its part. Drawn where the weights are: a CPU would take minutes for billions."""
+    device = next(iter(targets.values())).tensor.device
+    generator = torch.Generator(device).manual_seed(seed)
     for name, target in sorted(targets.items()):
         if name.endswith("norm.weight"):
             target.tensor.fill_(1.0)
         else:
             std = 1.0 if "embed_tokens" in name or len(target.shape) < 2 else target.shape[-1] ** -0.5
-            target.fill(torch.randn(target.shape, generator=generator).mul_(std))
+            # On the CPU float32 whatever the model's dtype: the same numbers, rounded.
+            dtype = torch.float32 if device.type == "cpu" else target.tensor.dtype
+            drawn = torch.randn(target.shape, generator=generator, dtype=dtype, device=device)
+            target.fill(drawn.mul_(std))

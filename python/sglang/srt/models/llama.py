@@ -16,10 +16,10 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.layernorm import QKNorm, RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.radix_attention import PartialState, RadixAttention
-from sglang.srt.layers.rotary_embedding import RotaryEmbedding, apply_rotary
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.layers.weights import WeightTarget
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView
@@ -32,13 +32,14 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 @dataclass
 class DecoderState:
     """What travels between layers. hidden: (num_tokens, hidden_size); after the last layer only the rows of
-    batch.sample_rows. cos, sin: see `RotaryEmbedding`, looked up once per batch. Within a layer, attended:
-    (num_tokens, num_heads * head_dim), its output; of streamed requests, queries: (q_len, num_heads, head_dim),
-    and partials, what they have found so far."""
+    batch.sample_rows. update: what the last layer adds to it, same shape, left to the next norm, which adds on its
+    way; None at the start. rotation: of the batch's rows. Within a layer, attended: (num_tokens, num_heads *
+    head_dim), its output; of streamed requests, queries: (q_len, num_heads, head_dim), and partials, what they have
+    found so far."""
 
     hidden: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
+    rotation: Rotation
+    update: torch.Tensor | None = None
     attended: torch.Tensor | None = None
     queries: list[torch.Tensor] = field(default_factory=list)
     partials: list[PartialState] = field(default_factory=list)
@@ -63,11 +64,9 @@ class LlamaAttention(nn.Module):
         q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
         self.qkv_proj = MergedColumnParallelLinear(config.hidden_size, (q, kv, kv), qkv_bias, config.dtype)
         self.o_proj = RowParallelLinear(q, config.hidden_size, o_bias, config.dtype, group)
-        # One normalisation for q and k: the weight of q's norm repeats over its heads, then that of k's.
         self.qk_norm = None
         if qk_norm:
-            shape = (self.num_heads + self.num_kv_heads, self.head_dim)
-            self.qk_norm = RMSNorm(shape, config.rms_norm_eps, config.dtype)
+            self.qk_norm = QKNorm(self.num_heads, self.num_kv_heads, self.head_dim, config.rms_norm_eps, config.dtype)
         self.attn = RadixAttention(layer_id, backend)
 
     def forward(self, x: torch.Tensor, state: DecoderState, batch: ForwardBatch, pool: KVPool) -> torch.Tensor:
@@ -77,7 +76,7 @@ class LlamaAttention(nn.Module):
         qk, v = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        q, k = apply_rotary(qk, state.cos, state.sin).split((self.num_heads, self.num_kv_heads), dim=1)
+        q, k = state.rotation(qk).split((self.num_heads, self.num_kv_heads), dim=1)
         attended = self.attn(q, k, v, batch, pool).reshape(num_tokens, -1)
         state.queries = [q[req.rows] for req in batch.streamed]
         state.partials = [
@@ -89,7 +88,7 @@ class LlamaAttention(nn.Module):
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets = self.qkv_proj.weight_targets(FUSED["qkv_proj"]) | self.o_proj.weight_targets("o_proj")
         if self.qk_norm is not None:
-            q_weight, k_weight = self.qk_norm.weight.split((self.num_heads, self.num_kv_heads))
+            q_weight, k_weight = self.qk_norm.split_weight()
             shape = (self.head_dim,)
             targets |= {
                 "q_norm.weight": WeightTarget(q_weight, shape),
@@ -125,7 +124,9 @@ class LlamaDecoderLayer(nn.Module):
 
     def begin(self, state: DecoderState, batch: ForwardBatch, pool: KVPool) -> DecoderState:
         """Up to the attention over what the device has."""
-        state.attended = self.self_attn(self.input_layernorm(state.hidden), state, batch, pool)
+        normed, state.hidden = self.input_layernorm.after_add(state.hidden, state.update)
+        state.update = None
+        state.attended = self.self_attn(normed, state, batch, pool)
         return state
 
     def end(self, state: DecoderState, batch: ForwardBatch, rows: torch.Tensor | None) -> DecoderState:
@@ -136,8 +137,8 @@ class LlamaDecoderLayer(nn.Module):
             attended[req.rows] = out.flatten(1).to(attended.dtype)
         if rows is not None:
             hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
-        hidden = self.self_attn.o_proj(attended).add_(hidden)
-        state.hidden = self.mlp(self.post_attention_layernorm(hidden)).add_(hidden)
+        normed, state.hidden = self.post_attention_layernorm.after_add(hidden, self.self_attn.o_proj(attended))
+        state.update = self.mlp(normed)
         return state
 
     def weight_targets(self) -> dict[str, WeightTarget]:
@@ -180,8 +181,7 @@ class LlamaForCausalLM(nn.Module):
 
     @torch.inference_mode()
     def embed(self, batch: ForwardBatch) -> DecoderState:
-        cos, sin = self.rotary.lookup(batch.positions)
-        return DecoderState(self.embed_tokens(batch.input_ids), cos, sin)
+        return DecoderState(self.embed_tokens(batch.input_ids), self.rotary.at(batch.positions))
 
     @torch.inference_mode()
     def forward_layer(self, layer_id: int, state: DecoderState, batch: ForwardBatch, pool: KVPool) -> DecoderState:
@@ -221,7 +221,9 @@ class LlamaForCausalLM(nn.Module):
     @torch.inference_mode()
     def logits(self, state: DecoderState, batch: ForwardBatch) -> torch.Tensor:
         """(num_samples, vocab_size) float32, on every rank."""
-        return self.lm_head(self.norm(state.hidden))
+        normed, state.hidden = self.norm.after_add(state.hidden, state.update)
+        state.update = None
+        return self.lm_head(normed)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         """Every tensor a checkpoint must have -> where it goes."""

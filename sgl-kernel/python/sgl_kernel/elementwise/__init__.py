@@ -1,0 +1,98 @@
+"""A decoder's work between its matrix products: norms, activation, rotation.
+
+Each function decides where it runs: flashinfer's fused kernel for float16 and bfloat16 on a GPU, where flashinfer is
+installed and has the shape; else torch, see `reference`, which says what the result is. The kernels round less often
+in between, so that their results differ from torch's by a rounding. Names are SGLang's; the arguments are ours.
+
+None waits for the device. Nothing here looks at the values of `positions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sgl_kernel.elementwise import reference
+from sgl_kernel.flashinfer_kernels import flashinfer_function, is_on_gpu
+
+__all__ = [
+    "apply_rope_with_cos_sin_cache_inplace",
+    "fused_add_rmsnorm",
+    "has_rope_kernel",
+    "qk_rmsnorm",
+    "rmsnorm",
+    "silu_and_mul",
+]
+
+# Those of which flashinfer's kernel for rotation is made in every case.
+_ROPE_HEAD_DIMS = (64, 128, 256, 512)
+# The kernels read 16 bytes at once.
+_VECTOR = 8
+
+
+def _kernel(name: str, x: torch.Tensor) -> Callable[..., Any] | None:
+    # No rows, no launch: so it is in the last layer of a batch that samples nothing.
+    if not is_on_gpu(x) or x.dtype not in (torch.float16, torch.bfloat16) or not x.shape[0]:
+        return None
+    return flashinfer_function(name, x.device)
+
+
+def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension. x: (num_tokens, d); weight: (d,). Returns a new
+    tensor."""
+    kernel = _kernel("rmsnorm", x)
+    if kernel is None or x.shape[-1] % _VECTOR:
+        return reference.rmsnorm(x, weight, eps)
+    return kernel(x, weight, eps)
+
+
+def qk_rmsnorm(qk: torch.Tensor, weight: torch.Tensor, num_q_heads: int, eps: float) -> torch.Tensor:
+    """Each head of queries and keys by itself. qk: (num_tokens, num_heads, head_dim), any strides of tokens and
+    heads, queries first; weight: (num_heads, head_dim), the same for all heads of the queries, and of the keys.
+    Returns a new tensor."""
+    kernel = _kernel("rmsnorm", qk)
+    if kernel is None or qk.shape[-1] % _VECTOR:
+        return reference.rmsnorm(qk, weight, eps)
+    out = torch.empty(qk.shape, dtype=qk.dtype, device=qk.device)
+    for heads in (slice(0, num_q_heads), slice(num_q_heads, None)):
+        kernel(qk[:, heads], weight[heads][0], eps, out=out[:, heads])
+    return out
+
+
+def fused_add_rmsnorm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of x + residual, and x + residual. x, residual: (num_tokens, d), contiguous; both are overwritten, and
+    the results may lie in them."""
+    kernel = _kernel("fused_add_rmsnorm", x)
+    if kernel is None or x.shape[-1] % _VECTOR:
+        return reference.fused_add_rmsnorm(x, residual, weight, eps)
+    kernel(x, residual, weight, eps)
+    return x, residual
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """x: (num_tokens, 2 * d), gate and up side by side. Returns silu(gate) * up, (num_tokens, d)."""
+    kernel = _kernel("silu_and_mul", x)
+    if kernel is None or x.shape[-1] % (2 * _VECTOR):
+        return reference.silu_and_mul(x)
+    return kernel(x)
+
+
+def has_rope_kernel(x: torch.Tensor) -> bool:
+    """Whether `apply_rope_with_cos_sin_cache_inplace` takes x: (num_tokens, num_heads, head_dim). Else the caller
+    looks cosines and sines up, once for all layers, and calls `reference.apply_rope`."""
+    return x.shape[-1] in _ROPE_HEAD_DIMS and _kernel("apply_rope_with_cos_sin_cache_inplace", x) is not None
+
+
+def apply_rope_with_cos_sin_cache_inplace(
+    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos_sin_cache: torch.Tensor
+) -> None:
+    """Turn the first half of each head with its second half. positions: (num_tokens,) int64. query, key: (num_tokens,
+    heads, head_dim), any strides of tokens and heads; at least one head each, and which are whose does not matter.
+    cos_sin_cache: (num_positions, head_dim) float32, cosines, then sines."""
+    kernel = _kernel("apply_rope_with_cos_sin_cache_inplace", query)
+    assert kernel is not None
+    kernel(positions, query, key, query.shape[-1], cos_sin_cache, is_neox=True)

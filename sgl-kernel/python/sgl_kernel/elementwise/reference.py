@@ -1,0 +1,34 @@
+"""What the functions of `sgl_kernel.elementwise` mean, in torch, for any device. The results on the CPU."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """In float32, and rounded to x's dtype before the weight is multiplied on, as transformers does."""
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, (x.shape[-1],), eps=eps).mul_(weight)
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))
+    return wide.to(x.dtype).mul_(weight)
+
+
+def fused_add_rmsnorm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = x.add_(residual)
+    return rmsnorm(total, weight, eps), total
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x: (num_tokens, num_heads, head_dim); the first half of a head turns with its second half. cos, sin:
+    (num_tokens, 1, head_dim) in x's dtype, the cosines twice and the sines after their negatives: the sign of the
+    rotation is in sin, so that a roll stands for rotate-half."""
+    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, dims=-1), sin)

@@ -1,0 +1,129 @@
+"""No step of a model waits for a device: every one is run on torch's meta device, with and without fused kernels."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from tiny_runner import TinyRunner
+from transformers import LlamaConfig, Qwen3Config
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import SINGLE_RANK
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.mem_cache.kv_view import KVSegment, KVView
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, StreamedRequest
+from sglang.srt.models.registry import get_model_class
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.test import fake_flashinfer
+from sglang.test.no_waiting import DEVICE, NoWaiting
+
+SIZES = dict(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=80,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=128,
+)
+CONFIGS = {"llama": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}), "qwen3": (Qwen3Config, {})}
+
+
+class NoAttention:
+    """Shapes alone: what backends and pools do is not a model's affair."""
+
+    def forward(self, q, view, segments, meta):
+        return torch.empty_like(q)
+
+    def partial(self, q, view, segment, scale):
+        return q.float(), q[..., 0].float()
+
+    def view(self, layer_id):
+        return KVView(self.none, self.none)
+
+    def store(self, layer_id, loc, k, v):
+        assert k.shape == v.shape and len(loc) == len(k)
+
+    none = torch.empty(0, 1, 1, 1)
+
+
+def load_config(tmp_path, name, dtype):
+    config_class, changes = CONFIGS[name]
+    config = config_class(**SIZES | changes)
+    config.dtype, config.architectures = dtype, [config_class.__name__.replace("Config", "ForCausalLM")]
+    config.save_pretrained(tmp_path)
+    return ModelConfig.from_pretrained(str(tmp_path))
+
+
+def make_batch(num_tokens, sample_rows, streamed):
+    def ints(n):
+        return torch.empty(n, dtype=torch.int64, device=DEVICE)
+
+    segments = [KVSegment(ints(4), 4)]
+    return ForwardBatch(
+        seq=0,
+        mode=ForwardMode.EXTEND,
+        input_ids=ints(num_tokens),
+        positions=ints(num_tokens),
+        out_loc=ints(num_tokens),
+        segments=[[] if streamed else segments],
+        attn=AttentionMetadata((num_tokens,), 1.0),
+        sample_rows=ints(sample_rows),
+        sample_slots=ints(0),
+        sampling=SamplingBatchInfo.from_params([], 96, ints(0), DEVICE),
+        streamed=[StreamedRequest(slice(0, num_tokens), 4, 8, segments)] if streamed else [],
+    )
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_waits_for_nothing(tmp_path, name, dtype, fused):
+    config, nothing = load_config(tmp_path, name, dtype), NoAttention()
+    with DEVICE:
+        model = get_model_class(config.architecture)(config, nothing, SINGLE_RANK)
+    assert all(t.device == DEVICE for t in (*model.parameters(), *model.buffers()))
+    with fake_flashinfer.installed() if fused else nullcontext({}) as calls, NoWaiting():
+        for num_tokens, sample_rows, streamed in ((5, 2, False), (1, 1, False), (7, 0, False), (6, 1, True)):
+            batch = make_batch(num_tokens, sample_rows, streamed)
+            state = model.embed(batch)
+            for layer in range(model.num_layers):
+                state = model.begin_layer(layer, state, batch, nothing)
+                if streamed:
+                    segment = KVSegment(batch.out_loc[:4], 4)
+                    state = model.attend(layer, state, batch, 0, nothing.view(layer), segment)
+                state = model.end_layer(layer, state, batch)
+            logits = model.logits(state, batch)
+            assert logits.shape == (sample_rows, 96) and logits.device == DEVICE
+    used = {function for function, call in calls.items() if call.called}
+    wanted = {"rmsnorm", "fused_add_rmsnorm", "silu_and_mul", "apply_rope_with_cos_sin_cache_inplace"}
+    assert used == (wanted if fused and dtype == "bfloat16" else set())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_fused_kernels_give_the_same_logits(tmp_path, name):
+    config = load_config(tmp_path, name, "bfloat16")
+    runner = TinyRunner(config, "dummy", seed=1)
+    prompts = [[(7 * i + n) % 96 for i in range(n)] for n in (20, 1, 9)]
+
+    def logits():
+        seqs = runner.start(prompts, page_size=4)
+        runner.forward([(seqs[0], 11)])
+        return runner.forward([(seq, len(seq.tokens) - seq.num_cached) for seq in seqs])
+
+    want = logits()
+    with fake_flashinfer.installed() as calls:
+        got = logits()
+    # Every layer has one norm of its own, the first, and adds before the others; the last one norms what is sampled.
+    per_head = 2 * config.num_layers if name == "qwen3" else 0
+    assert calls["rmsnorm"].call_count == 2 * (1 + per_head)
+    # The first launch samples nothing, so that its last layer has no rows to add and to activate.
+    assert calls["fused_add_rmsnorm"].call_count == (2 * config.num_layers - 2) + 2 * config.num_layers
+    assert calls["silu_and_mul"].call_count == 2 * config.num_layers - 1
+    assert calls["apply_rope_with_cos_sin_cache_inplace"].call_count == 2 * config.num_layers
+    assert not torch.equal(got, want)
+    # bfloat16 rounds to 2 ** -9; a few times on the way.
+    assert (got - want).abs().max() < 0.05 * want.std()
