@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
-from sglang.srt.sampling.sampling_batch_info import to_device
+from sglang.srt.utils.device import CPU, to_device
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class LogprobQuery:
     """What rows ask about, with its places in the logits on the device: made once for many launches. specs: one per
     row."""
 
-    def __init__(self, specs: Sequence[LogprobSpec], device: torch.device | str = "cpu") -> None:
+    def __init__(self, specs: Sequence[LogprobSpec], device: torch.device = CPU) -> None:
         self.specs = tuple(specs)
         self._deepest = max((spec.top for spec in self.specs), default=0)
         places = [(row, token) for row, spec in enumerate(self.specs) for token in spec.token_ids]

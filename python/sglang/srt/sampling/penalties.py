@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import torch
 
+from sglang.srt.utils.device import CPU
+
 
 class PenaltyTable:
     """All tensors, those of the arguments too, are on `device`; nothing here waits for it."""
 
-    def __init__(self, max_slots: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, max_slots: int, vocab_size: int, device: torch.device = CPU) -> None:
         self._shape = (max_slots, vocab_size)
         self._device = device
         self._counts: torch.Tensor | None = None

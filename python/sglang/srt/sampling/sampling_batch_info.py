@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.device import CPU, to_device
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class SamplingBatchInfo:
         params: Sequence[SamplingParams],
         vocab_size: int,
         positions: torch.Tensor,
-        device: torch.device | str = "cpu",
+        device: torch.device = CPU,
     ) -> SamplingBatchInfo:
         """positions: on `device`."""
         columns = _Columns(
@@ -96,7 +97,7 @@ class _Columns:
     top_ks: np.ndarray
     min_ps: np.ndarray
 
-    def cuts(self, vocab_size: int, device: torch.device | str) -> SamplingCuts:
+    def cuts(self, vocab_size: int, device: torch.device) -> SamplingCuts:
         drawn = self.temperatures > 0
         by_top_k, by_top_p = drawn & (self.top_ks < vocab_size), drawn & (self.top_ps < 1)
         rows = np.flatnonzero(by_top_k | by_top_p)
@@ -109,13 +110,3 @@ class _Columns:
             has_min_p=bool((self.min_ps > 0).any()),
             has_greedy=not drawn.all(),
         )
-
-
-def to_device(values: np.ndarray, device: torch.device | str) -> torch.Tensor:
-    """Ordered before what is enqueued next on the current stream; does not wait for it. The tensor shares `values`'
-    memory if the device is the CPU."""
-    tensor = torch.from_numpy(values)
-    if torch.device(device).type != "cuda":
-        return tensor.to(device)
-    # Only pinned memory is copied without the host; it is kept until the copy has been made.
-    return tensor.pin_memory().to(device, non_blocking=True)

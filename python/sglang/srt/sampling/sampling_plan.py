@@ -14,14 +14,15 @@ import torch
 from sglang.srt.model_executor.launch import SampleSpec
 from sglang.srt.sampling.logprobs import LogprobQuery, LogprobTensors
 from sglang.srt.sampling.penalties import PenaltyTable
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo, to_device
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.utils.device import CPU, to_device
 
 
 class SamplingPlan:
     """specs: one per sampled row. logprob_rows: the rows that want log-probabilities of their tokens, in the order of
     `begin_logprobs`."""
 
-    def __init__(self, specs: tuple[SampleSpec, ...], vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, specs: tuple[SampleSpec, ...], vocab_size: int, device: torch.device = CPU) -> None:
         self.specs = specs
         self.device = device
         params = [spec.params for spec in specs]
@@ -102,6 +103,6 @@ class SamplingPlan:
 class _Places:
     """Some of a matrix's entries. index: their rows and their columns, for `tensor[index]`."""
 
-    def __init__(self, places: Sequence[tuple[int, int]], device: torch.device | str) -> None:
+    def __init__(self, places: Sequence[tuple[int, int]], device: torch.device) -> None:
         both = to_device(np.ascontiguousarray(np.array(places, np.int64).T), device)
         self.index = (both[0], both[1])

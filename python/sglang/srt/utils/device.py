@@ -17,7 +17,7 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """The array as a tensor on the device; on the CPU it is the array's own memory. To a GPU it is one copy from
     pinned memory, in the order of the current stream; torch keeps that memory for as long as the copy needs it."""
     tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def to_device_together(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
