@@ -73,6 +73,8 @@ class EmulatedTensor(torch.Tensor):
             return view.copy_(value) if isinstance(value, torch.Tensor) else view.fill_(value)
         if func is torch.Tensor.copy_:
             return _device().dispatch(_aten.copy_.default, args, kwargs or {})
+        if func is torch.Tensor.contiguous:
+            return args[0] if args[0].is_contiguous() else args[0].clone(memory_format=torch.contiguous_format)
         if func is torch.Tensor.tolist:
             return args[0].cpu().tolist()
         if func is torch.Tensor.numpy:
@@ -322,7 +324,7 @@ class EmulatedDevice:
             out.copy_(host)
 
         self.current.put(_quiet(run))
-        if comes_from_here and not goes_here and waits:
+        if comes_from_here != goes_here and waits:
             self.syncs[str(func)] += 1
             self.current.synchronize()
         return target
@@ -452,7 +454,8 @@ def emulated_device(seed: int = 0) -> Iterator[EmulatedDevice]:
         for name, value in patches.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(kvcacheio, "copy_pages", _copy_pages))
-        stack.enter_context(mock.patch.object(memory_pool_host, "cuda_register", lambda address, size: None))
+        for name in ("cuda_register", "cuda_unregister"):
+            stack.enter_context(mock.patch.object(memory_pool_host, name, lambda *args: None))
         stack.enter_context(_Mode())
         try:
             yield device

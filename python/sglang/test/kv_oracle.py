@@ -15,6 +15,7 @@ import torch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.hiradix_tree import Node
 from sglang.srt.mem_cache.transfer import Tier
+from sglang.srt.utils.device import to_device
 
 
 class OracleError(AssertionError):
@@ -22,6 +23,8 @@ class OracleError(AssertionError):
 
 
 class PagedMemory(Protocol):
+    kv: torch.Tensor
+
     def pages(self, frames: torch.Tensor) -> torch.Tensor: ...
 
 
@@ -72,7 +75,7 @@ def check_kv(
             frames = node.frames[tier]
             if frames is None or node.tickets[tier] is not None or node.fences[tier] >= scheduler.exec_done:
                 continue
-            found = pool.pages(torch.from_numpy(frames).to(torch.int64)).to(torch.float64).numpy()
+            found = pool.pages(to_device(frames.astype(np.int64), pool.kv.device)).cpu().to(torch.float64).numpy()
             good = np.array_equal(found, wanted) if atol == 0 else np.allclose(found, wanted, rtol=0, atol=atol)
             if not good:
                 raise OracleError(f"{node}: wrong bytes on {tier.name.lower()} for tokens {tokens_to(node)[:32]}…")

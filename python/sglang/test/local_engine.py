@@ -6,6 +6,7 @@ model, whose recomputation differs in the last bits.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 import time
@@ -19,6 +20,7 @@ import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGroup
+from sglang.srt.layers.attention.attention_registry import make_attention_backend, pick_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.sampler import Sampler
@@ -68,14 +70,26 @@ def _poison(pool: DevicePool | MHATokenToKVPoolHost | ElasticPool, frames: np.nd
         torch.cuda.synchronize(pool.kv.device)
 
 
+def test_device() -> str:
+    """What tests compute on if they do not say: SGLANG_TEST_DEVICE is cpu, cuda, or emulated, for a `cuda` that each
+    test emulates (see `device_emulator`)."""
+    return "cpu" if os.environ.get("SGLANG_TEST_DEVICE", "cpu") == "cpu" else "cuda"
+
+
+def _attention_for(device: torch.device) -> AttentionBackend:
+    # An emulated device runs the CPU's.
+    real = device.type == "cuda" and torch.cuda.is_available()
+    return make_attention_backend(pick_attention_backend(None, device), device) if real else TorchNativeAttnBackend()
+
+
 class LocalEngine:
     """num_device_pages, num_host_pages, num_peer_pages: sizes of the pools. debug: poison freed memory, fail on
     non-finite logits and check all invariants after every step. group: several ranks, in which every launch runs to
     its end. open_store: the storage of the host pool; attached from the start if overrides have `storage`.
     load_bytes_per_s: loads from the host are no faster, nor is what is streamed from there. make_pool: the device
     pool, called like `MHATokenToKVPool`. borrow: memory of peers that comes and goes, given what `BorrowedMemory` has
-    to know of the engine. device: "cuda" for a GPU's. attention_backend: torch_native by default. io_backend: as the
-    server's flag. graph_batch_size: of the largest decode that is a CUDA graph.
+    to know of the engine. device: "cuda" for a GPU's; None for `test_device`. attention_backend: the device's own by
+    default. io_backend: as the server's flag. graph_batch_size: of the largest decode that is a CUDA graph.
     overrides: other fields of SchedulerConfig; nothing is computed instead of loaded unless they say so, as that
     depends on the clock."""
 
@@ -98,7 +112,7 @@ class LocalEngine:
         make_pool: Callable[..., DevicePool] = MHATokenToKVPool,
         num_peer_pages: int = 0,
         borrow: Callable[..., BorrowedMemory] | None = None,
-        device: str = "cpu",
+        device: str | None = None,
         attention_backend: AttentionBackend | None = None,
         io_backend: str = "auto",
         load_format: str = "auto",
@@ -106,8 +120,8 @@ class LocalEngine:
         **overrides: Any,
     ) -> None:
         self.model_config = model_config
-        where = device_of(device)
-        backend = attention_backend or TorchNativeAttnBackend()
+        where = device_of(device or test_device())
+        backend = attention_backend or _attention_for(where)
         self.model = model or load_model(model_config, load_format, backend, device=where, quiet=True, group=group)
         c = model_config
         num_kv_heads = c.kv_heads_per_rank(group.size)
@@ -146,7 +160,7 @@ class LocalEngine:
         limits = {H2D: RateLimit(load_bytes_per_s)} if load_bytes_per_s else {}
         self.layer_stream = None
         if (streamed := config.layer_stream) is not None:
-            self._streams.append(make_stream("layer-stream", where))
+            self._streams.append(make_stream("layer-stream", where, urgent=True))
             self.layer_stream = LayerStreamCache(
                 streamed.num_buffers,
                 streamed.buffer_pages,
@@ -197,7 +211,7 @@ class LocalEngine:
             sources[Tier.DISK] = SwapFile(tempfile.gettempdir(), config.num_swap_pages, pool)
             linked.append((D2S, sources[Tier.DISK], 9))
         for name, other, more in linked:
-            self._streams.append(make_stream(name, where))
+            self._streams.append(make_stream(name, where, urgent=name in LOAD_LINKS.values()))
             links[name] = FaultyLink(
                 name,
                 pool,

@@ -59,7 +59,18 @@ from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.storage.tiered_store import parts_of
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
 from sglang.srt.mem_cache.swap_file import SwapFile, SwapFileError
-from sglang.srt.mem_cache.transfer import D2H, D2P, D2S, H2D, P2D, STORAGE_LINKS, Link, StorageAction, Tier
+from sglang.srt.mem_cache.transfer import (
+    D2H,
+    D2P,
+    D2S,
+    H2D,
+    LOAD_LINKS,
+    P2D,
+    STORAGE_LINKS,
+    Link,
+    StorageAction,
+    Tier,
+)
 from sglang.srt.model_executor.executor import ModelExecutor
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.registry import get_model_class
@@ -277,7 +288,7 @@ def build_core(
             config.layer_stream.buffer_pages,
             pool,
             streamed_from,
-            make_stream("layer-stream", device, notify),
+            make_stream("layer-stream", device, notify, urgent=True),
             args.hicache_io_backend,
             limits,
         )
@@ -316,7 +327,7 @@ def build_core(
             below |= {P2D: borrowed.pool, D2P: borrowed.pool}
             streamed_from[Tier.PEER] = borrowed.pool
         for name, other in below.items():
-            stream = make_stream(name, device, notify)
+            stream = make_stream(name, device, notify, urgent=name in LOAD_LINKS.values())
             links[name] = CopyLink(
                 name, pool, other, stream, executor.fence, notify, args.hicache_io_backend, limits.get(name)
             )

@@ -31,16 +31,19 @@ from sglang.srt.mem_cache.link import HasPages, index_device
 from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.transfer import FETCH, LOAD_LINKS, LoadFailedError, Tier
+from sglang.srt.utils.device import to_device
 from sglang.srt.utils.stream import Event, Stream
 
 
 @dataclass(frozen=True)
 class Piece:
     """Pages of a request that fill a buffer together, from its first page on: per tier, which of its frames and
-    which pages of the buffer, both (n,) int64. num_pages: in all."""
+    which pages of the buffer, both (n,) int64. num_pages: in all. indices: the same where copies want it, made on the
+    stream by the first of them."""
 
-    copies: tuple[tuple[Tier, torch.Tensor, torch.Tensor], ...]
+    copies: tuple[tuple[Tier, np.ndarray, np.ndarray], ...]
     num_pages: int
+    indices: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
 @dataclass
@@ -109,10 +112,7 @@ class LayerStreamCache:
             # Runs of one tier, not pages one by one: there may be hundreds of thousands.
             borders = np.flatnonzero(np.diff(of_tiers)) + 1
             for pos, end in zip((0, *borders.tolist()), (*borders.tolist(), len(of_piece))):
-                tier = Tier(int(of_tiers[pos]))
-                where = index_device(self._io_backend, self._pool(tier), self.kv.device)
-                source = torch.from_numpy(of_piece[pos:end]).to(where)
-                copies.append((tier, source, self._pages[pos:end].to(where)))
+                copies.append((Tier(int(of_tiers[pos])), of_piece[pos:end], np.arange(pos, end)))
             pieces.append(Piece(tuple(copies), len(of_piece)))
         return pieces
 
@@ -156,7 +156,12 @@ class LayerStreamCache:
         return self._device_pool if tier == Tier.DEVICE else self._sources[tier]
 
     def _copy(self, layer: int, piece: Piece, view: KVView) -> None:
-        for tier, src, dst in piece.copies:
+        if not piece.indices:
+            for tier, *pages in piece.copies:
+                where = index_device(self._io_backend, self._pool(tier), self.kv.device)
+                src, dst = (to_device(each, where) for each in pages)
+                piece.indices.append((src, dst))
+        for (tier, _, _), (src, dst) in zip(piece.copies, piece.indices):
             limit = self._limits.get(LOAD_LINKS.get(tier, FETCH))
             size = len(src) * view.k[0].numel() * view.k.element_size() * 2
             pace: AbstractContextManager[None] = limit.transfer(size) if limit is not None else nullcontext()

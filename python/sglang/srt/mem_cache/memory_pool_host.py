@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -61,6 +62,8 @@ class MHATokenToKVPoolHost:
         self.kv = torch.from_numpy(self.shared.memory).view(dtype).view(*shape)
         if register is None and device_pool.kv.is_cuda:
             register = cuda_register
+            # CUDA must let go before the memory does.
+            weakref.finalize(self, cuda_unregister, self.kv.data_ptr()).atexit = False
         if register is not None:
             pin_memory(self.kv, register)
         self.kv_pages = KVPages.page_first(self.kv) if layout == "page_first" else KVPages.layer_first(self.kv)
@@ -117,7 +120,7 @@ class HostMemoryError(RuntimeError):
 def pin_memory(
     memory: torch.Tensor, register: Callable[[int, int], None], clock: Callable[[], float] = time.monotonic
 ) -> None:
-    """Lock memory for a GPU, for as long as the process lives, and log how long that took: seconds per 10 GB.
+    """Lock memory for a GPU, and log how long that took: seconds per 10 GB.
 
     register(address, size_bytes). In one piece, since a copy may not cross the border of two. Not through
     `torch.empty(pin_memory=True)`, which takes the next power of two: 64 GiB for 40.
@@ -137,6 +140,11 @@ def cuda_register(address: int, size_bytes: int) -> None:
             f"CUDA cannot pin {size_bytes / 1e9:.1f} GB of host memory (error {error}): lower --hicache-size or "
             "--hicache-ratio"
         )
+
+
+def cuda_unregister(address: int) -> None:
+    """Has not run on a GPU."""
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def host_pages_that_fit(

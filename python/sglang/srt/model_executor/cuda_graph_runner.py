@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,9 +91,12 @@ class CudaGraphRunner:
             self._capture(size)
         logger.info("captured CUDA graphs of %d batch sizes in %.1f s", len(self._sizes), time.monotonic() - began)
 
-    def replay(self, seq: int, numbers: BatchNumbers) -> tuple[torch.Tensor, ForwardBatch]:
-        """A decode of n requests, one token each. Returns logits (n, vocab_size) float32, and a batch of which
-        sample_slots and the positions of `sampling` are true; the next replay overwrites all of it."""
+    def replay(
+        self, seq: int, numbers: BatchNumbers, to_device: Callable[[list[np.ndarray]], list[torch.Tensor]]
+    ) -> tuple[torch.Tensor, ForwardBatch]:
+        """A decode of n requests, one token each. to_device: copies, and with it what else the device lacks. Returns
+        logits (n, vocab_size) float32, and a batch of which sample_slots and the positions of `sampling` are true;
+        the next replay overwrites all of it."""
         n = len(numbers.slots)
         size = self._sizes[bisect_left(self._sizes, n)]
         captured = self._captured.get(size)
@@ -107,7 +111,8 @@ class CudaGraphRunner:
             numbers.starts,
             numbers.kv_lens,
         )
-        captured.inputs.copy_(torch.from_numpy(rows).pin_memory(), non_blocking=True)
+        (there,) = to_device([rows.ravel()])
+        captured.inputs.copy_(there.view_as(captured.inputs))
         captured.segments.starts[:], captured.segments.kv_lens[:] = rows[4], rows[5]
         self._attention.before_replay(captured.segments)
         captured.graph.replay()

@@ -323,7 +323,7 @@ class ModelExecutor:
         def replay() -> torch.Tensor:
             assert self._graphs is not None
             launch = run.launch
-            logits, run.batch = self._graphs.replay(launch.seq, self._numbers(launch))
+            logits, run.batch = self._graphs.replay(launch.seq, self._numbers(launch), self._to_device)
             run.batch.sampling = self._plan_of(launch).info(run.batch.sampling.positions)
             return logits
 
@@ -443,7 +443,7 @@ class ModelExecutor:
         # Their keys come by other ways.
         kv_lens[[prefix.req for prefix in launch.streams]] = 0
         input_ids, positions, out_loc, slots, starts, kv_lens_there, sample_rows, sample_slots, ends = (
-            to_device_together(
+            self._to_device(
                 [
                     numbers.input_ids,
                     numbers.positions,
@@ -454,8 +454,7 @@ class ModelExecutor:
                     np.concatenate(wanted_rows),
                     numbers.slots[launch.samples],
                     numbers.kv_lens[launch.samples],
-                ],
-                self._device,
+                ]
             )
         )
         decode = launch.mode == LaunchMode.DECODE
@@ -475,6 +474,12 @@ class ModelExecutor:
             sampling=self._plan_of(launch).info(ends),
             streamed=self._streamed(launch),
         )
+
+    def _to_device(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
+        """All of a launch's numbers, and what has changed in the page table, in one copy."""
+        *found, where, pages = to_device_together([*arrays, *self._page_table.changes()], self._device)
+        self._page_table.write(where, pages)
+        return found
 
     def _streamed(self, launch: Launch) -> list[StreamedRequest]:
         page, table = self.page_size, self._page_table

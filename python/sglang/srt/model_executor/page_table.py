@@ -7,7 +7,8 @@ the array is as long as what is in use asks for, not slots times the longest con
     |                    |
     | 7 | 3 | 9 |  room  | 4 | 4 |      free      | ...      table
 
-On a GPU the array lies in its memory, where kernels read it, and a copy here; a launch's changes go there together.
+On a GPU the array lies in its memory, where kernels read it, and a copy here. What has changed goes there with the
+next launch's numbers (`changes`, `write`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import numpy as np
 import torch
 
 from sglang.srt.model_executor.launch import PageRun
-from sglang.srt.utils.device import to_device_together
 
 _LEAST_ROOM = 64
 
@@ -37,6 +37,8 @@ class PageTable:
         self._free: defaultdict[int, list[int]] = defaultdict(list)
         self._end = 0
         self._pages = np.zeros(num_places, np.int64)
+        # Places whose pages the device does not have yet.
+        self._changed: list[np.ndarray] = []
         self._is_apart = device.type != "cpu"
         self.table = torch.from_numpy(self._pages)
         if self._is_apart:
@@ -44,7 +46,7 @@ class PageTable:
 
     def apply(self, runs: Sequence[PageRun], appends: np.ndarray) -> None:
         """appends: (3, n) int32, as in `Launch`; they follow the runs."""
-        changed = []
+        changed: list[np.ndarray] = []
         for run in runs:
             end = run.first_page + len(run.frames)
             if run.fresh:
@@ -60,11 +62,20 @@ class PageTable:
             where = self.starts[slots] + places
             self._pages[where] = frames
             changed.append(where)
-        if changed and self._is_apart:
-            # What a place holds in the end, so that it does not matter that one may have changed twice.
-            where = np.concatenate(changed)
-            places_there, pages_there = to_device_together([where, self._pages[where]], self._device)
-            self.table.index_copy_(0, places_there, pages_there.to(torch.int32))
+        if self._is_apart:
+            self._changed += changed
+
+    def changes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Places whose pages have changed since the last call, and these pages, (n,) int64 each, for `write`."""
+        where = np.concatenate(self._changed) if self._changed else np.empty(0, np.int64)
+        self._changed = []
+        # What a place holds in the end: one that has changed twice is there twice, and says the same.
+        return where, self._pages[where]
+
+    def write(self, where: torch.Tensor, pages: torch.Tensor) -> None:
+        """On the device, what `changes` has said; both are there, in the order of the current stream."""
+        if len(where):
+            self.table.index_copy_(0, where, pages.to(torch.int32))
 
     def at(self, places: np.ndarray) -> np.ndarray:
         """The pages at places of the table, int64."""

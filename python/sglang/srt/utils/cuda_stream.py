@@ -123,6 +123,13 @@ class CudaStream(ThreadStream):
                 self._try(work)
 
 
-def make_stream(name: str, device: torch.device, on_death: Callable[[], None] = lambda: None) -> ThreadStream:
-    """A stream of whatever device that is."""
-    return CudaStream(name, device, on_death) if device.type == "cuda" else ThreadStream(name, on_death)
+def make_stream(
+    name: str, device: torch.device, on_death: Callable[[], None] = lambda: None, urgent: bool = False
+) -> ThreadStream:
+    """A stream of whatever device that is. urgent: on a GPU its kernels, which are few and small, take the next room
+    there is: the blocks of a large matrix product would keep them waiting."""
+    return (
+        CudaStream(name, device, on_death, -1 if urgent else 0)
+        if device.type == "cuda"
+        else ThreadStream(name, on_death)
+    )

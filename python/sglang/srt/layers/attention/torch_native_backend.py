@@ -13,11 +13,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey
 from sglang.srt.layers.attention.merge_state import merge_state
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments, segment_slots
+from sglang.srt.utils.device import to_device
 
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -286,5 +288,5 @@ def _decode_group(members: list[tuple[int, torch.Tensor]], num_rows: int, page_s
         slots = torch.where(padding, padded[:, :1], padded).view(-1)
     rows = None
     if len(members) < num_rows:
-        rows = torch.tensor([row for row, _ in members], dtype=torch.int64, device=slots.device)
+        rows = to_device(np.array([row for row, _ in members], np.int64), slots.device)
     return _DecodeGroup(rows, len(members), length, _TokenIndex(slots, page_size), padding)
