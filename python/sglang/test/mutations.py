@@ -911,7 +911,7 @@ LENDERS: dict[int, dict[str, Any]] = {
 
 def configurations() -> Iterator[SoakConfig]:
     """Small, hot and various: every mechanism acts within some hundred steps."""
-    for seed in (10, 66, 38, 9, 26, 16, 13, 237, 45, 1, 2, 5, 6, 3, 4, 7, 8, 11, 12, 15, 14, 17, 20, 21, 300):
+    for seed in (10, 66, 38, 9, 26, 16, 13, 237, 45, 1, 2, 5, 6, 3, 4, 7, 8, 11, 12, 15, 14, 17, 20, 21, 300, 402):
         page_size = (1, 4, 3, 16)[seed % 4]
         pages = -(-72 // page_size) + (4, 12)[seed % 2]
         config = SoakConfig(
@@ -943,8 +943,10 @@ def configurations() -> Iterator[SoakConfig]:
         if seed in LENDERS:
             yield dataclasses.replace(config, **LENDERS[seed])
             continue
-        if seed in (38, 66):
-            yield dataclasses.replace(config, **_overlapping(seed, page_size))
+        if seed in (38, 66, 402):
+            config = dataclasses.replace(config, **_overlapping(seed, page_size))
+            # Storage is attached and detached while it is read.
+            yield dataclasses.replace(config, storage_request_rate=0.05) if seed == 402 else config
             continue
         # All loads are awaited inside of launches, where they meet more of what else is there.
         config = dataclasses.replace(config, bubble_filling=False, load_or_recompute=False, deferral_threshold=0)
@@ -1070,7 +1072,7 @@ TRIED_FIRST: dict[int, tuple[str, ...]] = {
         "stale_results_taken",
         "largest_count_taken",
     ),
-    45: ("detach_does_not_wait",),
+    402: ("detach_does_not_wait",),
     66: (
         "fetch_not_pinned",
         "store_not_pinned",

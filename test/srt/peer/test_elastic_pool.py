@@ -175,8 +175,9 @@ def test_links_load_and_back_up(layout: str, page_size: int):
     assert torch.equal(pool.pages(torch.from_numpy(frames).long()), before)
 
 
-def engine_pool(num_pages: int, *shape: Any) -> ElasticPool:
+def engine_pool(num_pages: int, *shape_and_device: Any) -> ElasticPool:
     """In slabs that pages fill, so that the engine may use every page, and as many of them as it wants at least."""
+    *shape, _ = shape_and_device
     page_bytes = MHATokenToKVPool.page_bytes(*shape)
     unit = elastic_unit(page_bytes, page_bytes, GRANULARITY, 1 << 20, 1 << 20)
     assert unit.lender_padding == 0 and num_pages % unit.lender_pages == 0
