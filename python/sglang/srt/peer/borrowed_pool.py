@@ -29,7 +29,7 @@ from sglang.srt.peer.copy_session import CopySession, SilentLenderError, StrictS
 from sglang.srt.peer.elastic_pool import ElasticPool
 from sglang.srt.peer.messages import MAX_COPY_PAGES, Copy
 from sglang.srt.peer.slab_channel import ChannelError
-from sglang.srt.peer.slabs import GRANULARITY, SlabError, SlabRange
+from sglang.srt.peer.slabs import GRANULARITY, SlabError, Slabs
 
 # Of a session; a page's size where that is more. What is larger goes through it in rounds.
 STAGING_BYTES = 8 << 20
@@ -59,11 +59,11 @@ class _Plan:
 
 
 class BorrowedPool(ElasticPool):
-    """As `ElasticPool`; kv is not to be touched where a slab is strict."""
+    """As `ElasticPool`; kv is not to be touched where a slab is strict. On a GPU none is."""
 
     def __init__(
         self,
-        slabs: SlabRange,
+        slabs: Slabs,
         page_size: int,
         num_layers: int,
         num_kv_heads: int,
@@ -128,7 +128,9 @@ class BorrowedPool(ElasticPool):
     def poison(self, frames: torch.Tensor) -> None:
         """What is mapped of them."""
         strict = [slab is not None for slab in self._strict]
-        super().poison(frames[~torch.tensor(strict)[frames // self._stride_pages]])
+        if any(strict):
+            frames = frames[~torch.tensor(strict)[frames // self._stride_pages]]
+        super().poison(frames)
 
     def _plan(self, direction: _Direction, frames: torch.Tensor, round_pages: int) -> _Plan:
         """Made once per operation: all its layers have the same page numbers."""
@@ -137,8 +139,12 @@ class BorrowedPool(ElasticPool):
         return direction.plan
 
     def _new_plan(self, frames: torch.Tensor, round_pages: int) -> _Plan:
+        all_strict = np.array([slab is not None for slab in self._strict])
+        if not all_strict.any():
+            # Page numbers may be on a GPU, where nobody waits for them.
+            return _Plan(frames, None, [])
         places = (frames // self._stride_pages).numpy()
-        strict = np.array([slab is not None for slab in self._strict])[places]
+        strict = all_strict[places]
         if not strict.any():
             return _Plan(frames, None, [])
         far = np.flatnonzero(strict)

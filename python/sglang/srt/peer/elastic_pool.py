@@ -22,12 +22,13 @@ import torch
 from sgl_kernel.kvcacheio import KVPages
 from sglang.srt.mem_cache.kv_view import KVView
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.peer.slabs import SlabRange
+from sglang.srt.peer.slabs import Slabs
 
 
 class ElasticPool:
     """kv: (num_pages, 2, num_layers, page_size, num_kv_heads, head_dim), a view of the range's memory. Touch pages of
-    mapped slabs only, by name; an operation on all of kv ends the process where a page is not mapped.
+    mapped slabs only, by name; an operation on all of kv ends the process where a page is not mapped. On the device
+    that the slabs are of.
 
     num_pages: of the whole range, mapped or not, padding included; `frames_of` says which are pages of a slab.
     slab_pages: usable pages of one slab. num_own_slabs: slabs 0 to num_own_slabs - 1 are this engine's; those above
@@ -37,7 +38,7 @@ class ElasticPool:
 
     def __init__(
         self,
-        slabs: SlabRange,
+        slabs: Slabs,
         page_size: int,
         num_layers: int,
         num_kv_heads: int,
@@ -58,8 +59,7 @@ class ElasticPool:
         self.scratch_slot: int | None = None
         self.num_pages = slabs.num_slabs * self._stride_pages
         self.num_own_slabs = slabs.num_slabs
-        memory = torch.from_numpy(slabs.memory).view(dtype)
-        self.kv = memory.view(self.num_pages, 2, num_layers, page_size, num_kv_heads, head_dim)
+        self.kv = slabs.tensor().view(dtype).view(self.num_pages, 2, num_layers, page_size, num_kv_heads, head_dim)
         self.kv_pages = KVPages.page_first(self.kv)
         self._views = [KVView(k, v) for k, v in zip(self.kv_pages.k, self.kv_pages.v)]
 
@@ -99,8 +99,8 @@ class ElasticPool:
             view.v[:, 0].index_copy_(0, loc, v)
             return
         where = (loc // self.page_size, loc % self.page_size)
-        view.k[where] = k
-        view.v[where] = v
+        view.k.index_put_(where, k)
+        view.v.index_put_(where, v)
 
     def pages(self, frames: torch.Tensor) -> torch.Tensor:
         return self.kv.index_select(0, frames)

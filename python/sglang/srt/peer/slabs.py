@@ -1,21 +1,20 @@
-"""`SlabRange`: memory that is shared slab by slab, in one range of addresses. In host memory; needs Linux.
+"""Memory that is shared slab by slab, in one range of addresses: `Slabs`, whatever it is memory of, and `SlabRange`,
+host memory. `cuda_slabs.py` has a GPU's. Needs Linux.
 
 Owns its addresses and the slabs that it has allocated. Knows no pages, and not who borrows what. Every slab is memory
-of its own (a memfd), so that whoever is sent the file descriptor of one can reach that one and nothing beside it:
+of its own (here a memfd), so that whoever is sent the file descriptor of one can reach that one and nothing else:
 
     lender      | slab 0 | slab 1 | slab 2 | slab 3 |      its own, all mapped
                                        |  fileno(2): a file descriptor over a Unix socket
                                        v
     borrower    | ------ | slab   . | ------ | ------ |    mapped at 1; the stride may be larger than the slab
 
-- Reading or writing what is not mapped, or between the end of a slab and the next stride, ends the process (SIGSEGV).
-- The lender keeps a lent slab mapped, as a GPU would, and does not touch it until it has come back. No lender can
-  revoke a mapping: memory is safe to use again once the borrower has unmapped it or is dead.
-- A slab is scrubbed before it is lent and before its lender uses it again.
-
-On a GPU the same interface would have slabs of `cuMemCreate`, exported by `cuMemExportToShareableHandle` as POSIX
-file descriptors, imported by `cuMemImportFromShareableHandle`, in a range of `cuMemAddressReserve`, mapped by
-`cuMemMap` and `cuMemSetAccess`, unmapped by `cuMemUnmap`, scrubbed by `cuMemsetD8Async`. It does not exist yet.
+- Reading or writing what is not mapped, or between the end of a slab and the next stride, ends the process (here by
+  SIGSEGV; a GPU's context is of no use any more).
+- The lender keeps a lent slab mapped and does not touch it until it has come back. No lender can revoke a mapping:
+  memory is safe to use again once the borrower has unmapped it or is dead.
+- A slab is scrubbed before it is lent and before its lender uses it again. All calls here have taken effect when they
+  return, on a GPU too.
 """
 
 from __future__ import annotations
@@ -26,9 +25,11 @@ import mmap
 import os
 import sys
 import weakref
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
+import torch
 
 from sglang.srt.utils.shared_memory import SIZE_SEALS, sealed_memfd
 
@@ -36,6 +37,7 @@ from sglang.srt.utils.shared_memory import SIZE_SEALS, sealed_memfd
 _PROT_NONE, _MAP_FIXED = 0x0, 0x10
 _NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
 
+# Of host memory.
 GRANULARITY = mmap.PAGESIZE
 
 
@@ -43,66 +45,80 @@ class SlabError(RuntimeError):
     """A slab cannot be had or mapped; the message says why."""
 
 
-class SlabRange:
+class Slabs(ABC):
     """Places for num_slabs slabs of slab_bytes each, stride_bytes apart; none is mapped yet.
 
-    memory: (num_slabs * stride_bytes,) uint8, all addresses, mapped or not. They stay reserved for as long as
-    anything refers to memory, even after `close`. Sizes are multiples of GRANULARITY. Raises ValueError on others,
-    SlabError where the system has no addresses.
+    memory: (num_slabs * stride_bytes,) uint8, all addresses, mapped or not, as numpy has it or, of a GPU, as torch
+    does. They stay reserved for as long as anything refers to memory, even after `close`. granularity: sizes are
+    multiples of it. Raises ValueError on others, SlabError where the system has no addresses.
     """
 
-    def __init__(self, num_slabs: int, slab_bytes: int, stride_bytes: int | None = None) -> None:
+    memory: Any
+
+    def __init__(self, num_slabs: int, slab_bytes: int, stride_bytes: int | None, granularity: int) -> None:
         stride_bytes = slab_bytes if stride_bytes is None else stride_bytes
         if (
             num_slabs < 1
             or not 0 < slab_bytes <= stride_bytes
-            or slab_bytes % GRANULARITY
-            or stride_bytes % GRANULARITY
+            or slab_bytes % granularity
+            or stride_bytes % granularity
         ):
             raise ValueError(
                 f"{num_slabs} slabs of {slab_bytes} bytes every {stride_bytes}: there has to be one, and both sizes "
-                f"are multiples of {GRANULARITY}, the stride no less than the slab"
+                f"are multiples of {granularity}, the stride no less than the slab"
             )
         self.num_slabs = num_slabs
         self.slab_bytes = slab_bytes
         self.stride_bytes = stride_bytes
-        self._reservation = _Reservation(num_slabs * stride_bytes)
-        self.memory = self._reservation.array()
+        self.granularity = granularity
         # None: not mapped; -1: another's; else the file descriptor of our own.
         self._fds: list[int | None] = [None] * num_slabs
         weakref.finalize(self, _close_all, self._fds)
 
-    @classmethod
-    def owned(cls, num_slabs: int, slab_bytes: int, stride_bytes: int | None = None) -> SlabRange:
-        """A lender's: every slab its own, mapped and zero."""
-        slabs = cls(num_slabs, slab_bytes, stride_bytes)
-        for index in range(num_slabs):
-            slabs.allocate(index)
-        return slabs
+    # -- of each kind: offset is a place's, in bytes ------------------------------------------------------------
+
+    @abstractmethod
+    def _allocate(self, offset: int) -> int:
+        """Map new memory, of zeros. Returns a file descriptor that stands for it."""
+
+    @abstractmethod
+    def _map(self, offset: int, fd: int) -> None: ...
+
+    @abstractmethod
+    def _unmap(self, offset: int) -> None: ...
+
+    @abstractmethod
+    def _zero(self, offset: int) -> None:
+        """Overwrite a slab; it is done when this returns."""
+
+    @abstractmethod
+    def tensor(self) -> torch.Tensor:
+        """memory as torch has it, on its device."""
+
+    # -- of all -------------------------------------------------------------------------------------------------
 
     def allocate(self, index: int) -> None:
-        """A new slab of our own, of zeros, mapped at `index`."""
-        fd = allocate_slab(self.slab_bytes)
-        try:
-            self.map(index, fd)
-        except BaseException:
-            os.close(fd)
-            raise
-        self._fds[index] = fd
+        """A new slab of our own, of zeros, mapped at `index`. Raises SlabError."""
+        self._check_place(index)
+        self._fds[index] = self._allocate(index * self.stride_bytes)
+
+    def allocate_all(self) -> None:
+        """A lender's: every slab its own. Raises SlabError."""
+        for index in range(self.num_slabs):
+            self.allocate(index)
 
     def map(self, index: int, fd: int) -> None:
         """Map another's slab; fd stays the caller's, who may close it. Raises SlabError for what is no slab of this
         size: whose size could be changed by the other side would be a crash to come."""
-        assert 0 <= index < self.num_slabs and self._fds[index] is None, f"slab {index} is mapped already, or none"
-        _check_slab(fd, self.slab_bytes)
-        self._reservation.map(index * self.stride_bytes, self.slab_bytes, fd)
+        self._check_place(index)
+        self._map(index * self.stride_bytes, fd)
         self._fds[index] = -1
 
     def unmap(self, index: int) -> None:
         """Let go of a slab. The memory is the system's again when the last one who maps it has let go."""
         fd = self._fds[index]
         assert fd is not None, f"slab {index} is not mapped"
-        self._reservation.unmap(index * self.stride_bytes, self.slab_bytes)
+        self._unmap(index * self.stride_bytes)
         self._fds[index] = None
         if fd >= 0:
             os.close(fd)
@@ -110,8 +126,8 @@ class SlabRange:
     def is_mapped(self, index: int) -> bool:
         return self._fds[index] is not None
 
-    def slab(self, index: int) -> np.ndarray:
-        """(slab_bytes,) uint8, the memory of a mapped slab itself."""
+    def slab(self, index: int) -> Any:
+        """(slab_bytes,) uint8, the part of memory that is a mapped slab."""
         assert self.is_mapped(index), f"slab {index} is not mapped"
         start = index * self.stride_bytes
         return self.memory[start : start + self.slab_bytes]
@@ -124,13 +140,57 @@ class SlabRange:
 
     def scrub(self, index: int) -> None:
         """Overwrite a slab with zeros."""
-        self.slab(index).fill(0)
+        assert self.is_mapped(index), f"slab {index} is not mapped"
+        self._zero(index * self.stride_bytes)
 
     def close(self) -> None:
         """Unmap all slabs."""
         for index in range(self.num_slabs):
             if self.is_mapped(index):
                 self.unmap(index)
+
+    def _check_place(self, index: int) -> None:
+        assert 0 <= index < self.num_slabs and self._fds[index] is None, f"slab {index} is mapped already, or none"
+
+
+class SlabRange(Slabs):
+    """In host memory."""
+
+    memory: np.ndarray
+
+    def __init__(self, num_slabs: int, slab_bytes: int, stride_bytes: int | None = None) -> None:
+        super().__init__(num_slabs, slab_bytes, stride_bytes, GRANULARITY)
+        self._reservation = _Reservation(num_slabs * self.stride_bytes)
+        self.memory = self._reservation.array()
+
+    @classmethod
+    def owned(cls, num_slabs: int, slab_bytes: int, stride_bytes: int | None = None) -> SlabRange:
+        """A lender's: every slab its own, mapped and zero."""
+        slabs = cls(num_slabs, slab_bytes, stride_bytes)
+        slabs.allocate_all()
+        return slabs
+
+    def tensor(self) -> torch.Tensor:
+        return torch.from_numpy(self.memory)
+
+    def _allocate(self, offset: int) -> int:
+        fd = allocate_slab(self.slab_bytes)
+        try:
+            self._map(offset, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _map(self, offset: int, fd: int) -> None:
+        _check_slab(fd, self.slab_bytes)
+        self._reservation.map(offset, self.slab_bytes, fd)
+
+    def _unmap(self, offset: int) -> None:
+        self._reservation.unmap(offset, self.slab_bytes)
+
+    def _zero(self, offset: int) -> None:
+        self.memory[offset : offset + self.slab_bytes].fill(0)
 
 
 def allocate_slab(size_bytes: int) -> int:
