@@ -1,7 +1,10 @@
-"""A master with a real model borrows real slabs from workers over real sockets; and what becomes of them."""
+"""A master with a real model borrows real slabs from workers over real sockets; and what becomes of them. Slabs of
+GPU memory are those of an emulated device, under a driver that is not there.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,8 +20,11 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.peer import lent_memory
 from sglang.srt.peer.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.cuda_slabs import CudaSlabRange
 from sglang.srt.peer.lent_memory import LentMemory
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.test.device_emulator import emulated_device
+from sglang.test.fake_cuda_driver import FakeCudaDriver
 from sglang.test.local_engine import LocalEngine
 
 PAGE, SLAB_BYTES, NUM_SLABS = 4, 1 << 16, 6
@@ -46,22 +52,53 @@ def model_config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 @pytest.fixture
 def worker(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LentMemory]:
     """Of another shape than the master: its pages and the master's do not divide each other, nor the slab. The
-    parameter says whether it lends strictly."""
+    parameter is the kind of its slabs."""
     tmp_path.chmod(0o700)
     shape = (2, 5, 1, 24)
     page_bytes = 2 * 2 * 5 * 1 * 24 * 2
-    strict = getattr(request, "param", False)
+    kind = getattr(request, "param", "mapped")
     endpoint = f"ipc://{tmp_path}/peers"
-    memory = LentMemory(endpoint, tmp_path, NUM_SLABS, SLAB_BYTES, page_bytes, shape, torch.bfloat16, strict=strict)
-    yield memory
-    memory.close()
+    slab_bytes = 2 << 20 if kind == "gpu" else SLAB_BYTES
+    with contextlib.ExitStack() as device:
+        if kind == "emulated":
+            device.enter_context(emulated_device(5))
+        with memory_options(kind) as options:
+            options["strict"] = kind == "strict"
+            memory = LentMemory(
+                endpoint, tmp_path, NUM_SLABS, slab_bytes, page_bytes, shape, torch.bfloat16, **options
+            )
+            yield memory
+            memory.close()
+
+
+@contextlib.contextmanager
+def memory_options(kind: str) -> Iterator[dict[str, Any]]:
+    """What memory of one engine is on: the CPU, a GPU, or the emulated one, with a driver that finds no fault."""
+    if kind == "emulated":
+        driver = FakeCudaDriver(SLAB_BYTES)
+        yield {"device": torch.device("cuda", 0), "driver": driver}
+        assert not driver.fake.broken
+    else:
+        yield {"device": torch.device("cuda", 0)} if kind == "gpu" else {}
+
+
+def kind_of(worker: LentMemory) -> str:
+    """Of what others map."""
+    if isinstance(worker.slabs, CudaSlabRange):
+        return "emulated" if isinstance(worker.slabs._driver, FakeCudaDriver) else "gpu"
+    return "mapped"
 
 
 class Master:
     def __init__(self, model_config: ModelConfig, worker: LentMemory, tmp_path: Path) -> None:
-        borrow = partial(BorrowedMemory, [f"ipc://{tmp_path}/peers"], "master", NUM_SLABS, SLAB_BYTES)
+        self._checked = contextlib.ExitStack()
+        options = self._checked.enter_context(memory_options(kind_of(worker)))
+        slab_bytes, device = worker.slabs.slab_bytes, worker.pool.kv.device.type
+        borrow = partial(BorrowedMemory, [f"ipc://{tmp_path}/peers"], "master", NUM_SLABS, slab_bytes, **options)
         # Less than two prompts on the device, less than one on the host.
-        self.engine = LocalEngine(model_config, num_device_pages=50, num_host_pages=20, page_size=PAGE, borrow=borrow)
+        self.engine = LocalEngine(
+            model_config, num_device_pages=50, num_host_pages=20, page_size=PAGE, borrow=borrow, device=device
+        )
         self.worker = worker
 
     def until(self, condition: Callable[[], object], what: str) -> None:
@@ -99,6 +136,7 @@ class Master:
         self.engine.close()
         assert self.engine.borrowed is not None
         self.engine.borrowed.close()
+        self._checked.close()
 
 
 def slabs_of_worker(**counts: int) -> dict[str, int]:
@@ -109,22 +147,26 @@ def prompts(seed: int) -> list[np.ndarray]:
     return [np.random.default_rng([seed, i]).integers(3, 97, 120).astype(np.int32) for i in range(3)]
 
 
-def computed(model_config: ModelConfig, texts: list[np.ndarray]) -> list[list[int]]:
-    engine = LocalEngine(model_config, 200, page_size=PAGE, enable_radix_cache=False)
+def computed(model_config: ModelConfig, texts: list[np.ndarray], kind: str = "mapped") -> list[list[int]]:
+    device = "cuda" if kind == "gpu" else "cpu"
+    engine = LocalEngine(model_config, 200, page_size=PAGE, enable_radix_cache=False, device=device)
     answers = [answer.tokens for answer in engine.generate(texts, PARAMS)]
     engine.close()
     return answers
 
 
-BOTH_KINDS = pytest.mark.parametrize("worker", [False, True], ids=["mapped", "strict"], indirect=True)
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+ALL_KINDS = pytest.mark.parametrize(
+    "worker", ["mapped", "strict", "emulated", pytest.param("gpu", marks=ON_GPU)], indirect=True
+)
 
 
-@BOTH_KINDS
+@ALL_KINDS
 def test_what_leaves_the_device_comes_back_from_the_worker(
     model_config: ModelConfig, worker: LentMemory, tmp_path: Path
 ) -> None:
     texts = prompts(1)
-    wanted = computed(model_config, texts)
+    wanted = computed(model_config, texts, kind_of(worker))
     master = Master(model_config, worker, tmp_path)
     assert [master.ask(text) for text in texts] == [(tokens, 0) for tokens in wanted], "nothing is lent yet"
     assert worker.state()["slabs"] == slabs_of_worker(home=6)
@@ -144,12 +186,12 @@ def test_what_leaves_the_device_comes_back_from_the_worker(
     master.close()
 
 
-@BOTH_KINDS
+@ALL_KINDS
 def test_what_is_asked_back_goes_home_empty_and_answers_stay(
     model_config: ModelConfig, worker: LentMemory, tmp_path: Path
 ) -> None:
     texts = prompts(2)
-    wanted = computed(model_config, texts)
+    wanted = computed(model_config, texts, kind_of(worker))
     master = Master(model_config, worker, tmp_path)
     master.lend(5, 4)
     for text in texts * 2:
@@ -184,7 +226,7 @@ def test_a_slab_of_another_size_is_given_back(
     engine.borrowed.close()
 
 
-@pytest.mark.parametrize("worker", [True], ids=["strict"], indirect=True)
+@pytest.mark.parametrize("worker", ["strict"], indirect=True)
 def test_answers_stay_when_strict_slabs_go_home_without_a_word_from_the_master(
     model_config: ModelConfig, worker: LentMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,13 +295,16 @@ def test_what_a_master_keeps_too_long_shows_as_quarantined_until_it_comes_back(
     master.close()
 
 
-@BOTH_KINDS
+@ALL_KINDS
 def test_a_slab_that_other_ranks_lack_goes_home_when_it_is_asked_for(worker: LentMemory, tmp_path: Path) -> None:
     """The scheduler says that a slab has left when one rank may not use it any more: the others may only be asked for
     theirs later, or may never have had it in use at all."""
     shape = (3, PAGE, 2, 8)
+    checked = contextlib.ExitStack()
+    options = checked.enter_context(memory_options(kind_of(worker)))
+    slab_bytes, page_bytes = worker.slabs.slab_bytes, 2 * 4 * 3 * PAGE * 2 * 8
     memory = BorrowedMemory(
-        [f"ipc://{tmp_path}/peers"], "rank", NUM_SLABS, SLAB_BYTES, 2 * 4 * 3 * PAGE * 2 * 8, shape, torch.float32
+        [f"ipc://{tmp_path}/peers"], "rank", NUM_SLABS, slab_bytes, page_bytes, shape, torch.float32, **options
     )
 
     def until(slabs_here: int, others_have: bytes, home: bytes) -> None:
@@ -286,3 +331,4 @@ def test_a_slab_that_other_ranks_lack_goes_home_when_it_is_asked_for(worker: Len
     memory.left([1])
     until(0, b"\0\0\0\0\0\0", b"\1\1\1\1\1\1")
     memory.close()
+    checked.close()

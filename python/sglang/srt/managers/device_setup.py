@@ -34,7 +34,8 @@ def check_device(args: ServerArgs, device: torch.device) -> str:
     """Raises StartupError for what was asked for and cannot be had on the device. Returns the attention backend."""
     if device.type == "cuda":
         for asked, flag in (
-            (args.peer_role is not None, "--peer-role"),
+            # Its worker's copies, and the staging memory that they go through, are the host's.
+            (args.peer_strict, "--peer-strict"),
             (args.layer_stream_disk_size > 0, "--layer-stream-disk-size"),
         ):
             if asked:

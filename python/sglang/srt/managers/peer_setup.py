@@ -31,8 +31,10 @@ def borrow_memory(
     rank: int,
     num_ranks: int,
     notify: Callable[[], None],
+    device: torch.device,
 ) -> BorrowedMemory:
-    """Of a master's rank, from the same rank of each worker. Raises StartupError."""
+    """Of a master's rank, from the same rank of each worker; memory of the kind that the device has. Raises
+    StartupError."""
     assert args.peer_endpoint is not None
     slab_bytes = args.peer_slab_size << 20
     num_slabs = max(1, int(args.peer_size * 1e9 / num_ranks) // slab_bytes)
@@ -49,6 +51,7 @@ def borrow_memory(
             dtype,
             notify,
             maps_only=args.layer_stream > 0,
+            device=device,
         )
     except (PeerError, SlabError, ValueError) as error:
         raise StartupError(str(error)) from error
@@ -64,6 +67,7 @@ def lend_memory(
     rank: int,
     directory: Path,
     notify: Callable[[], None],
+    device: torch.device,
 ) -> LentMemory:
     """A worker's device pool, of as many pages, in whole slabs. directory: a private one. Raises StartupError."""
     assert args.peer_endpoint is not None
@@ -74,7 +78,7 @@ def lend_memory(
     endpoint = of_rank(args.peer_endpoint, rank)
     try:
         memory = LentMemory(
-            endpoint, directory, num_slabs, slab_bytes, page_bytes, shape, dtype, notify, args.peer_strict
+            endpoint, directory, num_slabs, slab_bytes, page_bytes, shape, dtype, notify, args.peer_strict, device
         )
     except (PeerError, SlabError, ValueError) as error:
         raise StartupError(str(error)) from error

@@ -262,7 +262,7 @@ def build_core(
     borrowed = lent = None
     graph_batch_size = 0
     if args.peer_role == "worker":
-        lent = lend_memory(args, config, shape, model_config.dtype, group.rank, directory, notify)
+        lent = lend_memory(args, config, shape, model_config.dtype, group.rank, directory, notify, device)
         pool = lent.pool
         config = replace(
             config,
@@ -276,7 +276,7 @@ def build_core(
             config.num_device_pages, *shape, model_config.dtype, device, has_scratch=graph_batch_size > 0
         )
     if args.peer_role == "master":
-        borrowed = borrow_memory(args, config, shape, model_config.dtype, group.rank, group.size, notify)
+        borrowed = borrow_memory(args, config, shape, model_config.dtype, group.rank, group.size, notify, device)
         config = replace(config, num_peer_pages=borrowed.pool.num_pages, slabs=borrowed.pool.slab_frames)
     links: dict[str, Link] = {}
     limits = {name: RateLimit(rate) for name, rate in args.rate_limits.items()}

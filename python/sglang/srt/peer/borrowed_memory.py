@@ -19,9 +19,11 @@ from sglang.srt.peer.borrowed_pool import BorrowedPool
 from sglang.srt.peer.borrower import AskedBack, Lent, Lost
 from sglang.srt.peer.coordinator import BorrowerCoordinator
 from sglang.srt.peer.copy_session import StrictSlab
-from sglang.srt.peer.elastic_units import stride_bytes
+from sglang.srt.peer.cuda_driver import CudaDriver
+from sglang.srt.peer.cuda_slabs import reserve_slabs
 from sglang.srt.peer.messages import LeaseId
-from sglang.srt.peer.slabs import GRANULARITY, SlabError, SlabRange
+from sglang.srt.peer.slabs import SlabError
+from sglang.srt.utils.device import CPU
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +33,9 @@ class BorrowedMemory:
     on.
 
     pool: the pages in them, of the shape that is given as for `ElasticPool`. endpoints, name, notify: see
-    `BorrowerCoordinator`. maps_only: what a lender does not let be mapped (strict mode) is given back. Raises
-    PeerError, and ValueError where a slab has no room for a page.
+    `BorrowerCoordinator`. maps_only: what a lender does not let be mapped (strict mode) is given back; on a GPU it
+    always is. device, driver: see `reserve_slabs`. Raises PeerError, SlabError, and ValueError where a slab has no
+    room for a page.
     """
 
     def __init__(
@@ -46,9 +49,11 @@ class BorrowedMemory:
         dtype: torch.dtype,
         notify: Callable[[], None] = lambda: None,
         maps_only: bool = False,
+        device: torch.device = CPU,
+        driver: CudaDriver | None = None,
     ) -> None:
-        self._maps_only = maps_only
-        self.slabs = SlabRange(num_slabs, slab_bytes, stride_bytes(slab_bytes, page_bytes, GRANULARITY))
+        self._maps_only = maps_only or device.type != "cpu"
+        self.slabs = reserve_slabs(device, num_slabs, slab_bytes, page_bytes, driver)
         self.pool = BorrowedPool(self.slabs, *shape, dtype)
         # Place -> lender and lease; None where nothing is.
         self._leases: list[tuple[str, LeaseId] | None] = [None] * num_slabs
@@ -131,6 +136,10 @@ class BorrowedMemory:
             free = next((i for i, lease in enumerate(self._leases) if lease is None), None)
             if free is None:
                 raise SlabError("there is no place left for it")
+            if event.size_bytes != self.slabs.slab_bytes:
+                raise SlabError(
+                    f"a slab of {event.size_bytes:,} bytes, where {self.slabs.slab_bytes:,} were agreed on"
+                )
             if event.fd is not None:
                 self.slabs.map(free, event.fd)
             else:
@@ -151,8 +160,6 @@ class BorrowedMemory:
         """Raises SlabError if it is of no use."""
         if self._maps_only:
             self.coordinator.want(event.lender, 0)
-            raise SlabError("its worker has --peer-strict, and --layer-stream reads where it maps")
-        if event.size_bytes != self.slabs.slab_bytes:
-            raise SlabError(f"a slab of {event.size_bytes:,} bytes, where {self.slabs.slab_bytes:,} were agreed on")
+            raise SlabError("its worker has --peer-strict; a GPU, and --layer-stream, use what they map alone")
         slab = StrictSlab(event.slab_socket, self.coordinator.id, event.lease, event.token)
         self.pool.reach_by_copies(place, slab)

@@ -30,7 +30,7 @@ from sglang.srt.peer import slab_channel
 from sglang.srt.peer.lender import Grant
 from sglang.srt.peer.messages import BorrowerId, Copied, Copy, CopyRefused
 from sglang.srt.peer.slab_channel import ChannelError
-from sglang.srt.peer.slabs import SlabRange
+from sglang.srt.peer.slabs import SlabError, SlabRange
 
 _CLOSE_TIMEOUT_S = 10.0
 logger = logging.getLogger(__name__)
@@ -142,8 +142,11 @@ class Copier:
         with self._lock:
             why = self._why_not(session, message)
             if why is None:
-                self._copy(session, message)
-                return Copied(message.sequence)
+                try:
+                    self._copy(session, message)
+                    return Copied(message.sequence)
+                except SlabError as error:
+                    why = str(error)  # not host memory: a GPU's worker copies for nobody
         self.counters["refused_copies"] += 1
         logger.warning("a copy for %s is refused: %s", session.borrower.name, why)
         return CopyRefused(message.sequence, why)

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from sglang.srt.peer.coordinator import LenderCoordinator
+from sglang.srt.peer.cuda_driver import CudaDriver
+from sglang.srt.peer.cuda_slabs import reserve_slabs
 from sglang.srt.peer.elastic_pool import ElasticPool
-from sglang.srt.peer.elastic_units import stride_bytes
 from sglang.srt.peer.lender import Offered, Quarantined, ToScrub
-from sglang.srt.peer.slabs import GRANULARITY, SlabRange
+from sglang.srt.utils.device import CPU
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,9 @@ class LentMemory:
     """A `SlabSource` (managers/slab_ledger.py) of num_slabs slabs of slab_bytes, all at home at first.
 
     pool: the engine's device pool in them, of the shape that is given as for `ElasticPool`. endpoint, directory,
-    notify: see `LenderCoordinator`. strict: nobody maps what is lent, this process copies for them. Raises PeerError,
-    and ValueError where a slab has no room for a page.
+    notify: see `LenderCoordinator`. strict: nobody maps what is lent, this process copies for them, in host memory.
+    device, driver: see `reserve_slabs`. Raises PeerError, SlabError, and ValueError where a slab has no room for a
+    page.
     """
 
     def __init__(
@@ -45,8 +47,12 @@ class LentMemory:
         dtype: torch.dtype,
         notify: Callable[[], None] = lambda: None,
         strict: bool = False,
+        device: torch.device = CPU,
+        driver: CudaDriver | None = None,
     ) -> None:
-        self.slabs = SlabRange.owned(num_slabs, slab_bytes, stride_bytes(slab_bytes, page_bytes, GRANULARITY))
+        assert not strict or device.type == "cpu", "copies for others are made in host memory"
+        self.slabs = reserve_slabs(device, num_slabs, slab_bytes, page_bytes, driver)
+        self.slabs.allocate_all()
         self.pool = ElasticPool(self.slabs, *shape, dtype)
         self._here = bytearray(b"\1" * num_slabs)
         # Slabs that have left: those that nobody has borrowed yet, or any more, and those that were asked for.
