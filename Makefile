@@ -9,6 +9,8 @@ WHEELS ?=
 GPU_SITE := build/gpu-site
 GPU_PYTHON = $(or $(wildcard $(PY)),$(PYTHON))
 GPU_PY = PYTHONPATH="python:sgl-kernel/python:$(if $(WHEELS),$(GPU_SITE):)$$PYTHONPATH" $(GPU_PYTHON)
+# What is tested on the CPU, on an emulated device (test-all) and on a GPU.
+DEVICE_SUITES = $(addprefix test/srt/managers/test_,equality.py exactness.py)
 SEED ?= 1
 # One process per core, few where there are many; whoever is done takes over from the others.
 PARALLEL ?= --numprocesses auto --maxprocesses 8 --dist worksteal
@@ -47,10 +49,13 @@ test: setup
 
 test-all: setup
 	$(PY) -m pytest $(PARALLEL) -m 'not gpu'
+	SGLANG_TEST_DEVICE=emulated $(PY) -m pytest $(PARALLEL) -m 'not slow' $(DEVICE_SUITES)
 
-# Only the files that have such tests: the others' imports may be missing where nothing can be installed.
+# Only the files that have such tests: the others' imports may be missing where nothing can be installed. Then equality,
+# tiers and failures with the pools on the GPU.
 test-gpu: gpu-site
 	$(GPU_PY) -m pytest -m gpu $$(grep -rlE --include='test_*.py' 'pytest\.mark\.gpu' test)
+	SGLANG_TEST_DEVICE=cuda $(GPU_PY) -m pytest -m 'not slow' $(DEVICE_SUITES)
 
 # Under nine minutes; tables, the shortest last, and JSON in $$OUT or bench-out/.
 bench-gpu: gpu-site

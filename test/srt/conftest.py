@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def device() -> Iterator[None]:
-    """SGLANG_TEST_DEVICE=emulated: engines of this test are on a device of its own (`local_engine.test_device`)."""
+    """SGLANG_TEST_DEVICE=emulated: engines of this test are on a device of its own."""
     if os.environ.get("SGLANG_TEST_DEVICE") != "emulated":
         yield
         return

@@ -69,7 +69,12 @@ class EmulatedTensor(torch.Tensor):
         if func is torch.Tensor.__getitem__:
             return _index(*args)
         if func is torch.Tensor.__setitem__:
-            view, value = _index(*args[:2]), args[2]
+            tensor, index, value = args
+            parts = index if isinstance(index, tuple) else (index,)
+            if all(isinstance(part, torch.Tensor) for part in parts):
+                assert isinstance(value, torch.Tensor), "a number that is set by tensors is copied to the device"
+                return _aten.index_put_.default(tensor, list(parts), value)
+            view = _index(tensor, index)
             return view.copy_(value) if isinstance(value, torch.Tensor) else view.fill_(value)
         if func is torch.Tensor.copy_:
             return _device().dispatch(_aten.copy_.default, args, kwargs or {})

@@ -70,7 +70,7 @@ def _poison(pool: DevicePool | MHATokenToKVPoolHost | ElasticPool, frames: np.nd
         torch.cuda.synchronize(pool.kv.device)
 
 
-def test_device() -> str:
+def device_under_test() -> str:
     """What tests compute on if they do not say: SGLANG_TEST_DEVICE is cpu, cuda, or emulated, for a `cuda` that each
     test emulates (see `device_emulator`)."""
     return "cpu" if os.environ.get("SGLANG_TEST_DEVICE", "cpu") == "cpu" else "cuda"
@@ -88,8 +88,8 @@ class LocalEngine:
     its end. open_store: the storage of the host pool; attached from the start if overrides have `storage`.
     load_bytes_per_s: loads from the host are no faster, nor is what is streamed from there. make_pool: the device
     pool, called like `MHATokenToKVPool`. borrow: memory of peers that comes and goes, given what `BorrowedMemory` has
-    to know of the engine. device: "cuda" for a GPU's; None for `test_device`. attention_backend: the device's own by
-    default. io_backend: as the server's flag. graph_batch_size: of the largest decode that is a CUDA graph.
+    to know of the engine. device: "cuda" for a GPU's; None for `device_under_test`. attention_backend: the device's
+    own by default. io_backend: as the server's flag. graph_batch_size: of the largest decode that is a CUDA graph.
     overrides: other fields of SchedulerConfig; nothing is computed instead of loaded unless they say so, as that
     depends on the clock."""
 
@@ -120,7 +120,7 @@ class LocalEngine:
         **overrides: Any,
     ) -> None:
         self.model_config = model_config
-        where = device_of(device or test_device())
+        where = device_of(device or device_under_test())
         backend = attention_backend or _attention_for(where)
         self.model = model or load_model(model_config, load_format, backend, device=where, quiet=True, group=group)
         c = model_config
@@ -240,6 +240,8 @@ class LocalEngine:
                     filled.kv.fill_(float("nan"))
             if self.layer_stream is not None:
                 self.layer_stream.poison()
+            if where.type == "cuda":
+                torch.cuda.synchronize(where)
         self.core = EngineCore(
             Scheduler(config),
             executor,

@@ -22,7 +22,8 @@ from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.file_store import HiCacheFile
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.local_engine import LocalEngine
+from sglang.srt.utils.device import to_device
+from sglang.test.local_engine import LocalEngine, device_under_test
 from sglang.test.two_ranks import TwoRanks
 
 BLOCK = 64
@@ -69,7 +70,7 @@ def watch_logits(engine: LocalEngine) -> list[torch.Tensor]:
 
     def logits(*args: Any) -> torch.Tensor:
         found = real(*args)
-        seen.append(found.clone())
+        seen.append(found.cpu())
         return found
 
     engine.model.logits = logits
@@ -103,7 +104,7 @@ def kv_bytes(engine: LocalEngine, prefix: np.ndarray) -> dict[Tier, bytes]:
             frames = np.concatenate([node.frames[tier] for node in match.path])[: PREFIX // rank.scheduler.page_size]
             pool = rank.device_pool if tier == Tier.DEVICE else rank.host_pool
             assert pool is not None
-            pages = pool.pages(torch.from_numpy(frames).to(torch.int64)).contiguous()
+            pages = pool.pages(to_device(frames.astype(np.int64), pool.kv.device)).cpu().contiguous()
             found[tier] = found.get(tier, b"") + pages.view(torch.uint8).numpy().tobytes()
     return found
 
@@ -129,6 +130,8 @@ CASES = [
 def test_a_prefix_gives_the_same_bits_from_every_tier(
     paths: dict[str, str], tmp_path: Path, family: str, dtype: str, page_size: int, tp: int, layout: str, chunk: int
 ) -> None:
+    if tp == 2 and device_under_test() != "cpu":
+        pytest.skip("ranks in one process meet on the host")
     opened = 0
 
     def open_store(pool: MHATokenToKVPoolHost) -> HiCacheFile:
