@@ -8,7 +8,8 @@ STAMP := $(VENV)/.setup-done
 WHEELS ?=
 GPU_SITE := build/gpu-site
 GPU_PYTHON = $(or $(wildcard $(PY)),$(PYTHON))
-GPU_PY = PYTHONPATH="python:sgl-kernel/python:$(if $(WHEELS),$(GPU_SITE):)$$PYTHONPATH" $(GPU_PYTHON)
+GPU_PATH = PYTHONPATH="python:sgl-kernel/python:$(if $(WHEELS),$(GPU_SITE):)$$PYTHONPATH"
+GPU_PY = $(GPU_PATH) $(GPU_PYTHON)
 # What is tested on the CPU, on an emulated device (test-all) and on a GPU.
 DEVICE_SUITES = $(addprefix test/srt/managers/test_,equality.py exactness.py)
 SEED ?= 1
@@ -18,7 +19,7 @@ HOST ?= 127.0.0.1
 PORT ?= 30000
 MODEL ?= embedded
 
-.PHONY: setup demo demo-peers serve check test test-all test-gpu bench-gpu gpu-site fuzz bench clean
+.PHONY: setup demo demo-peers serve check test test-all test-gpu memcheck-gpu bench-gpu gpu-site fuzz bench clean
 
 setup: $(STAMP)
 
@@ -56,6 +57,11 @@ test-all: setup
 test-gpu: gpu-site
 	$(GPU_PY) -m pytest -m gpu $$(grep -rlE --include='test_*.py' 'pytest\.mark\.gpu' test)
 	SGLANG_TEST_DEVICE=cuda $(GPU_PY) -m pytest -m 'not slow' $(DEVICE_SUITES)
+
+# Our kernels' accesses, by CUDA's memory checker; allocations one by one, so that it knows where each ends.
+memcheck-gpu: gpu-site
+	$(GPU_PATH) PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(GPU_PYTHON) \
+		-m pytest -m gpu test/sgl_kernel/test_kvcacheio_gpu.py test/srt/layers/attention/test_triton_backend.py
 
 # Under nine minutes; tables, the shortest last, and JSON in $$OUT or bench-out/.
 bench-gpu: gpu-site

@@ -43,7 +43,7 @@ from sglang.srt.peer.elastic_pool import ElasticPool
 from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.cuda_stream import make_stream
-from sglang.srt.utils.device import device_of, to_device
+from sglang.srt.utils.device import device_of, settle_memory, to_device
 from sglang.srt.utils.stream import ThreadStream
 from sglang.test.faults import FaultyExecutor, FaultyLink
 
@@ -240,8 +240,6 @@ class LocalEngine:
                     filled.kv.fill_(float("nan"))
             if self.layer_stream is not None:
                 self.layer_stream.poison()
-            if where.type == "cuda":
-                torch.cuda.synchronize(where)
         self.core = EngineCore(
             Scheduler(config),
             executor,
@@ -250,6 +248,7 @@ class LocalEngine:
             StepRecorder(record, config) if record is not None else None,
             self.borrowed,
         )
+        settle_memory(where)
         executor.capture_graphs()
         self._next_rid = 0
         self._answers: dict[str, Generation] = {}

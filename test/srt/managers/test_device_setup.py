@@ -31,6 +31,7 @@ def gpus(monkeypatch):
     """Two GPUs of 100 GB, of which 60 are free."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * 10**9, 100 * 10**9))
     # Whatever is installed here.
     monkeypatch.setattr(device_setup, "why_not", lambda backend, device: None)

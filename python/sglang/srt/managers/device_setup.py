@@ -27,6 +27,8 @@ def pick_device(args: ServerArgs, rank: int) -> torch.device:
         raise StartupError(
             f"--tp-size {args.tp_size} needs as many GPUs, and there are {torch.cuda.device_count()}; lower it"
         )
+    # For whatever names no index: kernels that are loaded, collectives.
+    torch.cuda.set_device(rank)
     return torch.device("cuda", rank)
 
 

@@ -80,7 +80,7 @@ from sglang.srt.peer.lent_memory import LentMemory
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import ChildArgs, StartupError, open_pull, open_push, run_child
 from sglang.srt.utils.cuda_stream import make_stream
-from sglang.srt.utils.device import CPU
+from sglang.srt.utils.device import CPU, settle_memory
 from sglang.srt.utils.stream import ThreadStream
 
 logger = logging.getLogger(__name__)
@@ -309,6 +309,7 @@ def build_core(
         attention=attention,
         graph_batch_size=graph_batch_size,
     )
+    settle_memory(device)
     executor.capture_graphs()
     if config.num_host_pages:
         host_pool = MHATokenToKVPoolHost(pool, config.num_host_pages, args.hicache_mem_layout)

@@ -13,6 +13,12 @@ def device_of(kind: str) -> torch.device:
     return torch.device("cuda", 0) if kind == "cuda" else CPU
 
 
+def settle_memory(device: torch.device) -> None:
+    """Wait until a GPU has filled what this thread has allocated: its streams do not wait for that by themselves."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """The array as a tensor on the device; on the CPU it is the array's own memory. To a GPU it is one copy from
     pinned memory, in the order of the current stream; torch keeps that memory for as long as the copy needs it."""

@@ -22,7 +22,7 @@ from attention_cases import (
     make_view,
     on_gpu,
 )
-from fake_flashinfer import FakeFlashInfer
+from fake_attention_wrappers import FakeFlashInfer
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
