@@ -43,7 +43,7 @@ from sglang.srt.peer.elastic_pool import ElasticPool
 from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.cuda_stream import make_stream
-from sglang.srt.utils.device import device_of, settle_memory, to_device
+from sglang.srt.utils.device import CPU, settle_memory, to_device
 from sglang.srt.utils.stream import ThreadStream
 from sglang.test.faults import FaultyExecutor, FaultyLink
 
@@ -120,7 +120,8 @@ class LocalEngine:
         **overrides: Any,
     ) -> None:
         self.model_config = model_config
-        where = device_of(device or device_under_test())
+        # With its index, which tensors have, too.
+        where = torch.device("cuda", 0) if (device or device_under_test()) == "cuda" else CPU
         backend = attention_backend or _attention_for(where)
         self.model = model or load_model(model_config, load_format, backend, device=where, quiet=True, group=group)
         c = model_config

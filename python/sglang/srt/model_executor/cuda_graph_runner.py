@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.model_executor.forward_batch_info import BatchNumbers, CausalLM, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.page_table import PageTable
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_plan import SamplingPlan
 
 logger = logging.getLogger(__name__)
 
@@ -92,11 +93,15 @@ class CudaGraphRunner:
         logger.info("captured CUDA graphs of %d batch sizes in %.1f s", len(self._sizes), time.monotonic() - began)
 
     def replay(
-        self, seq: int, numbers: BatchNumbers, to_device: Callable[[list[np.ndarray]], list[torch.Tensor]]
+        self,
+        seq: int,
+        numbers: BatchNumbers,
+        plan: SamplingPlan,
+        to_device: Callable[[list[np.ndarray]], list[torch.Tensor]],
     ) -> tuple[torch.Tensor, ForwardBatch]:
-        """A decode of n requests, one token each. to_device: copies, and with it what else the device lacks. Returns
-        logits (n, vocab_size) float32, and a batch of which sample_slots and the positions of `sampling` are true;
-        the next replay overwrites all of it."""
+        """A decode of n requests, one token each. plan: how they are sampled. to_device: copies, and with it what
+        else the device lacks. Returns logits (n, vocab_size) float32, and a batch of which sample_slots and
+        `sampling` are true; the next replay overwrites both."""
         n = len(numbers.slots)
         size = self._sizes[bisect_left(self._sizes, n)]
         captured = self._captured.get(size)
@@ -120,7 +125,7 @@ class CudaGraphRunner:
             captured.batch,
             seq=seq,
             sample_slots=captured.inputs[3, :n],
-            sampling=replace(captured.batch.sampling, positions=captured.inputs[5, :n]),
+            sampling=plan.info(captured.inputs[5, :n]),
         )
         return captured.logits[:n], batch
 
@@ -139,7 +144,6 @@ class CudaGraphRunner:
             starts,
             kv_lens,
         )
-        nobody = torch.zeros(0, device=inputs.device)
         batch = ForwardBatch(
             seq=-1,
             mode=ForwardMode.DECODE,
@@ -150,7 +154,7 @@ class CudaGraphRunner:
             attn=AttentionMetadata((1,) * size, self._scale),
             sample_rows=torch.arange(size, device=inputs.device),
             sample_slots=slots,
-            sampling=SamplingBatchInfo(nobody, nobody, nobody, nobody, nobody, nobody, True),
+            sampling=SamplingBatchInfo.from_params([], 1, kv_lens[:0], inputs.device),
         )
 
         def forward() -> torch.Tensor:

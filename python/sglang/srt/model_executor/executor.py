@@ -1,6 +1,6 @@
 """`Executor`: runs launches in order. `ModelExecutor` runs a model, layer by layer, on a stream.
 
-Owns the mirror of the page table, the last token of every slot and the order of launches. Never allocates pages and
+Owns the page table, the last token of every slot and the order of launches. Never allocates pages and
 never decides what runs: the scheduler's `Launch` says everything. The model, the pool and the streams come through
 the constructor.
 """
@@ -323,8 +323,9 @@ class ModelExecutor:
         def replay() -> torch.Tensor:
             assert self._graphs is not None
             launch = run.launch
-            logits, run.batch = self._graphs.replay(launch.seq, self._numbers(launch), self._to_device)
-            run.batch.sampling = self._plan_of(launch).info(run.batch.sampling.positions)
+            logits, run.batch = self._graphs.replay(
+                launch.seq, self._numbers(launch), self._plan_of(launch), self._to_device
+            )
             return logits
 
         self._try(run, replay)

@@ -28,7 +28,7 @@ class PageTable:
     """table: (n,) pages, int64 in host memory, int32 on a GPU. starts: (max_slots,) int64 numpy, where a slot's pages
     begin. num_places: how long the table is at first; it grows, and is then another tensor: `version` counts."""
 
-    def __init__(self, max_slots: int, device: torch.device, num_places: int = 1 << 16) -> None:
+    def __init__(self, max_slots: int, device: torch.device, num_places: int) -> None:
         self.starts = np.zeros(max_slots, np.int64)
         self.version = 0
         self._device = device

@@ -76,10 +76,3 @@ class LogprobQuery:
         if self._asked is not None:
             parts.append(logprobs[self._asked].view(torch.int32))
         return LogprobTensors(self.specs, torch.cat(parts), deepest)
-
-
-def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, specs: Sequence[LogprobSpec]) -> list[TokenLogprob]:
-    """`LogprobQuery.begin` and `LogprobTensors.finish` in one; waits for a device. specs: one per row."""
-    if not len(tokens):
-        return []
-    return LogprobQuery(specs, logits.device).begin(logits, tokens).finish()

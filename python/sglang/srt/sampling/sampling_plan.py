@@ -48,10 +48,6 @@ class SamplingPlan:
             self._logprob_rows = to_device(np.array(self.logprob_rows, np.int64), device)
             self._logprob_query = LogprobQuery([s.logprobs for s in specs if s.logprobs is not None], device)
 
-    @property
-    def has_penalties(self) -> bool:
-        return self._penalised is not None
-
     def info(self, positions: torch.Tensor) -> SamplingBatchInfo:
         """positions: (n,) int64 on the device, index of the token to be drawn in each row's sequence."""
         return self._info.at(positions)

@@ -8,11 +8,6 @@ import torch
 CPU = torch.device("cpu")
 
 
-def device_of(kind: str) -> torch.device:
-    """ "cpu", or "cuda" for the first GPU that this process sees: with its index, which tensors have, too."""
-    return torch.device("cuda", 0) if kind == "cuda" else CPU
-
-
 def settle_memory(device: torch.device) -> None:
     """Wait until a GPU has filled what this thread has allocated: its streams do not wait for that by themselves."""
     if device.type == "cuda":

@@ -198,8 +198,8 @@ def paged(backend: Any) -> int:
     from sglang.srt.layers.attention import triton_backend
 
     copies: list[int] = []
-    original = triton_backend._to_device
-    triton_backend._to_device = lambda *args: copies.append(1) or original(*args)
+    original = triton_backend.to_device_together
+    triton_backend.to_device_together = lambda *args: copies.append(1) or original(*args)
     for page_size, layout, table in zip((1, 16, 64, 3), (*LAYOUTS, "block_major"), INT_TYPES * 2):
         for reqs in (DECODES, EXTENDS):
             copies.clear()
@@ -207,7 +207,7 @@ def paged(backend: Any) -> int:
             check_batch(backend, case)
             assert len(copies) == (reqs is EXTENDS), copies
             assert not case.segments._lists, "segments were made one by one"
-    triton_backend._to_device = original
+    triton_backend.to_device_together = original
     return 8
 
 

@@ -23,6 +23,7 @@ import triton
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey
 from sglang.srt.layers.attention.triton_kernels import decode_kernel, extend_kernel, merge_splits_kernel
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments, segment_slots
+from sglang.srt.utils.device import to_device_together
 
 _LOG2_E = math.log2(math.e)
 # Of a decode's keys; each is worth a program of its own.
@@ -196,7 +197,7 @@ class TritonAttnBackend:
         is_decode = q_lens == 1
         num_decodes, longest = int(is_decode.sum()), int(kv_lens[is_decode].max(initial=0))
         if num_decodes == len(q_lens):
-            starts, lens = on_device or _to_device([np.cumsum(kv_lens) - kv_lens, kv_lens], q.device)
+            starts, lens = on_device or to_device_together([np.cumsum(kv_lens) - kv_lens, kv_lens], q.device)
             return _Plan(starts, lens, num_decodes, longest, None)
         tile = self._tiles_for(q).extend_queries
         extends = np.flatnonzero(q_lens > 1)
@@ -210,7 +211,7 @@ class TritonAttnBackend:
             *(np.repeat(extends, num_blocks), firsts, np.flatnonzero(is_decode)),
             *(() if on_device else (np.cumsum(kv_lens) - kv_lens, kv_lens)),
         ]
-        tensors = _to_device(columns, q.device)
+        tensors = to_device_together([column.astype(np.int32) for column in columns], q.device)
         starts, lens = on_device or tensors[6:]
         return _Plan(starts, lens, num_decodes, longest, _Extends(*tensors[:6]))
 
@@ -309,11 +310,3 @@ class TritonAttnBackend:
             self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         wanted = min(-(-2 * self._num_sms // num_programs), _MAX_SPLITS)
         return wanted if longest is None else max(1, min(wanted, -(-longest // _MIN_SPLIT_TOKENS)))
-
-
-def _to_device(columns: list[np.ndarray], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Each as int32, in one copy that nobody waits for; torch keeps the pinned memory until it is done."""
-    packed = torch.from_numpy(np.concatenate(columns).astype(np.int32))
-    if device.type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
-    return packed.split([len(column) for column in columns])
