@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sglang.srt.managers.cache_controller import StorageLimits
+from sglang.srt.managers.cache_controller import WRITE_POLICIES, StorageLimits
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
-from sglang.srt.managers.schedule_batch import StorageSetup
+from sglang.srt.managers.layer_streaming import LayerStreamConfig
+from sglang.srt.managers.schedule_batch import BatchDecision, StorageSetup
 from sglang.srt.managers.scheduler import SchedulerConfig
 from sglang.srt.managers.simulation import RequestSource, SimulatedHardware, Simulation
 from sglang.srt.managers.storage_prefetch import PrefetchConfig
@@ -314,6 +315,48 @@ def test_what_is_computed_is_stored_when_it_is_written_through() -> None:
         sim.now = end
         sim.core.step(sim.now, sim.core.progress())
     assert {k.tobytes() for k in NAMES.of_prompt("", np.array(text, np.int32))} <= sim.storage.blocks
+
+
+@pytest.mark.parametrize("write_policy", WRITE_POLICIES)
+@pytest.mark.parametrize(
+    "tiers", ["peer", "disk", "stream", "peer disk", "peer stream", "disk stream", "peer disk stream"]
+)
+def test_every_mix_of_tiers_runs_on_the_virtual_clock(tiers: str, write_policy: str) -> None:
+    """Storage is written to as well. Prompts share fronts of a few documents, and nothing has room for all of them."""
+    rng = np.random.default_rng(seed := 7)
+    config = stored().core.scheduler.config
+    streams = "stream" in tiers
+    config = replace(
+        config,
+        num_device_pages=120 if streams else 200,
+        num_host_pages=60 if write_policy == "write_through_selective" else 200,
+        num_peer_pages=120 if "peer" in tiers else 0,
+        layer_stream=LayerStreamConfig(2, 20) if streams else None,
+        chunked_prefill_size=40,
+        num_swap_pages=200 if streams else 0,
+        storage=replace(config.storage, write_policy=write_policy) if "disk" in tiers else None,
+        write_policy=write_policy,
+        load_or_recompute=False,
+    )
+    hardware = SimulatedHardware(LAYERS, launch_seconds, 1e6, 1e6, 1e7, 1e7, probe_s=1e-4, store_bandwidth=1e6)
+    sim = Simulation(config, hardware)
+    documents = [rng.integers(10, 1000, n).tolist() for n in rng.integers(60, 170, 8)]
+    arrivals = []
+    for i in range(60):
+        text = documents[rng.integers(8)]
+        prompt = text[: rng.integers(20, len(text) + 1)] + rng.integers(10, 1000, 3).tolist()
+        arrivals.append((0.1 * i, request(f"r{i}", prompt, int(rng.integers(1, 15)))))
+
+    def check(decision: BatchDecision) -> None:
+        if decision.step % 4 == 0:
+            sim.core.scheduler.check_invariants()
+
+    times = sim.run(arrivals, after_step=check)
+    assert {t.finish_reason for t in times.values()} == {"length"}, f"seed {seed}"
+    counters = sim.core.scheduler.state()["counters"]
+    for name in tiers.split() if write_policy == "write_through" else ():
+        counter = "streamed_reqs" if name == "stream" else f"hit_tokens_{name}"
+        assert counters.get(counter, 0) > 0, f"{tiers}: {name} is never used"
 
 
 def test_a_fetch_that_blocks_holds_up_decoding() -> None:

@@ -9,12 +9,14 @@ import pytest
 
 from sglang.srt.managers.cache_controller import HiCacheController, StorageLimits
 from sglang.srt.managers.schedule_policy import FETCH_PATIENCE
-from sglang.srt.managers.storage_prefetch import PrefetchConfig, StoragePrefetcher
+from sglang.srt.managers.storage_prefetch import STALLING_LINKS, PrefetchConfig, StoragePrefetcher
 from sglang.srt.mem_cache.block_keys import BlockKeys, to_bytes
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node
 from sglang.srt.mem_cache.transfer import (
+    COPY_LINKS,
     D2H,
+    D2P,
     FETCH,
     PROBE,
     StorageOp,
@@ -24,7 +26,7 @@ from sglang.srt.mem_cache.transfer import (
     unpack_found,
 )
 
-DEVICE, HOST = Tier.DEVICE, Tier.HOST
+DEVICE, PEER, HOST = Tier.DEVICE, Tier.PEER, Tier.HOST
 NAMES = BlockKeys(b"secret", 4)
 DONE = 10
 
@@ -41,6 +43,7 @@ class Rig:
         *stored: str,
         device: int = 64,
         host: int = 64,
+        peer: int = 0,
         blocks_per_op: int = 2,
         max_fetch_pages: int = 64,
         fetch_window_ops: int = 8,
@@ -48,7 +51,8 @@ class Rig:
     ) -> None:
         self.tree = HiRadixTree(1, block_keys=NAMES)
         self.device, self.host = FrameTable(device), FrameTable(host)
-        self.controller = HiCacheController(self.tree, self.device, self.host, 100)
+        table = FrameTable(peer) if peer else None
+        self.controller = HiCacheController(self.tree, self.device, self.host, 100, peer=table)
         self.controller.open_storage(StorageLimits(blocks_per_op, max_fetch_pages, 64, fetch_window_ops), NAMES)
         config = {"policy": "wait_complete", "threshold": 1} | config
         self.prefetcher = StoragePrefetcher(self.controller, PrefetchConfig(**config))  # type: ignore[arg-type]
@@ -80,7 +84,7 @@ class Rig:
     def finish(self, ticket: Ticket, count: int | None = None) -> list[Ticket]:
         """Storage answers; then whatever had to wait goes on. Returns what is begun."""
         op = self.ops.pop(ticket)
-        if ticket.link == D2H:
+        if ticket.link in COPY_LINKS:
             self.controller.commit(ticket, DONE)
         else:
             assert isinstance(op, StorageOp)
@@ -95,7 +99,7 @@ class Rig:
                 self.prefetcher.end_fetch(ticket, start, end, whole=count == len(op.keys))
             else:
                 self.controller.end_store(ticket, count)
-        if ticket.link in (FETCH, D2H):
+        if ticket.link in STALLING_LINKS:
             self.prefetcher.go_on(5, DONE)
         self.host.reap(DONE)
         return self.collect()
@@ -233,6 +237,33 @@ def test_it_waits_for_a_node_that_is_nowhere_yet():
     assert [keys_of(rig, t) for t in begun if t.link == FETCH] == [2, 1]
     rig.finish_all()
     assert rig.prefetcher.found("r") == (10, 20)
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+def test_below_a_prefix_that_only_a_peer_has_the_rest_is_computed():
+    rig = Rig(TEXT, peer=16)
+    node = rig.publish(TEXT[:10])
+    rig.controller.evict(DEVICE, 10, DONE)
+    rig.collect()
+    rig.finish_all()
+    assert [node.frames[tier] is not None for tier in (DEVICE, PEER, HOST)] == [False, True, False]
+    (probe,) = rig.begin("r", TEXT)
+    assert rig.finish(probe) == [] and rig.over("r") == [True]
+    assert rig.prefetcher.counters["prefetch_dropped_tokens"] == 10
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+def test_it_waits_for_a_prefix_that_is_on_its_way_to_a_peer():
+    rig = Rig(TEXT, peer=16)
+    node = rig.publish(TEXT[:10])
+    rig.controller.evict(DEVICE, 10, DONE)
+    assert rig.collect() == [Ticket(D2P, 0)] and node.frames[DEVICE] is None
+    (probe,) = rig.begin("r", TEXT)
+    assert rig.finish(probe) == [] and rig.over("r") == [False]
+    rig.finish(Ticket(D2P, 0))
+    assert rig.over("r") == [True]
     rig.detach("r")
     rig.assert_nothing_left()
 

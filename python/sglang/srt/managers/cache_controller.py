@@ -146,13 +146,13 @@ class HiCacheController:
 
     def begin_backup(self, node: Node, done: int, tier: Tier = Tier.HOST) -> Ticket | None:
         """Back up the part of the path to `node` that the tier lacks. None if it lacks nothing or has no room, or if
-        the device is still being given a part of it."""
+        the device lacks a part of it: that is still being loaded, or only a peer has it."""
         if tier not in self.tables:
             return None
         nodes = []
         step: Node | None = node
         while step is not None and step.parent is not None and step.frames[tier] is None:
-            if step.tickets[Tier.DEVICE] is not None:
+            if step.frames[Tier.DEVICE] is None or step.tickets[Tier.DEVICE] is not None:
                 return None
             nodes.append(step)
             step = step.parent

@@ -65,14 +65,13 @@ from sglang.srt.managers.schedule_policy import (
     waits_for_load,
 )
 from sglang.srt.managers.slab_ledger import SlabLedger
-from sglang.srt.managers.storage_prefetch import PrefetchConfig, StoragePrefetcher
+from sglang.srt.managers.storage_prefetch import STALLING_LINKS, PrefetchConfig, StoragePrefetcher
 from sglang.srt.mem_cache.block_keys import BlockKeys, private
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, MatchResult, Node, Receipt
 from sglang.srt.mem_cache.transfer import (
     BACKUP_LINKS,
     COPY_LINKS,
-    D2H,
     D2S,
     EXEC,
     FETCH,
@@ -307,7 +306,7 @@ class Scheduler:
         if failed is not None:
             reset = self._reset(failed)
         self.exec_done = done
-        ended = [self._link_done[link] for link in (FETCH, D2H)]
+        ended = [self._link_done[link] for link in STALLING_LINKS]
         for link in COPY_LINKS:
             self._take_completions(link, inputs.done.get(link, 0), inputs.failed.get(link))
         self._replies = []
@@ -320,7 +319,7 @@ class Scheduler:
         if self.lending is not None:
             self.lending.update(inputs.slabs)
         self.prefetcher.expire(inputs.now, done)
-        if [self._link_done[link] for link in (FETCH, D2H)] != ended:
+        if [self._link_done[link] for link in STALLING_LINKS] != ended:
             self.prefetcher.go_on(self.next_launch, done)
         for msg in inputs.new:
             self._add(msg, inputs.now)

@@ -23,8 +23,10 @@ import numpy as np
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.schedule_policy import FETCH_ORDERS, fetch_rank
 from sglang.srt.mem_cache.hiradix_tree import MatchResult
-from sglang.srt.mem_cache.transfer import D2H, FETCH, Ticket, Tier, unpack_found
+from sglang.srt.mem_cache.transfer import D2H, D2P, FETCH, Ticket, Tier, unpack_found
 
+# Links whose operations a fetch may have to wait for before it can begin. When one ends, call `go_on`.
+STALLING_LINKS = (FETCH, D2H, D2P)
 PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
 # A medium that does not answer must not keep a request for ever, whatever the policy says.
 WAIT_COMPLETE_LIMIT_S = 60.0
@@ -263,7 +265,7 @@ class StoragePrefetcher:
             assert all(rid in self._waiters[ticket] for ticket in prefetch.asked)
         for rid in self._unfinished:
             assert self._prefetches[rid].end and self._prefetches[rid].blocks_left, f"{rid} has nothing to begin"
-        awaited = any(ticket.link in (FETCH, D2H) for ticket in self.controller.in_flight)
+        awaited = any(ticket.link in STALLING_LINKS for ticket in self.controller.in_flight)
         assert awaited or not self._unfinished, f"{list(self._unfinished)} wait for nothing"
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -316,8 +318,10 @@ class StoragePrefetcher:
             if above.frames[Tier.HOST] is None:
                 if self._fetching(match):
                     return _Outcome.STALLED  # computed below what is being fetched: it is backed up after that
+                # None also for a prefix that only a peer has: nothing copies from there to the host.
                 ticket = controller.begin_backup(above, done)
                 if ticket is None:
+                    self.counters["prefetch_dropped_tokens"] += prefetch.end - start
                     return _Outcome.OVER
             if ticket is not None and ticket.link != FETCH:
                 return _Outcome.STALLED

@@ -65,7 +65,7 @@ class TransferOp:
     """Copy pages src_frames of tier src to dst_frames of tier dst, layers [0, num_layers).
 
     src_frames, dst_frames: (n,) int32. size_bytes: all layers, K and V. after: a fence, the launch that writes the
-    source (backups); None when the source is ready.
+    source (backups), -1 if storage brought it; None when the source is ready.
     """
 
     ticket: Ticket

@@ -158,8 +158,8 @@ class SimulatedExecutor:
         return self._free_at
 
     def launch_end(self, seq: int) -> float:
-        """When a launch completes, in seconds of virtual time."""
-        return self._ends[seq]
+        """When a launch completes, in seconds of virtual time; 0 for -1, the fence of pages that no launch wrote."""
+        return self._ends[seq] if seq >= 0 else 0.0
 
     def next_end(self) -> float | None:
         return self._ends[self._pending[0].seq] if self._pending else None

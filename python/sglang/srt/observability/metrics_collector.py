@@ -51,7 +51,11 @@ _COUNTERS = (
     ("storage_prefetch_hit_tokens", "Tokens that storage had of prompts that the host lacked.", "storage_hit_tokens"),
     ("hicache_storage_probes", "Prompts that storage was asked for.", "storage_probes"),
     ("hicache_prefetch_timeouts", "Requests that stopped waiting for storage.", "prefetch_timeouts"),
-    ("hicache_prefetch_dropped_tokens", "Tokens not fetched: no room on the host.", "prefetch_dropped_tokens"),
+    (
+        "hicache_prefetch_dropped_tokens",
+        "Tokens not fetched: no room on the host, or their prefix lies on a peer alone.",
+        "prefetch_dropped_tokens",
+    ),
     (
         "hicache_storage_backup_failed_tokens",
         "Tokens that storage did not take.",
@@ -128,6 +132,9 @@ class MetricsCollector:
             registry=self._registry,
         )
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
+        self._reused_ids = self._counter(
+            "tokenizer_reused_tokens", "Prompt tokens that an earlier turn had tokenised already."
+        )
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._requests = self._counter("num_requests", "Requests processed.")
         self._aborted = self._counter("num_aborted_requests", "Requests that were aborted.")
@@ -157,6 +164,9 @@ class MetricsCollector:
         for tier, tokens in cached_tokens.items():
             self._cached_tokens.labels(**self._labels, cache_source=tier).inc(tokens)
             self._cached_total += tokens
+
+    def prompt_tokens_reused(self, count: int) -> None:
+        self._reused_ids.inc(count)
 
     def tokens(self, count: int, seconds_each: float | None) -> None:
         """seconds_each: None for the first tokens, which have no predecessor."""
