@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers_by_hand import SPECIAL, llama_bpe
 from transformers import PreTrainedTokenizerFast
 
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchStrOutput,
+    ControlReqOutput,
     FinishReason,
     SchedulerReady,
     StrOutput,
     TokenizedGenerateReqInput,
+    bytes_to_ids,
     decode_to_scheduler,
     encode,
     ids_to_bytes,
@@ -31,22 +35,33 @@ from sglang.srt.utils.errors import RequestError
 class Harness:
     """sent: what the manager told the scheduler."""
 
-    def __init__(self) -> None:
-        words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
-        words.pre_tokenizer = pre_tokenizers.Whitespace()
+    def __init__(
+        self,
+        args: ServerArgs | None = None,
+        tokenizer: Any = None,
+        context_length: int = 1000,
+    ) -> None:
+        if tokenizer is None:
+            words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+            words.pre_tokenizer = pre_tokenizers.Whitespace()
+            tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
         self.sent: list[object] = []
         self.metrics = MetricsCollector("m")
         self.manager = TokenizerManager(
-            ServerArgs(model_path="m", random_seed=1),
-            tokenizer=PreTrainedTokenizerFast(tokenizer_object=words),
-            vocab_size=10,
-            context_length=1000,
+            args or ServerArgs(model_path="m", random_seed=1),
+            tokenizer=tokenizer,
+            vocab_size=max(10, len(tokenizer)),
+            context_length=context_length,
             send=lambda data: self.sent.append(decode_to_scheduler(data)),
             metrics=self.metrics,
         )
         self._queue: asyncio.Queue[bytes] = asyncio.Queue()
         self._task = asyncio.create_task(self.manager.receive_forever(self._queue.get))
-        self.tell(SchedulerReady(max_total_num_tokens=1000, max_req_input_len=999))
+        self.tell(SchedulerReady(max_total_num_tokens=context_length, max_req_input_len=context_length - 1))
+        # Every text that was tokenised.
+        self.encoded: list[str] = []
+        encode_text = self.manager._encoder.encode
+        self.manager._encoder.encode = lambda text, **kwargs: self.encoded.append(text) or encode_text(text, **kwargs)
 
     def tell(self, message: object) -> None:
         self._queue.put_nowait(encode(message))
@@ -86,18 +101,26 @@ class Harness:
         return asyncio.create_task(collect(self.manager.generate(request)))
 
 
-def run(test: Callable[[Harness], Awaitable[None]]) -> None:
+def run(test: Callable[[Harness], Awaitable[None]], **settings: Any) -> None:
     async def main() -> None:
-        harness = Harness()
+        harness = Harness(**settings)
         await harness.settle()
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(120):
                 await test(harness)
         finally:
             harness._task.cancel()
             harness.manager.close()
 
     asyncio.run(main())
+
+
+TEXT = {"add_special_tokens": False}
+
+
+def run_with_text(test: Callable[[Harness], Awaitable[None]], **settings: Any) -> None:
+    """With a tokenizer for any text."""
+    run(test, tokenizer=llama_bpe(), **settings)
 
 
 def test_an_abort_after_the_stop_string_changes_nothing():
@@ -182,10 +205,71 @@ def test_a_refused_request_leaves_nothing():
         ):
             with pytest.raises(RequestError):
                 await h.start(**fields)
-        assert not h.sent and not h.manager._states and await h.manager.drained(0.1)
+        assert not h.sent and not h.manager._states and await h.manager.drained(60)
         assert h.count("num_requests_total") == 0
 
     run(test)
+
+
+def test_a_text_that_cannot_fit_is_not_tokenised():
+    async def test(h: Harness) -> None:
+        limit = h.manager.context_length
+        with pytest.raises(RequestError, match=f"{limit} tokens or more, which leaves no room") as early:
+            await h.start(prompt="é" * (limit * len(SPECIAL[0])), **TEXT)
+        with pytest.raises(RequestError, match=f"{limit} tokens, which leaves no room") as late:
+            await h.start(prompt=SPECIAL[1] * limit, **TEXT)
+        assert early.value.status_code == late.value.status_code == 400 and early.value.param is late.value.param
+        assert h.encoded == [SPECIAL[1] * limit]
+
+    run_with_text(test)
+
+
+def test_the_longest_text_that_fits_is_served():
+    async def test(h: Harness) -> None:
+        task = h.start(prompt=SPECIAL[0] * 999, params=SamplingParams(max_new_tokens=1), **TEXT)
+        assert len((await h.until_sent(1)).input_ids) == 4 * 999
+        task.cancel()
+
+    run_with_text(test)
+
+
+def test_earlier_turns_are_tokenised_once():
+    async def test(h: Harness) -> None:
+        turn = SPECIAL[1] + "the library opens at nine " * 20 + SPECIAL[2]
+
+        async def reused(turns: int, extra_key: str) -> bool:
+            before, number = h.count("tokenizer_reused_tokens_total"), len(h.sent) + 1
+            fields = {"prompt": turn * turns, "extra_key": extra_key, "params": SamplingParams(max_new_tokens=1)}
+            task = h.start(**fields, **TEXT)
+            message = await h.until_sent(number)
+            expected = h.manager._tokenizer.encode(turn * turns, add_special_tokens=False)
+            assert bytes_to_ids(message.input_ids).tolist() == expected
+            task.cancel()
+            await h.until_sent(number + 1)  # its abort
+            return h.count("tokenizer_reused_tokens_total") > before
+
+        assert [await reused(1, ""), await reused(2, ""), await reused(2, "b")] == [False, True, False]
+        assert await reused(2, "")
+        for success in (False, True):
+            flushing = asyncio.create_task(h.manager.flush_cache())
+            question = await h.until_sent(len(h.sent) + 1)
+            h.tell(ControlReqOutput(id=question.id, success=success))
+            assert (await flushing).success == success
+            assert await reused(2, "") != success
+
+    run_with_text(test, context_length=5000)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "priority"])
+def test_priorities_are_taken_by_every_server(policy):
+    async def test(h: Harness) -> None:
+        task = h.start(priority=-7)
+        assert (await h.until_sent(1)).priority == -7
+        task.cancel()
+        with pytest.raises(RequestError, match="32-bit"):
+            await h.start(priority=1 << 31)
+
+    run(test, args=ServerArgs(model_path="m", random_seed=1, radix_eviction_policy=policy))
 
 
 def test_logprobs_are_joined_over_unread_outputs():

@@ -104,7 +104,7 @@ def _add_tokenization(app: FastAPI, args: ServerArgs, manager: TokenizerManager)
     async def tokenize_(request: Request) -> Response:
         req = convert(await _body(request), TokenizeRequest, {})
         _check_model(args, req.model)
-        return JSONResponse(await tokenize(req, manager))
+        return Response(await tokenize(req, manager), media_type="application/json")
 
     @app.post("/detokenize")
     @app.post("/v1/detokenize")

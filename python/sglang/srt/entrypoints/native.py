@@ -68,7 +68,8 @@ async def serve_generate(req: GenerateReqInput, manager: TokenizerManager) -> As
     events: list[Event] = [{} for _ in requests]
     try:
         async for index, chunk in chunks:
-            events[index] = answers[index].take(chunk)
+            mine = answers[index]
+            events[index] = await manager.off_loop_if_many(mine.num_logprobs(chunk), mine.take, chunk)
             if req.stream:
                 yield {**events[index], "index": index} if is_list else events[index]
         if not req.stream:
@@ -167,6 +168,11 @@ class _Answer:
         self._output_ids: list[int] = []
         self._prompt_logprobs: list[TokenLogprob] = []
         self._logprobs: list[TokenLogprob] = []
+
+    def num_logprobs(self, chunk: Chunk) -> int:
+        """Log-probabilities of the event for everything up to this chunk."""
+        before = len(self._prompt_logprobs) + len(self._logprobs)
+        return before + len(chunk.prompt_logprobs) + len(chunk.logprobs)
 
     def take(self, chunk: Chunk) -> Event:
         """The event for everything up to this chunk."""

@@ -23,18 +23,25 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = True
 
 
-async def tokenize(req: TokenizeRequest, manager: TokenizerManager) -> dict[str, Any]:
-    """For a list of texts, tokens and count are lists too."""
+async def tokenize(req: TokenizeRequest, manager: TokenizerManager) -> bytes:
+    """The reply as JSON. For a list of texts, tokens and count are lists too."""
     texts = [req.prompt] if isinstance(req.prompt, str) else req.prompt
     check_num_answers(len(texts))
     tokens = [await manager.tokenize(text, req.add_special_tokens is not False) for text in texts]
     counts = [len(ids) for ids in tokens]
     single = isinstance(req.prompt, str)
-    return {
-        "tokens": tokens[0] if single else tokens,
-        "count": counts[0] if single else counts,
-        "max_model_len": manager.context_length,
-    }
+
+    def encode() -> bytes:
+        lists = [ids.tolist() for ids in tokens]
+        return msgspec.json.encode(
+            {
+                "tokens": lists[0] if single else lists,
+                "count": counts[0] if single else counts,
+                "max_model_len": manager.context_length,
+            }
+        )
+
+    return await manager.off_loop_if_many(sum(counts), encode)
 
 
 async def detokenize(req: DetokenizeRequest, manager: TokenizerManager) -> dict[str, Any]:

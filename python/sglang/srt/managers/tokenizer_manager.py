@@ -1,7 +1,8 @@
 """The front of the engine, in the HTTP process: text in, text out. Owns every request from its arrival to its end.
 
-Tokenises off the event loop, checks lengths, numbers requests, hands pieces of text to whoever asked, and tells the
-scheduler when nobody asks any more. All methods belong to one event loop. Knows no HTTP: it raises RequestError.
+Tokenises off the event loop and without Python's lock, checks lengths, numbers requests, hands pieces of text to the
+request's caller, and tells the scheduler when the caller has left. All methods belong to one event loop. Knows no
+HTTP: it raises RequestError.
 
     generate() --TokenizedGenerateReqInput--> scheduler -> detokenizer --BatchStrOutput--> _on_output -> generate()
     closed early, or ended by a stop string: AbortReq --> scheduler
@@ -16,7 +17,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -40,6 +41,7 @@ from sglang.srt.managers.io_struct import (
     encode,
     ids_to_bytes,
 )
+from sglang.srt.managers.text_encoder import EncodedText, TextEncoder
 from sglang.srt.observability.metrics_collector import MetricsCollector
 from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -50,8 +52,12 @@ from sglang.srt.utils.token_texts import TokenTexts
 _CONTROL_TIMEOUT_S = 30.0
 _METRICS_TIMEOUT_S = 0.8
 _MAX_PRIORITY = (1 << 31) - 1
-# Characters. Longer texts take a second and more, and wait for each other instead of holding up the short ones.
+# Characters. Longer texts take half a second and more, and wait for each other instead of holding up the short ones.
 _LONG_TEXT = 1 << 20
+# Tokens. Python takes milliseconds for the log-probabilities of so many.
+_MANY_TOKENS = 256
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +136,7 @@ class TokenizerManager:
         """send: hands one encoded message to the scheduler's socket, without blocking."""
         self._args = server_args
         self._tokenizer = tokenizer
+        self._encoder = TextEncoder(tokenizer)
         self.token_texts = TokenTexts(tokenizer)
         self._vocab_size = vocab_size
         self.context_length = context_length
@@ -209,9 +216,9 @@ class TokenizerManager:
 
     async def _tokenized(self, rid: str, req: GenerateRequest) -> TokenizedGenerateReqInput:
         if isinstance(req.prompt, str):
-            ids = np.array(await self.tokenize(req.prompt, req.add_special_tokens), dtype=np.int64)
+            ids = await self._prompt_ids(req.prompt, req.add_special_tokens, req.extra_key)
         else:
-            self._max_new_tokens(len(req.prompt), None)  # before looking at millions of ids
+            self._check_prompt_length(len(req.prompt))  # before looking at millions of ids
             try:
                 ids = np.array(req.prompt, dtype=np.int64)
             except (OverflowError, TypeError, ValueError):
@@ -234,12 +241,6 @@ class TokenizerManager:
                     f"logprob_start_len is {logprobs.prompt_from}, but the prompt has only {len(ids)} tokens",
                     param="logprob_start_len",
                 )
-        if req.priority is not None and self._args.radix_eviction_policy != "priority":
-            raise RequestError(
-                "priority says what the cache keeps longest, but this server does not go by it: start it with "
-                "--radix-eviction-policy priority",
-                param="priority",
-            )
         if req.priority is not None and not -_MAX_PRIORITY <= req.priority <= _MAX_PRIORITY:
             raise RequestError(f"priority is {req.priority}, but it must be a 32-bit number", param="priority")
         return TokenizedGenerateReqInput(
@@ -266,44 +267,65 @@ class TokenizerManager:
                 param=name,
             )
 
-    def _max_new_tokens(self, prompt_tokens: int, wanted: int | None) -> int:
-        if prompt_tokens == 0:
-            raise RequestError("the prompt is empty: give at least one token")
+    def _prompt_limit(self) -> tuple[int, str]:
+        """Tokens that a prompt must stay below, and what sets them."""
         ready = self.ready.result()
-        limit, what = self.context_length, "the model's context of {} tokens"
-        if ready.max_req_input_len + 1 < limit:
-            limit, what = ready.max_req_input_len + 1, "the {} tokens that the KV cache can hold for one request"
-        if prompt_tokens >= limit:
+        if ready.max_req_input_len + 1 < self.context_length:
+            limit = ready.max_req_input_len + 1
+            return limit, f"the {limit} tokens that the KV cache can hold for one request"
+        return self.context_length, f"the model's context of {self.context_length} tokens"
+
+    def _check_prompt_length(self, num_tokens: int, or_more: str = "") -> None:
+        if num_tokens == 0:
+            raise RequestError("the prompt is empty: give at least one token")
+        limit, what = self._prompt_limit()
+        if num_tokens >= limit:
             raise RequestError(
-                f"the prompt has {prompt_tokens} tokens, which leaves no room for an answer in {what.format(limit)}"
+                f"the prompt has {num_tokens} tokens{or_more}, which leaves no room for an answer in {what}"
             )
+
+    def _max_new_tokens(self, prompt_tokens: int, wanted: int | None) -> int:
+        self._check_prompt_length(prompt_tokens)
+        limit, what = self._prompt_limit()
         if wanted is None:
             return limit - prompt_tokens
         if prompt_tokens + wanted > limit:
             raise RequestError(
-                f"{prompt_tokens} tokens of prompt and {wanted} of answer are over {what.format(limit)}: "
+                f"{prompt_tokens} tokens of prompt and {wanted} of answer are over {what}: "
                 f"shorten the prompt or ask for at most {limit - prompt_tokens} tokens"
             )
         return wanted
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        def run() -> list[int]:
-            # The backend's encode takes no exclusive borrow, so that two threads may use it at once.
-            backend = getattr(self._tokenizer, "backend_tokenizer", None)
-            if backend is not None:
-                return backend.encode(text, add_special_tokens=add_special_tokens).ids
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    async def _prompt_ids(self, text: str, add_special_tokens: bool, namespace: str) -> np.ndarray:
+        """Raises RequestError for a text that is too long: where its characters prove it, before tokenising."""
+        if (least := self._encoder.min_tokens(text)) > 0:
+            self._check_prompt_length(least, " or more")
+        limit, _ = self._prompt_limit()
+        encoded = await self._encode(text, add_special_tokens, namespace, max_tokens=limit)
+        self._check_prompt_length(encoded.num_tokens)
+        assert encoded.ids is not None
+        self.metrics.prompt_tokens_reused(encoded.reused)
+        return encoded.ids
+
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
+        encoded = await self._encode(text, add_special_tokens)
+        assert encoded.ids is not None
+        return encoded.ids
+
+    async def _encode(
+        self, text: str, add_special_tokens: bool, namespace: str | None = None, max_tokens: int | None = None
+    ) -> EncodedText:
+        def run() -> EncodedText:
+            return self._encoder.encode(
+                text, add_special_tokens=add_special_tokens, namespace=namespace, max_tokens=max_tokens
+            )
 
         pool = self._pool if len(text) <= _LONG_TEXT else self._long_pool
         return await asyncio.get_running_loop().run_in_executor(pool, run)
 
     async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         self._check_vocabulary("tokens", ids)
-        return await self._off_loop(
-            lambda: self._tokenizer.decode(
-                list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-            )
-        )
+        return await self.off_loop(self._encoder.decode, ids, skip_special_tokens)
 
     async def render_chat(
         self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any], continue_final: bool
@@ -317,7 +339,7 @@ class TokenizerManager:
             "continue_final_message": continue_final,
         }
         try:
-            return await self._off_loop(
+            return await self.off_loop(
                 lambda: self._tokenizer.apply_chat_template(messages, **{**kwargs, **fixed}),
             )
         except RequestError:
@@ -325,8 +347,12 @@ class TokenizerManager:
         except Exception as error:  # a template may raise anything over messages it does not like
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from None
 
-    async def _off_loop(self, function: Callable[..., Any], *args: Any) -> Any:
+    async def off_loop(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+
+    async def off_loop_if_many(self, num_tokens: int, function: Callable[..., T], *args: Any) -> T:
+        """What Python does for each of so many tokens: here if they are few, beside the event loop if not."""
+        return await self.off_loop(function, *args) if num_tokens > _MANY_TOKENS else function(*args)
 
     # Answers
 
@@ -385,7 +411,10 @@ class TokenizerManager:
                     self._send(encode(AbortReq(rid=state.rid)))
 
     async def flush_cache(self) -> ControlReqOutput:
-        return await self._control(lambda id: FlushCacheReqInput(id=id))
+        result: ControlReqOutput = await self._control(lambda id: FlushCacheReqInput(id=id))
+        if result.success:
+            self._encoder.forget()
+        return result
 
     async def attach_hicache_storage(
         self, backend: str, extra_config: str, prefetch_policy: str, write_policy: str

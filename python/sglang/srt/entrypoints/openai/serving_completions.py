@@ -11,6 +11,7 @@ from sglang.srt.entrypoints.openai.protocol import CompletionRequest, UsageOfCho
 from sglang.srt.entrypoints.request_fields import check_num_answers
 from sglang.srt.entrypoints.streams import close, merge
 from sglang.srt.managers.tokenizer_manager import Chunk, GenerateRequest, TokenizerManager
+from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 
 Event = dict[str, Any]
 
@@ -89,11 +90,17 @@ class _ChoiceBuilder:
         final = chunk.finish_reason is not None
         logprobs = None
         if self._spec is not None:
-            placed = self._logprobs.take([*chunk.prompt_logprobs, *chunk.logprobs], text, final)
-            logprobs = completion_logprobs(placed, self._manager.token_texts, self._spec.top)
+            entries = [*chunk.prompt_logprobs, *chunk.logprobs]
+            logprobs = await self._manager.off_loop_if_many(
+                len(entries), self._logprob_fields, self._spec, entries, text, final
+            )
         if not (text or final):
             return None
         return {"index": self._index, "text": text, "logprobs": logprobs, **choice_end(chunk.finish_reason)}
+
+    def _logprob_fields(self, spec: LogprobSpec, entries: list[TokenLogprob], text: str, final: bool) -> Event:
+        placed = self._logprobs.take(entries, text, final)
+        return completion_logprobs(placed, self._manager.token_texts, spec.top)
 
     async def _echoed(self) -> str:
         """The prompt's text, once."""
