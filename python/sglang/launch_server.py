@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
-from sglang.srt.server_args import ServerArgs
+
+def stop_at_once() -> None:
+    """Until the server handles signals itself: SIGTERM and SIGINT end a process that has nothing to close, as they
+    would a server that is starting."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(0))
 
 
 def main() -> None:
+    stop_at_once()
+    from sglang.srt.server_args import ServerArgs  # imports take a second, more on a busy machine
+
     args = ServerArgs.from_cli(sys.argv[1:])
     from sglang.srt.entrypoints.http_server import launch_server  # after the flags: they answer at once
+    from sglang.srt.utils.child_process import exit_now
 
-    sys.exit(launch_server(args))
+    exit_now(launch_server(args))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,12 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import zmq
 
@@ -107,8 +110,14 @@ class FakeScheduler:
         while True:
             while self.receive.poll(0 if self.running else 1000):
                 self.handle(decode_to_scheduler(self.receive.recv()))
-            if self.running:
+            if self.running and not self.is_held():
                 self.step()
+
+    def is_held(self) -> bool:
+        held = bool(self.flags.hold) and os.path.exists(self.flags.hold)
+        if held:
+            time.sleep(0.01)
+        return held
 
     def handle(self, message: object) -> None:
         if isinstance(message, TokenizedGenerateReqInput):
@@ -168,9 +177,12 @@ class FakeScheduler:
         time.sleep(self.flags.delay_s)
 
 
-def start(args: ChildArgs) -> Callable[[], None]:
+def start(args: ChildArgs, on_exit: ExitStack) -> Callable[[], None]:
     if FLAGS.fail:
         raise StartupError(FLAGS.fail)
+    if FLAGS.start_hold:
+        Path(FLAGS.start_hold).touch()
+        threading.Event().wait()
     if FLAGS.stuck:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     return FakeScheduler(FLAGS, args).serve
@@ -181,6 +193,8 @@ parser.add_argument("--delay-s", type=float, default=0.0)
 parser.add_argument("--crash-at", type=int, default=0, help="raise at this step")
 parser.add_argument("--kill-at", type=int, default=0, help="die by SIGKILL at this step")
 parser.add_argument("--fail", default="", help="fail at start-up with this sentence")
+parser.add_argument("--hold", default="", help="stand still while this file exists, once a request runs")
+parser.add_argument("--start-hold", default="", help="make this file, and never get ready")
 parser.add_argument("--deaf", action="store_true", help="never answer questions about the state")
 parser.add_argument("--stuck", action="store_true", help="do not stop when asked to")
 parser.add_argument("--max-req-input-len", type=int, default=4000)

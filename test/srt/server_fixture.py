@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -26,7 +27,11 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def wait_until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
+# Of a machine on which much else is running. No test waits so long for what is to happen.
+PATIENCE_S = 120.0
+
+
+def wait_until(true: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline
@@ -61,31 +66,32 @@ class Server:
         if wait:
             self.wait_ready()
 
-    def wait_ready(self, timeout_s: float = 120) -> None:
+    def wait_ready(self, timeout_s: float = PATIENCE_S) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
             assert self.process.poll() is None, self.output()
             assert time.monotonic() < deadline, self.output()
             try:
-                if httpx.get(self.url + "/health").status_code == 200:
+                if httpx.get(self.url + "/health", timeout=PATIENCE_S).status_code == 200:
                     break
             except httpx.TransportError:
-                time.sleep(0.05)
+                pass
+            time.sleep(0.05)
         self.children = psutil.Process(self.process.pid).children(recursive=True)
 
     def post(self, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
         if body is not None:
             kwargs["json"] = body
-        return httpx.post(self.url + path, timeout=30, **kwargs)
+        return httpx.post(self.url + path, timeout=PATIENCE_S, **kwargs)
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30)
+        return httpx.get(self.url + path, timeout=PATIENCE_S)
 
     def state(self) -> dict[str, Any]:
         return self.get("/hicache/state").json()
 
     def events(self, path: str, body: dict[str, Any]) -> list[Any]:
-        with httpx.stream("POST", self.url + path, json={**body, "stream": True}, timeout=30) as response:
+        with httpx.stream("POST", self.url + path, json={**body, "stream": True}, timeout=PATIENCE_S) as response:
             assert response.status_code == 200, response.read()
             assert response.headers["content-type"].startswith("text/event-stream")
             lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
@@ -99,8 +105,34 @@ class Server:
         self.log.flush()
         return Path(self.log.name).read_text()
 
-    def wait(self, timeout_s: float = 60) -> int:
+    def wait(self, timeout_s: float = PATIENCE_S) -> int:
         return self.process.wait(timeout_s)
+
+    def is_stopping(self) -> bool:
+        """It has heard the first signal: it takes no new requests."""
+        return self.get("/health").status_code == 503
+
+    def send(self, *numbers: signal.Signals) -> None:
+        first, *rest = numbers or (signal.SIGTERM,)
+        self.process.send_signal(first)
+        for number in rest:
+            wait_until(self.is_stopping)
+            self.process.send_signal(number)
+
+    def stop(self, *numbers: signal.Signals) -> None:
+        """Ends it by these signals (SIGTERM), the second once the first has been heard. The end is clean: exit code
+        0, no trace of an error in the log, nothing left."""
+        self.send(*numbers)
+        assert self.wait() == 0, self.output()
+        self.assert_clean_log()
+        self.assert_nothing_left()
+
+    def assert_clean_log(self) -> None:
+        """What only goes wrong at the end is not seen by clients. "terminate" is C++'s last word."""
+        output = self.output()
+        assert not [word for word in ("ERROR", "Traceback", "Exception", "terminate", " died") if word in output], (
+            output
+        )
 
     def assert_nothing_left(self) -> None:
         """After the end: no process, no file, no listener."""
@@ -114,7 +146,7 @@ class Server:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(10)
+                self.process.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()

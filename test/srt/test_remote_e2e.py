@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from server_fixture import Server, wait_until
+from server_fixture import PATIENCE_S, Server, wait_until
 
 from sglang.srt.offload.store.embedded import EmbeddedStore
 
@@ -63,8 +63,8 @@ def test_a_server_finds_what_another_has_stored(store):
     with start(url=store) as server:
         first = generate(server)
         assert details(first) == {"device": 0, "host": 0, "remote": 0}
-        wait_until(lambda: stored(server) >= 384, 20)
-        wait_until(lambda: server.state()["tiers"]["remote"]["blocks"] == 6, 10)
+        wait_until(lambda: stored(server) >= 384)
+        wait_until(lambda: server.state()["tiers"]["remote"]["blocks"] == 6)
         assert server.state()["storage"]["tiers"] == ["remote"]
     with start(url=store) as server:
         again = generate(server)
@@ -75,20 +75,18 @@ def test_a_server_finds_what_another_has_stored(store):
         assert details(longer) == {"device": 400, "host": 0, "remote": 0}
         metrics = server.get("/metrics").text
         assert 'cache_source="remote"' in metrics and "sglang:hicache_storage_tokens{" in metrics
-        wait_until(lambda: server.state()["tiers"]["remote"].get("deliver_bytes", 0) > 0, 10)
+        wait_until(lambda: server.state()["tiers"]["remote"].get("deliver_bytes", 0) > 0)
         samples = dict(line.rsplit(" ", 1) for line in server.get("/metrics").text.splitlines() if line[:1] != "#")
         of_stage = {k: float(v) for k, v in samples.items() if k.startswith("sglang:hicache_remote_stage_bytes{")}
         assert len(of_stage) == 4 and all(of_stage.values())
-        server.process.terminate()
-        assert server.wait() == 0, server.output()
-        server.assert_nothing_left()
+        server.stop()
 
 
 @pytest.mark.slow
 def test_every_request_fetches_with_bypass_local(store):
     with start("remote", "--hicache-bypass-local", url=store) as server:
         first = generate(server)
-        wait_until(lambda: stored(server) >= 384, 20)
+        wait_until(lambda: stored(server) >= 384)
         for _ in range(3):
             again = generate(server)
             assert details(again) == {"device": 0, "host": 0, "remote": 384}
@@ -99,7 +97,7 @@ def test_every_request_fetches_with_bypass_local(store):
 def test_the_store_is_started_where_no_url_is_given_and_leaves_nothing():
     with start() as server:
         first = generate(server)
-        wait_until(lambda: stored(server) >= 384, 20)
+        wait_until(lambda: stored(server) >= 384)
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert any("redis-server" in " ".join(c.cmdline()) for c in children) and len(proxies(server)) == 1
         server.children = children
@@ -112,11 +110,9 @@ def test_the_store_is_started_where_no_url_is_given_and_leaves_nothing():
             time.sleep(1.1)
             generate(server, PROMPT[7:])
         generate(server, PROMPT[9:])
-        wait_until(lambda: stored(server) >= before + 384, 20)
+        wait_until(lambda: stored(server) >= before + 384)
         assert generate(server)["output_ids"] == first["output_ids"]
-        server.process.terminate()
-        assert server.wait() == 0, server.output()
-        server.assert_nothing_left()
+        server.stop()
 
 
 @pytest.mark.slow
@@ -126,9 +122,9 @@ def test_a_killed_server_leaves_no_process_and_no_file():
         server.children = psutil.Process(server.process.pid).children(recursive=True)
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait()
-        _, alive = psutil.wait_procs(server.children, timeout=10)
+        _, alive = psutil.wait_procs(server.children, timeout=PATIENCE_S)
         assert not alive
-        wait_until(lambda: not [n for n in os.listdir(server.temp) if n.startswith("sglang-")], 10)
+        wait_until(lambda: not [n for n in os.listdir(server.temp) if n.startswith("sglang-")])
 
 
 @pytest.mark.slow
@@ -136,7 +132,7 @@ def test_what_cannot_start_is_one_sentence():
     extra = json.dumps({**CONFIG, "url": "redis://127.0.0.1:1"})
     storage = ["--hicache-storage-backend", "remote", "--hicache-storage-backend-extra-config", extra]
     with Server(*FLAGS.split(), *storage, wait=False) as server:
-        assert server.wait(60) == 1
+        assert server.wait() == 1
         lines = [line for line in server.output().splitlines() if "ERROR" in line or "error" in line]
         assert any("cannot be used" in line for line in lines), server.output()
         assert "Traceback" not in server.output()
@@ -147,7 +143,7 @@ def test_two_ranks_have_a_proxy_each(store):
     with start("remote", "--tp-size", "2", url=store) as server:
         first = generate(server)
         assert len(proxies(server)) == 2
-        wait_until(lambda: stored(server) >= 384, 20)
+        wait_until(lambda: stored(server) >= 384)
     with start("remote", "--tp-size", "2", url=store) as server:
         again = generate(server)
         assert details(again)["remote"] == 384 and again["output_ids"] == first["output_ids"]
@@ -168,17 +164,17 @@ def test_disk_and_remote_store_of_one_server(store, tmp_path):
             "remote": 0,
             "storage": 0,
         }
-        wait_until(lambda: stored(server) >= 192, 20)
+        wait_until(lambda: stored(server) >= 192)
         tiers = server.state()["tiers"]
         assert tiers["disk"]["blocks"] == 3
-        wait_until(lambda: server.state()["tiers"]["remote"]["blocks"] == 3, 10)
+        wait_until(lambda: server.state()["tiers"]["remote"]["blocks"] == 3)
     # Another server, without the disk, goes on with the prompt.
     other = ["--hicache-storage-backend", "remote", "--hicache-storage-backend-extra-config", short]
     with Server(*FLAGS.split(), *other) as server:
         whole = generate(server)
         assert details(whole)["remote"] == 192
-        wait_until(lambda: stored(server) >= 192, 20)
-        wait_until(lambda: server.state()["tiers"]["remote"]["blocks"] == 6, 10)
+        wait_until(lambda: stored(server) >= 192)
+        wait_until(lambda: server.state()["tiers"]["remote"]["blocks"] == 6)
     with Server(*FLAGS.split(), *storage) as server:
         again = generate(server)
         found = again["meta_info"]["cached_tokens_details"]

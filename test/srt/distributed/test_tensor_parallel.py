@@ -110,7 +110,7 @@ class Leftovers:
         assert not [p for p in self.processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
         assert not os.path.exists(self.directory)
         # Others on this machine may have some for a moment.
-        wait_until(lambda: set(os.listdir("/dev/shm")) <= self.shared_memory, 5)
+        wait_until(lambda: set(os.listdir("/dev/shm")) <= self.shared_memory)
 
 
 def prompts(seed: int, lengths: list[int], shared: int = 0) -> list[list[int]]:
@@ -239,10 +239,10 @@ def test_a_killed_rank_ends_the_server(reference, rank):
         schedulers.sort(key=lambda c: c.create_time())
         assert len(schedulers) == 2
         schedulers[rank].send_signal(signal.SIGKILL)
-        assert server.wait(8) == 1
+        assert server.wait() == 1
         assert f"the scheduler rank {rank} process was killed by SIGKILL" in server.output()
         server.assert_nothing_left()
-    wait_until(lambda: set(os.listdir("/dev/shm")) <= shared_memory, 5)
+    wait_until(lambda: set(os.listdir("/dev/shm")) <= shared_memory)
 
 
 def test_a_model_that_does_not_divide_ends_start_up_with_a_sentence(reference, tmp_path):

@@ -154,7 +154,7 @@ print("pids", *[c.pid for c in psutil.Process().children(recursive=True)])
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -123,7 +124,9 @@ def test_a_rank_on_a_gpu(gpus, monkeypatch, tmp_path):
 
     def run(device: torch.device, folder: Path) -> list[list[int]]:
         folder.mkdir()
-        core, storage = scheduler_process.build_core(args(**options), SINGLE_RANK, lambda: None, folder, device)
+        core, storage = scheduler_process.build_core(
+            args(**options), SINGLE_RANK, lambda: None, folder, ExitStack(), device
+        )
         found = ask(core, prompts) + ask(core, prompts)
         storage.slot.detach()
         return found

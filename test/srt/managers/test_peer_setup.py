@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,7 +99,7 @@ class Rank:
 
     def __init__(self, args: ServerArgs, tmp_path: Path, device: torch.device) -> None:
         self.core: EngineCore
-        self.core, _ = scheduler_process.build_core(args, SINGLE_RANK, lambda: None, tmp_path, device)
+        self.core, _ = scheduler_process.build_core(args, SINGLE_RANK, lambda: None, tmp_path, ExitStack(), device)
 
     def turn(self, new: list[TokenizedGenerateReqInput]) -> tuple[list[int], int | None]:
         """Tokens, and once it has ended how many of its prompt's came from a peer."""

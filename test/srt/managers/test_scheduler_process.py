@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,4 +17,4 @@ def test_an_io_backend_that_needs_a_gpu_is_refused_on_the_cpu():
     """Upstream's default: who asks for it gets told, not something else."""
     args = ServerArgs(model_path="/no/model", enable_hierarchical_cache=True, hicache_io_backend="kernel")
     with pytest.raises(StartupError, match="--hicache-io-backend kernel cannot run here: it needs a GPU; on the CPU"):
-        build_core(args, SINGLE_RANK, lambda: None, Path())
+        build_core(args, SINGLE_RANK, lambda: None, Path(), ExitStack())

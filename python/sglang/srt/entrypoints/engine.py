@@ -51,7 +51,7 @@ SCHEDULER_COMMAND = (sys.executable, "-m", "sglang.srt.managers.scheduler_proces
 DETOKENIZER_COMMAND = (sys.executable, "-m", "sglang.srt.managers.detokenizer_manager")
 
 _WATCH_INTERVAL_S = 0.1
-_STOP_TIMEOUT_S = 3.0
+_STOP_TIMEOUT_S = 10.0
 _STOP_INTERVAL_S = 0.02
 # sun_path holds 108 bytes.
 _MAX_SOCKET_PATH = 100

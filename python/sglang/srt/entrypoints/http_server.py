@@ -183,13 +183,14 @@ def launch_server(
     scheduler_command: Sequence[str] = SCHEDULER_COMMAND,
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
 ) -> int:
-    """Runs a server in this thread until it ends. Returns the process's exit code; has said why if it is not 0."""
+    """Runs a server in this thread until it ends. Returns the process's exit code; has said why if it is not 0. The
+    process should end with it at once (`exit_now`): threads may still be reading a tokenizer or a prompt."""
     configure_logging(args.log_level)
     logger.info("SGLang-compatible engine %s: serving %s", sglang.__version__, args.model_path)
     allow_connections()
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(serve(args, scheduler_command, drain_timeout_s))
+        # It stays open: closing it would wait for its threads, and give signals back to Python's own handlers.
+        return uvloop.new_event_loop().run_until_complete(serve(args, scheduler_command, drain_timeout_s))
     except Exception as error:
         if not is_for_the_user(error):
             raise

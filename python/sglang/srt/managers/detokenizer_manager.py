@@ -9,6 +9,7 @@ text. The text it sends is final: no character, stop string or special token is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import zmq
 
@@ -234,7 +235,7 @@ def load_decode(path: str) -> Decode:
     return lambda ids, skip: slow.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
 
 
-def start(args: ChildArgs) -> Callable[[], None]:
+def start(args: ChildArgs, on_exit: ExitStack) -> Callable[[], None]:
     context = zmq.Context()
     receive = open_pull(context, args.ipc["detokenizer_in"])
     send = open_push(context, args.ipc["tokenizer_in"])

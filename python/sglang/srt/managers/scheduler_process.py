@@ -11,8 +11,8 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -78,7 +78,7 @@ from sglang.srt.peer.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.elastic_units import layer_stream_sizes
 from sglang.srt.peer.lent_memory import LentMemory
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.child_process import ChildArgs, StartupError, open_pull, open_push, run_child
+from sglang.srt.utils.child_process import ChildArgs, StartupError, open_pull, open_push, run_child, without_stopping
 from sglang.srt.utils.cuda_stream import make_stream
 from sglang.srt.utils.device import CPU, settle_memory
 from sglang.srt.utils.stream import ThreadStream
@@ -233,10 +233,12 @@ def build_core(
     group: TensorParallelGroup,
     notify: Callable[[], None],
     directory: Path,
+    on_exit: ExitStack,
     device: torch.device = CPU,
 ) -> tuple[EngineCore, Storage | None]:
     """Load the model and build one rank around it. notify: called from other threads when something completed.
-    directory: the server's private one. The storage is None where there is no host tier."""
+    directory: the server's private one. on_exit: gets what has to be closed before the process ends. The storage is
+    None where there is no host tier."""
     attention_backend = check_device(args, device)
     model_config = ModelConfig.from_pretrained(args.model_path, args.dtype, args.context_length)
     model_config.check_tensor_parallel(group.size)
@@ -262,7 +264,9 @@ def build_core(
     borrowed = lent = None
     graph_batch_size = 0
     if args.peer_role == "worker":
-        lent = lend_memory(args, config, shape, model_config.dtype, group.rank, directory, notify, device)
+        with without_stopping():
+            lent = lend_memory(args, config, shape, model_config.dtype, group.rank, directory, notify, device)
+            on_exit.callback(lent.close)
         pool = lent.pool
         config = replace(
             config,
@@ -276,7 +280,9 @@ def build_core(
             config.num_device_pages, *shape, model_config.dtype, device, has_scratch=graph_batch_size > 0
         )
     if args.peer_role == "master":
-        borrowed = borrow_memory(args, config, shape, model_config.dtype, group.rank, group.size, notify, device)
+        with without_stopping():
+            borrowed = borrow_memory(args, config, shape, model_config.dtype, group.rank, group.size, notify, device)
+            on_exit.callback(borrowed.disconnect)
         config = replace(config, num_peer_pages=borrowed.pool.num_pages, slabs=borrowed.pool.slab_frames)
     links: dict[str, Link] = {}
     limits = {name: RateLimit(rate) for name, rate in args.rate_limits.items()}
@@ -341,6 +347,8 @@ def build_core(
             directory,
         )
         slot = StoreSlot(opener.open)
+        # What storage has not written down by then, the next start finds out by itself, only slower.
+        on_exit.callback(slot.detach)
         for name in STORAGE_LINKS:
             links[name] = StorageLink(name, slot, ThreadStream(name, notify), notify, limits.get(name))
         storage = Storage(opener, slot)
@@ -567,7 +575,7 @@ def tidy_up(core: EngineCore) -> None:
     gc.freeze()
 
 
-def start(child: ChildArgs) -> Callable[[], None]:
+def start(child: ChildArgs, on_exit: ExitStack) -> Callable[[], None]:
     args = child.parsed_server_args()
     rank, directory = child.extra["tp_rank"], Path(child.extra["directory"])
     context = zmq.Context()
@@ -580,13 +588,13 @@ def start(child: ChildArgs) -> Callable[[], None]:
         # Each rank would take all cores, and they would wait for each other's threads.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // group.size))
     if receiver is None:
-        core, storage = build_core(args, group, sync.poke, directory, device)
+        core, _ = build_core(args, group, sync.poke, directory, on_exit, device)
         gc.collect()
         gc.freeze()
-        return partial(_serve, FollowerProcess(core, sync).serve, storage)
+        return FollowerProcess(core, sync).serve
     sender = open_push(context, child.ipc["detokenizer_in"])
     wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
-    core, storage = build_core(args, group, lambda: os.eventfd_write(wake_fd, 1), directory, device)
+    core, storage = build_core(args, group, lambda: os.eventfd_write(wake_fd, 1), directory, on_exit, device)
     process = SchedulerProcess(core, storage, sync, receiver, sender, wake_fd)
     gc.collect()
     gc.freeze()
@@ -600,17 +608,7 @@ def start(child: ChildArgs) -> Callable[[], None]:
             )
         )
     )
-    return partial(_serve, process.serve, storage)
-
-
-def _serve(serve: Callable[[], None], storage: Storage | None) -> None:
-    """Until this process is told to stop, by an exception. What storage has not written down then, the next start
-    finds out by itself, only slower."""
-    try:
-        serve()
-    finally:
-        if storage is not None:
-            storage.slot.detach()
+    return process.serve
 
 
 if __name__ == "__main__":

@@ -125,9 +125,13 @@ class BorrowedMemory:
         ]
         return {"role": "master", "slab_bytes": self.slabs.slab_bytes, "lenders": lenders}
 
-    def close(self) -> None:
-        """What is mapped stays mapped until the process ends, which gives it back. The links have ended before."""
+    def disconnect(self) -> None:
+        """Before the process ends, which gives back what is mapped. The links may still be using it."""
         self.coordinator.close()
+
+    def close(self) -> None:
+        """The links have ended before. What is mapped stays mapped until the process ends."""
+        self.disconnect()
         self.pool.close()
 
     def _take(self, event: Lent) -> None:

@@ -88,7 +88,8 @@ class _Coordinator(Generic[_Event]):
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._wake)
+        # Not at the end of the process: the thread may still be polling it.
+        weakref.finalize(self, os.close, self._wake).atexit = False
         self._poller.register(self._wake, zmq.POLLIN)
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._events: deque[_Event] = deque()
@@ -107,7 +108,8 @@ class _Coordinator(Generic[_Event]):
         return self._status
 
     def close(self) -> None:
-        """Says nothing to the other side: what is lent stays so until this process ends."""
+        """Ends the thread and removes its sockets. Sends nothing to the other side: what is lent stays so until this
+        process ends. May be called twice."""
         self._is_closing = True
         self._submit(lambda: None)
         self._thread.join(_CLOSE_TIMEOUT_S)
@@ -136,8 +138,8 @@ class _Coordinator(Generic[_Event]):
             logger.exception("the coordinator has died")
             self._notify()
         finally:
-            self._context.destroy(linger=0)
             self._release()
+            self._context.destroy(linger=0)
 
     def _run_commands(self, ready: dict[Any, int]) -> None:
         if self._wake in ready:
@@ -389,6 +391,10 @@ class LenderCoordinator(_Coordinator[LenderEvent]):
             del self._routes[borrower]
 
     def _release(self) -> None:
+        # ZeroMQ leaves the file of its socket. It still listens: no other worker can have taken its place.
+        scheme, _, path = self.endpoint.partition("://")
+        if scheme == "ipc":
+            Path(path).unlink(missing_ok=True)
         self._copier.close()
         self._listener.close()
         for fd in list(self._connections):

@@ -62,7 +62,8 @@ class Copier:
         self._new: queue.SimpleQueue[_Session] = queue.SimpleQueue()
         self._poll = select.poll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._wake)
+        # Not at the end of the process: the thread may still be polling it.
+        weakref.finalize(self, os.close, self._wake).atexit = False
         self._poll.register(self._wake, select.POLLIN)
         self._is_closing = False
         self._thread: threading.Thread | None = None

@@ -134,4 +134,5 @@ class LentMemory:
         }
 
     def close(self) -> None:
+        """Ends the coordinator. What is lent stays the borrowers' until they let go of it or end."""
         self.coordinator.close()

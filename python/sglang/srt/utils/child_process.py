@@ -4,16 +4,19 @@ The protocol, for whoever writes a child:
 
     python -m sglang.srt.managers.<child> '<json of ChildArgs>'
 
-- The child calls `run_child(start)` under `if __name__ == "__main__"`. start(ChildArgs) builds everything and returns
-  `serve`, a function without arguments that runs until the parent asks it to stop. The process that reads a socket
-  binds it (`open_pull`), who writes connects (`open_push`): ZeroMQ keeps what is sent before the peer binds, so the
-  order of starts does not matter.
+- The child calls `run_child(start)` under `if __name__ == "__main__"`. start(ChildArgs, on_exit) builds everything
+  and returns `serve`, a function without arguments that runs until the parent asks it to stop. The process that reads
+  a socket binds it (`open_pull`), the one that writes connects (`open_push`): ZeroMQ keeps what is sent before the
+  peer binds, so the order of starts does not matter.
+- on_exit, an ExitStack, holds what has to be closed before the process ends. It is unwound however the process ends,
+  during start-up too. Then the process exits at once, by `exit_now`.
 - The scheduler says that it is ready by sending SchedulerReady. An error in `start` that a user can mend is raised as
   ValueError, OSError, StartupError or any exception type of this package, with one sentence that says what to do: it
   is written to `error_file`, the exit code is 1, nothing is printed, and the parent repeats the sentence once. Any
   other exception, and any in `serve`, also logs a traceback: once, of where it happened, in our own frames.
 - SIGINT and SIGTERM mean nothing to a child: the parent drains first, then asks with SIGUSR1, again and again, whose
   first raises SystemExit in the main thread (`finally` blocks run), and in the end kills a child that has not left.
+  What must not be left half made is made `without_stopping`.
 - A child dies with its parent, however that died: with the parent's thread that started it, as Linux has it. One
   child (`remove_directory`) notices that by itself, and removes what the parent can no longer remove.
 - Logging goes to stderr, which the parent passes on; its last line is the hint that the parent gives if a child dies.
@@ -31,7 +34,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import msgspec
@@ -87,7 +91,7 @@ def open_push(context: zmq.Context, address: str) -> zmq.Socket:
     return socket
 
 
-def run_child(start: Callable[[ChildArgs], Callable[[], None]], argv: list[str] | None = None) -> NoReturn:
+def run_child(start: Callable[[ChildArgs, ExitStack], Callable[[], None]], argv: list[str] | None = None) -> NoReturn:
     args = msgspec.json.decode((argv or sys.argv)[1], type=ChildArgs)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -96,18 +100,51 @@ def run_child(start: Callable[[ChildArgs], Callable[[], None]], argv: list[str] 
         _die_with_parent(args.parent_pid, args.remove_directory)
     configure_logging(args.server_args.get("log_level", "info"), args.log_prefix)
     serving = False
+    on_exit = ExitStack()
+    code = 0
     try:
-        serve = start(args)
+        serve = start(args, on_exit)
         serving = True
         serve()
+    except SystemExit:
+        pass
     except Exception as error:
         if serving or not is_for_the_user(error):
             log_uncaught(error)
         if args.error_file:
             with open(args.error_file, "w") as file:
                 file.write(one_sentence(error))
-        sys.exit(1)
-    sys.exit(0)
+        code = 1
+    signal.signal(STOP_SIGNAL, signal.SIG_IGN)
+    try:
+        on_exit.close()
+    except Exception as error:
+        log_uncaught(error)
+    exit_now(code)
+
+
+def exit_now(code: int) -> NoReturn:
+    """Ends the process without taking the interpreter down. A thread that computes in C++ meanwhile would abort the
+    process (its frames end by pthread_exit when it asks for the interpreter's lock), and one that tokenises would be
+    waited for."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, OSError, ValueError):  # it is closed, or nobody reads it any more
+            pass
+    os._exit(code)
+
+
+@contextmanager
+def without_stopping() -> Iterator[None]:
+    """What is made in here, and entered into on_exit, is not interrupted by the signal to stop. The parent repeats
+    it."""
+    before = signal.signal(STOP_SIGNAL, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(STOP_SIGNAL, before)
 
 
 def _stop(*_: object) -> None:

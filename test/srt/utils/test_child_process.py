@@ -1,0 +1,80 @@
+"""How a child ends: what it has to close is closed, and no thread keeps it or brings it down."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sglang.srt.utils.child_process import ChildArgs
+
+CHILD = """
+import os, signal, sys, threading, time
+from sglang.srt.utils.child_process import StartupError, run_child, without_stopping
+
+def close():
+    time.sleep(0.05)  # signals that come now change nothing
+    print("closed", flush=True)
+
+def start(args, on_exit):
+    on_exit.callback(close)
+    # As a thread that computes: not a daemon, so that an orderly end of the interpreter would wait for it.
+    threading.Thread(target=threading.Event().wait).start()
+    {start}
+    def serve():
+        {serve}
+    return serve
+
+run_child(start)
+"""
+STOP = "os.kill(os.getpid(), signal.SIGUSR1); os.kill(os.getpid(), signal.SIGUSR1)"
+
+
+@pytest.mark.parametrize(
+    ("start", "serve", "code", "error"),
+    [
+        ("pass", STOP, 0, ""),
+        (STOP, "pass", 0, ""),
+        ("pass", "pass", 0, ""),
+        ("raise StartupError('no room')", "pass", 1, "no room"),
+        ("pass", "raise RuntimeError('broken')", 1, "broken"),
+        (
+            "os.kill(os.getpid(), signal.SIGTERM)",
+            "os.kill(os.getpid(), signal.SIGINT); raise OSError('last')",
+            1,
+            "last",
+        ),
+    ],
+    ids=["told", "told while it starts", "done", "cannot start", "breaks", "other signals"],
+)
+def test_a_child_closes_what_it_has_and_ends(start: str, serve: str, code: int, error: str, tmp_path: Path) -> None:
+    args = ChildArgs(server_args={}, ipc={}, error_file=str(tmp_path / "error"))
+    command = [sys.executable, "-c", CHILD.format(start=start, serve=serve), msgspec.json.encode(args).decode()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (code, "closed\n"), done.stderr
+    assert (tmp_path / "error").exists() == bool(error)
+    assert not error or (tmp_path / "error").read_text() == error
+    assert ("Traceback" in done.stderr or "uncaught" in done.stderr) == (error in ("broken", "last"))
+
+
+def test_what_must_not_be_half_made_is_not_interrupted(tmp_path: Path) -> None:
+    start = f"""
+    with without_stopping():
+        {STOP}
+        print("made", flush=True)
+    """
+    args = ChildArgs(server_args={}, ipc={})
+    command = [sys.executable, "-c", CHILD.format(start=start, serve=STOP), msgspec.json.encode(args).decode()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "made\nclosed\n"), done.stderr
+
+
+def test_a_signal_before_the_server_handles_any_ends_it() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        code = f"import os, sglang.launch_server as l; l.stop_at_once(); os.kill(os.getpid(), {int(number)}); input()"
+        done = subprocess.run([sys.executable, "-c", code], stdin=subprocess.PIPE, capture_output=True, timeout=120)
+        assert (done.returncode, done.stderr) == (0, b"")
