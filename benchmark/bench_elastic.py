@@ -79,7 +79,11 @@ class BlockMajor:
 
     def drain(self) -> None:
         boundary = self.last * self.pool.slab_pages
-        self.table.doom(self.table.busy_from(boundary), FrameState.CACHED, fence=-1)
+        self.table.doom(
+            np.flatnonzero(self.table.state[boundary:] == FrameState.CACHED).astype(np.int32) + boundary,
+            FrameState.CACHED,
+            fence=-1,
+        )
         self.table.reap(0)
 
     def shrink(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 
-FREE, HELD, FILLING, CACHED, DOOMED, LENT, QUARANTINED = FrameState
+FREE, HELD, FILLING, CACHED, DOOMED, LENT = FrameState
 
 
 def ids(*frames: int) -> np.ndarray:
@@ -17,7 +17,7 @@ def ids(*frames: int) -> np.ndarray:
 
 
 def states(table: FrameTable) -> str:
-    """One letter per frame: Free, Held, fIlling, Cached, Doomed, Lent, Quarantined."""
+    """One letter per frame: Free, Held, fIlling, Cached, Doomed, Lent."""
     table.check_invariants()
     return "".join("FHICDLQ"[s] for s in table.state)
 
@@ -226,20 +226,6 @@ def test_lent_and_taken_back():
     assert table.take_freed().tolist() == [4], "poisoned like whatever becomes free"
 
 
-def test_a_silent_borrowers_frames_are_nobodys():
-    table = FrameTable(4, lowest_first=True)
-    table.lend(ids(2, 3))
-    table.quarantine(ids(3, 2))
-    assert states(table) == "FFQQ" and table.num_free == 2 and table.counts[QUARANTINED] == 2
-    with pytest.raises(AssertionError, match="not all LENT"):
-        table.take_back(ids(2))
-    table.release_quarantined(ids(3))
-    assert states(table) == "FFQF" and table.take_freed().tolist() == [3]
-    with pytest.raises(AssertionError, match="not all QUARANTINED"):
-        table.release_quarantined(ids(2, 3))
-    assert states(table) == "FFQF"
-
-
 def test_nothing_is_lent_twice():
     table = FrameTable(4, lowest_first=True)
     take(table, 1)
@@ -248,7 +234,7 @@ def test_nothing_is_lent_twice():
         with pytest.raises(AssertionError, match="lent already"):
             table.lend(frames)
     with pytest.raises(AssertionError, match="not all LENT"):
-        table.quarantine(ids(2))
+        table.take_back(ids(2, 3))
     assert states(table) == "HFFL"
 
 
@@ -300,23 +286,6 @@ def test_a_transfer_keeps_lent_frames_from_coming_back():
     table.unpin(ids(1))
     table.take_back(ids(1))
     assert states(table) == "FF"
-
-
-def test_the_end_of_a_pool_is_drained():
-    """What is free above the boundary is lent at once; what is busy when it has become free."""
-    table = FrameTable(8, lowest_first=True)
-    frames = take(table, 6)
-    table.transition(frames[4:], HELD, CACHED)
-    assert table.free_from(4).tolist() == [6, 7] and table.busy_from(4).tolist() == [4, 5]
-    table.lend(table.free_from(4))
-    table.doom(ids(4, 5), CACHED, fence=0)
-    assert states(table) == "HHHHDDLL" and table.busy_from(4).tolist() == [4, 5]
-    table.reap(1)
-    assert table.busy_from(4).tolist() == [] and table.free_from(4).tolist() == [4, 5]
-    table.lend(table.free_from(4))
-    assert states(table) == "HHHHLLLL" and table.busy_from(0).tolist() == [0, 1, 2, 3]
-    table.quarantine(ids(7))
-    assert table.busy_from(4).tolist() == [], "it cannot be drained"
 
 
 def corrupt_count(table: FrameTable) -> None:
@@ -439,36 +408,20 @@ def test_random_operations_against_a_dictionary(seed: int, num_pages: int, block
                 assert set(freed) == model.reap(done)
                 num_reaped += len(freed)
             case 7:
-                boundary = rng.randrange(num_pages + 1)
-                if rng.random() < 0.5:
-                    frames = some(FREE)
-                else:
-                    frames = table.free_from(boundary)
-                    assert frames.tolist() == [f for f in model.of(FREE) if f >= boundary]
+                frames = some(FREE)
                 table.lend(frames)
                 model.state.update(dict.fromkeys(frames.tolist(), LENT))
-                busy = [f for f, s in model.state.items() if f >= boundary and s in (HELD, FILLING, CACHED, DOOMED)]
-                assert table.busy_from(boundary).tolist() == busy
             case 8:
                 frames = some(LENT)
                 table.take_freed()
                 table.take_back(frames)
                 assert table.take_freed().tolist() == frames.tolist()
                 model.state.update(dict.fromkeys(frames.tolist(), FREE))
-            case 9 if rng.random() < 0.5:
-                frames = some(LENT)
-                table.quarantine(frames)
-                model.state.update(dict.fromkeys(frames.tolist(), QUARANTINED))
-            case 9:
-                frames = some(QUARANTINED)
-                table.release_quarantined(frames)
-                model.state.update(dict.fromkeys(frames.tolist(), FREE))
         table.check_invariants()
         assert table.state.tolist() == list(model.state.values())
         assert table.pins.tolist() == list(model.pins.values())
         assert table.counts == [len(model.of(state)) for state in FrameState]
     table.take_back(np.array(model.of(LENT), np.int32))
-    table.release_quarantined(np.array(model.of(QUARANTINED), np.int32))
     for frames in transfers:
         table.unpin(frames)
     for state in (HELD, FILLING, CACHED):

@@ -1608,7 +1608,7 @@ class Scheduler:
             counts = {state.name.lower(): table.counts[state] for state in FrameState}
             evictable = self.tree.evictable_pages(tier)
             # What is another engine's now is no part of the tier.
-            num_pages = table.num_pages - counts["lent"] - counts["quarantined"]
+            num_pages = table.num_pages - counts["lent"]
             tiers[TIER_NAMES[tier]] = {
                 "num_pages": num_pages,
                 "total_tokens": num_pages * page,

@@ -14,9 +14,7 @@ never reads the tree (which alone says *where* a page is), and knows nothing of 
 
       lend           take_back                           LENT: another engine's for now. What is not FREE when it is
 FREE ------> LENT ------------> FREE                     lent becomes LENT where it would become FREE; a slab is
-              |                  ^                       lent when all its frames are; until then it can be kept.
-              | quarantine       | release_quarantined   QUARANTINED: the borrower has not given it back in time and
-              +--> QUARANTINED --+                       may still write it.
+                                                         lent when all its frames are; until then it can be kept.
 """
 
 from __future__ import annotations
@@ -38,7 +36,6 @@ class FrameState(IntEnum):
     CACHED = 3
     DOOMED = 4
     LENT = 5
-    QUARANTINED = 6
 
 
 class FrameTable:
@@ -157,8 +154,7 @@ class FrameTable:
 
     def lend(self, frames: np.ndarray) -> None:
         """Frames (each listed once) become another engine's: FREE ones at once, others when they would be FREE."""
-        state = self.state[frames]
-        is_lent = (state == FrameState.LENT) | (state == FrameState.QUARANTINED) | self._to_lend[frames]
+        is_lent = (self.state[frames] == FrameState.LENT) | self._to_lend[frames]
         assert not is_lent.any(), "some are lent already"
         is_free = self.state[frames] == FrameState.FREE
         free = frames[is_free]
@@ -169,29 +165,14 @@ class FrameTable:
     def keep(self, frames: np.ndarray) -> None:
         """Undo `lend`, before anybody else was told of these frames: LENT ones are FREE, others will be."""
         self._to_lend[frames] = False
-        self._give_back(frames[self.state[frames] == FrameState.LENT], FrameState.LENT)
+        self.take_back(frames[self.state[frames] == FrameState.LENT])
 
     def take_back(self, frames: np.ndarray) -> None:
         """LENT frames are this engine's again: the borrower has unmapped them, or is dead. Scrubbed by the caller."""
-        self._give_back(frames, FrameState.LENT)
-
-    def quarantine(self, frames: np.ndarray) -> None:
-        """LENT frames are neither's: the borrower is silent, and may still write them."""
-        self.transition(frames, FrameState.LENT, FrameState.QUARANTINED)
-
-    def release_quarantined(self, frames: np.ndarray) -> None:
-        """QUARANTINED frames are this engine's again: a late acknowledgement, or the borrower's death."""
-        self._give_back(frames, FrameState.QUARANTINED)
-
-    def free_from(self, boundary: int) -> np.ndarray:
-        """FREE frames (int32) at or above `boundary`, ascending: what can be lent of the pool's end at once."""
-        return self._ids[boundary:][self.state[boundary:] == FrameState.FREE]
-
-    def busy_from(self, boundary: int) -> np.ndarray:
-        """Frames (int32) at or above `boundary` that hold something of this engine's, ascending: what has to be
-        drained before the pool can end there."""
-        state = self.state[boundary:]
-        return self._ids[boundary:][(state >= FrameState.HELD) & (state <= FrameState.DOOMED)]
+        where = self._where(frames)
+        assert (self.state[where] == FrameState.LENT).all(), "frames are not all LENT"
+        assert not self.pins[where].any(), "a transfer still reads or writes what is to be free"
+        self._set_free(frames, where, FrameState.LENT)
 
     def take_freed(self) -> np.ndarray:
         """Frames (int32) that became FREE since the last call; some may be in use again."""
@@ -211,12 +192,6 @@ class FrameTable:
         assert (self.state[listed] == FrameState.DOOMED).all()
         assert (self.pins >= 0).all() and not self.pins[free].any(), "a free frame is pinned"
         assert not np.isin(self.state[self._to_lend], (FrameState.FREE, FrameState.LENT)).any(), "lent late"
-
-    def _give_back(self, frames: np.ndarray, before: FrameState) -> None:
-        where = self._where(frames)
-        assert (self.state[where] == before).all(), f"frames are not all {before.name}"
-        assert not self.pins[where].any(), "a transfer still reads or writes what is to be free"
-        self._set_free(frames, where, before)
 
     def _set_free(self, frames: np.ndarray, where: np.ndarray | slice, before: FrameState) -> None:
         self.state[where] = FrameState.FREE

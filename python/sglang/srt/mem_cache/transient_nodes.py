@@ -132,13 +132,7 @@ class TransientNodes:
         """IN_QUEUE -> IN_FLIGHT: it is being computed."""
         claim = self._claims[rid]
         if not claim.in_flight:
-            self._mark(claim, True)
-
-    def requeue(self, rid: str) -> None:
-        """IN_FLIGHT -> IN_QUEUE: it was retracted, or lost its launch."""
-        claim = self._claims[rid]
-        if claim.in_flight:
-            self._mark(claim, False)
+            self._mark_in_flight(claim)
 
     def claimed_by_older(self, rid: str, stalled: Callable[[str], bool]) -> int:
         """Up to which token of its own prompt the request would do better to wait: the longest prefix in whole pages
@@ -206,14 +200,14 @@ class TransientNodes:
         first = int(differs.argmax())
         return first - first % self.page_size if differs[first] else n
 
-    def _mark(self, claim: Claim, in_flight: bool) -> None:
+    def _mark_in_flight(self, claim: Claim) -> None:
         claim_at = (claim.order, claim)
         for node in _path(claim):
             self._leave(node, claim)
-            if in_flight and not node.in_flight:
+            if not node.in_flight:
                 self._move_tokens(node, 1)
-            insort(node.in_flight if in_flight else node.queued, claim_at)
-        claim.in_flight = in_flight
+            insort(node.in_flight, claim_at)
+        claim.in_flight = True
 
     def _leave(self, node: TransientNode, claim: Claim) -> None:
         claims = node.in_flight if claim.in_flight else node.queued
