@@ -205,6 +205,7 @@ class ServerArgs:
         "level of the access log (default: --log-level)",
         choices=("debug", "info", "warning", "error", "critical"),
     )
+    strict_fields: bool = arg(False, "refuse request fields that this server does not know, instead of ignoring them")
     stream_interval: int = arg(1, "tokens per chunk of a streamed answer")
     enable_metrics: bool = arg(False, "accepted for upstream's sake: /metrics always answers")
     enable_cache_report: bool = arg(False, "accepted for upstream's sake: usage always has cached_tokens")

@@ -8,7 +8,10 @@ from sglang.srt.entrypoints import request_fields
 from sglang.srt.entrypoints.native import GenerateReqInput, sampling_fields
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.entrypoints.request_fields import (
+    MAX_COMPARED,
+    MAX_WARNINGS,
     SamplingFields,
+    check_fields,
     convert,
     decode_body,
     namespace,
@@ -66,6 +69,74 @@ def test_values_that_ask_for_nothing_pass():
 
 def test_unknown_fields_are_ignored():
     assert chat(store=True, metadata={"a": 1}, what_is_this=[1]).messages == MESSAGES
+
+
+def warnings(strict: bool = False, **fields) -> list[str]:
+    return check_fields(fields, ChatCompletionRequest, request_fields.UNSUPPORTED_CHAT, strict)
+
+
+@pytest.mark.parametrize(
+    "name, likely",
+    [
+        ("temperatur", "temperature"),
+        ("max_token", "max_tokens"),
+        ("max_new_tokens", "max_tokens"),
+        ("top_P", "top_p"),
+        ("maxTokens", "max_tokens"),
+        ("stops", "stop"),
+        ("respons_format", "response_format"),
+        ("mesages", "messages"),
+    ],
+)
+def test_a_misspelt_field_is_named(name, likely):
+    assert warnings(messages=MESSAGES, **{name: 1}) == [
+        f"the field '{name}' is not known and was ignored: did you mean '{likely}'?"
+    ]
+    with pytest.raises(RequestError, match=f"no field '{name}': did you mean '{likely}'") as error:
+        warnings(strict=True, **{name: 1})
+    assert error.value.param == name and error.value.status_code == 400
+
+
+def test_fields_of_tables_are_checked_too():
+    (warning,) = warnings(stream_options={"include_usge": True, "other": 1})
+    assert "'stream_options.include_usge'" in warning and "'stream_options.include_usage'" in warning
+    with pytest.raises(RequestError, match=r"stream_options\.other"):
+        warnings(strict=True, stream_options={"other": 1})
+    assert warnings(strict=True, stream_options={"include_usage": True}) == warnings(stream_options=3) == []
+    with pytest.raises(RequestError, match="no field 'temperatur': did you mean 'temperature'"):
+        sampling_fields({"temperatur": 1})
+
+
+def test_fields_of_other_engines_are_no_misspellings():
+    others = """
+        store metadata service_tier prediction audio verbosity prompt_cache_key safety_identifier
+        web_search_options use_beam_search length_penalty include_stop_str_in_output truncate_prompt_tokens
+        prompt_logprobs allowed_token_ids add_generation_prompt guided_json top_a typical_p repeat_penalty num_ctx
+        keep_alive provider reasoning chat_template documents kv_transfer_params echo"""
+    for name in others.split():
+        assert warnings(**{name: 1}) == []
+        with pytest.raises(RequestError, match=f"no field '{name}'$"):
+            warnings(strict=True, **{name: 1})
+
+
+def test_names_from_clients_are_made_harmless():
+    (warning,) = warnings(**{"temper\r\nature": 1})
+    assert warning.startswith("the field 'temper??ature' ")
+    (warning,) = warnings(**{"tempërature": 1})
+    assert warning.startswith("the field 'temp?rature' ")
+    assert warnings(**{"x" * 10_000: 1, "": 1, "\0": 1}) == []
+    with pytest.raises(RequestError) as error:
+        warnings(strict=True, **{"\n" * 10_000: 1})
+    assert len(error.value.message) < 200 and len(error.value.param) == 64
+
+
+def test_few_of_many_unknown_fields_are_looked_at(monkeypatch):
+    seen = []
+    monkeypatch.setattr(request_fields, "did_you_mean", lambda name, known: seen.append(name) or "")
+    assert warnings(**{f"unknown{i}": 1 for i in range(100_000)}) == []
+    assert len(seen) == MAX_COMPARED
+    monkeypatch.undo()
+    assert len(warnings(**{f"temperature{i}": 1 for i in range(100)})) == MAX_WARNINGS
 
 
 @pytest.mark.parametrize(
@@ -182,15 +253,7 @@ def test_native_parameters_are_strict():
             sampling_fields(wrong)
 
 
-# Upstream's fields (see the wheel of sglang 0.5.21) that this engine does not look at, and need not: they are about
-# logs, tracing and how upstream's own processes talk, or only say how to treat something that was refused.
-NOTHING_TO_DO = {
-    *("received_time", "http_worker_ipc", "external_trace_header", "log_metrics", "no_logs", "routing_key"),
-    *("conversation_id", "need_wait_for_mm_inputs", "num_items_assigned", "encoder_urls", "mm_hashes"),
-    *("mm_content_hashes", "parallel_tool_calls", "separate_reasoning", "stream_reasoning", "bootstrap_pair_key"),
-    *("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"),
-    "ebnf_full_assistant",
-}
+# See the wheel of sglang 0.5.21.
 UPSTREAM_GENERATE = """
     rid session_id text input_ids input_embeds image_data video_data audio_data mm_hashes mm_content_hashes
     use_audio_in_video video_config sampling_params return_logprob logprob_start_len top_logprobs_num
@@ -246,7 +309,8 @@ UPSTREAM_COMPLETION = """
 )
 def test_every_field_of_upstreams_is_served_or_refused(upstream, kind, refused):
     assert not set(kind.__struct_fields__) & set(refused)
-    assert set(upstream.split()) - set(kind.__struct_fields__) - set(refused) <= NOTHING_TO_DO
+    assert set(upstream.split()) - set(kind.__struct_fields__) - set(refused) <= request_fields.NOTHING_TO_DO
+    assert check_fields(dict.fromkeys(upstream.split(), 1), kind, refused, strict=True) == []
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import sglang
 from sglang.srt.entrypoints.auth import ApiKeyMiddleware, require_a_key, require_admin
@@ -26,6 +28,7 @@ from sglang.srt.entrypoints.request_fields import (
     UNSUPPORTED_CHAT,
     UNSUPPORTED_COMPLETION,
     UNSUPPORTED_GENERATE,
+    check_fields,
     convert,
     decode_body,
 )
@@ -36,6 +39,8 @@ from sglang.srt.managers.tokenizer_manager import GenerateRequest, TokenizerMana
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.errors import RequestError
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 # Upstream's, for /health_generate.
 _HEALTH_TIMEOUT_S = 20.0
@@ -55,6 +60,7 @@ class AttachStorageRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_app(args: ServerArgs, manager: TokenizerManager, ready_info: dict[str, Any]) -> FastAPI:
     app = FastAPI(title="SGLang-compatible engine", version=sglang.__version__)
+    app.add_middleware(WarningHeaders)
     if args.api_key is not None or args.admin_api_key is not None:
         app.add_middleware(ApiKeyMiddleware, args=args)
     _add_generation(app, args, manager)
@@ -79,22 +85,54 @@ async def _body(request: Request) -> dict[str, Any]:
     return decode_body(await request.body())
 
 
+async def _parsed(
+    request: Request, args: ServerArgs, kind: type[T], unsupported: Mapping[str, Sequence[Any]] = {}
+) -> T:
+    body = await _body(request)
+    request.state.warnings = check_fields(body, kind, unsupported, args.strict_fields)
+    return convert(body, kind, unsupported)
+
+
+class WarningHeaders:
+    """Puts a request's warnings into the head of its reply, whether that is a stream, an error or neither."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope.setdefault("state", {})
+
+        async def send_(message: Message) -> None:
+            if message["type"] == "http.response.start" and (warnings := state.get("warnings")):
+                headers = [(b"warning", warning_header(each).encode("ascii")) for each in warnings]
+                message = {**message, "headers": [*message["headers"], *headers]}
+            await send(message)
+
+        await self._app(scope, receive, send_)
+
+
+def warning_header(text: str) -> str:
+    """As Kubernetes warns of unknown fields: RFC 7234's code 299 and a quoted text. text: printable ASCII."""
+    quoted = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'299 - "{quoted}"'
+
+
 def _add_generation(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        req = convert(await _body(request), ChatCompletionRequest, UNSUPPORTED_CHAT)
+        req = await _parsed(request, args, ChatCompletionRequest, UNSUPPORTED_CHAT)
         _check_model(args, req.model)
         return await answer(request.receive, serve_chat(req, manager, args.model_name), bool(req.stream))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        req = convert(await _body(request), CompletionRequest, UNSUPPORTED_COMPLETION)
+        req = await _parsed(request, args, CompletionRequest, UNSUPPORTED_COMPLETION)
         _check_model(args, req.model)
         return await answer(request.receive, serve_completions(req, manager, args.model_name), bool(req.stream))
 
     @app.api_route("/generate", methods=["POST", "PUT"])
     async def generate(request: Request) -> Response:
-        req = convert(await _body(request), GenerateReqInput, UNSUPPORTED_GENERATE)
+        req = await _parsed(request, args, GenerateReqInput, UNSUPPORTED_GENERATE)
         return await answer(request.receive, serve_generate(req, manager), bool(req.stream))
 
 
@@ -102,14 +140,14 @@ def _add_tokenization(app: FastAPI, args: ServerArgs, manager: TokenizerManager)
     @app.post("/tokenize")
     @app.post("/v1/tokenize")
     async def tokenize_(request: Request) -> Response:
-        req = convert(await _body(request), TokenizeRequest, {})
+        req = await _parsed(request, args, TokenizeRequest)
         _check_model(args, req.model)
         return Response(await tokenize(req, manager), media_type="application/json")
 
     @app.post("/detokenize")
     @app.post("/v1/detokenize")
     async def detokenize_(request: Request) -> Response:
-        req = convert(await _body(request), DetokenizeRequest, {})
+        req = await _parsed(request, args, DetokenizeRequest)
         _check_model(args, req.model)
         return JSONResponse(await detokenize(req, manager))
 
@@ -203,7 +241,7 @@ def _add_administration(app: FastAPI, args: ServerArgs, manager: TokenizerManage
     @app.put("/hicache/storage-backend")
     async def attach_hicache_storage_backend(request: Request) -> Response:
         require_a_key(args)
-        req = convert(await _body(request), AttachStorageRequest, {})
+        req = await _parsed(request, args, AttachStorageRequest)
         result = await manager.attach_hicache_storage(
             req.hicache_storage_backend,
             req.hicache_storage_backend_extra_config_json or "",
@@ -233,7 +271,7 @@ def _add_administration(app: FastAPI, args: ServerArgs, manager: TokenizerManage
 
     @app.post("/abort_request")
     async def abort_request(request: Request) -> Response:
-        req = convert(await _body(request), AbortRequest, {})
+        req = await _parsed(request, args, AbortRequest)
         if req.abort_all:
             require_admin(request, args)
         elif not req.rid:

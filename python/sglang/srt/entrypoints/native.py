@@ -15,6 +15,7 @@ from sglang.srt.entrypoints.request_fields import (
     SamplingFields,
     check_name,
     check_num_answers,
+    did_you_mean,
     namespace,
     refuse_unsupported,
     sampling_params,
@@ -132,7 +133,8 @@ def sampling_fields(body: dict[str, Any]) -> SamplingFields:
     known = {name: value for name, value in body.items() if name not in UNSUPPORTED_NATIVE_SAMPLING}
     for name in known:
         if name not in SamplingFields.__struct_fields__:
-            raise RequestError(f"sampling_params has no field {name!r}", param="sampling_params")
+            likely = did_you_mean(name, (*SamplingFields.__struct_fields__, *UNSUPPORTED_NATIVE_SAMPLING))
+            raise RequestError(f"sampling_params has no field {name!r}{likely}", param="sampling_params")
     try:
         return msgspec.convert(known, SamplingFields, str_keys=True)
     except msgspec.ValidationError as error:

@@ -1,14 +1,18 @@
 """From a JSON body to something checked: decoding, fields we refuse, sampling parameters.
 
 A field that upstream has and this engine does not is refused by name if it asks for something: a value that changes
-nothing passes. A field that nobody knows is ignored, as OpenAI and upstream do.
+nothing passes. A field that is not known at all is ignored, as OpenAI and upstream do, or refused with
+--strict-fields; one that looks like a known field is named in a warning.
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
+import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -114,6 +118,18 @@ UNSUPPORTED_GENERATE = {
     "custom_labels": ({},),
 }
 
+# Upstream's fields that ask for nothing here: they are about logs, tracing and how upstream's own processes talk, or
+# only add to one that is refused.
+NOTHING_TO_DO = frozenset(
+    {
+        *("received_time", "http_worker_ipc", "external_trace_header", "log_metrics", "no_logs", "routing_key"),
+        *("conversation_id", "need_wait_for_mm_inputs", "num_items_assigned", "encoder_urls", "mm_hashes"),
+        *("mm_content_hashes", "parallel_tool_calls", "separate_reasoning", "stream_reasoning", "bootstrap_pair_key"),
+        *("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"),
+        *("ebnf_full_assistant", "abort_message"),
+    }
+)
+
 MAX_N = 128  # OpenAI's
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
@@ -121,6 +137,13 @@ MAX_LOGIT_BIAS = 1024
 MAX_NAME_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_ANSWERS = 1 << 16
+# Of one request's unknown fields: so many are compared with known ones, and so many are named.
+MAX_COMPARED = 32
+MAX_WARNINGS = 8
+# Characters of a field's name that are compared and shown.
+_MAX_FIELD_NAME = 64
+# Of 1: how alike two names are, by difflib, if one is taken for the other's misspelling.
+_ALIKE = 0.85
 _INT64 = range(-(1 << 63), 1 << 63)
 _FIELD_IN_MESSAGE = re.compile(r"`\$\.([A-Za-z_]+)")
 
@@ -153,6 +176,63 @@ def refuse_unsupported(body: Mapping[str, Any], unsupported: Mapping[str, Sequen
         value = body.get(name)
         if value is not None and value not in harmless:
             raise RequestError(f"{name} is not supported by this engine yet: leave it out", param=name)
+
+
+def check_fields(
+    body: Mapping[str, Any], kind: type[msgspec.Struct], unsupported: Mapping[str, Sequence[Any]], strict: bool
+) -> list[str]:
+    """A warning for each unknown field that looks like a known one, in printable ASCII. strict: raises RequestError
+    for any unknown field."""
+    unknown = _unknown_fields(body, kind, unsupported)
+    if strict:
+        for name, known in unknown:
+            raise RequestError(
+                f"this server knows no field {_shown(name)}{did_you_mean(name, known)}", 400, name[:_MAX_FIELD_NAME]
+            )
+    looked_at = itertools.islice(unknown, MAX_COMPARED)
+    found = ((name, did_you_mean(name, known)) for name, known in looked_at)
+    warnings = (f"the field {_shown(name)} is not known and was ignored{likely}" for name, likely in found if likely)
+    return list(itertools.islice(warnings, MAX_WARNINGS))
+
+
+def _unknown_fields(
+    body: Mapping[str, Any], kind: type[msgspec.Struct], unsupported: Mapping[str, Sequence[Any]]
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each unknown field, of the body and of a table in it, beside the names that are known there."""
+    fields = kind.__struct_fields__
+    for name in body:
+        if name not in fields and name not in unsupported and name not in NOTHING_TO_DO:
+            yield name, (*fields, *unsupported)
+    options = body.get("stream_options")
+    if "stream_options" in fields and isinstance(options, dict):
+        for name in options:
+            if name not in StreamOptions.__struct_fields__:
+                yield f"stream_options.{name}", tuple(f"stream_options.{f}" for f in StreamOptions.__struct_fields__)
+
+
+@functools.lru_cache(4096)
+def did_you_mean(name: str, known: tuple[str, ...]) -> str:
+    """The end of a sentence about a field that is not known; empty if it looks like none that is."""
+    if len(name) > _MAX_FIELD_NAME:
+        return ""
+    plain = {_plain(each): each for each in known}
+    near = difflib.get_close_matches(_plain(name), plain, 1, _ALIKE)
+    return f": did you mean {plain[near[0]]!r}?" if near else ""
+
+
+def _plain(name: str) -> str:
+    """As it is compared: maxTokens and max-tokens are max_tokens."""
+    return re.sub("[^a-z0-9.]", "", name.lower())
+
+
+def _shown(name: str) -> str:
+    """A name that a client chose, for a message or a header: quoted, printable ASCII, not long."""
+    return repr(re.sub("[^ -~]", "?", name[:_MAX_FIELD_NAME]))
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):

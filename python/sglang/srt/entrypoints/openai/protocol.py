@@ -10,6 +10,7 @@ import msgspec
 
 from sglang.srt.entrypoints.request_fields import (
     SamplingFields,
+    StreamOptions,
     check_name,
     namespace,
     sampling_params,
@@ -26,11 +27,6 @@ _OPENAI_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens",
 MAX_TOP_LOGPROBS = 20
 
 Event = dict[str, Any]
-
-
-class StreamOptions(msgspec.Struct, frozen=True):
-    include_usage: bool | None = False
-    continuous_usage_stats: bool | None = False
 
 
 class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,110 @@
+"""Unknown fields over HTTP: named in the reply's head, or refused. The application alone, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from sglang.srt.entrypoints.http_routes import make_app, warning_header
+from sglang.srt.managers.io_struct import FinishReason
+from sglang.srt.managers.tokenizer_manager import Chunk
+from sglang.srt.server_args import ServerArgs
+
+
+class OneWord:
+    """In the tokenizer manager's place: every answer is one word."""
+
+    context_length = 100
+    token_texts = None
+
+    async def generate(self, req):
+        yield Chunk(
+            rid="r",
+            text="word",
+            output_ids=[1],
+            finish_reason=FinishReason(type="length", length=1),
+            prompt_tokens=1,
+            completion_tokens=1,
+            cached_tokens=0,
+            cached_tokens_details={},
+            latency_s=0.0,
+            logprobs=[],
+            prompt_logprobs=[],
+        )
+
+    async def render_chat(self, messages, kwargs, continue_final) -> str:
+        return "prompt"
+
+    async def tokenize(self, text, add_special_tokens) -> np.ndarray:
+        return np.array([1])
+
+    async def off_loop_if_many(self, num_tokens, function, *args) -> Any:
+        return function(*args)
+
+
+def post(path: str, body: dict[str, Any], **flags: Any) -> httpx.Response:
+    app = make_app(ServerArgs(model_path="m", **flags), OneWord(), {})
+
+    async def main() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return await client.post(path, json=body)
+
+    return asyncio.run(main())
+
+
+BODIES = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/completions": {"prompt": "a"},
+    "/generate": {"text": "a"},
+    "/tokenize": {"prompt": "a"},
+}
+TYPOS = {
+    "/v1/chat/completions": ("temperatur", "temperature"),
+    "/v1/completions": ("max_token", "max_tokens"),
+    "/generate": ("return_logprobs", "return_logprob"),
+    "/tokenize": ("add_special_token", "add_special_tokens"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+def test_a_typo_is_named_in_the_head(path, stream):
+    typo, likely = TYPOS[path]
+    body = {**BODIES[path], **({"stream": stream} if path != "/tokenize" else {})}
+    response = post(path, {**body, typo: 1, "metadata": {}})
+    assert response.status_code == 200 and ("data:" in response.text) == (stream and path != "/tokenize")
+    text = f"the field '{typo}' is not known and was ignored: did you mean '{likely}'?"
+    assert response.headers.get_list("warning") == [f'299 - "{text}"']
+    assert "warning" not in post(path, {**body, "metadata": {}}).headers
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_strict_fields(path):
+    typo, likely = TYPOS[path]
+    for name, words in ((typo, f"did you mean '{likely}'"), ("metadata", "no field 'metadata'")):
+        response = post(path, {**BODIES[path], name: 1}, strict_fields=True)
+        error = response.json()
+        assert response.status_code == 400 and error["param"] == name and words in error["message"]
+    assert post(path, BODIES[path], strict_fields=True).status_code == 200
+
+
+def test_an_error_names_the_typo_too():
+    response = post("/v1/chat/completions", {"mesages": []})
+    assert response.status_code == 400 and "'messages'" in response.headers["warning"]
+
+
+def test_nothing_gets_out_of_the_header():
+    names = ["temper\r\nx-evil: 1", "top_p\"', 299", "temperatur\\", "temperatur\0", "\u2028temperature"]
+    response = post("/v1/completions", {"prompt": "a", **dict.fromkeys(names, 1)})
+    assert response.status_code == 200 and "x-evil" not in response.headers
+    found = response.headers.get_list("warning")
+    assert len(found) == 3
+    for value in found:
+        assert value.isascii() and value.isprintable() and value.startswith('299 - "') and value.endswith('"')
+        inside = value[len('299 - "') : -1].replace("\\\\", "").replace('\\"', "")
+        assert '"' not in inside and "\\" not in inside
+    assert warning_header('a"b\\c') == '299 - "a\\"b\\\\c"'
