@@ -222,5 +222,6 @@ def test_fingerprint(tmp_path):
         first = second
     write(tmp_path, rope_theta=77.0)
     assert fingerprint() != first
+    assert fingerprint() == ModelConfig.from_pretrained(path, context_length=8).fingerprint()
     dummies = {fingerprint(load_format="dummy", seed=seed) for seed in (0, 1)} | {fingerprint()}
     assert len(dummies) == 3

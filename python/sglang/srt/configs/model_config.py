@@ -133,7 +133,8 @@ class ModelConfig:
 
     def fingerprint(self, load_format: str = "auto", seed: int = 0) -> str:
         """32 hex digits that name config and weights: equal on every machine that holds the same files, and part
-        of the key of cached KV. dtype is not in it. load_format, seed: as given to `load_model`.
+        of the key of cached KV. dtype is not in it, and of the context's length only what it changes in the KV.
+        load_format, seed: as given to `load_model`.
 
         Of each weights file it takes the header (names, shapes, dtypes) and 4 KiB from the middle of every tensor:
         hashing whole files would cost a minute per 100 GB, and whoever trains a model changes all of a tensor.
@@ -144,6 +145,10 @@ class ModelConfig:
         for key in ("transformers_version", "_name_or_path"):
             config_json.pop(key, None)
         digest.update(json.dumps(config_json, sort_keys=True).encode())
+        if self.rope_parameters["rope_type"] == "longrope":
+            # Its long and its short factors rotate keys differently; the server's context says which are used.
+            original = self.rope_parameters["original_max_position_embeddings"]
+            digest.update(f"long factors {self.context_length > original}".encode())
         if load_format == "dummy":
             digest.update(f"dummy {seed}".encode())
         else:
