@@ -90,6 +90,8 @@ class LocalEngine:
     pool, called like `MHATokenToKVPool`. borrow: memory of peers that comes and goes, given what `BorrowedMemory` has
     to know of the engine. device: "cuda" for a GPU's; None for `device_under_test`. attention_backend: the device's
     own by default. io_backend: as the server's flag. graph_batch_size: of the largest decode that is a CUDA graph.
+    clock: seconds, of what the scheduler is told; when_idle is called whenever there is nothing to do but to wait, so
+    that a test with a clock of its own knows when to turn it.
     overrides: other fields of SchedulerConfig; nothing is computed instead of loaded unless they say so, as that
     depends on the clock."""
 
@@ -117,6 +119,7 @@ class LocalEngine:
         io_backend: str = "auto",
         load_format: str = "auto",
         graph_batch_size: int = 0,
+        clock: Callable[[], float] = time.monotonic,
         **overrides: Any,
     ) -> None:
         self.model_config = model_config
@@ -127,6 +130,8 @@ class LocalEngine:
         c = model_config
         num_kv_heads = c.kv_heads_per_rank(group.size)
         self.debug = debug
+        self.clock = clock
+        self.when_idle: Callable[[], None] = lambda: None
         page_bytes = MHATokenToKVPool.page_bytes(page_size, c.num_layers, num_kv_heads, c.head_dim, c.dtype)
         self._woken = threading.Event()
         self.borrowed = None
@@ -306,11 +311,11 @@ class LocalEngine:
     def administer(self, action: StorageAction, what: StorageSetup | None = None) -> tuple[bool, str]:
         """Attach storage, detach or clear it; attaching calls `open_store`. Whether it succeeded, and why not."""
         request = StorageRequest(id="admin", action=action, what=what)
-        decision = self.core.step(time.monotonic(), self.core.progress(), storage=[request])
+        decision = self.core.step(self.clock(), self.core.progress(), storage=[request])
         while not decision.replies:
             progress = self.core.progress()
-            if self.core.has_work(time.monotonic()):
-                decision = self.core.step(time.monotonic(), progress)
+            if self.core.has_work(self.clock()):
+                decision = self.core.step(self.clock(), progress)
         return decision.replies[0].success, decision.replies[0].message
 
     def forget(self) -> None:
@@ -319,7 +324,7 @@ class LocalEngine:
         for tier, table in self.scheduler.controller.tables.items():
             self.scheduler.controller.evict(tier, table.num_pages, self.scheduler.exec_done)
             # With write_back, what leaves the device goes to the host first: carry that out.
-            self.core.step(time.monotonic(), self.core.progress())
+            self.core.step(self.clock(), self.core.progress())
             self.settle()
 
     def settle(self) -> None:
@@ -334,9 +339,9 @@ class LocalEngine:
     def _step(self, requests: list[TokenizedGenerateReqInput], aborts: list[str]) -> BatchDecision | None:
         """One step; None where there is nothing to do."""
         progress = self.core.progress()
-        if not (requests or aborts or self.core.has_work(time.monotonic())):
+        if not (requests or aborts or self.core.has_work(self.clock())):
             return None
-        return self.core.step(time.monotonic(), progress, requests, aborts)
+        return self.core.step(self.clock(), progress, requests, aborts)
 
     def _turn(
         self,
@@ -348,6 +353,7 @@ class LocalEngine:
         self._woken.clear()
         decision = self._step(requests, aborts)
         if decision is None:
+            self.when_idle()
             # Late completions are held back by the faulty link and reported at a later poll: look again soon.
             self._woken.wait(0.001)
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.cache_controller import StorageLimits
-from sglang.srt.managers.schedule_batch import StorageRequest, StorageSetup
+from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest, StorageSetup
 from sglang.srt.managers.storage_prefetch import PrefetchConfig
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.transfer import StorageAction, Tier
@@ -58,6 +57,13 @@ def model_config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 def prompt(seed: int, n: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(3, 97, n).astype(np.int32)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class Engine(LocalEngine):
@@ -144,17 +150,22 @@ def computed(model_config: ModelConfig, text: np.ndarray) -> list[int]:
     return _answers[text.tobytes()]
 
 
-def test_requests_with_the_same_prompt_read_it_once(model_config: ModelConfig) -> None:
+@pytest.mark.parametrize("blocks_per_op", [2, 6])
+def test_requests_with_the_same_prompt_read_it_once(model_config: ModelConfig, blocks_per_op: int) -> None:
     text = prompt(3, 100)
-    engine = Engine(model_config, store=stored(model_config, text))
+    limits = dataclasses.replace(SETUP.limits, blocks_per_op=blocks_per_op)
+    engine = Engine(model_config, store=stored(model_config, text), storage=dataclasses.replace(SETUP, limits=limits))
     reads: list[bytes] = []
     get = engine.store.get
     engine.store.get = lambda keys, frames: (reads.extend(keys), get(keys, frames))[1]
     answers = engine.generate([text, text, np.concatenate((text[:70], text[:10]))], PARAMS)
     assert [a.tokens for a in answers[:2]] == [computed(model_config, text)] * 2
     assert len(reads) == len(set(reads)) == 6
-    # The first one loads what the others then find on the device.
-    assert answers[0].cached_tokens_details["disk"] == 96
+    # Whoever is first loads what the others then find on the device. With several reads that may be the third, as it
+    # needs less.
+    if blocks_per_op == 6:
+        assert answers[0].cached_tokens_details["disk"] == 96
+    assert sum(answer.cached_tokens_details["disk"] for answer in answers) >= 96
     assert sum(answers[2].cached_tokens_details.values()) >= 64
     engine.assert_nothing_left()
     engine.close()
@@ -216,16 +227,27 @@ def test_a_request_waits_no_longer_than_its_time_for_storage_that_hangs(
     model_config: ModelConfig, method: str
 ) -> None:
     text = prompt(7, 100)
-    setup = with_policy("timeout", timeout_base_s=0.6, timeout_per_ki_token_s=0.0)
-    engine = Engine(model_config, store=stored(model_config, text), storage=setup)
+    setup = with_policy("timeout", timeout_base_s=600.0, timeout_per_ki_token_s=0.0)
+    clock = Clock()
+    engine = Engine(model_config, store=stored(model_config, text), storage=setup, clock=clock)
     gate = Gate(engine.store, method)
-    start = time.monotonic()
-    got = engine.generate([text, prompt(8, 12)], PARAMS)
-    assert time.monotonic() - start >= 0.6
+    others_over = 0
+
+    def look(decision: BatchDecision) -> None:
+        nonlocal others_over
+        assert clock.now > 0 or len(decision.outputs) <= 1, "it did not wait"
+        others_over += sum(output.finish_reason is not None for output in decision.outputs)
+
+    def time_is_up() -> None:
+        # The other one did not wait with it.
+        if others_over == 1 and gate.entered.is_set():
+            clock.now = 600.0
+
+    engine.when_idle = time_is_up
+    got = engine.generate([text, prompt(8, 12)], PARAMS, after_step=look)
+    assert clock.now == 600.0 and len(got[1].tokens) == 6
     assert got[0].tokens == computed(model_config, text)
     assert got[0].cached_tokens_details["disk"] == 0
-    # The other one did not wait with it.
-    assert got[1].first_token_s < got[0].first_token_s and got[0].first_token_s >= 0.6
     assert engine.counter("prefetch_timeouts") == 1
     gate.open.set()
     engine.assert_nothing_left()
@@ -237,8 +259,8 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(model_config: M
     text = prompt(9, 100)
     engine = Engine(model_config, store=stored(model_config, text))
     gate = Gate(engine.store, method)
-    threading.Thread(target=lambda: (gate.entered.wait(30), time.sleep(0.05), gate.open.set())).start()
     assert engine.generate([text], PARAMS, abort_after={0: 0})[0].finish_reason == "abort"
+    gate.open.set()
     engine.assert_nothing_left()
     assert engine.scheduler.tree.resident_pages(Tier.HOST) == 0
     engine.close()
@@ -307,7 +329,7 @@ def test_detaching_lets_go_of_those_who_wait(model_config: ModelConfig) -> None:
     replies = []
 
     def detach_once_it_reads() -> None:
-        gate.entered.wait(30)
+        gate.entered.wait(60)
         gate.open.set()
 
     threading.Thread(target=detach_once_it_reads).start()
@@ -318,7 +340,7 @@ def test_detaching_lets_go_of_those_who_wait(model_config: ModelConfig) -> None:
         if gate.entered.is_set() and not asked:
             asked = True
             request = StorageRequest(id="x", action=StorageAction.DETACH)
-            replies.extend(engine.core.step(time.monotonic(), engine.core.progress(), storage=[request]).replies)
+            replies.extend(engine.core.step(engine.clock(), engine.core.progress(), storage=[request]).replies)
 
     got = engine.generate([text, prompt(12, 30)], PARAMS, after_step=ask)
     assert got[0].tokens == computed(model_config, text)
@@ -350,14 +372,11 @@ def test_a_store_that_hangs_does_not_stop_requests_that_need_memory(model_config
     texts = [prompt(40 + i, 40) for i in range(3)]
     engine = Engine(model_config, num_device_pages=34, new_token_ratio=0.0)
     gate = Gate(engine.store, "set")
-    timer = threading.Timer(50, gate.open.set)
-    timer.start()
     answers = engine.generate(texts, params)
-    assert not gate.open.is_set() and gate.entered.is_set()
+    assert gate.entered.is_set()
     assert engine.counter("retracted_reqs") > 0
     assert [len(a.tokens) for a in answers] == [60] * 3
     gate.open.set()
-    timer.cancel()
     engine.assert_nothing_left()
     engine.close()
 
@@ -365,12 +384,19 @@ def test_a_store_that_hangs_does_not_stop_requests_that_need_memory(model_config
 def test_a_question_that_hangs_does_not_hold_up_the_next_for_ever(model_config: ModelConfig) -> None:
     """Those who gave up are not asked for any more: the next one's answer comes as soon as the medium is back."""
     texts = [prompt(50 + i, 100) for i in range(4)]
-    setup = with_policy("timeout", timeout_base_s=0.05, timeout_per_ki_token_s=0.0)
-    engine = Engine(model_config, store=stored(model_config, *texts), storage=setup)
+    setup = with_policy("timeout", timeout_base_s=600.0, timeout_per_ki_token_s=0.0)
+    clock = Clock()
+    engine = Engine(model_config, store=stored(model_config, *texts), storage=setup, clock=clock)
     asked: list[bytes] = []
     exists = engine.store.exists
     engine.store.exists = lambda keys: (asked.append(keys[0]), exists(keys))[1]  # type: ignore[method-assign]
     gate = Gate(engine.store, "exists")
+
+    def time_is_up() -> None:
+        if gate.entered.is_set():
+            clock.now = 600.0
+
+    engine.when_idle = time_is_up
     assert [a.cached_tokens_details["disk"] for a in engine.generate(texts[:3], PARAMS)] == [0, 0, 0]
     gate.open.set()
     engine.settle()
@@ -396,7 +422,7 @@ def test_a_flush_leaves_what_is_being_read_and_written_alone(model_config: Model
     gates = [Gate(engine.store, method) for method in ("get", "set")]
     engine.generate([prompt(63, 40)], PARAMS)  # is being written
     assert engine.generate([text], PARAMS, abort_after={0: 0})[0].finish_reason == "abort"
-    decision = engine.core.step(time.monotonic(), engine.core.progress(), flush=["f"])
+    decision = engine.core.step(engine.clock(), engine.core.progress(), flush=["f"])
     assert [r.success for r in decision.replies] == [True]
     assert engine.scheduler.tree.num_nodes == 0
     engine.scheduler.check_invariants()

@@ -1,20 +1,12 @@
-"""An engine of one kind, as a process of its own: says on stdout, a JSON list per line, what happens to it.
-
-python peer_process.py borrower NAME WANT_BYTES ENDPOINT
-    maps what it is lent, fills it with the first letter of its name, gives back what it is asked for
-python peer_process.py lender DIRECTORY NUM_SLABS ENDPOINT
-    offers what it has
-"""
+"""An engine of one kind, as a `Child`: it says what happens to it."""
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
-import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from sglang.srt.peer.borrower import AskedBack, Lent
 from sglang.srt.peer.coordinator import BorrowerCoordinator, LenderCoordinator
@@ -26,11 +18,11 @@ HEARTBEAT_S = 0.05
 SLAB_BYTES = 8192
 
 
-def say(*what: Any) -> None:
-    print(json.dumps(what), flush=True)
+Say = Callable[..., None]
 
 
-def borrow(name: str, want_bytes: int, endpoint: str) -> None:
+def borrow(say: Say, name: str, want_bytes: int, endpoint: str) -> None:
+    """Maps what it is lent, fills it with the first letter of its name, gives back what it is asked for."""
     is_news = threading.Event()
     coordinator = BorrowerCoordinator([endpoint], name, 4096, notify=is_news.set, heartbeat_s=HEARTBEAT_S)
     coordinator.want(endpoint, want_bytes)
@@ -55,12 +47,13 @@ def borrow(name: str, want_bytes: int, endpoint: str) -> None:
                 say("lost")
 
 
-def lend(directory: str, num_slabs: int, endpoint: str) -> None:
+def lend(say: Say, directory: Path, num_slabs: int, endpoint: str) -> None:
+    """Offers what it has."""
     is_news = threading.Event()
     slabs = [SharedMemory.allocate(SLAB_BYTES, "slab") for _ in range(num_slabs)]
     coordinator = LenderCoordinator(
         endpoint,
-        Path(directory),
+        directory,
         num_slabs,
         SLAB_BYTES,
         lambda slab: slabs[slab].fd,
@@ -74,14 +67,3 @@ def lend(directory: str, num_slabs: int, endpoint: str) -> None:
         for event in coordinator.poll():
             if isinstance(event, Demand) and event.unmet_bytes:
                 coordinator.offer(range(num_slabs))
-
-
-def end_with_the_test() -> None:
-    sys.stdin.read()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    threading.Thread(target=end_with_the_test, daemon=True).start()
-    role, first, number, where = sys.argv[1:]
-    {"borrower": borrow, "lender": lend}[role](first, int(number), where)

@@ -1,16 +1,9 @@
-"""A lender or a borrower in strict mode, as a process of its own: says on stdout what happens to it.
-
-python strict_process.py lender ENDPOINT DIRECTORY    lends all its slabs
-python strict_process.py borrower ENDPOINT            writes sevens to what it is lent and reads it, again and again,
-                                                      and gives back what is wanted
-"""
+"""A lender or a borrower in strict mode, as a `Child`: it says what happens to it."""
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -39,21 +32,25 @@ def lent_memory(endpoint: str, directory: Path, strict: bool = True) -> LentMemo
     return LentMemory(endpoint, directory, NUM_SLABS, SLAB_BYTES, page_bytes, shape, torch.bfloat16, strict=strict)
 
 
-def lend(endpoint: str, directory: str) -> None:
-    memory = lent_memory(endpoint, Path(directory))
+def lend(say: Callable[..., None], endpoint: str, directory: Path) -> None:
+    """Lends all its slabs."""
+    memory = lent_memory(endpoint, directory)
     memory.left(range(NUM_SLABS))
-    print("ready", flush=True)
+    say("ready")
     while True:
         memory.here()
         time.sleep(0.01)
 
 
-def borrow(endpoint: str) -> None:
+def borrow(say: Callable[..., None], endpoint: str) -> None:
+    """Writes sevens to what it is lent and reads it, again and again, and gives back what is wanted."""
+    # More threads than one would wait for each other.
+    torch.set_num_threads(1)
     memory = borrowed_memory([endpoint], "child")
     device = MHATokenToKVPool(memory.pool.slab_pages, *SHAPE, torch.float32)
     device.kv.fill_(FOREIGN)
     pages = torch.arange(memory.pool.slab_pages)
-    said = ""
+    said: list[object] = []
     while True:
         is_here = np.frombuffer(memory.here(), np.uint8)
         here = np.flatnonzero(is_here)
@@ -65,20 +62,10 @@ def borrow(endpoint: str) -> None:
                 for layer in range(device.num_layers):
                     memory.pool.load_layer(layer, device.view(layer), frames, pages, "auto")
                 assert (device.kv == FOREIGN).all(), "what comes back is not what was written"
-            say = f"has {len(here)}"
+            found: list[object] = ["has", len(here)]
         except LoadFailedError:
-            say = "failed"
+            found = ["failed"]
         time.sleep(0.002)
-        if say != said:
-            print(say, flush=True)
-            said = say
-
-
-def end_with_the_test() -> None:
-    sys.stdin.read()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    threading.Thread(target=end_with_the_test, daemon=True).start()
-    {"borrower": borrow, "lender": lend}[sys.argv[1]](*sys.argv[2:])
+        if found != said:
+            say(*found)
+            said = found

@@ -5,7 +5,6 @@ GPU memory are those of an emulated device, under a driver that is not there.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from children import wait_until
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -102,11 +102,12 @@ class Master:
         self.worker = worker
 
     def until(self, condition: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + 20
-        while not condition():
-            assert time.monotonic() < deadline, what
+        def holds() -> object:
             self.worker.here()
             self.engine._turn(0.01, [], [], lambda decision: None)
+            return condition()
+
+        wait_until(holds, what)
         self.engine.settle()
         self.engine.scheduler.check_invariants()
 
@@ -165,13 +166,15 @@ ALL_KINDS = pytest.mark.parametrize(
 def test_what_leaves_the_device_comes_back_from_the_worker(
     model_config: ModelConfig, worker: LentMemory, tmp_path: Path
 ) -> None:
-    texts = prompts(1)
+    texts = prompts(1)[:2]
     wanted = computed(model_config, texts, kind_of(worker))
     master = Master(model_config, worker, tmp_path)
     assert [master.ask(text) for text in texts] == [(tokens, 0) for tokens in wanted], "nothing is lent yet"
     assert worker.state()["slabs"] == slabs_of_worker(home=6)
     master.lend(5, 4, 3, 2)
-    assert worker.state()["slabs"] == slabs_of_worker(home=2, lent=4) and worker.state()["borrowers"] == 1
+    lent = slabs_of_worker(home=2, lent=4)
+    master.until(lambda: worker.state()["slabs"] == lent, "the worker does not hear that they have come")
+    assert worker.state()["borrowers"] == 1
     assert master.lender() == {
         "endpoint": f"ipc://{tmp_path}/peers",
         "connected": True,
@@ -190,7 +193,7 @@ def test_what_leaves_the_device_comes_back_from_the_worker(
 def test_what_is_asked_back_goes_home_empty_and_answers_stay(
     model_config: ModelConfig, worker: LentMemory, tmp_path: Path
 ) -> None:
-    texts = prompts(2)
+    texts = prompts(2)[:2]
     wanted = computed(model_config, texts, kind_of(worker))
     master = Master(model_config, worker, tmp_path)
     master.lend(5, 4)
@@ -215,11 +218,13 @@ def test_a_slab_of_another_size_is_given_back(
     borrow = partial(BorrowedMemory, [f"ipc://{tmp_path}/peers"], "master", NUM_SLABS, 2 * SLAB_BYTES)
     engine = LocalEngine(model_config, 50, 20, page_size=PAGE, borrow=borrow)
     worker.left([5])
-    deadline = time.monotonic() + 20
-    while "--peer-slab-size" not in caplog.text:
-        assert time.monotonic() < deadline
+
+    def is_said() -> bool:
         worker.here()
         engine._turn(0.01, [], [], lambda decision: None)
+        return "--peer-slab-size" in caplog.text
+
+    wait_until(is_said, "the error")
     assert engine.generate([prompts(3)[0]], PARAMS)[0].cached_tokens_details["peer"] == 0
     engine.close()
     assert engine.borrowed is not None
@@ -241,9 +246,7 @@ def test_answers_stay_when_strict_slabs_go_home_without_a_word_from_the_master(
             master.ask(text)
         assert master.engine.scheduler.tree.resident_pages(Tier.PEER) > 0
         worker.wanted(3)
-        deadline = time.monotonic() + 20
-        while worker.here()[:-2] != b"\1" * NUM_SLABS:
-            assert time.monotonic() < deadline, worker.state()
+        wait_until(lambda: worker.here()[:-2] == b"\1" * NUM_SLABS, "all slabs to come home")
         for slab in (3, 4, 5):
             worker.slabs.slab(slab)[:] = 0x7F  # NaN to whoever reads it
         assert [master.ask(text)[0] for text in texts] == wanted
@@ -258,10 +261,12 @@ def test_what_nobody_borrows_waits_and_comes_home_when_it_is_asked_for(
 ) -> None:
     worker.left([5, 4, 3])
     worker.slabs.slab(0)[:] = 7
-    settled = time.monotonic() + 20
-    while worker._idle != {3, 4, 5}:
-        assert time.monotonic() < settled
+
+    def is_idle() -> bool:
         assert worker.here()[:-2] == b"\1\1\1\0\0\0"
+        return worker._idle == {3, 4, 5}
+
+    wait_until(is_idle, "slabs that nobody takes")
     assert worker.state()["slabs"] == slabs_of_worker(home=3, offered=3)
     worker.wanted(1)
     assert worker.here()[:-2] == b"\1\1\1\1\0\0", "the lowest of them, at once"
@@ -280,15 +285,13 @@ def test_what_a_master_keeps_too_long_shows_as_quarantined_until_it_comes_back(
     master = Master(model_config, worker, tmp_path)
     master.lend(5, 4)
     worker.wanted(1)
-    deadline = time.monotonic() + 20
-    while worker.state()["slabs"] != slabs_of_worker(home=4, lent=1, quarantined=1):
-        assert time.monotonic() < deadline, worker.state()
-        worker.here()
+    late = slabs_of_worker(home=4, lent=1, quarantined=1)
+    wait_until(lambda: [worker.here(), worker.state()["slabs"] == late][1], "the alarm")
     assert worker.here()[-1] == 254, "one is late"
-    assert master.engine.borrowed is not None
-    while master.lender()["slabs"] != {"held": 1, "asked_back": 1}:
-        assert time.monotonic() < deadline, master.lender()
-        master.engine.borrowed.here()
+    borrowed = master.engine.borrowed
+    assert borrowed is not None
+    asked = {"held": 1, "asked_back": 1}
+    wait_until(lambda: [borrowed.here(), master.lender()["slabs"] == asked][1], "the master to hear of it")
     master.until(lambda: worker.here()[:-2] == b"\1\1\1\1\1\0", "the master does not give it back")
     assert worker.state()["slabs"] == slabs_of_worker(home=5, lent=1)
     assert master.lender()["slabs"] == {"held": 1, "asked_back": 0}
@@ -309,11 +312,13 @@ def test_a_slab_that_other_ranks_lack_goes_home_when_it_is_asked_for(worker: Len
 
     def until(slabs_here: int, others_have: bytes, home: bytes) -> None:
         """Steps, as a rank's engine takes them."""
-        deadline = time.monotonic() + 20
-        while (sum(mine := memory.here()), at_home := worker.here()[:-2]) != (slabs_here, home):
+
+        def is_so() -> bool:
+            mine, at_home = memory.here(), worker.here()[:-2]
             memory.agreed(bytes(a & b for a, b in zip(mine, others_have, strict=True)))
-            assert time.monotonic() < deadline, (mine, at_home)
-            time.sleep(0.005)
+            return (sum(mine), at_home) == (slabs_here, home)
+
+        wait_until(is_so, f"{slabs_here} slabs here, {home!r} at home")
 
     # Into places 0, 1 and 2.
     for i, slab in enumerate((5, 4, 3)):

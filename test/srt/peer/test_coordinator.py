@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from peer_process import HEARTBEAT_S, SLAB_BYTES
+from children import DEADLINE_S, Child, children, wait_until
+from peer_process import HEARTBEAT_S, SLAB_BYTES, borrow
+from peer_process import lend as lend_all
 
 from sglang.srt.peer import slab_channel
 from sglang.srt.peer.borrower import AskedBack, BorrowerEvent, Lent, Lost
@@ -29,57 +27,13 @@ from sglang.srt.peer.messages import BorrowerHeartbeat, Fetch, Lend, LenderHeart
 from sglang.srt.peer.slab_channel import ChannelError
 from sglang.srt.utils.shared_memory import SharedMemory
 
-DEADLINE_S = 30.0
 TCP = "tcp://127.0.0.1:0"
-
-
-def wait_until(condition: Callable[[], Any], what: str) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, f"waited for nothing: {what}"
-        time.sleep(0.005)
-
-
-class Child:
-    """peer_process.py."""
-
-    def __init__(self, *arguments: object) -> None:
-        self.said: list[list[Any]] = []
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("peer_process.py")), *map(str, arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        self.said.extend(json.loads(line) for line in self.process.stdout)
-
-    def wait_for(self, *what: Any) -> list[Any]:
-        wait_until(lambda: any(line[: len(what)] == [*what] for line in self.said), f"{what} from {self.said}")
-        return next(line for line in self.said if line[: len(what)] == [*what])
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Child]]:
-    children: list[Child] = []
-
-    def start_one(*arguments: object) -> Child:
-        children.append(Child(*arguments))
-        return children[-1]
-
-    yield start_one
-    for child in children:
-        child.end()
+    with children() as start_one:
+        yield start_one
 
 
 class Worker:
@@ -183,14 +137,14 @@ def make_master() -> Iterator[Callable[..., Master]]:
 
 def test_two_masters_want_the_same_slab_and_the_one_that_has_it_is_killed(make_worker, start):
     worker = make_worker(num_slabs=1)
-    anna, bert = (start("borrower", name, SLAB_BYTES, worker.coordinator.endpoint) for name in ("anna", "bert"))
+    anna, bert = (start(borrow, name, SLAB_BYTES, worker.coordinator.endpoint) for name in ("anna", "bert"))
     worker.wait_for(Demand(2 * SLAB_BYTES))
     worker.coordinator.offer([0])
     worker.wait_for(Offered((0,), ()))
     anna.wait_for("lent", 0, 0)
     wait_until(lambda: bytes(worker.slabs[0].memory) == b"a" * SLAB_BYTES, "what the borrower wrote")
     assert bert.said == []
-    anna.signal(signal.SIGKILL)
+    anna.kill()
     worker.wait_for(ToScrub(0))
     worker.scrub(0)
     worker.coordinator.offer([0])
@@ -200,7 +154,7 @@ def test_two_masters_want_the_same_slab_and_the_one_that_has_it_is_killed(make_w
 
 def test_a_stopped_borrower_costs_its_slab_until_it_goes_on(make_worker, start, private: Path):
     worker = make_worker(endpoint=f"ipc://{private}/peers")
-    borrower = start("borrower", "anna", 2 * SLAB_BYTES, worker.coordinator.endpoint)
+    borrower = start(borrow, "anna", 2 * SLAB_BYTES, worker.coordinator.endpoint)
     worker.wait_for(Demand(2 * SLAB_BYTES))
     worker.coordinator.offer([0, 1])
     borrower.wait_for("lent", 0)
@@ -208,12 +162,12 @@ def test_a_stopped_borrower_costs_its_slab_until_it_goes_on(make_worker, start, 
     worker.coordinator.reclaim(1, DEADLINE_S)
     worker.wait_for(ToScrub(0))
     borrower.wait_for("unmapped")  # it says so after it has told the lender
-    borrower.signal(signal.SIGSTOP)
+    borrower.stop()
     worker.coordinator.reclaim(1, 0.1)
     wait_until(worker.quarantined, "the alarm")
     assert worker.coordinator.status()["quarantined_slabs"] == worker.coordinator.status()["quarantined"] == 1
     assert ToScrub(1) not in worker.events and borrower.said.count(["unmapped"]) == 1
-    borrower.signal(signal.SIGCONT)
+    borrower.go_on()
     worker.wait_for(ToScrub(1))
     wait_until(lambda: borrower.said.count(["unmapped"]) == 2, "the borrower's word")
     for slab in (0, 1):
@@ -223,20 +177,19 @@ def test_a_stopped_borrower_costs_its_slab_until_it_goes_on(make_worker, start, 
 
 def test_a_stopped_lender_keeps_its_leases_and_a_killed_one_ends_them(make_master, start, private: Path):
     endpoint = f"ipc://{private}/peers"
-    lender = start("lender", private, 1, endpoint)
+    lender = start(lend_all, private, 1, endpoint)
     lender.wait_for("ready")
     master = make_master(endpoint)
     first = master.next(Lent)
-    lender.signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, lender.process.pid, os.WSTOPPED)
+    lender.stop()
     memory = SharedMemory(first.fd, SLAB_BYTES).memory
     memory[:] = 1
     sent = master.heartbeats
     wait_until(lambda: master.heartbeats > sent + 10, "heartbeats that nobody answers")
     assert master.coordinator.poll() == []
-    lender.signal(signal.SIGKILL)
+    lender.kill()
     assert master.next(Lost) == Lost(endpoint, first.lease)
-    start("lender", private, 1, endpoint)
+    start(lend_all, private, 1, endpoint)
     second = master.next(Lent)
     assert second.lease.epoch > first.lease.epoch
     os.close(second.fd)
@@ -340,9 +293,9 @@ def ask(sock: socket.socket, message: Fetch) -> Slab | Refused:
 
 def test_only_the_right_token_from_the_right_process_opens_a_slab(make_worker, start):
     worker = make_worker()
-    borrower = start("borrower", "anna", SLAB_BYTES, worker.coordinator.endpoint)
+    borrower = start(borrow, "anna", SLAB_BYTES, worker.coordinator.endpoint)
     worker.wait_for(Demand(SLAB_BYTES))
-    borrower.signal(signal.SIGSTOP)
+    borrower.stop()
     worker.coordinator.offer([0])
     worker.wait_for(Offered((0,), ()))
     path = worker.coordinator._slab_socket
@@ -350,7 +303,7 @@ def test_only_the_right_token_from_the_right_process_opens_a_slab(make_worker, s
     with slab_channel.connect(path) as sock:
         assert ask(sock, fetch_of(worker, token=b"?" * 16)) == Refused(0)
         assert ask(sock, fetch_of(worker, incarnation=3)) == Refused(0)
-        borrower.signal(signal.SIGCONT)
+        borrower.go_on()
         borrower.wait_for("lent", 0)
         assert ask(sock, fetch_of(worker)) == Refused(0), "another process has fetched as this borrower"
     wait_until(lambda: worker.coordinator.status()["refused"] == 3, "refusals to be counted")

@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import gc
 import importlib.util
-import json
 import os
 import select
 import shutil
@@ -24,6 +23,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from children import children
+from slab_process import hold_cuda
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -382,7 +383,7 @@ def test_a_worker_gives_the_same_tokens(model_config: ModelConfig, kind: str):
     rng = np.random.default_rng(6)
     prefix = rng.integers(3, 97, 30)
     prompts = [np.concatenate((prefix, rng.integers(3, 97, n))).astype(np.int32) for n in (3, 40, 60)] * 2
-    params = SamplingParams(max_new_tokens=5, temperature=0.0, ignore_eos=True, sampling_seed=0)
+    params = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True, sampling_seed=0)
 
     def answers(**options: Any) -> tuple[list[list[int]], int]:
         engine = LocalEngine(model_config, 32, num_host_pages=150, page_size=4, chunked_prefill_size=32, **options)
@@ -408,45 +409,6 @@ def test_a_worker_gives_the_same_tokens(model_config: ModelConfig, kind: str):
 
 # -- two processes ----------------------------------------------------------------------------------------------
 
-BORROWER = """
-import socket, sys
-import torch
-from sglang.srt.peer.cuda_slabs import CudaSlabRange
-from sglang.test.fake_cuda_driver import FakeCudaDriver
-
-kind, slab, device = sys.argv[2], int(sys.argv[3]), torch.device("cuda", int(sys.argv[4]))
-driver = None
-if kind == "fake":
-    driver = FakeCudaDriver(slab // 2)
-else:
-    torch.zeros(1, device=device)
-
-def wait():
-    if kind == "gpu":
-        torch.cuda.synchronize(device)
-
-with socket.socket(fileno=int(sys.argv[1])) as peer:
-    _, fds, _, _ = socket.recv_fds(peer, 1, 2)
-    slabs = CudaSlabRange(3, slab, 2 * slab, device=device, driver=driver)
-    for i, fd in enumerate(fds):
-        slabs.map(i, fd)
-    peer.sendall(str([int(slabs.slab(i).sum()) for i in range(2)]).encode() + b"\\n")
-    for i in range(2):
-        slabs.slab(i).fill_(0xB0 + i)
-    wait()
-    peer.sendall(b"[]\\n")
-    peer.recv(1)
-    slabs.unmap(0)
-    assert driver is None or not driver.fake.broken, driver.fake.broken
-    peer.sendall(b"[]\\n")
-    peer.recv(1)
-    slabs.slab(1).fill_(7)
-    wait()
-    peer.sendall(b"[]\\n")
-    while True:
-        slabs.slab(1).fill_(7)
-"""
-
 
 def share_with_another_process(kind: str, slab: int, device: int) -> None:
     """A range full of the lender's own bytes lends two slabs; one is given back, in use of the other the borrower is
@@ -459,22 +421,18 @@ def share_with_another_process(kind: str, slab: int, device: int) -> None:
     for i in (1, 2):
         lender.scrub(i)
     ours, theirs = socket.socketpair()
-    ours.settimeout(120)
-    arguments = (str(theirs.fileno()), kind, str(slab), str(device))
-    borrower = subprocess.Popen([sys.executable, "-c", BORROWER, *arguments], pass_fds=[theirs.fileno()])
-    try:
+    with children() as start, ours:
+        borrower = start(hold_cuda, theirs, kind, slab, device)
         theirs.close()
         socket.send_fds(ours, [b"x"], [lender.fileno(i) for i in (1, 2)])
-        lines = ours.makefile()
-        assert json.loads(lines.readline()) == [0, 0], "the borrower sees zeros"
-        assert json.loads(lines.readline()) == []
+        assert borrower.wait_for("wrote") == ["wrote", [0, 0]], "the borrower sees zeros"
         assert [set(lender.slab(i).tolist()) for i in range(4)] == [{0xAA}, {0xB0}, {0xB1}, {0xAA}]
         ours.sendall(b"x")
-        assert json.loads(lines.readline()) == []
+        borrower.wait_for("gave back")
         lender.scrub(1)
         assert not lender.slab(1).any() and set(lender.slab(2).tolist()) == {0xB1}
         ours.sendall(b"x")
-        assert json.loads(lines.readline()) == []
+        borrower.wait_for("writes")
         pidfd = os.pidfd_open(borrower.pid)
         ended = select.poll()
         ended.register(pidfd, select.POLLIN)
@@ -483,13 +441,9 @@ def share_with_another_process(kind: str, slab: int, device: int) -> None:
         lender.scrub(2)
         os.close(pidfd)
         # Whatever was still queued on the device is not done any more.
-        deadline = time.monotonic() + 1
-        while time.monotonic() < deadline:
+        for _ in range(50):
             assert not lender.slab(2).any()
-    finally:
-        borrower.kill()
-        borrower.wait()
-        ours.close()
+            time.sleep(0.002 if kind == "fake" else 0.02)
     lender.slab(2).fill_(9)
     assert [set(lender.slab(i).tolist()) for i in range(4)] == [{0xAA}, {0}, {9}, {0xAA}]
     lender.close()

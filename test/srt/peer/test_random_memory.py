@@ -9,10 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -20,14 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from strict_process import FOREIGN, NUM_SLABS, OWN, borrowed_memory, lent_memory
+from children import Child, wait_until
+from strict_process import FOREIGN, NUM_SLABS, OWN, borrow, borrowed_memory, lent_memory
 
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.transfer import LoadFailedError
 from sglang.srt.peer import lent_memory as lent_module
 from sglang.srt.peer.slabs import SlabRange
 
-DEADLINE_S = 60.0
 HOME = b"\1" * NUM_SLABS
 
 
@@ -77,37 +73,6 @@ class Master:
             self.pool.load_layer(layer, self.device.view(layer), self.frames(place), self.pages, "auto")
 
 
-class Child:
-    """A master in a process of its own, which fails an assertion and ends if it reads what it did not write."""
-
-    def __init__(self, endpoint: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("strict_process.py")), "borrower", endpoint],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.is_stopped = False
-        self.said: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        self.said.extend(line.strip() for line in self.process.stdout)
-
-    def stop_or_go_on(self) -> None:
-        self.is_stopped = not self.is_stopped
-        self.process.send_signal(signal.SIGSTOP if self.is_stopped else signal.SIGCONT)
-
-    @property
-    def has_borrowed(self) -> bool:
-        return any(each.startswith("has") and each != "has 0" for each in self.said)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
 class World:
     def __init__(self, directory: Path, strict: bool, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -115,8 +80,21 @@ class World:
         self.worker = lent_memory(self.endpoint, directory, strict)
         self.is_home = [False] * NUM_SLABS
         self.masters = [Master(self.endpoint, number) for number in (1, 2)]
-        self.child = Child(self.endpoint)
+        self.child = Child(borrow, self.endpoint)
+        self.is_stopped = False
         self.seen: Counter[str] = Counter()
+
+    @property
+    def child_has_borrowed(self) -> bool:
+        """A process of its own, which fails an assertion and ends if it reads what it did not write."""
+        return any(each[0] == "has" and each[1] for each in self.child.said)
+
+    def stop_or_go_on(self) -> None:
+        self.is_stopped = not self.is_stopped
+        if self.is_stopped:
+            self.child.stop()
+        else:
+            self.child.go_on()
 
     def look(self) -> None:
         """What comes home is zeros, and becomes the worker's own; what is at home stays so."""
@@ -132,7 +110,7 @@ class World:
         slabs = self.worker.state()["slabs"]
         assert min(slabs.values()) >= 0 and sum(slabs.values()) == NUM_SLABS, slabs
         self.seen["quarantined"] += slabs["quarantined"] > 0
-        assert self.child.process.poll() is None, "the child found what it had not written"
+        assert self.child.is_alive, "the child found what it had not written"
         # On its own thread; a failure ends that, and the next `here` raises.
         coordinator = self.worker.coordinator
         coordinator._submit(coordinator._lender.check_invariants)
@@ -153,10 +131,10 @@ class World:
         elif dice < 0.5:
             self.rng.choice(self.masters).give_back()
         elif dice < 0.52:
-            self.child.stop_or_go_on()
-        elif dice < 0.53 and self.child.has_borrowed:
+            self.stop_or_go_on()
+        elif dice < 0.53 and self.child_has_borrowed:
             self.child.kill()
-            self.child = Child(self.endpoint)
+            self.child, self.is_stopped = Child(borrow, self.endpoint), False
             self.seen["killed"] += 1
         else:
             self.rng.choice(self.masters).check(self.seen)
@@ -165,15 +143,16 @@ class World:
 
     def bring_home(self) -> None:
         """Nobody stands still: all that is lent can be had back."""
-        if self.child.is_stopped:
-            self.child.stop_or_go_on()
-        end = time.monotonic() + DEADLINE_S
-        while self.worker.here()[:NUM_SLABS] != HOME:
-            assert time.monotonic() < end, self.worker.state()
+        if self.is_stopped:
+            self.stop_or_go_on()
+
+        def all_home() -> bool:
             self.worker.wanted(NUM_SLABS)
             for master in self.masters:
                 master.give_back()
-            time.sleep(0.005)
+            return self.worker.here()[:NUM_SLABS] == HOME
+
+        wait_until(all_home, "all slabs to come home")
         self.look()
         assert self.worker.state()["slabs"]["home"] == NUM_SLABS
 
@@ -195,10 +174,7 @@ def test_random_schedules(steps: int, strict: bool, tmp_path: Path, monkeypatch:
     assert FOREIGN not in (master.own for master in world.masters)
     try:
         world.look()
-        end = time.monotonic() + DEADLINE_S
-        while not world.child.said:
-            assert time.monotonic() < end, "the child does not begin"
-            time.sleep(0.05)
+        world.child.wait_for("has")
         for _ in range(steps):
             world.step()
         world.bring_home()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from children import children
+from slab_process import hold, read_beyond_the_end
 
 from sglang.srt.peer.slabs import GRANULARITY, SlabError, SlabRange, allocate_slab
 
@@ -181,63 +181,13 @@ def test_nothing_is_left(explicitly: bool):
     assert not is_reserved(kept) and mapped_slabs() == slabs_before
 
 
-BORROWER = """
-import fcntl, json, mmap, os, signal, socket, sys
-import numpy as np
-from sglang.srt.peer.slabs import SlabRange
-
-num, slab = int(sys.argv[2]), int(sys.argv[3])
-with socket.socket(fileno=int(sys.argv[1])) as peer:
-    _, fds, _, _ = socket.recv_fds(peer, 1, num)
-    slabs = SlabRange(num + 1, slab, 2 * slab)
-    for i, fd in enumerate(fds):
-        slabs.map(i, fd)
-    seen = {"bytes": sorted({int(b) for i in range(num) for b in np.unique(slabs.slab(i))})}
-    seen["beyond"] = sum(len(os.pread(fd, 1 << 20, slab)) for fd in fds)
-    seen["resized"] = 0
-    for fd in fds:
-        for size in (0, 2 * slab):
-            try:
-                os.ftruncate(fd, size)
-                seen["resized"] += 1
-            except PermissionError:
-                pass
-        try:
-            mmap.mmap(fd, 2 * slab)
-            seen["resized"] += 1
-        except ValueError:
-            pass
-
-    def dies(position):
-        child = os.fork()
-        if child == 0:
-            slabs.memory[position]
-            os._exit(0)
-        return os.waitpid(child, 0)[1] == signal.SIGSEGV
-
-    seen["readable"] = not dies(slab - 1)
-    seen["ends"] = [dies(position) for position in (slab, 2 * slab - 1, num * 2 * slab)]
-    for i in range(num):
-        slabs.slab(i)[:] = 0xB0 + i
-    peer.sendall(json.dumps(seen).encode() + b"\\n")
-    peer.recv(1)
-    for i in range(num):
-        slabs.unmap(i)
-    mapped = open("/proc/self/maps").read().count("peer-slab")
-    seen = {"ends": [dies(i * 2 * slab) for i in range(num)], "mapped": mapped}
-    peer.sendall(json.dumps(seen).encode() + b"\\n")
-"""
-
-
 def test_another_process_sees_zeros_and_nothing_else():
     """A pool full of the lender's own bytes lends two slabs in the middle to a real process."""
     lender = SlabRange.owned(6, SLAB)
     lender.memory[:] = 0xAA
     ours, theirs = socket.socketpair()
-    ours.settimeout(60)
-    arguments = (str(theirs.fileno()), "2", str(SLAB))
-    borrower = subprocess.Popen([sys.executable, "-c", BORROWER, *arguments], pass_fds=[theirs.fileno()])
-    try:
+    with children() as start, ours:
+        borrower = start(hold, theirs, 2, SLAB)
         theirs.close()
         for i in (2, 3):
             lender.scrub(i)
@@ -245,19 +195,14 @@ def test_another_process_sees_zeros_and_nothing_else():
         socket.send_fds(ours, [b"x"], fds)
         for fd in fds:
             os.close(fd)
-        lines = ours.makefile()
-        seen = json.loads(lines.readline())
+        _, seen = borrower.wait_for("looked")
         assert seen == {"bytes": [0], "beyond": 0, "resized": 0, "readable": True, "ends": [True, True, True]}
         assert [np.unique(lender.slab(i)).tolist() for i in range(6)] == [
             *([0xAA], [0xAA], [0xB0], [0xB1], [0xAA], [0xAA])
         ], "what the borrower wrote is in its slabs alone"
         ours.sendall(b"x")
-        assert json.loads(lines.readline()) == {"ends": [True, True], "mapped": 0}
-        assert borrower.wait(60) == 0
-    finally:
-        borrower.kill()
-        borrower.wait()
-        ours.close()
+        assert borrower.wait_for("unmapped")[1] == {"ends": [True, True], "mapped": 0}
+        assert borrower.join() == 0
     for i in (2, 3):
         lender.scrub(i)
         assert not lender.slab(i).any(), "the lender sees nothing of the borrower's"
@@ -266,10 +211,7 @@ def test_another_process_sees_zeros_and_nothing_else():
 
 def test_what_is_not_mapped_ends_the_process():
     """Said in the docstring, and what makes a mistake visible: no stray read finds somebody's bytes."""
-    code = (
-        "from sglang.srt.peer.slabs import SlabRange\n"
-        f"slabs = SlabRange(2, {SLAB}, {2 * SLAB}); slabs.allocate(0); slabs.memory[{SLAB - 1}]\n"
-        f"print('read', flush=True); slabs.memory[{SLAB}]\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.returncode) == ("read\n", -signal.SIGSEGV)
+    with children() as start:
+        reader = start(read_beyond_the_end, SLAB)
+        assert reader.join() == -signal.SIGSEGV
+        reader.wait_for("read")

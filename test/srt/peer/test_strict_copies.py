@@ -6,12 +6,8 @@ import contextlib
 import gc
 import os
 import random
-import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from children import DEADLINE_S, Child, children, wait_until
 from strict_process import (
     FOREIGN,
     NUM_SLABS,
@@ -27,7 +24,9 @@ from strict_process import (
     PAGE_BYTES,
     SHAPE,
     SLAB_BYTES,
+    borrow,
     borrowed_memory,
+    lend,
     lent_memory,
 )
 
@@ -43,16 +42,8 @@ from sglang.srt.peer.messages import BorrowerId, Copied, Copy, CopyRefused, Refu
 from sglang.srt.peer.slabs import SlabRange
 from sglang.srt.utils.stream import ThreadStream
 
-DEADLINE_S = 30.0
 DEVICE_PAGES = 24
 NUM_LAYERS = SHAPE[1]
-
-
-def wait_until(condition: Callable[[], Any], what: str) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, f"waited for nothing: {what}"
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -127,41 +118,8 @@ def make_rig(private: Path) -> Iterator[Callable[..., Rig]]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Child]]:
-    children: list[Child] = []
-
-    def start_one(*arguments: object) -> Child:
-        children.append(Child(*arguments))
-        return children[-1]
-
-    yield start_one
-    for child in children:
-        child.process.kill()
-        child.process.wait()
-
-
-class Child:
-    """strict_process.py."""
-
-    def __init__(self, *arguments: object) -> None:
-        self.said: list[str] = []
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("strict_process.py")), *map(str, arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        self.said.extend(line.strip() for line in self.process.stdout)
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
-
-    def go_on(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+    with children() as start_one:
+        yield start_one
 
 
 def arange(n: int) -> np.ndarray:
@@ -396,9 +354,9 @@ def test_a_borrower_that_stands_still_costs_no_slab(
     monkeypatch.setattr(lent_module, "RECLAIM_TIMEOUT_S", 0.0)
     endpoint = f"ipc://{private}/peers"
     lender = lent_memory(endpoint, private)
-    child = start("borrower", endpoint)
+    child = start(borrow, endpoint)
     lender.left(range(NUM_SLABS))
-    wait_until(lambda: [lender.here(), f"has {NUM_SLABS}" in child.said][1], "the child to borrow")
+    wait_until(lambda: [lender.here(), ["has", NUM_SLABS] in child.said][1], "the child to borrow")
     child.stop()
     lender.wanted(2)
     wait_until(lambda: lender.here()[:-2] == b"\1\1\0", "slabs to come home from who stands still")
@@ -409,10 +367,10 @@ def test_a_borrower_that_stands_still_costs_no_slab(
     del child.said[:]
     child.go_on()
     # It never reads anything but what it wrote; it would end.
-    wait_until(lambda: child.said[-1:] == ["has 1"] or child.process.poll() is not None, "the child to go on")
-    assert child.process.poll() is None
+    wait_until(lambda: child.said[-1:] == [["has", 1]] or not child.is_alive, "the child to go on")
+    assert child.is_alive
     assert all((lender.slabs.slab(slab) == OWN).all() for slab in (0, 1))
-    child.process.kill()
+    child.kill()
     lender.wanted(1)
     wait_until(lambda: lender.here()[:-2] == b"\1\1\1", "the last one to come home")
     lender.close()
@@ -470,8 +428,8 @@ def test_when_a_lease_has_ended_nothing_is_copied_for_it_any_more(make_rig: Call
 
 def borrow_from_child(private: Path, start: Callable[..., Child], name: str = "peers") -> tuple[Rig, Child]:
     endpoint = f"ipc://{private}/{name}"
-    child = start("lender", endpoint, private)
-    wait_until(lambda: child.said == ["ready"], "the lender")
+    child = start(lend, endpoint, private)
+    child.wait_for("ready")
     rig = Rig({})
     rig.memory.close()
     rig.memory = borrowed_memory([endpoint], "here")
@@ -495,13 +453,13 @@ def test_a_lender_that_is_killed_fails_what_waits_for_it_at_once(
     asked = session._next_sequence
     waiting.start()
     wait_until(lambda: session._next_sequence > asked, "a request to be under way")
-    child.process.kill()
+    child.kill()
     waiting.join()
     assert not results[0].ok and "has gone" in results[0].error
     assert not rig.copy(D2P, arange(5), frames).ok
     wait_until(lambda: rig.here() == [], "the slabs to be lost")
     rig.memory.left(range(NUM_SLABS))
-    start("lender", f"ipc://{private}/peers", private)
+    start(lend, f"ipc://{private}/peers", private)
     wait_until(lambda: len(rig.here()) == NUM_SLABS, "the lender's next life")
     rig.device.kv.fill_(FOREIGN)
     assert rig.copy(D2P, arange(5), rig.frames()[:5]).ok
