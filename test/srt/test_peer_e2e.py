@@ -25,8 +25,9 @@ from sglang.srt.peer.lent_memory import LentMemory
 
 pytestmark = pytest.mark.e2e
 
-# Two prompts fit neither the device nor the host.
-FLAGS = "--hicache --max-total-tokens 600 --hicache-ratio 0.1 --peer-role master --peer-slab-size 1 --peer-size 0.05"
+# Two prompts fit neither the device nor the host. With --dtype auto the size of a page would depend on the CPU.
+FLAGS = "--dtype bfloat16 --hicache --max-total-tokens 600 --hicache-ratio 0.1"
+FLAGS += " --peer-role master --peer-slab-size 1 --peer-size 0.05"
 NUM_SLABS = 8
 LENDER = """
 import sys, time, torch
@@ -41,7 +42,8 @@ while True:
 
 
 # Lends all but room for one request, a second after it needed more.
-WORKER = "--max-total-tokens 4096 --context-length 512 --peer-role worker --peer-slab-size 1 --peer-window 1"
+WORKER = "--dtype bfloat16 --max-total-tokens 4096 --context-length 512"
+WORKER += " --peer-role worker --peer-slab-size 1 --peer-window 1"
 BOTH_KINDS = pytest.mark.parametrize("strict", [(), ("--peer-strict",)], ids=["mapped", "strict"])
 
 

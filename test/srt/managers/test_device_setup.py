@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,13 +13,14 @@ import torch
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.managers import device_setup, scheduler_process
-from sglang.srt.managers.device_setup import check_device, free_memory, kv_cache_bytes, pick_device
+from sglang.srt.managers.device_setup import check_device, free_memory, kv_cache_bytes, pick_device, pick_dtype
 from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils import device as device_module
 from sglang.srt.utils.child_process import StartupError
-from sglang.srt.utils.device import CPU
+from sglang.srt.utils.device import CPU, cpu_has_instructions_for
 from sglang.test.device_emulator import emulated_device
 
 CUDA = torch.device("cuda", 0)
@@ -50,6 +53,59 @@ def test_ranks_take_a_gpu_each(gpus):
     assert pick_device(args(device="cpu"), 1) == CPU
     with pytest.raises(StartupError, match="--tp-size 4 needs as many GPUs, and there are 2"):
         pick_device(args(tp_size=4), 2)
+
+
+def test_auto_takes_float32_on_a_cpu_without_the_models_instructions(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    for stored in (torch.float32, torch.bfloat16, torch.float16):
+        monkeypatch.setattr(device_setup, "cpu_has_instructions_for", lambda dtype: True)
+        assert pick_dtype(args(), stored, CPU) == stored
+        monkeypatch.setattr(device_setup, "cpu_has_instructions_for", lambda dtype: dtype == torch.float32)
+        assert pick_dtype(args(dtype="half"), stored, CPU) == pick_dtype(args(), stored, CUDA) == stored
+        assert not caplog.records
+        assert pick_dtype(args(), stored, CPU) == torch.float32
+        assert len(caplog.records) == (stored != torch.float32)
+        assert not caplog.records or "float32, as this CPU has no instructions for the model's" in caplog.text
+        caplog.clear()
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "fast"),
+    [
+        ({"avx2": True, "avx512_bf16": False, "avx512_f": True}, set()),
+        ({"avx512_bf16": True, "avx512_fp16": False}, {torch.bfloat16}),
+        ({"amx_bf16": True, "avx512_fp16": True}, {torch.bfloat16, torch.float16}),
+        ({"neon": True, "fp16_arith": True, "bf16": False}, {torch.float16}),
+        (None, {torch.bfloat16}),
+    ],
+)
+def test_instructions_of_a_cpu(capabilities, fast, monkeypatch, tmp_path):
+    """None: a torch that does not tell, where the system does."""
+    (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name : avx512_fp16\nflags\t\t: fpu avx2 avx512_bf16\n")
+    monkeypatch.setattr(device_module, "_CPUINFO", tmp_path / "cpuinfo")
+    if capabilities is None:
+        monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    else:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert {dtype for dtype in (torch.bfloat16, torch.float16) if cpu_has_instructions_for(dtype)} == fast
+    assert cpu_has_instructions_for(torch.float32)
+
+
+def test_weights_kv_and_storage_follow_the_type_that_is_picked(monkeypatch, tmp_path):
+    monkeypatch.setattr(device_setup, "cpu_has_instructions_for", lambda dtype: False)
+    options = {"enable_hierarchical_cache": True, "max_total_tokens": 300, "hicache_storage_backend": "file"}
+    seen = []
+    for dtype in ("auto", "float32", "bfloat16"):
+        extra = json.dumps({"path": str(tmp_path / "kv")})
+        server_args = args(**options, dtype=dtype, hicache_storage_backend_extra_config=extra)
+        with ExitStack() as on_exit:
+            core, storage = scheduler_process.build_core(server_args, SINGLE_RANK, lambda: None, tmp_path, on_exit)
+            weights = {parameter.dtype for parameter in core.executor.model.parameters()}
+            pool = storage.opener.pool
+            seen.append((weights, pool.kv.dtype, storage.opener.model, core.scheduler.config.storage.secret))
+    assert seen[0] == seen[1] and seen[0][:2] == ({torch.float32}, torch.float32)
+    assert seen[2][:2] == ({torch.bfloat16}, torch.bfloat16), "who insists gets it"
+    assert seen[2][2] != seen[1][2] and seen[2][3] != seen[1][3]
 
 
 def test_memory(gpus, monkeypatch):

