@@ -260,6 +260,25 @@ def test_earlier_turns_are_tokenised_once():
     run_with_text(test, context_length=5000)
 
 
+def test_the_prompt_of_several_answers_is_tokenised_once():
+    """And they come to the scheduler in order, also if the first one's client has left."""
+
+    async def test(h: Harness) -> None:
+        fields = {"prompt": "a b", "extra_key": "k"}
+        seeds = range(9)
+        left, *tasks = [h.start(params=SamplingParams(sampling_seed=seed), **fields) for seed in seeds]
+        other = h.start(prompt="a b", extra_key="other")
+        await asyncio.sleep(0)
+        left.cancel()
+        messages = [await h.until_sent(number) for number in range(1, 1 + len(tasks) + 1)]
+        assert [m.sampling_params.sampling_seed for m in messages if m.extra_key == "k"] == list(seeds)[1:]
+        assert h.encoded == ["a b", "a b"] and not h.manager._encoding
+        for task in (*tasks, other):
+            task.cancel()
+
+    run(test)
+
+
 @pytest.mark.parametrize("policy", ["lru", "lfu", "priority"])
 def test_priorities_are_taken_by_every_server(policy):
     async def test(h: Harness) -> None:

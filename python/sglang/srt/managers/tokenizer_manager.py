@@ -137,6 +137,8 @@ class TokenizerManager:
         self._args = server_args
         self._tokenizer = tokenizer
         self._encoder = TextEncoder(tokenizer)
+        # Prompts that are being tokenised: (text, add_special_tokens, namespace). Several answers share one.
+        self._encoding: dict[tuple[str, bool, str], asyncio.Future[EncodedText]] = {}
         self.token_texts = TokenTexts(tokenizer)
         self._vocab_size = vocab_size
         self.context_length = context_length
@@ -300,12 +302,20 @@ class TokenizerManager:
         """Raises RequestError for a text that is too long: where its characters prove it, before tokenising."""
         if (least := self._encoder.min_tokens(text)) > 0:
             self._check_prompt_length(least, " or more")
-        limit, _ = self._prompt_limit()
-        encoded = await self._encode(text, add_special_tokens, namespace, max_tokens=limit)
+        key = text, add_special_tokens, namespace
+        if (task := self._encoding.get(key)) is None:
+            task = self._encoding[key] = asyncio.ensure_future(self._encode_prompt(*key))
+            task.add_done_callback(lambda _: self._encoding.pop(key))
+        encoded = await asyncio.shield(task)
         self._check_prompt_length(encoded.num_tokens)
         assert encoded.ids is not None
-        self.metrics.prompt_tokens_reused(encoded.reused)
         return encoded.ids
+
+    async def _encode_prompt(self, text: str, add_special_tokens: bool, namespace: str) -> EncodedText:
+        limit, _ = self._prompt_limit()
+        encoded = await self._encode(text, add_special_tokens, namespace, max_tokens=limit)
+        self.metrics.prompt_tokens_reused(encoded.reused)
+        return encoded
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
         encoded = await self._encode(text, add_special_tokens)
