@@ -1,4 +1,7 @@
-"""Large, slow, broken and silent clients, before a small application in this process; deadlines are short here."""
+"""Large, slow, broken and silent clients, before a small application in this process.
+
+The server's event loop has a clock that a test moves: no deadline passes by itself, however slow the machine is.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ import json
 import logging
 import socket
 import threading
-import time
 
 import httpx
 import pytest
 import uvicorn
-from server_fixture import Server, wait_until
+from one_word import OneWord
+from server_fixture import PATIENCE_S, wait_until
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -20,6 +23,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 from starlette.routing import Route
 
 from sglang.srt.entrypoints import http_limits
+from sglang.srt.entrypoints.http_routes import make_app
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.errors import RequestError
 
 
@@ -50,41 +55,73 @@ async def on_error(_: Request, error: Exception):
     return JSONResponse(error.body(), error.status_code)
 
 
+class MovableClock(asyncio.SelectorEventLoop):
+    """An event loop whose timers also run because a test says that it is later."""
+
+    later_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.later_s
+
+
+# Seconds that pass only if a test says so.
+DEADLINE_S = 100_000.0
+
+
 class Running:
     def __init__(self):
         routes = [Route(f"/{f.__name__}", f, methods=["GET", "POST"]) for f in (size, deaf, bug, endless)]
         handlers = {RequestError: on_error, HTTPException: on_error, Exception: on_error}
         self.front = http_limits.Front(Starlette(routes=routes, exception_handlers=handlers))
-        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
         http_limits.limit_unread_replies(self.listener)
         self.address = self.listener.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
         config = uvicorn.Config(
-            self.front, http=http_limits.LimitedProtocol, log_config=None, timeout_keep_alive=1, lifespan="off"
+            self.front,
+            http=http_limits.LimitedProtocol,
+            log_config=None,
+            timeout_keep_alive=2 * int(DEADLINE_S),
+            lifespan="off",
         )
         self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(
-            target=lambda: asyncio.run(self.server.serve(sockets=[self.listener])), daemon=True
-        )
+        self.loop = MovableClock()
+        self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
         wait_until(lambda: self.server.started)
 
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+            runner.run(self.server.serve(sockets=[self.listener]))
+
+    def wait(self, seconds: float) -> None:
+        """Lets so much time pass, for the server alone."""
+
+        async def later() -> None:
+            self.loop.later_s += seconds
+
+        asyncio.run_coroutine_threadsafe(later(), self.loop).result(PATIENCE_S)
+
     def connect(self) -> socket.socket:
         sock = socket.create_connection(self.address)
-        sock.settimeout(10)
+        sock.settimeout(PATIENCE_S)
         return sock
 
-    def num_connections(self) -> int:
-        return len(self.server.server_state.connections)
+    def connections(self) -> list[http_limits.LimitedProtocol]:
+        return list(self.server.server_state.connections)
+
+    def wait_for_head(self, data: bytes) -> None:
+        """Until the only connection's parser holds these bytes, which are no whole head."""
+        wait_until(lambda: [c.conn.trailing_data[0] for c in self.connections()] == [data])
 
     def assert_alive(self):
-        assert httpx.post(self.url + "/size", content=b"12345").text == "5"
+        assert httpx.post(self.url + "/size", content=b"12345", timeout=PATIENCE_S).text == "5"
 
 
 @pytest.fixture
 def running(monkeypatch):
-    monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 0.6)
-    monkeypatch.setattr(http_limits, "BODY_TIMEOUT_S", 0.6)
+    monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", DEADLINE_S)
+    monkeypatch.setattr(http_limits, "BODY_TIMEOUT_S", DEADLINE_S)
     monkeypatch.setattr(http_limits, "MAX_BODY_BYTES", 1 << 20)
     monkeypatch.setattr(http_limits, "READ_TIMEOUT_S", 1)
     running = Running()
@@ -140,93 +177,102 @@ def test_bodies_that_come_in_share_a_limit(running, monkeypatch):
 def test_a_body_that_dribbles_is_a_408(running):
     with running.connect() as sock:
         sock.sendall(b"POST /size HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 100\r\n\r\n")
-        started = time.monotonic()
-        for _ in range(5):
-            time.sleep(0.1)
+        for size in range(1, 6):  # no byte moves the deadline
             sock.sendall(b" ")
+            wait_until(lambda size=size: running.front.incoming_bytes == size)
+            running.wait(0.19 * DEADLINE_S)
+        assert running.front.incoming_bytes == 5, "not before the deadline"
+        running.wait(0.06 * DEADLINE_S)
         status, error = reply_of(sock)
         assert status == 408 and error["type"] == "RequestTimeoutError"
-        assert 0.5 < time.monotonic() - started < 10
 
 
-def dribble(sock: socket.socket, data: bytes = b"x") -> float:
-    """Sends a byte now and then. Seconds until the server hangs up."""
-    started = time.monotonic()
-    sock.settimeout(0.1)
-    while time.monotonic() - started < 5:
-        try:
-            sock.sendall(data)
-            if sock.recv(65536) == b"":
-                break
-        except TimeoutError:
-            continue
-        except OSError:
-            break
-    return time.monotonic() - started
+def dribble_past_the_deadline(running: Running, sock: socket.socket, head: bytes) -> None:
+    """Sends the beginning of a head, and more of it later: the server hangs up at the deadline of the first byte."""
+    sock.sendall(head)
+    running.wait_for_head(head)
+    running.wait(0.6 * DEADLINE_S)
+    sock.sendall(b"x")
+    running.wait_for_head(head + b"x")
+    running.wait(0.6 * DEADLINE_S)
+    assert sock.recv(65536) == b""
 
 
 def test_a_head_that_dribbles_ends_the_connection(running):
     with running.connect() as sock:
-        sock.sendall(b"GET /size HTTP/1.1\r\nx: ")
-        assert dribble(sock) < 2
+        dribble_past_the_deadline(running, sock, b"GET /size HTTP/1.1\r\nx: ")
 
 
 def test_so_it_does_after_a_first_request(running):
     with running.connect() as sock:
         sock.sendall(b"GET /size HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert sock.recv(10) == b"HTTP/1.1 2"
-        sock.sendall(b"GET /size HTTP/1.1\r\nx: ")
-        assert dribble(sock) < 2
+        read_until(sock, b"\r\n\r\n0")
+        dribble_past_the_deadline(running, sock, b"GET /size HTTP/1.1\r\nx: ")
 
 
-def test_the_rest_of_a_body_that_nobody_reads_has_a_deadline(running):
+def test_the_rest_of_a_body_that_is_not_read_has_a_deadline(running):
     with running.connect() as sock:
         sock.sendall(b"POST /deaf HTTP/1.1\r\nhost: x\r\ncontent-length: 999999\r\n\r\n")
-        assert dribble(sock) < 2
+        read_until(sock, b"not read")
+        sock.sendall(b"x")
+        running.wait(0.9 * DEADLINE_S)
+        assert len(running.connections()) == 1
+        running.wait(0.2 * DEADLINE_S)
+        wait_until(lambda: not running.connections())
+
+
+def test_a_connection_between_two_requests_has_a_deadline(running):
+    with running.connect() as sock:
+        for _ in range(2):
+            sock.sendall(b"GET /size HTTP/1.1\r\nhost: x\r\n\r\n")
+            read_until(sock, b"\r\n\r\n0")
+            running.wait(0.9 * DEADLINE_S)
+        running.wait(0.2 * DEADLINE_S)
+        assert sock.recv(65536) == b""
+
+
+def read_until(sock: socket.socket, end: bytes) -> bytes:
+    data = b""
+    while not data.endswith(end):
+        piece = sock.recv(65536)
+        assert piece, data
+        data += piece
+    return data
 
 
 def test_slow_requests_on_one_connection_live(running):
     with running.connect() as sock:
         for _ in range(4):  # longer in all than any deadline
-            sock.sendall(b"POST /size HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n")
-            time.sleep(0.3)
-            sock.sendall(b"ab")
-            reply = b""
-            while not reply.endswith(b"\r\n\r\n2"):
-                reply += sock.recv(65536)
-            assert reply.startswith(b"HTTP/1.1 200")
+            sock.sendall(b"POST /size HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\na")
+            wait_until(lambda: running.front.incoming_bytes == 1)
+            running.wait(0.7 * DEADLINE_S)
+            sock.sendall(b"b")
+            assert read_until(sock, b"\r\n\r\n2").startswith(b"HTTP/1.1 200")
+            running.wait(0.7 * DEADLINE_S)
 
 
 def test_pipelined_requests(running):
     with running.connect() as sock:
         sock.sendall(b"GET /size HTTP/1.1\r\nhost: x\r\n\r\n" * 5)
         data = b""
+        while data.count(b"HTTP/1.1 200") < 5:
+            data += sock.recv(65536)
+        running.wait(1.1 * DEADLINE_S)
         while piece := sock.recv(65536):
             data += piece
         assert data.count(b"HTTP/1.1 200") == 5
 
 
-class _Counted(set):
-    """Remembers how many there were at the most: the server may let the first ones go before anybody looks."""
-
-    most = 0
-
-    def add(self, connection):
-        super().add(connection)
-        self.most = max(self.most, len(self))
-
-
 def test_many_silent_connections_disturb_nobody(running):
-    state = running.server.server_state
-    state.connections = connections = _Counted(state.connections)
     socks = [running.connect() for _ in range(300)]
     for i, sock in enumerate(socks):
         sock.sendall(b"POST /size HTTP/1.1\r\ncontent-length: 9\r\nhost: x\r\n" + b"\r\n" * (i % 2))
-    wait_until(lambda: connections.most >= 200)
-    started = time.monotonic()
+    wait_until(lambda: len(running.connections()) == 300)
     running.assert_alive()
-    assert time.monotonic() - started < 8
-    wait_until(lambda: running.num_connections() < 10)
+    running.wait(1.1 * DEADLINE_S)  # ends those without a head; the others get a 408
+    wait_until(lambda: all(c.cycle is not None and c.cycle.response_complete for c in running.connections()))
+    running.wait(1.1 * DEADLINE_S)  # ends those that have still not sent their body
+    wait_until(lambda: not running.connections())
     for sock in socks:
         sock.close()
 
@@ -235,8 +281,8 @@ def test_many_silent_connections_disturb_nobody(running):
 def test_a_client_that_does_not_read_is_let_go(running):
     with running.connect() as sock:
         sock.sendall(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
-        wait_until(lambda: running.num_connections() == 1)
-        wait_until(lambda: running.num_connections() == 0, timeout_s=20)
+        wait_until(lambda: len(running.connections()) == 1)
+        wait_until(lambda: not running.connections())
 
 
 def test_a_client_that_leaves_within_its_body_is_no_error(running, caplog):
@@ -285,13 +331,21 @@ def test_a_bug_is_logged_once_and_from_our_first_line_on(running, caplog):
     assert frames == ["bug"]
 
 
-# The whole server
+# The whole application
 
 
 @pytest.fixture(scope="module")
-def server():
-    with Server(fake=[]) as server:
-        yield server
+def send():
+    front = http_limits.Front(make_app(ServerArgs(model_path="m"), OneWord(), {}))
+
+    def send(method: str, path: str, **fields) -> httpx.Response:
+        async def main() -> httpx.Response:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://test") as client:
+                return await client.request(method, path, **fields)
+
+        return asyncio.run(main())
+
+    return send
 
 
 @pytest.mark.parametrize(
@@ -306,18 +360,18 @@ def server():
         ("BREW", "/coffee", 404),
     ],
 )
-def test_wrong_methods_and_paths_have_the_shape(server, method, path, status):
-    response = httpx.request(method, server.url + path)
+def test_wrong_methods_and_paths_have_the_shape(send, method, path, status):
+    response = send(method, path)
     assert response.status_code == status
     assert response.json()["object"] == "error" and response.json()["code"] == status
     assert status != 405 or response.headers["allow"]
 
 
-def test_content_types(server):
+def test_content_types(send):
     def post(kind):
         headers = {"content-type": kind} if kind is not None else {}
         content = b'{"prompt": [100], "max_tokens": 1}'
-        return httpx.post(server.url + "/v1/completions", content=content, headers=headers)
+        return send("POST", "/v1/completions", content=content, headers=headers)
 
     for kind in (None, "application/json", "application/json; charset=utf-8", "Application/JSON"):
         assert post(kind).status_code == 200
@@ -325,16 +379,16 @@ def test_content_types(server):
         assert post(kind).status_code == 415 and post(kind).json()["object"] == "error"
 
 
-def test_an_oversized_body(server):
+def test_an_oversized_body(send):
     body = b'{"prompt": "' + b"a" * http_limits.MAX_BODY_BYTES + b'"}'
-    assert server.post("/v1/completions", content=body).status_code == 413
+    assert send("POST", "/v1/completions", content=body).status_code == 413
 
 
-def test_names_of_clients_are_bounded(server):
+def test_names_of_clients_are_bounded(send):
     long = "x" * 2000
     for path, body in (("/v1/completions", {"prompt": "a"}), ("/generate", {"text": "a"})):
         for name in ("rid", "cache_salt", "extra_key"):
-            response = server.post(path, {**body, name: long})
+            response = send("POST", path, json={**body, name: long})
             assert response.status_code == 400 and response.json()["param"] == name
-    error = server.post("/v1/completions", {"prompt": "a", "model": long}).json()
+    error = send("POST", "/v1/completions", json={"prompt": "a", "model": long}).json()
     assert error["code"] == 404 and len(error["message"]) < 1100

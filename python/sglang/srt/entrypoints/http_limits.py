@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -99,10 +98,9 @@ class _Body:
         if self._whole:
             return await self._receive()
         self._check_size(self._announced)
-        now = time.monotonic()
-        self._deadline = self._deadline or now + BODY_TIMEOUT_S
+        self._deadline = self._deadline or asyncio.get_running_loop().time() + BODY_TIMEOUT_S
         try:
-            async with asyncio.timeout(self._deadline - now):
+            async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
             raise RequestError(f"the body did not come within {BODY_TIMEOUT_S:g} s", 408) from None

@@ -1,0 +1,41 @@
+"""In the tokenizer manager's place, for tests of what stands before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sglang.srt.managers.io_struct import FinishReason
+from sglang.srt.managers.tokenizer_manager import Chunk
+
+
+class OneWord:
+    """Every answer is one word."""
+
+    context_length = 100
+    token_texts = None
+
+    async def generate(self, req):
+        yield Chunk(
+            rid="r",
+            text="word",
+            output_ids=[1],
+            finish_reason=FinishReason(type="length", length=1),
+            prompt_tokens=1,
+            completion_tokens=1,
+            cached_tokens=0,
+            cached_tokens_details={},
+            latency_s=0.0,
+            logprobs=[],
+            prompt_logprobs=[],
+        )
+
+    async def render_chat(self, messages, kwargs, continue_final) -> str:
+        return "prompt"
+
+    async def tokenize(self, text, add_special_tokens) -> np.ndarray:
+        return np.array([1])
+
+    async def off_loop_if_many(self, num_tokens, function, *args) -> Any:
+        return function(*args)
