@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -41,6 +40,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.sampling.logprob_types import TokenLogprob
 from sglang.srt.utils.child_process import ChildArgs, StartupError, open_pull, open_push, run_child
+from sglang.srt.utils.startup_progress import StartupProgress
 
 EOS = 1
 
@@ -182,7 +182,9 @@ def start(args: ChildArgs, on_exit: ExitStack) -> Callable[[], None]:
         raise StartupError(FLAGS.fail)
     if FLAGS.start_hold:
         Path(FLAGS.start_hold).touch()
-        threading.Event().wait()
+        StartupProgress(args.stage_file).stage("standing still")
+        while os.path.exists(FLAGS.start_hold):
+            time.sleep(0.01)
     if FLAGS.stuck:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     return FakeScheduler(FLAGS, args).serve
@@ -194,7 +196,7 @@ parser.add_argument("--crash-at", type=int, default=0, help="raise at this step"
 parser.add_argument("--kill-at", type=int, default=0, help="die by SIGKILL at this step")
 parser.add_argument("--fail", default="", help="fail at start-up with this sentence")
 parser.add_argument("--hold", default="", help="stand still while this file exists, once a request runs")
-parser.add_argument("--start-hold", default="", help="make this file, and never get ready")
+parser.add_argument("--start-hold", default="", help="make this file, and get ready when it is gone")
 parser.add_argument("--deaf", action="store_true", help="never answer questions about the state")
 parser.add_argument("--stuck", action="store_true", help="do not stop when asked to")
 parser.add_argument("--max-req-input-len", type=int, default=4000)

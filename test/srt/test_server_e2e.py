@@ -15,6 +15,14 @@ import sglang
 
 pytestmark = pytest.mark.e2e
 
+# Lines of the log while it starts.
+STAGES = (
+    "starting 2 processes",
+    "reading the model's config",
+    "loading weights from 1 file\n",
+    "allocating the pools",
+    "The server is up after",
+)
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
@@ -26,6 +34,7 @@ def servers():
     with Server(*flags.split(), wait=False) as cached, Server("--disable-radix-cache", wait=False) as plain:
         cached.wait_ready()
         plain.wait_ready()
+        assert [stage for stage in STAGES if f"INFO: {stage}" not in cached.output()] == []
         yield cached, plain
         cached.stop()
         body = {"input_ids": prompt(99, 8000), "sampling_params": {"max_new_tokens": 2}}

@@ -126,7 +126,7 @@ class LocalEngine:
         # With its index, which tensors have, too.
         where = torch.device("cuda", 0) if (device or device_under_test()) == "cuda" else CPU
         backend = attention_backend or _attention_for(where)
-        self.model = model or load_model(model_config, load_format, backend, device=where, quiet=True, group=group)
+        self.model = model or load_model(model_config, load_format, backend, device=where, group=group)
         c = model_config
         num_kv_heads = c.kv_heads_per_rank(group.size)
         self.debug = debug

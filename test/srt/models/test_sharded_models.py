@@ -111,9 +111,9 @@ def test_ranks_hold_slices_of_the_whole(path, size, load_format):
     config = ModelConfig.from_pretrained(path)
 
     def load(group):
-        return load_model(config, load_format, TorchNativeAttnBackend(), 3, quiet=True, group=group).weight_targets()
+        return load_model(config, load_format, TorchNativeAttnBackend(), 3, group=group).weight_targets()
 
-    whole = load_model(config, load_format, TorchNativeAttnBackend(), 3, quiet=True).weight_targets()
+    whole = load_model(config, load_format, TorchNativeAttnBackend(), 3).weight_targets()
     parts = [load(group) for group in thread_groups(size)]
     for name, full in whole.items():
         seen = torch.zeros(full.shape[full.dim], dtype=torch.bool)
@@ -176,7 +176,7 @@ def test_a_rank_reads_only_its_part(path, monkeypatch):
     opens = loader._open
     monkeypatch.setattr(loader, "_open", lambda file: Counting(opens(file)))
     group = thread_groups(2)[1]
-    model = load_model(config, "auto", TorchNativeAttnBackend(), quiet=True, group=group)
+    model = load_model(config, "auto", TorchNativeAttnBackend(), group=group)
     padding = (model.lm_head.shard.size * 2 - VOCAB) * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     held = sum(p.numel() for p in model.parameters())
     assert 0 < read <= held - padding

@@ -50,7 +50,7 @@ class TinyRunner:
     ) -> None:
         self.config = config
         self.num_kv_heads = config.kv_heads_per_rank(group.size)
-        self.model = load_model(config, load_format, TorchNativeAttnBackend(), seed, quiet=True, group=group)
+        self.model = load_model(config, load_format, TorchNativeAttnBackend(), seed, group=group)
 
     def start(
         self, prompts: list[list[int]], room: int = 64, page_size: int = 1, seed: int = 0

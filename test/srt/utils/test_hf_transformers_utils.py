@@ -54,6 +54,7 @@ def test_the_parent_process_imports_no_torch(tmp_path):
     code = f"""
 import sys
 import sglang.srt.entrypoints.engine, sglang.srt.entrypoints.http_server
+from sglang.srt.configs.model_files import resolve_model_path
 from sglang.srt.utils.hf_transformers_utils import *
 path = resolve_model_path({str(tmp_path)!r})
 get_context_and_vocab(path), get_tokenizer(path), get_tokenizer(resolve_model_path("embedded"))

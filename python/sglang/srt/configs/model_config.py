@@ -1,23 +1,31 @@
 """`ModelConfig`: what the engine needs to know about a model, read from a Hugging Face directory.
 
-Owns finding the directory (local, hub, or the embedded model) and refusing what cannot be served, with a sentence
-that says what to do. Reads no weights beyond what the fingerprint samples.
+Refuses what cannot be served, with a sentence that says what to do; model_files.py has what needs no torch for that.
+Reads no weights beyond what the fingerprint samples.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sglang.srt.models.registry import supported_architectures
-
-EMBEDDED_MODEL = "embedded"
+from sglang.srt.configs.model_files import (
+    ModelConfigError,
+    check_activation,
+    check_quantization,
+    check_tensor_parallel,
+    pick_architecture,
+    pick_context_length,
+    read_config_json,
+    resolve_model_path,
+    rope_parameters_of,
+    unsupported_dtype,
+)
 
 _DTYPES = {
     "float32": torch.float32,
@@ -30,14 +38,6 @@ _DTYPES = {
 DTYPE_CHOICES = ("auto", *_DTYPES)
 # Those that layers/rotary_embedding.py knows; this file must not import layers.
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-
-# Weights and what belongs to the tokenizer; not the other frameworks' copies of the weights.
-_HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-
-
-class ModelConfigError(ValueError):
-    """The model cannot be served as asked; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -79,18 +79,18 @@ class ModelConfig:
         context_length: None takes the model's own; more than its positions reach is refused. revision: of a hub name.
         """
         local_path = resolve_model_path(model_path, revision)
-        raw = _read_config_json(local_path)
-        architecture = _pick_architecture(model_path, raw)
+        raw = read_config_json(local_path)
+        architecture = pick_architecture(model_path, raw)
         hf_config = _auto_config(local_path)
         num_heads = hf_config.num_attention_heads
-        rope_parameters = _rope_parameters(hf_config)
+        rope_parameters = rope_parameters_of(hf_config)
         config = cls(
             model_path=model_path,
             local_path=local_path,
             hf_config=hf_config,
             architecture=architecture,
             dtype=_pick_dtype(dtype, hf_config),
-            context_length=_pick_context_length(context_length, hf_config.max_position_embeddings, rope_parameters),
+            context_length=pick_context_length(context_length, hf_config.max_position_embeddings, rope_parameters),
             hidden_size=hf_config.hidden_size,
             intermediate_size=hf_config.intermediate_size,
             num_layers=hf_config.num_hidden_layers,
@@ -114,17 +114,7 @@ class ModelConfig:
 
     def check_tensor_parallel(self, num_ranks: int) -> None:
         """Raises ModelConfigError if the model cannot be divided over so many ranks."""
-        for what, number in (("attention heads", self.num_heads), ("intermediate rows", self.intermediate_size)):
-            if number % num_ranks:
-                raise ModelConfigError(
-                    f"The model's {number} {what} cannot be divided over {num_ranks} ranks; choose a --tp-size that "
-                    f"divides {number}."
-                )
-        if self.num_kv_heads % num_ranks and num_ranks % self.num_kv_heads:
-            raise ModelConfigError(
-                f"The model's {self.num_kv_heads} KV heads can neither be divided over {num_ranks} ranks nor evenly "
-                f"repeated on them; choose a --tp-size that divides {self.num_kv_heads} or is a multiple of it."
-            )
+        check_tensor_parallel(num_ranks, self.num_heads, self.intermediate_size, self.num_kv_heads)
 
     @property
     def attn_scale(self) -> float:
@@ -158,64 +148,6 @@ class ModelConfig:
         return digest.hexdigest()[:32]
 
 
-def resolve_model_path(model_path: str, revision: str | None = None) -> Path:
-    """The directory of a model, downloaded or written first where need be. Raises `ModelConfigError`."""
-    if model_path == EMBEDDED_MODEL:
-        from sglang.srt.model_loader.embedded_model import ensure_embedded_model
-
-        try:
-            return ensure_embedded_model()
-        except OSError as e:
-            raise ModelConfigError(f"{str(e)[:1].upper()}{str(e)[1:]}.") from e
-    path = Path(model_path).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise ModelConfigError(f"{model_path!r} is a file; give the directory that holds config.json.")
-    if not _HUB_NAME.fullmatch(model_path):
-        raise ModelConfigError(
-            f"There is no directory {model_path!r}; give a model directory, a hub name such as "
-            f"Qwen/Qwen3-0.6B, or {EMBEDDED_MODEL!r}."
-        )
-    import huggingface_hub
-
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(model_path, revision=revision, allow_patterns=list(_HUB_PATTERNS))
-        )
-    except Exception as e:
-        # The hub's own errors span several lines; the first says what happened.
-        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
-        raise ModelConfigError(
-            f"{model_path!r} is not a directory here and could not be fetched from the Hugging Face hub ({reason})"
-        ) from e
-
-
-def _read_config_json(local_path: Path) -> dict[str, Any]:
-    path = local_path / "config.json"
-    if not path.is_file():
-        raise ModelConfigError(f"{str(local_path)!r} has no config.json; give a directory in Hugging Face's format.")
-    try:
-        raw = json.loads(path.read_text())
-    except ValueError as e:
-        raise ModelConfigError(f"{str(path)!r} is not valid JSON: {e}.") from e
-    if not isinstance(raw, dict):
-        raise ModelConfigError(f"{str(path)!r} does not hold a JSON object.")
-    return raw
-
-
-def _pick_architecture(model_path: str, raw: dict[str, Any]) -> str:
-    supported = supported_architectures()
-    named = raw.get("architectures") or []
-    for architecture in named:
-        if architecture in supported:
-            return str(architecture)
-    raise ModelConfigError(
-        f"{model_path!r} has the architecture {', '.join(map(str, named)) or 'unknown'}, which is not supported; "
-        f"supported are {', '.join(supported)}."
-    )
-
-
 def _auto_config(local_path: Path) -> Any:
     from transformers import AutoConfig
 
@@ -236,40 +168,7 @@ def _pick_dtype(dtype: str, hf_config: Any) -> torch.dtype:
         stored = getattr(torch, stored.removeprefix("torch."), None)
     if isinstance(stored, torch.dtype) and stored in _DTYPES.values():
         return stored
-    raise ModelConfigError(
-        f"The model's dtype {stored} is not supported; choose one with --dtype bfloat16, float16 or float32."
-    )
-
-
-def _pick_context_length(wanted: int | None, own: int, rope_parameters: dict[str, Any]) -> int:
-    if wanted is None:
-        return own
-    if wanted <= 0:
-        raise ModelConfigError(f"context_length {wanted} must be positive.")
-    longest = own
-    if rope_parameters["rope_type"] == "yarn":
-        # A config may name the factor and leave max_position_embeddings at the original length, as Qwen's guides do.
-        stretched = rope_parameters["factor"] * rope_parameters["original_max_position_embeddings"]
-        longest = max(own, int(stretched))
-    if wanted > longest:
-        reason = f"{own} (max_position_embeddings)" if longest == own else f"{longest} (YaRN's factor of its context)"
-        raise ModelConfigError(
-            f"context_length {wanted} is more than the model's {reason}; "
-            f"use at most {longest}, or a model whose config.json scales its positions further."
-        )
-    return wanted
-
-
-def _rope_parameters(hf_config: Any) -> dict[str, Any]:
-    """transformers 5 writes `rope_parameters`, older configs have `rope_theta` and `rope_scaling`."""
-    params = dict(getattr(hf_config, "rope_scaling", None) or {})
-    params.update(getattr(hf_config, "rope_parameters", None) or {})
-    params.setdefault("rope_theta", getattr(hf_config, "rope_theta", 10000.0))
-    params["rope_type"] = params.get("rope_type") or params.get("type") or "default"
-    params.setdefault("original_max_position_embeddings", hf_config.max_position_embeddings)
-    if params["rope_type"] in ("yarn", "longrope") and params.get("factor") is None:
-        params["factor"] = hf_config.max_position_embeddings / params["original_max_position_embeddings"]
-    return params
+    raise unsupported_dtype(stored)
 
 
 def _sliding_window(hf_config: Any) -> int | None:
@@ -300,13 +199,8 @@ def _eos_token_ids(local_path: Path, hf_config: Any) -> tuple[int, ...]:
 
 def _refuse_unsupported(config: ModelConfig) -> None:
     hf = config.hf_config
-    if getattr(hf, "quantization_config", None):
-        raise ModelConfigError(
-            f"{config.model_path!r} is quantized, which is not supported; use unquantized weights."
-        )
-    activation = getattr(hf, "hidden_act", "silu")
-    if activation != "silu":
-        raise ModelConfigError(f"The activation {activation!r} is not supported; only 'silu' is.")
+    check_quantization(config.model_path, getattr(hf, "quantization_config", None))
+    check_activation(getattr(hf, "hidden_act", "silu"))
     rope_type = config.rope_parameters["rope_type"]
     if rope_type not in ROPE_TYPES:
         raise ModelConfigError(

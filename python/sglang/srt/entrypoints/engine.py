@@ -37,13 +37,14 @@ import zmq.asyncio
 
 from sglang.srt.entrypoints.native import GenerateReqInput, serve_generate
 from sglang.srt.entrypoints.request_fields import UNSUPPORTED_GENERATE, convert
+from sglang.srt.entrypoints.startup_checks import check_before_start
 from sglang.srt.entrypoints.streams import close
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.observability.metrics_collector import MetricsCollector
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import STOP_SIGNAL, ChildArgs, StartupError, open_pull, open_push
 from sglang.srt.utils.errors import RequestError
-from sglang.srt.utils.hf_transformers_utils import get_context_and_vocab, get_tokenizer, resolve_model_path
+from sglang.srt.utils.hf_transformers_utils import get_context_and_vocab, get_tokenizer
 
 T = TypeVar("T")
 
@@ -53,6 +54,8 @@ DETOKENIZER_COMMAND = (sys.executable, "-m", "sglang.srt.managers.detokenizer_ma
 _WATCH_INTERVAL_S = 0.1
 _STOP_TIMEOUT_S = 10.0
 _STOP_INTERVAL_S = 0.02
+# Of a start that takes longer, so often a line tells what it is doing.
+_PROGRESS_INTERVAL_S = 10.0
 # sun_path holds 108 bytes.
 _MAX_SOCKET_PATH = 100
 
@@ -69,6 +72,7 @@ class Child:
     def __init__(self, name: str, command: Sequence[str], args: ChildArgs) -> None:
         self.name = name
         self._error_file = args.error_file
+        self._stage_file = args.stage_file
         self._tail = b""
         self._ended_at = math.inf
         # A session of its own: the terminal's Ctrl-C is for the parent, which drains first.
@@ -99,6 +103,14 @@ class Child:
         """When it ended, by the monotonic clock: one rank's death ends the others, and the first to go says why."""
         self._reader.join(0.5)
         return self._ended_at
+
+    def stage(self) -> str:
+        """What it is doing while it starts; "" if it shows that itself."""
+        try:
+            with open(self._stage_file) as file:
+                return file.read()
+        except OSError:
+            return f"importing what the {self.name} process needs"
 
     def startup_error(self) -> str | None:
         try:
@@ -153,22 +165,35 @@ class EngineProcesses:
         self._directory: str | None = None
         self._lock = -1
         self._receive: asyncio.Task[None] | None = None
+        self._stage = "reading the model's config"
         self.manager: TokenizerManager
         self.ready_info: dict[str, Any] = {}
 
     async def start(self) -> None:
         """Returns when the first request may come. Raises a typed error with one sentence; then nothing is left."""
+        progress = asyncio.create_task(self._report_progress())
         try:
             await self._start()
         except BaseException:
             await self.stop()
             raise
+        finally:
+            progress.cancel()
+
+    async def _report_progress(self) -> None:
+        started = time.monotonic()
+        while True:
+            await asyncio.sleep(_PROGRESS_INTERVAL_S)
+            stages = [child.stage() for child in self._children if "scheduler" in child.name] or [self._stage]
+            if shown := ", ".join(dict.fromkeys(filter(None, stages))):
+                logger.info("still starting, after %.0f s: %s", time.monotonic() - started, shown)
 
     async def _start(self) -> None:
         args = self._args
         refuse_mixed_installation()
-        model_dir = await asyncio.to_thread(resolve_model_path, args.model_path)
+        model_dir = str(await asyncio.to_thread(check_before_start, args))
         own_context, vocab_size = get_context_and_vocab(model_dir)
+        logger.info("starting %d processes", args.tp_size + 1)
         self._directory, self._lock = private_directory()
         ipc = {name: f"ipc://{self._directory}/{name}" for name in ("scheduler_in", "detokenizer_in", "tokenizer_in")}
 
@@ -187,6 +212,8 @@ class EngineProcesses:
                     server_args=asdict(args.without_keys()),  # a child's command line is public
                     ipc={key: ipc[key] for key in sockets},
                     error_file=f"{self._directory}/{name}.error".replace(" ", "_"),
+                    stage_file=f"{self._directory}/{name}.stage".replace(" ", "_"),
+                    columns=shutil.get_terminal_size().columns if _is_terminal(sys.stderr) else 0,
                     parent_pid=os.getpid(),
                     remove_directory=remove_directory,
                     log_prefix=log_prefix,
@@ -282,6 +309,13 @@ class EngineProcesses:
             shutil.rmtree(self._directory, ignore_errors=True)
             os.close(self._lock)
             self._directory = None
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return stream.isatty()
+    except (AttributeError, ValueError):  # there is none, or it is closed
+        return False
 
 
 def private_directory() -> tuple[str, int]:

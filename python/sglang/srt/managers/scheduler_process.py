@@ -81,6 +81,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import ChildArgs, StartupError, open_pull, open_push, run_child, without_stopping
 from sglang.srt.utils.cuda_stream import make_stream
 from sglang.srt.utils.device import CPU, settle_memory
+from sglang.srt.utils.startup_progress import SILENT, StartupProgress
 from sglang.srt.utils.stream import ThreadStream
 
 logger = logging.getLogger(__name__)
@@ -92,10 +93,11 @@ IDLE_CHECK_AFTER_MS = 5000
 IDLE_CHECK_MAX_NODES = 5000
 
 
-def build_config(
+def device_pages(
     args: ServerArgs, model: ModelConfig, group: TensorParallelGroup, device: torch.device = CPU
-) -> SchedulerConfig:
-    """Sizes the pools, alike on all ranks. Raises StartupError where not even one short request would fit."""
+) -> tuple[int, int]:
+    """How many pages the device gets of the memory that is free now, and their size. Raises StartupError where that
+    is too little."""
     page_bytes = MHATokenToKVPool.page_bytes(
         args.page_size, model.num_layers, model.kv_heads_per_rank(group.size), model.head_dim, model.dtype
     )
@@ -117,6 +119,14 @@ def build_config(
             f"the KV cache has {num_pages} pages of {args.page_size} tokens, at least 2 are needed: raise "
             "--max-total-tokens or lower --page-size"
         )
+    return num_pages, page_bytes
+
+
+def build_config(
+    args: ServerArgs, model: ModelConfig, group: TensorParallelGroup, device: torch.device = CPU
+) -> SchedulerConfig:
+    """Sizes the pools, alike on all ranks. Raises StartupError where not even one short request would fit."""
+    num_pages, page_bytes = device_pages(args, model, group, device)
     num_host_pages = 0
     if args.enable_hierarchical_cache:
         # The CPU's "device" is in the same memory.
@@ -235,15 +245,19 @@ def build_core(
     directory: Path,
     on_exit: ExitStack,
     device: torch.device = CPU,
+    progress: StartupProgress = SILENT,
 ) -> tuple[EngineCore, Storage | None]:
     """Load the model and build one rank around it. notify: called from other threads when something completed.
     directory: the server's private one. on_exit: gets what has to be closed before the process ends. The storage is
     None where there is no host tier."""
+    progress.stage("reading the model's config")
     attention_backend = check_device(args, device)
     model_config = ModelConfig.from_pretrained(args.model_path, args.dtype, args.context_length)
     model_config = replace(model_config, dtype=pick_dtype(args, model_config.dtype, device))
     model_config.check_tensor_parallel(group.size)
     check_weights_fit(model_config, group, device)
+    # Again once the weights are there; what does not even fit now need not wait for them.
+    device_pages(args, model_config, group, device)
     attention = make_attention_backend(attention_backend, device)
     model = load_model(
         model_config,
@@ -251,9 +265,10 @@ def build_core(
         attention,
         args.random_seed or 0,
         device,
-        quiet=group.rank > 0,
         group=group,
+        progress=progress,
     )
+    progress.stage("allocating the pools")
     config = build_config(args, model_config, group, device)
     shape = (
         config.page_size,
@@ -317,6 +332,8 @@ def build_core(
         graph_batch_size=graph_batch_size,
     )
     settle_memory(device)
+    if graph_batch_size:
+        progress.stage(f"capturing CUDA graphs of up to {graph_batch_size} requests")
     executor.capture_graphs()
     if config.num_host_pages:
         host_pool = MHATokenToKVPoolHost(pool, config.num_host_pages, args.hicache_mem_layout)
@@ -354,6 +371,7 @@ def build_core(
             links[name] = StorageLink(name, slot, ThreadStream(name, notify), notify, limits.get(name))
         storage = Storage(opener, slot)
         if args.hicache_storage_backend is not None:
+            progress.stage(f"opening storage: {args.hicache_storage_backend}")
             setup = opener.setup(
                 args.hicache_storage_backend,
                 args.hicache_storage_backend_extra_config,
@@ -579,6 +597,9 @@ def tidy_up(core: EngineCore) -> None:
 def start(child: ChildArgs, on_exit: ExitStack) -> Callable[[], None]:
     args = child.parsed_server_args()
     rank, directory = child.extra["tp_rank"], Path(child.extra["directory"])
+    progress = StartupProgress(child.stage_file, child.columns, is_leader=rank == 0)
+    if args.tp_size > 1:
+        progress.stage(f"meeting the other {args.tp_size - 1} ranks")
     context = zmq.Context()
     receiver = open_pull(context, child.ipc["scheduler_in"]) if rank == 0 else None
     device = pick_device(args, rank)
@@ -589,13 +610,15 @@ def start(child: ChildArgs, on_exit: ExitStack) -> Callable[[], None]:
         # Each rank would take all cores, and they would wait for each other's threads.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // group.size))
     if receiver is None:
-        core, _ = build_core(args, group, sync.poke, directory, on_exit, device)
+        core, _ = build_core(args, group, sync.poke, directory, on_exit, device, progress)
         gc.collect()
         gc.freeze()
         return FollowerProcess(core, sync).serve
     sender = open_push(context, child.ipc["detokenizer_in"])
     wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
-    core, storage = build_core(args, group, lambda: os.eventfd_write(wake_fd, 1), directory, on_exit, device)
+    core, storage = build_core(
+        args, group, lambda: os.eventfd_write(wake_fd, 1), directory, on_exit, device, progress
+    )
     process = SchedulerProcess(core, storage, sync, receiver, sender, wake_fd)
     gc.collect()
     gc.freeze()

@@ -10,18 +10,20 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.cache_controller import WRITE_POLICIES, StorageLimits
 from sglang.srt.managers.schedule_batch import StorageSetup
 from sglang.srt.managers.schedule_policy import FETCH_ORDERS
 from sglang.srt.managers.storage_prefetch import PREFETCH_POLICIES, PrefetchConfig
 from sglang.srt.mem_cache.block_store import BlockStore, StoreError
-from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.backend_factory import BACKENDS, create_store
 from sglang.srt.mem_cache.storage.tiered_store import TieredStore
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.offload.remote_store import REMOTE_BACKENDS, is_lossy, open_remote_store
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 
 EXTRA_CONFIG_FLAG = "--hicache-storage-backend-extra-config"
 BLOCK_TOKENS = 64

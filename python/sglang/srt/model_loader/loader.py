@@ -6,25 +6,22 @@ and a rank reads only its part of each, so loading takes no memory beyond the mo
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from tqdm import tqdm
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_files import INDEX, ModelConfigError, some, weight_file_names
 from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.weights import WeightTarget
 from sglang.srt.models.registry import get_model_class
 from sglang.srt.utils.device import CPU
+from sglang.srt.utils.startup_progress import SILENT, StartupProgress
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-_INDEX = "model.safetensors.index.json"
 
 
 class ModelLoadError(RuntimeError):
@@ -37,8 +34,8 @@ def load_model(
     attn_backend: AttentionBackend,
     seed: int = 0,
     device: torch.device = CPU,
-    quiet: bool = False,
     group: TensorParallelGroup = SINGLE_RANK,
+    progress: StartupProgress = SILENT,
 ) -> Any:
     """A `CausalLM` in config.dtype on `device`, this rank's part of it. load_format: "auto" and "safetensors" read
     config.local_path, "dummy" draws weights from `seed` (the same on every run and for any number of ranks, but not
@@ -50,38 +47,29 @@ def load_model(
     with device:
         model = get_model_class(config.architecture)(config, attn_backend, group)
     if load_format == "dummy":
+        progress.stage("making up weights")
         _fill_at_random(model.weight_targets(), seed)
     else:
-        _load_safetensors(model, config.local_path, quiet)
+        _load_safetensors(model, config.local_path, progress)
     return model.eval()
 
 
 def _weight_files(path: Path) -> dict[str, Path]:
     """Tensor name -> file."""
-    index = path / _INDEX
-    if index.is_file():
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        absent = sorted({name for name in weight_map.values() if not (path / name).is_file()})
-        if absent:
-            raise ModelLoadError(f"{_INDEX} names files that are not there: {_some(absent)}.")
-        return {name: path / file for name, file in weight_map.items()}
-    files = sorted(path.glob("*.safetensors"))
-    if (path / "model.safetensors") in files:
-        # Some repositories carry the weights a second time in their trainer's format.
-        files = [path / "model.safetensors"]
-    if not files:
-        raise ModelLoadError(
-            f"{str(path)!r} has no *.safetensors; other formats are not read (convert with save_pretrained), "
-            "and --load-format dummy runs without weights."
-        )
+    try:
+        names = weight_file_names(path)
+    except ModelConfigError as error:
+        raise ModelLoadError(str(error)) from error
+    if isinstance(names, dict):
+        return {name: path / file for name, file in names.items()}
     where = {}
-    for file in files:
-        with _open(file) as f:
-            where.update(dict.fromkeys(f.keys(), file))
+    for file in names:
+        with _open(path / file) as f:
+            where.update(dict.fromkeys(f.keys(), path / file))
     return where
 
 
-def _load_safetensors(model: Any, path: Path, quiet: bool) -> None:
+def _load_safetensors(model: Any, path: Path, progress: StartupProgress) -> None:
     targets = model.weight_targets()
     where = {name: file for name, file in _weight_files(path).items() if not model.ignores_weight(name)}
     plan: dict[str, list[WeightTarget]] = {}
@@ -92,29 +80,24 @@ def _load_safetensors(model: Any, path: Path, quiet: bool) -> None:
     missing, unexpected = sorted(targets), sorted(where.keys() - plan.keys())
     if missing or unexpected:
         parts = [
-            f"{kind}: {_some(names)}" for kind, names in (("missing", missing), ("unexpected", unexpected)) if names
+            f"{kind}: {some(names)}" for kind, names in (("missing", missing), ("unexpected", unexpected)) if names
         ]
         raise ModelLoadError(f"The weights in {str(path)!r} do not fit {type(model).__name__}; {'; '.join(parts)}.")
 
     by_file: dict[Path, list[str]] = {}
     for name, file in where.items():
         by_file.setdefault(file, []).append(name)
-    progress = tqdm(
-        total=len(where),
-        desc="Loading weights",
-        unit="tensor",
-        file=sys.stderr,
-        disable=quiet or not sys.stderr.isatty(),
-    )
-    with progress, torch.inference_mode():
-        for file, names in sorted(by_file.items()):
+    progress.stage(f"loading weights from {len(by_file)} file{'s' * (len(by_file) > 1)}")
+    with progress.bar("Loading weights", len(where), "tensor") as bar, torch.inference_mode():
+        for number, (file, names) in enumerate(sorted(by_file.items()), 1):
+            progress.detail(f"loading weights, file {number} of {len(by_file)}")
             with _open(file) as f:
                 held = set(f.keys())
                 for name in names:
                     if name not in held:
-                        raise ModelLoadError(f"{file.name} does not hold {name!r}, which {_INDEX} says it does.")
+                        raise ModelLoadError(f"{file.name} does not hold {name!r}, which {INDEX} says it does.")
                     _copy(name, f, plan[name])
-                    progress.update()
+                    bar.update()
 
 
 def _copy(name: str, file: Any, targets: list[WeightTarget]) -> None:
@@ -138,12 +121,6 @@ def _open(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as e:
         raise ModelLoadError(f"{str(file)!r} cannot be read as safetensors (incomplete download?): {e}.") from e
-
-
-def _some(names: Iterable[str], limit: int = 5) -> str:
-    names = list(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
 
 
 @torch.inference_mode()

@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from sglang.srt.mem_cache.block_store import StoreError
-from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.offload import wire
 from sglang.srt.offload.codec.binned import BinnedCodec
 from sglang.srt.offload.proxy.settings import ProxySettings
@@ -28,6 +27,9 @@ from sglang.srt.offload.proxy_process import InProcessProxy, OtherProxy, OwnProx
 from sglang.srt.offload.store.address import StoreAddress
 from sglang.srt.offload.store.embedded import EmbeddedStore
 from sglang.srt.utils.memory import available_memory
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 
 logger = logging.getLogger(__name__)
 
@@ -251,6 +253,19 @@ def open_remote_store(
     store = RemoteStore(backend, block_tokens, place, hello, pool.shared.fd, hang_s, is_synchronous)
     logger.info("remote tier: %s, codec %s, blocks of %d tokens", place, store.codec, block_tokens)
     return store
+
+
+def check_remote_config(backend: str, config: dict[str, Any]) -> None:
+    """Refuses what can be refused before anything is started, as `open_remote_store` does. Raises StoreError."""
+    config = dict(config)
+    if backend == "bluefield":
+        _other_proxy(config).close()
+        return
+    url, settings = config.get("url", ""), config.get("proxy", {})
+    if isinstance(url, str) and url:
+        StoreAddress.parse(url)
+    if isinstance(settings, dict):
+        ProxySettings.from_config(settings)
 
 
 def is_lossy(codec: Any) -> bool:

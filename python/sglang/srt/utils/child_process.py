@@ -58,7 +58,8 @@ class StartupError(Exception):
 
 class ChildArgs(msgspec.Struct, frozen=True, kw_only=True):
     """ipc: socket name -> address. extra: what only one kind of child needs. parent_pid 0: started by hand.
-    remove_directory: what this child removes if the parent dies."""
+    remove_directory: what this child removes if the parent dies. stage_file: where it writes what it is doing while
+    it starts. columns: of the terminal on which the parent shows its stderr; 0 if that is no terminal."""
 
     server_args: dict[str, Any]
     ipc: dict[str, str]
@@ -66,6 +67,8 @@ class ChildArgs(msgspec.Struct, frozen=True, kw_only=True):
     parent_pid: int = 0
     remove_directory: str = ""
     log_prefix: str = ""
+    stage_file: str = ""
+    columns: int = 0
     extra: dict[str, Any] = {}
 
     def parsed_server_args(self) -> ServerArgs:

@@ -1,4 +1,4 @@
-"""Where a model lies, and its tokenizer. Reads files; loads no weights."""
+"""A model's tokenizer, and what the HTTP process knows of its config. Reads files; loads no weights."""
 
 from __future__ import annotations
 
@@ -6,23 +6,7 @@ import json
 import os
 from typing import Any
 
-from sglang.srt.server_args import EMBEDDED_MODEL
 from sglang.srt.utils.child_process import StartupError, one_sentence
-
-
-def resolve_model_path(model_path: str) -> str:
-    """The directory of a model: the embedded one is made at first use, a hub name is downloaded. Raises a typed error
-    with one sentence. Two ways need no torch, which takes seconds to import; the rest is model_config's."""
-    if model_path == EMBEDDED_MODEL:
-        from sglang.srt.model_loader.embedded_model import ensure_embedded_model
-
-        return str(ensure_embedded_model())
-    if os.path.isdir(model_path):
-        return model_path
-    from sglang.srt.configs.model_config import resolve_model_path as resolve
-
-    return str(resolve(model_path))
-
 
 # (tokenizer_class without "Fast", model_type) -> the class that AutoTokenizer would choose. Importing AutoTokenizer
 # imports torch, seconds that a server's start would wait for; importing one of these does not. A LlamaTokenizer of a

@@ -351,7 +351,7 @@ def engine(backend: Any) -> int:
         model_config = ModelConfig.from_pretrained(path, dtype="float32")
         answers = []
         for each in (TorchNativeAttnBackend(), backend):
-            model = load_model(model_config, "auto", each, quiet=True)
+            model = load_model(model_config, "auto", each)
             local = LocalEngine(
                 model_config,
                 num_device_pages=20,

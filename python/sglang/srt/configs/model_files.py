@@ -1,0 +1,212 @@
+"""A model's files: where they lie, and what can be checked of them without torch, before any process starts.
+
+Owns finding the directory (local, hub, or the embedded model). Reads config.json and file names; reads no weights.
+What transformers knows of a config is in model_config.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from sglang.srt.models.registry import supported_architectures
+from sglang.srt.server_args import EMBEDDED_MODEL
+
+# Weights and what belongs to the tokenizer; not the other frameworks' copies of the weights.
+_HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+INDEX = "model.safetensors.index.json"
+# Of which a tokenizer has at least one.
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json"),
+    "tokenizer_config.json",
+)
+_DTYPE_NAMES = ("float32", "float", "bfloat16", "float16", "half")
+
+
+class ModelConfigError(ValueError):
+    """The model cannot be served as asked; the message says why and what to do."""
+
+
+def resolve_model_path(model_path: str, revision: str | None = None) -> Path:
+    """The directory of a model, downloaded or written first where need be. Raises `ModelConfigError`."""
+    if model_path == EMBEDDED_MODEL:
+        from sglang.srt.model_loader.embedded_model import ensure_embedded_model
+
+        try:
+            return ensure_embedded_model()
+        except OSError as e:
+            raise ModelConfigError(f"{str(e)[:1].upper()}{str(e)[1:]}.") from e
+    path = Path(model_path).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelConfigError(f"{model_path!r} is a file; give the directory that holds config.json.")
+    if not _HUB_NAME.fullmatch(model_path):
+        raise ModelConfigError(
+            f"There is no directory {model_path!r}; give a model directory, a hub name such as "
+            f"Qwen/Qwen3-0.6B, or {EMBEDDED_MODEL!r}."
+        )
+    import huggingface_hub
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(model_path, revision=revision, allow_patterns=list(_HUB_PATTERNS))
+        )
+    except Exception as e:
+        # The hub's own errors span several lines; the first says what happened.
+        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+        raise ModelConfigError(
+            f"{model_path!r} is not a directory here and could not be fetched from the Hugging Face hub ({reason})"
+        ) from e
+
+
+def read_config_json(local_path: Path) -> dict[str, Any]:
+    path = local_path / "config.json"
+    if not path.is_file():
+        raise ModelConfigError(f"{str(local_path)!r} has no config.json; give a directory in Hugging Face's format.")
+    try:
+        raw = json.loads(path.read_text())
+    except ValueError as e:
+        raise ModelConfigError(f"{str(path)!r} is not valid JSON: {e}.") from e
+    if not isinstance(raw, dict):
+        raise ModelConfigError(f"{str(path)!r} does not hold a JSON object.")
+    return raw
+
+
+def pick_architecture(model_path: str, raw: dict[str, Any]) -> str:
+    supported = supported_architectures()
+    named = raw.get("architectures") or []
+    for architecture in named:
+        if architecture in supported:
+            return str(architecture)
+    raise ModelConfigError(
+        f"{model_path!r} has the architecture {', '.join(map(str, named)) or 'unknown'}, which is not supported; "
+        f"supported are {', '.join(supported)}."
+    )
+
+
+def check_tensor_parallel(num_ranks: int, num_heads: int, intermediate_size: int, num_kv_heads: int) -> None:
+    """Raises ModelConfigError if the model cannot be divided over so many ranks."""
+    for what, number in (("attention heads", num_heads), ("intermediate rows", intermediate_size)):
+        if number % num_ranks:
+            raise ModelConfigError(
+                f"The model's {number} {what} cannot be divided over {num_ranks} ranks; choose a --tp-size that "
+                f"divides {number}."
+            )
+    if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
+        raise ModelConfigError(
+            f"The model's {num_kv_heads} KV heads can neither be divided over {num_ranks} ranks nor evenly repeated "
+            f"on them; choose a --tp-size that divides {num_kv_heads} or is a multiple of it."
+        )
+
+
+def pick_context_length(wanted: int | None, own: int, rope_parameters: dict[str, Any]) -> int:
+    if wanted is None:
+        return own
+    if wanted <= 0:
+        raise ModelConfigError(f"context_length {wanted} must be positive.")
+    longest = own
+    if rope_parameters["rope_type"] == "yarn":
+        # A config may name the factor and leave max_position_embeddings at the original length, as Qwen's guides do.
+        stretched = rope_parameters["factor"] * rope_parameters["original_max_position_embeddings"]
+        longest = max(own, int(stretched))
+    if wanted > longest:
+        reason = f"{own} (max_position_embeddings)" if longest == own else f"{longest} (YaRN's factor of its context)"
+        raise ModelConfigError(
+            f"context_length {wanted} is more than the model's {reason}; "
+            f"use at most {longest}, or a model whose config.json scales its positions further."
+        )
+    return wanted
+
+
+def rope_parameters_of(hf_config: Any) -> dict[str, Any]:
+    """hf_config: of transformers, or an object with config.json's entries. transformers 5 writes `rope_parameters`,
+    older configs have `rope_theta` and `rope_scaling`."""
+    params = dict(getattr(hf_config, "rope_scaling", None) or {})
+    params.update(getattr(hf_config, "rope_parameters", None) or {})
+    params.setdefault("rope_theta", getattr(hf_config, "rope_theta", 10000.0))
+    params["rope_type"] = params.get("rope_type") or params.get("type") or "default"
+    params.setdefault("original_max_position_embeddings", hf_config.max_position_embeddings)
+    if params["rope_type"] in ("yarn", "longrope") and params.get("factor") is None:
+        params["factor"] = hf_config.max_position_embeddings / params["original_max_position_embeddings"]
+    return params
+
+
+def check_config(
+    model_path: str, raw: Mapping[str, Any], dtype: str, context_length: int | None, num_ranks: int
+) -> None:
+    """Refuses what config.json itself shows to be impossible. What it leaves to transformers' defaults is checked
+    later. Raises ModelConfigError."""
+    pick_architecture(model_path, dict(raw))
+    check_quantization(model_path, raw.get("quantization_config"))
+    check_activation(raw.get("hidden_act", "silu"))
+    stored = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype == "auto" and stored not in _DTYPE_NAMES:
+        raise unsupported_dtype(stored)
+    own = raw.get("max_position_embeddings")
+    if isinstance(own, int) and context_length is not None:
+        pick_context_length(context_length, own, rope_parameters_of(SimpleNamespace(**raw)))
+    num_heads, rows = raw.get("num_attention_heads"), raw.get("intermediate_size")
+    num_kv_heads = raw.get("num_key_value_heads") or num_heads
+    if isinstance(num_heads, int) and isinstance(rows, int) and isinstance(num_kv_heads, int):
+        check_tensor_parallel(num_ranks, num_heads, rows, num_kv_heads)
+
+
+def check_quantization(model_path: str, quantization_config: object) -> None:
+    if quantization_config:
+        raise ModelConfigError(f"{model_path!r} is quantized, which is not supported; use unquantized weights.")
+
+
+def check_activation(activation: object) -> None:
+    if activation != "silu":
+        raise ModelConfigError(f"The activation {activation!r} is not supported; only 'silu' is.")
+
+
+def unsupported_dtype(stored: object) -> ModelConfigError:
+    return ModelConfigError(
+        f"The model's dtype {stored} is not supported; choose one with --dtype bfloat16, float16 or float32."
+    )
+
+
+def weight_file_names(path: Path) -> dict[str, str] | list[str]:
+    """Tensor name -> file, of an index, else the files with weights. Raises ModelConfigError."""
+    index = path / INDEX
+    if index.is_file():
+        try:
+            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            absent = sorted({name for name in weight_map.values() if not (path / name).is_file()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelConfigError(f"{str(index)!r} is no index of weights: {error!r}.") from error
+        if absent:
+            raise ModelConfigError(f"{INDEX} names files that are not there: {some(absent)}.")
+        return weight_map
+    files = sorted(file.name for file in path.glob("*.safetensors"))
+    if "model.safetensors" in files:
+        # Some repositories carry the weights a second time in their trainer's format.
+        files = ["model.safetensors"]
+    if not files:
+        raise ModelConfigError(
+            f"{str(path)!r} has no *.safetensors; other formats are not read (convert with save_pretrained), "
+            "and --load-format dummy runs without weights."
+        )
+    return files
+
+
+def check_tokenizer_files(path: Path) -> None:
+    """path: a directory. Raises ModelConfigError."""
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelConfigError(
+            f"{str(path)!r} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); name one with "
+            "--tokenizer-path."
+        )
+
+
+def some(names: Sequence[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

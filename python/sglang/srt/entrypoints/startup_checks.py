@@ -1,0 +1,131 @@
+"""What can be refused before any process starts: no torch is needed for it, and it takes milliseconds.
+
+Each check uses the code that would find the same later, so that the sentences are the same. Owns nothing. It makes
+what the server makes anyway: the embedded model's files, the folder of storage and its secret.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from sglang.srt.configs.model_files import (
+    check_config,
+    check_tokenizer_files,
+    read_config_json,
+    resolve_model_path,
+    weight_file_names,
+)
+from sglang.srt.mem_cache.block_store import StoreError
+from sglang.srt.peer.endpoint import PeerError, check_endpoint, check_unused, of_rank
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.child_process import StartupError
+
+# Of a host pool whose size is not known yet: nothing is refused for it.
+_ANY_NUMBER = 1 << 60
+
+
+def check_before_start(args: ServerArgs) -> Path:
+    """Returns the directory of the model. Raises StartupError, or another typed error of one sentence."""
+    model_dir = resolve_model_path(args.model_path)
+    raw = read_config_json(model_dir)
+    check_config(args.model_path, raw, args.dtype, args.context_length, args.tp_size)
+    if args.load_format != "dummy":
+        weight_file_names(model_dir)
+    tokenizer_path = Path(args.tokenizer_path or model_dir)
+    if tokenizer_path.is_dir():
+        check_tokenizer_files(tokenizer_path)
+    try:
+        _check_storage(args)
+        _check_peers(args)
+    except (StoreError, PeerError) as error:
+        raise StartupError(str(error)) from error
+    if args.layer_stream_disk_path is not None:
+        _check_swap_folder(args.layer_stream_disk_path, args.layer_stream_disk_size * 1e9)
+    if args.record_steps is not None:
+        folder = Path(args.record_steps).absolute().parent
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise StartupError(f"--record-steps {args.record_steps}: no file can be made in {folder}; name another")
+    return model_dir
+
+
+def _check_storage(args: ServerArgs) -> None:
+    backend = args.hicache_storage_backend
+    if backend is None:
+        return
+    from sglang.srt.managers.storage_setup import StorageOpener, parse_extra_config  # with what the scheduler needs
+    from sglang.srt.offload.remote_store import REMOTE_BACKENDS, check_remote_config
+
+    pool: Any = SimpleNamespace(page_size=args.page_size, num_pages=_ANY_NUMBER, page_bytes=1)
+    # Makes the folder of the file backend, and reads its secret.
+    StorageOpener("", args.model_name, pool, 0, args.tp_size).setup(
+        backend,
+        args.hicache_storage_backend_extra_config,
+        args.hicache_storage_prefetch_policy,
+        args.hicache_write_policy,
+    )
+    config = parse_extra_config(args.hicache_storage_backend_extra_config)
+    names = backend.split(",")
+    for name in names:
+        own = config.get(name, {}) if len(names) > 1 else config
+        if name in REMOTE_BACKENDS:
+            check_remote_config(name, own)
+        elif name == "file":
+            _check_file_store(own)
+
+
+def _check_file_store(config: dict[str, Any]) -> None:
+    from sglang.srt.mem_cache.storage.file_store import config_root
+
+    root = config_root(config)
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.listdir(root)
+    except OSError as error:
+        raise StartupError(
+            f"--hicache-storage-backend file cannot use the folder {root} ({error.strerror}): name one that this "
+            "user can read and write with path in --hicache-storage-backend-extra-config"
+        ) from error
+
+
+def _check_peers(args: ServerArgs) -> None:
+    for endpoint in (args.peer_endpoint or "").split(",") if args.peer_role else ():
+        for rank in range(args.tp_size):
+            of_this = of_rank(endpoint, rank)
+            check_endpoint(of_this)
+            if args.peer_role == "worker":
+                check_unused(of_this)
+                _check_port(of_this)
+
+
+def _check_port(endpoint: str) -> None:
+    scheme, _, rest = endpoint.partition("://")
+    if scheme != "tcp":
+        return
+    host, _, port = rest.rpartition(":")
+    with socket.socket() as sock:
+        # As ZeroMQ does: a restart may follow at once.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, int(port)))
+        except OSError as error:
+            raise StartupError(
+                f"--peer-endpoint {endpoint}: a lender cannot listen there ({error.strerror}); choose another port"
+            ) from error
+
+
+def _check_swap_folder(folder: str, size_bytes: float) -> None:
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        why = "no file can be made there"
+    elif shutil.disk_usage(folder).free < size_bytes:
+        why = "there is not so much space"
+    else:
+        return
+    raise StartupError(
+        f"a file of {size_bytes / 1e9:.1f} GB in {folder} cannot be had ({why}): free space, lower "
+        "--layer-stream-disk-size or name another folder with --layer-stream-disk-path"
+    )

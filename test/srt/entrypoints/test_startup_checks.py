@@ -1,0 +1,160 @@
+"""Every sentence that ends a start before any process is started, and that none of them needs torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.srt.entrypoints.startup_checks import check_before_start
+from sglang.srt.model_loader.embedded_model import ensure_embedded_model
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.child_process import is_for_the_user
+
+
+def refusal(**args: Any) -> str:
+    with pytest.raises(Exception) as refused:
+        check_before_start(ServerArgs(**{"model_path": "embedded", **args}))
+    assert is_for_the_user(refused.value)
+    return str(refused.value)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Callable[..., str]:
+    """A copy of the embedded model's small files, with changes to its config; None takes an entry out."""
+
+    def make(*without: str, **changes: Any) -> str:
+        path = tmp_path / "model"
+        path.mkdir()
+        for file in ensure_embedded_model().iterdir():
+            if file.name not in without:
+                (path / file.name).symlink_to(file)
+        if "config.json" not in without:
+            config = json.loads((path / "config.json").read_text()) | changes
+            (path / "config.json").unlink()
+            config = {key: value for key, value in config.items() if value is not None}
+            (path / "config.json").write_text(json.dumps(config))
+        return str(path)
+
+    return make
+
+
+def test_a_model_that_can_be_served(model: Callable[..., str], tmp_path: Path) -> None:
+    assert check_before_start(ServerArgs(model_path="embedded")) == ensure_embedded_model()
+    path = model("model.safetensors", intermediate_size=None, num_key_value_heads=None, max_position_embeddings=None)
+    args = ServerArgs(model_path=path, load_format="dummy", tp_size=2, context_length=512, dtype="half")
+    assert check_before_start(args) == Path(path)
+
+
+@pytest.mark.parametrize(
+    ("without", "changes", "args", "sentence"),
+    [
+        ("config.json", {}, {}, "has no config.json; give a directory in Hugging Face's format"),
+        ("", {"architectures": ["MambaForCausalLM"]}, {}, "MambaForCausalLM, which is not supported; supported are"),
+        ("", {"quantization_config": {"bits": 4}}, {}, "is quantized, which is not supported"),
+        ("", {"hidden_act": "gelu"}, {}, "'gelu' is not supported"),
+        ("", {"dtype": "float8_e4m3fn"}, {}, "dtype float8_e4m3fn is not supported; choose one with --dtype"),
+        ("", {}, {"tp_size": 3}, "8 attention heads cannot be divided over 3 ranks; choose a --tp-size"),
+        ("", {"num_key_value_heads": 3}, {"tp_size": 2}, "3 KV heads can neither be divided over 2 ranks"),
+        ("", {}, {"context_length": 40000}, "40000 is more than the model's 32768"),
+        ("model.safetensors", {}, {}, "has no *.safetensors; other formats are not read"),
+        ("tokenizer.json tokenizer_config.json", {}, {}, "holds no tokenizer (none of tokenizer.json,"),
+    ],
+)
+def test_models(
+    without: str, changes: dict[str, Any], args: dict[str, Any], sentence: str, model: Callable[..., str]
+) -> None:
+    assert sentence in refusal(model_path=model(*without.split(), **changes), **args)
+
+
+def test_places_without_a_model(model: Callable[..., str], tmp_path: Path) -> None:
+    assert "There is no directory '/nowhere/model'" in refusal(model_path="/nowhere/model")
+    path = model("model.safetensors")
+    assert "is a file" in refusal(model_path=path + "/config.json")
+    (Path(path) / "model.safetensors.index.json").write_text('{"weight_map": {"a": "1.safetensors"}}')
+    assert "names files that are not there: 1.safetensors" in refusal(model_path=path)
+    (Path(path) / "model.safetensors.index.json").write_text("[]")
+    assert "is no index of weights" in refusal(model_path=path)
+    (Path(path) / "config.json").write_text("{")
+    assert "not valid JSON" in refusal(model_path=path)
+    (tmp_path / "empty").mkdir()
+    assert "holds no tokenizer" in refusal(tokenizer_path=str(tmp_path / "empty"))
+
+
+def storage(backend: str, **extra: Any) -> dict[str, Any]:
+    return {
+        "enable_hierarchical_cache": True,
+        "hicache_storage_backend": backend,
+        "hicache_storage_backend_extra_config": json.dumps(extra),
+    }
+
+
+def test_storage(tmp_path: Path) -> None:
+    check_before_start(ServerArgs(model_path="embedded", **storage("file", path=str(tmp_path / "kv"))))
+    (tmp_path / "kv" / "secret").write_bytes(b"short")
+    assert "holds 5 bytes instead of 32: delete it" in refusal(**storage("file", path=str(tmp_path / "kv")))
+    (tmp_path / "file").write_text("")
+    for own in ({}, {"secret": "mine"}):
+        sentence = refusal(**storage("file", path=f"{tmp_path}/file/kv", **own))
+        assert "cannot use the folder" in sentence and "Not a directory" in sentence
+    args = storage("file") | {"hicache_storage_backend_extra_config": f"@{tmp_path}/absent"}
+    assert "cannot read" in refusal(**args)
+    assert "block_tokens is 0" in refusal(**storage("file", path=str(tmp_path / "other"), block_tokens=0))
+    assert "belongs to one of file and remote" in refusal(**storage("file,remote", path=str(tmp_path)))
+    assert "a scheme that is not known" in refusal(**storage("remote", url="http://there"))
+    assert "receive_threads" in refusal(**storage("remote", proxy={"receive_threads": 0}))
+    bluefield = storage("bluefield", proxy=str(tmp_path / "sock"), token_file=str(tmp_path / "absent"))
+    assert "token_file cannot be read" in refusal(**bluefield)
+
+
+def test_peers(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    with socket.socket() as taken, socket.socket(socket.AF_UNIX) as other:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        other.bind(f"{tmp_path}/peers")
+        other.listen()
+        port = taken.getsockname()[1]
+        # Rank 1 of a server listens beside rank 0.
+        tcp = {"peer_role": "worker", "peer_endpoint": f"tcp://127.0.0.1:{port - 1}", "tp_size": 2}
+        assert f"127.0.0.1:{port}: a lender cannot listen there (Address already in use)" in refusal(**tcp)
+        ipc = {"peer_role": "worker", "peer_endpoint": f"ipc://{tmp_path}/peers"}
+        assert "another worker listens there; give each its own" in refusal(**ipc)
+        ipc["peer_role"] = "master"
+        check_before_start(ServerArgs(model_path="embedded", enable_hierarchical_cache=True, **ipc))
+
+
+def test_files_of_its_own(tmp_path: Path) -> None:
+    streams = {"enable_hierarchical_cache": True, "layer_stream": 2, "layer_stream_disk_size": 1e9}
+    assert "there is not so much space" in refusal(**streams, layer_stream_disk_path=str(tmp_path))
+    assert "no file can be made there" in refusal(**streams, layer_stream_disk_path=f"{tmp_path}/absent")
+    assert "no file can be made in" in refusal(record_steps=f"{tmp_path}/absent/steps")
+
+
+def test_nothing_of_it_needs_torch(tmp_path: Path) -> None:
+    code = """
+import sys
+from sglang.srt.entrypoints.startup_checks import check_before_start
+from sglang.srt.server_args import ServerArgs
+flags = ["--hicache", "--hicache-storage-backend", "file,remote", "--hicache-storage-backend-extra-config"]
+check_before_start(ServerArgs.from_cli(["--model-path", "embedded", *flags, sys.argv[1]]))
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+    extra = json.dumps({"file": {"path": str(tmp_path / "kv")}, "remote": {"url": "redis://127.0.0.1:1"}})
+    subprocess.run([sys.executable, "-c", code, extra], check=True, timeout=120)
+
+
+def test_a_folder_that_this_user_cannot_write(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    tmp_path.chmod(0o500)
+    assert "cannot use the folder" in refusal(**storage("file", path=str(tmp_path / "kv")))
+    shutil.rmtree(tmp_path, ignore_errors=True)
