@@ -49,7 +49,7 @@ WORKER = "--load-format dummy --context-length 1024 --peer-role worker --peer-wi
 SLAB_MIB = "1"
 # What the busy worker gets at once: together more than it has at home.
 NUM_BUSY, BUSY_TOKENS = 8, 100
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 T = TypeVar("T")
 
