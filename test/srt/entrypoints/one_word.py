@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from sglang.srt.managers.io_struct import FinishReason
+from sglang.srt.managers.io_struct import ControlReqOutput, FinishReason
 from sglang.srt.managers.tokenizer_manager import Chunk
 
 
 class OneWord:
     """Every answer is one word."""
 
+    accepts = True
     context_length = 100
     token_texts = None
 
@@ -36,6 +37,14 @@ class OneWord:
 
     async def tokenize(self, text, add_special_tokens) -> np.ndarray:
         return np.array([1])
+
+    async def render_metrics(self) -> bytes:
+        return b""
+
+    async def flush_cache(self) -> ControlReqOutput:
+        return ControlReqOutput(id="1", success=True)
+
+    def abort(self, rid) -> None: ...
 
     async def off_loop_if_many(self, num_tokens, function, *args) -> Any:
         return function(*args)

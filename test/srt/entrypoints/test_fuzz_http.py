@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from server_fixture import Server, wait_until
+from server_fixture import PATIENCE_S, Server, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -25,7 +25,7 @@ settings.register_profile(
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
     suppress_health_check=list(HealthCheck),
 )
-CASES = settings(settings.get_profile("http"), max_examples=300)
+CASES = settings(settings.get_profile("http"), max_examples=150)
 MANY_CASES = settings(settings.get_profile("http"), max_examples=10_000)
 
 
@@ -166,7 +166,7 @@ class Target:
         # 256 tokens of cache: a request without a limit ends soon, and most prompts evict something.
         flags = "--hicache --max-total-tokens 256 --chunked-prefill-size 16 --log-level warning"
         self.server = Server(*flags.split())
-        self.connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=60)
+        self.connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=PATIENCE_S)
         self.statuses: dict[int, int] = {}
 
     def post(self, path: str, content: bytes) -> None:
@@ -209,7 +209,7 @@ def target():
         wait_until(target.quiet)
         assert target.server.post("/flush_cache").status_code == 200
         assert target.server.process.poll() is None
-        assert target.statuses.get(200, 0) > 100 and target.statuses.get(400, 0) > 300, target.statuses
+        assert target.statuses.get(200, 0) > 50 and target.statuses.get(400, 0) > 150, target.statuses
         output = target.server.output()
         assert "Traceback" not in output and "ERROR" not in output, output[-3000:]
 
@@ -230,7 +230,7 @@ def test_bodies(target, path):
     hammer(target, path, CASES)
 
 
-@settings(CASES, max_examples=200)
+@settings(CASES, max_examples=100)
 @given(path=st.sampled_from(list(BODIES)), data=st.data())
 def test_damaged_json(target, path, data):
     content = bytearray(json.dumps(data.draw(BODIES[path])).encode())

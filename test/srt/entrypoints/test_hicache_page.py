@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from server_fixture import Server, wait_until
+from server_fixture import PATIENCE_S, Server, wait_until
 
 from sglang.srt.peer.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.lent_memory import LentMemory
@@ -136,7 +136,10 @@ def test_the_page_is_open_where_the_state_is_not():
         assert page.headers["content-type"] == "text/html; charset=utf-8"
         assert server.get("/hicache/state").status_code == server.get("/hicache/").status_code == 401
         key = {"Authorization": "Bearer secret"}
-        assert httpx.get(server.url + "/hicache/state", headers=key).json()["model_name"] == "embedded"
+        assert (
+            httpx.get(server.url + "/hicache/state", headers=key, timeout=PATIENCE_S).json()["model_name"]
+            == "embedded"
+        )
         policy = page.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
 
@@ -224,7 +227,7 @@ same(add(100, 5, 9), null);
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_the_numbers_of_the_page():
     command = ["node", "-e", CHECKS, str(SRT / "entrypoints" / "hicache_page.html")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
 
 

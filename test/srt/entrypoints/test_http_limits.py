@@ -147,13 +147,13 @@ def chunks(num: int):
 
 
 def test_bodies_up_to_the_limit(running):
-    assert httpx.post(running.url + "/size", content=b" " * (1 << 20)).text == str(1 << 20)
-    assert httpx.post(running.url + "/size", content=chunks(16)).text == str(1 << 20)
+    assert httpx.post(running.url + "/size", content=b" " * (1 << 20), timeout=PATIENCE_S).text == str(1 << 20)
+    assert httpx.post(running.url + "/size", content=chunks(16), timeout=PATIENCE_S).text == str(1 << 20)
 
 
 @pytest.mark.parametrize("content", [b" " * ((1 << 20) + 1), chunks(64)], ids=["announced", "chunked"])
 def test_a_body_over_the_limit_is_a_413(running, content):
-    response = httpx.post(running.url + "/size", content=content)
+    response = httpx.post(running.url + "/size", content=content, timeout=PATIENCE_S)
     assert response.status_code == 413
     assert response.json()["type"] == "RequestTooLargeError" and "1 MiB" in response.json()["message"]
 
@@ -169,7 +169,7 @@ def test_bodies_that_come_in_share_a_limit(running, monkeypatch):
     with running.connect() as one:
         one.sendall(b"POST /size HTTP/1.1\r\nhost: x\r\ncontent-length: 90001\r\n\r\n" + b" " * 90_000)
         wait_until(lambda: running.front.incoming_bytes == 90_000)
-        assert httpx.post(running.url + "/size", content=chunks(2)).status_code == 503
+        assert httpx.post(running.url + "/size", content=chunks(2), timeout=PATIENCE_S).status_code == 503
         one.sendall(b" ")
         assert one.recv(15) == b"HTTP/1.1 200 OK"
 
@@ -319,7 +319,7 @@ def test_a_head_without_end(running):
 
 
 def test_a_bug_is_logged_once_and_from_our_first_line_on(running, caplog):
-    assert httpx.get(running.url + "/bug").json()["code"] == 500
+    assert httpx.get(running.url + "/bug", timeout=PATIENCE_S).json()["code"] == 500
     wait_until(lambda: caplog.records)
     (record,) = caplog.records
     assert record.getMessage() == "GET /bug failed"

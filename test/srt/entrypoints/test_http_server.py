@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
+import json
+import socket
 import threading
 
 import httpx
 import openai
 import pytest
-from server_fixture import Server, wait_until
+from server_fixture import PATIENCE_S, Server, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,7 @@ def test_streamed_completion_is_the_same_text(slow):
     text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
     assert text == TEXT
     assert not any("\ufffd" in chunk.choices[0].text for chunk in chunks if chunk.choices)
-    assert len(chunks) > 5
+    assert len(chunks) > 3, "more than the last piece, the end and the usage"
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == n
     assert chunks[-2].choices[0].finish_reason == "length"
 
@@ -175,10 +177,10 @@ def test_streamed_generate_is_cumulative(slow):
 def test_many_clients_at_once(server):
     def ask(i):
         text = f"client number {i} says {i * i}"
-        return text, server.post("/v1/completions", {"prompt": text, "max_tokens": 200}).json()["choices"][0]["text"]
+        return text, server.post("/v1/completions", {"prompt": text, "max_tokens": 60}).json()["choices"][0]["text"]
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        for text, answer in pool.map(ask, range(64)):
+        for text, answer in pool.map(ask, range(40)):
             assert answer.startswith(text)
 
 
@@ -275,15 +277,6 @@ def test_the_openai_client_raises_its_own_error(client):
         client.completions.create(model="echo", prompt="a", n=0)
 
 
-def test_a_full_queue(tmp_path):
-    with Server("--max-queued-requests", "1", fake=["--delay-s", "0.5"]) as server:
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            body = {"prompt": "a", "max_tokens": 1}
-            replies = [pool.submit(server.post, "/v1/completions", body) for _ in range(8)]
-            codes = sorted(reply.result().status_code for reply in replies)
-        assert codes[0] == 200 and codes[-1] == 503
-
-
 # Information
 
 
@@ -332,14 +325,9 @@ def test_metrics(server):
     assert 'cache_source="host"' in text
 
 
-def test_metrics_do_not_wait_for_a_busy_scheduler():
-    with Server(fake=["--deaf"]) as server:
-        assert "sglang:num_requests_total" in server.get("/metrics").text
-
-
 def test_flush_cache(server, slow):
     assert server.post("/flush_cache").status_code == 200
-    with httpx.stream("POST", slow.url + "/generate", json=long_request()) as response:
+    with httpx.stream("POST", slow.url + "/generate", json=long_request(), timeout=PATIENCE_S) as response:
         await_first(response)
         assert slow.post("/flush_cache").status_code == 400
 
@@ -359,7 +347,7 @@ def await_first(response):
 
 def test_a_client_that_leaves_in_mid_stream_frees_its_request(slow):
     before = slow.state()["counters"]["aborted"]
-    with httpx.stream("POST", slow.url + "/generate", json=long_request()) as response:
+    with httpx.stream("POST", slow.url + "/generate", json=long_request(), timeout=PATIENCE_S) as response:
         await_first(response)
         assert slow.state()["queues"]["running"] == 1
     wait_until(lambda: slow.state()["queues"]["running"] == 0)
@@ -368,10 +356,29 @@ def test_a_client_that_leaves_in_mid_stream_frees_its_request(slow):
 
 def test_a_client_that_does_not_wait_frees_its_request(slow):
     before = slow.state()["counters"]["aborted"]
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(slow.url + "/generate", json=long_request(stream=False), timeout=0.3)
+    with socket.create_connection(("127.0.0.1", slow.port)) as sock:
+        body = json.dumps(long_request(stream=False)).encode()
+        sock.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        wait_until(lambda: slow.state()["queues"]["running"] == 1)
     wait_until(lambda: slow.state()["queues"]["running"] == 0)
     assert slow.state()["counters"]["aborted"] == before + 1
+
+
+@pytest.mark.parametrize("body", [{"rid": "mine"}, {"abort_all": True}])
+def test_abort(slow, body):
+    ask = {"messages": [{"role": "user", "content": "a"}], "rid": "mine", "n": 2, "ignore_eos": True}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(slow.post, "/v1/chat/completions", ask)  # as long as the context: 80 s
+        wait_until(lambda: slow.state()["queues"]["running"] == 2)
+        slow.post("/abort_request", {"rid": "min"})
+        assert slow.state()["queues"]["running"] == 2
+        steps = slow.state()["counters"]["steps"]
+        wait_until(lambda: slow.state()["counters"]["steps"] > steps + 12)  # some text is out, behind the role
+        assert slow.post("/abort_request", body).status_code == 200
+        reply = waiting.result().json()
+    assert reply["id"] == "mine" and [choice["finish_reason"] for choice in reply["choices"]] == ["abort"] * 2
+    assert reply["choices"][0]["message"]["content"]
+    assert slow.state()["queues"]["running"] == 0
 
 
 def test_leaving_one_stream_disturbs_no_other(slow):
@@ -383,15 +390,7 @@ def test_leaving_one_stream_disturbs_no_other(slow):
 
     thread = threading.Thread(target=other)
     thread.start()
-    with httpx.stream("POST", slow.url + "/generate", json=long_request()) as response:
+    with httpx.stream("POST", slow.url + "/generate", json=long_request(), timeout=PATIENCE_S) as response:
         await_first(response)
     thread.join()
     assert results[0]["meta_info"]["completion_tokens"] == 40
-
-
-def test_stream_interval():
-    with Server("--stream-interval", "8", fake=["--delay-s", "0.02"]) as server:
-        body = {"input_ids": [100], "sampling_params": {"max_new_tokens": 33}}
-        counts = [event["meta_info"]["completion_tokens"] for event in server.events("/generate", body)]
-        assert counts[0] == 1 and counts[-1] == 33
-        assert len(counts) <= 6

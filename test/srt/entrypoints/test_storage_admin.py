@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from server_fixture import Server
+from server_fixture import PATIENCE_S, Server
 
 ROOT = {"Authorization": "Bearer root"}
 PATH = "/hicache/storage-backend"
@@ -17,7 +17,7 @@ def server():
 
 
 def ask(server: Server, method: str, path: str = PATH, body: object = None, headers: dict | None = ROOT):
-    return httpx.request(method, server.url + path, json=body, headers=headers, timeout=30)
+    return httpx.request(method, server.url + path, json=body, headers=headers, timeout=PATIENCE_S)
 
 
 def attached(server: Server) -> dict:
@@ -88,7 +88,9 @@ def test_a_body_that_says_something_else(server, body):
 
 
 def test_half_a_character_is_refused_and_harms_nobody(server):
-    reply = httpx.put(server.url + PATH, content=b'{"hicache_storage_backend": "\\ud800"}', headers=ROOT, timeout=30)
+    reply = httpx.put(
+        server.url + PATH, content=b'{"hicache_storage_backend": "\\ud800"}', headers=ROOT, timeout=PATIENCE_S
+    )
     assert reply.status_code == 400
     assert server.get("/health").status_code == 200
 

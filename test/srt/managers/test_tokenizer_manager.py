@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers_by_hand import SPECIAL, llama_bpe
 from transformers import PreTrainedTokenizerFast
 
+from sglang.srt.managers import tokenizer_manager
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchStrOutput,
@@ -258,6 +259,45 @@ def test_earlier_turns_are_tokenised_once():
             assert await reused(2, "") != success
 
     run_with_text(test, context_length=5000)
+
+
+def test_a_full_queue():
+    async def test(h: Harness) -> None:
+        waiting = h.start()
+        message = await h.until_sent(1)
+        with pytest.raises(RequestError, match="the queue is full") as error:
+            await h.start()
+        assert error.value.status_code == 503
+        h.output(message.rid, "a", [0])
+        await h.settle()
+        running = h.start()  # the first one waits no longer
+        await h.until_sent(2)
+        for task in (waiting, running):
+            task.cancel()
+
+    run(test, args=ServerArgs(model_path="m", max_queued_requests=1))
+
+
+def test_pieces_of_the_stream_interval():
+    async def test(h: Harness) -> None:
+        task = h.start()
+        message = await h.until_sent(1)
+        for i in range(33):
+            h.output(message.rid, "a", [0], FinishReason(type="length") if i == 32 else None)
+            await h.settle()
+        assert [len(chunk.output_ids) for chunk in await task] == [1, 8, 8, 8, 8]
+
+    run(test, args=ServerArgs(model_path="m", stream_interval=8))
+
+
+def test_metrics_do_not_wait_for_a_busy_scheduler(monkeypatch):
+    monkeypatch.setattr(tokenizer_manager, "_METRICS_TIMEOUT_S", 0.01)
+
+    async def test(h: Harness) -> None:
+        assert b"sglang:num_requests_total" in await h.manager.render_metrics()
+        assert len(h.sent) == 1, "it was asked"
+
+    run(test)
 
 
 def test_the_prompt_of_several_answers_is_tokenised_once():
