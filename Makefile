@@ -15,11 +15,16 @@ DEVICE_SUITES = $(addprefix test/srt/managers/test_,equality.py exactness.py)
 SEED ?= 1
 # One process per core, few where there are many; whoever is done takes over from the others.
 PARALLEL ?= --numprocesses auto --maxprocesses 8 --dist worksteal
+# 1: a test that is skipped for another reason than the lack of a GPU fails the run. Installs what the tests of the GPU's
+# kernels need on a machine without one.
+STRICT ?=
+# Other people's servers and SDKs, on top of what is in .venv.
+CLIENTS := .venv-clients
 HOST ?= 127.0.0.1
 PORT ?= 30000
 MODEL ?= embedded
 
-.PHONY: setup demo demo-peers serve check test test-all test-gpu memcheck-gpu bench-gpu gpu-site fuzz bench clean
+.PHONY: setup setup-strict demo demo-peers serve check test test-all test-clients test-gpu memcheck-gpu bench-gpu gpu-site fuzz bench clean
 
 setup: $(STAMP)
 
@@ -46,11 +51,26 @@ check: setup
 	$(PY) -m pytest -x test/test_smallest.py
 
 test: setup
-	$(PY) -m pytest $(PARALLEL) -m 'not slow and not gpu'
+	$(PY) -m pytest $(PARALLEL) -m 'not slow and not gpu and not clients' --durations 30
 
-test-all: setup
-	$(PY) -m pytest $(PARALLEL) -m 'not gpu'
-	SGLANG_TEST_DEVICE=emulated $(PY) -m pytest $(PARALLEL) -m 'not slow' $(DEVICE_SUITES)
+# First the planted bugs' table of first tries: a search for those whose entry no longer catches them.
+test-all: setup $(if $(STRICT),setup-strict)
+	$(PY) -m sglang.test.mutations --first-tries stale
+	STRICT=$(STRICT) $(PY) -m pytest $(PARALLEL) -m 'not gpu and not clients' --durations 30
+	STRICT=$(STRICT) SGLANG_TEST_DEVICE=emulated $(PY) -m pytest $(PARALLEL) -m 'not slow' $(DEVICE_SUITES)
+
+setup-strict: setup
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev,strict]'
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps flashinfer-python apache-tvm-ffi
+
+test-clients: $(CLIENTS)/.setup-done
+	STRICT=$(STRICT) $(CLIENTS)/bin/python -m pytest -m clients
+
+$(CLIENTS)/.setup-done: $(STAMP)
+	$(PYTHON) -m venv $(CLIENTS)
+	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+	touch $@
 
 # Only the files that have such tests: the others' imports may be missing where nothing can be installed. Then equality,
 # tiers and failures with the pools on the GPU.
@@ -80,4 +100,4 @@ bench: setup
 	for script in benchmark/bench_*.py; do $(PY) $$script || exit 1; done
 
 clean:
-	rm -rf $(VENV) build bench-out .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(CLIENTS) build bench-out .pytest_cache .ruff_cache .mypy_cache

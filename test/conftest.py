@@ -1,6 +1,39 @@
-"""Tests compute next to nothing, several processes of them at a time: more threads in each would only wait for each
-other. Before torch is imported; servers that tests start have it from here, too."""
+"""What holds for all tests.
+
+Tests compute next to nothing, several processes of them at a time: more threads in each would only wait for each other.
+The variable is set before torch is imported, and servers that tests start inherit it.
+
+STRICT=1 (as `make test-all STRICT=1` sets it) fails the run if a test was skipped for another reason than the lack of a
+GPU. The end of a run shows the CPU time of all its processes: `make test` has a budget.
+"""
+
+from __future__ import annotations
 
 import os
+import resource
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _skips_not_for_a_gpu(terminal: pytest.TerminalReporter) -> list[str]:
+    reasons = ((report.nodeid, str(report.longrepr)) for report in terminal.stats.get("skipped", []))
+    return [f"{name}: {reason}" for name, reason in reasons if "GPU" not in reason and "CUDA device" not in reason]
+
+
+# First of all plugins that end a session: xdist's workers have ended after it.
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    seconds = sum(each.ru_utime + each.ru_stime for each in used)
+    terminalreporter.write_line(f"CPU time, with all processes that have ended: {seconds / 60:.1f} minutes")
+    for skipped in _skips_not_for_a_gpu(terminalreporter) if os.environ.get("STRICT") else []:
+        terminalreporter.write_line(f"STRICT: skipped {skipped}", red=True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("STRICT") and terminal is not None and _skips_not_for_a_gpu(terminal):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -77,7 +77,13 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+# `make test-all` runs these as well.
+SLOW_OPTIONS = ("pages", "write back", "no host")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW_OPTIONS else ()) for n in OPTIONS]
+)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_tokens_are_those_of_the_cpu(config, name, seed):
     print("seed", seed)
@@ -172,7 +178,7 @@ class PagedAttention:
         return self._others.partial(*args)
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_decodes_as_graphs(config, page_size):
     """Batches between the sizes that are captured, tokens that the host does not know yet, loads before a decode."""
     options = {"num_device_pages": 320 // page_size, "num_host_pages": 3000, "page_size": page_size}

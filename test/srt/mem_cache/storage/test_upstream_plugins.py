@@ -28,6 +28,8 @@ import sglang.srt.observability.metrics_collector as metrics_collector
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.mem_cache.storage.backend_factory import create_store
 
+pytestmark = pytest.mark.clients
+
 VERSION = "0.5.21"
 BLOCK = 64
 STORAGE = "sglang.srt.mem_cache.storage"
