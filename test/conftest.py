@@ -1,10 +1,10 @@
 """What holds for all tests.
 
-Tests compute next to nothing, several processes of them at a time: more threads in each would only wait for each other.
-The variable is set before torch is imported, and servers that tests start inherit it.
+Tests compute next to nothing, several processes of them at a time: more threads in each would only wait for each
+other. The variable is set before torch is imported, and servers that tests start inherit it.
 
-STRICT=1 (as `make test-all STRICT=1` sets it) fails the run if a test was skipped for another reason than the lack of a
-GPU. The end of a run shows the CPU time of all its processes: `make test` has a budget.
+STRICT=1 (as `make test-all STRICT=1` sets it) fails the run if a test was skipped for another reason than the lack of
+a GPU. The end of a run shows the CPU time of all its processes: `make test` has a budget.
 """
 
 from __future__ import annotations
