@@ -1,16 +1,43 @@
-"""What a rank refuses before it reads a model."""
+"""What a rank refuses before it reads a model, and what it logs at work."""
 
 from __future__ import annotations
 
+import logging
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import zmq
 
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
-from sglang.srt.managers.scheduler_process import build_core
+from sglang.srt.managers import scheduler_process
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
+from sglang.srt.managers.rank_sync import RankSync
+from sglang.srt.managers.scheduler import SchedulerConfig
+from sglang.srt.managers.scheduler_process import SchedulerProcess, build_core
+from sglang.srt.managers.simulation import SimulatedHardware, Simulation
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError
+
+
+def test_the_line_of_throughput_comes_while_a_launch_takes_long(monkeypatch, caplog):
+    """The clock of the simulation stands still, so that the launch is never over."""
+    monkeypatch.setattr(scheduler_process, "LOG_EVERY_S", 0.01)
+    config = SchedulerConfig(1, 100, num_host_pages=0, page_bytes=100, context_len=90)
+    core = Simulation(config, SimulatedHardware(1, lambda launch: 1.0)).core
+    params = SamplingParams(max_new_tokens=1, temperature=0.0)
+    request = TokenizedGenerateReqInput(rid="r", input_ids=ids_to_bytes([1, 2, 3]), sampling_params=params)
+    core.step(0.0, core.progress(), [request])
+    with zmq.Context() as context, context.socket(zmq.PULL) as receiver, context.socket(zmq.PUSH) as sender:
+        receiver.bind("inproc://scheduler")
+        wake_fd = os.eventfd(0)
+        process = SchedulerProcess(core, None, RankSync(SINGLE_RANK, context, ""), receiver, sender, wake_fd)
+        with caplog.at_level(logging.INFO):
+            while "#running-req: 1" not in caplog.text:
+                process._sleep()
+        os.close(wake_fd)
 
 
 def test_an_io_backend_that_needs_a_gpu_is_refused_on_the_cpu():

@@ -501,18 +501,24 @@ class SchedulerProcess:
             self.sender.send(encode(ControlReqOutput(id=reply.id, success=reply.success, message=message)))
 
     def _sleep(self) -> None:
-        """Until something happens. After some idle seconds, once: check all invariants and put garbage away."""
+        """Until something happens, or the next line of the log is due while there is work. After some idle seconds,
+        once: check all invariants and put garbage away."""
         idle, started = self.core.is_idle, time.monotonic()
-        timeout_ms = IDLE_CHECK_AFTER_MS if self._busy_since_check and idle else None
         wake_at = self.core.scheduler.wake_at
-        if wake_at is not None:
-            timeout_ms = int(max(0.0, wake_at - started) * 1000) + 1
+        due: list[float] = [] if wake_at is None else [wake_at]
+        if not idle:
+            due.append(self._logged_at + LOG_EVERY_S)
+        elif self._busy_since_check and wake_at is None:
+            due.append(started + IDLE_CHECK_AFTER_MS / 1000)
+        timeout_ms = int(max(0.0, min(due) - started) * 1000) + 1 if due else None
         ready = dict(self._poller.poll(timeout_ms))
-        if idle:
-            self._slept_s += time.monotonic() - started
         if self.wake_fd in ready:
             os.eventfd_read(self.wake_fd)
-        if not ready and timeout_ms is not None and wake_at is None:
+        if not idle:
+            self._log_throughput()
+            return
+        self._slept_s += time.monotonic() - started
+        if not ready and wake_at is None:
             self._busy_since_check = False
             self._gen_throughput = 0.0
             tidy_up(self.core)
