@@ -104,7 +104,7 @@ def test_weights_kv_and_storage_follow_the_type_that_is_picked(monkeypatch, tmp_
             pool = storage.opener.pool
             seen.append((weights, pool.kv.dtype, storage.opener.model, core.scheduler.config.storage.secret))
     assert seen[0] == seen[1] and seen[0][:2] == ({torch.float32}, torch.float32)
-    assert seen[2][:2] == ({torch.bfloat16}, torch.bfloat16), "who insists gets it"
+    assert seen[2][:2] == ({torch.bfloat16}, torch.bfloat16), "an explicit type is kept"
     assert seen[2][2] != seen[1][2] and seen[2][3] != seen[1][3]
 
 

@@ -37,7 +37,7 @@ def test_on_a_terminal_weights_are_a_bar(tmp_path: Path, capsys: pytest.CaptureF
     assert max(map(len, lines)) <= 60
 
 
-def test_one_rank_speaks_for_all(
+def test_one_rank_logs_for_all(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level(logging.INFO)

@@ -165,7 +165,7 @@ class EngineProcesses:
         self._directory: str | None = None
         self._lock = -1
         self._receive: asyncio.Task[None] | None = None
-        self._stage = "reading the model's config"
+        self._stage = "looking for the model's files"
         self.manager: TokenizerManager
         self.ready_info: dict[str, Any] = {}
 

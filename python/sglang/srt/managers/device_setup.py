@@ -60,7 +60,7 @@ def pick_dtype(args: ServerArgs, stored: torch.dtype, device: torch.device) -> t
     if args.dtype != "auto" or device.type != "cpu" or cpu_has_instructions_for(stored):
         return stored
     logger.info(
-        "--dtype auto: float32, as this CPU has no instructions for the model's %s; --dtype %s insists on it",
+        "--dtype auto: float32, as this CPU has no instructions for the model's %s; --dtype %s would keep it",
         *(str(stored).removeprefix("torch."),) * 2,
     )
     return torch.float32

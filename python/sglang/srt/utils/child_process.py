@@ -134,7 +134,7 @@ def exit_now(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (AttributeError, OSError, ValueError):  # it is closed, or nobody reads it any more
+        except (AttributeError, OSError, ValueError):  # it is closed, or has no reader any more
             pass
     os._exit(code)
 

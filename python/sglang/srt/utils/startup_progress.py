@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 class StartupProgress:
     """file: holds the stage; "" for none. It is empty while a bar is shown, which needs no other sign of life.
-    columns: of the terminal that reads the log; 0 where there is none. is_leader: of several ranks one speaks."""
+    columns: of the terminal that shows the log; 0 if none. is_leader: the rank that logs and shows a bar."""
 
     def __init__(self, file: str = "", columns: int = 0, is_leader: bool = True) -> None:
         self._file = file
