@@ -325,6 +325,24 @@ def test_metrics(server):
     assert 'cache_source="host"' in text
 
 
+def test_the_turns_of_a_conversation_are_tokenised_once(server):
+    def reused() -> float:
+        (line,) = [x for x in server.get("/metrics").text.splitlines() if x.startswith("sglang:tokenizer_reused")]
+        return float(line.rsplit(" ", 1)[1])
+
+    messages = []
+    for turn in range(3):
+        messages.append({"role": "user", "content": f"{turn} {TEXT} " * 20})
+        before = reused()
+        for salt in ("a", "b"):
+            body = {"messages": messages, "max_tokens": 1, "cache_salt": salt}
+            assert server.post("/v1/chat/completions", body).status_code == 200
+        assert (reused() > before) == (turn > 0)
+    before = reused()
+    assert server.post("/v1/chat/completions", {**body, "cache_salt": "c"}).status_code == 200
+    assert reused() == before, "another tenant's"
+
+
 def test_flush_cache(server, slow):
     assert server.post("/flush_cache").status_code == 200
     with httpx.stream("POST", slow.url + "/generate", json=long_request(), timeout=PATIENCE_S) as response:

@@ -146,6 +146,8 @@ def test_few_of_many_unknown_fields_are_looked_at(monkeypatch):
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"temperature": "hot"}, "temperature"),
         ({"stop": [1, 2]}, "stop"),
+        ({"priority": "high"}, "priority"),
+        ({"priority": 1.5}, "priority"),
         ({"stream": 1}, "stream"),
         ({"messages": "hi"}, "messages"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids"),
