@@ -19,6 +19,7 @@ DEADLINE_S = 120.0
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
+        "sglang.srt.offload.remote_store",
         "sglang.srt.peer.borrowed_memory",
         "sglang.srt.peer.coordinator",
         "sglang.srt.peer.cuda_slabs",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,32 @@ from sglang.srt.offload.store.embedded import EmbeddedStore
 from sglang.srt.offload.store.resp import RespConnection
 
 BLOCK = 32
+# Blocks that hold what is stored; as many behind them are where it is fetched to.
+NUM = 12
+# Of a proxy, which writes to them once when it starts: the least that two receiving threads can do with.
+BUFFERS = {f"{name}_buffer_bytes": 12 << 20 for name in ("compressed", "decompressed", "dequantized")}
+
+
+@cache
+def random_blocks(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
 class Remote:
-    """A pool of 64 blocks, 32 pages of 64 KiB each, so that a block is one piece of 2 MiB; blocks 0 to 31 hold what
-    is stored, 32 to 63 are where it is fetched to."""
+    """A pool of 2 * NUM blocks, 32 pages of 64 KiB each, so that a block is one piece of 2 MiB. The proxy is in this
+    process, unless config wants another."""
 
     def __init__(
         self, folder: Path, backend: str = "remote", dtype: torch.dtype = torch.bfloat16, **config: Any
     ) -> None:
         device = MHATokenToKVPool(1, 1, 8, 16, 128, dtype)
-        self.pool = MHATokenToKVPoolHost(device, 64 * BLOCK)
-        values = torch.randn((32 * BLOCK, *self.pool.kv.shape[1:]), generator=torch.Generator().manual_seed(1))
-        self.pool.kv[: 32 * BLOCK] = values
+        self.pool = MHATokenToKVPoolHost(device, 2 * NUM * BLOCK)
+        self.pool.kv[: NUM * BLOCK] = random_blocks((NUM * BLOCK, *self.pool.kv.shape[1:]))
         self.wipe()
+        if backend == "remote":
+            config = {"in_process": True, **config}
+            if isinstance(proxy := config.get("proxy", {}), dict):
+                config["proxy"] = BUFFERS | proxy
         self.folder = folder
         self.store: RemoteStore = open_remote_store(backend, config, "test", self.pool, BLOCK, folder / "own")
 
@@ -45,7 +56,7 @@ class Remote:
         return np.concatenate([np.arange(b * BLOCK, (b + 1) * BLOCK, dtype=np.int32) for b in blocks])
 
     def wipe(self) -> None:
-        self.pool.kv[32 * BLOCK :] = float("nan")
+        self.pool.kv[NUM * BLOCK :] = float("nan")
 
     def put(self, blocks: range) -> int:
         return self.store.set(self.keys(blocks), self.frames(blocks))
@@ -56,7 +67,7 @@ class Remote:
 
     def target(self, blocks: range) -> np.ndarray:
         rng = np.random.default_rng(blocks.start)
-        return np.concatenate([rng.permutation(self.frames(range(b + 32, b + 33))) for b in blocks])
+        return np.concatenate([rng.permutation(self.frames(range(b + NUM, b + NUM + 1))) for b in blocks])
 
     def came(self, blocks: range) -> bool:
         """Whether the other half holds these blocks, byte for byte."""
@@ -81,10 +92,3 @@ class Remote:
 
 def connection(address: StoreAddress) -> RespConnection:
     return RespConnection(address, 5.0)
-
-
-def until(true: Callable[[], Any], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, "it does not come true"
-        time.sleep(0.02)

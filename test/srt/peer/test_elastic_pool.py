@@ -216,12 +216,12 @@ def test_a_lent_slab_shows_nothing_and_comes_back_clean():
     kept = lender.pages(torch.from_numpy(everything[:6]).long())
 
     # Slab 3 is drained and lent.
-    assert table.busy_from(24).tolist() == [24, 25]
+    assert np.flatnonzero(table.state[24:] == FrameState.HELD).tolist() == [0, 1]
     table.doom(everything[6:], FrameState.HELD, fence=0)
     table.reap(1)
     lender.resize(3)
-    assert lender.boundary == 24 and len(table.busy_from(lender.boundary)) == 0
-    table.lend(table.free_from(lender.boundary))
+    assert lender.boundary == 24 and not (table.state[24:] == FrameState.HELD).any()
+    table.lend(24 + np.flatnonzero(table.state[24:] == FrameState.FREE).astype(np.int32))
     lender.slabs.scrub(3)
     fd = os.dup(lender.slabs.fileno(3))
     assert table.allocate(1, 0) is None and table.counts[FrameState.LENT] == 32 - 6

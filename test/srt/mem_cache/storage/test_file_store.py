@@ -21,6 +21,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from children import wait_until
 from fake_pages import BLOCK_TOKENS, FakePages, key_of, keys_of
 
 from sglang.srt.mem_cache.block_store import StoreError
@@ -777,6 +778,7 @@ while True:
     pool.put(keys, frames)
     assert store.set(keys, frames) == len(keys)
     first += len(keys)
+    print("stored", flush=True)
 """
 
 
@@ -789,7 +791,7 @@ def start_child(root: Path, seed: int = 0, first: int = 0, limit: int = 0) -> su
 
 def kill(child: subprocess.Popen[str]) -> None:
     child.send_signal(signal.SIGKILL)
-    child.wait(10)
+    child.wait(120)
     assert child.stdout is not None
     child.stdout.close()
 
@@ -798,13 +800,16 @@ def test_kill_9_at_any_moment_leaves_only_what_is_right(tmp_path: Path):
     seed = 20261121
     print(f"seed {seed}")
     rng = random.Random(seed)
-    limit = 40 << 20
+    limit = 20 << 20
     pool = FakePages(64, token_bytes=1024)
     frames = np.arange(4, dtype=np.int32)
     first = stored = 0
-    for round_ in range(7):
+    for round_ in range(4):
         child = start_child(tmp_path, seed + round_, first, limit)
-        time.sleep(rng.uniform(0, 0.12))
+        assert child.stdout is not None
+        for _ in range(rng.randrange(80)):
+            assert child.stdout.readline() == "stored\n"
+        time.sleep(rng.uniform(0, 0.002))  # somewhere in the next one
         kill(child)
         store = HiCacheFile(tmp_path, "model A", pool, BLOCK_TOKENS, limit, segment_bytes=3 << 20)
         store.check_invariants()
@@ -861,7 +866,7 @@ def test_get_set_exists_and_stats_at_once(tmp_path: Path):
     store = HiCacheFile(tmp_path, "model A", pool, BLOCK_TOKENS, limit)
     stop = threading.Event()
     failures: list[BaseException] = []
-    counts = dict.fromkeys(("set", "get", "got"), 0)
+    counts = dict.fromkeys(("set", "get", "got", "look"), 0)
 
     def worker(work: Callable[[random.Random], None], seed: int) -> None:
         rng = random.Random(seed)
@@ -895,12 +900,16 @@ def test_get_set_exists_and_stats_at_once(tmp_path: Path):
     def look(rng: random.Random) -> None:
         assert 0 <= store.exists(prompt(rng)) <= 10
         assert store.stats()["size_bytes"] <= limit
+        counts["look"] += 1
         time.sleep(0.0005)
 
     threads = [threading.Thread(target=worker, args=(work, i)) for i, work in enumerate((do_set, do_get, look))]
     for thread in threads:
         thread.start()
-    time.sleep(1.2)
+    wait_until(
+        lambda: failures or (min(counts.values()) > 100 and store.stats()["evicted_blocks"] > 500),
+        f"more than {counts}",
+    )
     stop.set()
     for thread in threads:
         thread.join()
@@ -908,8 +917,7 @@ def test_get_set_exists_and_stats_at_once(tmp_path: Path):
         raise failures[0]
     store.check_invariants()
     stats = store.stats()
-    assert stats["evicted_blocks"] > 0 and stats["read_errors"] == stats["write_errors"] == 0
-    assert min(counts.values()) > 10, counts
+    assert stats["read_errors"] == stats["write_errors"] == 0
     store.close()
 
 
@@ -917,23 +925,22 @@ def test_a_slow_disk_holds_up_nobody_else(disk: Disk, monkeypatch: pytest.Monkey
     store = disk.open()
     disk.set(store, keys_of(*range(4)))
     preadv = os.preadv
-    reading = threading.Event()
+    reading, others_done = threading.Event(), threading.Event()
 
     def slow(fd: int, buffers: list[memoryview], at: int) -> int:
         reading.set()
-        time.sleep(0.4)
+        assert others_done.wait(60), "others wait for it"
         return preadv(fd, buffers, at)
 
     monkeypatch.setattr(os, "preadv", slow)
     counts: list[int] = []
     thread = threading.Thread(target=lambda: counts.append(store.get(keys_of(0, 1), disk.pages[:2].reshape(-1))))
     thread.start()
-    assert reading.wait(5)
-    start = time.perf_counter()
+    assert reading.wait(60)
     assert store.exists(keys_of(0, 1, 2)) == 3
     assert store.set(keys_of(9), disk.pages[9]) == 1
     assert store.stats()["blocks"] == 5
-    assert time.perf_counter() - start < 0.3
+    others_done.set()
     thread.join()
     assert counts == [2]
 

@@ -88,7 +88,7 @@ class FakeSource:
         self.incompletes.append(key)
 
     def wait(self, asked: tuple[bytes, int]) -> None:
-        self.hold.wait(10)
+        self.hold.wait(120)
         if self.late:
             with self._lock:
                 seconds = self.random.random() * self.late

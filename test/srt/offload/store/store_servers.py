@@ -75,7 +75,7 @@ class RedisServer:
 
     def start(self) -> None:
         self.process = spawn(server_binary(), self.options)
-        give_up = time.monotonic() + 10
+        give_up = time.monotonic() + 120
         while True:
             try:
                 self.connection().call("PING")

@@ -1,4 +1,4 @@
-"""`EmbeddedStore`: a server of our own that starts quickly, is closed to others, keeps its limit and dies with us."""
+"""`EmbeddedStore`: a server of our own that is closed to others, keeps its limit and dies with us."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from children import wait_until
 
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.offload.store import embedded
@@ -23,19 +23,8 @@ from sglang.srt.offload.store.resp import RespConnection
 MIB = 1 << 20
 
 
-def until(condition, seconds: float = 10.0) -> bool:
-    give_up = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > give_up:
-            return False
-        time.sleep(0.01)
-    return True
-
-
 def test_a_store_of_our_own(tmp_path):
-    start = time.monotonic()
     server = EmbeddedStore.start(tmp_path / "store", 20 * MIB)
-    assert time.monotonic() - start < 3.0  # 0.05 s on a machine that does nothing else
     try:
         # Nobody else reaches it: a socket in a private folder, and no port.
         assert stat.S_IMODE((tmp_path / "store").stat().st_mode) == 0o700
@@ -81,7 +70,14 @@ def test_it_dies_with_its_parent(tmp_path, how):
         pid = int(parent.stdout.readline())
         assert psutil.pid_exists(pid)
         parent.send_signal(how)
-    assert until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+    def is_gone() -> bool:
+        try:
+            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    wait_until(is_gone, "the server to end")
 
 
 def test_it_says_why_it_does_not_start(tmp_path, monkeypatch):
