@@ -399,6 +399,7 @@ class LayerStreaming:
         hold = self.req.hold
         old = hold.receipt
         hold.receipt = self._tree.lock_node(node, now)
+        self._tree.count_use(node, self.req.priority, num_uses=0)
         self._tree.unlock(old, now, -1)
         hold.pass_on(num_pages, num_pages * self._page)
 

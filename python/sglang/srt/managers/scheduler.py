@@ -813,8 +813,7 @@ class Scheduler:
             self.tree.unlock(receipt, self.next_launch, -1)
             return 0
         front = self._front(build, match, chunk, budget - chunk) if num_load else 0
-        if req.epoch == 0:
-            self.tree.count_use(receipt.node, req.priority)
+        self.tree.count_use(receipt.node, req.priority, num_uses=int(req.epoch == 0))
         self.waiting.remove(req)
         self.cursors.forget(req.rid)
         self._next_hold += 1

@@ -303,11 +303,12 @@ class HiRadixTree:
         """Lock the matched path, splitting its last node if it matched in part."""
         return self.lock_node(self._end_of(match), now)
 
-    def count_use(self, node: Node, priority: int = 0) -> None:
-        """A request uses the path to `node`: eviction and writing may go by that."""
+    def count_use(self, node: Node, priority: int = 0, num_uses: int = 1) -> None:
+        """A request uses the path to `node`: eviction and writing may go by that. num_uses: 0 for a request that
+        starts again; its priority counts for what it finds now."""
         step: Node | None = node
         while step is not None:
-            step.hits += 1
+            step.hits += num_uses
             if priority > step.priority:
                 step.priority = priority
             step = step.parent
@@ -506,6 +507,8 @@ class HiRadixTree:
         node = self._new_node(tokens, parent)
         self._set_frames(node, Tier.HOST, frames, ticket, _NO_FENCE)
         node.last_access = now
+        if parent.parent is not None:
+            node.priority = min(node.priority, parent.priority)
         node.block_keys = block_keys
         node.stored = np.ones(len(block_keys), np.bool_)
         node.is_lossy |= is_lossy
@@ -730,6 +733,7 @@ class HiRadixTree:
                 assert node.stored is not None and len(node.block_keys) == len(node.stored) == self._num_blocks(node)
             assert any(f is not None for f in node.frames), f"{node} is on no tier"
             assert node.lock >= sum(c.lock for c in node.children.values())
+            assert parent.parent is None or node.priority <= parent.priority, f"{node} matters more than its prefix"
             is_there = node.frames[Tier.DEVICE] is not None or node.frames[Tier.HOST] is not None
             assert node.lock == 0 or is_there, f"{node} is locked and neither on the device nor on the host"
             for tier in _TIERS:
