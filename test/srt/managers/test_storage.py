@@ -161,11 +161,10 @@ def test_requests_with_the_same_prompt_read_it_once(model_config: ModelConfig, b
     answers = engine.generate([text, text, np.concatenate((text[:70], text[:10]))], PARAMS)
     assert [a.tokens for a in answers[:2]] == [computed(model_config, text)] * 2
     assert len(reads) == len(set(reads)) == 6
-    # Whoever is first loads what the others then find on the device. With several reads that may be the third, as it
-    # needs less.
+    # The first one loads what the others then find on the device. With several reads that may be the third, as it
+    # needs less of them.
     if blocks_per_op == 6:
         assert answers[0].cached_tokens_details["disk"] == 96
-    assert sum(answer.cached_tokens_details["disk"] for answer in answers) >= 96
     assert sum(answers[2].cached_tokens_details.values()) >= 64
     engine.assert_nothing_left()
     engine.close()
@@ -370,10 +369,12 @@ def test_a_store_that_hangs_does_not_stop_requests_that_need_memory(model_config
     """What is being stored gives the device nothing back: somebody has to be retracted all the same."""
     params = SamplingParams(max_new_tokens=60, temperature=0.0, ignore_eos=True, sampling_seed=0)
     texts = [prompt(40 + i, 40) for i in range(3)]
-    engine = Engine(model_config, num_device_pages=34, new_token_ratio=0.0)
+    # All are admitted at once, whenever storage answers.
+    setup = with_policy("best_effort")
+    engine = Engine(model_config, storage=setup, num_device_pages=34, new_token_ratio=0.0)
     gate = Gate(engine.store, "set")
     answers = engine.generate(texts, params)
-    assert gate.entered.is_set()
+    assert gate.entered.wait(60)
     assert engine.counter("retracted_reqs") > 0
     assert [len(a.tokens) for a in answers] == [60] * 3
     gate.open.set()
