@@ -28,6 +28,8 @@ from sglang.srt.utils.memory import available_memory
 pytestmark = pytest.mark.e2e
 
 SLOW = ["--delay-s", "0.02"]
+# 3000 tokens take ten minutes.
+ENDLESS = ["--delay-s", "0.2"]
 
 
 class Stream(threading.Thread):
@@ -95,10 +97,10 @@ def running(server: Server) -> int:
 
 def test_what_runs_is_drained_and_nothing_new_is_taken(tmp_path):
     hold = tmp_path / "hold"
-    with Server(fake=[*SLOW, "--hold", str(hold)], drain_s=600) as server:
-        stream, waiting = Stream(server, 60), Waiting(server, 50)
+    hold.touch()
+    with Server(fake=["--hold", str(hold)], drain_s=600) as server:
+        stream, waiting = Stream(server, 60, wait=False), Waiting(server, 50)
         wait_until(lambda: running(server) == 2)
-        hold.touch()
         server.process.send_signal(signal.SIGTERM)
         for child in server.children:
             child.send_signal(signal.SIGTERM)  # as a service manager does
@@ -125,7 +127,7 @@ def test_the_drain_is_bounded(tmp_path):
 
 @pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)])
 def test_a_second_signal_ends_requests_at_once(numbers):
-    with Server(fake=SLOW, drain_s=600) as server:
+    with Server(fake=ENDLESS, drain_s=600) as server:
         streams = [Stream(server, 3000), Stream(server, 3000, n=3)]
         waiting = Waiting(server, 3000)
         wait_until(lambda: running(server) == 5)
@@ -214,7 +216,7 @@ def test_a_dead_detokenizer_ends_the_server():
 
 
 def test_nothing_is_left_of_a_killed_parent():
-    with Server(fake=SLOW) as server:
+    with Server(fake=ENDLESS) as server:
         stream = Stream(server, 3000)
         server.process.kill()
         _, alive = psutil.wait_procs(server.children, timeout=PATIENCE_S)

@@ -25,9 +25,8 @@ from sglang.srt.peer.lent_memory import LentMemory
 
 pytestmark = pytest.mark.e2e
 
-# Two prompts fit neither the device nor the host. With --dtype auto the size of a page would depend on the CPU.
-FLAGS = "--dtype bfloat16 --hicache --max-total-tokens 600 --hicache-ratio 0.1"
-FLAGS += " --peer-role master --peer-slab-size 1 --peer-size 0.05"
+# Two prompts fit neither the device nor the host.
+FLAGS = "--hicache --max-total-tokens 600 --hicache-ratio 0.1 --peer-role master --peer-slab-size 1 --peer-size 0.05"
 NUM_SLABS = 8
 LENDER = """
 import sys, time, torch
@@ -42,8 +41,7 @@ while True:
 
 
 # Lends all but room for one request, a second after it needed more.
-WORKER = "--dtype bfloat16 --max-total-tokens 4096 --context-length 512"
-WORKER += " --peer-role worker --peer-slab-size 1 --peer-window 1"
+WORKER = "--max-total-tokens 4096 --context-length 512 --peer-role worker --peer-slab-size 1 --peer-window 1"
 BOTH_KINDS = pytest.mark.parametrize("strict", [(), ("--peer-strict",)], ids=["mapped", "strict"])
 
 
@@ -61,6 +59,14 @@ def ask(server: Server, seed: int) -> tuple[list[int], int]:
     assert response.status_code == 200, response.text
     reply = response.json()
     return reply["output_ids"], reply["meta_info"]["cached_tokens_details"].get("peer", 0)
+
+
+def come_from_peers(server: Server, wanted: list[list[int]]) -> bool:
+    """Whether most of these prompts does now; the answers are right in any case. On a busy machine a load may give up
+    waiting for the worker that copies for it."""
+    again = [ask(server, seed) for seed in range(len(wanted))]
+    assert [tokens for tokens, _ in again] == wanted
+    return all(found > 200 for _, found in again)
 
 
 def borrowed_tokens(server: Server) -> int:
@@ -89,11 +95,7 @@ def test_what_is_lent_is_used_and_given_back(tp_size: int, strict: bool, tmp_pat
             worker.left(range(NUM_SLABS))
         wait_until(lambda: [w.here() for w in workers] and borrowed_tokens(server) > 0)
         wait_until(lambda: [w.here() for w in workers] and borrowed_tokens(server) >= 1200)
-        for seed in range(3):
-            ask(server, seed)
-        again = [ask(server, seed) for seed in range(3)]
-        assert [tokens for tokens, _ in again] == [tokens for tokens, _ in wanted]
-        assert all(found > 200 for _, found in again), again
+        wait_until(lambda: come_from_peers(server, [tokens for tokens, _ in wanted]))
         for worker in workers:
             worker.wanted(NUM_SLABS)
         wait_until(lambda: all(worker.here()[:-2] == b"\1" * NUM_SLABS for worker in workers))
@@ -113,7 +115,7 @@ def test_a_worker_that_is_killed_takes_nothing_but_its_memory_along(tmp_path: Pa
         with Server(*FLAGS.split(), "--peer-endpoint", endpoint) as server:
             wait_until(lambda: borrowed_tokens(server) >= 1200)
             wanted = [ask(server, seed)[0] for seed in range(3)]
-            assert ask(server, 0)[1] > 200
+            wait_until(lambda: come_from_peers(server, wanted))
             worker.kill()
             wait_until(lambda: borrowed_tokens(server) == 0)
             assert [ask(server, seed) for seed in range(3)] == [(tokens, 0) for tokens in wanted]
@@ -139,7 +141,7 @@ def test_a_worker_lends_when_it_is_idle_and_takes_back_what_its_requests_need(
         assert worker.state()["peers"]["slabs"]["lent"] > 0
         assert f'sglang:hicache_peer_connected{{lender="{endpoint}",model_name="embedded"}} 1.0' in metrics(master)
         wanted = [ask(master, seed)[0] for seed in range(3)]
-        assert all(found > 200 for _, found in [ask(master, seed) for seed in range(3)])
+        wait_until(lambda: come_from_peers(master, wanted))
         copies = worker.state()["peers"]["copies"]
         assert (copies["bytes"] > 0) == bool(strict) and copies["refused"] == 0
         alone = [ask(worker, seed)[0] for seed in range(8)]
@@ -237,10 +239,7 @@ def test_models_of_other_shapes_lend_and_take_back(
             return all(worker.state()["peers"]["slabs"]["lent"] > 0 for worker in workers)
 
         wait_until(lambda: are_lent() and borrowed_tokens(master) >= 1200)
-        for _ in range(2):
-            again = [ask(master, seed) for seed in range(3)]
-            assert [tokens for tokens, _ in again] == wanted
-        assert all(found > 200 for _, found in again), again
+        wait_until(lambda: come_from_peers(master, wanted))
         for worker, answers in zip(workers, alone):
             body = {
                 "input_ids": [prompt(seed) for seed in range(8)],
@@ -285,7 +284,7 @@ def test_a_master_that_stands_still_costs_memory_until_it_goes_on_and_nothing_el
 
         wait_until(lambda: borrowed_tokens(master) >= 1200)
         wanted = [ask(master, seed)[0] for seed in range(3)]
-        assert all(found > 200 for _, found in [ask(master, seed) for seed in range(3)])
+        wait_until(lambda: come_from_peers(master, wanted))
         alone = [ask(worker, seed)[0] for seed in range(8)]
         wait_until(lambda: slabs()["asked_back"] == 0 and slabs()["lent"] > 0)
 
@@ -317,9 +316,7 @@ def test_a_master_that_stands_still_costs_memory_until_it_goes_on_and_nothing_el
         assert [ask(master, seed)[0] for seed in range(3)] == wanted
         # It is as if nothing had been.
         wait_until(lambda: slabs()["quarantined"] == 0 and borrowed_tokens(master) >= 1200)
-        for _ in range(2):
-            again = [ask(master, seed) for seed in range(3)]
-        assert [tokens for tokens, _ in again] == wanted and all(found > 200 for _, found in again)
+        wait_until(lambda: come_from_peers(master, wanted))
 
 
 @pytest.mark.slow
@@ -332,7 +329,7 @@ def test_a_worker_that_stands_still_takes_no_answer_along(strict: tuple[str, ...
     with worker, Server(*FLAGS.split(), "--peer-endpoint", endpoint) as master:
         wait_until(lambda: borrowed_tokens(master) >= 1200)
         wanted = [ask(master, seed)[0] for seed in range(3)]
-        assert all(found > 200 for _, found in [ask(master, seed) for seed in range(3)])
+        wait_until(lambda: come_from_peers(master, wanted))
         alone = ask(worker, 0)[0]
         with standing_still(worker):
             again = [ask(master, seed) for seed in range(3)]
@@ -342,10 +339,4 @@ def test_a_worker_that_stands_still_takes_no_answer_along(strict: tuple[str, ...
         assert ("cannot be asked for copies" in master.output()) == bool(strict)
         assert ask(worker, 0)[0] == alone
         wait_until(lambda: worker.state()["peers"]["slabs"]["lent"] > 0 and borrowed_tokens(master) >= 1200)
-
-        def comes_from_there() -> bool:
-            found = [ask(master, seed) for seed in range(3)]
-            assert [tokens for tokens, _ in found] == wanted
-            return all(each > 200 for _, each in found)
-
-        wait_until(comes_from_there)
+        wait_until(lambda: come_from_peers(master, wanted))
