@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -18,3 +19,9 @@ def device() -> Iterator[None]:
 
     with emulated_device(int(os.environ.get("SEED", "0"))):
         yield
+
+
+def pytest_sessionfinish() -> None:
+    """Ends what forks children of tests (`children.py`), so that its CPU time is counted with that of the tests."""
+    if (forkserver := sys.modules.get("multiprocessing.forkserver")) is not None:
+        forkserver._forkserver._stop()
