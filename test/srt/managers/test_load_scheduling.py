@@ -19,6 +19,7 @@ from sglang.srt.managers.schedule_policy import balanced_order, pairs_of
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Req, SchedulerConfig
 from sglang.srt.managers.simulation import RequestTimes, SimulatedHardware, Simulation
 from sglang.srt.mem_cache.frame_table import FrameState
+from sglang.srt.mem_cache.hiradix_tree import MatchResult
 from sglang.srt.mem_cache.transfer import H2D, Tier, TransferOp
 from sglang.srt.model_executor.launch import Launch, LaunchMode
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -192,6 +193,28 @@ def test_requests_that_need_no_load_pass_one_that_waits_for_its_own() -> None:
     assert times["hit"].cached_tokens_details == {"device": 20, "host": 0}
     assert times["loads"].ttft == pytest.approx(0.5, abs=2 * DECODE_S)
     assert rig.counter("deprioritised") == 0, "who waits for its own load is not put off by others"
+
+
+def test_a_request_waits_for_one_load_however_its_match_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others add to what the host has of a prompt while its load is under way: the match of the load ends 20 tokens
+    early. Then the request does not wait again: what it has loaded leaves the next one too little room, and those
+    behind that, for whose work it would wait, would never come to their turn."""
+    rig = Rig(bubble_filling=True, num_device_pages=180)
+    other = fresh(100, 5)
+    rig.remember(DOCUMENT, other)
+    preload = rig.scheduler._preload
+
+    def preload_early_part(req: Req, match: MatchResult) -> bool:
+        if req.rid == "loads":
+            match = rig.scheduler.tree.match("", np.array(DOCUMENT[:80], np.int32))
+        return preload(req, match)
+
+    monkeypatch.setattr(rig.scheduler, "_preload", preload_early_part)
+    arrivals = [(0.0, request("runner", fresh(5), 60)), (0.01, request("loads", DOCUMENT + fresh(5, 1)))]
+    arrivals += [(0.02, request("behind", other + fresh(5, 2))), (0.3, request("small", fresh(10, 3)))]
+    times = rig.run(arrivals)
+    assert times["loads"].tokens[0] <= times["behind"].tokens[0]
+    assert times["loads"].ttft < 0.8
 
 
 def test_a_load_alone_is_launched_at_once_and_overlaps_layer_by_layer() -> None:

@@ -941,6 +941,8 @@ class Scheduler:
         known = self._candidate(req)
         if (not known.load and not known.near and not known.loading) or self._must_stream(req):
             return False
+        if req.preload is not None and not known.loading:
+            return False  # its load is in; what has come to its match since is loaded in its launch
         # Cheap to see in a long queue: its load can not even begin, or another waits for the same.
         if known.load and outlook.link_is_busy:
             self._held_up[req] = None
