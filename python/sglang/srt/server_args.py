@@ -143,7 +143,7 @@ class ServerArgs:
     hicache_storage_backend: str | None = arg(
         None,
         "keep KV cache beyond host memory: 'file' on a disk, 'remote' in a Redis store, 'bluefield' through an "
-        "offload proxy that runs elsewhere, 'dynamic' through a plugin; 'file,remote' has both",
+        "offload proxy that you start on this machine, 'dynamic' through a plugin; 'file,remote' has both",
     )
     hicache_storage_backend_extra_config: str = arg(
         "", "settings of the storage backend: JSON, or @ and the name of a file with it"
