@@ -17,11 +17,19 @@ from sglang.srt.utils.stream import Stream
 
 class MemoryStore:
     """blocks: key -> its bytes, page after page as a page-first pool has them. fail_rate: chance per block that it is
-    lost when it is read, or not stored, or that a call raises."""
+    lost when it is read, or not stored, or that a call raises. max_blocks: beyond that the oldest goes; 0 for any
+    number."""
 
     name = "memory"
 
-    def __init__(self, pool: MHATokenToKVPoolHost, block_tokens: int, seed: int = 0, fail_rate: float = 0.0) -> None:
+    def __init__(
+        self,
+        pool: MHATokenToKVPoolHost,
+        block_tokens: int,
+        seed: int = 0,
+        fail_rate: float = 0.0,
+        max_blocks: int = 0,
+    ) -> None:
         self.pool = pool
         self.block_tokens = block_tokens
         self.blocks: dict[bytes, np.ndarray] = {}
@@ -29,6 +37,7 @@ class MemoryStore:
         self._pages_per_block = block_tokens // pool.page_size
         self._random = random.Random(seed)
         self._fail_rate = fail_rate
+        self._max_blocks = max_blocks
 
     def exists(self, keys: Sequence[bytes]) -> int:
         self._maybe_raise()
@@ -53,6 +62,8 @@ class MemoryStore:
                     return i
                 self.blocks[key] = np.empty(len(pages) * self.pool.page_bytes, np.uint8)
                 self.pool.copy_out(pages, self.blocks[key])
+                if len(self.blocks) > self._max_blocks > 0:
+                    del self.blocks[next(iter(self.blocks))]
         return len(keys)
 
     def clear(self) -> None:

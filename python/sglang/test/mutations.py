@@ -2,6 +2,7 @@
 
     python -m sglang.test.mutations          each bug under all nets
     python -m sglang.test.mutations --alone  each bug under each net alone: the table in docs/design/nets.md
+    python -m sglang.test.mutations --first-tries stale  write first_tries.json anew where it misses its bug
 
 A mutation changes one line of the engine in a way that somebody could have written. The soak must not survive it.
 """
@@ -11,8 +12,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -43,6 +46,7 @@ from sglang.test import soak as soak_module
 from sglang.test.kv_oracle import OracleError
 from sglang.test.soak import ALL_NETS, Soak, SoakConfig, StuckError, WrongTokensError
 from sglang.test.stream_emulator import EmulatedEvent
+from sglang.test.tier_mixes import tier_mix
 
 MUTATIONS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {}
 
@@ -478,9 +482,9 @@ def backup_below_a_fetch() -> Any:
     """What is computed below a fetch is backed up before that has ended."""
     begin_backup = HiCacheController.begin_backup
 
-    def patched(self: Any, node: Node, done: int) -> Any:
+    def patched(self: Any, *args: Any) -> Any:
         with mock.patch.object(cache_controller, "is_fetching", lambda node: False):
-            return begin_backup(self, node, done)
+            return begin_backup(self, *args)
 
     return mock.patch.object(HiCacheController, "begin_backup", patched)
 
@@ -820,6 +824,19 @@ def swapped_pages_free_at_once() -> Any:
     return mock.patch.object(LayerStreaming, "committed", patched)
 
 
+@mutation
+def upper_half_is_unimportant() -> Any:
+    """The upper half of a node that is split has no priority."""
+    split = HiRadixTree._split
+
+    def patched(self: Any, node: Any, num_tokens: int) -> Any:
+        upper = split(self, node, num_tokens)
+        upper.priority = min(0, upper.priority)
+        return upper
+
+    return mock.patch.object(HiRadixTree, "_split", patched)
+
+
 _NAMES: dict[type[BaseException], str] = {
     NonFiniteLogitsError: "poison",
     OracleError: "oracle",
@@ -957,6 +974,9 @@ def configurations() -> Iterator[SoakConfig]:
                 config, bypass_local=True, load_or_recompute=True, launch_s=3e-4, fetch_s=3e-2
             )
         yield dataclasses.replace(config, **_storage(seed, page_size)) if seed % 4 in (1, 2) else config
+    # A prefix on its way to a peer, or on a peer alone, with blocks in storage below it.
+    yield tier_mix(("peer", "disk"), 1)
+    yield tier_mix(("peer", "disk"), 4)
 
 
 def _storage(seed: int, page_size: int) -> dict[str, Any]:
@@ -1036,84 +1056,98 @@ def _queues(seed: int) -> dict[str, Any]:
     }
 
 
-# Seed of a configuration -> what it catches sooner than those in front of it. It saves time, nothing else: if it no
-# longer catches one of these, all the others are tried.
-TRIED_FIRST: dict[int, tuple[str, ...]] = {
-    9: (
-        "voided_launch_counts",
-        "failed_load_committed",
-        "readers_of_failed_load_stay",
-        "preload_kept_on_abort",
-        "preload_kept_when_its_load_fails",
-        "claim_outlives_its_request",
-    ),
-    12: ("nobody_waits_for_the_peer", "peer_keeps_what_failed", "loaded_keeps_its_place_on_the_peer"),
-    13: (
-        "reset_keeps_what_was_published",
-        "names_forget_the_tail",
-        "whoever_fetches_nothing_stays_in_line",
-        "nobody_is_retired",
-    ),
-    14: ("slab_leaves_in_use", "kept_slab_is_still_lent"),
-    15: ("own_slabs_count_as_agreed",),
-    16: ("preloads_never_taken_back",),
-    17: (
-        "streamed_before_it_came",
-        "buffer_filled_before_it_was_read",
-        "spilled_pages_free_at_once",
-        "failed_spill_kept",
-        "promoted_pages_not_told",
-    ),
-    500: ("swapped_before_it_is_computed", "swapped_pages_free_at_once"),
-    502: ("streamed_host_pages_free_at_once",),
-    26: ("preload_not_waited_for",),
-    38: (
-        "reuse_before_fence",
-        "max_for_min",
-        "unknown_token_published",
-        "stale_results_taken",
-        "largest_count_taken",
-    ),
-    402: ("detach_does_not_wait",),
-    66: (
-        "fetch_not_pinned",
-        "store_not_pinned",
-        "fetch_counts_as_whole",
-        "fetched_pages_in_wrong_order",
-        "store_one_page_further",
-        "names_without_a_past",
-        "split_forgets_names",
-        "abandoned_fetch_goes_on",
-        "deadlines_never_pass",
-        "given_up_counts_as_ended",
-        "reads_reported_as_they_end",
-        "count_of_another_read",
-        "last_read_to_end_ends_all",
-        "a_free_place_is_given_to_nobody",
-    ),
-    237: ("fetched_matched_too_early", "backup_below_a_fetch"),
-}
+# The quickest configuration for each bug, by its seed; written by `--first-tries`. It saves time, nothing else: where
+# it no longer catches the bug, all the others are tried.
+FIRST_TRIES_FILE = Path(__file__).with_name("first_tries.json")
+
+
+def first_tries() -> dict[str, int]:
+    return json.loads(FIRST_TRIES_FILE.read_text())
 
 
 def hunt(name: str, nets: frozenset[str] = ALL_NETS) -> str | None:
     """Run the soak with a bug planted until something catches it. Returns what did, None if nothing."""
-    for config in sorted(configurations(), key=lambda config: name not in TRIED_FIRST.get(config.seed, ())):
+    first = first_tries().get(name)
+    for config in sorted(configurations(), key=lambda config: config.seed != first):
         with MUTATIONS[name]():
-            try:
-                Soak(config, nets).run()
-            except (TypeError, AttributeError, NameError):
-                raise  # the mutation itself is broken: the code that it changes has moved on
-            except Exception as error:
-                return catcher(error)
+            caught = run(Soak(config, nets))
+        if caught is not None:
+            return caught
     return None
+
+
+def run(soak: Soak) -> str | None:
+    """What catches the bug that is planted, None if nothing does. Built and run while it is."""
+    try:
+        soak.run()
+    except (TypeError, AttributeError, NameError):
+        raise  # the mutation itself is broken: the code that it changes has moved on
+    except Exception as error:
+        return catcher(error)
+    return None
+
+
+def quickest(name: str) -> int | None:
+    """Seed of the configuration that catches a bug in the fewest steps of all ranks; None if none does."""
+    best, least = None, 1 << 30
+    for config in configurations():
+        with MUTATIONS[name]():
+            soak = _BoundedSoak(config, least // config.num_ranks)
+            caught = run(soak)
+        if caught not in (None, _TooManyStepsError.__name__):
+            best, least = config.seed, soak.num_ticks * config.num_ranks
+    return best
+
+
+class _TooManyStepsError(Exception):
+    pass
+
+
+class _BoundedSoak(Soak):
+    """A soak that gives up after so many steps."""
+
+    def __init__(self, config: SoakConfig, max_ticks: int) -> None:
+        super().__init__(config)
+        self._max_ticks = max_ticks
+
+    def _tick(self, *args: Any, **kwargs: Any) -> None:
+        if self.num_ticks >= self._max_ticks:
+            raise _TooManyStepsError
+        super()._tick(*args, **kwargs)
+
+
+def write_first_tries(search_all: bool) -> list[str]:
+    """Write the quickest configuration of each bug, of those whose present one misses it if not of all. Returns the
+    bugs that none catches."""
+    known = {} if search_all else first_tries()
+    configs = {config.seed: config for config in configurations()}
+    found: dict[str, int | None] = {}
+    for name in MUTATIONS:
+        config = configs.get(known.get(name, -1))
+        if config is not None:
+            with MUTATIONS[name]():
+                if run(Soak(config)) is not None:
+                    found[name] = config.seed
+                    continue
+        found[name] = quickest(name)
+        print(f"{name}: {found[name]}, before {known.get(name)}", flush=True)
+    tries = {name: seed for name, seed in sorted(found.items()) if seed is not None}
+    FIRST_TRIES_FILE.write_text(json.dumps(tries, indent=1) + "\n")
+    return [name for name in found if name not in tries]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--alone", action="store_true", help="try each net alone")
+    parser.add_argument(
+        "--first-tries", choices=("stale", "all"), help="search for the quickest configurations, and write them down"
+    )
     args = parser.parse_args()
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
+    if args.first_tries:
+        missed = write_first_tries(args.first_tries == "all")
+        raise SystemExit(f"caught by no configuration: {', '.join(missed)}" if missed else 0)
     sets = {"all": ALL_NETS}
     if args.alone:
         sets |= {"none": frozenset(), **{net: frozenset({net}) for net in sorted(ALL_NETS)}}

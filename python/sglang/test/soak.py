@@ -36,6 +36,7 @@ from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.link import HasPages
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.storage.tiered_store import TieredStore, parts_of
 from sglang.srt.mem_cache.storage_link import StoreSlot
 from sglang.srt.mem_cache.swap_file import SwapFile
 from sglang.srt.mem_cache.transfer import (
@@ -86,7 +87,8 @@ class SoakConfig:
     requests that keep it whole. twin_rate: share of requests that repeat one still running. load_late_rate: as
     late_rate, for loads alone, so that they stay in flight while other things happen; store_late_rate: for storage.
     storage: used where there is a host tier. storage_request_rate: how often it is attached, detached or cleared.
-    overlapping_reads: storage has several reads under way at once.
+    overlapping_reads: storage has several reads under way at once. A second storage tier always has; near_blocks: the
+    first of two keeps that many.
     restart_rate: how often nobody asks until all is quiet, and then all is forgotten but what storage has. launch_s,
     load_s, fetch_s: what the scheduler is told that they take, in seconds, of which a tick has 0.001. lend_rate: how
     often a slab that is wanted comes home, above 0 where slabs of the device are lent, which then needs no peers;
@@ -128,6 +130,7 @@ class SoakConfig:
     store_late_rate: float = 0.0
     storage_request_rate: float = 0.0
     overlapping_reads: bool = False
+    near_blocks: int = 0
     restart_rate: float = 0.0
     load_ratio: float | str = 100.0
     bubble_filling: bool = True
@@ -195,7 +198,7 @@ class SoakConfig:
             store_late_rate=rng.choice((0.0, 0.5, 0.9)),
             storage_request_rate=rng.choice((0.0, 0.0, 0.02)),
             restart_rate=0.02 if storage else 0.0,
-            eviction_policy=rng.choice(("lru", "lru", "lfu")),
+            eviction_policy=rng.choice(("lru", "lfu", "priority")),
             write_policy=rng.choice(("write_through", "write_through", "write_back", "write_through_selective")),
             host_layout=rng.choice(("page_first", "layer_first")),
             io_backend=rng.choice(("auto", "auto", "dma", "direct")),
@@ -267,7 +270,7 @@ class Rank:
     host_pool: MHATokenToKVPoolHost | None
     peer_pool: MHATokenToKVPoolHost | None
     slabs: ComingAndGoing | LentOut | None
-    store: MemoryStore | None
+    stores: list[MemoryStore]
 
 
 @dataclass
@@ -325,7 +328,8 @@ def build_rank(
         late_rate=config.late_rate,
         layer_stream=layer_stream,
     )
-    host_pool = peer_pool = store = None
+    host_pool = peer_pool = None
+    stores: list[MemoryStore] = []
     slabs: ComingAndGoing | LentOut | None = None
     poison = {Tier.DEVICE: lambda frames: pool.poison(torch.from_numpy(frames).to(torch.int64))}
     if config.lend_rate:
@@ -360,13 +364,8 @@ def build_rank(
                 late_rate=config.load_late_rate if name in LOAD_LINKS.values() else config.late_rate,
             )
         if config.storage is not None:
-            block_tokens = config.storage.block_tokens
-            faults = config.seed * 10 + rank, config.store_fail_rate
-            store = (
-                OverlappingMemoryStore(host, block_tokens, emulator.stream("reads"), *faults)
-                if config.overlapping_reads
-                else MemoryStore(host, block_tokens, *faults)
-            )
+            stores = _build_stores(config, config.storage, host, emulator, rank)
+            store = TieredStore(*stores) if len(stores) > 1 else stores[0]
             slot = StoreSlot(partial(_reopen, store), store)
             for i, name in enumerate(STORAGE_LINKS):
                 storage_links[name] = LateStorageLink(
@@ -380,12 +379,33 @@ def build_rank(
     if "poison" not in nets:
         poison = {}
     core = EngineCore(scheduler, executor, {**links, **storage_links}, poison, record, slabs)
-    return Rank(core, emulator, pool, host_pool, peer_pool, slabs, store)
+    return Rank(core, emulator, pool, host_pool, peer_pool, slabs, stores)
 
 
-def _reopen(store: MemoryStore, setup: str) -> MemoryStore:
+def _build_stores(
+    config: SoakConfig, storage: StorageSetup, host: MHATokenToKVPoolHost, emulator: StreamEmulator, rank: int
+) -> list[MemoryStore]:
+    """One per storage tier, nearest first."""
+    stores: list[MemoryStore] = []
+    for tier in storage.tiers:
+        seed = config.seed * 10 + rank + 1000 * len(stores)
+        if stores or config.overlapping_reads:
+            reads = emulator.stream(f"reads {tier.name.lower()}")
+            stores.append(
+                OverlappingMemoryStore(host, storage.block_tokens, reads, seed, fail_rate=config.store_fail_rate)
+            )
+        else:
+            stores.append(
+                MemoryStore(host, storage.block_tokens, seed, config.store_fail_rate, max_blocks=config.near_blocks)
+            )
+    return stores
+
+
+def _reopen(store: MemoryStore | TieredStore, setup: str) -> MemoryStore | TieredStore:
     """What was stored before is still there, as on a disk."""
-    store.is_open = True
+    for part in parts_of(store):
+        assert isinstance(part, MemoryStore)
+        part.is_open = True
     return store
 
 
@@ -543,6 +563,7 @@ class Soak:
             ),
             extra_key=extra_key,
             stream=self.random.random() < 0.7,
+            priority=self._next_rid % 3 - 1,
         )
 
     def _take_outputs(self, decision: BatchDecision) -> None:
@@ -584,8 +605,8 @@ class Soak:
             if rank.peer_pool is not None:
                 memory[Tier.PEER] = rank.peer_pool
             check_kv(rank.core.scheduler, memory, self.model.reference)
-            if rank.store is not None:
-                check_stored(rank.core.scheduler, rank.store.blocks, self.model.reference)
+            for store in rank.stores:
+                check_stored(rank.core.scheduler, store.blocks, self.model.reference)
 
     def _finish(self) -> None:
         borrowed = [rank.slabs for rank in self.ranks if isinstance(rank.slabs, ComingAndGoing)]
