@@ -463,7 +463,7 @@ def test_bypassing_the_local_tiers_everything_comes_from_storage(model_config: M
 
 def test_bypassing_the_local_tiers_a_retracted_request_finds_its_own_work(model_config: ModelConfig) -> None:
     texts = [prompt(40 + i, 60) for i in range(6)]
-    params = SamplingParams(max_new_tokens=60, temperature=0.0, ignore_eos=True, sampling_seed=0)
+    params = SamplingParams(max_new_tokens=30, temperature=0.0, ignore_eos=True, sampling_seed=0)
     plain = Engine(model_config, num_device_pages=400)
     wanted = [g.tokens for g in plain.generate(texts, params)]
     plain.close()

@@ -162,7 +162,17 @@ ALL_KINDS = pytest.mark.parametrize(
 )
 
 
-@ALL_KINDS
+# Of the emulated device, what the next test does is enough, unless all tests run.
+@pytest.mark.parametrize(
+    "worker",
+    [
+        "mapped",
+        "strict",
+        pytest.param("emulated", marks=pytest.mark.slow),
+        pytest.param("gpu", marks=ON_GPU),
+    ],
+    indirect=True,
+)
 def test_what_leaves_the_device_comes_back_from_the_worker(
     model_config: ModelConfig, worker: LentMemory, tmp_path: Path
 ) -> None:
