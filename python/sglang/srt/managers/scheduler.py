@@ -752,7 +752,9 @@ class Scheduler:
                 self.streaming is not None and req is self.streaming.req and not (self.running or self._is_under_way)
             ):
                 self._end_too_long(req)
-        self._admit_waiting(build, budget)
+        # While a prompt lacks memory nothing is loaded ahead: it would take that back, and so on, step after step.
+        if self.prefilling is None or build.reqs:
+            self._admit_waiting(build, budget)
         if not build.reqs:
             self._page_runs = build.page_runs + self._page_runs
             return None
