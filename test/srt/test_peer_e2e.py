@@ -107,6 +107,7 @@ def test_what_is_lent_is_used_and_given_back(tp_size: int, strict: bool, tmp_pat
         worker.close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_takes_nothing_but_its_memory_along(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     endpoint = f"ipc://{tmp_path}/peers"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -59,14 +60,20 @@ def store(tmp_path: Path):
     server.stop()
 
 
-def test_a_server_finds_what_another_has_stored(store):
-    with start(url=store) as server:
+@pytest.mark.parametrize("whose", ["its own", pytest.param("another's", marks=pytest.mark.slow)])
+def test_a_server_finds_what_was_stored(store, whose: str):
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(start(url=store))
         first = generate(server)
         assert details(first) == {"device": 0, "host": 0, "remote": 0}
         wait_until(lambda: stored(server) >= 384)
         wait_until(lambda: server.state()["tiers"]["remote"]["blocks"] == 6)
         assert server.state()["storage"]["tiers"] == ["remote"]
-    with start(url=store) as server:
+        if whose == "its own":
+            wait_until(lambda: server.post("/flush_cache", {}).status_code == 200)
+        else:
+            stack.pop_all().close()
+            server = stack.enter_context(start(url=store))
         again = generate(server)
         assert details(again) == {"device": 0, "host": 0, "remote": 384}
         assert (again["text"], again["output_ids"]) == (first["text"], first["output_ids"])

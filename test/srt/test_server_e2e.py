@@ -196,24 +196,24 @@ def test_the_offline_engine_agrees_with_the_server(plain):
 
 
 def test_a_prompt_that_is_longer_than_device_and_host(plain, tmp_path):
-    flags = "--hicache --hicache-ratio 2 --max-total-tokens 1024 --chunked-prefill-size 128 --page-size 4"
-    streams = "--layer-stream 2 --layer-stream-tokens 256 --layer-stream-disk-size 0.01"
+    flags = "--hicache --hicache-ratio 2 --max-total-tokens 512 --chunked-prefill-size 128 --page-size 4"
+    streams = "--layer-stream 2 --layer-stream-tokens 256 --layer-stream-disk-size 0.003"
     disk = ("--layer-stream-disk-path", str(tmp_path))
-    long, longer = prompt(50, 4000), prompt(51, 9000)
+    long, longer = prompt(50, 2000), prompt(51, 3500)
     with Server(*flags.split(), *streams.split(), *disk) as server:
         limit = server.get("/get_server_info").json()["max_req_input_len"]
-        assert 7000 < limit < 8000, "what device, host and disk hold together"
+        assert 2500 < limit < 3300, "what device, host and disk hold together"
         want = generate(plain, long)["output_ids"]
         found = []
         for _ in range(2):
             reply = generate(server, long)
             assert reply["output_ids"] == want
             found.append(reply["meta_info"]["cached_tokens_details"])
-        assert sum(found[0].values()) == 0 and found[1]["host"] > 1500
+        assert sum(found[0].values()) == 0 and found[1]["host"] > 700
         refused = server.post("/generate", {"input_ids": longer, "sampling_params": GREEDY})
         assert refused.status_code == 400 and str(limit + 1) in refused.text
         state = server.get("/hicache/state").json()
-        assert state["counters"]["streamed_reqs"] == 2 and state["counters"]["swapped_tokens"] > 1000
+        assert state["counters"]["streamed_reqs"] == 2 and state["counters"]["swapped_tokens"] > 400
         assert state["layer_stream"]["streamed_tokens"] == 0 and not list(tmp_path.iterdir())
         metrics = server.get("/metrics").text
         assert "sglang:layer_stream_requests_total" in metrics

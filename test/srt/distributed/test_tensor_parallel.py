@@ -233,6 +233,7 @@ def test_a_kv_head_on_both_ranks_until_rank_1_is_killed(references):
     left.check()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_server(reference):
     """Rank 1; of an engine, rank 0 at the end of this file."""
     shared_memory = set(os.listdir("/dev/shm"))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_equality import Model, check_memory, greedy, prompts
-from test_equality import model as model
+from test_equality import MODELS, Model, check_memory, greedy, prompts
 
 from sglang.srt.managers.layer_streaming import LayerStreamConfig
 from sglang.srt.mem_cache.frame_table import FrameState
@@ -16,6 +15,11 @@ from sglang.test.local_engine import LocalEngine
 from sglang.test.two_ranks import TwoRanks
 
 CHUNK = 16
+
+
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(MODELS[request.param], str(tmp_path_factory.mktemp(request.param)))
 
 
 def streaming(model: Model, page_size: int = 4, tokens: int = 64, buffer_tokens: int = 20, **options) -> LocalEngine:

@@ -21,6 +21,8 @@ from sglang.srt.mem_cache.transfer import D2H, H2D, StorageOp, Ticket, Tier, Tra
 from sglang.srt.model_executor.launch import Launch, LaunchMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+# Write policies of test-all; random mixes in test_simulation_random.py have them all.
+LATE = [policy for policy in WRITE_POLICIES if policy != "write_through"]
 LAYERS = 4
 DECODE_S = 0.010
 TOKEN_S = 0.001
@@ -317,12 +319,12 @@ def test_what_is_computed_is_stored_when_it_is_written_through() -> None:
     assert {k.tobytes() for k in NAMES.of_prompt("", np.array(text, np.int32))} <= sim.storage.blocks
 
 
-@pytest.mark.parametrize("write_policy", WRITE_POLICIES)
+@pytest.mark.parametrize("write_policy", ["write_through", *(pytest.param(n, marks=pytest.mark.slow) for n in LATE)])
 @pytest.mark.parametrize(
     "tiers", ["peer", "disk", "stream", "peer disk", "peer stream", "disk stream", "peer disk stream"]
 )
 def test_every_mix_of_tiers_runs_on_the_virtual_clock(tiers: str, write_policy: str) -> None:
-    """Storage is written to as well. Prompts share fronts of a few documents, and nothing has room for all of them."""
+    """Storage is written to. Prompts share fronts of a few documents, and nothing has room for all of them."""
     rng = np.random.default_rng(seed := 7)
     config = stored().core.scheduler.config
     streams = "stream" in tiers
