@@ -130,6 +130,21 @@ def test_names_from_clients_are_made_harmless():
     assert len(error.value.message) < 200 and len(error.value.param) == 64
 
 
+def test_long_names_are_not_kept():
+    size = request_fields._did_you_mean.cache_info().currsize
+    for name in ("x" * 10_000, "y" * 65):
+        assert warnings(**{name: 1}) == []
+        with pytest.raises(RequestError) as error:
+            sampling_fields({name: 1})
+        assert len(error.value.message) < 200
+    assert request_fields._did_you_mean.cache_info().currsize == size
+
+
+def test_of_equally_alike_names_the_one_with_the_same_first_letter_is_meant():
+    assert "did you mean 'stop'?" in warnings(stopp=1)[0]
+    assert "did you mean 'top_p'?" in warnings(top_pp=1)[0]
+
+
 def test_few_of_many_unknown_fields_are_looked_at(monkeypatch):
     seen = []
     monkeypatch.setattr(request_fields, "did_you_mean", lambda name, known: seen.append(name) or "")

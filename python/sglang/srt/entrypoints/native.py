@@ -19,6 +19,7 @@ from sglang.srt.entrypoints.request_fields import (
     namespace,
     refuse_unsupported,
     sampling_params,
+    shown,
     split_prompts,
 )
 from sglang.srt.entrypoints.streams import close, merge
@@ -134,7 +135,7 @@ def sampling_fields(body: dict[str, Any]) -> SamplingFields:
     for name in known:
         if name not in SamplingFields.__struct_fields__:
             likely = did_you_mean(name, (*SamplingFields.__struct_fields__, *UNSUPPORTED_NATIVE_SAMPLING))
-            raise RequestError(f"sampling_params has no field {name!r}{likely}", param="sampling_params")
+            raise RequestError(f"sampling_params has no field {shown(name)}{likely}", param="sampling_params")
     try:
         return msgspec.convert(known, SamplingFields, str_keys=True)
     except msgspec.ValidationError as error:

@@ -187,11 +187,11 @@ def check_fields(
     if strict:
         for name, known in unknown:
             raise RequestError(
-                f"this server knows no field {_shown(name)}{did_you_mean(name, known)}", 400, name[:_MAX_FIELD_NAME]
+                f"this server knows no field {shown(name)}{did_you_mean(name, known)}", 400, name[:_MAX_FIELD_NAME]
             )
     looked_at = itertools.islice(unknown, MAX_COMPARED)
     found = ((name, did_you_mean(name, known)) for name, known in looked_at)
-    warnings = (f"the field {_shown(name)} is not known and was ignored{likely}" for name, likely in found if likely)
+    warnings = (f"the field {shown(name)} is not known and was ignored{likely}" for name, likely in found if likely)
     return list(itertools.islice(warnings, MAX_WARNINGS))
 
 
@@ -210,14 +210,23 @@ def _unknown_fields(
                 yield f"stream_options.{name}", tuple(f"stream_options.{f}" for f in StreamOptions.__struct_fields__)
 
 
-@functools.lru_cache(4096)
 def did_you_mean(name: str, known: tuple[str, ...]) -> str:
     """The end of a sentence about a field that is not known; empty if it looks like none that is."""
-    if len(name) > _MAX_FIELD_NAME:
-        return ""
+    # Not in the cached function: its cache would keep a name of megabytes.
+    return _did_you_mean(name, known) if len(name) <= _MAX_FIELD_NAME else ""
+
+
+@functools.lru_cache(4096)
+def _did_you_mean(name: str, known: tuple[str, ...]) -> str:
     plain = {_plain(each): each for each in known}
-    near = difflib.get_close_matches(_plain(name), plain, 1, _ALIKE)
-    return f": did you mean {plain[near[0]]!r}?" if near else ""
+    wanted = _plain(name)
+
+    def likeness(each: str) -> tuple[float, bool]:
+        """Of two names that are equally alike, the one with the same first letter: stopp is stop and not top_p."""
+        return difflib.SequenceMatcher(None, each, wanted).ratio(), each[:1] == wanted[:1]
+
+    near = max(difflib.get_close_matches(wanted, plain, 3, _ALIKE), key=likeness, default=None)
+    return f": did you mean {plain[near]!r}?" if near is not None else ""
 
 
 def _plain(name: str) -> str:
@@ -225,7 +234,7 @@ def _plain(name: str) -> str:
     return re.sub("[^a-z0-9.]", "", name.lower())
 
 
-def _shown(name: str) -> str:
+def shown(name: str) -> str:
     """A name that a client chose, for a message or a header: quoted, printable ASCII, not long."""
     return repr(re.sub("[^ -~]", "?", name[:_MAX_FIELD_NAME]))
 
