@@ -6,6 +6,8 @@ what the server makes anyway: the embedded model's files, the folder of storage 
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import shutil
 import socket
@@ -24,6 +26,8 @@ from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.peer.endpoint import PeerError, check_endpoint, check_unused, of_rank
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError
+
+logger = logging.getLogger(__name__)
 
 # Of a host pool whose size is not known yet: nothing is refused for it.
 _ANY_NUMBER = 1 << 60
@@ -57,18 +61,19 @@ def _check_storage(args: ServerArgs) -> None:
     backend = args.hicache_storage_backend
     if backend is None:
         return
-    from sglang.srt.managers.storage_setup import StorageOpener, parse_extra_config  # with what the scheduler needs
+    from sglang.srt.managers.storage_setup import StorageOpener  # with what the scheduler needs
+    from sglang.srt.mem_cache.storage.backend_factory import check_dynamic_config
     from sglang.srt.offload.remote_store import REMOTE_BACKENDS, check_remote_config
 
     pool: Any = SimpleNamespace(page_size=args.page_size, num_pages=_ANY_NUMBER, page_bytes=1)
     # Makes the folder of the file backend, and reads its secret.
-    StorageOpener("", args.model_name, pool, 0, args.tp_size).setup(
+    setup = StorageOpener("", args.model_name, pool, 0, args.tp_size).setup(
         backend,
         args.hicache_storage_backend_extra_config,
         args.hicache_storage_prefetch_policy,
         args.hicache_write_policy,
     )
-    config = parse_extra_config(args.hicache_storage_backend_extra_config)
+    config = json.loads(setup.setup)["config"]
     names = backend.split(",")
     for name in names:
         own = config.get(name, {}) if len(names) > 1 else config
@@ -76,12 +81,16 @@ def _check_storage(args: ServerArgs) -> None:
             check_remote_config(name, own)
         elif name == "file":
             _check_file_store(own)
+        elif name == "dynamic":
+            check_dynamic_config(own)
 
 
 def _check_file_store(config: dict[str, Any]) -> None:
-    from sglang.srt.mem_cache.storage.file_store import config_root
+    from sglang.srt.mem_cache.storage.file_store import FileSettings
+    from sglang.srt.mem_cache.storage.folder import SEGMENT_SUFFIX
 
-    root = config_root(config)
+    settings = FileSettings.from_config(config)
+    root = settings.root
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.listdir(root)
@@ -90,6 +99,20 @@ def _check_file_store(config: dict[str, Any]) -> None:
             f"--hicache-storage-backend file cannot use the folder {root} ({error.strerror}): name one that this "
             "user can read and write with path in --hicache-storage-backend-extra-config"
         ) from error
+    free = shutil.disk_usage(root).free
+    if settings.limit_bytes <= free:
+        return
+    # What is stored already counts towards the limit, and need not be free.
+    stored = sum(file.stat().st_size for file in root.glob(f"*/*{SEGMENT_SUFFIX}") if file.exists())
+    if settings.limit_bytes > free + stored:
+        logger.warning(
+            "limit_gb is %g, but the file system of %s has %.1f GB left beside %.1f GB of stored KV: less than the "
+            "limit will be kept",
+            settings.limit_bytes / 1e9,
+            root,
+            free / 1e9,
+            stored / 1e9,
+        )
 
 
 def _check_peers(args: ServerArgs) -> None:

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -215,12 +216,7 @@ def open_remote_store(
     block depend on beside its tokens. directory: of our own, removed when the server ends.
     num_ranks: that share memory and limits. Raises StoreError.
     """
-    config = dict(config)
-    codec = config.pop("codec", "lossless")
-    hang_s = _number(config, "hang_timeout_s", 10.0)
-    is_synchronous = config.pop("synchronous", False)
-    if not isinstance(is_synchronous, bool):
-        raise StoreError("synchronous in --hicache-storage-backend-extra-config has to be true or false")
+    settings = _parse(backend, config)
     if pool.layout != "page_first" or pool.shared.fd < 0:
         raise StoreError(
             f"--hicache-storage-backend {backend} writes whole pages into shared memory: use --hicache-mem-layout "
@@ -235,37 +231,24 @@ def open_remote_store(
         "head_dim": head_dim,
         "dtype": str(pool.kv.dtype).removeprefix("torch."),
     }
-    place = _other_proxy(config) if backend == "bluefield" else _own_proxy(config, directory, num_ranks)
-    if config:
-        place.close()
-        raise StoreError(
-            f"--hicache-storage-backend {backend} has no setting {', '.join(config)} in "
-            "--hicache-storage-backend-extra-config: docs/remote.md lists them"
-        )
+    own = settings.proxy
+    place = _start_own_proxy(own, directory, num_ranks) if isinstance(own, _OwnProxySettings) else own
     hello = wire.Hello(
         token=place.token,
         num_pages=pool.num_pages,
         pool_bytes=pool.shared.size_bytes,
         layout=layout,
-        codec={"codec": codec} if isinstance(codec, str) else codec,
+        codec={"codec": settings.codec} if isinstance(settings.codec, str) else settings.codec,
         namespace=hashlib.blake2b(namespace.encode()).digest(),
     )
-    store = RemoteStore(backend, block_tokens, place, hello, pool.shared.fd, hang_s, is_synchronous)
+    store = RemoteStore(backend, block_tokens, place, hello, pool.shared.fd, settings.hang_s, settings.is_synchronous)
     logger.info("remote tier: %s, codec %s, blocks of %d tokens", place, store.codec, block_tokens)
     return store
 
 
 def check_remote_config(backend: str, config: dict[str, Any]) -> None:
     """Refuses what can be refused before anything is started, as `open_remote_store` does. Raises StoreError."""
-    config = dict(config)
-    if backend == "bluefield":
-        _other_proxy(config).close()
-        return
-    url, settings = config.get("url", ""), config.get("proxy", {})
-    if isinstance(url, str) and url:
-        StoreAddress.parse(url)
-    if isinstance(settings, dict):
-        ProxySettings.from_config(settings)
+    _parse(backend, config)
 
 
 def is_lossy(codec: Any) -> bool:
@@ -275,7 +258,48 @@ def is_lossy(codec: Any) -> bool:
     return name == BinnedCodec.name
 
 
-def _own_proxy(config: dict[str, Any], directory: Path, num_ranks: int) -> ProxyPlace:
+@dataclass(frozen=True)
+class _OwnProxySettings:
+    # Of the store; empty for one that is started here.
+    url: str
+    # For ProxySettings.
+    settings: dict[str, Any]
+    in_process: bool
+    # Of a store that is started here, for all ranks; 0 for a quarter of the free memory.
+    limit_gb: float
+
+
+@dataclass(frozen=True)
+class _RemoteSettings:
+    # A name, or an object for the proxy to check.
+    codec: Any
+    # How long the proxy may be silent.
+    hang_s: float
+    is_synchronous: bool
+    proxy: _OwnProxySettings | OtherProxy
+
+
+def _parse(backend: str, config: dict[str, Any]) -> _RemoteSettings:
+    """Starts and connects nothing. Raises StoreError."""
+    config = dict(config)
+    is_synchronous = config.pop("synchronous", False)
+    if not isinstance(is_synchronous, bool):
+        raise StoreError("synchronous in --hicache-storage-backend-extra-config has to be true or false")
+    settings = _RemoteSettings(
+        codec=config.pop("codec", "lossless"),
+        hang_s=_number(config, "hang_timeout_s", 10.0),
+        is_synchronous=is_synchronous,
+        proxy=_other_proxy(config) if backend == "bluefield" else _own_proxy(config),
+    )
+    if config:
+        raise StoreError(
+            f"--hicache-storage-backend {backend} has no setting {', '.join(config)} in "
+            "--hicache-storage-backend-extra-config: docs/remote.md lists them"
+        )
+    return settings
+
+
+def _own_proxy(config: dict[str, Any]) -> _OwnProxySettings:
     url, settings = config.pop("url", ""), config.pop("proxy", {})
     in_process = config.pop("in_process", False)
     limit_gb = _number(config, "limit_gb", 0.0)
@@ -285,20 +309,24 @@ def _own_proxy(config: dict[str, Any], directory: Path, num_ranks: int) -> Proxy
         )
     # Now rather than from the process, for the sentence.
     ProxySettings.from_config(settings)
-    embedded = None
     if url:
         StoreAddress.parse(url)
-    else:
+    return _OwnProxySettings(url, settings, in_process, limit_gb)
+
+
+def _start_own_proxy(own: _OwnProxySettings, directory: Path, num_ranks: int) -> ProxyPlace:
+    url, embedded = own.url, None
+    if not url:
         # All ranks' together, each of which starts one.
-        limit_bytes = (int(limit_gb * 1e9) or available_memory() // 4) // num_ranks
+        limit_bytes = (int(own.limit_gb * 1e9) or available_memory() // 4) // num_ranks
         embedded = EmbeddedStore.start(directory / "store", limit_bytes)
         url = str(embedded.address)
         logger.info("remote tier: no url is given, so a store of %.1f GB is started here", limit_bytes / 1e9)
-    kind = InProcessProxy if in_process else OwnProxy
-    return kind(url, settings, embedded)
+    kind = InProcessProxy if own.in_process else OwnProxy
+    return kind(url, own.settings, embedded)
 
 
-def _other_proxy(config: dict[str, Any]) -> ProxyPlace:
+def _other_proxy(config: dict[str, Any]) -> OtherProxy:
     path, token_file = config.pop("proxy", ""), config.pop("token_file", "")
     if not isinstance(path, str) or not isinstance(token_file, str) or not path or not token_file:
         raise StoreError(

@@ -5,12 +5,15 @@ Owns the list of backends, and the sentences for what cannot be opened.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import logging
 import math
+import os
 import signal
+import sys
 import threading
 from collections.abc import Mapping
+from importlib.machinery import PathFinder
 from typing import Any
 
 from sglang.srt.mem_cache.block_store import BlockStore, StoreError
@@ -21,6 +24,7 @@ logger = logging.getLogger(__name__)
 BACKENDS = ("file", "dynamic")
 
 _REQUIRED = ("backend_name", "module_path", "class_name")
+_DYNAMIC = "--hicache-storage-backend dynamic"
 _METHODS = ("register_mem_pool_host", "batch_exists", "clear")
 
 
@@ -53,6 +57,33 @@ def create_store(
     )
 
 
+def check_dynamic_config(config: Mapping[str, Any]) -> None:
+    """What can be refused of a plugin without running its code. Raises StoreError."""
+    missing = [key for key in _REQUIRED if not isinstance(config.get(key), str) or not config[key]]
+    if missing:
+        raise StoreError(
+            f"{_DYNAMIC}: --hicache-storage-backend-extra-config lacks {', '.join(missing)}; it has to be like"
+            ' {"backend_name": "mine", "module_path": "my_package.my_module", "class_name": "MyStorage"}'
+        )
+    staging_mb = config.get("staging_mb", 1)
+    if not isinstance(staging_mb, (int, float)) or isinstance(staging_mb, bool) or not 0 < staging_mb < math.inf:
+        raise StoreError(f"{_DYNAMIC}: staging_mb has to be a positive number of megabytes, not {staging_mb!r}")
+    package = config["module_path"].partition(".")[0]
+    if package not in sys.modules and not _can_be_found(package):
+        raise StoreError(
+            f"{_DYNAMIC}: module {config['module_path']} cannot be imported (No module named {package!r}); install "
+            "it and what it needs, or put its folder on PYTHONPATH"
+        )
+
+
+def _can_be_found(package: str) -> bool:
+    try:
+        # The scheduler process is started with -m, so it looks into the working directory too.
+        return bool(importlib.util.find_spec(package) or PathFinder.find_spec(package, [os.getcwd()]))
+    except (ValueError, ImportError):
+        return False
+
+
 def _create_dynamic(
     config: dict[str, Any],
     namespace: str,
@@ -64,16 +95,9 @@ def _create_dynamic(
 ) -> BlockStore:
     from sglang.srt.mem_cache.storage.dynamic_store import DEFAULT_STAGING_BYTES, PluginStore
 
-    where = "--hicache-storage-backend dynamic"
-    missing = [key for key in _REQUIRED if not isinstance(config.get(key), str) or not config[key]]
-    if missing:
-        raise StoreError(
-            f"{where}: --hicache-storage-backend-extra-config lacks {', '.join(missing)}; it has to be like"
-            ' {"backend_name": "mine", "module_path": "my_package.my_module", "class_name": "MyStorage"}'
-        )
+    where = _DYNAMIC
+    check_dynamic_config(config)
     staging_mb = config.get("staging_mb", DEFAULT_STAGING_BYTES / 1e6)
-    if not isinstance(staging_mb, (int, float)) or isinstance(staging_mb, bool) or not 0 < staging_mb < math.inf:
-        raise StoreError(f"{where}: staging_mb has to be a positive number of megabytes, not {staging_mb!r}")
     interface_v1 = bool(config.get("interface_v1", 0))
     plugin_class = _plugin_class(where, config["module_path"], config["class_name"], interface_v1)
 

@@ -21,6 +21,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -99,6 +100,28 @@ class HostPages(Protocol):
     def copy_in(self, frames: np.ndarray, data: np.ndarray) -> None:
         """Page-first bytes to pages. data: (n, page_bytes) uint8."""
         ...
+
+
+@dataclass(frozen=True)
+class FileSettings:
+    """What the extra config holds for this backend."""
+
+    root: Path
+    # Of all ranks together; 0 for none.
+    limit_bytes: int
+    segment_bytes: int
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> FileSettings:
+        """From the keys path, limit_gb (1e9 bytes) and segment_mb (1e6). Opens nothing. Raises StoreError."""
+        if unknown := sorted(config.keys() - {"path", "limit_gb", "segment_mb"}):
+            raise StoreError(
+                f"{CONFIG_FLAG} has {', '.join(map(repr, unknown))}, which --hicache-storage-backend file does not "
+                "know: it takes path, limit_gb and segment_mb"
+            )
+        limit_bytes = int(_number(config, "limit_gb", 0) * 1e9)
+        segment_bytes = int(_number(config, "segment_mb", DEFAULT_SEGMENT_BYTES / 1e6) * 1e6)
+        return cls(config_root(config), limit_bytes, segment_bytes)
 
 
 class _Segment:
@@ -229,19 +252,10 @@ class HiCacheFile:
     def from_config(
         cls, config: dict[str, Any], namespace: str | bytes, pool: HostPages, block_tokens: int, num_ranks: int = 1
     ) -> HiCacheFile:
-        """From the keys of --hicache-storage-backend-extra-config: path, limit_gb (1e9 bytes, divided among
-        num_ranks), segment_mb (1e6).
-
-        Raises StoreError.
-        """
-        if unknown := sorted(config.keys() - {"path", "limit_gb", "segment_mb"}):
-            raise StoreError(
-                f"{CONFIG_FLAG} has {', '.join(map(repr, unknown))}, which --hicache-storage-backend file does not "
-                "know: it takes path, limit_gb and segment_mb"
-            )
-        limit_bytes = int(_number(config, "limit_gb", 0) * 1e9) // num_ranks
-        segment_bytes = int(_number(config, "segment_mb", DEFAULT_SEGMENT_BYTES / 1e6) * 1e6)
-        return cls(config_root(config), namespace, pool, block_tokens, limit_bytes, segment_bytes)
+        """From --hicache-storage-backend-extra-config; num_ranks share the limit. Raises StoreError."""
+        settings = FileSettings.from_config(config)
+        limit_bytes = settings.limit_bytes // num_ranks
+        return cls(settings.root, namespace, pool, block_tokens, limit_bytes, settings.segment_bytes)
 
     # -- the protocol BlockStore ----------------------------------------------------------------------------------
 
@@ -852,8 +866,8 @@ def config_root(config: dict[str, Any]) -> Path:
 
 def _number(config: dict[str, Any], key: str, default: float) -> float:
     value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value > 0 or value == default):
-        raise StoreError(f"{key} in {CONFIG_FLAG} is {value!r}: give a number above 0, or leave it out")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < 1e9 or value == default):
+        raise StoreError(f"{key} in {CONFIG_FLAG} is {value!r}: give a number above 0 and below 1e9, or leave it out")
     return value
 
 
