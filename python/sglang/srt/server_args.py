@@ -245,9 +245,9 @@ class ServerArgs:
         for name in ("context_length", "max_running_requests", "max_queued_requests", "cuda_graph_max_bs_decode"):
             require((getattr(self, name) or 1) >= 1 and getattr(self, name) != 0, name, "at least 1")
         require(
-            self.max_total_tokens is None or self.max_total_tokens >= self.page_size,
+            self.max_total_tokens is None or self.max_total_tokens >= 2 * self.page_size,
             "max_total_tokens",
-            f"at least one page, {self.page_size}",
+            f"at least two pages, {2 * self.page_size}",
         )
         require(
             self.chunked_prefill_size == -1 or self.chunked_prefill_size >= 1,

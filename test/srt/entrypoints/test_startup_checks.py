@@ -64,6 +64,9 @@ def test_a_model_that_can_be_served(model: Callable[..., str], tmp_path: Path) -
         ("", {}, {"tp_size": 3}, "8 attention heads cannot be divided over 3 ranks; choose a --tp-size"),
         ("", {"num_key_value_heads": 3}, {"tp_size": 2}, "3 KV heads can neither be divided over 2 ranks"),
         ("", {}, {"context_length": 40000}, "40000 is more than the model's 32768"),
+        ("", {"num_hidden_layers": "four"}, {}, "num_hidden_layers in its config.json is 'four', but it has to be a"),
+        ("", {"vocab_size": 0}, {}, "vocab_size in its config.json is 0, but it has to be a whole number above 0"),
+        ("", {"head_dim": True}, {}, "head_dim in its config.json is True, but"),
         ("model.safetensors", {}, {}, "has no *.safetensors; other formats are not read"),
         ("tokenizer.json tokenizer_config.json", {}, {}, "holds no tokenizer (none of tokenizer.json,"),
     ],
@@ -72,6 +75,33 @@ def test_models(
     without: str, changes: dict[str, Any], args: dict[str, Any], sentence: str, model: Callable[..., str]
 ) -> None:
     assert sentence in refusal(model_path=model(*without.split(), **changes), **args)
+
+
+@pytest.mark.parametrize(
+    ("name", "keep", "sentence"),
+    [
+        ("tokenizer.json", 0, "tokenizer.json' is not valid JSON"),
+        ("tokenizer.json", 5000, "tokenizer.json' is not valid JSON"),
+        ("tokenizer_config.json", 20, "tokenizer_config.json' is not valid JSON"),
+        ("model.safetensors", 0, "model.safetensors' cannot be read as safetensors (incomplete download?)"),
+        ("model.safetensors", 1000, "model.safetensors' cannot be read as safetensors (incomplete download?)"),
+        ("model.safetensors", 1_000_000, "model.safetensors' cannot be read as safetensors (incomplete download?)"),
+    ],
+)
+def test_files_that_end_too_early(name: str, keep: int, sentence: str, model: Callable[..., str]) -> None:
+    path = model(name)
+    with open(ensure_embedded_model() / name, "rb") as whole:
+        (Path(path) / name).write_bytes(whole.read(keep))
+    assert sentence in refusal(model_path=path)
+    if name == "model.safetensors":
+        check_before_start(ServerArgs(model_path=path, load_format="dummy"))
+
+
+def test_weights_behind_an_index_are_checked_too(model: Callable[..., str]) -> None:
+    path = Path(model("model.safetensors"))
+    (path / "1.safetensors").write_bytes(bytes(8))
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "1.safetensors", "b": "1.safetensors"}}')
+    assert "1.safetensors' cannot be read as safetensors" in refusal(model_path=str(path))
 
 
 def test_places_without_a_model(model: Callable[..., str], tmp_path: Path) -> None:
@@ -197,6 +227,7 @@ def test_files_of_its_own(tmp_path: Path) -> None:
     streams = {"enable_hierarchical_cache": True, "layer_stream": 2, "layer_stream_disk_size": 1e9}
     assert "there is not so much space" in refusal(**streams, layer_stream_disk_path=str(tmp_path))
     assert "no file can be made there" in refusal(**streams, layer_stream_disk_path=f"{tmp_path}/absent")
+    assert "is a folder: name a file" in refusal(record_steps=str(tmp_path))
     assert "no file can be made in" in refusal(record_steps=f"{tmp_path}/absent/steps")
 
 

@@ -1,6 +1,7 @@
 """A model's files: where they lie, and what can be checked of them without torch, before any process starts.
 
-Owns finding the directory (local, hub, or the embedded model). Reads config.json and file names; reads no weights.
+Owns finding the directory (local, hub, or the embedded model). Reads JSON files, names of files and the headers
+of weights; reads no weights.
 What transformers knows of a config is in model_config.py.
 """
 
@@ -11,7 +12,9 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
+
+from safetensors import SafetensorError, safe_open
 
 from sglang.srt.models.registry import supported_architectures
 from sglang.srt.server_args import EMBEDDED_MODEL
@@ -25,6 +28,11 @@ INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json"),
     "tokenizer_config.json",
+)
+# Whole numbers of config.json.
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "max_position_embeddings"),
 )
 _DTYPE_NAMES = ("float32", "float", "bfloat16", "float16", "half")
 
@@ -70,9 +78,15 @@ def read_config_json(local_path: Path) -> dict[str, Any]:
     path = local_path / "config.json"
     if not path.is_file():
         raise ModelConfigError(f"{str(local_path)!r} has no config.json; give a directory in Hugging Face's format.")
+    return _read_object(path)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text())
-    except ValueError as e:
+    except OSError as e:
+        raise ModelConfigError(f"{str(path)!r} cannot be read: {e.strerror}.") from e
+    except (ValueError, RecursionError) as e:
         raise ModelConfigError(f"{str(path)!r} is not valid JSON: {e}.") from e
     if not isinstance(raw, dict):
         raise ModelConfigError(f"{str(path)!r} does not hold a JSON object.")
@@ -144,6 +158,13 @@ def check_config(
     """Refuses what config.json itself shows to be impossible. What it leaves to transformers' defaults is checked
     later. Raises ModelConfigError."""
     pick_architecture(model_path, dict(raw))
+    for name in _SIZES:
+        value = raw.get(name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ModelConfigError(
+                f"{model_path!r} cannot be served: {name} in its config.json is {value!r}, but it has to be a whole "
+                "number above 0."
+            )
     check_quantization(model_path, raw.get("quantization_config"))
     check_activation(raw.get("hidden_act", "silu"))
     stored = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -198,6 +219,23 @@ def weight_file_names(path: Path) -> dict[str, str] | list[str]:
     return files
 
 
+def open_weight_file(file: Path, framework: Literal["np", "pt"]) -> Any:
+    """An open safetensors file, whose header fits the size of the file. "np" needs no torch. Raises
+    ModelConfigError."""
+    try:
+        return safe_open(file, framework=framework)
+    except (SafetensorError, OSError) as e:
+        raise ModelConfigError(f"{str(file)!r} cannot be read as safetensors (incomplete download?): {e}.") from e
+
+
+def check_weight_files(path: Path) -> None:
+    """Reads the headers. Raises ModelConfigError."""
+    names = weight_file_names(path)
+    for name in sorted(set(names.values() if isinstance(names, dict) else names)):
+        with open_weight_file(path / name, "np"):
+            pass
+
+
 def check_tokenizer_files(path: Path) -> None:
     """path: a directory. Raises ModelConfigError."""
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
@@ -205,6 +243,9 @@ def check_tokenizer_files(path: Path) -> None:
             f"{str(path)!r} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); name one with "
             "--tokenizer-path."
         )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (path / name).is_file():
+            _read_object(path / name)
 
 
 def some(names: Sequence[str], limit: int = 5) -> str:

@@ -18,9 +18,9 @@ from typing import Any
 from sglang.srt.configs.model_files import (
     check_config,
     check_tokenizer_files,
+    check_weight_files,
     read_config_json,
     resolve_model_path,
-    weight_file_names,
 )
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.peer.endpoint import PeerError, check_endpoint, check_unused, of_rank
@@ -39,7 +39,7 @@ def check_before_start(args: ServerArgs) -> Path:
     raw = read_config_json(model_dir)
     check_config(args.model_path, raw, args.dtype, args.context_length, args.tp_size)
     if args.load_format != "dummy":
-        weight_file_names(model_dir)
+        check_weight_files(model_dir)
     tokenizer_path = Path(args.tokenizer_path or model_dir)
     if tokenizer_path.is_dir():
         check_tokenizer_files(tokenizer_path)
@@ -51,7 +51,10 @@ def check_before_start(args: ServerArgs) -> Path:
     if args.layer_stream_disk_path is not None:
         _check_swap_folder(args.layer_stream_disk_path, args.layer_stream_disk_size * 1e9)
     if args.record_steps is not None:
-        folder = Path(args.record_steps).absolute().parent
+        file = Path(args.record_steps).absolute()
+        folder = file.parent
+        if file.is_dir():
+            raise StartupError(f"--record-steps {args.record_steps} is a folder: name a file")
         if not os.access(folder, os.W_OK | os.X_OK):
             raise StartupError(f"--record-steps {args.record_steps}: no file can be made in {folder}; name another")
     return model_dir

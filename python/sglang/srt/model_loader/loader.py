@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.configs.model_files import INDEX, ModelConfigError, some, weight_file_names
+from sglang.srt.configs.model_files import INDEX, ModelConfigError, open_weight_file, some, weight_file_names
 from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.weights import WeightTarget
@@ -118,9 +117,9 @@ def _copy(name: str, file: Any, targets: list[WeightTarget]) -> None:
 
 def _open(file: Path) -> Any:
     try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as e:
-        raise ModelLoadError(f"{str(file)!r} cannot be read as safetensors (incomplete download?): {e}.") from e
+        return open_weight_file(file, "pt")
+    except ModelConfigError as error:
+        raise ModelLoadError(str(error)) from error
 
 
 @torch.inference_mode()
