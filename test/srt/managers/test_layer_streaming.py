@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from test_equality import MODELS, Model, check_memory, greedy, prompts
 
+from sglang.srt.managers import scheduler
 from sglang.srt.managers.layer_streaming import LayerStreamConfig
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.transfer import P2D, Tier
@@ -52,6 +53,19 @@ def test_a_prompt_that_is_longer_than_the_device(model: Model, page_size: int):
         assert found["device"] + found["host"] == turn * (len(prompt) - 1) // page_size * page_size
     # The second time nothing but the last page was computed, and what was streamed are the host's pages.
     assert counters(engine)["prefill_tokens"] - computed <= page_size
+    check_memory(model, engine)
+
+
+def test_a_host_that_is_smaller_than_what_was_computed_in_one_run(model: Model, monkeypatch: pytest.MonkeyPatch):
+    """The prompt's chunks are one node by then, of which the host takes the front."""
+    monkeypatch.setattr(scheduler, "COMPACT_EVERY_TOKENS", 2 * CHUNK)
+    engine = streaming(model, tokens=128, num_host_pages=20, write_policy="write_back")
+    assert engine.scheduler.max_total_len > 150
+    (prompt,) = prompts(41, [140])
+    (answer,) = engine.generate([prompt], greedy(10))
+    model.check(prompt, answer, 10)
+    assert counters(engine)["streamed_reqs"] == 1
+    engine.settle()
     check_memory(model, engine)
 
 

@@ -405,11 +405,11 @@ class LayerStreaming:
 
     def _demote(self, num_pages: int, last_launch: int, done: int) -> bool:
         assert self.req is not None and self.req.hold is not None
-        before = num_pages
-        for node in reversed(self._tree.path_of(self.req.hold.receipt.node)):
-            if num_pages <= 0:
-                break
+        before, node = num_pages, self.req.hold.receipt.node
+        while node.parent is not None and num_pages > 0:
+            above = node.parent
             if node.frames[Tier.DEVICE] is None:
+                node = above
                 continue
             if node.tickets[Tier.DEVICE] is not None or node.tickets[Tier.HOST] is not None:
                 return True  # on its way
@@ -420,12 +420,25 @@ class LayerStreaming:
                     return True
                 if node is not self.req.hold.receipt.node or self.num_beside:
                     break
-                # The host has no room for it: it can only go as the request's own.
+                # The host has no room for all of it: the end can only go as the request's own.
+                above = self._split_for_host(node) or above
                 self._take_back(node, last_launch)
-                continue
-            num_pages -= self._demote_node(node, num_pages, last_launch)
+            else:
+                num_pages -= self._demote_node(node, num_pages, last_launch)
+            node = above
         self._start = min(self._start, self._layout().start)
         return num_pages < before
+
+    def _split_for_host(self, node: Node) -> Node | None:
+        """Cut off the front of a node that the host has room for, with what it lacks above. None if there is none."""
+        room = self._controller.tables[Tier.HOST].num_free + self._tree.evictable_pages(Tier.HOST, keep=node)
+        step = node.parent
+        while step is not None and step.parent is not None and step.frames[Tier.HOST] is None:
+            room -= len(step.key) // self._page
+            step = step.parent
+        if not 0 < room < len(node.key) // self._page:
+            return None
+        return self._tree.split(node, room * self._page)
 
     def _demote_node(self, node: Node, num_pages: int, last_launch: int) -> int:
         n = min(num_pages, len(node.key) // self._page)

@@ -739,6 +739,10 @@ class Scheduler:
             frames = self._allocate(num_pages, FrameState.HELD, req.slot)
             if frames is None and self._take_back_preloads(self.waiting):
                 frames = self._allocate(num_pages, FrameState.HELD, req.slot)
+            if frames is None and self.streaming is not None and not self._is_under_way:
+                # Its place in the tree was being loaded when it was computed. Only what is in the tree can shrink.
+                self._publish(req, req.computed, build.page_runs)
+                frames = self._allocate(num_pages, FrameState.HELD, req.slot)
             # Where nothing is on its way that would cause another step, all that can be given up at once is.
             while frames is None and self._shrink_streamed(num_pages):
                 frames = self._allocate(num_pages, FrameState.HELD, req.slot)
