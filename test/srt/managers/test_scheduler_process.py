@@ -40,6 +40,33 @@ def test_the_line_of_throughput_comes_while_a_launch_takes_long(monkeypatch, cap
         os.close(wake_fd)
 
 
+@pytest.mark.parametrize(
+    ("stall_s", "hits", "line"),
+    [
+        (0.0, 0, None),
+        (0.004, 0, None),
+        (0.42, 0, "Loads. stall: 0.42 s"),
+        (0.42, 3, "Loads. stall: 0.42 s, #bundle-hits: 3"),
+        (0.0, 3, "Loads. #bundle-hits: 3"),
+    ],
+)
+def test_the_line_of_loads_has_what_is_not_0(stall_s, hits, line, monkeypatch, caplog):
+    monkeypatch.setattr(scheduler_process, "LOG_EVERY_S", 0.0)
+    config = SchedulerConfig(1, 100, num_host_pages=100, page_bytes=100, context_len=90)
+    core = Simulation(config, SimulatedHardware(1, lambda launch: 1.0)).core
+    core.scheduler.stall_s = stall_s
+    core.scheduler.counters["bundle_hits"] = hits
+    with zmq.Context() as context, context.socket(zmq.PULL) as receiver, context.socket(zmq.PUSH) as sender:
+        receiver.bind("inproc://scheduler")
+        wake_fd = os.eventfd(0)
+        process = SchedulerProcess(core, None, RankSync(SINGLE_RANK, context, ""), receiver, sender, wake_fd)
+        with caplog.at_level(logging.INFO):
+            process._log_throughput()
+        os.close(wake_fd)
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages[0].startswith("Batch. ") and messages[1:] == ([] if line is None else [line])
+
+
 def test_an_io_backend_that_needs_a_gpu_is_refused_on_the_cpu():
     """Upstream's default: who asks for it gets told, not something else."""
     args = ServerArgs(model_path="/no/model", enable_hierarchical_cache=True, hicache_io_backend="kernel")

@@ -566,8 +566,11 @@ class SchedulerProcess:
             acted = {name: counters.get(name, 0) - self._logged.get(name, 0) for name in SCHEDULING_COUNTERS}
             if scheduler.streaming is not None:
                 acted["layer_streamed_token"] = scheduler.streaming.hole
-            shown = ", ".join(f"#{name.replace('_', '-')}: {n}" for name, n in acted.items() if n)
-            logger.info("Loads. stall: %.2f s%s", scheduler.stall_s - self._logged_stall_s, shown and ", " + shown)
+            stall = f"{scheduler.stall_s - self._logged_stall_s:.2f} s"
+            shown = [f"stall: {stall}"] if stall != "0.00 s" else []
+            shown += [f"#{name.replace('_', '-')}: {n}" for name, n in acted.items() if n]
+            if shown:
+                logger.info("Loads. %s", ", ".join(shown))
         self._logged_at, self._logged, self._slept_s = now, counters, 0.0
         self._logged_stall_s = scheduler.stall_s
 
