@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import msgspec
 import pytest
@@ -134,12 +133,10 @@ def test_cost_is_linear():
 
     rng = random.Random(0)
     decoder = IncrementalDecoder(decode)
-    start = time.perf_counter()
     for _ in range(5000):
         decoder.push([rng.randrange(2, 320)])
     assert sum(calls) < 5000 * 80
     assert max(calls) <= 2 * IncrementalDecoder.MAX_WINDOW + IncrementalDecoder.PIECE
-    assert time.perf_counter() - start < 20
 
 
 def reference_stop(text: str, stop: tuple[str, ...], keep: bool) -> tuple[str, str | None]:

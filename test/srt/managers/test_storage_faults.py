@@ -959,8 +959,9 @@ def test_kill_9_while_it_stores(files: Files, model: Model, forker: subprocess.P
         child_seed = rng.randrange(1 << 30)
         forker.stdin.write(json.dumps([str(files.root), str(model.path), child_seed]) + "\n")
         child = int(forker.stdout.readline())
-        until = time.monotonic() + 20
-        while {p: p.stat().st_size for p in files.root.glob("*/*.kv")} == before and time.monotonic() < until:
+        until = time.monotonic() + 120
+        while {p: p.stat().st_size for p in files.root.glob("*/*.kv")} == before:
+            assert time.monotonic() < until, "the child has stored nothing"
             time.sleep(0.001)
         time.sleep(rng.random() * 0.3)
         os.kill(child, signal.SIGKILL)
