@@ -8,6 +8,7 @@ import numpy as np
 
 from sglang.srt.managers.io_struct import ControlReqOutput, FinishReason
 from sglang.srt.managers.tokenizer_manager import Chunk
+from sglang.srt.utils.errors import RequestError
 
 
 class OneWord:
@@ -16,6 +17,13 @@ class OneWord:
     accepts = True
     context_length = 100
     token_texts = None
+
+    def check_prompt_length(self, num_tokens) -> None:
+        if num_tokens >= self.context_length:
+            raise RequestError("too long")
+
+    def generate_all(self, requests):
+        return [self.generate(req) for req in requests]
 
     async def generate(self, req):
         yield Chunk(

@@ -9,7 +9,9 @@ import httpx
 import pytest
 from one_word import OneWord
 
+from sglang.srt.entrypoints import http_routes
 from sglang.srt.entrypoints.http_routes import make_app, warning_header
+from sglang.srt.entrypoints.request_fields import MAX_ANSWERS, convert
 from sglang.srt.server_args import ServerArgs
 
 
@@ -75,3 +77,18 @@ def test_nothing_gets_out_of_the_header():
         inside = value[len('299 - "') : -1].replace("\\\\", "").replace('\\"', "")
         assert '"' not in inside and "\\" not in inside
     assert warning_header('a"b\\c') == '299 - "a\\"b\\\\c"'
+
+
+def parsed_by(path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """The status, and how many bodies were taken for requests."""
+    parsed = []
+    monkeypatch.setattr(http_routes, "convert", lambda *args: parsed.append(args) or convert(*args))
+    return post(path, body).status_code, len(parsed)
+
+
+@pytest.mark.parametrize("path, field", [("/v1/completions", "prompt"), ("/generate", "input_ids")])
+def test_prompts_are_counted_before_they_are_looked_at(path, field, monkeypatch):
+    for prompts in ([[5]] * (MAX_ANSWERS + 1), [5] * OneWord.context_length, [[5] * OneWord.context_length]):
+        assert parsed_by(path, {field: prompts}, monkeypatch) == (400, 0)
+    assert parsed_by(path, {field: [[5], [6]]}, monkeypatch) == (200, 1)
+    assert parsed_by("/generate", {"text": ["a"] * (MAX_ANSWERS + 1)}, monkeypatch) == (400, 0)

@@ -8,10 +8,12 @@ from sglang.srt.entrypoints import request_fields
 from sglang.srt.entrypoints.native import GenerateReqInput, sampling_fields
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.entrypoints.request_fields import (
+    MAX_ANSWERS,
     MAX_COMPARED,
     MAX_WARNINGS,
     SamplingFields,
     check_fields,
+    check_prompts,
     convert,
     decode_body,
     namespace,
@@ -143,6 +145,23 @@ def test_long_names_are_not_kept():
 def test_of_equally_alike_names_the_one_with_the_same_first_letter_is_meant():
     assert "did you mean 'stop'?" in warnings(stopp=1)[0]
     assert "did you mean 'top_p'?" in warnings(top_pp=1)[0]
+
+
+def test_too_many_prompts_are_refused_before_each_is_looked_at():
+    lengths: list[int] = []
+
+    def refused(prompts) -> bool:
+        try:
+            check_prompts({"prompt": prompts}, ["prompt"], lengths.append)
+        except RequestError as error:
+            assert "split it" in error.message
+            return True
+        return False
+
+    assert refused(["a"] * (MAX_ANSWERS + 1)) and refused([[5]] * (MAX_ANSWERS + 1)) and not lengths
+    assert not refused(["a"] * MAX_ANSWERS) and not lengths
+    assert not refused([5] * 10_000) and not refused([[5], [5, 6], "a"]) and lengths == [10_000, 1, 2]
+    assert not any(refused(prompt) for prompt in (None, "a", [], {}))
 
 
 def test_few_of_many_unknown_fields_are_looked_at(monkeypatch):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers_by_hand import SPECIAL, llama_bpe
 from transformers import PreTrainedTokenizerFast
 
+from sglang.srt.entrypoints.streams import merge
 from sglang.srt.managers import tokenizer_manager
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -278,6 +281,99 @@ def test_a_full_queue():
     run(test, args=ServerArgs(model_path="m", max_queued_requests=1))
 
 
+def test_waiting_requests_are_counted():
+    """Without a walk over all of them: the count follows every way out of the queue."""
+
+    async def test(h: Harness) -> None:
+        tasks = [h.start() for _ in range(4)]
+        messages = [await h.until_sent(number) for number in (1, 2, 3, 4)]
+        assert h.manager._num_waiting == 4
+        h.output(messages[0].rid, "a", [0])
+        h.output(messages[0].rid, "a", [0])
+        h.output(messages[1].rid, "a", [0], FinishReason(type="length"))
+        h.output(messages[2].rid, "", [], FinishReason(type="abort", message="too long", status_code=400))
+        await h.settle()
+        await tasks[1]
+        with pytest.raises(RequestError):
+            await tasks[2]
+        assert h.manager._num_waiting == 1
+        for task in (tasks[0], tasks[3]):
+            task.cancel()
+        with pytest.raises(RequestError, match="vocabulary"):
+            await h.start(prompt=[10])
+        assert await h.manager.drained(60) and h.manager._num_waiting == 0
+
+    run(test)
+
+
+def test_nothing_is_sent_before_all_prompts_are_valid():
+    async def test(h: Harness) -> None:
+        async def answers(*prompts) -> list[tuple[int, Chunk]]:
+            requests = [GenerateRequest(prompt=prompt, params=SamplingParams()) for prompt in prompts]
+            return [each async for each in merge(h.manager.generate_all(requests))]
+
+        for bad in ([10], [], [1] * 1000, [-1]):
+            for prompts in ([[1], "a b", bad], [bad, [1]]):
+                with pytest.raises(RequestError):
+                    await answers(*prompts)
+        assert not h.sent and not h.manager._states and not h.manager._encoding
+        both = asyncio.create_task(answers([0], [1]))
+        messages = [await h.until_sent(number) for number in (1, 2)]
+        assert [bytes_to_ids(message.input_ids).tolist() for message in messages] == [[0], [1]]
+        for message in messages:
+            h.output(message.rid, "a", [0], FinishReason(type="length"))
+        assert sorted(index for index, _ in await both) == [0, 1]
+
+    run(test)
+
+
+def test_texts_of_clients_that_have_left_are_not_tokenised():
+    async def test(h: Harness) -> None:
+        go_on = threading.Event()
+        for pool in (h.manager._pool, h.manager._pool, h.manager._long_pool):
+            pool.submit(go_on.wait)
+        long = "a " * (1 << 20)
+        left = [h.start(prompt="a b"), h.start(prompt="a b"), asyncio.create_task(h.manager.tokenize(long))]
+        while not h.manager._pool._work_queue.qsize() == h.manager._long_pool._work_queue.qsize() == 1:
+            await asyncio.sleep(0.001)
+        left[0].cancel()
+        await asyncio.wait(left[:1])
+        assert h.manager._encoding, "the other request waits for it"
+        for task in left[1:]:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        again = h.start(prompt="a b")
+        last = asyncio.create_task(h.manager.tokenize("a " + long))
+        await asyncio.sleep(0)
+        go_on.set()
+        assert isinstance(await h.until_sent(1), TokenizedGenerateReqInput)
+        await last
+        assert h.encoded.count("a b") == 1 and long not in h.encoded and not h.manager._encoding
+        again.cancel()
+
+    run(test)
+
+
+def test_ids_are_checked_beside_the_event_loop(monkeypatch):
+    async def test(h: Harness) -> None:
+        threads = []
+        check = h.manager._check_vocabulary
+        monkeypatch.setattr(
+            h.manager,
+            "_check_vocabulary",
+            lambda name, ids: threads.append((threading.current_thread(), type(ids))) or check(name, ids),
+        )
+        assert await h.manager.detokenize([0, 1] * 70_000) == " ".join("ab" * 70_000)
+        for ids, words in (([0] * 70_000 + [10], "10 at position 70000"), ([1 << 70], "whole numbers"), ([-1], "-1")):
+            with pytest.raises(RequestError, match=words) as error:
+                await h.manager.detokenize(ids)
+            assert error.value.param == "tokens"
+        assert {kind for _, kind in threads} == {np.ndarray}
+        assert threading.current_thread() not in {thread for thread, _ in threads}
+
+    run(test)
+
+
 def test_pieces_of_the_stream_interval():
     async def test(h: Harness) -> None:
         task = h.start()
@@ -325,8 +421,15 @@ def test_priorities_are_taken_by_every_server(policy):
         task = h.start(priority=-7)
         assert (await h.until_sent(1)).priority == -7
         task.cancel()
-        with pytest.raises(RequestError, match="32-bit"):
-            await h.start(priority=1 << 31)
+        for priority in (1 << 31, -(1 << 31) - 1):
+            with pytest.raises(RequestError, match="32-bit"):
+                await h.start(priority=priority)
+        await h.until_sent(2)  # the first one's abort
+        for number, priority in ((3, (1 << 31) - 1), (5, -(1 << 31))):
+            task = h.start(priority=priority)
+            assert (await h.until_sent(number)).priority == priority
+            task.cancel()
+            await h.until_sent(number + 1)
 
     run(test, args=ServerArgs(model_path="m", random_seed=1, radix_eviction_policy=policy))
 

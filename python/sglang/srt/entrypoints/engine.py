@@ -49,6 +49,8 @@ from sglang.srt.utils.hf_transformers_utils import get_context_and_vocab, get_to
 T = TypeVar("T")
 
 SCHEDULER_COMMAND = (sys.executable, "-m", "sglang.srt.managers.scheduler_process")
+# Of one call of Engine.generate: its process serves nobody else.
+_MAX_ANSWERS = 1 << 16
 DETOKENIZER_COMMAND = (sys.executable, "-m", "sglang.srt.managers.detokenizer_manager")
 
 _WATCH_INTERVAL_S = 0.1
@@ -428,7 +430,7 @@ class Engine:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_only(events), self._loop))
 
     async def _events(self, request: GenerateReqInput) -> AsyncIterator[Any]:
-        events = serve_generate(request, self._processes.manager)
+        events = serve_generate(request, self._processes.manager, _MAX_ANSWERS)
         try:
             async for event in events:
                 yield event

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,10 +29,11 @@ from sglang.srt.entrypoints.request_fields import (
     UNSUPPORTED_COMPLETION,
     UNSUPPORTED_GENERATE,
     check_fields,
+    check_prompts,
     convert,
     decode_body,
 )
-from sglang.srt.entrypoints.streams import answer
+from sglang.srt.entrypoints.streams import answer, unless_disconnected
 from sglang.srt.entrypoints.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from sglang.srt.managers.io_struct import ControlReqOutput
 from sglang.srt.managers.tokenizer_manager import GenerateRequest, TokenizerManager
@@ -86,9 +87,16 @@ async def _body(request: Request) -> dict[str, Any]:
 
 
 async def _parsed(
-    request: Request, args: ServerArgs, kind: type[T], unsupported: Mapping[str, Sequence[Any]] = {}
+    request: Request,
+    args: ServerArgs,
+    kind: type[T],
+    unsupported: Mapping[str, Sequence[Any]] = {},
+    check: Callable[[dict[str, Any]], None] | None = None,
 ) -> T:
+    """The body as a struct. check: raises RequestError before anything else looks at the body."""
     body = await _body(request)
+    if check is not None:
+        check(body)
     request.state.warnings = check_fields(body, kind, unsupported, args.strict_fields)
     return convert(body, kind, unsupported)
 
@@ -118,6 +126,9 @@ def warning_header(text: str) -> str:
 
 
 def _add_generation(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> None:
+    def check(*names: str) -> Callable[[dict[str, Any]], None]:
+        return lambda body: check_prompts(body, names, manager.check_prompt_length)
+
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         req = await _parsed(request, args, ChatCompletionRequest, UNSUPPORTED_CHAT)
@@ -126,30 +137,34 @@ def _add_generation(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        req = await _parsed(request, args, CompletionRequest, UNSUPPORTED_COMPLETION)
+        req = await _parsed(request, args, CompletionRequest, UNSUPPORTED_COMPLETION, check("prompt"))
         _check_model(args, req.model)
         return await answer(request.receive, serve_completions(req, manager, args.model_name), bool(req.stream))
 
     @app.api_route("/generate", methods=["POST", "PUT"])
     async def generate(request: Request) -> Response:
-        req = await _parsed(request, args, GenerateReqInput, UNSUPPORTED_GENERATE)
+        req = await _parsed(request, args, GenerateReqInput, UNSUPPORTED_GENERATE, check("text", "input_ids"))
         return await answer(request.receive, serve_generate(req, manager), bool(req.stream))
 
 
 def _add_tokenization(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> None:
+    async def reply(request: Request, work: Awaitable[bytes]) -> Response:
+        data = await unless_disconnected(request.receive, work)
+        return Response(status_code=499) if data is None else Response(data, media_type="application/json")
+
     @app.post("/tokenize")
     @app.post("/v1/tokenize")
     async def tokenize_(request: Request) -> Response:
         req = await _parsed(request, args, TokenizeRequest)
         _check_model(args, req.model)
-        return Response(await tokenize(req, manager), media_type="application/json")
+        return await reply(request, tokenize(req, manager))
 
     @app.post("/detokenize")
     @app.post("/v1/detokenize")
     async def detokenize_(request: Request) -> Response:
         req = await _parsed(request, args, DetokenizeRequest)
         _check_model(args, req.model)
-        return JSONResponse(await detokenize(req, manager))
+        return await reply(request, detokenize(req, manager))
 
 
 def _add_information(app: FastAPI, args: ServerArgs, manager: TokenizerManager, ready_info: dict[str, Any]) -> None:

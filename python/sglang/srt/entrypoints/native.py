@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from sglang.srt.entrypoints.request_fields import (
+    MAX_ANSWERS,
     UNSUPPORTED_NATIVE_SAMPLING,
     SamplingFields,
     check_name,
@@ -59,14 +60,16 @@ class GenerateReqInput(msgspec.Struct, frozen=True, kw_only=True):
         return isinstance(prompt, list) and not (self.text is None and isinstance((prompt or [None])[0], int))
 
 
-async def serve_generate(req: GenerateReqInput, manager: TokenizerManager) -> AsyncIterator[Event | list[Event]]:
+async def serve_generate(
+    req: GenerateReqInput, manager: TokenizerManager, max_answers: int = MAX_ANSWERS
+) -> AsyncIterator[Event | list[Event]]:
     """One prompt with one answer gives an event, otherwise a list of them, a prompt's answers side by side. Streamed:
     an event per piece, with its `index` in that list."""
-    requests = _generate_requests(req)
+    requests = _generate_requests(req, max_answers)
     is_list = req.is_batch() or len(requests) > 1
     texts = manager.token_texts if req.return_text_in_logprobs else None
     answers = [_Answer(request.logprobs, texts) for request in requests]
-    chunks = merge([manager.generate(request) for request in requests])
+    chunks = merge(manager.generate_all(requests))
     events: list[Event] = [{} for _ in requests]
     try:
         async for index, chunk in chunks:
@@ -80,7 +83,7 @@ async def serve_generate(req: GenerateReqInput, manager: TokenizerManager) -> As
         await close(chunks)
 
 
-def _generate_requests(req: GenerateReqInput) -> list[GenerateRequest]:
+def _generate_requests(req: GenerateReqInput, max_answers: int) -> list[GenerateRequest]:
     if (req.text is None) == (req.input_ids is None):
         raise RequestError("give either text or input_ids", param="text")
     prompts: list[str | list[int]]
@@ -88,7 +91,7 @@ def _generate_requests(req: GenerateReqInput) -> list[GenerateRequest]:
         prompts = split_prompts(req.text, "text")
     else:
         prompts = split_prompts(req.input_ids or [], "input_ids")
-    check_num_answers(len(prompts))
+    check_num_answers(len(prompts), max_answers)
 
     def per_prompt(value: Any, name: str) -> list[Any]:
         if not isinstance(value, list):
@@ -100,6 +103,8 @@ def _generate_requests(req: GenerateReqInput) -> list[GenerateRequest]:
     if isinstance(req.rid, str) and len(prompts) > 1:
         raise RequestError("rid must be a list if there are several prompts", param="rid")
     token_ids: list[Any] | None = req.token_ids_logprob
+    if token_ids is not None and len(token_ids) > max(len(prompts), MAX_TOKEN_IDS_LOGPROB):
+        raise _too_many_token_ids(len(token_ids))
     if token_ids is not None and all(isinstance(token, int) for token in token_ids):
         token_ids = [token_ids] * len(prompts)
     columns = zip(
@@ -123,7 +128,7 @@ def _generate_requests(req: GenerateReqInput) -> list[GenerateRequest]:
             priority=req.priority,
             stream=bool(req.stream),
         )
-        check_num_answers(len(requests) + (fields.n or 1))
+        check_num_answers(len(requests) + (fields.n or 1), max_answers)
         requests += request.copies(fields.n or 1)
     return requests
 
@@ -154,11 +159,15 @@ def _logprob_spec(start: int | None, top: int | None, token_ids: list[int] | Non
             f"top_logprobs_num is {top}, but it must be from 0 to {MAX_TOP_LOGPROBS}", param="top_logprobs_num"
         )
     if len(token_ids) > MAX_TOKEN_IDS_LOGPROB:
-        raise RequestError(
-            f"token_ids_logprob holds {len(token_ids)} ids, at most {MAX_TOKEN_IDS_LOGPROB} are allowed",
-            param="token_ids_logprob",
-        )
+        raise _too_many_token_ids(len(token_ids))
     return LogprobSpec(top=top, token_ids=tuple(token_ids), prompt_from=None if start == -1 else start)
+
+
+def _too_many_token_ids(number: int) -> RequestError:
+    return RequestError(
+        f"token_ids_logprob holds {number} ids, at most {MAX_TOKEN_IDS_LOGPROB} are allowed",
+        param="token_ids_logprob",
+    )
 
 
 class _Answer:

@@ -12,8 +12,8 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -136,7 +136,8 @@ MAX_STOP_LENGTH = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_NAME_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 1024
-MAX_ANSWERS = 1 << 16
+# Of one request over HTTP, over all its prompts.
+MAX_ANSWERS = 2048
 # Of one request's unknown fields: so many are compared with known ones, and so many are named.
 MAX_COMPARED = 32
 MAX_WARNINGS = 8
@@ -328,10 +329,28 @@ def sampling_params(fields: SamplingFields, names: Mapping[str, str] = {}) -> Sa
     return msgspec.structs.replace(params, temperature=0.0 if temperature < 1e-6 else temperature)
 
 
-def check_num_answers(number: int) -> None:
-    """Each costs memory here before the scheduler hears of it."""
-    if number > MAX_ANSWERS:
-        raise RequestError(f"this asks for {number} answers, but one request may ask for {MAX_ANSWERS}: split it")
+def check_num_answers(number: int, limit: int = MAX_ANSWERS) -> None:
+    """Each costs time and memory here before the scheduler hears of it."""
+    if number > limit:
+        raise RequestError(
+            f"this asks for {number} answers, but one request may ask for {limit}: split it into several requests"
+        )
+
+
+def check_prompts(body: Mapping[str, Any], names: Sequence[str], check_length: Callable[[int], None]) -> None:
+    """Refuses too many prompts, and a prompt of too many ids, before each prompt or id is looked at. names: of fields
+    that hold prompts. check_length: raises RequestError for a prompt of so many tokens."""
+    for name in names:
+        prompts = body.get(name)
+        if not isinstance(prompts, list) or not prompts:
+            continue
+        if isinstance(prompts[0], int):
+            check_length(len(prompts))
+            continue
+        check_num_answers(len(prompts))
+        for prompt in prompts:
+            if isinstance(prompt, list):
+                check_length(len(prompt))
 
 
 def split_prompts(prompt: str | Sequence[Any], name: str) -> list[str | list[int]]:
@@ -340,7 +359,7 @@ def split_prompts(prompt: str | Sequence[Any], name: str) -> list[str | list[int
         return [prompt]
     kinds = {type(part) for part in prompt}
     if kinds == {int}:
-        return [[int(token) for token in prompt]]
+        return [cast(list[int], prompt)]
     if kinds == {str} or kinds == {list}:
         return list(prompt)
     raise RequestError(f"{name} must be a text, token ids, or a list of either, and not empty", param=name)

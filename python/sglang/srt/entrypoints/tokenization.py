@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from sglang.srt.entrypoints.request_fields import check_num_answers, split_prompts
@@ -44,10 +42,10 @@ async def tokenize(req: TokenizeRequest, manager: TokenizerManager) -> bytes:
     return await manager.off_loop_if_many(sum(counts), encode)
 
 
-async def detokenize(req: DetokenizeRequest, manager: TokenizerManager) -> dict[str, Any]:
-    """For a list of lists, text is a list too."""
+async def detokenize(req: DetokenizeRequest, manager: TokenizerManager) -> bytes:
+    """The reply as JSON. For a list of lists, text is a list too."""
     if not req.tokens:
-        return {"text": ""}
+        return msgspec.json.encode({"text": ""})
     texts = []
     prompts = split_prompts(req.tokens, "tokens")
     check_num_answers(len(prompts))
@@ -55,4 +53,4 @@ async def detokenize(req: DetokenizeRequest, manager: TokenizerManager) -> dict[
         if isinstance(ids, str):
             raise RequestError("tokens must be token ids", param="tokens")
         texts.append(await manager.detokenize(ids, req.skip_special_tokens is not False))
-    return {"text": texts if isinstance(req.tokens[0], list) else texts[0]}
+    return msgspec.json.encode({"text": texts if isinstance(req.tokens[0], list) else texts[0]})

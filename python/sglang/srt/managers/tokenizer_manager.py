@@ -51,13 +51,28 @@ from sglang.srt.utils.token_texts import TokenTexts
 
 _CONTROL_TIMEOUT_S = 30.0
 _METRICS_TIMEOUT_S = 0.8
-_MAX_PRIORITY = (1 << 31) - 1
+_PRIORITIES = range(-(1 << 31), 1 << 31)
 # Characters. Longer texts take half a second and more, and wait for each other instead of holding up the short ones.
 _LONG_TEXT = 1 << 20
 # Tokens. Python takes milliseconds for the log-probabilities of so many.
 _MANY_TOKENS = 256
 
+# Ids that numpy takes in a few milliseconds, in which no other thread runs.
+_IDS_AT_ONCE = 1 << 16
+
 T = TypeVar("T")
+
+
+def _as_array(ids: Sequence[int], name: str) -> np.ndarray:
+    """ids as int64. Raises RequestError that names the field if they are no whole numbers of 64 bits."""
+    array = np.empty(len(ids), np.int64)
+    try:
+        for start in range(0, len(ids), _IDS_AT_ONCE):
+            array[start : start + _IDS_AT_ONCE] = np.array(ids[start : start + _IDS_AT_ONCE], dtype=np.int64)
+    except (OverflowError, TypeError, ValueError):
+        what = "the prompt's token ids" if name == "input_ids" else name
+        raise RequestError(f"{what} must be whole numbers of 64 bits", param=name) from None
+    return array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +137,31 @@ class ReqState:
     error: RequestError | None = None
 
 
+class _Together:
+    """Requests that wait for each other."""
+
+    def __init__(self, number: int) -> None:
+        self._missing = number
+        self._complete = asyncio.Event()
+
+    async def wait(self) -> None:
+        """Until `number` requests have come here. They go on in the order in which they came."""
+        self._missing -= 1
+        if self._missing > 0:
+            await self._complete.wait()
+        else:
+            self._complete.set()
+            await asyncio.sleep(0)
+
+
+class _Encoding:
+    """A prompt that is being tokenised, and how many requests wait for it."""
+
+    def __init__(self, task: asyncio.Task[EncodedText]) -> None:
+        self.task = task
+        self.num_waiting = 0
+
+
 class TokenizerManager:
     def __init__(
         self,
@@ -138,7 +178,7 @@ class TokenizerManager:
         self._tokenizer = tokenizer
         self._encoder = TextEncoder(tokenizer)
         # Prompts that are being tokenised: (text, add_special_tokens, namespace). Several answers share one.
-        self._encoding: dict[tuple[str, bool, str], asyncio.Future[EncodedText]] = {}
+        self._encoding: dict[tuple[str, bool, str], _Encoding] = {}
         self.token_texts = TokenTexts(tokenizer)
         self._vocab_size = vocab_size
         self.context_length = context_length
@@ -151,6 +191,8 @@ class TokenizerManager:
         )
         self._states: dict[str, ReqState] = {}
         self._num_active = 0
+        # Of them, those without a token so far.
+        self._num_waiting = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._controls: dict[str, asyncio.Future[Any]] = {}
@@ -160,20 +202,29 @@ class TokenizerManager:
 
     # Requests
 
-    async def generate(self, req: GenerateRequest) -> AsyncIterator[Chunk]:
-        """Pieces of the answer if req.stream, else one piece. Whoever closes this early aborts the request. Raises
-        RequestError, also in mid-stream."""
+    def generate_all(self, requests: Sequence[GenerateRequest]) -> list[AsyncIterator[Chunk]]:
+        """`generate` for the requests of one body, to be read at the same time. None is sent before all are found
+        valid; the reader of the first error closes the others."""
+        together = _Together(len(requests))
+        return [self.generate(req, together) for req in requests]
+
+    async def generate(self, req: GenerateRequest, together: _Together | None = None) -> AsyncIterator[Chunk]:
+        """Pieces of the answer if req.stream, else one piece. Closing this early aborts the request. together: the
+        requests that are sent with this one. Raises RequestError, also in mid-stream."""
         if self._refusal is not None:
             raise self._refusal
         limit = self._args.max_queued_requests
-        if limit is not None and sum(state.last is None for state in self._states.values()) >= limit:
+        if limit is not None and self._num_waiting >= limit:
             raise RequestError(f"the queue is full ({limit} requests wait): try again later", 503)
         state = ReqState(rid=uuid.uuid4().hex, client_rid=req.rid, stream=req.stream, arrived=time.perf_counter())
         self._states[state.rid] = state
         self._num_active += 1
+        self._num_waiting += 1
         self._idle.clear()
         try:
             message = await self._tokenized(state.rid, req)
+            if together is not None:
+                await together.wait()
             if self._refusal is not None:  # while it was tokenised
                 raise self._refusal
             self._send(encode(message))
@@ -195,6 +246,7 @@ class TokenizerManager:
                 self._send(encode(AbortReq(rid=state.rid)))
                 self.metrics.aborted()
             self._num_active -= 1
+            self._num_waiting -= state.last is None
             if self._num_active == 0:
                 self._idle.set()
 
@@ -220,11 +272,8 @@ class TokenizerManager:
         if isinstance(req.prompt, str):
             ids = await self._prompt_ids(req.prompt, req.add_special_tokens, req.extra_key)
         else:
-            self._check_prompt_length(len(req.prompt))  # before looking at millions of ids
-            try:
-                ids = np.array(req.prompt, dtype=np.int64)
-            except (OverflowError, TypeError, ValueError):
-                raise RequestError("the prompt's token ids must be whole numbers", param="input_ids") from None
+            self.check_prompt_length(len(req.prompt))  # before looking at millions of ids
+            ids = _as_array(req.prompt, "input_ids")
         self._check_vocabulary("input_ids", ids)
         params, logprobs = req.params, req.logprobs
         max_new_tokens = self._max_new_tokens(len(ids), None if req.fill_context else params.max_new_tokens)
@@ -243,7 +292,7 @@ class TokenizerManager:
                     f"logprob_start_len is {logprobs.prompt_from}, but the prompt has only {len(ids)} tokens",
                     param="logprob_start_len",
                 )
-        if req.priority is not None and not -_MAX_PRIORITY <= req.priority <= _MAX_PRIORITY:
+        if req.priority is not None and req.priority not in _PRIORITIES:
             raise RequestError(f"priority is {req.priority}, but it must be a 32-bit number", param="priority")
         return TokenizedGenerateReqInput(
             rid=rid,
@@ -258,7 +307,7 @@ class TokenizerManager:
     def _check_vocabulary(self, name: str, tokens: Sequence[int] | np.ndarray) -> None:
         # An array at once where it is long; integers of any size where a client named them one by one.
         if isinstance(tokens, np.ndarray):
-            places = np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size)).tolist()
+            places = np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[:1].tolist()
         else:
             places = [i for i, token in enumerate(tokens) if not 0 <= token < self._vocab_size]
         if places:
@@ -277,7 +326,8 @@ class TokenizerManager:
             return limit, f"the {limit} tokens that the KV cache can hold for one request"
         return self.context_length, f"the model's context of {self.context_length} tokens"
 
-    def _check_prompt_length(self, num_tokens: int, or_more: str = "") -> None:
+    def check_prompt_length(self, num_tokens: int, or_more: str = "") -> None:
+        """Raises RequestError for a prompt of no tokens, and for one that leaves no room for an answer."""
         if num_tokens == 0:
             raise RequestError("the prompt is empty: give at least one token")
         limit, what = self._prompt_limit()
@@ -287,7 +337,7 @@ class TokenizerManager:
             )
 
     def _max_new_tokens(self, prompt_tokens: int, wanted: int | None) -> int:
-        self._check_prompt_length(prompt_tokens)
+        self.check_prompt_length(prompt_tokens)
         limit, what = self._prompt_limit()
         if wanted is None:
             return limit - prompt_tokens
@@ -301,13 +351,20 @@ class TokenizerManager:
     async def _prompt_ids(self, text: str, add_special_tokens: bool, namespace: str) -> np.ndarray:
         """Raises RequestError for a text that is too long: where its characters prove it, before tokenising."""
         if (least := self._encoder.min_tokens(text)) > 0:
-            self._check_prompt_length(least, " or more")
+            self.check_prompt_length(least, " or more")
         key = text, add_special_tokens, namespace
-        if (task := self._encoding.get(key)) is None:
-            task = self._encoding[key] = asyncio.ensure_future(self._encode_prompt(*key))
-            task.add_done_callback(lambda _: self._encoding.pop(key))
-        encoded = await asyncio.shield(task)
-        self._check_prompt_length(encoded.num_tokens)
+        if (encoding := self._encoding.get(key)) is None:
+            encoding = self._encoding[key] = _Encoding(asyncio.create_task(self._encode_prompt(*key)))
+        encoding.num_waiting += 1
+        try:
+            encoded = await asyncio.shield(encoding.task)
+        finally:
+            encoding.num_waiting -= 1
+            if encoding.num_waiting == 0:
+                del self._encoding[key]
+                # Where it is not done, all have left: a text that no thread has begun is dropped.
+                encoding.task.cancel()
+        self.check_prompt_length(encoded.num_tokens)
         assert encoded.ids is not None
         return encoded.ids
 
@@ -334,8 +391,11 @@ class TokenizerManager:
         return await asyncio.get_running_loop().run_in_executor(pool, run)
 
     async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        self._check_vocabulary("tokens", ids)
-        return await self.off_loop(self._encoder.decode, ids, skip_special_tokens)
+        def run() -> str:
+            self._check_vocabulary("tokens", _as_array(ids, "tokens"))
+            return self._encoder.decode(ids, skip_special_tokens)
+
+        return await self.off_loop(run)
 
     async def render_chat(
         self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any], continue_final: bool
@@ -396,6 +456,7 @@ class TokenizerManager:
             details = output.cached_tokens_details or {"device": output.cached_tokens}
             self.metrics.first_token(now - state.arrived, output.prompt_tokens, details)
         self.metrics.tokens(num_tokens, None if state.last is None else (now - state.last) / max(num_tokens, 1))
+        self._num_waiting -= state.last is None
         state.last = now
         state.unread.append(output)
         state.unread_tokens += num_tokens

@@ -25,7 +25,7 @@ async def serve_chat(req: ChatCompletionRequest, manager: TokenizerManager, mode
     """Chunks if req.stream, else one whole reply. Choice i is the conversation's i-th answer."""
     request = await _generate_request(req, manager)
     reply = _Reply(req, manager, {"id": request.rid, "created": int(time.time()), "model": model})
-    chunks = merge([manager.generate(each) for each in request.copies(req.num_choices)])
+    chunks = merge(manager.generate_all(request.copies(req.num_choices)))
     try:
         if req.stream:
             async for event in reply.events(chunks):

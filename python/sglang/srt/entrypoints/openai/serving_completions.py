@@ -27,7 +27,7 @@ async def serve_completions(req: CompletionRequest, manager: TokenizerManager, m
     }
     builders = [_ChoiceBuilder(i, req, each, manager) for i, each in enumerate(requests)]
     usage = UsageOfChoices(req)
-    chunks = merge([manager.generate(each) for each in requests])
+    chunks = merge(manager.generate_all(requests))
     choices: dict[int, Event] = {}
     try:
         async for index, chunk in chunks:
