@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.peer import lent_memory
 from sglang.srt.peer.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.borrower import Lost
 from sglang.srt.peer.cuda_slabs import CudaSlabRange
 from sglang.srt.peer.lent_memory import LentMemory
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -347,3 +349,25 @@ def test_a_slab_that_other_ranks_lack_goes_home_when_it_is_asked_for(worker: Len
     until(0, b"\0\0\0\0\0\0", b"\1\1\1\1\1\1")
     memory.close()
     checked.close()
+
+
+def test_a_worker_that_is_gone_is_one_line_with_the_number_of_its_slabs(
+    worker: LentMemory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint, slab_bytes = f"ipc://{tmp_path}/peers", worker.slabs.slab_bytes
+    memory = BorrowedMemory(
+        [endpoint], "master", NUM_SLABS, slab_bytes, 2 * 4 * 3 * PAGE * 2 * 8, (3, PAGE, 2, 8), torch.float32
+    )
+    worker.left([0, 2, 3])
+
+    def all_came() -> bool:
+        worker.here()
+        return sum(memory.here()) == 3
+
+    wait_until(all_came, "what is lent does not come")
+    lost = [Lost(*lease) for lease in memory._leases if lease is not None]
+    with mock.patch.object(memory.coordinator, "poll", return_value=lost):
+        assert sum(memory.here()) == 0
+    lines = [record.getMessage() for record in caplog.records if "is gone" in record.getMessage()]
+    assert lines == [f"the worker at {endpoint} is gone, and 3 slabs of its memory with it"]
+    memory.close()

@@ -68,6 +68,7 @@ class BorrowedMemory:
             self.coordinator.want(endpoint, num_slabs * slab_bytes)
 
     def here(self) -> bytes:
+        lost: Counter[tuple[str, bool]] = Counter()
         for event in self.coordinator.poll():
             if isinstance(event, Lent):
                 self._take(event)
@@ -79,12 +80,15 @@ class BorrowedMemory:
             self._going.add(place)
             if isinstance(event, Lost):
                 self._lost.add(place)
-                if self.pool.is_strict(place):
-                    logger.warning("the worker at %s has taken a slab back, or is gone", event.lender)
-                else:
-                    logger.warning("the worker at %s is gone, and a slab of its memory with it", event.lender)
+                lost[event.lender, self.pool.is_strict(place)] += 1
             else:
                 assert isinstance(event, AskedBack)
+        for (lender, is_strict), count in lost.items():
+            slabs = "1 slab" if count == 1 else f"{count} slabs"
+            if is_strict:
+                logger.warning("the worker at %s has taken %s back, or is gone", lender, slabs)
+            else:
+                logger.warning("the worker at %s is gone, and %s of its memory with it", lender, slabs)
         return bytes(self._here)
 
     def agreed(self, here: bytes) -> None:
