@@ -61,6 +61,20 @@ def test_strict_fields(path):
     assert post(path, BODIES[path], strict_fields=True).status_code == 200
 
 
+def test_sampling_parameters_beside_sampling_params():
+    fields = {"temperature": 0, "max_new_tokens": 4}
+    found = post("/generate", {"text": "a", **fields}).headers.get_list("warning")
+    assert found == [
+        f"299 - \"the field '{name}' is not known and was ignored: it belongs in sampling_params\"" for name in fields
+    ]
+    error = post("/generate", {"text": "a", **fields}, strict_fields=True).json()
+    assert "no field 'temperature': it belongs in sampling_params" in error["message"]
+    assert error["param"] == "temperature"
+    assert "warning" not in post("/generate", {"text": "a", "sampling_params": fields}).headers
+    elsewhere = post("/v1/completions", {"prompt": "a", "max_new_tokens": 4}).headers["warning"]
+    assert "did you mean 'max_tokens'?" in elsewhere
+
+
 def test_an_error_names_the_typo_too():
     response = post("/v1/chat/completions", {"mesages": []})
     assert response.status_code == 400 and "'messages'" in response.headers["warning"]

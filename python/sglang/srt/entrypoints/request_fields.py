@@ -182,16 +182,22 @@ def refuse_unsupported(body: Mapping[str, Any], unsupported: Mapping[str, Sequen
 def check_fields(
     body: Mapping[str, Any], kind: type[msgspec.Struct], unsupported: Mapping[str, Sequence[Any]], strict: bool
 ) -> list[str]:
-    """A warning for each unknown field that looks like a known one, in printable ASCII. strict: raises RequestError
-    for any unknown field."""
+    """A warning for each unknown field that looks like a known one or belongs in sampling_params, in printable ASCII.
+    strict: raises RequestError for any unknown field."""
+
+    def likely_field(name: str, known: tuple[str, ...]) -> str:
+        if "sampling_params" in kind.__struct_fields__ and name in SamplingFields.__struct_fields__:
+            return ": it belongs in sampling_params"
+        return did_you_mean(name, known)
+
     unknown = _unknown_fields(body, kind, unsupported)
     if strict:
         for name, known in unknown:
             raise RequestError(
-                f"this server knows no field {shown(name)}{did_you_mean(name, known)}", 400, name[:_MAX_FIELD_NAME]
+                f"this server knows no field {shown(name)}{likely_field(name, known)}", 400, name[:_MAX_FIELD_NAME]
             )
     looked_at = itertools.islice(unknown, MAX_COMPARED)
-    found = ((name, did_you_mean(name, known)) for name, known in looked_at)
+    found = ((name, likely_field(name, known)) for name, known in looked_at)
     warnings = (f"the field {shown(name)} is not known and was ignored{likely}" for name, likely in found if likely)
     return list(itertools.islice(warnings, MAX_WARNINGS))
 
