@@ -231,12 +231,30 @@ def test_files_of_its_own(tmp_path: Path) -> None:
     assert "no file can be made in" in refusal(record_steps=f"{tmp_path}/absent/steps")
 
 
+@pytest.mark.parametrize(
+    ("flags", "pages"),
+    [
+        ({"max_total_tokens": 4097}, 4098),
+        ({"max_total_tokens": 4097, "page_size": 16}, 258),
+        ({"max_total_tokens": 201, "chunked_prefill_size": 100}, 202),
+        ({"max_total_tokens": 2001, "chunked_prefill_size": -1, "context_length": 1000}, 2002),
+        ({"max_total_tokens": 201, "max_prefill_tokens": 100}, 202),
+    ],
+)
+def test_layer_streaming_without_room_for_two_chunks(flags: dict[str, int], pages: int) -> None:
+    streams = {"enable_hierarchical_cache": True, "layer_stream": 2} | flags
+    assert f"needs room for two chunks of a prompt on the device, {pages} pages" in refusal(**streams)
+    streams["max_total_tokens"] = pages * flags.get("page_size", 1)
+    check_before_start(ServerArgs(model_path="embedded", **streams))
+
+
 def test_nothing_of_it_needs_torch(tmp_path: Path) -> None:
     code = """
 import sys
 from sglang.srt.entrypoints.startup_checks import check_before_start
 from sglang.srt.server_args import ServerArgs
-flags = ["--hicache", "--hicache-storage-backend", "file,remote", "--hicache-storage-backend-extra-config"]
+flags = ["--hicache", "--layer-stream", "2", "--max-total-tokens", "5000"]
+flags += ["--hicache-storage-backend", "file,remote", "--hicache-storage-backend-extra-config"]
 check_before_start(ServerArgs.from_cli(["--model-path", "embedded", *flags, sys.argv[1]]))
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 """

@@ -48,6 +48,8 @@ def check_before_start(args: ServerArgs) -> Path:
         _check_peers(args)
     except (StoreError, PeerError) as error:
         raise StartupError(str(error)) from error
+    if args.layer_stream and args.max_total_tokens is not None:
+        _check_layer_stream(args, args.max_total_tokens, raw.get("max_position_embeddings"))
     if args.layer_stream_disk_path is not None:
         _check_swap_folder(args.layer_stream_disk_path, args.layer_stream_disk_size * 1e9)
     if args.record_steps is not None:
@@ -142,6 +144,22 @@ def _check_port(endpoint: str) -> None:
             raise StartupError(
                 f"--peer-endpoint {endpoint}: a lender cannot listen there ({error.strerror}); choose another port"
             ) from error
+
+
+def _check_layer_stream(args: ServerArgs, num_tokens: int, own_context: int | None) -> None:
+    """Before the buffers take their part of the device, which depends on the memory that is free."""
+    from sglang.srt.managers.layer_streaming import check_room_for_chunks
+    from sglang.srt.managers.schedule_policy import pages_for
+
+    chunk = args.chunked_prefill_size
+    if chunk == -1:
+        # Prompts are computed whole. Transformers knows the context that config.json leaves out.
+        chunk = args.context_length or own_context or 1
+    chunk = min(max(chunk, args.page_size), max(args.max_prefill_tokens, args.page_size))
+    try:
+        check_room_for_chunks(pages_for(chunk, args.page_size), num_tokens // args.page_size)
+    except ValueError as error:
+        raise StartupError(str(error)) from error
 
 
 def _check_swap_folder(folder: str, size_bytes: float) -> None:

@@ -62,16 +62,21 @@ class LayerStreamConfig:
     max_tpot_s: float | None = None
 
 
+def check_room_for_chunks(chunk_pages: int, num_usable_pages: int) -> None:
+    """Parameters: see `LayerStreaming`. Raises ValueError."""
+    if num_usable_pages < 2 * chunk_pages + 2:
+        raise ValueError(
+            f"layer streaming needs room for two chunks of a prompt on the device, {2 * chunk_pages + 2} pages, "
+            f"and it has {num_usable_pages}: lower --chunked-prefill-size, raise --max-total-tokens or "
+            "give a smaller --layer-stream-tokens (0 is all that the host has)"
+        )
+
+
 class LayerStreaming:
     """chunk_pages: the most pages that a launch computes. num_usable_pages: of the device."""
 
     def __init__(self, controller: HiCacheController, chunk_pages: int, num_usable_pages: int) -> None:
-        if num_usable_pages < 2 * chunk_pages + 2:
-            raise ValueError(
-                f"layer streaming needs room for two chunks of a prompt on the device, {2 * chunk_pages + 2} pages, "
-                f"and it has {num_usable_pages}: lower --chunked-prefill-size, raise --max-total-tokens or "
-                "give a smaller --layer-stream-tokens (0 is all that the host has)"
-            )
+        check_room_for_chunks(chunk_pages, num_usable_pages)
         self.req: Req | None = None
         self.chunk_pages = chunk_pages
         # Free for a request that begins, or is made to shrink.
