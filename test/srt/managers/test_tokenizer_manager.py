@@ -327,12 +327,14 @@ def test_nothing_is_sent_before_all_prompts_are_valid():
     run(test)
 
 
-def test_texts_of_clients_that_have_left_are_not_tokenised():
+def test_texts_of_clients_that_have_left_are_not_tokenised(monkeypatch):
+    monkeypatch.setattr(tokenizer_manager, "_LONG_TEXT", 10)
+
     async def test(h: Harness) -> None:
         go_on = threading.Event()
         for pool in (h.manager._pool, h.manager._pool, h.manager._long_pool):
             pool.submit(go_on.wait)
-        long = "a " * (1 << 20)
+        long = "a " * 10
         left = [h.start(prompt="a b"), h.start(prompt="a b"), asyncio.create_task(h.manager.tokenize(long))]
         while not h.manager._pool._work_queue.qsize() == h.manager._long_pool._work_queue.qsize() == 1:
             await asyncio.sleep(0.001)

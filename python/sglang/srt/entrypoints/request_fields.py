@@ -363,7 +363,7 @@ def split_prompts(prompt: str | Sequence[Any], name: str) -> list[str | list[int
     """A text, token ids, or a list of either, as a list of prompts."""
     if isinstance(prompt, str):
         return [prompt]
-    kinds = {type(part) for part in prompt}
+    kinds = set(map(type, prompt))
     if kinds == {int}:
         return [cast(list[int], prompt)]
     if kinds == {str} or kinds == {list}:
