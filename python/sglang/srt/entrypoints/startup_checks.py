@@ -111,7 +111,7 @@ def _check_file_store(config: dict[str, Any]) -> None:
     stored = sum(file.stat().st_size for file in root.glob(f"*/*{SEGMENT_SUFFIX}") if file.exists())
     if settings.limit_bytes > free + stored:
         logger.warning(
-            "limit_gb is %g, but the file system of %s has %.1f GB left beside %.1f GB of stored KV: less than the "
+            "limit_gb is %.1f, but the file system of %s has %.1f GB left beside %.1f GB of stored KV: less than the "
             "limit will be kept",
             settings.limit_bytes / 1e9,
             root,
