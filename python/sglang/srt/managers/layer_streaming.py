@@ -179,6 +179,7 @@ class LayerStreaming:
         req = self.req
         assert req is not None
         if self._spill is not None:
+            assert self._spill in self._controller.in_flight, f"{self._spill} is over, and is still waited for"
             return True
         upto = min(req.computed, req.num_known)
         if self._is_cut_off() and self.spill(upto, now, done):

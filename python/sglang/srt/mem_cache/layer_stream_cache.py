@@ -142,6 +142,7 @@ class LayerStreamCache:
 
     def seconds(self, filled: FilledPiece) -> float:
         """What its copy took; not before the device is done with it."""
+        assert filled.ended is not None, "the launch is over before what it streamed has come"
         return self.stream.seconds(filled.began, filled.ended)
 
     def has_read(self, event: Event) -> None:
