@@ -1,6 +1,6 @@
 """`ModelConfig`: what the engine needs to know about a model, read from a Hugging Face directory.
 
-Refuses what cannot be served, with a sentence that says what to do; model_files.py has what needs no torch for that.
+Refuses what cannot be served, with a sentence that names the remedy; model_files.py has what needs no torch for that.
 Reads no weights beyond what the fingerprint samples.
 """
 
@@ -136,7 +136,7 @@ class ModelConfig:
             config_json.pop(key, None)
         digest.update(json.dumps(config_json, sort_keys=True).encode())
         if self.rope_parameters["rope_type"] == "longrope":
-            # Its long and its short factors rotate keys differently; the server's context says which are used.
+            # Its long and its short factors rotate keys differently; the server's context decides which are used.
             original = self.rope_parameters["original_max_position_embeddings"]
             digest.update(f"long factors {self.context_length > original}".encode())
         if load_format == "dummy":

@@ -38,7 +38,7 @@ _DTYPE_NAMES = ("float32", "float", "bfloat16", "float16", "half")
 
 
 class ModelConfigError(ValueError):
-    """The model cannot be served as asked; the message says why and what to do."""
+    """The model cannot be served as asked; the message has the reason and the remedy."""
 
 
 def resolve_model_path(model_path: str, revision: str | None = None) -> Path:
@@ -67,7 +67,7 @@ def resolve_model_path(model_path: str, revision: str | None = None) -> Path:
             huggingface_hub.snapshot_download(model_path, revision=revision, allow_patterns=list(_HUB_PATTERNS))
         )
     except Exception as e:
-        # The hub's own errors span several lines; the first says what happened.
+        # The hub's own errors span several lines; the first has the reason.
         reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
         raise ModelConfigError(
             f"{model_path!r} is not a directory here and could not be fetched from the Hugging Face hub ({reason})"

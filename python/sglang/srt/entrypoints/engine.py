@@ -49,7 +49,7 @@ from sglang.srt.utils.hf_transformers_utils import get_context_and_vocab, get_to
 T = TypeVar("T")
 
 SCHEDULER_COMMAND = (sys.executable, "-m", "sglang.srt.managers.scheduler_process")
-# Of one call of Engine.generate: its process serves nobody else.
+# Of one call of Engine.generate: its process has no other clients.
 _MAX_ANSWERS = 1 << 16
 DETOKENIZER_COMMAND = (sys.executable, "-m", "sglang.srt.managers.detokenizer_manager")
 

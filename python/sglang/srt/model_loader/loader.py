@@ -94,7 +94,7 @@ def _load_safetensors(model: Any, path: Path, progress: StartupProgress) -> None
                 held = set(f.keys())
                 for name in names:
                     if name not in held:
-                        raise ModelLoadError(f"{file.name} does not hold {name!r}, which {INDEX} says it does.")
+                        raise ModelLoadError(f"{file.name} does not hold {name!r}, although {INDEX} lists it there.")
                     _copy(name, f, plan[name])
                     bar.update()
 

@@ -27,7 +27,7 @@ _LOCAL_PRE_TOKENIZERS = frozenset(
     }
 )
 _DETERMINISTIC_MODELS = (models.BPE, models.Unigram, models.WordLevel, models.WordPiece)
-# No tokens of normal text touch a cut that begins with one of these: they are neither of a word nor whitespace.
+# No tokens of normal text touch a cut that begins with such a character: it is neither of a word nor whitespace.
 _FIRST_OF_CUT = frozenset(string.punctuation) - {"_"}
 
 
