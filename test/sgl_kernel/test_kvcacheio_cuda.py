@@ -54,10 +54,11 @@ def test_nvrtc_compiles_it_for_sm_90():
     assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS
     options = [b"--std=c++17", b"--gpu-architecture=sm_90"]
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
+    # Memory of its own: `b" " * 1` is an object that the whole process shares, and the library writes into it.
+    log = bytes(bytearray(nvrtc.nvrtcGetProgramLogSize(program)[1] + 1))
     nvrtc.nvrtcGetProgramLog(program, log)
     assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS, log.decode()
-    ptx = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
+    ptx = bytes(bytearray(nvrtc.nvrtcGetPTXSize(program)[1] + 1))
     nvrtc.nvrtcGetPTX(program, ptx)
     check_ptx(ptx.decode())
 
