@@ -1,0 +1,40 @@
+"""The recorded decisions: read back whole, differences are found and named. `make test-all` compares all of them."""
+
+from __future__ import annotations
+
+import logging
+from itertools import islice
+
+import pytest
+
+from sglang.test import decisions
+from sglang.test.decisions import decide, first_difference, load, runs
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    logging.getLogger("sglang").setLevel(logging.CRITICAL)
+
+
+def test_a_run_decides_as_recorded_and_a_difference_is_named() -> None:
+    recorded = load()
+    assert recorded.keys() == {name for name, _ in runs()}
+    name, config = next(islice(runs(), 1, None))
+    decided = decide(config)
+    assert first_difference(recorded[name], decided) is None
+    with_launch = next(entry for entry in decided if entry.get("launch"))
+    with_launch["launch"]["seq"] += 1
+    assert "launch.seq was" in (first_difference(recorded[name], decided) or "")
+    assert "entries" in (first_difference(decided, decided[:-1]) or "")
+
+
+def test_a_renamed_field_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decisions, "RENAMED", {"ops": "operations"})
+    entry = next(iter(load().values()))[0]
+    assert "operations" in entry and "ops" not in entry
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "config"), runs(), ids=lambda value: value if isinstance(value, str) else "")
+def test_every_run_decides_as_recorded(name: str, config: decisions.SoakConfig) -> None:
+    assert first_difference(load()[name], decide(config)) is None
