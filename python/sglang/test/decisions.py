@@ -1,4 +1,4 @@
-"""Whole decisions of the scheduler, recorded from the soak: the proof that a change of structure changes no behaviour.
+"""Whole decisions of the scheduler, recorded from the soak: proof that a change of structure changes no behaviour.
 
     python -m sglang.test.decisions              compare every decision with the recorded one
     python -m sglang.test.decisions --record     write the file anew, after an intended change of behaviour
@@ -23,6 +23,7 @@ import torch
 import zstandard
 
 from sglang.srt.managers.schedule_batch import BatchDecision
+from sglang.test.mutations import configurations
 from sglang.test.soak import Soak, SoakConfig
 from sglang.test.tier_mixes import TIER_MIXES, tier_mix
 
@@ -48,6 +49,8 @@ class _RecordedSoak(Soak):
 
 
 def runs() -> Iterator[tuple[str, SoakConfig]]:
+    for config in configurations():
+        yield f"hunt {config.seed}", config
     for seed in SEEDS:
         yield f"soak {seed}", SoakConfig.draw(seed, STEPS)
     for mix in TIER_MIXES:
