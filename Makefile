@@ -2,13 +2,15 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+# The nets, faults and fixtures of the tests are no part of the package.
+SUPPORT_PY = PYTHONPATH="test:$$PYTHONPATH" $(PY)
 STAMP := $(VENV)/.setup-done
 # With a GPU's own Python, where its packages are and nothing can be installed; .venv if it is there. WHEELS: a folder
 # with what that Python lacks, unpacked for the run: make test-gpu WHEELS=folder.
 WHEELS ?=
 GPU_SITE := build/gpu-site
 GPU_PYTHON = $(or $(wildcard $(PY)),$(PYTHON))
-GPU_PATH = PYTHONPATH="python:sgl-kernel/python:$(if $(WHEELS),$(GPU_SITE):)$$PYTHONPATH"
+GPU_PATH = PYTHONPATH="python:sgl-kernel/python:test:$(if $(WHEELS),$(GPU_SITE):)$$PYTHONPATH"
 GPU_PY = $(GPU_PATH) $(GPU_PYTHON)
 # What is tested on the CPU, on an emulated device (test-all) and on a GPU.
 DEVICE_SUITES = $(addprefix test/srt/managers/test_,equality.py exactness.py)
@@ -47,7 +49,7 @@ serve: setup
 check: setup
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
-	$(PY) -m mypy python/sglang sgl-kernel/python/sgl_kernel
+	$(PY) -m mypy python/sglang sgl-kernel/python/sgl_kernel test/support
 	$(PY) -m pytest -x test/test_smallest.py
 
 test: setup
@@ -55,7 +57,7 @@ test: setup
 
 # First the planted bugs' table of first tries: a search for those whose entry no longer catches them.
 test-all: setup $(if $(STRICT),setup-strict)
-	$(PY) -m sglang.test.mutations --first-tries stale
+	$(SUPPORT_PY) -m support.mutations --first-tries stale
 	STRICT=$(STRICT) $(PY) -m pytest $(PARALLEL) -m 'not gpu and not clients' --durations 30
 	STRICT=$(STRICT) SGLANG_TEST_DEVICE=emulated $(PY) -m pytest $(PARALLEL) -m 'not slow' $(DEVICE_SUITES)
 
@@ -94,7 +96,7 @@ ifneq ($(WHEELS),)
 endif
 
 fuzz: setup
-	$(PY) -m sglang.test.soak --seed $(SEED) --seeds 40 --steps 2000
+	$(SUPPORT_PY) -m support.soak --seed $(SEED) --seeds 40 --steps 2000
 
 bench: setup
 	for script in benchmark/bench_*.py; do $(PY) $$script || exit 1; done

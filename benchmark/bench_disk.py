@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from common import percentiles, print_table, write_json
 
-from sglang.srt.mem_cache.storage.file_store import HiCacheFile
+from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
 
 BLOCK_TOKENS = 64
 CHUNK_BYTES = 16 << 20

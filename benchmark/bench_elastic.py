@@ -23,9 +23,9 @@ import torch
 from common import print_table, write_json
 
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
-from sglang.srt.peer.elastic_pool import ElasticPool
-from sglang.srt.peer.elastic_units import elastic_unit
-from sglang.srt.peer.slabs import SlabRange
+from sglang.srt.peer.memory.elastic_pool import ElasticPool
+from sglang.srt.peer.memory.slabs import SlabRange
+from sglang.srt.peer.protocol.elastic_units import elastic_unit
 
 MIB = 1 << 20
 GRANULARITY = 2 * MIB  # as on a GPU

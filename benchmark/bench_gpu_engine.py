@@ -46,7 +46,7 @@ from sglang.srt.model_executor.executor import StepResult
 from sglang.srt.model_executor.launch import LaunchMode
 from sglang.srt.models.registry import get_model_class
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.local_engine import Generation, LocalEngine
+from support.local_engine import Generation, LocalEngine
 
 # config.json of meta-llama/Llama-3.1-8B-Instruct, but for what belongs to its tokenizer.
 LLAMA_8B: dict[str, Any] = {

@@ -23,7 +23,7 @@ from sglang.srt.managers.scheduler_process import layer_stream_sizes_for
 from sglang.srt.model_executor.launch import LaunchMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.test.local_engine import Generation, LocalEngine
+from support.local_engine import Generation, LocalEngine
 
 PAGE = 16
 OUTPUT = 12

@@ -19,7 +19,7 @@ from common import print_table, write_json
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.local_engine import LocalEngine
+from support.local_engine import LocalEngine
 
 NUM_DOCUMENTS, DOCUMENT_TOKENS = 12, 1024
 NUM_QUESTIONS, QUESTION_TOKENS, ANSWER_TOKENS = 72, 24, 8

@@ -22,8 +22,8 @@ import torch
 from common import print_table, write_json
 
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.peer.borrowed_memory import BorrowedMemory
-from sglang.srt.peer.lent_memory import LentMemory
+from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.memory.lent_memory import LentMemory
 
 SLAB_BYTES = 64 << 20
 # A Qwen3-8B's heads and as many layers, pages of 1 token in bfloat16: 144 KiB per page.

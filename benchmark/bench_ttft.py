@@ -17,10 +17,10 @@ import numpy as np
 from common import print_table, write_json
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.managers.storage_setup import StorageOpener
+from sglang.srt.managers.startup.storage import StorageOpener
 from sglang.srt.mem_cache.transfer import StorageAction, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.local_engine import LocalEngine
+from support.local_engine import LocalEngine
 
 NEW_TOKENS = 16
 ONE = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True, sampling_seed=0)

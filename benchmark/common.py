@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+# Engines without sockets are part of the tests' support, which is no installed package.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "test"))
 OUT = Path(os.environ.get("BENCH_OUT") or Path(__file__).resolve().parent.parent / "bench-out").resolve()
 _PACKAGES = ("sglang", "numpy", "torch", "triton", "cupy-cuda13x", "transformers", "msgspec", "pyzmq")
 

@@ -7,8 +7,8 @@ from itertools import islice
 
 import pytest
 
-from sglang.test import decisions
-from sglang.test.decisions import decide, first_difference, load, runs
+from support import decisions
+from support.decisions import decide, first_difference, load, runs
 
 
 @pytest.fixture(autouse=True)

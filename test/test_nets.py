@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS
-from sglang.test.mutations import LENDERS, MUTATIONS, QUEUES, configurations, first_tries, hunt
-from sglang.test.soak import Soak, SoakConfig
-from sglang.test.tier_mixes import TIER_MIXES, tier_mix, unused_parts
+from support.mutations import LENDERS, MUTATIONS, QUEUES, configurations, first_tries, hunt
+from support.soak import Soak, SoakConfig
+from support.tier_mixes import TIER_MIXES, tier_mix, unused_parts
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +95,7 @@ def test_every_mix_of_tiers_is_met(mix: tuple[str, ...]) -> None:
 
 
 def test_the_first_tries_are_of_what_exists() -> None:
-    """`python -m sglang.test.mutations --first-tries stale` writes them."""
+    """`python -m support.mutations --first-tries stale` writes them."""
     seeds = [config.seed for config in CONFIGURATIONS]
     assert len(set(seeds)) == len(seeds) and set(first_tries().values()) <= set(seeds)
     assert first_tries().keys() == MUTATIONS.keys()

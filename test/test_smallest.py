@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.test.local_engine import LocalEngine
+from support.local_engine import LocalEngine
 
 
 def test_one_prompt_twice() -> None:

@@ -32,8 +32,8 @@ from benchmark.simulator.workloads import (
     Workload,
 )
 
+from sglang.simulator.simulation import Simulation
 from sglang.srt.managers.schedule_batch import BatchDecision
-from sglang.srt.managers.simulation import Simulation
 from sglang.srt.mem_cache.transfer import H2D, Ticket, Tier, TransferOp
 from sglang.srt.model_executor.launch import LaunchMode
 

@@ -15,9 +15,9 @@ from benchmark.simulator.profiles import CHUNK_TOKENS, L40S_BLUEFIELD3, MODELS, 
 from benchmark.simulator.smoke import check_answers
 from benchmark.simulator.workloads import LONGBENCH_NARRATIVEQA, TRIVIAQA, Workload
 
+from sglang.simulator.simulation import Simulation
 from sglang.srt.managers.cache_controller import StorageLimits
 from sglang.srt.managers.schedule_batch import StorageSetup
-from sglang.srt.managers.simulation import Simulation
 from sglang.srt.managers.storage_prefetch import PrefetchConfig
 from sglang.srt.mem_cache.block_keys import BlockKeys
 

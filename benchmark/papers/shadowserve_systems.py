@@ -24,7 +24,7 @@ from benchmark.simulator.profiles import (
     Hardware,
 )
 
-from sglang.srt.managers.simulation import SimulatedHardware
+from sglang.simulator.simulation import SimulatedHardware
 from sglang.srt.mem_cache.transfer import FETCH, Tier, TransferOp
 from sglang.srt.model_executor.launch import LaunchMode
 

@@ -23,7 +23,7 @@ from benchmark.simulator.memory import activation_bytes, kv_room, longest_contex
 from benchmark.simulator.profiles import H20X4, MODELS
 
 from benchmark.papers import swiftcache_streaming
-from sglang.srt.peer.elastic_units import layer_stream_sizes
+from sglang.srt.peer.protocol.elastic_units import layer_stream_sizes
 
 LWM = MODELS["LWM-7B"]
 HISTORIES = (5_000, 10_000, 20_000, 30_000, 40_000, 50_000)

@@ -20,8 +20,8 @@ from benchmark.simulator.profiles import H20X4, MODELS, Hardware, device_tokens,
 from benchmark.simulator.smoke import check_answers
 from benchmark.simulator.workloads import L_EVAL, SHAREGPT_LONG, SessionSpec, Turn, Workload
 
+from sglang.simulator.simulation import SimulatedHardware, Simulation
 from sglang.srt.managers.schedule_batch import BatchDecision
-from sglang.srt.managers.simulation import SimulatedHardware, Simulation
 from sglang.srt.mem_cache.transfer import Tier, TransferOp
 from sglang.srt.model_executor.launch import LaunchMode
 

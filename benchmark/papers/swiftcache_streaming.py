@@ -20,12 +20,12 @@ from benchmark.simulator.cost_models import DMA, KERNEL_LOAD
 from benchmark.simulator.hardware import scheduler_config, simulated_hardware
 from benchmark.simulator.profiles import HARDWARE, MODELS, Hardware, device_tokens, host_tokens, loading_at_once
 
+from sglang.simulator.simulation import RequestTimes, Simulation
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.layer_streaming import LayerStreamConfig
 from sglang.srt.managers.schedule_batch import BatchDecision
-from sglang.srt.managers.simulation import RequestTimes, Simulation
 from sglang.srt.model_executor.launch import LaunchMode
-from sglang.srt.peer.elastic_units import layer_stream_sizes
+from sglang.srt.peer.protocol.elastic_units import layer_stream_sizes
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 PAGE = 16

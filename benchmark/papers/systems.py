@@ -13,8 +13,8 @@ from benchmark.simulator.cost_models import DIRECT, INFINITE, KERNEL_LOAD, Inter
 from benchmark.simulator.hardware import scheduler_config, simulated_hardware
 from benchmark.simulator.profiles import Hardware, ModelShape
 
+from sglang.simulator.simulation import SimulatedHardware
 from sglang.srt.managers.scheduler import SchedulerConfig
-from sglang.srt.managers.simulation import SimulatedHardware
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from benchmark.simulator.hardware import scheduler_config, simulated_hardware
 from benchmark.simulator.profiles import HARDWARE, MODELS
 from benchmark.simulator.workloads import LOOGLE, Workload
 
-from sglang.srt.managers.simulation import RequestTimes, Simulation
+from sglang.simulator.simulation import RequestTimes, Simulation
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 
 from sgl_kernel import elementwise, flashinfer_kernels
 from sgl_kernel.elementwise import reference
-from sglang.test import fake_flashinfer
+from support import fake_flashinfer
 
 DTYPES = [torch.bfloat16, torch.float16]
 NUM_Q_HEADS, NUM_KV_HEADS = 6, 2

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kv_model import DTYPES, PAGE_SIZES, ROUTES, Pool, expected, index_patterns, random_bytes
 
 from sgl_kernel import kvcacheio
 from sgl_kernel.kvcacheio import KVLayoutError, KVPages, dma, reference
+from support.kv_model import DTYPES, PAGE_SIZES, ROUTES, Pool, expected, index_patterns, random_bytes
 
 LAYERS = 3
 CPU_BACKENDS = ("reference", "dma", "direct")

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kv_model import DTYPES, ROUTES, Pool, expected, index_patterns
 
 from sgl_kernel.kvcacheio import KVLayoutError, cuda_kernels
 from sgl_kernel.kvcacheio.cuda_kernels import KERNEL, SEGMENT_BYTES, SOURCE, THREADS
+from support.kv_model import DTYPES, ROUTES, Pool, expected, index_patterns
 
 NVCC = shutil.which("nvcc")
 NVRTC = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None

@@ -7,10 +7,10 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
-from kv_model import DTYPES, Pool, expected, index_patterns
 
 from sgl_kernel import kvcacheio
 from sgl_kernel.kvcacheio import KVLayoutError, KVPages, dma
+from support.kv_model import DTYPES, Pool, expected, index_patterns
 
 pytestmark = [
     pytest.mark.gpu,

@@ -62,9 +62,9 @@ def test_it_compiles_for_sm_90(pointer: str, rows: int, cols: int, divisible: bo
 
 def main() -> None:
     import numpy as np
-    from kv_model import Pool, expected, index_patterns
 
     from sgl_kernel.kvcacheio import triton_kernels
+    from support.kv_model import Pool, expected, index_patterns
 
     count = 0
     # Small tiles: several rows, several steps over the columns, tails in both directions.

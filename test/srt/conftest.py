@@ -23,7 +23,7 @@ def device() -> Iterator[None]:
     if os.environ.get("SGLANG_TEST_DEVICE") != "emulated":
         yield
         return
-    from sglang.test.device_emulator import emulated_device
+    from support.device_emulator import emulated_device
 
     with emulated_device(int(os.environ.get("SEED", "0"))):
         yield

@@ -10,10 +10,10 @@ from pathlib import Path
 import openai
 import pytest
 import torch
-from server_fixture import PATIENCE_S, Server, wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from sglang.srt.model_loader.embedded_model import ensure_embedded_model
+from support.server_fixture import PATIENCE_S, Server, wait_until
 
 pytestmark = pytest.mark.e2e
 

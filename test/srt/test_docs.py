@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from server_fixture import Server
 
 from sglang.srt.entrypoints import request_fields
+from support.server_fixture import Server
 
 pytestmark = pytest.mark.e2e
 

@@ -23,9 +23,9 @@ PURE = [
     "sglang.srt.managers.schedule_policy",
     "sglang.srt.managers.scheduler",
     "sglang.srt.model_executor.launch",
-    "sglang.srt.peer.borrower",
-    "sglang.srt.peer.elastic_units",
-    "sglang.srt.peer.lender",
+    "sglang.srt.peer.protocol.borrower",
+    "sglang.srt.peer.protocol.elastic_units",
+    "sglang.srt.peer.protocol.lender",
     # It blocks on sockets, and runs where there is no torch.
     "sglang.srt.offload.store.object_store",
     "sglang.srt.offload.store.embedded",
@@ -123,7 +123,7 @@ RULES = [
     (SRT / "managers", ["sglang.srt.entrypoints", "fastapi", "uvicorn"]),
     (SRT / "offload" / "codec", ["sglang.srt.layers", "sglang.srt.mem_cache", "torch", "zmq", "socket", "asyncio"]),
     (SRT / "utils", ["sglang.srt.entrypoints", "sglang.srt.managers", "sglang.srt.mem_cache"]),
-    (SRT, ["sglang.test"]),
+    (SRT, ["support"]),
     (ROOT / "sgl-kernel" / "python", ["sglang"]),
 ]
 

@@ -29,13 +29,14 @@ from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.entrypoints import engine as engine_module
 from sglang.srt.entrypoints import native
 from sglang.srt.entrypoints.openai import protocol, serving_chat, serving_completions
-from sglang.srt.managers import scheduler_process, storage_setup
+from sglang.srt.managers import scheduler_process
 from sglang.srt.managers.cache_controller import StorageLimits
 from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.schedule_batch import Req, StorageSetup
+from sglang.srt.managers.startup import storage as storage_setup
+from sglang.srt.managers.startup.storage import StorageOpener
 from sglang.srt.managers.storage_prefetch import PrefetchConfig
-from sglang.srt.managers.storage_setup import StorageOpener
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.block_store import BlockStore
@@ -48,9 +49,9 @@ from sglang.srt.offload.proxy import session
 from sglang.srt.offload.store.embedded import EmbeddedStore
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.test.in_process_server import InProcessServer
-from sglang.test.local_engine import LocalEngine
-from sglang.test.memory_store import MemoryStore
+from support.in_process_server import InProcessServer
+from support.local_engine import LocalEngine
+from support.memory_store import MemoryStore
 
 PAGE, BLOCK = 16, 32
 fresh = count()

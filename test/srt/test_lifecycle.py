@@ -16,14 +16,15 @@ import time
 import httpx
 import psutil
 import pytest
-from server_fixture import PATIENCE_S, Server, wait_until
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.entrypoints.engine import private_directory
-from sglang.srt.managers import device_setup, scheduler_process
+from sglang.srt.managers import scheduler_process
+from sglang.srt.managers.startup import device as device_setup
 from sglang.srt.utils.child_process import StartupError, log_uncaught
 from sglang.srt.utils.memory import available_memory
+from support.server_fixture import PATIENCE_S, Server, wait_until
 
 pytestmark = pytest.mark.e2e
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 import torch
-from server_fixture import Server, wait_until
 
 from sglang.srt.model_loader.embedded_model import ensure_embedded_model
 from sglang.srt.peer.endpoint import of_rank
-from sglang.srt.peer.lent_memory import LentMemory
+from sglang.srt.peer.memory.lent_memory import LentMemory
+from support.server_fixture import Server, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -32,7 +32,7 @@ NUM_SLABS = 8
 LENDER = """
 import sys, time, torch
 from pathlib import Path
-from sglang.srt.peer.lent_memory import LentMemory
+from sglang.srt.peer.memory.lent_memory import LentMemory
 memory = LentMemory(sys.argv[1], Path(sys.argv[2]), 8, 1 << 20, 4096, (1, 8, 4, 32), torch.bfloat16)
 memory.left(range(8))
 while True:

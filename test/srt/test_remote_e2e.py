@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from server_fixture import PATIENCE_S, Server, wait_until
 
 from sglang.srt.offload.store.embedded import EmbeddedStore
+from support.server_fixture import PATIENCE_S, Server, wait_until
 
 pytestmark = pytest.mark.e2e
 

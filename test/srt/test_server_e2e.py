@@ -9,9 +9,9 @@ import signal
 import httpx
 import openai
 import pytest
-from server_fixture import PATIENCE_S, Server, wait_until
 
 import sglang
+from support.server_fixture import PATIENCE_S, Server, wait_until
 
 pytestmark = pytest.mark.e2e
 

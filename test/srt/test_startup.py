@@ -10,10 +10,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from server_fixture import HERE, Server, wait_until
 
 import sglang
 from sglang.srt.entrypoints import engine as engine_module
+from support.server_fixture import HERE, Server, wait_until
 
 pytestmark = pytest.mark.e2e
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server_fixture import PATIENCE_S, Server, wait_until
+
+from support.server_fixture import PATIENCE_S, Server, wait_until
 
 pytestmark = pytest.mark.e2e
 

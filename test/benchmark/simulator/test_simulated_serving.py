@@ -12,7 +12,7 @@ from benchmark.simulator.smoke import Outcome, run
 from benchmark.simulator.workloads import LOOGLE, REVIEWMT, SHAREGPT, Order, Workload
 
 from benchmark.simulator import cost_models as cm
-from sglang.srt.managers.simulation import Simulation
+from sglang.simulator.simulation import Simulation
 from sglang.srt.mem_cache.transfer import D2H, D2P, H2D, P2D, Ticket, Tier, TransferOp
 from sglang.srt.model_executor.launch import Launch, LaunchMode, StreamedPrefix
 

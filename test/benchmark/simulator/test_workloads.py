@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from benchmark.simulator import workloads as w
+from sglang.simulator.simulation import RequestSource
 from sglang.srt.managers.io_struct import bytes_to_ids
-from sglang.srt.managers.simulation import RequestSource
 
 SPECS = [w.LOOGLE, w.NARRATIVEQA, w.REVIEWMT, w.SHAREGPT.scaled(counts=0.05)]
 

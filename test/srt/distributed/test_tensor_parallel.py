@@ -13,12 +13,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from server_fixture import Server, wait_until
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 import sglang
 from sglang.srt.entrypoints.engine import EngineDeadError
 from sglang.srt.model_loader.embedded_model import ensure_embedded_model
+from support.server_fixture import Server, wait_until
 
 pytestmark = pytest.mark.e2e
 

@@ -13,8 +13,6 @@ import random
 import httpx
 import openai
 import pytest
-from one_word import OneWord
-from server_fixture import PATIENCE_S, Server, wait_until
 from transformers import AutoTokenizer
 
 from sglang.srt.entrypoints.http_routes import make_app
@@ -23,6 +21,8 @@ from sglang.srt.model_loader.embedded_model import ensure_embedded_model
 from sglang.srt.sampling.logprob_types import TokenLogprob
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.token_texts import TokenTexts
+from support.one_word import OneWord
+from support.server_fixture import PATIENCE_S, Server, wait_until
 
 TEXT = "Grüße 你好 🎉 to all"
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
-from one_word import OneWord
 
 from sglang.srt.entrypoints import http_routes
 from sglang.srt.entrypoints.http_routes import make_app, warning_header
 from sglang.srt.entrypoints.request_fields import MAX_ANSWERS, convert
 from sglang.srt.server_args import ServerArgs
+from support.one_word import OneWord
 
 
 def post(path: str, body: dict[str, Any], **flags: Any) -> httpx.Response:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from server_fixture import PATIENCE_S, Server, wait_until
+
+from support.server_fixture import PATIENCE_S, Server, wait_until
 
 pytestmark = pytest.mark.e2e
 

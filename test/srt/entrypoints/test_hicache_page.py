@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from server_fixture import PATIENCE_S, Server, wait_until
 
-from sglang.srt.peer.borrowed_memory import BorrowedMemory
-from sglang.srt.peer.lent_memory import LentMemory
+from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.memory.lent_memory import LentMemory
+from support.server_fixture import PATIENCE_S, Server, wait_until
 
 ROOT = Path(__file__).parents[3]
 SRT = ROOT / "python" / "sglang" / "srt"

@@ -14,8 +14,6 @@ import threading
 import httpx
 import pytest
 import uvicorn
-from one_word import OneWord
-from server_fixture import PATIENCE_S, wait_until
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -26,6 +24,8 @@ from sglang.srt.entrypoints import http_limits
 from sglang.srt.entrypoints.http_routes import make_app
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.errors import RequestError
+from support.one_word import OneWord
+from support.server_fixture import PATIENCE_S, wait_until
 
 
 async def size(request: Request):

@@ -14,7 +14,8 @@ import threading
 import httpx
 import openai
 import pytest
-from server_fixture import PATIENCE_S, Server, wait_until
+
+from support.server_fixture import PATIENCE_S, Server, wait_until
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from server_fixture import PATIENCE_S, Server
+
+from support.server_fixture import PATIENCE_S, Server
 
 ROOT = {"Authorization": "Bearer root"}
 PATH = "/hicache/storage-backend"

@@ -7,10 +7,10 @@ import json
 from typing import Any
 
 import pytest
-from one_word import OneWord
 
 from sglang.srt.entrypoints.http_routes import make_app
 from sglang.srt.server_args import ServerArgs
+from support.one_word import OneWord
 
 
 class Endless(OneWord):

@@ -9,7 +9,7 @@ import torch
 
 from sglang.srt.layers.sampler import Sampler, random_uniform
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.test import fake_flashinfer
+from support import fake_flashinfer
 
 
 def info(n, vocab_size, temperature=1.0, top_p=1.0, top_k=-1, seed=0, position=0, min_p=0.0):

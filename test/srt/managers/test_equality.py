@@ -25,8 +25,8 @@ from sglang.srt.managers.engine_core import replay
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.kv_oracle import check_kv
-from sglang.test.local_engine import Generation, LocalEngine
+from support.kv_oracle import check_kv
+from support.local_engine import Generation, LocalEngine
 
 MARGIN = 1e-4
 KV_TOLERANCE = 1e-4

@@ -11,7 +11,7 @@ from test_equality import MODELS, Model, check_memory, greedy, prompts
 
 from sglang.srt.managers.schedule_policy import pairs_of
 from sglang.srt.mem_cache.transfer import Tier
-from sglang.test.local_engine import LocalEngine
+from support.local_engine import LocalEngine
 
 OFF = {"bubble_filling": False, "load_or_recompute": False, "deferral_threshold": 0, "load_ratio": 0.0}
 MECHANISMS = {

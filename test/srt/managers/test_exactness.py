@@ -19,12 +19,12 @@ from sglang.srt.managers.cache_controller import StorageLimits
 from sglang.srt.managers.schedule_batch import StorageSetup
 from sglang.srt.managers.storage_prefetch import PrefetchConfig
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
-from sglang.srt.mem_cache.storage.file_store import HiCacheFile
+from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.device import to_device
-from sglang.test.local_engine import LocalEngine, device_under_test
-from sglang.test.two_ranks import TwoRanks
+from support.local_engine import LocalEngine, device_under_test
+from support.two_ranks import TwoRanks
 
 BLOCK = 64
 PREFIX = 3 * BLOCK

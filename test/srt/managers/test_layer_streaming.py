@@ -12,8 +12,8 @@ from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.transfer import P2D, Tier
 from sglang.srt.model_executor.launch import LaunchMode
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.local_engine import LocalEngine
-from sglang.test.two_ranks import TwoRanks
+from support.local_engine import LocalEngine
+from support.two_ranks import TwoRanks
 
 CHUNK = 16
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import pytest
 
+from sglang.simulator.simulation import RequestTimes, SimulatedHardware, Simulation
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.cost_model import LoadLimit
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.schedule_policy import balanced_order, pairs_of
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Req, SchedulerConfig
-from sglang.srt.managers.simulation import RequestTimes, SimulatedHardware, Simulation
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.hiradix_tree import MatchResult
 from sglang.srt.mem_cache.transfer import H2D, Tier, TransferOp

@@ -9,8 +9,8 @@ import pytest
 
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.hash_model import HashModel
-from sglang.test.soak import SoakConfig, build_rank
+from support.hash_model import HashModel
+from support.soak import SoakConfig, build_rank
 
 CONFIG = SoakConfig(
     seed=1,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sglang.srt.managers.replay import main
-from sglang.test.soak import Soak, SoakConfig
+from support.soak import Soak, SoakConfig
 
 
 @pytest.fixture(scope="module")

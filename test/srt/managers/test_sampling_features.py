@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.sampling.logprob_types import LogprobSpec
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.local_engine import Generation, LocalEngine
+from support.local_engine import Generation, LocalEngine
 
 VOCAB, EOS = 97, 2
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import zmq
 
+from sglang.simulator.simulation import SimulatedHardware, Simulation
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.managers import scheduler_process
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.rank_sync import RankSync
 from sglang.srt.managers.scheduler import SchedulerConfig
 from sglang.srt.managers.scheduler_process import SchedulerProcess, build_core
-from sglang.srt.managers.simulation import SimulatedHardware, Simulation
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError

@@ -18,9 +18,9 @@ from sglang.srt.managers.storage_prefetch import PrefetchConfig
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.transfer import StorageAction, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.faults import Gate
-from sglang.test.local_engine import LocalEngine
-from sglang.test.memory_store import MemoryStore
+from support.faults import Gate
+from support.local_engine import LocalEngine
+from support.memory_store import MemoryStore
 
 PAGE = 4
 BLOCK = 16

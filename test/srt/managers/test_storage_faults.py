@@ -30,20 +30,20 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.cache_controller import StorageLimits
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest, StorageSetup
+from sglang.srt.managers.startup.storage import StorageOpener
 from sglang.srt.managers.storage_prefetch import PrefetchConfig
-from sglang.srt.managers.storage_setup import StorageOpener
 from sglang.srt.mem_cache.block_store import BlockStore, StoreError
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
-from sglang.srt.mem_cache.storage.dynamic_store import PluginStore
-from sglang.srt.mem_cache.storage.file_store import WRITE_PAUSE_S, HiCacheFile
-from sglang.srt.mem_cache.storage.segment import ALIGNMENT, ENTRY_BYTES
+from sglang.srt.mem_cache.storage.dynamic.dynamic_store import PluginStore
+from sglang.srt.mem_cache.storage.file.file_store import WRITE_PAUSE_S, HiCacheFile
+from sglang.srt.mem_cache.storage.file.segment import ALIGNMENT, ENTRY_BYTES
 from sglang.srt.mem_cache.transfer import PROBE, StorageAction, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.faults import Gate
-from sglang.test.kv_oracle import check_kv
-from sglang.test.local_engine import Generation, LocalEngine
+from support.faults import Gate
+from support.kv_oracle import check_kv
+from support.local_engine import Generation, LocalEngine
 
 MARGIN = 1e-4
 KV_TOLERANCE = 1e-4

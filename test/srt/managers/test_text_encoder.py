@@ -9,12 +9,20 @@ import threading
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
-from tokenizers_by_hand import ODD_TEXTS, SPECIAL, TEMPLATE, TOKENIZERS, byte_level_bpe, fast, odd_conversation
 from transformers import PreTrainedTokenizerFast
 
 from sglang.srt.managers.text_encoder import TextEncoder
 from sglang.srt.utils.errors import RequestError
 from sglang.srt.utils.tokenizer_parts import cut_tokens, longest_token
+from support.tokenizers_by_hand import (
+    ODD_TEXTS,
+    SPECIAL,
+    TEMPLATE,
+    TOKENIZERS,
+    byte_level_bpe,
+    fast,
+    odd_conversation,
+)
 
 
 @pytest.fixture(scope="module", params=TOKENIZERS)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from tokenizers_by_hand import SPECIAL, llama_bpe
 from transformers import PreTrainedTokenizerFast
 
 from sglang.srt.entrypoints.streams import merge
@@ -34,6 +33,7 @@ from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.errors import RequestError
+from support.tokenizers_by_hand import SPECIAL, llama_bpe
 
 
 class Harness:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.two_ranks import TwoRanks
+from support.two_ranks import TwoRanks
 
 MARGIN = 1e-4
 VOCAB = 211

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.layer_stream_cache import FilledPiece, LayerStreamCach
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.transfer import LoadFailedError, Tier
-from sglang.test.stream_emulator import StreamEmulator
+from support.stream_emulator import StreamEmulator
 
 LAYERS, PAGE = 3, 2
 

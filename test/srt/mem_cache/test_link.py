@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.memory_pool_host import LAYOUTS, MHATokenToKVPoolHost
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.transfer import D2H, H2D, GateError, LoadFailedError, OpResult, Ticket, Tier, TransferOp
 from sglang.srt.utils.stream import Event, ThreadEvent, ThreadStream
-from sglang.test.stream_emulator import EmulatedEvent, EmulatedStream, StreamEmulator
+from support.stream_emulator import EmulatedEvent, EmulatedStream, StreamEmulator
 
 LAYERS, HEADS, DIM = 3, 2, 4
 DEVICE_PAGES, HOST_PAGES = 12, 20

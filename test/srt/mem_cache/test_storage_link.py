@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
 from sglang.srt.mem_cache.transfer import GateError, StorageAction, StorageOp, Ticket
 from sglang.srt.utils.stream import ThreadStream
-from sglang.test.stream_emulator import StreamEmulator
+from support.stream_emulator import StreamEmulator
 
 
 class Store:

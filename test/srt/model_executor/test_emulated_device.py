@@ -19,8 +19,8 @@ from sglang.srt.model_executor.cuda_graph_runner import batch_sizes
 from sglang.srt.model_executor.page_table import PageTable
 from sglang.srt.sampling.logprob_types import LogprobSpec
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.device_emulator import emulated_device, launch
-from sglang.test.local_engine import LocalEngine
+from support.device_emulator import emulated_device, launch
+from support.local_engine import LocalEngine
 
 VOCAB = 211
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.model_loader.loader import ModelLoadError, load_model
-from sglang.test.thread_group import thread_groups
+from support.thread_group import thread_groups
 
 SHAPE = dict(
     vocab_size=50,

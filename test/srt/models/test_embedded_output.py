@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from tiny_runner import TinyRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_loader.embedded_model import ensure_embedded_model
+from support.tiny_runner import TinyRunner
 
 TEXTS = ("Hello world", "The old man went to the sea", "The old man went to the lake", "def main():\n", "1 2 3")
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_runner import TinyRunner
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -22,6 +21,7 @@ from transformers import (
 )
 
 from sglang.srt.configs.model_config import ModelConfig
+from support.tiny_runner import TinyRunner
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from tiny_runner import TinyRunner
 from transformers import LlamaConfig, Qwen3Config
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -16,8 +15,9 @@ from sglang.srt.mem_cache.kv_view import KVSegment, KVView
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, StreamedRequest
 from sglang.srt.models.registry import get_model_class
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.test import fake_flashinfer
-from sglang.test.no_waiting import DEVICE, NoWaiting
+from support import fake_flashinfer
+from support.no_waiting import DEVICE, NoWaiting
+from support.tiny_runner import TinyRunner
 
 SIZES = dict(
     vocab_size=96,

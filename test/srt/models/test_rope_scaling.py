@@ -6,7 +6,6 @@ import random
 
 import pytest
 import torch
-from tiny_runner import TinyRunner
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -22,6 +21,7 @@ from transformers import (
 
 from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
 from sglang.srt.layers.rotary_embedding import rope_frequencies
+from support.tiny_runner import TinyRunner
 
 ORIGINAL, EXTENDED, HEAD_DIM, VOCAB = 32, 256, 12, 97
 BASE = {

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_runner import TinyRunner
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -22,7 +21,8 @@ from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.model_loader import loader
 from sglang.srt.model_loader.loader import load_model
-from sglang.test.thread_group import thread_groups
+from support.thread_group import thread_groups
+from support.tiny_runner import TinyRunner
 
 VOCAB = 101
 BASE = {

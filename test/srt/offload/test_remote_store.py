@@ -23,14 +23,12 @@ import psutil
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from children import children, wait_until
-from remote_fixture import BLOCK, NUM, Remote, connection
-
 from sglang.srt.mem_cache.block_store import OverlappingStore, StoreError
 from sglang.srt.offload import proxy_client, wire
 from sglang.srt.offload.proxy_process import OwnProxy
 from sglang.srt.offload.store.embedded import EmbeddedStore
+from support.children import children, wait_until
+from support.remote_fixture import BLOCK, NUM, Remote, connection
 
 SOME = range(4)
 PROCESS = {"in_process": False}

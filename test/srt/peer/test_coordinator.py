@@ -14,18 +14,18 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from children import DEADLINE_S, Child, children, wait_until
-from peer_process import HEARTBEAT_S, SLAB_BYTES, borrow
-from peer_process import lend as lend_all
 
-from sglang.srt.peer import slab_channel
-from sglang.srt.peer.borrower import AskedBack, BorrowerEvent, Lent, Lost
 from sglang.srt.peer.coordinator import BorrowerCoordinator, LenderCoordinator
 from sglang.srt.peer.endpoint import PeerError, check_endpoint
-from sglang.srt.peer.lender import Demand, LenderEvent, LenderTiming, Offered, Quarantined, ToScrub
-from sglang.srt.peer.messages import BorrowerHeartbeat, Fetch, Lend, LenderHeartbeat, Refused, Register, Slab
-from sglang.srt.peer.slab_channel import ChannelError
+from sglang.srt.peer.memory import slab_channel
+from sglang.srt.peer.memory.slab_channel import ChannelError
+from sglang.srt.peer.protocol.borrower import AskedBack, BorrowerEvent, Lent, Lost
+from sglang.srt.peer.protocol.lender import Demand, LenderEvent, LenderTiming, Offered, Quarantined, ToScrub
+from sglang.srt.peer.protocol.messages import BorrowerHeartbeat, Fetch, Lend, LenderHeartbeat, Refused, Register, Slab
 from sglang.srt.utils.shared_memory import SharedMemory
+from support.children import DEADLINE_S, Child, children, wait_until
+from support.peer_process import HEARTBEAT_S, SLAB_BYTES, borrow
+from support.peer_process import lend as lend_all
 
 TCP = "tcp://127.0.0.1:0"
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
-from peer_world import NUM_SLABS, SLAB_BYTES, World
 
-from sglang.srt.peer.borrower import Borrower, LeaseState, Lent
-from sglang.srt.peer.lender import Lender, SlabState
-from sglang.srt.peer.lender import _Lease as LenderLease
-from sglang.srt.peer.messages import BorrowerHeartbeat, Fetch, LeaseId, LenderHeartbeat
+from sglang.srt.peer.protocol.borrower import Borrower, LeaseState, Lent
+from sglang.srt.peer.protocol.lender import Lender, SlabState
+from sglang.srt.peer.protocol.lender import _Lease as LenderLease
+from sglang.srt.peer.protocol.messages import BorrowerHeartbeat, Fetch, LeaseId, LenderHeartbeat
+from support.peer_world import NUM_SLABS, SLAB_BYTES, World
 
 STEPS = 3000
 

@@ -17,7 +17,7 @@ from sglang.srt.sampling.penalties import PenaltyTable
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.sampling.sampling_plan import SamplingPlan
-from sglang.test.no_waiting import DEVICE, NoWaiting, WaitsForDeviceError
+from support.no_waiting import DEVICE, NoWaiting, WaitsForDeviceError
 
 VOCAB_SIZE = 50
 

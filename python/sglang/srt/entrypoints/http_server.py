@@ -183,8 +183,8 @@ def launch_server(
     scheduler_command: Sequence[str] = SCHEDULER_COMMAND,
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
 ) -> int:
-    """Runs a server in this thread until it ends. Returns the process's exit code; has printed why if it is not 0. The
-    process should end with it at once (`exit_now`): threads may still be reading a tokenizer or a prompt."""
+    """Runs a server in this thread until it ends. Returns the process's exit code; has printed why if it is not 0.
+    The process should end with it at once (`exit_now`): threads may still be reading a tokenizer or a prompt."""
     configure_logging(args.log_level)
     logger.info("SGLang-compatible engine %s: serving %s", sglang.__version__, args.model_path)
     allow_connections()

@@ -66,8 +66,8 @@ def _check_storage(args: ServerArgs) -> None:
     backend = args.hicache_storage_backend
     if backend is None:
         return
-    from sglang.srt.managers.storage_setup import StorageOpener  # with what the scheduler needs
-    from sglang.srt.mem_cache.storage.backend_factory import check_dynamic_config
+    from sglang.srt.managers.startup.storage import StorageOpener  # with what the scheduler needs
+    from sglang.srt.mem_cache.storage.registry import check_dynamic_config
     from sglang.srt.offload.remote_store import REMOTE_BACKENDS, check_remote_config
 
     pool: Any = SimpleNamespace(page_size=args.page_size, num_pages=_ANY_NUMBER, page_bytes=1)
@@ -91,8 +91,8 @@ def _check_storage(args: ServerArgs) -> None:
 
 
 def _check_file_store(config: dict[str, Any]) -> None:
-    from sglang.srt.mem_cache.storage.file_store import FileSettings
-    from sglang.srt.mem_cache.storage.folder import SEGMENT_SUFFIX
+    from sglang.srt.mem_cache.storage.file.file_store import FileSettings
+    from sglang.srt.mem_cache.storage.file.folder import SEGMENT_SUFFIX
 
     settings = FileSettings.from_config(config)
     root = settings.root

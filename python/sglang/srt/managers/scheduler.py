@@ -31,7 +31,6 @@ import numpy as np
 
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.cost_model import LoadLimit
-from sglang.srt.managers.device_lending import DeviceLending, LendingConfig
 from sglang.srt.managers.expected_times import ExpectedTimes
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput, TokenOutput, bytes_to_ids
 from sglang.srt.managers.layer_streaming import LayerStreamConfig, LayerStreaming
@@ -64,11 +63,11 @@ from sglang.srt.managers.schedule_policy import (
     pages_to_admit,
     waits_for_load,
 )
-from sglang.srt.managers.slab_ledger import SlabLedger
 from sglang.srt.managers.storage_prefetch import STALLING_LINKS, PrefetchConfig, StoragePrefetcher
 from sglang.srt.mem_cache.block_keys import BlockKeys, private
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, MatchResult, Node, Receipt
+from sglang.srt.mem_cache.slab_ledger import SlabLedger
 from sglang.srt.mem_cache.transfer import (
     BACKUP_LINKS,
     COPY_LINKS,
@@ -91,6 +90,7 @@ from sglang.srt.mem_cache.transfer import (
 )
 from sglang.srt.mem_cache.transient_nodes import TransientNodes
 from sglang.srt.model_executor.launch import Launch, LaunchMode, PageRun, PromptRows, StreamedPrefix
+from sglang.srt.peer.lending import DeviceLending, LendingConfig
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
 
 # A request ends with an error when launches with it failed too often. A launch that waited for loads counts little:

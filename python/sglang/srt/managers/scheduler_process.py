@@ -24,8 +24,6 @@ from sglang.srt.distributed.parallel_state import TensorParallelGroup, init_tens
 from sglang.srt.layers.attention.attention_registry import make_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.sampler import Sampler
-from sglang.srt.managers.device_lending import LendingConfig
-from sglang.srt.managers.device_setup import check_device, free_memory, kv_cache_bytes, pick_device, pick_dtype
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -44,11 +42,12 @@ from sglang.srt.managers.io_struct import (
     encode,
 )
 from sglang.srt.managers.layer_streaming import LayerStreamConfig
-from sglang.srt.managers.peer_setup import borrow_memory, lend_memory
 from sglang.srt.managers.rank_sync import RankSync, Tick
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Scheduler, SchedulerConfig
-from sglang.srt.managers.storage_setup import StorageOpener
+from sglang.srt.managers.startup.device import check_device, free_memory, kv_cache_bytes, pick_device, pick_dtype
+from sglang.srt.managers.startup.peers import borrow_memory, lend_memory
+from sglang.srt.managers.startup.storage import StorageOpener
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.mem_cache.hottest_prefixes import HottestPrefixes
 from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
@@ -74,9 +73,10 @@ from sglang.srt.mem_cache.transfer import (
 from sglang.srt.model_executor.executor import ModelExecutor
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.registry import get_model_class
-from sglang.srt.peer.borrowed_memory import BorrowedMemory
-from sglang.srt.peer.elastic_units import layer_stream_sizes
-from sglang.srt.peer.lent_memory import LentMemory
+from sglang.srt.peer.lending import LendingConfig
+from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.memory.lent_memory import LentMemory
+from sglang.srt.peer.protocol.elastic_units import layer_stream_sizes
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import ChildArgs, StartupError, open_pull, open_push, run_child, without_stopping
 from sglang.srt.utils.cuda_stream import make_stream

@@ -36,12 +36,14 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq
 
-from sglang.srt.peer import slab_channel
-from sglang.srt.peer.borrower import Borrower, BorrowerEvent, LeaseState, Lent
-from sglang.srt.peer.copier import Copier
 from sglang.srt.peer.endpoint import PeerError, check_endpoint, check_unused
-from sglang.srt.peer.lender import Lender, LenderEvent, LenderTiming, Quarantined, SlabState
-from sglang.srt.peer.messages import (
+from sglang.srt.peer.memory import slab_channel
+from sglang.srt.peer.memory.copier import Copier
+from sglang.srt.peer.memory.slab_channel import ChannelError, Process
+from sglang.srt.peer.memory.slabs import SlabError, SlabRange
+from sglang.srt.peer.protocol.borrower import Borrower, BorrowerEvent, LeaseState, Lent
+from sglang.srt.peer.protocol.lender import Lender, LenderEvent, LenderTiming, Quarantined, SlabState
+from sglang.srt.peer.protocol.messages import (
     MAX_HEARTBEAT_BYTES,
     BorrowerHeartbeat,
     BorrowerId,
@@ -53,8 +55,6 @@ from sglang.srt.peer.messages import (
     Stage,
     Staged,
 )
-from sglang.srt.peer.slab_channel import ChannelError, Process
-from sglang.srt.peer.slabs import SlabError, SlabRange
 
 _Event = TypeVar("_Event")
 # Of strangers too: a borrower needs one.

@@ -11,7 +11,11 @@ import random
 
 import pytest
 import torch
-from attention_cases import (
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
+from sglang.srt.mem_cache.kv_view import KVSegment
+from support.attention_cases import (
     DECODES,
     EXTENDS,
     Case,
@@ -22,11 +26,7 @@ from attention_cases import (
     make_view,
     on_gpu,
 )
-from fake_attention_wrappers import FakeFlashInfer
-
-from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
-from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
-from sglang.srt.mem_cache.kv_view import KVSegment
+from support.fake_attention_wrappers import FakeFlashInfer
 
 FLASHINFER = importlib.util.find_spec("flashinfer") is not None
 needs_flashinfer = pytest.mark.skipif(not FLASHINFER, reason="FlashInfer is not installed: flashinfer-python")

@@ -7,12 +7,12 @@ import random
 
 import pytest
 import torch
-from attention_cases import DECODES, EXTENDS, LAYOUTS, Case, PagedCase, check_batch, check_partials, make_view
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.layers.attention.merge_state import merge_state
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend, _group_by_length
 from sglang.srt.mem_cache.kv_view import KVSegment
+from support.attention_cases import DECODES, EXTENDS, LAYOUTS, Case, PagedCase, check_batch, check_partials, make_view
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

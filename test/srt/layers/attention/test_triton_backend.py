@@ -18,7 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_cases import (
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.mem_cache.kv_view import KVSegment
+from support.attention_cases import (
     DECODES,
     EXTENDS,
     LAYOUTS,
@@ -30,9 +33,6 @@ from attention_cases import (
     make_view,
     on_gpu,
 )
-
-from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
-from sglang.srt.mem_cache.kv_view import KVSegment
 
 TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not TRITON, reason="Triton is not installed: pip install '.[gpu]'")
@@ -330,7 +330,7 @@ def engine(backend: Any) -> int:
     from sglang.srt.managers.layer_streaming import LayerStreamConfig
     from sglang.srt.model_loader.loader import load_model
     from sglang.srt.sampling.sampling_params import SamplingParams
-    from sglang.test.local_engine import LocalEngine
+    from support.local_engine import LocalEngine
 
     torch.manual_seed(3)
     config = LlamaConfig(

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from kv import CONFIGS, CUT, KEY, SMALL, decode, encode, normal_kv, round_trip
 
 from sgl_kernel.kvcodec import reference
 from sglang.srt.offload.codec import HEADER_BYTES, BlockLayout, make_codec
+from support.codec_cases import CONFIGS, CUT, KEY, SMALL, decode, encode, normal_kv, round_trip
 
 EXACT = [name for name in CONFIGS if not name.startswith("binned")]
 BINNED = [name for name in CONFIGS if name.startswith("binned")]

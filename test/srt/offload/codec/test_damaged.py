@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import xxhash
 import zstandard
-from kv import CONFIGS, CUT, KEY, SMALL, decode, encode, guarded, normal_kv
 
 from sglang.srt.offload.codec import HEADER_BYTES, BlockLayout, Codec, CodecError, PieceHeader, make_codec
 from sglang.srt.offload.codec.entropy import EntropyCoder
 from sglang.srt.offload.codec.header import write_header
+from support.codec_cases import CONFIGS, CUT, KEY, SMALL, decode, encode, guarded, normal_kv
 
 # The fields of a header that are a reader's to know. What each may be changed to is a lie.
 LIES = [

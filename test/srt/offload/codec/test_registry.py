@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from kv import CONFIGS, SMALL
 
 from sglang.srt.offload.codec import BlockLayout, make_codec
+from support.codec_cases import CONFIGS, SMALL
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import threading
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from fake_source import FakeSource
 
 from sglang.srt.offload.codec.layout import BlockLayout
 from sglang.srt.offload.proxy.engines import EmulatedEngine, SoftwareEngine
 from sglang.srt.offload.proxy.pipeline import Fetch, Pipeline, runs_of
 from sglang.srt.offload.proxy.settings import ProxySettings
+from support.fake_source import FakeSource
 
 # 8 pieces of 2 pages in a block.
 LAYOUT = BlockLayout(

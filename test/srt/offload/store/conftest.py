@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from store_servers import FakeConnection, FakeServer, RedisServer
+
+from support.store_servers import FakeConnection, FakeServer, RedisServer
 
 
 @pytest.fixture(scope="session")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from children import wait_until
-from store_servers import PONG, Clock, FakeConnection, FakeServer, RedisServer, single
 
 from sglang.srt.offload.store.address import Endpoint, StoreAddress
 from sglang.srt.offload.store.cluster import NUM_SLOTS, REFRESH_S, NodeConnections, SlotMap, parse_slots, slot_of
 from sglang.srt.offload.store.object_store import ObjectStore
 from sglang.srt.offload.store.resp import ErrorReply, RespConnection, StoreFailure, StoreLost
+from support.children import wait_until
+from support.store_servers import PONG, Clock, FakeConnection, FakeServer, RedisServer, single
 
 NUM_PIECES = 2
 KEYS = [i.to_bytes(16, "little") for i in range(60)]

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from children import wait_until
 
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.offload.store import embedded
 from sglang.srt.offload.store.embedded import EmbeddedStore
 from sglang.srt.offload.store.object_store import ObjectStore
 from sglang.srt.offload.store.resp import RespConnection
+from support.children import wait_until
 
 MIB = 1 << 20
 

@@ -9,8 +9,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from children import wait_until
-from store_servers import Clock, RedisServer, single
 
 from sglang.srt.offload.store.address import StoreAddress
 from sglang.srt.offload.store.object_store import WRITE_PAUSE_S, ObjectStore
@@ -22,6 +20,8 @@ from sglang.srt.offload.store.resp import (
     StoreTimeout,
     ValueTooLarge,
 )
+from support.children import wait_until
+from support.store_servers import Clock, RedisServer, single
 
 MIB = 1 << 20
 NUM_PIECES = 3

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from store_servers import Clock
 
 from sglang.srt.offload.store.object_store import ObjectStore
 from sglang.srt.offload.store.resp import MAX_BACKOFF_S, StoreFailure
+from support.store_servers import Clock
 
 NUM_BLOCKS = 6
 

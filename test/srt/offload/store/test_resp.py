@@ -11,7 +11,6 @@ import threading
 import time
 
 import pytest
-from store_servers import PONG, Clock, FakeServer, answering
 
 from sglang.srt.offload.store import resp
 from sglang.srt.offload.store.address import StoreAddress
@@ -26,6 +25,7 @@ from sglang.srt.offload.store.resp import (
     StoreTimeout,
     ValueTooLarge,
 )
+from support.store_servers import PONG, Clock, FakeServer, answering
 
 MIB = 1 << 20
 TIMEOUT_S = 0.5

@@ -1,0 +1,165 @@
+"""`SimulatedExecutor`: an executor that only takes time. Computes nothing; owns when its launches begin and end.
+
+Every number that comes out of it is simulated.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from sglang.simulator.links import SimulatedLink, SimulatedStorageLink
+from sglang.simulator.streams import PieceCost, SimulatedStream
+from sglang.srt.mem_cache.transfer import LOAD_LINKS, LoadFailedError
+from sglang.srt.model_executor.executor import StepResult
+from sglang.srt.model_executor.launch import Launch, LaunchMode
+
+
+class SimulatedExecutor:
+    """Launches run one after the other, layer by layer; a layer starts when the one before has ended and its loads
+    have arrived.
+
+    now: the virtual clock. launch_seconds: what a launch costs without loads. token: what every request samples.
+    interference: by what share an operation of the named link slows a launch of the mode while both run; operations
+    that are submitted after the launch slow only the next one. blocked_by: a link; no launch begins while the present
+    operation of it is under way. stream: what launches stream comes through it. attention_seconds: of a launch, the
+    part of launch_seconds in which it attends to what it streams; 0 if nobody says.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float],
+        num_layers: int,
+        launch_seconds: Callable[[Launch], float],
+        links: Mapping[str, SimulatedLink | SimulatedStorageLink],
+        token: int = 1,
+        interference: Callable[[LaunchMode, str], float] | None = None,
+        blocked_by: str | None = None,
+        stream: SimulatedStream | None = None,
+        attention_seconds: Callable[[Launch], float] | None = None,
+    ) -> None:
+        self.stall_s = 0.0
+        self.stream_s = 0.0
+        self.busy_s = 0.0
+        self.interference_s = 0.0
+        self._now = now
+        self._num_layers = num_layers
+        self._launch_seconds = launch_seconds
+        self._links = links
+        self._token = token
+        self._interference = interference
+        self._blocked_by = blocked_by
+        self._stream = stream
+        self._attention_seconds = attention_seconds
+        self._next_seq = 0
+        self._free_at = 0.0
+        self._ends: dict[int, float] = {}
+        self._pending: deque[StepResult] = deque()
+        self._void = False
+
+    def launch(self, launch: Launch) -> None:
+        assert launch.seq == self._next_seq, f"launch {launch.seq} out of order, {self._next_seq} expected"
+        self._next_seq += 1
+        gates = [self._links[ticket.link].gate(ticket) for ticket in launch.gates]
+        start = time = max(self._now(), self._free_at, self._blocked_till())
+        cost = stall = stream_s = 0.0
+        failed = False
+        if not self._void:
+            cost = self._launch_seconds(launch)
+            pieces = self._begin_stream(launch, start)
+            slower = self._slow_down(launch.mode, start, cost, pieces)
+            self.interference_s += slower
+            cost += slower
+            if pieces:
+                time, stream_s = self._stream_layers(pieces, gates, cost, time)
+                self.stream_s += stream_s
+            elif not gates:
+                time += cost
+            else:
+                for layer in range(self._num_layers):
+                    time = max([time, *(gate.ready_at(layer) for gate in gates)]) + cost / self._num_layers
+            self.busy_s += cost
+            stall = time - start - cost
+            self.stall_s += stall
+            for gate in gates:
+                try:
+                    gate.check()
+                except LoadFailedError:
+                    failed = True
+        tokens = b""
+        if not (failed or self._void):
+            tokens = np.full(int(launch.samples.sum()), self._token, np.int32).tobytes()
+        self._void = self._void or failed
+        self._free_at = self._ends[launch.seq] = time
+        self._pending.append(StepResult(launch.seq, tokens, failed, None, cost, stall, stream_s))
+
+    def _begin_stream(self, launch: Launch, start: float) -> list[PieceCost]:
+        """What the launch reads in each layer."""
+        if not launch.streams:
+            return []
+        assert self._stream is not None, "a launch streams, and there is no layer stream cache"
+        loads_s = {
+            tier: self._links[name].busy_between(start, float("inf"))
+            for tier, name in LOAD_LINKS.items()
+            if name in self._links
+        }
+        self._stream.begin(self._now(), loads_s)
+        (prefix,) = launch.streams
+        attend_s = self._attention_seconds(launch) if self._attention_seconds is not None else 0.0
+        return self._stream.pieces(prefix.parts, attend_s / self._num_layers)
+
+    def _stream_layers(
+        self, pieces: list[PieceCost], gates: list[Any], cost: float, time: float
+    ) -> tuple[float, float]:
+        """All layers of a launch that streams; returns when they are over, and how long copies took."""
+        assert self._stream is not None
+        rest = cost / self._num_layers - sum(piece.attend_s for piece in pieces)
+        if not gates:
+            return self._stream.layers(pieces, self._num_layers, rest, time)
+        stream_s = 0.0
+        for layer in range(self._num_layers):
+            time = max([time, *(gate.ready_at(layer) for gate in gates)])
+            time, copied_s = self._stream.layer(pieces, time)
+            stream_s += copied_s
+            time += rest
+        return time, stream_s
+
+    def _slow_down(self, mode: LaunchMode, start: float, cost: float, pieces: list[PieceCost]) -> float:
+        """Seconds by which transfers make a launch longer, with what it streams itself; reading the disk does not."""
+        if self._interference is None:
+            return 0.0
+        streamed_s: defaultdict[str, float] = defaultdict(float)
+        for tier, seconds in (copy for piece in pieces for copy in piece.copy_s):
+            streamed_s[LOAD_LINKS.get(tier, "")] += seconds * self._num_layers
+        return sum(
+            self._interference(mode, name) * min(cost, link.busy_between(start, start + cost) + streamed_s[name])
+            for name, link in self._links.items()
+        )
+
+    def _blocked_till(self) -> float:
+        link = self._links.get(self._blocked_by or "")
+        return (link.next_end() or 0.0) if link is not None else 0.0
+
+    def reset(self, mark: int) -> None:
+        self._void = False
+
+    def poll(self) -> list[StepResult]:
+        results = []
+        while self._pending and self._ends[self._pending[0].seq] <= self._now():
+            results.append(self._pending.popleft())
+        return results
+
+    @property
+    def free_at(self) -> float:
+        """When all that was launched will be over."""
+        return self._free_at
+
+    def launch_end(self, seq: int) -> float:
+        """When a launch completes, in seconds of virtual time; 0 for -1, the fence of pages that no launch wrote."""
+        return self._ends[seq] if seq >= 0 else 0.0
+
+    def next_end(self) -> float | None:
+        return self._ends[self._pending[0].seq] if self._pending else None

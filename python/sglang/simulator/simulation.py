@@ -1,0 +1,237 @@
+"""The real scheduler, tree and frame tables on a virtual clock, with executor and links that only take time.
+
+Owns the clock and the order of arrivals. Every number that comes out of it is simulated.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from sglang.simulator.executor import SimulatedExecutor
+from sglang.simulator.links import (
+    SimulatedLink,
+    SimulatedStorage,
+    SimulatedStorageLink,
+    at_bandwidth,
+)
+from sglang.simulator.streams import CopySeconds, SimulatedStream
+from sglang.srt.managers.engine_core import EngineCore
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.schedule_batch import BatchDecision
+from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
+from sglang.srt.mem_cache.transfer import (
+    D2H,
+    D2P,
+    D2S,
+    FETCH,
+    H2D,
+    LOAD_LINKS,
+    P2D,
+    PROBE,
+    STORAGE_LINKS,
+    StorageOp,
+    Tier,
+    TransferOp,
+)
+from sglang.srt.model_executor.launch import Launch, LaunchMode
+
+# (operation, when it was submitted, whether the device computes) -> when it ends. May keep an account of what it was
+# asked before.
+FetchTimes = Callable[[StorageOp, float, bool], float]
+
+
+@dataclass(frozen=True)
+class SimulatedHardware:
+    """launch_seconds: cost of a launch without loads. Bandwidths in bytes per second, latencies in seconds.
+
+    op_seconds: how long an operation's bytes take, where that depends on more than their number; the bandwidths are
+    then unused. interference: by what share an operation of the named link slows a launch while both run.
+
+    With a storage tier, probe_s: a question takes so long; fetch: makes what says how long reads take, None for no
+    time; store_bandwidth: of writes. fetch_blocks: reads and launches take turns, as where the engine reads storage
+    itself.
+
+    With a layer stream cache, copy_seconds: of one layer of some pages to a buffer, where that depends on more than
+    their number. attention_seconds: of a launch, the part of launch_seconds in which it attends to what it streams;
+    without it, a layer is computed once all of its pieces have come. swap_bandwidth: of the swap file, each way.
+    """
+
+    num_layers: int
+    launch_seconds: Callable[[Launch], float]
+    h2d_bandwidth: float = float("inf")
+    d2h_bandwidth: float = float("inf")
+    p2d_bandwidth: float = float("inf")
+    d2p_bandwidth: float = float("inf")
+    link_latency_s: float = 0.0
+    load_fails: Callable[[TransferOp], bool] = lambda op: False
+    op_seconds: Callable[[TransferOp], float] | None = None
+    interference: Callable[[LaunchMode, str], float] | None = None
+    probe_s: float = 0.0
+    fetch: Callable[[], FetchTimes] | None = None
+    store_bandwidth: float = float("inf")
+    fetch_blocks: bool = False
+    copy_seconds: CopySeconds | None = None
+    attention_seconds: Callable[[Launch], float] | None = None
+    swap_bandwidth: float = float("inf")
+
+
+@runtime_checkable
+class RequestSource(Protocol):
+    """Where requests come from, if when they come depends on what became of others."""
+
+    def next_at(self) -> float | None:
+        """When the next request is due, as far as is known; None: none before another one ends."""
+        ...
+
+    def take(self, now: float) -> list[TokenizedGenerateReqInput]:
+        """The requests that are sent now, each given out once. They arrive at `now`."""
+        ...
+
+    def finished(self, rid: str, now: float) -> None:
+        """The request has its last token."""
+        ...
+
+
+class TimedRequests:
+    """A `RequestSource` whose requests depend on nothing. arrivals: (seconds, request)."""
+
+    def __init__(self, arrivals: Iterable[tuple[float, TokenizedGenerateReqInput]]) -> None:
+        self._waiting = deque(sorted(arrivals, key=lambda pair: pair[0]))
+
+    def next_at(self) -> float | None:
+        return self._waiting[0][0] if self._waiting else None
+
+    def take(self, now: float) -> list[TokenizedGenerateReqInput]:
+        due = []
+        while self._waiting and self._waiting[0][0] <= now:
+            due.append(self._waiting.popleft()[1])
+        return due
+
+    def finished(self, rid: str, now: float) -> None:
+        """Nobody waits for it."""
+
+
+@dataclass
+class RequestTimes:
+    """Seconds of virtual time. tokens: when each output token was there."""
+
+    arrival: float
+    tokens: list[float] = field(default_factory=list)
+    finish_reason: str = ""
+    cached_tokens_details: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def ttft(self) -> float:
+        return self.tokens[0] - self.arrival
+
+
+class Simulation:
+    """storage: which blocks are there, if the config has a storage tier; to be filled beforehand, and written to."""
+
+    def __init__(self, config: SchedulerConfig, hardware: SimulatedHardware) -> None:
+        self.now = 0.0
+        clock = lambda: self.now  # noqa: E731
+        links: dict[str, SimulatedLink | SimulatedStorageLink] = {}
+        self.executor = SimulatedExecutor(
+            clock,
+            hardware.num_layers,
+            hardware.launch_seconds,
+            links,
+            interference=hardware.interference,
+            blocked_by=FETCH if hardware.fetch_blocks else None,
+            stream=_open_stream(config, hardware),
+            attention_seconds=hardware.attention_seconds,
+        )
+        bandwidths: dict[str, float] = {}
+        if config.num_host_pages:
+            bandwidths |= {H2D: hardware.h2d_bandwidth, D2H: hardware.d2h_bandwidth}
+        if config.num_peer_pages:
+            bandwidths |= {P2D: hardware.p2d_bandwidth, D2P: hardware.d2p_bandwidth}
+        if config.num_swap_pages:
+            bandwidths[D2S] = hardware.swap_bandwidth
+        for name, bandwidth in bandwidths.items():
+            links[name] = SimulatedLink(
+                name,
+                clock,
+                hardware.op_seconds or at_bandwidth(bandwidth),
+                hardware.link_latency_s,
+                hardware.num_layers,
+                self.executor.launch_end,
+                hardware.load_fails if name in LOAD_LINKS.values() else lambda op: False,
+            )
+        self.storage = SimulatedStorage()
+        for name in STORAGE_LINKS if config.storage is not None else ():
+            links[name] = SimulatedStorageLink(name, clock, self.storage, self._storage_ends(name, hardware))
+        self.links = links
+        self.core = EngineCore(Scheduler(replace(config, num_layers=hardware.num_layers)), self.executor, dict(links))
+        self.times: dict[str, RequestTimes] = {}
+
+    def run(
+        self,
+        arrivals: RequestSource | Iterable[tuple[float, TokenizedGenerateReqInput]],
+        after_step: Callable[[BatchDecision], None] = lambda decision: None,
+    ) -> dict[str, RequestTimes]:
+        """Run until all requests have ended. arrivals: a source, or (seconds, request)."""
+        source = arrivals if isinstance(arrivals, RequestSource) else TimedRequests(arrivals)
+        while True:
+            due = source.take(self.now)
+            for request in due:
+                self.times[request.rid] = RequestTimes(self.now)
+            progress = self.core.progress()
+            if due or self.core.has_work(self.now):
+                decision = self.core.step(self.now, progress, due)
+                self._take_outputs(decision, source)
+                after_step(decision)
+                continue
+            upcoming = [self.executor.next_end(), *(link.next_end() for link in self.links.values())]
+            upcoming += [source.next_at(), self.core.scheduler.wake_at]
+            times = [t for t in upcoming if t is not None]
+            if not times:
+                assert self.core.scheduler.num_reqs == 0, "requests wait and nothing is under way"
+                return self.times
+            self.now = min(times)
+
+    def _storage_ends(self, name: str, hardware: SimulatedHardware) -> Callable[[StorageOp, float], float]:
+        if name == PROBE:
+            return lambda op, submitted: self.now + hardware.probe_s
+        if name == FETCH and hardware.fetch is not None:
+            return partial(self._fetch_ends, hardware.fetch(), hardware.fetch_blocks)
+        rate = hardware.store_bandwidth if name != FETCH else float("inf")
+        return lambda op, submitted: self.now + op.size_bytes / rate
+
+    def _fetch_ends(self, times: FetchTimes, takes_turns: bool, op: StorageOp, submitted: float) -> float:
+        begin = max(submitted, self.executor.free_at) if takes_turns else submitted
+        return times(op, begin, self.executor.next_end() is not None)
+
+    def _take_outputs(self, decision: BatchDecision, source: RequestSource) -> None:
+        for output in decision.outputs:
+            times = self.times[output.rid]
+            times.tokens += [self.now] * (len(output.output_ids) // 4)
+            times.cached_tokens_details = output.cached_tokens_details
+            if output.finish_reason is not None:
+                times.finish_reason = output.finish_reason.type
+                source.finished(output.rid, self.now)
+
+
+def _open_stream(config: SchedulerConfig, hardware: SimulatedHardware) -> SimulatedStream | None:
+    if config.layer_stream is None:
+        return None
+    bandwidths = {
+        Tier.HOST: hardware.h2d_bandwidth,
+        Tier.PEER: hardware.p2d_bandwidth,
+        Tier.DISK: hardware.swap_bandwidth,
+    }
+    layer_bytes = config.page_bytes / hardware.num_layers
+
+    def copy_seconds(tier: Tier, frames: np.ndarray) -> float:
+        return len(frames) * layer_bytes / bandwidths[tier]
+
+    return SimulatedStream(
+        config.layer_stream.num_buffers, config.layer_stream.buffer_pages, hardware.copy_seconds or copy_seconds
+    )

@@ -1,0 +1,86 @@
+"""From the words of a user to memory that one rank lends or borrows."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from sglang.srt.managers.scheduler import SchedulerConfig
+from sglang.srt.peer.endpoint import PeerError, of_rank
+from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.memory.lent_memory import LentMemory
+from sglang.srt.peer.memory.slabs import SlabError
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.child_process import StartupError
+
+logger = logging.getLogger(__name__)
+
+# Of a page: page size, layers, KV heads, head size.
+PageShape = tuple[int, int, int, int]
+
+
+def borrow_memory(
+    args: ServerArgs,
+    config: SchedulerConfig,
+    shape: PageShape,
+    dtype: torch.dtype,
+    rank: int,
+    num_ranks: int,
+    notify: Callable[[], None],
+    device: torch.device,
+) -> BorrowedMemory:
+    """Of a master's rank, from the same rank of each worker; memory of the kind that the device has. Raises
+    StartupError."""
+    assert args.peer_endpoint is not None
+    slab_bytes = args.peer_slab_size << 20
+    num_slabs = max(1, int(args.peer_size * 1e9 / num_ranks) // slab_bytes)
+    endpoints = [of_rank(each, rank) for each in args.peer_endpoint.split(",")]
+    name = f"{args.model_name} ({os.getpid()})"
+    try:
+        memory = BorrowedMemory(
+            endpoints,
+            name,
+            num_slabs,
+            slab_bytes,
+            config.page_bytes,
+            shape,
+            dtype,
+            notify,
+            maps_only=args.layer_stream > 0,
+            device=device,
+        )
+    except (PeerError, SlabError, ValueError) as error:
+        raise StartupError(str(error)) from error
+    logger.info("peers: up to %d slabs of %d MiB from %s", num_slabs, args.peer_slab_size, ", ".join(endpoints))
+    return memory
+
+
+def lend_memory(
+    args: ServerArgs,
+    config: SchedulerConfig,
+    shape: PageShape,
+    dtype: torch.dtype,
+    rank: int,
+    directory: Path,
+    notify: Callable[[], None],
+    device: torch.device,
+) -> LentMemory:
+    """A worker's device pool, of as many pages, in whole slabs. directory: a private one. Raises StartupError."""
+    assert args.peer_endpoint is not None
+    slab_bytes, page_bytes = args.peer_slab_size << 20, config.page_bytes
+    if slab_bytes < page_bytes:
+        raise StartupError(f"--peer-slab-size {args.peer_slab_size} has no room for a page of {page_bytes:,} bytes")
+    num_slabs = -(-config.num_device_pages // (slab_bytes // page_bytes))
+    endpoint = of_rank(args.peer_endpoint, rank)
+    try:
+        memory = LentMemory(
+            endpoint, directory, num_slabs, slab_bytes, page_bytes, shape, dtype, notify, args.peer_strict, device
+        )
+    except (PeerError, SlabError, ValueError) as error:
+        raise StartupError(str(error)) from error
+    logger.info("peers: %d slabs of %d MiB, to be lent at %s", num_slabs, args.peer_slab_size, endpoint)
+    return memory

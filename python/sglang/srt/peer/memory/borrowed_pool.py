@@ -1,0 +1,265 @@
+"""`BorrowedPool`: the pages of slabs that a master was lent. Those that it has mapped are copied like a host's; those
+that it must not map (strict mode) their lender copies, to and from staging memory of this process.
+
+Owns the sessions with lenders, one per lender's life and direction, each of its link's thread. Who lent what is told
+by `BorrowedMemory`; nothing here decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+
+import numpy as np
+import torch
+
+from sgl_kernel.kvcacheio import (
+    KVPages,
+    copy_pages,
+    transfer_kv_all_layer_lf_pf,
+    transfer_kv_per_layer_pf_lf,
+)
+from sglang.srt.mem_cache.kv_view import KVView
+from sglang.srt.mem_cache.transfer import LoadFailedError
+from sglang.srt.peer.memory.copy_session import CopySession, SilentLenderError, StrictSlab
+from sglang.srt.peer.memory.elastic_pool import ElasticPool
+from sglang.srt.peer.memory.slab_channel import ChannelError
+from sglang.srt.peer.memory.slabs import GRANULARITY, SlabError, Slabs
+from sglang.srt.peer.protocol.messages import MAX_COPY_PAGES, Copy
+
+# Of a session; a page's size where that is more. What is larger goes through it in rounds.
+STAGING_BYTES = 8 << 20
+# A lender that did not answer is asked again after so long; what needs it meanwhile fails at once.
+RETRY_S = 5.0
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Round:
+    """What goes through the staging memory of one lender at a time. slabs: each with the pages in it, one slab after
+    the other. positions: of these pages in the operation, (n,) int64."""
+
+    slab_socket: str
+    slabs: list[tuple[StrictSlab, np.ndarray]] = field(default_factory=list)
+    positions: list[np.ndarray] = field(default_factory=list)
+    num_pages: int = 0
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Of the operation whose page numbers are `frames`. mapped: positions of pages within reach; None: all are."""
+
+    frames: torch.Tensor
+    mapped: torch.Tensor | None
+    rounds: list[tuple[_Round, torch.Tensor]]
+
+
+class BorrowedPool(ElasticPool):
+    """As `ElasticPool`; kv is not to be touched where a slab is strict. On a GPU none is."""
+
+    def __init__(
+        self,
+        slabs: Slabs,
+        page_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(slabs, page_size, num_layers, num_kv_heads, head_dim, dtype)
+        self._strict: list[StrictSlab | None] = [None] * slabs.num_slabs
+        self._staging_bytes = -(-max(STAGING_BYTES, self.page_bytes) // GRANULARITY) * GRANULARITY
+        self._loads = _Direction(self._strict, self._staging_bytes)
+        self._backups = _Direction(self._strict, self._staging_bytes)
+
+    # -- from whoever borrows -----------------------------------------------------------------------------------
+
+    def is_strict(self, place: int) -> bool:
+        return self._strict[place] is not None
+
+    def reach_by_copies(self, place: int, slab: StrictSlab) -> None:
+        """From now on the pages at a place are those of a slab that its lender copies."""
+        self._strict[place] = slab
+
+    def forget(self, place: int) -> None:
+        """Nobody uses these pages any more."""
+        self._strict[place] = None
+
+    def close(self) -> None:
+        """End all sessions. No operation is under way."""
+        self._loads.close()
+        self._backups.close()
+
+    # -- from links, on their streams ---------------------------------------------------------------------------
+
+    def load_layer(self, layer: int, view: KVView, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
+        """See `CopiesPages`."""
+        run = self.page_bytes // (2 * self.num_layers)
+        plan = self._plan(self._loads, src, self._staging_bytes // (2 * run))
+        if plan.mapped is None:
+            transfer_kv_per_layer_pf_lf(self.kv_pages, view.k, view.v, src, dst, layer, backend=backend)
+            return
+        near = plan.mapped
+        transfer_kv_per_layer_pf_lf(self.kv_pages, view.k, view.v, src[near], dst[near], layer, backend=backend)
+        whole = KVPages(view.k[None], view.v[None])
+        for part, positions in plan.rounds:
+            session = self._loads.copy(part, self._requests(part, layer * run, run, to_slab=False))
+            staged = self._staged(session, part.num_pages, 1)
+            copy_pages(staged, whole, torch.arange(part.num_pages), dst[positions], backend=backend)
+
+    def back_up(self, kv: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
+        """See `CopiesPages`."""
+        plan = self._plan(self._backups, dst, self._staging_bytes // self.page_bytes)
+        if plan.mapped is None:
+            transfer_kv_all_layer_lf_pf(kv.k, kv.v, self.kv_pages, src, dst, backend=backend)
+            return
+        near = plan.mapped
+        transfer_kv_all_layer_lf_pf(kv.k, kv.v, self.kv_pages, src[near], dst[near], backend=backend)
+        for part, positions in plan.rounds:
+            session = self._backups.session(part)
+            staged = self._staged(session, part.num_pages, self.num_layers)
+            copy_pages(kv, staged, src[positions], torch.arange(part.num_pages), backend=backend)
+            self._backups.copy(part, self._requests(part, 0, self.page_bytes // 2, to_slab=True))
+
+    def poison(self, frames: torch.Tensor) -> None:
+        """What is mapped of them."""
+        strict = [slab is not None for slab in self._strict]
+        if any(strict):
+            frames = frames[~torch.tensor(strict)[frames // self._stride_pages]]
+        super().poison(frames)
+
+    def _plan(self, direction: _Direction, frames: torch.Tensor, round_pages: int) -> _Plan:
+        """Made once per operation: all its layers have the same page numbers."""
+        if direction.plan is None or direction.plan.frames is not frames:
+            direction.plan = self._new_plan(frames, round_pages)
+        return direction.plan
+
+    def _new_plan(self, frames: torch.Tensor, round_pages: int) -> _Plan:
+        all_strict = np.array([slab is not None for slab in self._strict])
+        if not all_strict.any():
+            # Page numbers may be on a GPU, where nobody waits for them.
+            return _Plan(frames, None, [])
+        places = (frames // self._stride_pages).numpy()
+        strict = all_strict[places]
+        if not strict.any():
+            return _Plan(frames, None, [])
+        far = np.flatnonzero(strict)
+        far = far[np.argsort(places[far], kind="stable")]
+        in_slab = (frames % self._stride_pages).numpy().astype(np.int32)
+        rounds: list[_Round] = []
+        most = min(round_pages, MAX_COPY_PAGES)
+        for place, group in groupby(far.tolist(), key=lambda i: int(places[i])):
+            slab, rest = self._strict[place], np.fromiter(group, np.int64)
+            assert slab is not None
+            while len(rest):
+                if not rounds or rounds[-1].slab_socket != slab.slab_socket or rounds[-1].num_pages == most:
+                    rounds.append(_Round(slab.slab_socket))
+                now, rest = np.split(rest, [most - rounds[-1].num_pages])
+                rounds[-1].slabs.append((slab, in_slab[now]))
+                rounds[-1].positions.append(now)
+                rounds[-1].num_pages += len(now)
+        with_positions = [(part, torch.from_numpy(np.concatenate(part.positions))) for part in rounds]
+        return _Plan(frames, torch.from_numpy(np.flatnonzero(~strict)), with_positions)
+
+    def _requests(self, part: _Round, first: int, run: int, to_slab: bool) -> list[Callable[[int], Copy]]:
+        requests: list[Callable[[int], Copy]] = []
+        staging_byte = 0
+        for slab, pages in part.slabs:
+            make = partial(_request, slab, to_slab, self.page_bytes, first, run, staging_byte, pages.tobytes())
+            requests.append(make)
+            staging_byte += 2 * run * len(pages)
+        return requests
+
+    def _staged(self, session: CopySession, num_pages: int, num_layers: int) -> KVPages:
+        """The staging memory as pages of so many layers."""
+        shape = (num_pages, 2, num_layers, *self.kv.shape[3:])
+        num_bytes = num_pages * num_layers * (self.page_bytes // self.num_layers)
+        memory = torch.from_numpy(session.staging[:num_bytes]).view(self.kv.dtype)
+        return KVPages.page_first(memory.view(shape))
+
+
+class _Direction:
+    """Loads, or backups: sessions by lender's life. plan: of the operation at hand. strict: the pool's."""
+
+    def __init__(self, strict: list[StrictSlab | None], staging_bytes: int) -> None:
+        self.plan: _Plan | None = None
+        self._strict = strict
+        self._staging_bytes = staging_bytes
+        self._sessions: dict[str, CopySession] = {}
+        # Lenders that did not answer, and until when they are not asked again.
+        self._silent: dict[str, float] = {}
+
+    def session(self, part: _Round) -> CopySession:
+        """With the lender of a round. Raises LoadFailedError."""
+        where = part.slab_socket
+        if where in self._sessions:
+            return self._sessions[where]
+        self._forget_old()
+        if time.monotonic() < self._silent.get(where, 0.0):
+            raise LoadFailedError("the worker that has it does not answer")
+        try:
+            self._sessions[where] = CopySession(part.slabs[0][0], self._staging_bytes)
+        except (ChannelError, SlabError) as error:
+            raise self._failed(where, error) from error
+        return self._sessions[where]
+
+    def copy(self, part: _Round, requests: list[Callable[[int], Copy]]) -> CopySession:
+        """Have them done. Raises LoadFailedError."""
+        session = self.session(part)
+        try:
+            why = session.copy(requests)
+        except ChannelError as error:
+            raise self._failed(part.slab_socket, error) from error
+        if why is not None:
+            raise LoadFailedError(f"the worker that has it refuses a copy: {why}")
+        return session
+
+    def close(self) -> None:
+        self.plan = None
+        for session in self._sessions.values():
+            session.close()
+        self._sessions.clear()
+
+    def _failed(self, where: str, error: Exception) -> LoadFailedError:
+        """What was asked for may still be under way: this session's memory is not used again."""
+        if where in self._sessions:
+            self._sessions.pop(where).close()
+        if isinstance(error, SilentLenderError):
+            self._silent[where] = time.monotonic() + RETRY_S
+        logger.warning("a worker cannot be asked for copies: %s", error)
+        return LoadFailedError(f"the worker that has it cannot be asked for copies: {error}")
+
+    def _forget_old(self) -> None:
+        """Lives of lenders of which nothing is borrowed any more."""
+        used = {slab.slab_socket for slab in self._strict if slab is not None}
+        for where in self._sessions.keys() - used:
+            self._sessions.pop(where).close()
+        for where in self._silent.keys() - used:
+            del self._silent[where]
+
+
+def _request(
+    slab: StrictSlab,
+    to_slab: bool,
+    page_bytes: int,
+    first_byte: int,
+    run_bytes: int,
+    staging_byte: int,
+    pages: bytes,
+    sequence: int,
+) -> Copy:
+    return Copy(
+        sequence=sequence,
+        to_slab=to_slab,
+        number=slab.lease.number,
+        token=slab.token,
+        page_bytes=page_bytes,
+        first_byte=first_byte,
+        run_bytes=run_bytes,
+        staging_byte=staging_byte,
+        pages=pages,
+    )

@@ -1,0 +1,202 @@
+"""`Copier`: a lender's thread that copies between slabs and the staging memory of borrowers, who map no slab (strict
+mode). Owns the connections over which it is asked to, and its mappings of slabs and of staging memory.
+
+    borrower's device pool ◄── its own copy ──► staging memory ◄── the copier's ──► slab
+                                  (the borrower's, mapped by both)
+
+Every request is checked. Who has hung up has given up what it asked for: it is not done any more, so nothing that a
+borrower has written off is written after what it asks for over its next connection. One request at a time, of at most
+a staging memory's size; `allow` waits for that one.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import queue
+import select
+import socket
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+
+from sgl_kernel.kvcacheio import KVPages, copy_pages
+from sglang.srt.peer.memory import slab_channel
+from sglang.srt.peer.memory.slab_channel import ChannelError
+from sglang.srt.peer.memory.slabs import SlabError, SlabRange
+from sglang.srt.peer.protocol.lender import Grant
+from sglang.srt.peer.protocol.messages import BorrowerId, Copied, Copy, CopyRefused
+
+_CLOSE_TIMEOUT_S = 10.0
+logger = logging.getLogger(__name__)
+
+
+class _Session:
+    def __init__(self, sock: socket.socket, borrower: BorrowerId, staging: SlabRange) -> None:
+        self.sock = sock
+        self.borrower = borrower
+        self.staging = staging
+
+    def close(self) -> None:
+        self.sock.close()
+        self.staging.close()
+
+
+class Copier:
+    """Slabs as of `SlabRange`; slab_fd: slab -> file descriptor of its memory, which stays the callee's. counters:
+    "copied_bytes"; "refused_copies" are alarms, but for those that come when a lease has just ended. The thread
+    begins with the first connection."""
+
+    def __init__(self, num_slabs: int, slab_bytes: int, slab_fd: Callable[[int], int]) -> None:
+        self.counters = Counter(copied_bytes=0, refused_copies=0)
+        self._slab_fd = slab_fd
+        self._slabs = SlabRange(num_slabs, slab_bytes)
+        self._lock = threading.Lock()  # held while something is copied
+        self._grants: Mapping[int, Grant] = {}
+        self._sessions: dict[int, _Session] = {}
+        self._new: queue.SimpleQueue[_Session] = queue.SimpleQueue()
+        self._poll = select.poll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Not at the end of the process: the thread may still be polling it.
+        weakref.finalize(self, os.close, self._wake).atexit = False
+        self._poll.register(self._wake, select.POLLIN)
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions) + self._new.qsize()
+
+    def allow(self, grants: Mapping[int, Grant]) -> None:
+        """By number of the lease. When it returns, nothing is copied for any other lease any more."""
+        if grants != self._grants:
+            with self._lock:
+                self._grants = grants
+
+    def adopt(self, sock: socket.socket, borrower: BorrowerId, staging: SlabRange) -> None:
+        """Copy for a borrower over this connection. Both are the copier's from now on. staging: one slab, mapped."""
+        session = _Session(sock, borrower, staging)
+        if self._is_closing:
+            session.close()
+            return
+        self._new.put(session)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="peer-copier", daemon=True)
+            self._thread.start()
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """End all connections."""
+        self._is_closing = True
+        os.eventfd_write(self._wake, 1)
+        if self._thread is not None:
+            self._thread.join(_CLOSE_TIMEOUT_S)
+
+    # -- on the thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                for fd, events in self._poll.poll():
+                    if fd == self._wake:
+                        os.eventfd_read(self._wake)
+                        self._take_new()
+                    elif events & (select.POLLHUP | select.POLLERR):
+                        self._end(fd, "it has hung up")
+                    else:
+                        self._serve(fd)
+        except BaseException:
+            logger.exception("the copier has died: borrowers have no way to what this worker has lent")
+        finally:
+            self._is_closing = True
+            self._take_new()
+            for fd in list(self._sessions):
+                self._end(fd, "closing")
+            self._slabs.close()
+
+    def _take_new(self) -> None:
+        while not self._new.empty():
+            session = self._new.get()
+            self._sessions[session.sock.fileno()] = session
+            self._poll.register(session.sock.fileno(), select.POLLIN)
+
+    def _serve(self, fd: int) -> None:
+        session = self._sessions[fd]
+        try:
+            message, stray = slab_channel.receive(session.sock, Copy)
+            if stray is not None:
+                os.close(stray)
+            answer = self._answer(session, message)
+            if not slab_channel.send(session.sock, answer):
+                raise ChannelError("it does not take answers")
+        except BlockingIOError:
+            pass
+        except ChannelError as error:
+            self._end(fd, error)
+
+    def _answer(self, session: _Session, message: Copy) -> Copied | CopyRefused:
+        with self._lock:
+            why = self._why_not(session, message)
+            if why is None:
+                try:
+                    self._copy(session, message)
+                    return Copied(message.sequence)
+                except SlabError as error:
+                    why = str(error)  # not host memory: a GPU's worker copies for nobody
+        self.counters["refused_copies"] += 1
+        logger.warning("a copy for %s is refused: %s", session.borrower.name, why)
+        return CopyRefused(message.sequence, why)
+
+    def _why_not(self, session: _Session, message: Copy) -> str | None:
+        grant = self._grants.get(message.number)
+        if grant is None or grant.borrower != session.borrower or not hmac.compare_digest(grant.token, message.token):
+            return f"lease {message.number} is not this borrower's, or has ended"
+        half = message.page_bytes // 2
+        if message.page_bytes % 2 or message.first_byte + message.run_bytes > half:
+            return f"{message.run_bytes} bytes from {message.first_byte} are not in half a page of {half}"
+        if len(message.pages) % 4:
+            return "page numbers are 4 bytes each"
+        pages = np.frombuffer(message.pages, np.int32)
+        num_pages = self._slabs.slab_bytes // message.page_bytes
+        if len(pages) and (pages.min() < 0 or pages.max() >= num_pages):
+            return f"there are pages 0 to {num_pages - 1}, not {pages.min()} to {pages.max()}"
+        end = message.staging_byte + 2 * message.run_bytes * len(pages)
+        if end > session.staging.slab_bytes:
+            return f"the staging memory ends at {session.staging.slab_bytes}, not at {end}"
+        return None
+
+    def _copy(self, session: _Session, message: Copy) -> None:
+        slab = self._grants[message.number].slab
+        if not self._slabs.is_mapped(slab):
+            self._slabs.map(slab, self._slab_fd(slab))
+        pages = torch.from_numpy(np.frombuffer(message.pages, np.int32).astype(np.int64))
+        first, run_bytes = message.first_byte, message.run_bytes
+        num_bytes = 2 * run_bytes * len(pages)
+        staging = session.staging.slab(0)[message.staging_byte : message.staging_byte + num_bytes]
+        num_pages = self._slabs.slab_bytes // message.page_bytes
+        halves = self._slabs.slab(slab)[: num_pages * message.page_bytes].reshape(num_pages, 2, -1)
+        inside = _as_pages(halves[:, :, first : first + run_bytes])
+        outside = _as_pages(staging.reshape(len(pages), 2, run_bytes))
+        in_turn = torch.arange(len(pages))
+        if message.to_slab:
+            copy_pages(outside, inside, in_turn, pages)
+        else:
+            copy_pages(inside, outside, pages, in_turn)
+        self.counters["copied_bytes"] += num_bytes
+
+    def _end(self, fd: int, why: object) -> None:
+        self._poll.unregister(fd)
+        session = self._sessions.pop(fd)
+        session.close()
+        logger.debug("no more copies for %s: %s", session.borrower.name, why)
+
+
+def _as_pages(runs: np.ndarray) -> KVPages:
+    """runs: (num_pages, K and V, bytes)."""
+    both = torch.from_numpy(runs)
+    return KVPages(both[None, :, 0, None, None], both[None, :, 1, None, None])

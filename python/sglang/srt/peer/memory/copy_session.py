@@ -1,0 +1,114 @@
+"""`CopySession`: a borrower's end of a connection over which a lender is asked for copies (strict mode, `copier.py`).
+Owns the connection and the staging memory; knows no pools.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sglang.srt.peer.memory import slab_channel
+from sglang.srt.peer.memory.slab_channel import ChannelError
+from sglang.srt.peer.memory.slabs import SlabRange
+from sglang.srt.peer.protocol.messages import BorrowerId, Copied, Copy, CopyRefused, LeaseId, Refused, Stage, Staged
+
+# A lender that stands still for so long fails what waits for it.
+COPY_TIMEOUT_S = 5.0
+# Requests that are under way at a time: the lender is never out of work, and neither side's socket fills up.
+_WINDOW = 16
+
+
+class SilentLenderError(ChannelError):
+    """It may do what it was asked for yet, or have done it."""
+
+
+class StrictSlab(NamedTuple):
+    """What a borrower needs to have a slab copied. slab_socket: of the lender's life."""
+
+    slab_socket: str
+    borrower: BorrowerId
+    lease: LeaseId
+    token: bytes
+
+
+class CopySession:
+    """staging_bytes: a multiple of the system's page. Raises ChannelError if the lender is gone or knows no such
+    lease, SilentLenderError if it does not answer in time, and SlabError if there is no memory."""
+
+    def __init__(self, slab: StrictSlab, staging_bytes: int) -> None:
+        self._timeout_s = COPY_TIMEOUT_S
+        self._next_sequence = 0
+        self._staging = SlabRange.owned(1, staging_bytes)
+        try:
+            self._sock = slab_channel.connect(slab.slab_socket)
+        except ChannelError:
+            self._staging.close()
+            raise
+        stage = Stage(
+            name=slab.borrower.name,
+            incarnation=slab.borrower.incarnation,
+            epoch=slab.lease.epoch,
+            number=slab.lease.number,
+            token=slab.token,
+            size_bytes=staging_bytes,
+        )
+        try:
+            deadline = time.monotonic() + self._timeout_s
+            self._send(stage, deadline, self._staging.fileno(0))
+            if isinstance(self._receive(Staged | Refused, deadline), Refused):
+                raise ChannelError(f"lease {slab.lease.number} has ended")
+        except ChannelError:
+            self.close()
+            raise
+
+    @property
+    def staging(self) -> np.ndarray:
+        """(staging_bytes,) uint8."""
+        return self._staging.slab(0)
+
+    def copy(self, requests: Sequence[Callable[[int], Copy]]) -> str | None:
+        """requests: sequence number -> request. Returns when all are answered: why the first of those that were
+        refused was, or None. Raises as above; then nothing is known, and the session is of no use."""
+        first = self._next_sequence
+        why = None
+        for answered in range(len(requests)):
+            deadline = time.monotonic() + self._timeout_s
+            while self._next_sequence < first + min(answered + _WINDOW, len(requests)):
+                self._send(requests[self._next_sequence - first](self._next_sequence), deadline)
+                self._next_sequence += 1
+            answer = self._receive(Copied | CopyRefused, deadline)
+            if answer.sequence != first + answered:
+                raise ChannelError(f"the answer to {answer.sequence} came where {first + answered} was asked")
+            if isinstance(answer, CopyRefused):
+                why = why or answer.why
+        return why
+
+    def close(self) -> None:
+        self._sock.close()
+        self._staging.close()
+
+    def _send(self, message: Any, deadline: float, fd: int | None = None) -> None:
+        while not slab_channel.send(self._sock, message, fd):
+            self._wait(select.POLLOUT, deadline)
+
+    def _receive(self, kind: Any, deadline: float) -> Any:
+        while True:
+            try:
+                message, stray = slab_channel.receive(self._sock, kind)
+            except BlockingIOError:
+                self._wait(select.POLLIN, deadline)
+                continue
+            if stray is not None:
+                os.close(stray)
+            return message
+
+    def _wait(self, event: int, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(self._sock, event)
+        if not poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
+            raise SilentLenderError(f"the lender has not answered for {self._timeout_s:g} s")

@@ -1,0 +1,109 @@
+"""`ElasticPool`: a device pool whose end can be lent, slab by slab, without moving a byte (SwiftCache 3.4, Figure 6).
+
+Owns how pages lie in a range of slabs. Which page is whose, and which slab is lent, is the frame table's and the
+coordinator's business; the memory itself is the range's.
+
+Block-major: all layers of a page lie together, in the order of the host pool's pages, so that a page is one run of
+bytes on both sides of a copy, and a slab holds whole pages and nothing of any other:
+
+    slab 0                      slab 1                      stride
+    | page 0 | page 1 | page 2 . | page 4 | page 5 | page 6 . |       .  padding: the numbers 3 and 7
+                                                                         are no pages
+
+Stands in for `MHATokenToKVPool`: attention, links and executor read both through the strides of `KVView`. The same
+class is the borrower's pool over the slabs that it has mapped, with its own page size and shape.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from sgl_kernel.kvcacheio import KVPages
+from sglang.srt.mem_cache.kv_view import KVView
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.peer.memory.slabs import Slabs
+
+
+class ElasticPool:
+    """kv: (num_pages, 2, num_layers, page_size, num_kv_heads, head_dim), a view of the range's memory. Touch pages of
+    mapped slabs only, by name; an operation on all of kv ends the process where a page is not mapped. On the device
+    that the slabs are of.
+
+    num_pages: of the whole range, mapped or not, padding included; `frames_of` says which are pages of a slab.
+    slab_pages: usable pages of one slab. num_own_slabs: slabs 0 to num_own_slabs - 1 are this engine's; those above
+    the boundary are, or may be, lent. Raises ValueError where pages of the range have no single stride; see
+    `elastic_units.stride_bytes`.
+    """
+
+    def __init__(
+        self,
+        slabs: Slabs,
+        page_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.slabs = slabs
+        self.page_size = page_size
+        self.num_layers = num_layers
+        self.page_bytes = MHATokenToKVPool.page_bytes(page_size, num_layers, num_kv_heads, head_dim, dtype)
+        if slabs.stride_bytes % self.page_bytes or slabs.slab_bytes < self.page_bytes:
+            raise ValueError(
+                f"slabs of {slabs.slab_bytes:,} bytes, {slabs.stride_bytes:,} apart, have no room for pages of "
+                f"{self.page_bytes:,} bytes with one stride: let the stride be a multiple of the page"
+            )
+        self.slab_pages = slabs.slab_bytes // self.page_bytes
+        self._stride_pages = slabs.stride_bytes // self.page_bytes
+        self.scratch_slot: int | None = None
+        self.num_pages = slabs.num_slabs * self._stride_pages
+        self.num_own_slabs = slabs.num_slabs
+        self.kv = slabs.tensor().view(dtype).view(self.num_pages, 2, num_layers, page_size, num_kv_heads, head_dim)
+        self.kv_pages = KVPages.page_first(self.kv)
+        self._views = [KVView(k, v) for k, v in zip(self.kv_pages.k, self.kv_pages.v)]
+
+    @property
+    def boundary(self) -> int:
+        """The first page that is not, or not for certain, this engine's."""
+        return self.num_own_slabs * self._stride_pages
+
+    def resize(self, num_own_slabs: int) -> None:
+        """Move the boundary: O(1), no data moves. To shrink, drain what is above first; to grow, scrub it."""
+        assert 0 <= num_own_slabs <= self.slabs.num_slabs, f"{num_own_slabs} of {self.slabs.num_slabs} slabs"
+        self.num_own_slabs = num_own_slabs
+
+    def frames_of(self, slab: int) -> np.ndarray:
+        """(slab_pages,) int32, the pages that lie in a slab."""
+        first = slab * self._stride_pages
+        return np.arange(first, first + self.slab_pages, dtype=np.int32)
+
+    @property
+    def slab_frames(self) -> tuple[tuple[int, int], ...]:
+        """[first, end) of the pages in each slab, for `SlabLedger`."""
+        firsts = range(0, self.num_pages, self._stride_pages)
+        return tuple((first, first + self.slab_pages) for first in firsts)
+
+    def padding(self) -> np.ndarray:
+        """(n,) int32, the numbers without a page behind them: a frame table lends them for good."""
+        pages = np.arange(self.num_pages, dtype=np.int32)
+        return pages[pages % self._stride_pages >= self.slab_pages]
+
+    def view(self, layer_id: int) -> KVView:
+        return self._views[layer_id]
+
+    def store(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        view = self._views[layer_id]
+        if self.page_size == 1:
+            view.k[:, 0].index_copy_(0, loc, k)
+            view.v[:, 0].index_copy_(0, loc, v)
+            return
+        where = (loc // self.page_size, loc % self.page_size)
+        view.k.index_put_(where, k)
+        view.v.index_put_(where, v)
+
+    def pages(self, frames: torch.Tensor) -> torch.Tensor:
+        return self.kv.index_select(0, frames)
+
+    def poison(self, frames: torch.Tensor) -> None:
+        self.kv.index_fill_(0, frames, float("nan"))

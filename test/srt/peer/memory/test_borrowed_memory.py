@@ -1,0 +1,373 @@
+"""A master with a real model borrows real slabs from workers over real sockets; and what becomes of them. Slabs of
+GPU memory are those of an emulated device, under a driver that is not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.mem_cache.transfer import Tier
+from sglang.srt.peer.memory import lent_memory
+from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.memory.cuda_slabs import CudaSlabRange
+from sglang.srt.peer.memory.lent_memory import LentMemory
+from sglang.srt.peer.protocol.borrower import Lost
+from sglang.srt.sampling.sampling_params import SamplingParams
+from support.children import wait_until
+from support.device_emulator import emulated_device
+from support.fake_cuda_driver import FakeCudaDriver
+from support.local_engine import LocalEngine
+
+PAGE, SLAB_BYTES, NUM_SLABS = 4, 1 << 16, 6
+PARAMS = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True, sampling_seed=0)
+
+
+@pytest.fixture(scope="module")
+def model_config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+    )
+    path = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return ModelConfig.from_pretrained(str(path), dtype="float32")
+
+
+@pytest.fixture
+def worker(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LentMemory]:
+    """Of another shape than the master: its pages and the master's do not divide each other, nor the slab. The
+    parameter is the kind of its slabs."""
+    tmp_path.chmod(0o700)
+    shape = (2, 5, 1, 24)
+    page_bytes = 2 * 2 * 5 * 1 * 24 * 2
+    kind = getattr(request, "param", "mapped")
+    endpoint = f"ipc://{tmp_path}/peers"
+    slab_bytes = 2 << 20 if kind == "gpu" else SLAB_BYTES
+    with contextlib.ExitStack() as device:
+        if kind == "emulated":
+            device.enter_context(emulated_device(5))
+        with memory_options(kind) as options:
+            options["strict"] = kind == "strict"
+            memory = LentMemory(
+                endpoint, tmp_path, NUM_SLABS, slab_bytes, page_bytes, shape, torch.bfloat16, **options
+            )
+            yield memory
+            memory.close()
+
+
+@contextlib.contextmanager
+def memory_options(kind: str) -> Iterator[dict[str, Any]]:
+    """What memory of one engine is on: the CPU, a GPU, or the emulated one, with a driver that finds no fault."""
+    if kind == "emulated":
+        driver = FakeCudaDriver(SLAB_BYTES)
+        yield {"device": torch.device("cuda", 0), "driver": driver}
+        assert not driver.fake.broken
+    else:
+        yield {"device": torch.device("cuda", 0)} if kind == "gpu" else {}
+
+
+def kind_of(worker: LentMemory) -> str:
+    """Of what others map."""
+    if isinstance(worker.slabs, CudaSlabRange):
+        return "emulated" if isinstance(worker.slabs._driver, FakeCudaDriver) else "gpu"
+    return "mapped"
+
+
+class Master:
+    def __init__(self, model_config: ModelConfig, worker: LentMemory, tmp_path: Path) -> None:
+        self._checked = contextlib.ExitStack()
+        options = self._checked.enter_context(memory_options(kind_of(worker)))
+        slab_bytes, device = worker.slabs.slab_bytes, worker.pool.kv.device.type
+        borrow = partial(BorrowedMemory, [f"ipc://{tmp_path}/peers"], "master", NUM_SLABS, slab_bytes, **options)
+        # Less than two prompts on the device, less than one on the host.
+        self.engine = LocalEngine(
+            model_config, num_device_pages=50, num_host_pages=20, page_size=PAGE, borrow=borrow, device=device
+        )
+        self.worker = worker
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        def holds() -> object:
+            self.worker.here()
+            self.engine._turn(0.01, [], [], lambda decision: None)
+            return condition()
+
+        wait_until(holds, what)
+        self.engine.settle()
+        self.engine.scheduler.check_invariants()
+
+    def lend(self, *slabs: int) -> None:
+        before = self.num_here
+        self.worker.left(slabs)
+        self.until(lambda: self.num_here == before + len(slabs), "what is lent does not come")
+
+    @property
+    def num_here(self) -> int:
+        ledger = self.engine.scheduler.slabs
+        assert ledger is not None
+        return sum(state.name == "HERE" for state in ledger.states)
+
+    def ask(self, prompt: np.ndarray) -> tuple[list[int], int]:
+        (answer,) = self.engine.generate([prompt], PARAMS)
+        self.engine.settle()
+        return answer.tokens, answer.cached_tokens_details["peer"]
+
+    def lender(self) -> dict[str, Any]:
+        """What the master says of the worker."""
+        assert self.engine.borrowed is not None
+        (lender,) = self.engine.borrowed.state()["lenders"]
+        return lender
+
+    def close(self) -> None:
+        self.engine.close()
+        assert self.engine.borrowed is not None
+        self.engine.borrowed.close()
+        self._checked.close()
+
+
+def slabs_of_worker(**counts: int) -> dict[str, int]:
+    return {"home": 0, "offered": 0, "lent": 0, "asked_back": 0, "quarantined": 0} | counts
+
+
+def prompts(seed: int) -> list[np.ndarray]:
+    return [np.random.default_rng([seed, i]).integers(3, 97, 120).astype(np.int32) for i in range(3)]
+
+
+def computed(model_config: ModelConfig, texts: list[np.ndarray], kind: str = "mapped") -> list[list[int]]:
+    device = "cuda" if kind == "gpu" else "cpu"
+    engine = LocalEngine(model_config, 200, page_size=PAGE, enable_radix_cache=False, device=device)
+    answers = [answer.tokens for answer in engine.generate(texts, PARAMS)]
+    engine.close()
+    return answers
+
+
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+ALL_KINDS = pytest.mark.parametrize(
+    "worker", ["mapped", "strict", "emulated", pytest.param("gpu", marks=ON_GPU)], indirect=True
+)
+
+
+# Of the emulated device, what the next test does is enough, unless all tests run.
+@pytest.mark.parametrize(
+    "worker",
+    [
+        "mapped",
+        "strict",
+        pytest.param("emulated", marks=pytest.mark.slow),
+        pytest.param("gpu", marks=ON_GPU),
+    ],
+    indirect=True,
+)
+def test_what_leaves_the_device_comes_back_from_the_worker(
+    model_config: ModelConfig, worker: LentMemory, tmp_path: Path
+) -> None:
+    texts = prompts(1)[:2]
+    wanted = computed(model_config, texts, kind_of(worker))
+    master = Master(model_config, worker, tmp_path)
+    assert [master.ask(text) for text in texts] == [(tokens, 0) for tokens in wanted], "nothing is lent yet"
+    assert worker.state()["slabs"] == slabs_of_worker(home=6)
+    master.lend(5, 4, 3, 2)
+    lent = slabs_of_worker(home=2, lent=4)
+    master.until(lambda: worker.state()["slabs"] == lent, "the worker does not hear that they have come")
+    assert worker.state()["borrowers"] == 1
+    assert master.lender() == {
+        "endpoint": f"ipc://{tmp_path}/peers",
+        "connected": True,
+        "slabs": {"held": 4, "asked_back": 0},
+    }
+    for text in texts:
+        master.ask(text)
+    again = [master.ask(text) for text in texts]
+    assert [tokens for tokens, _ in again] == wanted
+    assert all(found >= 10 * PAGE for _, found in again), again
+    assert (worker.state()["copies"]["bytes"] > 0) == worker.coordinator._lender.strict
+    master.close()
+
+
+@ALL_KINDS
+def test_what_is_asked_back_goes_home_empty_and_answers_stay(
+    model_config: ModelConfig, worker: LentMemory, tmp_path: Path
+) -> None:
+    texts = prompts(2)[:2]
+    wanted = computed(model_config, texts, kind_of(worker))
+    master = Master(model_config, worker, tmp_path)
+    master.lend(5, 4)
+    for text in texts * 2:
+        master.ask(text)
+    assert master.engine.scheduler.tree.resident_pages(Tier.PEER) > 0
+    # The worker's own memory, seen from the worker: what the master has written there.
+    assert any(worker.slabs.slab(slab).any() for slab in (4, 5))
+    worker.wanted(2)
+    master.until(lambda: worker.here()[:-2] == b"\1" * NUM_SLABS, "what is asked back does not come home")
+    assert master.num_here == 0 and master.engine.scheduler.tree.resident_pages(Tier.PEER) == 0
+    assert not any(worker.slabs.slab(slab).any() for slab in range(NUM_SLABS)), "it is not scrubbed"
+    assert [master.ask(text)[0] for text in texts] == wanted
+    master.lend(1)
+    assert [master.ask(text)[0] for text in texts * 2] == wanted * 2
+    master.close()
+
+
+def test_a_slab_of_another_size_is_given_back(
+    model_config: ModelConfig, worker: LentMemory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    borrow = partial(BorrowedMemory, [f"ipc://{tmp_path}/peers"], "master", NUM_SLABS, 2 * SLAB_BYTES)
+    engine = LocalEngine(model_config, 50, 20, page_size=PAGE, borrow=borrow)
+    worker.left([5])
+
+    def is_said() -> bool:
+        worker.here()
+        engine._turn(0.01, [], [], lambda decision: None)
+        return "--peer-slab-size" in caplog.text
+
+    wait_until(is_said, "the error")
+    assert engine.generate([prompts(3)[0]], PARAMS)[0].cached_tokens_details["peer"] == 0
+    engine.close()
+    assert engine.borrowed is not None
+    engine.borrowed.close()
+
+
+@pytest.mark.parametrize("worker", ["strict"], indirect=True)
+def test_answers_stay_when_strict_slabs_go_home_without_a_word_from_the_master(
+    model_config: ModelConfig, worker: LentMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The master's loads fail in the middle of its requests, and what it thought it had is gone."""
+    monkeypatch.setattr(lent_memory, "RECLAIM_TIMEOUT_S", 0.0)
+    texts = prompts(7)
+    wanted = computed(model_config, texts)
+    master = Master(model_config, worker, tmp_path)
+    for _ in range(3):
+        master.lend(5, 4, 3)
+        for text in texts:
+            master.ask(text)
+        assert master.engine.scheduler.tree.resident_pages(Tier.PEER) > 0
+        worker.wanted(3)
+        wait_until(lambda: worker.here()[:-2] == b"\1" * NUM_SLABS, "all slabs to come home")
+        for slab in (3, 4, 5):
+            worker.slabs.slab(slab)[:] = 0x7F  # NaN to whoever reads it
+        assert [master.ask(text)[0] for text in texts] == wanted
+        master.until(lambda: master.num_here == 0, "the master does not hear of it")
+        assert all((worker.slabs.slab(slab) == 0x7F).all() for slab in (3, 4, 5)), "the master still wrote"
+    assert worker.state()["slabs"] == slabs_of_worker(home=6)
+    master.close()
+
+
+def test_what_nobody_borrows_waits_and_comes_home_when_it_is_asked_for(
+    model_config: ModelConfig, worker: LentMemory, tmp_path: Path
+) -> None:
+    worker.left([5, 4, 3])
+    worker.slabs.slab(0)[:] = 7
+
+    def is_idle() -> bool:
+        assert worker.here()[:-2] == b"\1\1\1\0\0\0"
+        return worker._idle == {3, 4, 5}
+
+    wait_until(is_idle, "slabs that nobody takes")
+    assert worker.state()["slabs"] == slabs_of_worker(home=3, offered=3)
+    worker.wanted(1)
+    assert worker.here()[:-2] == b"\1\1\1\1\0\0", "the lowest of them, at once"
+    master = Master(model_config, worker, tmp_path)
+    master.until(lambda: master.num_here == 2, "the others are not offered to who comes later")
+    worker.wanted(1)
+    master.until(lambda: worker.here()[:-2] == b"\1\1\1\1\1\0", "one is asked for")
+    assert master.num_here == 1 and (worker.slabs.slab(0) == 7).all()
+    master.close()
+
+
+def test_what_a_master_keeps_too_long_shows_as_quarantined_until_it_comes_back(
+    model_config: ModelConfig, worker: LentMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lent_memory, "RECLAIM_TIMEOUT_S", 0.0)
+    master = Master(model_config, worker, tmp_path)
+    master.lend(5, 4)
+    worker.wanted(1)
+    late = slabs_of_worker(home=4, lent=1, quarantined=1)
+    wait_until(lambda: [worker.here(), worker.state()["slabs"] == late][1], "the alarm")
+    assert worker.here()[-1] == 254, "one is late"
+    borrowed = master.engine.borrowed
+    assert borrowed is not None
+    asked = {"held": 1, "asked_back": 1}
+    wait_until(lambda: [borrowed.here(), master.lender()["slabs"] == asked][1], "the master to hear of it")
+    master.until(lambda: worker.here()[:-2] == b"\1\1\1\1\1\0", "the master does not give it back")
+    assert worker.state()["slabs"] == slabs_of_worker(home=5, lent=1)
+    assert master.lender()["slabs"] == {"held": 1, "asked_back": 0}
+    master.close()
+
+
+@ALL_KINDS
+def test_a_slab_that_other_ranks_lack_goes_home_when_it_is_asked_for(worker: LentMemory, tmp_path: Path) -> None:
+    """The scheduler says that a slab has left when one rank may not use it any more: the others may only be asked for
+    theirs later, or may never have had it in use at all."""
+    shape = (3, PAGE, 2, 8)
+    checked = contextlib.ExitStack()
+    options = checked.enter_context(memory_options(kind_of(worker)))
+    slab_bytes, page_bytes = worker.slabs.slab_bytes, 2 * 4 * 3 * PAGE * 2 * 8
+    memory = BorrowedMemory(
+        [f"ipc://{tmp_path}/peers"], "rank", NUM_SLABS, slab_bytes, page_bytes, shape, torch.float32, **options
+    )
+
+    def until(slabs_here: int, others_have: bytes, home: bytes) -> None:
+        """Steps, as a rank's engine takes them."""
+
+        def is_so() -> bool:
+            mine, at_home = memory.here(), worker.here()[:-2]
+            memory.agreed(bytes(a & b for a, b in zip(mine, others_have, strict=True)))
+            return (sum(mine), at_home) == (slabs_here, home)
+
+        wait_until(is_so, f"{slabs_here} slabs here, {home!r} at home")
+
+    # Into places 0, 1 and 2.
+    for i, slab in enumerate((5, 4, 3)):
+        worker.left([slab])
+        until(1 + i, b"\0\0\0\0\0\0", b"\1" * slab + b"\0" * (6 - slab))
+    memory.agreed(b"\1\1\0\0\0\0")
+    worker.wanted(1)
+    until(2, b"\1\1\0\0\0\0", b"\1\1\1\1\0\0")
+    memory.agreed(b"\1\1\0\0\0\0")
+    memory.left([0])
+    memory.agreed(b"\0\1\0\0\0\0")
+    assert sum(memory.here()) == 2, "what another rank has lost stays here"
+    worker.wanted(2)
+    until(0, b"\0\1\0\0\0\0", b"\1\1\1\1\0\1")
+    memory.left([1])
+    until(0, b"\0\0\0\0\0\0", b"\1\1\1\1\1\1")
+    memory.close()
+    checked.close()
+
+
+def test_a_worker_that_is_gone_is_one_line_with_the_number_of_its_slabs(
+    worker: LentMemory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint, slab_bytes = f"ipc://{tmp_path}/peers", worker.slabs.slab_bytes
+    memory = BorrowedMemory(
+        [endpoint], "master", NUM_SLABS, slab_bytes, 2 * 4 * 3 * PAGE * 2 * 8, (3, PAGE, 2, 8), torch.float32
+    )
+    worker.left([0, 2, 3])
+
+    def all_came() -> bool:
+        worker.here()
+        return sum(memory.here()) == 3
+
+    wait_until(all_came, "what is lent does not come")
+    lost = [Lost(*lease) for lease in memory._leases if lease is not None]
+    with mock.patch.object(memory.coordinator, "poll", return_value=lost):
+        assert sum(memory.here()) == 0
+    lines = [record.getMessage() for record in caplog.records if "is gone" in record.getMessage()]
+    assert lines == [f"the worker at {endpoint} is gone, and 3 slabs of its memory with it"]
+    memory.close()

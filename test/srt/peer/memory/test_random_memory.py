@@ -1,0 +1,204 @@
+"""Random schedules with real memory, real sockets and real processes: a worker's own bytes are never anybody else's
+to read, and what others wrote is never the worker's.
+
+What is at home at the worker is full of its own bytes. A master checks that a slab begins as zeros and that it keeps
+what it wrote there. Masters are asked back, stand still, are killed and start anew, in this process and others.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.transfer import LoadFailedError
+from sglang.srt.peer.memory import lent_memory as lent_module
+from sglang.srt.peer.memory.slabs import SlabRange
+from support.children import DEADLINE_S, Child, wait_until
+from support.strict_process import FOREIGN, NUM_SLABS, OWN, borrow, borrowed_memory, lent_memory
+
+HOME = b"\1" * NUM_SLABS
+
+
+class Master:
+    """In this process. It holds what it is lent until a step lets it give back."""
+
+    def __init__(self, endpoint: str, number: int) -> None:
+        self.memory = borrowed_memory([endpoint], f"m{number}")
+        self.pool = self.memory.pool
+        self.device = MHATokenToKVPool(self.pool.slab_pages, self.pool.page_size, 3, 2, 8, torch.float32)
+        self.own = float(number)
+        self.held: set[int] = set()
+
+    def check(self, seen: Counter[str]) -> None:
+        """What is here is zeros at first, then what this master wrote."""
+        here = set(np.flatnonzero(np.frombuffer(self.memory.here(), np.uint8)).tolist())
+        for place in sorted(here):
+            try:
+                if place not in self.held:
+                    self.read(place)
+                    assert not self.device.kv.any(), "a slab came with what somebody else had there"
+                    self.device.kv.fill_(self.own)
+                    self.pool.back_up(self.device.kv_pages, self.pages, self.frames(place), "auto")
+                    self.held.add(place)
+                    seen["lent"] += 1
+                self.read(place)
+                assert (self.device.kv == self.own).all(), "somebody else wrote to a slab that is lent"
+                seen["read"] += 1
+            except LoadFailedError:
+                seen["refused"] += 1
+
+    def give_back(self) -> None:
+        here = self.memory.here()
+        self.memory.left([place for place in range(NUM_SLABS) if not here[place]])
+        self.held = {place for place in self.held if here[place]}
+
+    @property
+    def pages(self) -> torch.Tensor:
+        return torch.arange(self.pool.slab_pages)
+
+    def frames(self, place: int) -> torch.Tensor:
+        return torch.from_numpy(self.pool.frames_of(place)).long()
+
+    def read(self, place: int) -> None:
+        self.device.kv.fill_(float("nan"))
+        for layer in range(self.device.num_layers):
+            self.pool.load_layer(layer, self.device.view(layer), self.frames(place), self.pages, "auto")
+
+
+class World:
+    def __init__(self, directory: Path, strict: bool, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.endpoint = f"ipc://{directory}/peers"
+        self.worker = lent_memory(self.endpoint, directory, strict)
+        self.is_home = [False] * NUM_SLABS
+        self.masters = [Master(self.endpoint, number) for number in (1, 2)]
+        self.child = Child(borrow, self.endpoint)
+        self.is_stopped = False
+        self.seen: Counter[str] = Counter()
+
+    @property
+    def child_has_borrowed(self) -> bool:
+        """A process of its own, which fails an assertion and ends if it reads what it did not write."""
+        return any(each[0] == "has" and each[1] for each in self.child.said)
+
+    def stop_or_go_on(self) -> None:
+        self.is_stopped = not self.is_stopped
+        if self.is_stopped:
+            self.child.stop()
+        else:
+            self.child.go_on()
+
+    def look(self) -> None:
+        """What comes home is zeros, and becomes the worker's own; what is at home stays so."""
+        for slab, is_home in enumerate(self.worker.here()[:NUM_SLABS]):
+            memory = self.worker.slabs.slab(slab)
+            if is_home and not self.is_home[slab]:
+                assert not memory.any(), "a slab comes home with what others wrote"
+                memory[:] = OWN
+                self.seen["home"] += 1
+            elif is_home:
+                assert (memory == OWN).all(), "somebody wrote to what is at home"
+            self.is_home[slab] = bool(is_home)
+        slabs = self.worker.state()["slabs"]
+        assert min(slabs.values()) >= 0 and sum(slabs.values()) == NUM_SLABS, slabs
+        self.seen["quarantined"] += slabs["quarantined"] > 0
+        assert self.child.is_alive, "the child found what it had not written"
+        # On its own thread; a failure ends that, and the next `here` raises.
+        coordinator = self.worker.coordinator
+        coordinator._submit(coordinator._lender.check_invariants)
+        for master in self.masters:
+            for each in master.memory.coordinator._workers.values():
+                master.memory.coordinator._submit(each.borrower.check_invariants)
+
+    def step(self) -> None:
+        dice = self.rng.random()
+        if dice < 0.15:
+            home = [slab for slab in range(NUM_SLABS) if self.is_home[slab]]
+            leaving = self.rng.sample(home, self.rng.randint(0, len(home)))
+            self.worker.left(leaving)
+            for slab in leaving:
+                self.is_home[slab] = False
+        elif dice < 0.3:
+            self.worker.wanted(self.rng.randrange(NUM_SLABS + 1))
+        elif dice < 0.5:
+            self.rng.choice(self.masters).give_back()
+        elif dice < 0.52:
+            self.stop_or_go_on()
+        elif dice < 0.53 and self.child_has_borrowed:
+            self.child.kill()
+            self.child, self.is_stopped = Child(borrow, self.endpoint), False
+            self.seen["killed"] += 1
+        else:
+            self.rng.choice(self.masters).check(self.seen)
+        self.look()
+        time.sleep(0.001)  # others have a processor, too
+
+    def bring_home(self) -> None:
+        """Nobody stands still: all that is lent can be had back."""
+        if self.is_stopped:
+            self.stop_or_go_on()
+
+        def all_home() -> bool:
+            self.worker.wanted(NUM_SLABS)
+            for master in self.masters:
+                master.give_back()
+            return self.worker.here()[:NUM_SLABS] == HOME
+
+        wait_until(all_home, "all slabs to come home")
+        self.look()
+        assert self.worker.state()["slabs"]["home"] == NUM_SLABS
+
+    def close(self) -> None:
+        self.child.kill()
+        for master in self.masters:
+            master.memory.close()
+        self.worker.close()
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["mapped", "strict"])
+@pytest.mark.parametrize("steps", [500, pytest.param(5000, marks=pytest.mark.slow)])
+def test_random_schedules(steps: int, strict: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(lent_module, "RECLAIM_TIMEOUT_S", 0.05)
+    seed = int(os.environ.get("SEED", 0))
+    print(f"seed {seed}")
+    is_long = steps > 1000
+    world = World(tmp_path, strict, seed)
+    assert FOREIGN not in (master.own for master in world.masters)
+    try:
+        world.look()
+        world.child.wait_for("has")
+        wanted = {"home", "lent", "read"}
+        end = time.monotonic() + DEADLINE_S
+        while steps > 0 or not (wanted <= set(+world.seen) or time.monotonic() > end):
+            world.step()
+            steps -= 1
+        world.bring_home()
+    finally:
+        world.close()
+    seen = set(+world.seen)
+    assert seen >= wanted and not (strict and "quarantined" in seen), world.seen
+    if is_long:
+        assert "killed" in seen and ("quarantined" in seen) != strict, world.seen
+
+
+def test_a_worker_that_does_not_scrub_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the test above would prove nothing."""
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(SlabRange, "scrub", lambda slabs, index: None)
+    world = World(tmp_path, strict=False, seed=0)
+    try:
+        world.look()
+        with pytest.raises(AssertionError, match=r"somebody else had there|with what others wrote"):
+            for _ in range(5000):
+                world.step()
+    finally:
+        world.close()

@@ -1,0 +1,565 @@
+"""Strict mode: the lender copies, the borrower maps nothing; what is refused, what is revoked, and who dies."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from sglang.srt.mem_cache.link import CopyLink
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.transfer import D2P, P2D, LoadFailedError, OpResult, Ticket, Tier, TransferOp
+from sglang.srt.peer.memory import borrowed_pool, copy_session, slab_channel
+from sglang.srt.peer.memory import lent_memory as lent_module
+from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.memory.copy_session import CopySession, StrictSlab
+from sglang.srt.peer.memory.lent_memory import LentMemory
+from sglang.srt.peer.memory.slabs import SlabRange
+from sglang.srt.peer.protocol.messages import BorrowerId, Copied, Copy, CopyRefused, Refused, Stage, Staged
+from sglang.srt.utils.stream import ThreadStream
+from support.children import DEADLINE_S, Child, children, wait_until
+from support.strict_process import (
+    FOREIGN,
+    NUM_SLABS,
+    OWN,
+    PAGE_BYTES,
+    SHAPE,
+    SLAB_BYTES,
+    borrow,
+    borrowed_memory,
+    lend,
+    lent_memory,
+)
+
+DEVICE_PAGES = 24
+NUM_LAYERS = SHAPE[1]
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    return tmp_path
+
+
+class Rig:
+    """A master's pools and links, and lenders in this process."""
+
+    def __init__(self, lenders: dict[str, LentMemory], num_slabs: int = NUM_SLABS) -> None:
+        self.lenders = lenders
+        self.memory = borrowed_memory(list(lenders), "here", num_slabs)
+        self.device = MHATokenToKVPool(DEVICE_PAGES, *SHAPE, torch.float32)
+        self.streams = {name: ThreadStream(name) for name in (P2D, D2P)}
+        self.links = {
+            name: CopyLink(name, self.device, self.memory.pool, stream, lambda launch: None)
+            for name, stream in self.streams.items()
+        }
+        self._seqs = dict.fromkeys(self.links, 0)
+
+    def here(self) -> list[int]:
+        for lender in self.lenders.values():
+            lender.here()
+        return np.flatnonzero(np.frombuffer(self.memory.here(), np.uint8)).tolist()
+
+    def lend(self, slabs: int) -> None:
+        for lender in self.lenders.values():
+            lender.left(range(slabs))
+        wait_until(lambda: len(self.here()) == slabs * len(self.lenders), "what is lent does not come")
+
+    def frames(self) -> np.ndarray:
+        """All that the lenders have lent."""
+        return np.concatenate([self.memory.pool.frames_of(place) for place in self.here()])
+
+    def copy(self, name: str, pages: np.ndarray, frames: np.ndarray) -> OpResult:
+        """pages: of the device."""
+        ticket = Ticket(name, self._seqs[name])
+        self._seqs[name] += 1
+        if name == P2D:
+            op = TransferOp(ticket, Tier.PEER, Tier.DEVICE, frames, pages, len(pages) * PAGE_BYTES)
+        else:
+            op = TransferOp(ticket, Tier.DEVICE, Tier.PEER, pages, frames, len(pages) * PAGE_BYTES)
+        self.links[name].submit(op)
+        results: list[OpResult] = []
+        wait_until(lambda: results.extend(self.links[name].poll()) or results, "the operation to end")
+        return results[0]
+
+    def close(self) -> None:
+        for stream in self.streams.values():
+            stream.close()
+        self.memory.close()
+        for lender in self.lenders.values():
+            lender.close()
+
+
+@pytest.fixture
+def make_rig(private: Path) -> Iterator[Callable[..., Rig]]:
+    rigs: list[Rig] = []
+
+    def make(*strict: bool) -> Rig:
+        lenders = {f"ipc://{private}/peers{len(rigs)}{i}": each for i, each in enumerate(strict or (True,))}
+        made = {endpoint: lent_memory(endpoint, private, each) for endpoint, each in lenders.items()}
+        rigs.append(Rig(made, NUM_SLABS * len(made)))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Child]]:
+    with children() as start_one:
+        yield start_one
+
+
+def arange(n: int) -> np.ndarray:
+    return np.arange(n, dtype=np.int32)
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strict", [(True,), (True, False), (True, True)])
+@pytest.mark.parametrize("staging_bytes", [1, 8 << 20])
+def test_what_goes_there_comes_back(
+    make_rig: Callable[..., Rig], strict: tuple[bool, ...], staging_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random operations against a plain dict. The smallest staging memory makes rounds of one page or a few runs."""
+    monkeypatch.setattr(borrowed_pool, "STAGING_BYTES", staging_bytes)
+    seed = 5
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    rig = make_rig(*strict)
+    rig.lend(2)
+    frames = rig.frames()
+    assert len(frames) == 2 * len(strict) * rig.memory.pool.slab_pages
+    wanted: dict[int, torch.Tensor] = {}
+    for _ in range(15):
+        pages = rng.permutation(DEVICE_PAGES).astype(np.int32)[: rng.integers(1, DEVICE_PAGES + 1)]
+        there = rng.choice(frames, len(pages), replace=False)
+        rig.device.kv.copy_(torch.from_numpy(rng.standard_normal(rig.device.kv.shape)))
+        for page, frame in zip(pages.tolist(), there.tolist()):
+            wanted[frame] = rig.device.kv[:, :, page].clone()
+        assert rig.copy(D2P, pages, there).ok
+        known = rng.permutation(np.fromiter(wanted, np.int32))[:DEVICE_PAGES]
+        to = rng.permutation(DEVICE_PAGES).astype(np.int32)[: len(known)]
+        rig.device.kv.fill_(float("nan"))
+        assert rig.copy(P2D, to, known).ok
+        for page, frame in zip(to.tolist(), known.tolist()):
+            assert torch.equal(rig.device.kv[:, :, page], wanted[frame])
+        others = np.setdiff1d(arange(DEVICE_PAGES), to)
+        assert rig.device.kv[:, :, others].isnan().all(), "pages that nobody named were written"
+    for lender, is_strict in zip(rig.lenders.values(), strict):
+        copied = lender.state()["copies"]
+        assert (copied["bytes"] > 0) == is_strict and copied["refused"] == 0
+
+
+def test_a_strict_slab_is_not_mapped_and_a_page_of_it_is_where_it_would_be(make_rig: Callable[..., Rig]) -> None:
+    """A lender that scrubs or reads a page finds it where a borrower with a mapping would have put it."""
+    rig = make_rig()
+    rig.lend(1)
+    (place,) = rig.here()
+    assert not rig.memory.slabs.is_mapped(place) and rig.memory.pool.is_strict(place)
+    rig.device.kv.copy_(torch.arange(rig.device.kv.numel()).view(rig.device.kv.shape))
+    frames = rig.memory.pool.frames_of(place)[[3, 0]]
+    assert rig.copy(D2P, np.array([5, 9], np.int32), frames).ok
+    (lender,) = rig.lenders.values()
+    (slab,) = (i for i in range(NUM_SLABS) if lender.slabs.slab(i).any())
+    pages = lender.slabs.slab(slab)[: SLAB_BYTES // PAGE_BYTES * PAGE_BYTES].view(np.float32)
+    pages = pages.reshape(-1, 2, SHAPE[1], SHAPE[0], SHAPE[2], SHAPE[3])
+    assert np.array_equal(pages[3], rig.device.kv[:, :, 5].numpy())
+    assert np.array_equal(pages[0], rig.device.kv[:, :, 9].numpy())
+    assert not pages[[1, 2]].any() and not pages[4:].any()
+    everywhere = torch.from_numpy(rig.memory.pool.frames_of(place)).long()
+    rig.memory.pool.poison(everywhere)  # would end this process if it touched them
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------
+
+
+def grant_of(lender: LentMemory, slab: int = 0) -> dict[str, Any]:
+    """What the borrower of a slab knows."""
+    coordinator = lender.coordinator
+    lease = coordinator._lender._leases[slab]
+    return {
+        "name": lease.borrower.name,
+        "incarnation": lease.borrower.incarnation,
+        "epoch": coordinator._lender.epoch,
+        "number": lease.number,
+        "token": lease.token,
+    }
+
+
+def ask(sock: socket.socket, message: Any, fd: int | None = None) -> Any:
+    assert slab_channel.send(sock, message, fd)
+    answers: list[Any] = []
+
+    def has_come() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            answers.append(slab_channel.receive(sock, Staged | Refused | Copied | CopyRefused)[0])
+        return bool(answers)
+
+    wait_until(has_come, "an answer")
+    return answers[0]
+
+
+def test_copies_that_are_not_this_borrowers_or_not_in_bounds_are_refused(
+    make_rig: Callable[..., Rig], private: Path
+) -> None:
+    rig = make_rig()
+    (endpoint,), (lender,) = rig.lenders, rig.lenders.values()
+    rig.lend(1)
+    other = borrowed_memory([endpoint], "other", 1)
+    wait_until(lambda: lender.state()["borrowers"] == 2, "the other borrower")
+    lender.left([1])
+    wait_until(lambda: [rig.here(), other.here() == b"\1"][1], "the other's slab")
+    lender.slabs.slab(1)[:] = OWN
+    mine, others = grant_of(lender, 0), grant_of(lender, 1)
+
+    def memory() -> np.ndarray:
+        return np.stack([lender.slabs.slab(slab) for slab in range(NUM_SLABS)])
+
+    before = memory()
+    staging = SlabRange.owned(1, 4096)
+    staging.slab(0)[:] = 9
+    right = Copy(
+        sequence=4,
+        to_slab=True,
+        number=mine["number"],
+        token=mine["token"],
+        page_bytes=200,
+        first_byte=10,
+        run_bytes=90,
+        staging_byte=0,
+        pages=np.array([2, 0], np.int32).tobytes(),
+    )
+    wrong: list[dict[str, Any]] = [
+        {"token": b"?" * 16},
+        {"token": others["token"]},
+        {"number": 77},
+        {"number": others["number"], "token": others["token"]},
+        {"number": others["number"]},
+        {"page_bytes": 201},
+        {"first_byte": 11},
+        {"run_bytes": 1 << 62},
+        {"pages": np.array([2, SLAB_BYTES // 200], np.int32).tobytes()},
+        {"pages": np.array([-1, 0], np.int32).tobytes()},
+        {"pages": b"123"},
+        {"page_bytes": 1 << 62, "run_bytes": 8},
+        {"staging_byte": 4096 - 2 * 2 * 90 + 1},
+        {"staging_byte": 1 << 62},
+    ]
+    with slab_channel.connect(lender.coordinator._slab_socket) as sock:
+        assert ask(sock, Stage(**mine, size_bytes=4096), staging.fileno(0)) == Staged()
+        for to_slab in (True, False):
+            for fields in wrong:
+                answer = ask(sock, msgspec.structs.replace(right, to_slab=to_slab, **fields))
+                assert isinstance(answer, CopyRefused) and answer.sequence == 4 and answer.why, fields
+        assert np.array_equal(memory(), before) and (staging.slab(0) == 9).all()
+        wait_until(lambda: lender.state()["copies"]["refused"] == 2 * len(wrong), "the alarm")
+        assert ask(sock, right) == Copied(4)
+    changed = np.flatnonzero(memory() != before)
+    runs = [*range(10, 100), *range(110, 200)]
+    assert changed.tolist() == runs + [400 + i for i in runs]
+    other.close()
+
+
+def test_staging_memory_is_taken_from_who_has_a_lease_and_if_it_cannot_shrink(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    (lender,) = rig.lenders.values()
+    rig.lend(1)
+    mine = grant_of(lender)
+    staging = SlabRange.owned(1, 4096)
+    loose = os.memfd_create("loose")
+    os.ftruncate(loose, 4096)
+    wrong: list[tuple[dict[str, Any], int | None]] = [
+        (mine | {"token": b"?"}, staging.fileno(0)),
+        (mine | {"epoch": mine["epoch"] - 1}, staging.fileno(0)),
+        (mine | {"incarnation": 3}, staging.fileno(0)),
+        (mine | {"number": 5}, staging.fileno(0)),
+        (mine, None),
+        (mine, loose),
+        (mine | {"size_bytes": 8192}, staging.fileno(0)),
+        (mine | {"size_bytes": 100}, staging.fileno(0)),
+        (mine | {"size_bytes": 1 << 40}, staging.fileno(0)),
+    ]
+    with slab_channel.connect(lender.coordinator._slab_socket) as sock:
+        for fields, fd in wrong:
+            assert ask(sock, Stage(**({"size_bytes": 4096} | fields)), fd) == Refused(fields["number"]), fields
+        assert ask(sock, Stage(**mine, size_bytes=4096), staging.fileno(0)) == Staged()
+    os.close(loose)
+
+
+def test_leases_of_those_who_map_are_not_copied(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(False)
+    (lender,) = rig.lenders.values()
+    rig.lend(1)
+    staging = SlabRange.owned(1, 4096)
+    with slab_channel.connect(lender.coordinator._slab_socket) as sock:
+        assert ask(sock, Stage(**grant_of(lender), size_bytes=4096), staging.fileno(0)) == Refused(0)
+
+
+# -- taking back -------------------------------------------------------------------------------------------------
+
+
+def test_a_borrower_that_does_not_answer_is_not_waited_for(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on asking for copies, and gives nothing back."""
+    monkeypatch.setattr(lent_module, "RECLAIM_TIMEOUT_S", 0.0)
+    rig = make_rig()
+    rig.lend(2)
+    (lender,) = rig.lenders.values()
+    frames = np.concatenate([rig.memory.pool.frames_of(place) for place in rig.here()])
+    of_slab = frames.reshape(2, -1)[:, :5]
+    rig.device.kv.fill_(FOREIGN)
+    assert rig.copy(D2P, arange(10), of_slab.ravel().copy()).ok
+    lender.wanted(1)
+    wait_until(lambda: lender.here()[0], "the slab to come home")
+    assert not lender.slabs.slab(0).any(), "it is not scrubbed"
+    lender.slabs.slab(0)[:] = OWN
+    assert lender.state()["slabs"]["quarantined"] == 0
+    oks = []
+    for name in (D2P, P2D):
+        for row in of_slab:
+            rig.device.kv.fill_(FOREIGN)
+            result = rig.copy(name, arange(5), row.copy())
+            assert result.ok or "has ended" in result.error, result
+            oks.append(result.ok)
+            assert (rig.device.kv == FOREIGN).all(), "something of the lender's came along"
+    assert sorted(oks) == [False, False, True, True] and oks[:2] == oks[2:]
+    assert (lender.slabs.slab(0) == OWN).all()
+    wait_until(lambda: lender.state()["copies"]["refused"] >= 2, "the alarm")
+    wait_until(lambda: len(rig.here()) == 1, "the borrower to hear of it")
+    rig.memory.left(range(NUM_SLABS))
+    assert rig.memory.state()["lenders"][0]["slabs"] == {"held": 1, "asked_back": 0}
+    lender.left([0])
+    wait_until(lambda: len(rig.here()) == 2, "it is lent anew")
+    assert rig.copy(D2P, arange(5), of_slab[oks.index(False)].copy()).ok
+
+
+def test_a_borrower_that_stands_still_costs_no_slab(
+    private: Path, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lent_module, "RECLAIM_TIMEOUT_S", 0.0)
+    endpoint = f"ipc://{private}/peers"
+    lender = lent_memory(endpoint, private)
+    child = start(borrow, endpoint)
+    lender.left(range(NUM_SLABS))
+    wait_until(lambda: [lender.here(), ["has", NUM_SLABS] in child.said][1], "the child to borrow")
+    child.stop()
+    lender.wanted(2)
+    wait_until(lambda: lender.here()[:-2] == b"\1\1\0", "slabs to come home from who stands still")
+    assert lender.state()["slabs"] == {"home": 2, "offered": 0, "lent": 1, "asked_back": 0, "quarantined": 0}
+    for slab in (0, 1):
+        assert not lender.slabs.slab(slab).any()
+        lender.slabs.slab(slab)[:] = OWN
+    del child.said[:]
+    child.go_on()
+    # It never reads anything but what it wrote; it would end.
+    wait_until(lambda: child.said[-1:] == [["has", 1]] or not child.is_alive, "the child to go on")
+    assert child.is_alive
+    assert all((lender.slabs.slab(slab) == OWN).all() for slab in (0, 1))
+    child.kill()
+    lender.wanted(1)
+    wait_until(lambda: lender.here()[:-2] == b"\1\1\1", "the last one to come home")
+    lender.close()
+
+
+def test_when_a_lease_has_ended_nothing_is_copied_for_it_any_more(make_rig: Callable[..., Rig]) -> None:
+    """While a borrower copies as fast as it can."""
+    seed = 11
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    rig = make_rig()
+    rig.lend(1)
+    (lender,) = rig.lenders.values()
+    (place,) = rig.here()
+    pool, device = rig.memory.pool, rig.device
+    device.kv.fill_(FOREIGN)
+    frames = torch.from_numpy(pool.frames_of(place)).long()[:DEVICE_PAGES]
+    done, refused, is_over = [0], [0], threading.Event()
+
+    def write() -> None:
+        while not is_over.is_set():
+            try:
+                pool.back_up(device.kv_pages, torch.arange(len(frames)), frames.clone(), "auto")
+                done[0] += 1
+            except LoadFailedError:
+                refused[0] += 1
+
+    def more_than(count: list[int], times: int) -> None:
+        before = count[0]
+        wait_until(lambda: count[0] > before + times, "copies, or refusals")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    copier = lender.coordinator._copier
+    try:
+        # The lender's own thread says so too; the same thing, so that here it does not matter which is first.
+        grants = lender.coordinator._lender.grants()
+        monotone = lender.coordinator._lender.grants
+        for _ in range(20):
+            more_than(done, rng.randrange(3))
+            lender.coordinator._lender.grants = dict  # type: ignore[method-assign, assignment]
+            copier.allow({})
+            lender.slabs.slab(0)[:] = OWN
+            more_than(refused, 2)
+            assert (lender.slabs.slab(0) == OWN).all()
+            lender.coordinator._lender.grants = monotone  # type: ignore[method-assign]
+            copier.allow(grants)
+    finally:
+        is_over.set()
+        writer.join()
+
+
+# -- the lender's end --------------------------------------------------------------------------------------------
+
+
+def borrow_from_child(private: Path, start: Callable[..., Child], name: str = "peers") -> tuple[Rig, Child]:
+    endpoint = f"ipc://{private}/{name}"
+    child = start(lend, endpoint, private)
+    child.wait_for("ready")
+    rig = Rig({})
+    rig.memory.close()
+    rig.memory = borrowed_memory([endpoint], "here")
+    for link in rig.links.values():
+        link.host_pool = link._copier = rig.memory.pool
+    wait_until(lambda: len(rig.here()) == NUM_SLABS, "slabs")
+    return rig, child
+
+
+def test_a_lender_that_is_killed_fails_what_waits_for_it_at_once(
+    private: Path, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_session, "COPY_TIMEOUT_S", 10 * DEADLINE_S)  # nobody waits for that
+    rig, child = borrow_from_child(private, start)
+    frames = rig.frames()[:5]
+    assert rig.copy(D2P, arange(5), frames).ok and rig.copy(P2D, arange(5), frames).ok
+    child.stop()
+    results: list[OpResult] = []
+    waiting = threading.Thread(target=lambda: results.append(rig.copy(P2D, arange(5), frames)))
+    (session,) = rig.memory.pool._loads._sessions.values()
+    asked = session._next_sequence
+    waiting.start()
+    wait_until(lambda: session._next_sequence > asked, "a request to be under way")
+    child.kill()
+    waiting.join()
+    assert not results[0].ok and "has gone" in results[0].error
+    assert not rig.copy(D2P, arange(5), frames).ok
+    wait_until(lambda: rig.here() == [], "the slabs to be lost")
+    rig.memory.left(range(NUM_SLABS))
+    start(lend, f"ipc://{private}/peers", private)
+    wait_until(lambda: len(rig.here()) == NUM_SLABS, "the lender's next life")
+    rig.device.kv.fill_(FOREIGN)
+    assert rig.copy(D2P, arange(5), rig.frames()[:5]).ok
+    rig.close()
+
+
+def test_a_lender_that_stands_still_does_not_do_later_what_was_given_up(
+    private: Path, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_session, "COPY_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(borrowed_pool, "RETRY_S", 0.0)
+    rig, child = borrow_from_child(private, start)
+    frames = rig.frames()[:5]
+    rig.device.kv.fill_(1.0)
+    assert rig.copy(D2P, arange(5), frames).ok
+    child.stop()
+    rig.device.kv.fill_(2.0)
+    result = rig.copy(D2P, arange(5), frames)
+    assert not result.ok and "has not answered for 3 s" in result.error
+    monkeypatch.setattr(copy_session, "COPY_TIMEOUT_S", DEADLINE_S)
+    child.go_on()
+    rig.device.kv.fill_(3.0)
+    assert rig.copy(D2P, arange(5), frames).ok
+    for _ in range(20):
+        rig.device.kv.fill_(0.0)
+        assert rig.copy(P2D, arange(5), frames).ok
+        assert (rig.device.kv[:, :, :5] == 3.0).all()
+    rig.close()
+
+
+def test_a_lender_that_did_not_answer_is_not_asked_at_once(
+    private: Path, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_session, "COPY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(borrowed_pool, "RETRY_S", 1000.0)
+    rig, child = borrow_from_child(private, start)
+    child.stop()
+    frames = rig.frames()[:5]
+    errors = [rig.copy(P2D, arange(5), frames).error for _ in range(3)]
+    assert "has not answered" in errors[0]
+    assert errors[1:] == ["the worker that has it does not answer"] * 2
+    child.go_on()
+    rig.close()
+
+
+# -- nothing leaks -----------------------------------------------------------------------------------------------
+
+
+def held() -> tuple[int, int, int]:
+    """Slabs and staging memory by descriptor and by mapping, and threads."""
+    gc.collect()
+    fds = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            fds += "peer-slab" in os.readlink(f"/proc/self/fd/{fd}")
+    names = [thread.name for thread in threading.enumerate()]
+    return fds, Path("/proc/self/maps").read_text().count("peer-slab"), names.count("peer-copier")
+
+
+def test_nothing_is_left_of_sessions(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    rig.lend(2)
+    (lender,) = rig.lenders.values()
+    frames = rig.frames()[:3]
+    before = held()
+    for _ in range(3):
+        assert rig.copy(D2P, arange(3), frames).ok and rig.copy(P2D, arange(3), frames).ok
+        assert held()[1] >= before[1] + 2 * 2
+        rig.memory.pool.close()
+        wait_until(lambda: lender.coordinator._copier.num_sessions == 0, "sessions to end")
+    # The lender's own mapping of what it copies stays, and its thread.
+    kept = (before[0], before[1] + 1, before[2] + 1)
+    wait_until(lambda: held() == kept, f"{kept} to be left, not {held()}")
+    lender.coordinator.close()
+    wait_until(lambda: held() == before, f"{before} to be left, not {held()}")
+
+
+def test_a_session_that_is_refused_leaves_nothing(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    rig.lend(1)
+    (lender,) = rig.lenders.values()
+    before = held()
+    known = grant_of(lender)
+    me, path = BorrowerId(known["name"], known["incarnation"]), lender.coordinator._slab_socket
+    lease = next(each[1] for each in rig.memory._leases if each is not None)
+    for slab in (StrictSlab(path, me, lease, b"?"), StrictSlab(path + "x", me, lease, known["token"])):
+        with pytest.raises(slab_channel.ChannelError):
+            CopySession(slab, 4096)
+    wait_until(lambda: held() == before, f"{before} to be left, not {held()}")
+
+
+def test_a_master_that_streams_layers_gives_strict_slabs_back(
+    private: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint = f"ipc://{private}/peers"
+    lender = lent_memory(endpoint, private)
+    master = BorrowedMemory([endpoint], "here", 2, SLAB_BYTES, PAGE_BYTES, SHAPE, torch.float32, maps_only=True)
+    lender.left([0, 1])
+    wait_until(lambda: [lender.here(), master.here(), "--peer-strict" in caplog.text][2], "the error")
+    wait_until(lambda: [lender.here(), lender.state()["slabs"]["offered"] == 2][1], "slabs to be given back")
+    assert master.here() == b"\0\0"
+    master.close()
+    lender.close()

@@ -1,0 +1,367 @@
+"""A worker lends slabs of its device pool and gets them back: the policy alone, on a virtual clock, with pools."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sglang.simulator.simulation import SimulatedHardware, Simulation
+from sglang.srt.managers.engine_core import reduce_progress
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
+from sglang.srt.managers.schedule_batch import BatchDecision
+from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
+from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
+from sglang.srt.mem_cache.slab_ledger import SlabLedger, SlabState
+from sglang.srt.peer.lending import DeviceLending, LendingConfig
+from sglang.srt.sampling.sampling_params import SamplingParams
+from support.coming_and_going import LentOut
+from support.hash_model import HashModel
+from support.soak import SoakConfig, build_rank
+
+TEN_SLABS = tuple((first, first + 10) for first in range(0, 100, 10))
+
+
+def request(rid: str, prompt: np.ndarray, max_new_tokens: int = 4) -> TokenizedGenerateReqInput:
+    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True, sampling_seed=0)
+    return TokenizedGenerateReqInput(rid=rid, input_ids=ids_to_bytes(prompt), sampling_params=params, stream=True)
+
+
+def text(seed: int, n: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(1, 3, n).astype(np.int32)
+
+
+# -- the policy --------------------------------------------------------------------------------------------------
+
+
+def lending(num_slabs: int = 5, keep_pages: int = 4, cache_pages: int = 0) -> tuple[DeviceLending, FrameTable]:
+    """Slabs of four pages, a window of 10 s."""
+    table = FrameTable(4 * num_slabs, lowest_first=True)
+    ledger = SlabLedger(table, [(4 * i, 4 * i + 4) for i in range(num_slabs)], here=True)
+    made = DeviceLending(LendingConfig(window_s=10.0), ledger, 100, keep_pages, cache_pages)
+    made.update(bytes([1] * num_slabs + [255, 255]))
+    return made, table
+
+
+def test_what_a_window_did_not_need_leaves_from_the_end():
+    each, _ = lending()
+    assert each.adjust(0.0, 9) == [] and each.wake_at == 10.0
+    assert each.adjust(9.9, 1) == []
+    # Nine pages were needed until 9.9: three slabs.
+    assert each.adjust(10.0, 1) == [3, 4] and each.wake_at == 19.9
+    assert each.ledger.take_left() == (3, 4)
+    assert each.adjust(19.9, 1) == [1, 2] and each.wake_at is None
+
+
+def test_only_what_somebody_would_borrow_leaves():
+    each, _ = lending()
+    each.update(bytes((1, 1, 1, 1, 1, 0, 255)))
+    each.adjust(0.0, 1)
+    assert each.adjust(10.0, 1) == [] and each.wake_at is None, "nobody is there: nothing to wake for"
+    each.update(bytes((1, 1, 1, 1, 1, 2, 255)))
+    assert each.adjust(11.0, 1) == [3, 4]
+    # Nobody has them yet: the two that are wanted are on their way.
+    assert each.adjust(12.5, 1) == []
+    assert each.ledger.take_left() == (3, 4)
+    each.update(bytes((1, 1, 1, 0, 0, 1, 255)))
+    assert each.adjust(13.0, 1) == [2]
+
+
+def test_another_slab_is_asked_for_in_place_of_one_that_is_late():
+    each, _ = lending()
+    each.adjust(0.0, 1)
+    assert each.adjust(10.0, 1) == [1, 2, 3, 4] and each.ledger.take_left() == (1, 2, 3, 4)
+    each.update(bytes((1, 0, 0, 0, 0, 0, 255)))
+    each.adjust(11.0, 8)
+    assert each.take_wanted() == 1
+    each.adjust(12.0, 8)
+    assert each.take_wanted() == 0, "it was asked for"
+    each.update(bytes((1, 0, 0, 0, 0, 0, 254)))
+    each.adjust(13.0, 8)
+    assert each.take_wanted() == 1, "it does not come"
+    each.adjust(14.0, 8)
+    assert each.take_wanted() == 0
+    each.update(bytes((1, 0, 1, 0, 0, 0, 254)))
+    assert each.is_waiting and each.adjust(15.0, 8) == [] and each.take_wanted() == 0
+    each.update(bytes((1, 1, 1, 0, 0, 0, 255)))
+    assert not each.is_waiting
+
+
+@pytest.mark.parametrize(("keep_pages", "cache_pages", "stay"), [(4, 0, 1), (5, 0, 2), (4, 4, 2), (4, 100, 5)])
+def test_room_that_is_kept(keep_pages: int, cache_pages: int, stay: int):
+    each, _ = lending(keep_pages=keep_pages, cache_pages=cache_pages)
+    each.adjust(0.0, 0)
+    assert each.adjust(10.0, 0) == list(range(stay, 5))
+
+
+def test_slabs_are_asked_for_once_the_lowest_first():
+    each, _ = lending()
+    each.adjust(0.0, 0)
+    each.adjust(10.0, 0)
+    each.ledger.take_left()
+    for demand, wanted in ((9, 2), (9, 0), (12, 0), (13, 1), (100, 1), (100, 0), (0, 0)):
+        each.adjust(11.0, demand)
+        assert each.take_wanted() == wanted, f"demand {demand}"
+    assert each.is_waiting
+    each.update(bytes((1, 1, 0, 0, 0, 255, 255)))
+    each.adjust(11.5, 9)
+    # The other three are still to come.
+    assert each.take_wanted() == 0 and each.is_waiting
+    each.update(bytes((1, 1, 1, 1, 1, 255, 255)))
+    each.adjust(12.0, 100)
+    assert each.take_wanted() == 0 and not each.is_waiting
+    each.check_invariants()
+
+
+def test_what_is_still_leaving_is_kept_before_anything_is_asked_for():
+    each, table = lending()
+    frames = table.allocate(20, 1)
+    assert frames is not None
+    table.doom(frames[:18], FrameState.HELD, -1)
+    table.reap(0)
+    each.adjust(0.0, 2)
+    assert each.adjust(10.0, 2) == [1, 2, 3, 4]
+    # Two pages of the last slab are held: it goes on leaving.
+    assert each.ledger.take_left() == (1, 2, 3) and each.leaving == [4]
+    each.adjust(10.5, 9)
+    assert each.ledger.states[4] == SlabState.HERE and each.take_wanted() == 1
+    assert table.num_free == 6
+    table.doom(frames[18:], FrameState.HELD, -1)
+    table.reap(0)
+    assert table.num_free == 8, "what was kept is not lent when it becomes free"
+    each.check_invariants()
+    table.check_invariants()
+
+
+def test_slabs_leave_once_in_an_interval_and_it_says_when():
+    each, _ = lending()
+    each.adjust(0.0, 6)
+    each.adjust(0.1, 2)
+    assert each.adjust(10.0, 2) == [2, 3, 4] and each.wake_at == 10.1
+    assert each.adjust(10.1, 2) == [] and each.wake_at == 11.0
+    assert each.adjust(11.0, 2) == [1] and each.wake_at is None
+
+
+def test_an_engine_does_not_lend_and_borrow():
+    config = SchedulerConfig(
+        page_size=1,
+        num_device_pages=100,
+        num_host_pages=100,
+        page_bytes=8,
+        context_len=50,
+        num_peer_pages=10,
+        slabs=TEN_SLABS,
+        lending=LendingConfig(),
+    )
+    with pytest.raises(ValueError, match="cannot borrow"):
+        Scheduler(config)
+    for slabs in ((), ((0, 10), (10, 30))):
+        with pytest.raises(ValueError, match="same length"):
+            Scheduler(replace(config, num_peer_pages=0, slabs=slabs))
+
+
+# -- on a virtual clock ------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """100 pages of one token in ten slabs, that come home as soon as they are wanted; the longest request has 25
+    tokens. left: when slabs left, and which."""
+
+    def __init__(self, **changes: object) -> None:
+        config = SchedulerConfig(
+            page_size=1,
+            num_device_pages=100,
+            num_host_pages=0,
+            page_bytes=8,
+            context_len=25,
+            slabs=TEN_SLABS,
+            lending=LendingConfig(),
+        )
+        self.sim = Simulation(replace(config, **changes), SimulatedHardware(1, lambda launch: 1.0))  # type: ignore[arg-type]
+        self.scheduler = self.sim.core.scheduler
+        self.sim.core.slabs = LentOut(TEN_SLABS, 1.0, 0, self._went)
+        self.left: list[tuple[float, tuple[int, ...]]] = []
+
+    def run(self, *arrivals: tuple[float, TokenizedGenerateReqInput]) -> None:
+        times = self.sim.run(arrivals, self._after_step)
+        assert all(times[each.rid].finish_reason == "length" for _, each in arrivals)
+
+    def _went(self, frames: np.ndarray) -> None:
+        assert (self.scheduler.device.state[frames] == FrameState.LENT).all()
+
+    def _after_step(self, decision: BatchDecision) -> None:
+        self.scheduler.check_invariants()
+        if decision.slabs_left:
+            self.left.append((self.sim.now, decision.slabs_left))
+
+
+def test_an_idle_worker_lends_all_but_room_for_one_request():
+    worker = Worker()
+    worker.run((0.0, request("a", text(1, 20))))
+    # 25 tokens and a page that stays free.
+    assert worker.left == [(60.0, tuple(range(3, 10)))]
+    state = worker.scheduler.state()
+    assert state["counters"]["slabs_lent"] == 7 and "slabs_asked_back" not in state["counters"]
+    assert state["tiers"]["device"]["num_pages"] == 30
+
+
+def test_what_requests_need_at_the_same_time_is_not_lent():
+    worker = Worker()
+    worker.run(*((30.0, request(f"r{i}", text(i, 15), 5)) for i in range(3)))
+    # Three times 20 tokens: six slabs, and what one that waits has in reserve.
+    (first, slabs), *rest = worker.left
+    assert first == 60.0 and 6 <= slabs[0] <= 7 and slabs[-1] == 9
+    assert rest and rest[-1][0] > 90.0 and rest[-1][1][0] == 3
+    assert sum(len(each) for _, each in worker.left) == 7 == worker.scheduler.counters["slabs_lent"]
+
+
+def test_a_burst_gets_slabs_back_and_they_leave_again():
+    worker = Worker()
+    worker.run((0.0, request("a", text(1, 5))))
+    assert len(worker.scheduler.lending.ledger.states) == 10
+    before = worker.scheduler.counters["slabs_lent"]
+    worker.run(*((100.0, request(f"r{i}", text(i, 20), 5)) for i in range(2)))
+    asked = worker.scheduler.counters["slabs_asked_back"]
+    assert before == 7 and 2 <= asked <= 3
+    # Those that came, and again from the end.
+    assert sorted(worker.left[-1][1]) == list(range(3, 3 + asked)) and worker.left[-1][0] > 160.0
+    assert worker.scheduler.counters["retracted_reqs"] == 0
+
+
+# -- with pools --------------------------------------------------------------------------------------------------
+
+CONFIG = SoakConfig(
+    seed=1,
+    steps=0,
+    page_size=1,
+    num_device_pages=64,
+    num_host_pages=0,
+    max_running_requests=4,
+    chunked_prefill_size=16,
+    max_ahead=2,
+    num_ranks=1,
+    arrival_rate=0.0,
+    abort_rate=0.0,
+    link_fail_rate=0.0,
+    launch_fail_rate=0.0,
+    late_rate=0.0,
+    lend_rate=1.0,
+)
+
+
+class Rig:
+    """A rank of the soak with exact KV and poisoned memory. wanted: how many slabs, each time that some were."""
+
+    def __init__(self, lend_window_s: float = 0.05) -> None:
+        self.model = HashModel(seed=1)
+        self.rank = build_rank(replace(CONFIG, lend_window_s=lend_window_s), self.model, 0, None)
+        self.scheduler = self.rank.core.scheduler
+        assert isinstance(self.rank.slabs, LentOut)
+        self.source = self.rank.slabs
+        self.now = 0.0
+        self.num_steps = 0
+        self.wanted: list[int] = []
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: dict[str, str] = {}
+
+    @property
+    def lent(self) -> int:
+        assert self.scheduler.lending is not None
+        return self.scheduler.lending.ledger.states.count(SlabState.AWAY)
+
+    def tick(self, *new: TokenizedGenerateReqInput, aborts: tuple[str, ...] = ()) -> None:
+        self.now += 1e-3
+        self.rank.emulator.run(20)
+        progress = reduce_progress([self.rank.core.progress()])
+        if not (new or aborts or self.rank.core.has_work(self.now)):
+            return
+        decision = self.rank.core.step(self.now, progress, new, aborts)
+        self.num_steps += 1
+        self.scheduler.check_invariants()
+        self.wanted += [decision.slabs_wanted] if decision.slabs_wanted else []
+        for output in decision.outputs:
+            self.tokens.setdefault(output.rid, []).extend(bytes_to_ids(output.output_ids).tolist())
+            if output.finish_reason is not None:
+                self.ended[output.rid] = output.finish_reason.type
+
+    def lend_all(self) -> None:
+        """All but one slab of four pages."""
+        for _ in range(200):
+            self.tick()
+        assert self.lent == len(self.scheduler.config.slabs) - 1 == 12
+        self.source.rate = 0.0
+
+    def end(self, rid: str) -> None:
+        for _ in range(500):
+            if rid in self.ended:
+                return
+            self.tick()
+        raise AssertionError(f"{rid} does not end")
+
+
+def test_a_long_request_waits_for_slabs_and_answers_as_ever():
+    rig, prompt = Rig(), text(3, 30)
+    rig.lend_all()
+    rig.tick(request("long", prompt, 8))
+    for _ in range(100):
+        rig.tick()
+    # 38 tokens and a page, in slabs of four, asked for once; nothing was lost, and nothing goes round in circles.
+    assert rig.wanted == [9] and not rig.ended and rig.num_steps < 20
+    rig.source.rate = 0.2
+    rig.end("long")
+    assert rig.tokens["long"] == rig.model.generate(prompt, 8, frozenset())
+    assert rig.wanted == [9] and rig.scheduler.counters["slabs_asked_back"] == 9
+    assert rig.scheduler.counters["retracted_reqs"] == 0
+    rig.source.rate = 1.0
+    for _ in range(200):
+        rig.tick()
+    assert rig.lent == 12 and rig.scheduler.counters["slabs_lent"] == 21
+
+
+def test_one_that_outgrows_what_is_here_waits_in_the_middle():
+    rig, prompt = Rig(), text(4, 2)
+    rig.lend_all()
+    rig.tick(request("grows", prompt, 20))
+    for _ in range(100):
+        rig.tick()
+    # Four pages are here: it has begun, and keeps what it has.
+    assert not rig.ended and len(rig.scheduler.running) == 1 and len(rig.tokens["grows"]) >= 2
+    rig.source.rate = 0.2
+    rig.end("grows")
+    assert rig.tokens["grows"] == rig.model.generate(prompt, 20, frozenset())
+    assert rig.scheduler.counters["retracted_reqs"] == 0
+
+
+def test_slabs_that_come_when_nobody_wants_them_any_more_leave_again():
+    rig = Rig()
+    rig.lend_all()
+    rig.tick(request("gone", text(5, 30), 8))
+    rig.tick()
+    rig.tick(aborts=("gone",))
+    assert rig.ended == {"gone": "abort"}
+    rig.source.rate = 1.0
+    for _ in range(300):
+        rig.tick()
+    assert rig.lent == 12 and rig.scheduler.counters["slabs_lent"] == 21
+    rig.tick(request("next", text(6, 30), 8))
+    rig.end("next")
+    assert rig.tokens["next"] == rig.model.generate(text(6, 30), 8, frozenset())
+
+
+def test_a_slab_in_use_leaves_when_its_request_ends():
+    rig = Rig(lend_window_s=0.0)
+    rig.tick(request("first", text(7, 30), 2), request("second", text(8, 4), 23))
+    rig.end("first")
+    lending = rig.scheduler.lending
+    assert lending is not None and "second" not in rig.ended
+    leaving = []
+    while "second" not in rig.ended:
+        leaving.append(lending.leaving)
+        rig.tick()
+    # Their first pages are the second one's until it ends.
+    assert leaving[-1] == [7, 8] and not lending.leaving
+    assert rig.tokens["second"] == rig.model.generate(text(8, 4), 23, frozenset())
+    for _ in range(200):
+        rig.tick()
+    assert rig.lent == 12

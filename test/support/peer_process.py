@@ -1,0 +1,69 @@
+"""An engine of one kind, as a `Child`: it says what happens to it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from sglang.srt.peer.coordinator import BorrowerCoordinator, LenderCoordinator
+from sglang.srt.peer.protocol.borrower import AskedBack, Lent
+from sglang.srt.peer.protocol.lender import Demand, LenderTiming
+from sglang.srt.peer.protocol.messages import LeaseId
+from sglang.srt.utils.shared_memory import SharedMemory
+
+HEARTBEAT_S = 0.05
+SLAB_BYTES = 8192
+
+
+Say = Callable[..., None]
+
+
+def borrow(say: Say, name: str, want_bytes: int, endpoint: str) -> None:
+    """Maps what it is lent, fills it with the first letter of its name, gives back what it is asked for."""
+    is_news = threading.Event()
+    coordinator = BorrowerCoordinator([endpoint], name, 4096, notify=is_news.set, heartbeat_s=HEARTBEAT_S)
+    coordinator.want(endpoint, want_bytes)
+    mapped: dict[LeaseId, mmap.mmap] = {}
+    while True:
+        is_news.wait()
+        is_news.clear()
+        for event in coordinator.poll():
+            if isinstance(event, Lent):
+                assert event.fd is not None
+                memory = mapped[event.lease] = mmap.mmap(event.fd, event.size_bytes)
+                os.close(event.fd)
+                foreign = len(memory[:].strip(b"\0"))
+                memory[:] = name[0].encode() * event.size_bytes
+                say("lent", event.slab, foreign)
+            elif isinstance(event, AskedBack):
+                mapped.pop(event.lease).close()
+                say("unmapped")
+                coordinator.unmapped(endpoint, event.lease)
+            else:
+                mapped.pop(event.lease).close()
+                say("lost")
+
+
+def lend(say: Say, directory: Path, num_slabs: int, endpoint: str) -> None:
+    """Offers what it has."""
+    is_news = threading.Event()
+    slabs = [SharedMemory.allocate(SLAB_BYTES, "slab") for _ in range(num_slabs)]
+    coordinator = LenderCoordinator(
+        endpoint,
+        directory,
+        num_slabs,
+        SLAB_BYTES,
+        lambda slab: slabs[slab].fd,
+        notify=is_news.set,
+        timing=LenderTiming(heartbeat_s=HEARTBEAT_S),
+    )
+    say("ready", coordinator.endpoint)
+    while True:
+        is_news.wait()
+        is_news.clear()
+        for event in coordinator.poll():
+            if isinstance(event, Demand) and event.unmet_bytes:
+                coordinator.offer(range(num_slabs))

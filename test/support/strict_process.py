@@ -1,0 +1,71 @@
+"""A lender or a borrower in strict mode, as a `Child`: it says what happens to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.transfer import LoadFailedError
+from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.memory.lent_memory import LentMemory
+
+SHAPE = (4, 3, 2, 8)
+PAGE_BYTES = MHATokenToKVPool.page_bytes(*SHAPE, torch.float32)
+SLAB_BYTES, NUM_SLABS = 1 << 16, 3
+# What a borrower writes, and a lender's own.
+FOREIGN, OWN = 7.0, 0x2A
+
+
+def borrowed_memory(endpoints: list[str], name: str, num_slabs: int = NUM_SLABS) -> BorrowedMemory:
+    return BorrowedMemory(endpoints, name, num_slabs, SLAB_BYTES, PAGE_BYTES, SHAPE, torch.float32)
+
+
+def lent_memory(endpoint: str, directory: Path, strict: bool = True) -> LentMemory:
+    """Of a lender with pages of another shape."""
+    shape = (2, 5, 1, 24)
+    page_bytes = MHATokenToKVPool.page_bytes(*shape, torch.bfloat16)
+    return LentMemory(endpoint, directory, NUM_SLABS, SLAB_BYTES, page_bytes, shape, torch.bfloat16, strict=strict)
+
+
+def lend(say: Callable[..., None], endpoint: str, directory: Path) -> None:
+    """Lends all its slabs."""
+    memory = lent_memory(endpoint, directory)
+    memory.left(range(NUM_SLABS))
+    say("ready")
+    while True:
+        memory.here()
+        time.sleep(0.01)
+
+
+def borrow(say: Callable[..., None], endpoint: str) -> None:
+    """Writes sevens to what it is lent and reads it, again and again, and gives back what is wanted."""
+    # More threads than one would wait for each other.
+    torch.set_num_threads(1)
+    memory = borrowed_memory([endpoint], "child")
+    device = MHATokenToKVPool(memory.pool.slab_pages, *SHAPE, torch.float32)
+    device.kv.fill_(FOREIGN)
+    pages = torch.arange(memory.pool.slab_pages)
+    said: list[object] = []
+    while True:
+        is_here = np.frombuffer(memory.here(), np.uint8)
+        here = np.flatnonzero(is_here)
+        memory.left(np.flatnonzero(is_here == 0).tolist())
+        try:
+            for place in here.tolist():
+                frames = torch.from_numpy(memory.pool.frames_of(place)).long()
+                memory.pool.back_up(device.kv_pages, pages, frames, "auto")
+                for layer in range(device.num_layers):
+                    memory.pool.load_layer(layer, device.view(layer), frames, pages, "auto")
+                assert (device.kv == FOREIGN).all(), "what comes back is not what was written"
+            found: list[object] = ["has", len(here)]
+        except LoadFailedError:
+            found = ["failed"]
+        time.sleep(0.002)
+        if found != said:
+            say(*found)
+            said = found
