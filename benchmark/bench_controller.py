@@ -14,10 +14,13 @@ import time
 import numpy as np
 from common import print_table, summary, write_json
 
-from sglang.srt.managers.cache_controller import HiCacheController, StorageLimits
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.managers.storage_controller import PrefetchConfig, StorageController, StorageLimits
+from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node
+from sglang.srt.mem_cache.time_units import LaunchClock
 from sglang.srt.mem_cache.transfer import FETCH, STORE, Tier
 
 BLOCK = 64
@@ -32,33 +35,36 @@ class Rig:
         self.tree = HiRadixTree(page_size)
         self.device = FrameTable(HOST_TOKENS // 4 // page_size)
         self.host = FrameTable(HOST_TOKENS // page_size, max(1, BLOCK // page_size))
-        self.controller = HiCacheController(self.tree, self.device, self.host, page_bytes=1)
+        self.clock = LaunchClock()
+        self.ledger = TransferLedger(self.tree, Pools(self.device, self.host), self.clock, page_bytes=1)
+        self.controller = HiCacheController(self.ledger)
+        self.storage = StorageController(self.controller, PrefetchConfig())
         if storage:
             limits = StorageLimits(256, self.host.num_pages, self.host.num_pages)
-            self.controller.open_storage(limits, self.names)
+            self.storage.open(limits, self.names)
         # Others hold most of the host pool; what they gave back lies in runs, as prompts did.
         held = self.host.allocate(self.host.num_pages, 0)
         assert held is not None
         runs = np.array_split(held, HOST_TOKENS // 1500)
         for i in self.rng.permutation(len(runs))[: len(runs) // 10]:
-            self.host.doom(runs[i], FrameState.HELD, -1)
+            self.host.free_after(runs[i], FrameState.HELD, -1)
         self.host.reap(0)
 
-    def publish(self, num_tokens: int) -> Node:
+    def insert(self, num_tokens: int) -> Node:
         tokens = self.rng.integers(0, 1 << 30, num_tokens).astype(np.int32)
         frames = self.device.allocate(num_tokens // self.page_size, 0)
         assert frames is not None
-        result = self.tree.publish("", None, tokens, frames, -1, 0)
+        result = self.tree.insert_prefix("", None, tokens, frames, -1, 0)
         self.device.transition(frames, FrameState.HELD, FrameState.CACHED)
         return result.node
 
     def clean(self, node: Node) -> None:
         for tier in (Tier.DEVICE, Tier.HOST):
             if node.frames[tier] is not None:
-                self.controller.drop(node, tier, -1)
+                self.controller.drop(node, tier)
         self.device.reap(0)
         self.host.reap(0)
-        self.controller.take_ops()
+        self.ledger.take_ops()
 
 
 def measure(page_size: int, num_tokens: int, rounds: int) -> list[dict[str, object]]:
@@ -70,52 +76,52 @@ def measure(page_size: int, num_tokens: int, rounds: int) -> list[dict[str, obje
 
     rig, stored = Rig(page_size, storage=False), Rig(page_size, storage=True)
     for _ in range(rounds):
-        node, controller = rig.publish(num_tokens), rig.controller
+        node, controller = rig.insert(num_tokens), rig.controller
         start = clock()
-        ticket = controller.begin_backup(node, 0)
+        ticket = controller.begin_backup(node)
         timed("backup, begin", start)
         assert ticket is not None
         start = clock()
-        controller.commit(ticket, 0)
+        controller.commit(ticket)
         timed("backup, commit", start)
-        controller.evict(Tier.DEVICE, num_tokens // page_size, 0)
+        controller.evict(Tier.DEVICE, num_tokens // page_size)
         start = clock()
-        ticket = controller.begin_load([node])
+        (ticket,) = controller.begin_load([node])
         timed("load, begin", start)
         start = clock()
-        controller.commit(ticket, 0)
+        controller.commit(ticket)
         timed("load, commit", start)
         rig.clean(node)
         if num_tokens % BLOCK:
             continue
         tokens = rig.rng.integers(0, 1 << 30, num_tokens).astype(np.int32)
-        controller, tree = stored.controller, stored.tree
+        controller, storage, tree = stored.controller, stored.storage, stored.tree
         start = clock()
         keys = stored.names.of_prompt("", tokens)
         timed("keys of the prompt", start)
         start = clock()
         match = tree.match("", tokens, fetching=True)
-        ticket = controller.begin_fetch(match, tokens, keys, 0)
+        ticket = storage.begin_fetch(match, tokens, keys)
         timed("fetch, begin", start)
         start = clock()
-        controller.end_fetch(ticket, len(keys), 0)
+        storage.end_fetch(ticket, len(keys))
         timed("fetch, end", start)
         stored.clean(tree.match("", tokens).path[-1])
-        node = stored.publish(num_tokens)
-        ticket = controller.begin_backup(node, 0)
+        node = stored.insert(num_tokens)
+        ticket = controller.begin_backup(node)
         assert ticket is not None
         # The part of the commit that hands the blocks to storage.
-        limits, controller.storage = controller.storage, None
-        controller.commit(ticket, 0)
-        controller.storage = limits
+        limits, storage.limits = storage.limits, None
+        controller.commit(ticket)
+        storage.limits = limits
         start = clock()
-        controller._store_path(node)
+        storage.store_path(node)
         timed("store, begin", start)
-        for ticket in [t for t in controller.in_flight if t.link == STORE]:
+        for ticket in [t for t in stored.ledger.in_flight if t.link == STORE]:
             start = clock()
-            controller.end_store(ticket, 0)
+            storage.end_store(ticket, 0)
             timed("store, end", start)
-        assert not any(t.link == FETCH for t in controller.in_flight)
+        assert not any(t.link == FETCH for t in stored.ledger.in_flight)
         stored.clean(node)
     pages = num_tokens // page_size
     return [

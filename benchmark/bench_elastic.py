@@ -79,7 +79,7 @@ class BlockMajor:
 
     def drain(self) -> None:
         boundary = self.last * self.pool.slab_pages
-        self.table.doom(
+        self.table.free_after(
             np.flatnonzero(self.table.state[boundary:] == FrameState.CACHED).astype(np.int32) + boundary,
             FrameState.CACHED,
             fence=-1,

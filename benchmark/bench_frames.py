@@ -71,7 +71,7 @@ class Churn:
         if keep:
             self.pieces.append((frames[:keep], offset))
         start = time.perf_counter()
-        self.table.doom(frames[keep:], FrameState.HELD, -1)
+        self.table.free_after(frames[keep:], FrameState.HELD, -1)
         self.table.reap(0)
         seconds = time.perf_counter() - start
         self.table.take_freed()

@@ -39,8 +39,8 @@ from yardsticks import free_memory, matrix_flops, memory_bytes_per_s
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
-from sglang.srt.managers.layer_streaming import LayerStreamConfig
 from sglang.srt.managers.schedule_batch import BatchDecision
+from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.model_executor.executor import StepResult
 from sglang.srt.model_executor.launch import LaunchMode
@@ -79,7 +79,7 @@ LLAMA_8B: dict[str, Any] = {
 
 # As upstream's cache: first come, first served, shared once complete.
 UNSCHEDULED: dict[str, Any] = {
-    "publish_at": "completion",
+    "insert_at": "completion",
     "deferral_threshold": 0,
     "load_ratio": 0.0,
     "bubble_filling": False,
@@ -308,12 +308,12 @@ class Rig:
 
     def forget_device(self) -> None:
         scheduler = self.engine.scheduler
-        scheduler.controller.evict(Tier.DEVICE, scheduler.device.num_pages, scheduler.exec_done)
+        scheduler.cache.controller.evict(Tier.DEVICE, scheduler.cache.device.num_pages)
 
     def counters(self) -> dict[str, float]:
         scheduler = self.engine.scheduler
         streamed = scheduler.streaming.counters if scheduler.streaming is not None else Counter()
-        return {**(scheduler.counters + scheduler.controller.counters + streamed), "stall_s": scheduler.stall_s}
+        return {**(scheduler.counters + streamed), "stall_s": scheduler.planner.stall_s}
 
     def close(self) -> None:
         """Nothing of the engine is held afterwards; whoever holds the rig need not let go."""

@@ -18,7 +18,8 @@ from common import print_table, summary, write_json
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.schedule_batch import StepInputs
-from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.transfer import D2H, EXEC, H2D, Tier
 from sglang.srt.model_executor.launch import Launch
@@ -82,7 +83,7 @@ def measure(running: int, queued: int, queue_waits_for: str, page_size: int, ste
         samples.append(time.perf_counter() - start)
         if decision.launch is not None:
             out.append(decision.launch)
-    assert len(scheduler.running) == running and len(scheduler.waiting) == queued
+    assert len(scheduler.queues.running) == running and len(scheduler.queues.waiting) == queued
     gc.unfreeze()
     return {
         "running": running,
@@ -95,16 +96,16 @@ def measure(running: int, queued: int, queue_waits_for: str, page_size: int, ste
 
 def on_the_host(scheduler: Scheduler, tokens: np.ndarray) -> None:
     """Enter a document that was computed, backed up and evicted from the device."""
-    tree, controller, device = scheduler.tree, scheduler.controller, scheduler.device
+    tree, controller, device = scheduler.cache.tree, scheduler.cache.controller, scheduler.cache.device
     frames = device.allocate(len(tokens) // scheduler.page_size, 0)
     assert frames is not None
-    node = tree.publish("", None, tokens, frames, -1, 0).node
+    node = tree.insert_prefix("", None, tokens, frames, -1, 0).node
     device.transition(frames, FrameState.HELD, FrameState.CACHED)
-    ticket = controller.begin_backup(node, 0)
+    ticket = controller.begin_backup(node)
     assert ticket is not None
-    controller.commit(ticket, 0)
-    controller.evict(Tier.DEVICE, len(frames), 0)
-    scheduler._link_done[D2H] += 1
+    controller.commit(ticket)
+    controller.evict(Tier.DEVICE, len(frames))
+    scheduler.cache._link_done[D2H] += 1
 
 
 def measure_formation(queued: int, page_size: int) -> list[dict[str, object]]:
@@ -126,7 +127,7 @@ def measure_formation(queued: int, page_size: int) -> list[dict[str, object]]:
     documents = [rng.integers(0, 30_000, length).astype(np.int32) for _ in range(num_documents)]
     for document in documents:
         on_the_host(scheduler, document)
-    scheduler.controller.take_ops()
+    scheduler.cache.ledger.take_ops()
     params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
     new = []
     for i in range(queued):
@@ -147,27 +148,27 @@ def measure_formation(queued: int, page_size: int) -> list[dict[str, object]]:
     def step(new: tuple[TokenizedGenerateReqInput, ...] = ()) -> object:
         return scheduler.step(StepInputs(step=0, now=0.0, new=new, done=dict(done)))
 
-    scheduler._free_slots, slots = [], scheduler._free_slots
+    scheduler.queues._free_slots, slots = [], scheduler.queues._free_slots
     step(tuple(new))
     gc.collect()
     gc.freeze()
 
     def order() -> int:
-        return sum(1 for _ in scheduler._candidates())
+        return sum(1 for _ in scheduler.admission.iter_admissible())
 
     timed("order the queue, every prompt matched", order)
     for _ in range(50):
         timed("order the queue, cursors known", order)
-    scheduler._free_slots = slots
+    scheduler.queues._free_slots = slots
     # Each launch counts as done at once, so that the next may follow; its loads never arrive.
-    while scheduler.active() == [] or len(first_of.get("a step that starts requests", ())) < 20:
-        before = scheduler.next_launch
+    while scheduler.queues.active() == [] or len(first_of.get("a step that starts requests", ())) < 20:
+        before = scheduler.clock.next
         timed("a step that starts requests", step)
-        if scheduler.next_launch == before:
+        if scheduler.clock.next == before:
             first_of["a step that starts requests"].pop()
             break
         scheduler._launches.pop(before)
-        done[EXEC] = scheduler.next_launch
+        done[EXEC] = scheduler.clock.next
     for _ in range(50):
         timed("a step that can start nobody", step)
     gc.unfreeze()

@@ -28,7 +28,7 @@ ASKED = SamplingParams(max_new_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos
 
 # As upstream's cache: first come, first served, shared once complete.
 NOTHING: dict[str, Any] = {
-    "publish_at": "completion",
+    "insert_at": "completion",
     "deferral_threshold": 0,
     "load_ratio": 0.0,
     "bubble_filling": False,
@@ -39,7 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "deferral": {**NOTHING, "deferral_threshold": 100},
     "balance": {**NOTHING, "load_ratio": 100.0},
     "bubbles": {**NOTHING, "bubble_filling": True},
-    "recompute": {**NOTHING, "publish_at": "launch", "load_or_recompute": True},
+    "recompute": {**NOTHING, "insert_at": "launch", "load_or_recompute": True},
     "Strata": {**NOTHING, "deferral_threshold": 100, "load_ratio": 100.0, "bubble_filling": True},
     "all": {"load_or_recompute": True},
 }
@@ -66,17 +66,17 @@ class Rig:
             self.engine.generate([document], one)
             self.engine.settle()
         scheduler = self.engine.scheduler
-        scheduler.controller.evict(Tier.DEVICE, scheduler.device.num_pages, scheduler.exec_done)
+        scheduler.cache.controller.evict(Tier.DEVICE, scheduler.cache.device.num_pages)
 
     def ask(self, prompts: list[np.ndarray]) -> tuple[dict[str, float], list[list[int]]]:
         """Ask all at once. Returns seconds and counts, and the answers."""
         scheduler = self.engine.scheduler
-        stall_s, before = scheduler.stall_s, scheduler.counters + scheduler.controller.counters
+        stall_s, before = scheduler.planner.stall_s, scheduler.counters
         answers = self.engine.generate(prompts, ASKED)
-        did = scheduler.counters + scheduler.controller.counters
+        did = scheduler.counters
         did.subtract(before)
         return {
-            "stall s": scheduler.stall_s - stall_s,
+            "stall s": scheduler.planner.stall_s - stall_s,
             "first token s": float(np.mean([a.first_token_s for a in answers])),
             "all s": max(a.end_s for a in answers),
             "loaded": float(did["load_back_tokens"]),

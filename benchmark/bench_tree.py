@@ -20,8 +20,10 @@ from common import print_table, summary, time_each, write_json
 
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.schedule_batch import ReqHold
+from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node, Receipt
+from sglang.srt.mem_cache.time_units import LaunchClock
 from sglang.srt.mem_cache.transfer import Tier
 
 VOCAB = 128_000
@@ -47,7 +49,11 @@ class Cache:
         spare = 2 * LENGTHS["128 K"]
         self.table = FrameTable((num_tokens + spare) // page_size)
         self.tree = HiRadixTree(page_size)
-        self.controller = HiCacheController(self.tree, self.table, None, page_bytes=1)
+        launches = LaunchClock()
+        launches.issue()
+        launches.complete(1)
+        ledger = TransferLedger(self.tree, Pools(self.table), launches, page_bytes=1)
+        self.controller = HiCacheController(ledger)
         self.now = 0
         self.inside = {name: [self.prompt(n, 1) for _ in range(NUM_PROMPTS[name])] for name, n in LENGTHS.items()}
         self.paths = {
@@ -74,7 +80,7 @@ class Cache:
         self.now += 1
         frames = self.table.allocate(len(tokens) // self.page_size, 0)
         assert frames is not None
-        result = self.tree.publish("", below, tokens, frames, -1, self.now)
+        result = self.tree.insert_prefix("", below, tokens, frames, -1, self.now)
         self.table.transition(frames, FrameState.HELD, FrameState.CACHED)
         return result.node
 
@@ -94,7 +100,7 @@ class Cache:
         frames = self.table.allocate(self.table.num_free, 0)
         assert frames is not None
         self.rng.shuffle(frames)
-        self.table.doom(frames, FrameState.HELD, -1)
+        self.table.free_after(frames, FrameState.HELD, -1)
         self.table.reap(0)
         self.table.take_freed()
 
@@ -142,15 +148,16 @@ def queue_row(cache: Cache, rounds: int) -> list[dict[str, Any]]:
 
 
 def insert_as_scheduler(
-    cache: Cache, tokens: np.ndarray, receipt: Receipt, published: int
+    cache: Cache, tokens: np.ndarray, receipt: Receipt, inserted_len: int
 ) -> tuple[ReqHold, np.ndarray]:
-    """What `Scheduler._admit` and `_publish` do to tree and frame table for one prompt, on top of a locked match."""
+    """What `Admission` and `KVCache.insert_prefix` do to tree and frame table for one prompt, on top of a locked
+    match."""
     tree, table = cache.tree, cache.table
-    frames = table.allocate((len(tokens) - published) // cache.page_size, 1, FrameState.HELD)
+    frames = table.allocate((len(tokens) - inserted_len) // cache.page_size, 1, FrameState.HELD)
     assert frames is not None
-    hold = ReqHold(1, receipt, published)
+    hold = ReqHold(1, receipt, inserted_len)
     hold.extend(frames)
-    result = tree.publish("", receipt.node, tokens[published:], hold.frames, 0, cache.now)
+    result = tree.insert_prefix("", receipt.node, tokens[inserted_len:], hold.frames, 0, cache.now)
     hold.receipt = tree.lock_node(result.node, cache.now)
     tree.unlock(receipt, cache.now, -1)
     for node in result.created:
@@ -177,7 +184,7 @@ def insert_rows(cache: Cache, rounds: int, what: str) -> list[dict[str, Any]]:
             samples.append(clock() - start)
             end = hold.receipt.node
             cache.tree.unlock(hold.receipt, cache.now, -1)
-            cache.controller.drop(end, Tier.DEVICE, -1)
+            cache.controller.drop(end, Tier.DEVICE)
             cache.table.reap(1)
             cache.table.take_freed()
         rows.append({"what": label, "prompt": name, **summary(samples)})
@@ -205,7 +212,7 @@ def evict_rows(cache: Cache) -> list[dict[str, Any]]:
     start_pages = cache.tree.resident_pages(Tier.DEVICE)
     while cache.tree.resident_pages(Tier.DEVICE) > start_pages * 3 // 4:
         start = clock()
-        cache.controller.evict(Tier.DEVICE, 1000, done=1)
+        cache.controller.evict(Tier.DEVICE, 1000)
         samples.append(clock() - start)
         cache.table.take_freed()
     return [{"what": "evict 1,000 pages", "prompt": "", **summary(samples)}]

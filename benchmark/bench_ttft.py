@@ -57,7 +57,7 @@ def measure(page_size: int, length: int, rounds: int, folder: str) -> dict[str, 
         tails = rng.integers(3, 2000, (4, NEW_TOKENS))
         sample = {"recompute": first_token(np.concatenate([base, tails[0]]), None)}
         sample["device"] = first_token(np.concatenate([base, tails[1]]), "device")
-        engine.scheduler.controller.evict(Tier.DEVICE, pages, engine.scheduler.exec_done)
+        engine.scheduler.cache.controller.evict(Tier.DEVICE, pages)
         sample["host"] = first_token(np.concatenate([base, tails[2]]), "host")
         engine.forget()
         sample["disk"] = first_token(np.concatenate([base, tails[3]]), "disk")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from itertools import islice
 
 import pytest
@@ -12,8 +13,12 @@ from support.decisions import decide, first_difference, load, runs
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> None:
-    logging.getLogger("sglang").setLevel(logging.CRITICAL)
+def quiet() -> Iterator[None]:
+    logger = logging.getLogger("sglang")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(before)
 
 
 def test_a_run_decides_as_recorded_and_a_difference_is_named() -> None:

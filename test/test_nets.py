@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,9 +15,13 @@ from support.tier_mixes import TIER_MIXES, tier_mix, unused_parts
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> None:
+def quiet() -> Iterator[None]:
     """Injected failures are logged with their tracebacks, thousands of them."""
-    logging.getLogger("sglang").setLevel(logging.CRITICAL)
+    logger = logging.getLogger("sglang")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(before)
 
 
 # A small device and a long queue: many steps.

@@ -209,7 +209,7 @@ def simulate(settings: RunSettings) -> Outcome:
 
 
 def _counters(sim: Simulation) -> Counter[str]:
-    return sim.core.scheduler.counters + sim.core.scheduler.controller.counters
+    return sim.core.scheduler.counters
 
 
 def _machine(settings: RunSettings) -> Hardware:
@@ -242,8 +242,8 @@ def _warm_up(sim: Simulation, workload: Workload) -> Workload:
     first = tuple(replace(c, start=0.0, turns=asked) for c in contexts.values())
     sim.run(replace(workload, conversations=first).source())
     scheduler = sim.core.scheduler
-    scheduler.controller.evict(Tier.DEVICE, scheduler.device.num_pages, scheduler.exec_done)
-    assert scheduler.tree.resident_pages(Tier.DEVICE) == 0 < scheduler.tree.resident_pages(Tier.HOST)
+    scheduler.cache.controller.evict(Tier.DEVICE, scheduler.cache.device.num_pages)
+    assert scheduler.cache.tree.resident_pages(Tier.DEVICE) == 0 < scheduler.cache.tree.resident_pages(Tier.HOST)
     later = tuple(replace(c, start=c.start + sim.now) for c in workload.conversations)
     return replace(workload, conversations=later)
 

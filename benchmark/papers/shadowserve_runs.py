@@ -16,9 +16,7 @@ from benchmark.simulator.smoke import check_answers
 from benchmark.simulator.workloads import LONGBENCH_NARRATIVEQA, TRIVIAQA, Workload
 
 from sglang.simulator.simulation import Simulation
-from sglang.srt.managers.cache_controller import StorageLimits
-from sglang.srt.managers.schedule_batch import StorageSetup
-from sglang.srt.managers.storage_prefetch import PrefetchConfig
+from sglang.srt.managers.storage_controller import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.block_keys import BlockKeys
 
 DATASETS = {"TriviaQA": TRIVIAQA, "NarrativeQA": LONGBENCH_NARRATIVEQA}
@@ -149,7 +147,7 @@ def simulate(settings: RemoteSettings) -> RemoteOutcome:
     times = sim.run(workload.source())
     check_answers(times, workload)
     scheduler = sim.core.scheduler
-    counters = scheduler.counters + scheduler.controller.counters + scheduler.prefetcher.counters
+    counters = scheduler.counters
     ttft = np.array([t.ttft for t in times.values()])
     gaps = [(t.tokens[-1] - t.tokens[0]) / (len(t.tokens) - 1) for t in times.values() if len(t.tokens) > 1]
     fetch = sim.links.get("fetch")

@@ -273,7 +273,7 @@ def _peer_tokens(settings: ServingSettings, device: int) -> int:
 
 
 def _counters(sim: Simulation) -> Counter[str]:
-    return sim.core.scheduler.counters + sim.core.scheduler.controller.counters
+    return sim.core.scheduler.counters
 
 
 def _machine(settings: ServingSettings) -> Hardware:

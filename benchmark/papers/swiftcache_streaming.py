@@ -22,8 +22,8 @@ from benchmark.simulator.profiles import HARDWARE, MODELS, Hardware, device_toke
 
 from sglang.simulator.simulation import RequestTimes, Simulation
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
-from sglang.srt.managers.layer_streaming import LayerStreamConfig
 from sglang.srt.managers.schedule_batch import BatchDecision
+from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.model_executor.launch import LaunchMode
 from sglang.srt.peer.protocol.elastic_units import layer_stream_sizes
 from sglang.srt.sampling.sampling_params import SamplingParams

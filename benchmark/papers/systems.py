@@ -14,7 +14,7 @@ from benchmark.simulator.hardware import scheduler_config, simulated_hardware
 from benchmark.simulator.profiles import Hardware, ModelShape
 
 from sglang.simulator.simulation import SimulatedHardware
-from sglang.srt.managers.scheduler import SchedulerConfig
+from sglang.srt.managers.scheduler_config import SchedulerConfig
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Policy:
     """Fields of `SchedulerConfig`. The defaults are those of an engine that knows nothing of loads: first come, first
     served, pages shared once the launch that computes them has completed, one step ahead."""
 
-    publish_at: str = "completion"
+    insert_at: str = "completion"
     deferral_threshold: int = 0
     load_ratio: float | str = 0.0
     bubble_filling: bool = False
@@ -65,7 +65,7 @@ _FCFS = Policy()
 _DEFERRAL = Policy(deferral_threshold=100)
 _BALANCE = replace(_DEFERRAL, load_ratio=100.0)
 _STRATA = replace(_BALANCE, bubble_filling=True)
-_OURS = replace(_STRATA, publish_at="launch", load_ratio="auto", load_or_recompute=True)
+_OURS = replace(_STRATA, insert_at="launch", load_ratio="auto", load_or_recompute=True)
 # LMCache and TensorRT move KV by CUDA kernels (Strata 5.3.1), with as many CTAs as there are pieces: the wire's rate.
 _WIDE_KERNEL = Method("kernel", ctas=64)
 

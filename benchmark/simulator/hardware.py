@@ -22,7 +22,7 @@ from benchmark.simulator.cost_models import (
 from benchmark.simulator.profiles import Hardware, device_tokens, host_tokens
 
 from sglang.simulator.simulation import SimulatedHardware
-from sglang.srt.managers.scheduler import SchedulerConfig
+from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.mem_cache.transfer import D2H, D2P, P2D, Tier, TransferOp
 from sglang.srt.model_executor.launch import Launch, LaunchMode
 

@@ -10,12 +10,11 @@ import pytest
 
 from sglang.simulator.links import SimulatedLink
 from sglang.simulator.simulation import RequestSource, SimulatedHardware, Simulation
-from sglang.srt.managers.cache_controller import WRITE_POLICIES, StorageLimits
+from sglang.srt.managers.cache_controller import WRITE_POLICIES
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
-from sglang.srt.managers.layer_streaming import LayerStreamConfig
-from sglang.srt.managers.schedule_batch import BatchDecision, StorageSetup
-from sglang.srt.managers.scheduler import SchedulerConfig
-from sglang.srt.managers.storage_prefetch import PrefetchConfig
+from sglang.srt.managers.schedule_batch import BatchDecision
+from sglang.srt.managers.scheduler_config import LayerStreamConfig, SchedulerConfig
+from sglang.srt.managers.storage_controller import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.transfer import D2H, H2D, StorageOp, Ticket, Tier, TransferOp
 from sglang.srt.model_executor.launch import Launch, LaunchMode
@@ -87,7 +86,7 @@ def test_failed_loads_are_computed_and_everything_ends() -> None:
     arrivals = [(0.3 * i, request(f"r{i}", base[i % 4] + [i], 2)) for i in range(80)]
     times = sim.run(arrivals, after_step=lambda decision: sim.core.scheduler.check_invariants())
     assert len(times) == 80 and {t.finish_reason for t in times.values()} == {"length"}
-    assert sim.core.scheduler.controller.counters["failed_ops"] > 3
+    assert sim.core.scheduler.counters["failed_ops"] > 3
 
 
 def test_a_simulation_repeats_itself() -> None:
@@ -302,7 +301,7 @@ def test_bypassing_the_local_tiers_the_same_is_fetched_again() -> None:
     times = sim.run([(float(i), request(f"r{i}", text)) for i in range(4)])
     assert {t.cached_tokens_details["disk"] for t in times.values()} == {100}
     assert [t.ttft for t in times.values()] == pytest.approx([times["r0"].ttft] * 4)
-    assert sim.core.scheduler.controller.counters["backuped_tokens"] == 0, "nothing is used twice"
+    assert sim.core.scheduler.counters["backuped_tokens"] == 0, "nothing is used twice"
 
 
 def test_what_is_computed_is_stored_when_it_is_written_through() -> None:

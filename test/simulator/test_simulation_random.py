@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 
 from sglang.simulator.simulation import SimulatedHardware, Simulation
-from sglang.srt.managers.cache_controller import WRITE_POLICIES, StorageLimits
+from sglang.srt.managers.cache_controller import WRITE_POLICIES
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
-from sglang.srt.managers.layer_streaming import LayerStreamConfig
-from sglang.srt.managers.schedule_batch import BatchDecision, StorageSetup
-from sglang.srt.managers.scheduler import SchedulerConfig
-from sglang.srt.managers.storage_prefetch import PREFETCH_POLICIES, PrefetchConfig
+from sglang.srt.managers.schedule_batch import BatchDecision
+from sglang.srt.managers.scheduler_config import LayerStreamConfig, SchedulerConfig
+from sglang.srt.managers.storage_controller import PREFETCH_POLICIES, PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.hiradix_tree import EVICTION_POLICIES
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -60,7 +59,7 @@ def draw_config(rng: random.Random) -> SchedulerConfig:
         load_or_recompute=rng.random() < 0.5,
         bubble_filling=rng.random() < 0.7,
         chunked_prefill_size=max(page, rng.choice((16, 40))),
-        publish_at=rng.choice(("launch", "completion")),
+        insert_at=rng.choice(("launch", "completion")),
         max_running_requests=rng.choice((2, 8)),
         layer_stream=LayerStreamConfig(2, max(2, 20 // page)) if streams else None,
         num_swap_pages=rng.choice((0, 200)) // page if streams else 0,
@@ -128,4 +127,4 @@ def test_every_request_ends(seed: int) -> None:
         fits = len(request.input_ids) < most
         assert times[request.rid].finish_reason == ("length" if fits else "abort"), request.rid
     sim.core.scheduler.check_invariants()
-    assert all(node.lock == 0 for node in sim.core.scheduler.tree.walk())
+    assert all(node.lock == 0 for node in sim.core.scheduler.cache.tree.walk())

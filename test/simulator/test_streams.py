@@ -14,9 +14,8 @@ from sglang.simulator.links import SimulatedLink, at_bandwidth
 from sglang.simulator.simulation import SimulatedHardware, Simulation
 from sglang.simulator.streams import PieceCost, SimulatedStream, cut
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
-from sglang.srt.managers.layer_streaming import LayerStreamConfig
 from sglang.srt.managers.schedule_batch import BatchDecision
-from sglang.srt.managers.scheduler import SchedulerConfig
+from sglang.srt.managers.scheduler_config import LayerStreamConfig, SchedulerConfig
 from sglang.srt.mem_cache.transfer import H2D, Ticket, Tier, TransferOp
 from sglang.srt.model_executor.launch import Launch, LaunchMode, StreamedPrefix
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -274,7 +273,7 @@ def test_a_token_takes_as_long_as_what_it_streams() -> None:
     token_s = np.array(streamed) * 1e-4 + LAYERS * (DECODE_S / LAYERS - both_buffers)
     # Some wait for the device's room besides, or share the link with what is promoted.
     assert np.isclose(steps, token_s).mean() > 0.7 and (steps > token_s - 1e-9).all()
-    costs = sim.core.scheduler.expected.costs.state()
+    costs = sim.core.scheduler.planner.expected.costs.state()
     assert costs["stream_byte_s"] == pytest.approx(1e-7, rel=0.01)
 
 
@@ -312,5 +311,5 @@ def test_what_the_host_has_no_room_for_comes_from_the_swap_file() -> None:
     assert all(each[Tier.HOST] > 50 and each[Tier.DISK] > 200 for each in tiers)
     steps = np.diff(tokens)
     assert (steps > least - 1e-9).all() and (steps < least + 2 * DECODE_S).mean() > 0.7
-    costs = sim.core.scheduler.expected.costs.state()
+    costs = sim.core.scheduler.planner.expected.costs.state()
     assert costs["stream_disk_byte_s"] == pytest.approx(9e-7, rel=0.2)

@@ -291,6 +291,6 @@ def test_64_mixed_requests_leave_nothing_behind(world):
     pages = world.server.state()["tiers"]["device"]["pages"]
     assert pages["held"] == 0
     assert world.server.get("/flush_cache").status_code == 200
-    wait_until(lambda: world.server.state()["tiers"]["device"]["pages"]["doomed"] == 0)
+    wait_until(lambda: world.server.state()["tiers"]["device"]["pages"]["pending_free"] == 0)
     state = world.server.state()
     assert state["tiers"]["device"]["free_pages"] == state["tiers"]["device"]["num_pages"]

@@ -30,13 +30,12 @@ from sglang.srt.entrypoints import engine as engine_module
 from sglang.srt.entrypoints import native
 from sglang.srt.entrypoints.openai import protocol, serving_chat, serving_completions
 from sglang.srt.managers import scheduler_process
-from sglang.srt.managers.cache_controller import StorageLimits
 from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
-from sglang.srt.managers.schedule_batch import Req, StorageSetup
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.startup import storage as storage_setup
 from sglang.srt.managers.startup.storage import StorageOpener
-from sglang.srt.managers.storage_prefetch import PrefetchConfig
+from sglang.srt.managers.storage_controller import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.block_store import BlockStore
@@ -54,7 +53,7 @@ from support.local_engine import LocalEngine
 from support.memory_store import MemoryStore
 
 PAGE, BLOCK = 16, 32
-fresh = count()
+fresh = count(1000)
 
 
 class Leak(AssertionError):
@@ -166,8 +165,8 @@ def only_on(tier: str, rank: LocalEngine) -> None:
     if tier in STORED:
         rank.forget()
     elif tier != "device":
-        controller = rank.scheduler.controller
-        controller.evict(Tier.DEVICE, rank.scheduler.device.num_pages, rank.scheduler.exec_done)
+        controller = rank.scheduler.cache.controller
+        controller.evict(Tier.DEVICE, rank.scheduler.cache.device.num_pages)
         rank.core.step(time.monotonic(), rank.core.progress())
         rank.settle()
 

@@ -52,7 +52,7 @@ def check_kv(
     page = scheduler.page_size
     compared = 0
     known: dict[int, np.ndarray] = {}
-    nodes = list(scheduler.tree.walk())
+    nodes = list(scheduler.cache.tree.walk())
     for node in nodes:
         if node.children:
             continue
@@ -73,7 +73,7 @@ def check_kv(
         wanted = wanted.reshape(-1, page, *wanted.shape[1:]).transpose(0, 2, 3, 1, 4, 5)
         for tier, pool in memory.items():
             frames = node.frames[tier]
-            if frames is None or node.tickets[tier] is not None or node.fences[tier] >= scheduler.exec_done:
+            if frames is None or node.tickets[tier] is not None or node.fences[tier] >= scheduler.clock.done:
                 continue
             found = pool.pages(to_device(frames.astype(np.int64), pool.kv.device)).cpu().to(torch.float64).numpy()
             good = np.array_equal(found, wanted) if atol == 0 else np.allclose(found, wanted, rtol=0, atol=atol)
@@ -90,14 +90,14 @@ def check_stored(
 
     blocks: key -> bytes, page after page; reference: as for `check_kv`, of the pools' dtype.
     """
-    names, page, compared = scheduler.tree.block_keys, scheduler.page_size, 0
+    names, page, compared = scheduler.cache.tree.block_keys, scheduler.page_size, 0
     if names is None:
         return 0
-    for node in list(scheduler.tree.walk()):
+    for node in list(scheduler.cache.tree.walk()):
         if node.block_keys is None or not len(node.block_keys):
             continue
         tokens = tokens_to(node)
-        chain = names.of_prompt(scheduler.tree.root_of(node).namespace, tokens)
+        chain = names.of_prompt(scheduler.cache.tree.root_of(node).namespace, tokens)
         if not np.array_equal(node.block_keys, chain[len(chain) - len(node.block_keys) :]):
             raise OracleError(f"{node}: its blocks have wrong names")
         kv = reference(tokens)

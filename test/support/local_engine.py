@@ -26,8 +26,10 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
-from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest, StorageSetup
-from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
+from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_config import SchedulerConfig
+from sglang.srt.managers.storage_controller import StorageSetup
 from sglang.srt.mem_cache.block_store import BlockStore
 from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
 from sglang.srt.mem_cache.link import HasPages
@@ -321,8 +323,8 @@ class LocalEngine:
     def forget(self) -> None:
         """Empty device and host, once all is over; storage keeps what it has."""
         self.settle()
-        for tier, table in self.scheduler.controller.tables.items():
-            self.scheduler.controller.evict(tier, table.num_pages, self.scheduler.exec_done)
+        for tier, table in self.scheduler.cache.tables.items():
+            self.scheduler.cache.controller.evict(tier, table.num_pages)
             # With write_back, what leaves the device goes to the host first: carry that out.
             self.core.step(self.clock(), self.core.progress())
             self.settle()

@@ -22,22 +22,28 @@ from unittest import mock
 import numpy as np
 import torch
 
-from sglang.srt.managers import cache_controller, engine_core, scheduler
-from sglang.srt.managers.cache_controller import HiCacheController, StorageLimits
+from sglang.srt.managers import cache_controller, engine_core
+from sglang.srt.managers.admission import Admission
+from sglang.srt.managers.batch_builder import BatchBuilder
+from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.engine_core import EngineCore
+from sglang.srt.managers.kv_cache import KVCache
+from sglang.srt.managers.launch_batches import ExtendBatch, LaunchRecord
 from sglang.srt.managers.layer_streaming import LayerStreaming
-from sglang.srt.managers.schedule_batch import StorageSetup
+from sglang.srt.managers.schedule_batch import EndReason
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.storage_prefetch import PrefetchConfig, StoragePrefetcher
+from sglang.srt.managers.storage_controller import PrefetchConfig, StorageController, StorageLimits, StorageSetup
+from sglang.srt.managers.transfer_ledger import NO_FRAMES, TransferLedger
 from sglang.srt.mem_cache import hiradix_tree
 from sglang.srt.mem_cache import link as link_module
-from sglang.srt.mem_cache.block_keys import BlockKeys
+from sglang.srt.mem_cache.block_keys import NO_KEYS, BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node
 from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
 from sglang.srt.mem_cache.link import CopyGate, CopyLink
 from sglang.srt.mem_cache.slab_ledger import SlabLedger, SlabState
 from sglang.srt.mem_cache.storage_link import StorageLink
+from sglang.srt.mem_cache.time_units import NO_LAUNCH
 from sglang.srt.mem_cache.transfer import D2P, FRAME_TIERS, P2D, GateError, Tier
 from sglang.srt.mem_cache.transient_nodes import TransientNodes
 from sglang.srt.model_executor import executor as executor_module
@@ -59,8 +65,10 @@ def mutation(function: Callable[[], contextlib.AbstractContextManager[Any]]) -> 
 @mutation
 def reuse_before_fence() -> Any:
     """Freed frames are reused while launches that use them still run."""
-    doom = FrameTable.doom
-    return mock.patch.object(FrameTable, "doom", lambda self, frames, before, fence: doom(self, frames, before, -1))
+    free_after = FrameTable.free_after
+    return mock.patch.object(
+        FrameTable, "free_after", lambda self, frames, before, fence: free_after(self, frames, before, -1)
+    )
 
 
 @mutation
@@ -84,13 +92,13 @@ def launch_without_gates() -> Any:
         def setdefault(self, key: Any, default: Any = None) -> Any:
             return None
 
-    init = scheduler._ExtendBuilder.__init__
+    init = ExtendBatch.__init__
 
     def patched(self: Any, *args: Any) -> None:
         init(self, *args)
         self.gates = NoGates()
 
-    return mock.patch.object(scheduler._ExtendBuilder, "__init__", patched)
+    return mock.patch.object(ExtendBatch, "__init__", patched)
 
 
 @mutation
@@ -118,26 +126,27 @@ def max_for_min() -> Any:
 
 
 @mutation
-def unknown_token_published() -> Any:
-    """A closed request publishes KV of a token that is still being sampled."""
-    publish = Scheduler._publish
+def unknown_token_inserted() -> Any:
+    """A request whose hold ends inserts KV of a token that is still being sampled."""
+    insert = KVCache.insert_prefix
 
     def patched(self: Any, req: Any, upto: int, page_runs: Any) -> None:
-        publish(self, req, max(upto, req.computed) if req in self.running else upto, page_runs)
+        is_running = req.length > req.num_prompt
+        insert(self, req, max(upto, req.computed) if is_running else upto, page_runs)
 
-    return mock.patch.object(Scheduler, "_publish", patched)
+    return mock.patch.object(KVCache, "insert_prefix", patched)
 
 
 @mutation
-def last_token_published() -> Any:
-    """A finished request publishes its last token too, whose KV nobody has computed."""
-    publish = Scheduler._publish
+def last_token_inserted() -> Any:
+    """A finished request inserts its last token too, whose KV was never computed."""
+    insert = KVCache.insert_prefix
 
     def patched(self: Any, req: Any, upto: int, page_runs: Any) -> None:
-        ends = req.num_known == req.max_len and len(req.hold.frames) * self.page_size + req.hold.published > upto
-        publish(self, req, req.num_known if ends else upto, page_runs)
+        ends = req.num_known == req.max_len and len(req.hold.frames) * self.page_size + req.hold.inserted_len > upto
+        insert(self, req, req.num_known if ends else upto, page_runs)
 
-    return mock.patch.object(Scheduler, "_publish", patched)
+    return mock.patch.object(KVCache, "insert_prefix", patched)
 
 
 @mutation
@@ -150,16 +159,16 @@ def stale_results_taken() -> Any:
 
         __hash__ = int.__hash__
 
-    init = scheduler._LaunchRecord.__init__
+    init = LaunchRecord.__init__
 
-    def patched(self: Any, reqs: Any, sampled: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, reqs, [(r, AnyEpoch(e)) for r, e in sampled], *args, **kwargs)
+    def patched(self: Any, reqs: Any, sampled: Any, **kwargs: Any) -> None:
+        init(self, reqs, [(r, AnyEpoch(e)) for r, e in sampled], **kwargs)
 
-    return mock.patch.object(scheduler._LaunchRecord, "__init__", patched)
+    return mock.patch.object(LaunchRecord, "__init__", patched)
 
 
 @mutation
-def reset_keeps_what_was_published() -> Any:
+def reset_keeps_what_was_inserted() -> Any:
     """After a failed launch the tree keeps the pages it was to write."""
     reset = Scheduler._reset
 
@@ -179,9 +188,9 @@ def voided_launch_counts() -> Any:
         if record is not None:
             for req, epoch in record.reqs:
                 if req.epoch == epoch:
-                    self.close(req, "lost")
+                    self.end_hold(req, EndReason.LOST)
                     self._requeue(req)
-        return self.next_launch
+        return self.clock.next
 
     return mock.patch.object(Scheduler, "_reset", patched)
 
@@ -190,8 +199,8 @@ def voided_launch_counts() -> Any:
 def failed_load_committed() -> Any:
     """A load that failed counts as done."""
 
-    def patched(self: Any, ticket: Any, last_launch: int) -> None:
-        self.commit(ticket, -1)
+    def patched(self: Any, ticket: Any) -> None:
+        self.commit(ticket)
 
     return mock.patch.object(HiCacheController, "abort", patched)
 
@@ -199,19 +208,19 @@ def failed_load_committed() -> Any:
 @mutation
 def readers_of_failed_load_stay() -> Any:
     """Requests that count on a failed load are not started again."""
-    return mock.patch.object(Scheduler, "_close_readers", lambda self, ticket: None)
+    return mock.patch.object(Scheduler, "_end_readers", lambda self, ticket: None)
 
 
 @mutation
 def lock_not_released() -> Any:
-    """A closed request leaves its lock behind."""
-    close = Scheduler.close
+    """A request whose hold ends leaves its lock behind."""
+    end_hold = Scheduler.end_hold
 
-    def patched(self: Any, req: Any, why: str) -> None:
+    def patched(self: Any, req: Any, reason: EndReason) -> None:
         with mock.patch.object(HiRadixTree, "unlock", lambda *a: None):
-            close(self, req, why)
+            end_hold(self, req, reason)
 
-    return mock.patch.object(Scheduler, "close", patched)
+    return mock.patch.object(Scheduler, "end_hold", patched)
 
 
 @mutation
@@ -232,26 +241,22 @@ def locked_nodes_evicted() -> Any:
 @mutation
 def duplicates_leaked() -> Any:
     """Pages that the tree had already are not given back."""
-    doom = FrameTable.doom
+    free_after = FrameTable.free_after
 
     def patched(self: Any, frames: Any, before: FrameState, fence: int) -> None:
         caller = contextlib.nullcontext() if before != FrameState.HELD or fence < 0 else None
         if caller is None and len(frames) == 1:
             return
-        doom(self, frames, before, fence)
+        free_after(self, frames, before, fence)
 
-    return mock.patch.object(FrameTable, "doom", patched)
+    return mock.patch.object(FrameTable, "free_after", patched)
 
 
 @mutation
 def duplicates_not_replaced() -> Any:
     """A request goes on using its own copy of a page after that has been given back."""
-    publish = Scheduler._publish
-
-    def patched(self: Any, req: Any, upto: int, page_runs: Any) -> None:
-        publish(self, req, upto, [])
-
-    return mock.patch.object(Scheduler, "_publish", patched)
+    insert = KVCache.insert_prefix
+    return mock.patch.object(KVCache, "insert_prefix", lambda self, req, upto, page_runs: insert(self, req, upto, []))
 
 
 @mutation
@@ -347,30 +352,32 @@ def store_not_pinned() -> Any:
 
 
 def _without_pins(link: str, end: str) -> contextlib.AbstractContextManager[Any]:
-    begin, over = HiCacheController._begin_storage, getattr(HiCacheController, end)
+    begin, over = TransferLedger.begin_storage_op, getattr(StorageController, end)
 
     def began(self: Any, to: str, *args: Any, **kwargs: Any) -> Any:
         with mock.patch.object(FrameTable, "pin", lambda *a: None) if to == link else contextlib.nullcontext():
             return begin(self, to, *args, **kwargs)
 
     def ended(self: Any, *args: Any) -> Any:
-        op = self.in_flight[args[0]]
-        self.tables[Tier.HOST].pin(op.frames)
+        op = self.ledger.in_flight[args[0]]
+        self.ledger.tables[Tier.HOST].pin(op.frames)
         return over(self, *args)
 
-    changes: dict[str, Any] = {"_begin_storage": began, end: ended}
-    return mock.patch.multiple(HiCacheController, **changes)
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(TransferLedger, "begin_storage_op", began))
+    stack.enter_context(mock.patch.object(StorageController, end, ended))
+    return stack
 
 
 @mutation
 def fetch_counts_as_whole() -> Any:
     """What storage did not bring counts as there."""
-    end_fetch = HiCacheController.end_fetch
+    end_fetch = StorageController.end_fetch
 
-    def patched(self: Any, ticket: Any, count: int, done: int) -> Any:
-        return end_fetch(self, ticket, len(self.in_flight[ticket].keys), done)
+    def patched(self: Any, ticket: Any, count: int) -> Any:
+        return end_fetch(self, ticket, len(self.ledger.in_flight[ticket].keys))
 
-    return mock.patch.object(HiCacheController, "end_fetch", patched)
+    return mock.patch.object(StorageController, "end_fetch", patched)
 
 
 @mutation
@@ -396,12 +403,12 @@ def fetched_pages_in_wrong_order() -> Any:
 @mutation
 def store_one_page_further() -> Any:
     """Each block is written from the pages that begin one further."""
-    begin = HiCacheController._begin_storage
+    begin = TransferLedger.begin_storage_op
 
-    def patched(self: Any, link: str, action: Any, keys: Any, frames: np.ndarray, *args: Any) -> Any:
-        return begin(self, link, action, keys, np.roll(frames, -1) if link == "store" else frames, *args)
+    def patched(self: Any, link: str, action: Any, keys: Any = NO_KEYS, frames: Any = NO_FRAMES, **more: Any) -> Any:
+        return begin(self, link, action, keys, np.roll(frames, -1) if link == "store" else frames, **more)
 
-    return mock.patch.object(HiCacheController, "_begin_storage", patched)
+    return mock.patch.object(TransferLedger, "begin_storage_op", patched)
 
 
 @mutation
@@ -453,13 +460,13 @@ def split_forgets_names() -> Any:
 @mutation
 def abandoned_fetch_goes_on() -> Any:
     """A fetch that nobody waits for any more is not given up."""
-    return mock.patch.object(HiCacheController, "cancel_fetch", lambda self, ticket, done: None)
+    return mock.patch.object(StorageController, "_cancel_fetch", lambda self, ticket: None)
 
 
 @mutation
 def deadlines_never_pass() -> Any:
     """A request waits for storage however long that takes."""
-    return mock.patch.object(StoragePrefetcher, "expire", lambda self, now, done: None)
+    return mock.patch.object(StorageController, "expire", lambda self, now: None)
 
 
 @mutation
@@ -492,7 +499,7 @@ def backup_below_a_fetch() -> Any:
 @mutation
 def detach_does_not_wait() -> Any:
     """Storage is detached while it is read and written."""
-    return mock.patch.object(HiCacheController, "storage_in_flight", False)
+    return mock.patch.object(StorageController, "is_in_flight", False)
 
 
 @mutation
@@ -556,36 +563,36 @@ def preload_kept_on_abort() -> Any:
 @mutation
 def preload_kept_when_its_load_fails() -> Any:
     """A request goes on waiting on a load that has failed."""
-    return _without_ending_preloads("_close_readers")
+    return _without_ending_preloads("_end_readers")
 
 
 def _without_ending_preloads(method: str) -> contextlib.AbstractContextManager[Any]:
     real = getattr(Scheduler, method)
 
     def patched(self: Any, what: Any) -> None:
-        with mock.patch.object(Scheduler, "_end_preloads", lambda self, reqs: 0):
+        with mock.patch.object(Admission, "end_preloads", lambda self, reqs: 0):
             real(self, what)
 
     return mock.patch.object(Scheduler, method, patched)
 
 
 @mutation
-def preloads_never_taken_back() -> Any:
+def preloads_never_cancelled() -> Any:
     """What waiting requests have loaded ahead is kept for them, whoever needs the memory."""
-    return mock.patch.object(Scheduler, "_take_back_preloads", lambda self, reqs: 0)
+    return mock.patch.object(Admission, "cancel_preloads", lambda self, reqs: 0)
 
 
 @mutation
 def preload_not_waited_for() -> Any:
     """A request that has loaded ahead is launched as if all of that were there."""
-    plan = Scheduler._plan
+    plan = Admission._plan
 
     def patched(self: Any, req: Any, *args: Any) -> None:
         plan(self, req, *args)
         if req.loaded[1]:
             req.plan = tuple(dataclasses.replace(span, ticket=None) for span in req.plan)
 
-    return mock.patch.object(Scheduler, "_plan", patched)
+    return mock.patch.object(Admission, "_plan", patched)
 
 
 @mutation
@@ -601,7 +608,7 @@ def front_one_page_short() -> Any:
 
 
 def _front_of(part: Callable[[np.ndarray, int], np.ndarray]) -> contextlib.AbstractContextManager[Any]:
-    recompute = Scheduler._recompute
+    recompute = BatchBuilder.recompute
 
     def patched(self: Any, build: Any, *args: Any) -> None:
         add = build.add
@@ -613,7 +620,7 @@ def _front_of(part: Callable[[np.ndarray, int], np.ndarray]) -> contextlib.Abstr
         with mock.patch.object(build, "add", added):
             recompute(self, build, *args)
 
-    return mock.patch.object(Scheduler, "_recompute", patched)
+    return mock.patch.object(BatchBuilder, "recompute", patched)
 
 
 @mutation
@@ -629,47 +636,47 @@ def claim_outlives_its_request() -> Any:
 
 
 @mutation
-def a_free_place_is_given_to_nobody() -> Any:
+def free_place_on_the_link_not_used() -> Any:
     """Nobody who waits for the link gets the place of a fetch that has ended."""
-    end_probe = StoragePrefetcher.end_probe
+    end_probe = StorageController.end_probe
 
     def patched(self: Any, *args: Any) -> None:
-        with mock.patch.object(StoragePrefetcher, "go_on", go_on):
+        with mock.patch.object(StorageController, "begin_fetches", begin_fetches):
             end_probe(self, *args)
 
-    go_on = StoragePrefetcher.go_on
-    changes: dict[str, Any] = {"end_probe": patched, "go_on": lambda self, now, done: None}
-    return mock.patch.multiple(StoragePrefetcher, **changes)
+    begin_fetches = StorageController.begin_fetches
+    changes: dict[str, Any] = {"end_probe": patched, "begin_fetches": lambda self: None}
+    return mock.patch.multiple(StorageController, **changes)
 
 
 @mutation
-def whoever_fetches_nothing_stays_in_line() -> Any:
+def request_that_fetches_nothing_stays_in_line() -> Any:
     """A request that is to compute everything still waits for its turn on the link."""
-    cut = StoragePrefetcher._cut
+    cut = StorageController._cut
 
     def patched(self: Any, *args: Any) -> bool:
         cut(self, *args)
         return True
 
-    return mock.patch.object(StoragePrefetcher, "_cut", patched)
+    return mock.patch.object(StorageController, "_cut", patched)
 
 
 @mutation
-def nobody_is_retired() -> Any:
+def retired_namespaces_stay() -> Any:
     """Bypassing the local tiers, what nobody can ask for again stays as long as anything."""
     return mock.patch.object(HiRadixTree, "retire", lambda self, namespace: None)
 
 
 @mutation
-def nobody_waits_for_the_peer() -> Any:
+def peer_loads_not_awaited() -> Any:
     """Launches have no gates for loads from peers."""
-    launch = scheduler._ExtendBuilder.launch
+    launch = ExtendBatch.launch
 
     def patched(self: Any) -> Any:
         self.gates = {ticket: None for ticket in self.gates if ticket.link != P2D}
         return launch(self)
 
-    return mock.patch.object(scheduler._ExtendBuilder, "launch", patched)
+    return mock.patch.object(ExtendBatch, "launch", patched)
 
 
 @mutation
@@ -677,11 +684,11 @@ def peer_keeps_what_failed() -> Any:
     """A backup to the peer that failed counts as done."""
     abort = HiCacheController.abort
 
-    def patched(self: Any, ticket: Any, last_launch: int) -> None:
+    def patched(self: Any, ticket: Any) -> None:
         if ticket.link == D2P:
-            self.commit(ticket, -1)
+            self.commit(ticket)
         else:
-            abort(self, ticket, last_launch)
+            abort(self, ticket)
 
     return mock.patch.object(HiCacheController, "abort", patched)
 
@@ -776,38 +783,28 @@ def spilled_pages_free_at_once() -> Any:
 @mutation
 def streamed_host_pages_free_at_once() -> Any:
     """Host pages are reused while a launch still streams them."""
-    prefix = LayerStreaming.prefix
-
-    def patched(self: Any, place: int, launch: int) -> Any:
-        return prefix(self, place, -1)
-
-    return mock.patch.object(LayerStreaming, "prefix", patched)
+    return mock.patch.object(HiRadixTree, "note_stream", staticmethod(lambda node, launch: None))
 
 
 @mutation
 def failed_spill_kept() -> Any:
     """A request goes on although what it moved to the host did not get there."""
-    return mock.patch.object(LayerStreaming, "depends_on", lambda self, ticket: False)
+    return mock.patch.object(LayerStreaming, "reader_of", lambda self, ticket: None)
 
 
 @mutation
 def promoted_pages_not_told() -> Any:
     """The executor is not told which device pages a request has again."""
-    prefix = LayerStreaming.prefix
-
-    def patched(self: Any, place: int, launch: int) -> Any:
-        return prefix(self, place, launch)[0], []
-
-    return mock.patch.object(LayerStreaming, "prefix", patched)
+    prefix = LayerStreaming._prefix
+    return mock.patch.object(LayerStreaming, "_prefix", lambda self, place: (prefix(self, place)[0], []))
 
 
 @mutation
 def swapped_before_it_is_computed() -> Any:
     """Pages go to the swap file without waiting for the launch that computes them."""
     begin_swap = HiCacheController.begin_swap
-    return mock.patch.object(
-        HiCacheController, "begin_swap", lambda self, src, fence, done: begin_swap(self, src, -1, done)
-    )
+    without_fence = lambda self, src, fence: begin_swap(self, src, NO_LAUNCH)  # noqa: E731
+    return mock.patch.object(HiCacheController, "begin_swap", without_fence)
 
 
 @mutation
@@ -819,7 +816,7 @@ def swapped_pages_free_at_once() -> Any:
         written = self._swapping
         committed(self, ticket)
         if len(written) and not len(self._swapping):
-            self._controller.swap.doom(written, FrameState.HELD, -1)
+            self._cache.swap.free_after(written, FrameState.HELD, -1)
 
     return mock.patch.object(LayerStreaming, "committed", patched)
 
@@ -1050,7 +1047,7 @@ def _queues(seed: int) -> dict[str, Any]:
         "max_running_requests": 2,
         "load_ratio": "auto",
         "deferral_threshold": 4,
-        "publish_at": ("launch", "completion")[seed % 2],
+        "insert_at": ("launch", "completion")[seed % 2],
         "launch_s": 3e-4,
         "load_s": (3e-3, 1e-2)[seed % 2],
     }

@@ -24,13 +24,13 @@ from functools import partial
 import numpy as np
 import torch
 
-from sglang.srt.managers.cache_controller import WRITE_POLICIES, StorageLimits
+from sglang.srt.managers.cache_controller import WRITE_POLICIES
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder, digest_of, reduce_progress, replay
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
-from sglang.srt.managers.layer_streaming import LayerStreamConfig
-from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest, StorageSetup
+from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Scheduler, SchedulerConfig
-from sglang.srt.managers.storage_prefetch import PrefetchConfig
+from sglang.srt.managers.scheduler_config import LayerStreamConfig
+from sglang.srt.managers.storage_controller import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.link import HasPages
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -123,7 +123,7 @@ class SoakConfig:
     flush_rate: float = 0.0
     new_token_ratio: float = 0.3
     max_filling_ratio: float = 0.5
-    publish_tokens: int = 8
+    insert_every_tokens: int = 8
     enable_radix_cache: bool = True
     storage: StorageSetup | None = None
     store_fail_rate: float = 0.0
@@ -135,7 +135,7 @@ class SoakConfig:
     load_ratio: float | str = 100.0
     bubble_filling: bool = True
     load_or_recompute: bool = True
-    publish_at: str = "launch"
+    insert_at: str = "launch"
     deferral_threshold: int = 100
     schedule_policy: str = "fcfs"
     bypass_local: bool = False
@@ -191,7 +191,7 @@ class SoakConfig:
             flush_rate=rng.choice((0.0, 0.02)),
             new_token_ratio=rng.choice((0.0, 0.3)),
             max_filling_ratio=rng.choice((0.1, 0.5)),
-            publish_tokens=rng.choice((8, 8, 64)),
+            insert_every_tokens=rng.choice((8, 8, 64)),
             enable_radix_cache=rng.random() < 0.9,
             storage=storage,
             store_fail_rate=rng.choice((0.02, 0.2)) if faults else 0.0,
@@ -205,7 +205,7 @@ class SoakConfig:
             load_ratio=rng.choice((0.0, 1.0, 100.0, "auto")),
             bubble_filling=rng.random() < 0.8,
             load_or_recompute=rng.random() < 0.8,
-            publish_at=rng.choice(("launch", "launch", "completion")),
+            insert_at=rng.choice(("launch", "launch", "completion")),
             deferral_threshold=rng.choice((0, 1, 6)),
             schedule_policy=rng.choice(("fcfs", "fcfs", "lpm")),
             launch_s=rng.choice((3e-4, 3e-3)),
@@ -425,7 +425,7 @@ def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
         eos_token_ids=(EOS,),
         max_running_requests=config.max_running_requests,
         chunked_prefill_size=config.chunked_prefill_size,
-        publish_tokens=config.publish_tokens,
+        insert_every_tokens=config.insert_every_tokens,
         max_ahead=config.max_ahead,
         new_token_ratio=config.new_token_ratio,
         max_filling_ratio=config.max_filling_ratio,
@@ -436,7 +436,7 @@ def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
         load_ratio=config.load_ratio,
         bubble_filling=config.bubble_filling,
         load_or_recompute=config.load_or_recompute,
-        publish_at=config.publish_at,
+        insert_at=config.insert_at,
         deferral_threshold=config.deferral_threshold,
         schedule_policy=config.schedule_policy,
         bypass_local=config.bypass_local,
@@ -496,7 +496,9 @@ class Soak:
         while self.live:
             self._tick()
             if self.num_ticks > limit:
-                raise StuckError(f"{len(self.live)} requests do not end: {self.ranks[0].core.scheduler.active()}")
+                raise StuckError(
+                    f"{len(self.live)} requests do not end: {self.ranks[0].core.scheduler.queues.active()}"
+                )
         self._finish()
 
     def _tick(
@@ -621,10 +623,10 @@ class Soak:
         for rank in self.ranks:
             scheduler = rank.core.scheduler
             assert not rank.core.has_outstanding, "operations never end"
-            for tier, table in scheduler.controller.tables.items():
+            for tier, table in scheduler.cache.tables.items():
                 rest = [table.counts[s] for s in (FrameState.FREE, FrameState.CACHED, FrameState.LENT)]
                 assert sum(rest) == table.num_pages, f"left on {tier.name.lower()}: {table.counts}"
-            assert all(n.lock == 0 for n in scheduler.tree.walk()), "a lock is left"
+            assert all(n.lock == 0 for n in scheduler.cache.tree.walk()), "a lock is left"
             assert rank.emulator.unrecorded_waits == 0, "somebody waited for an event that was never recorded"
         self._ask_oracle()
         self.record.seek(0)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from sglang.srt.managers.cache_controller import StorageLimits
-from sglang.srt.managers.schedule_batch import StorageSetup
-from sglang.srt.managers.storage_prefetch import PrefetchConfig
+from sglang.srt.managers.storage_controller import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.transfer import Tier
 from support.soak import Soak, SoakConfig
 

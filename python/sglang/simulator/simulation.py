@@ -24,7 +24,8 @@ from sglang.simulator.streams import CopySeconds, SimulatedStream
 from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import BatchDecision
-from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.mem_cache.transfer import (
     D2H,
     D2P,

@@ -11,7 +11,7 @@ from benchmark.papers.strata import FIG8_SYSTEMS, GH_SYSTEMS, STEPS
 from benchmark.papers.systems import SYSTEMS, Policy, System
 from benchmark.simulator.profiles import H200, MODELS
 
-from sglang.srt.managers.scheduler import SchedulerConfig
+from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.mem_cache.transfer import H2D, Ticket, Tier, TransferOp
 
 LLAMA = MODELS["Llama-3.1-8B"]
@@ -34,7 +34,7 @@ def test_every_system_has_a_config_and_says_what_it_is(system: System) -> None:
     assert bool(config.num_host_pages) == system.has_host
     known = {f.name for f in fields(SchedulerConfig)}
     for field in fields(Policy):
-        if field.name in known and "publish_at" in known:
+        if field.name in known and "insert_at" in known:
             assert getattr(config, field.name) == getattr(system.policy, field.name)
 
 
@@ -77,4 +77,4 @@ def test_ablations_are_the_whole_less_something() -> None:
     assert replace(SYSTEMS["Strata-IO-LPM"].policy, schedule_policy="fcfs") == copies.policy
     assert SYSTEMS["oracle"].policy == strata.policy
     ours = SYSTEMS["ours"].policy
-    assert ours.publish_at == "launch" and ours.load_ratio == "auto" and ours.load_or_recompute
+    assert ours.insert_at == "launch" and ours.load_ratio == "auto" and ours.load_or_recompute

@@ -205,7 +205,7 @@ same([0, 0.25, 12.4, 1234.5].map(page.rate), ["0", "0.3", "12", "1,235"]);
 same([page.partOf(5, 5), page.partOf(1200, 1300), page.partOf(0, 5)], ["all", "1,200", "none"]);
 same(page.slabsOf({ lent: 2, home: 1200, offered: 0 }), "1,200 at home, 2 lent");
 same(page.slabsOf({ held: 0, asked_back: 0 }), "none");
-const tier = { used_tokens: 40, evictable_tokens: 30, free_pages: 15, pages: { filling: 2, doomed: 3 } };
+const tier = { used_tokens: 40, evictable_tokens: 30, free_pages: 15, pages: { filling: 2, pending_free: 3 } };
 same(page.partsOf(tier, 2), { used: 30, moving: 10, cached: 30, free: 30 });
 same(page.sharesOf({ prompt_tokens: 100, hit_tokens_host: 20 }, null),
   { total: 100, device: 0, peer: 0, host: 20, disk: 0, remote: 0, computed: 80 });

@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sglang.srt.managers.cache_controller import HiCacheController, StorageLimits
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.managers.storage_controller import PrefetchConfig, StorageController, StorageLimits
+from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node, Receipt
+from sglang.srt.mem_cache.time_units import LaunchClock, LaunchSeq
 from sglang.srt.mem_cache.transfer import (
     D2H,
     D2P,
@@ -46,30 +49,38 @@ class Rig:
         self.device = FrameTable(device)
         self.host = FrameTable(host) if host else None
         self.peer = FrameTable(peer) if peer else None
-        self.controller = HiCacheController(self.tree, self.device, self.host, 100, write_policy, self.peer)
+        self.clock = LaunchClock()
+        self.clock.next = LaunchSeq(1000)
+        self.ledger = TransferLedger(self.tree, Pools(self.device, self.host, self.peer), self.clock, 100)
+        self.controller = HiCacheController(self.ledger, write_policy)
 
-    def publish(self, text: str, below: Node | None = None, fence: int = 0, now: int = 0) -> Node:
+    def at(self, done: int, next: int = 1000) -> HiCacheController:
+        """The controller, once launches below `done` are over and those below `next` are issued."""
+        self.clock.done, self.clock.next = LaunchSeq(done), LaunchSeq(next)
+        return self.controller
+
+    def insert(self, text: str, below: Node | None = None, fence: int = 0, now: int = 0) -> Node:
         frames = self.device.allocate(len(text), 0)
         assert frames is not None
-        result = self.tree.publish("", below, tokens(text), frames, fence, now)
+        result = self.tree.insert_prefix("", below, tokens(text), frames, fence, now)
         for node in result.created:
             self.device.transition(node.frames[DEVICE], FrameState.HELD, FrameState.CACHED)
-        self.device.doom(result.duplicates, FrameState.HELD, fence)
+        self.device.free_after(result.duplicates, FrameState.HELD, fence)
         self.check()
         return result.node
 
     def back_up(self, node: Node) -> None:
         """Start a backup and bring it to its end."""
-        ticket = self.controller.begin_backup(node, done=10)
+        ticket = self.at(10).begin_backup(node)
         assert ticket is not None
-        self.controller.take_ops()
-        self.controller.commit(ticket, done=10)
+        self.ledger.take_ops()
+        self.at(10).commit(ticket)
         self.check()
 
     def on_host_only(self, text: str, below: Node | None = None) -> Node:
-        node = self.publish(text, below)
+        node = self.insert(text, below)
         self.back_up(node)
-        self.controller.evict(DEVICE, len(text), done=10)
+        self.at(10).evict(DEVICE, len(text))
         self.check()
         assert node.frames[DEVICE] is None and node.frames[HOST] is not None
         return node
@@ -80,7 +91,7 @@ class Rig:
 
     def check(self) -> None:
         self.tree.check_invariants()
-        self.controller.check_invariants()
+        self.ledger.check_invariants()
 
     def states(self, tier: Tier) -> str:
         self.check()
@@ -88,7 +99,7 @@ class Rig:
 
 
 def ops_of(rig: Rig) -> list[tuple[Ticket, list[int], list[int], int | None]]:
-    ops, _ = rig.controller.take_ops()
+    ops, _ = rig.ledger.take_ops()
     return [(op.ticket, op.src_frames.tolist(), op.dst_frames.tolist(), op.after) for op in ops]
 
 
@@ -103,32 +114,32 @@ def load(rig: Rig, nodes: list[Node]) -> Ticket:
 
 def test_a_backup_from_begin_to_commit():
     rig = Rig(device=4, host=4)
-    node = rig.publish("abc", fence=5)
-    ticket = rig.controller.begin_backup(node, done=0)
+    node = rig.insert("abc", fence=5)
+    ticket = rig.at(0).begin_backup(node)
     assert ticket == Ticket(D2H, 0) and [node.tickets[DEVICE], node.tickets[HOST]] == [None, ticket]
     assert (rig.states(DEVICE), rig.states(HOST)) == ("CCCF", "IIIF")
     assert rig.device.pins.tolist() == [1, 1, 1, 0] == rig.host.pins.tolist()
     assert rig.host.owner.tolist() == [-1, -1, -1, -1]
-    ((op,), cancels) = rig.controller.take_ops()
+    ((op,), cancels) = rig.ledger.take_ops()
     assert cancels == () and (op.src, op.dst, op.after, op.size_bytes) == (DEVICE, HOST, 5, 300)
     assert (op.src_frames.tolist(), op.dst_frames.tolist()) == ([0, 1, 2], [0, 1, 2])
-    assert rig.controller.take_ops() == ((), ()), "each is handed out once"
-    rig.controller.commit(ticket, done=6)
+    assert rig.ledger.take_ops() == ((), ()), "each is handed out once"
+    rig.at(6).commit(ticket)
     assert (rig.states(DEVICE), rig.states(HOST)) == ("CCCF", "CCCF")
-    assert not rig.device.pins.any() and not rig.host.pins.any() and rig.controller.in_flight == {}
+    assert not rig.device.pins.any() and not rig.host.pins.any() and rig.ledger.in_flight == {}
     assert rig.controller.counters == {"backup_tokens": 3}
 
 
 def test_a_backup_takes_the_part_of_the_path_that_the_host_lacks():
     rig = Rig()
-    top = rig.publish("ab", fence=1)
+    top = rig.insert("ab", fence=1)
     rig.back_up(top)
-    middle = rig.publish("cd", below=top, fence=7)
-    low = rig.publish("e", below=middle, fence=3)
-    ticket = rig.controller.begin_backup(low, done=0)
+    middle = rig.insert("cd", below=top, fence=7)
+    low = rig.insert("e", below=middle, fence=3)
+    ticket = rig.at(0).begin_backup(low)
     assert ops_of(rig) == [(ticket, [2, 3, 4], [2, 3, 4], 7)], "after the latest launch that writes"
-    assert rig.controller.begin_backup(low, done=0) is None, "it is on its way"
-    assert rig.controller.begin_backup(top, done=0) is None, "it is there"
+    assert rig.at(0).begin_backup(low) is None, "it is on its way"
+    assert rig.at(0).begin_backup(top) is None, "it is there"
     assert ops_of(rig) == []
 
 
@@ -137,17 +148,17 @@ def test_the_numbers_of_operations_count_by_link():
     a, b = rig.on_host_only("ab"), rig.on_host_only("xy")
     assert load(rig, [a]) == Ticket(H2D, 0)
     assert load(rig, [b]) == Ticket(H2D, 1)
-    assert rig.controller.begin_backup(rig.publish("pq"), done=0) == Ticket(D2H, 2)
+    assert rig.at(0).begin_backup(rig.insert("pq")) == Ticket(D2H, 2)
     assert rig.device.owner[a.frames[DEVICE]].tolist() == [-1, -1]
     assert rig.device.owner[b.frames[DEVICE]].tolist() == [-2, -2]
 
 
 def test_a_backup_makes_room_on_the_host():
     rig = Rig(host=4)
-    old = rig.publish("abc", now=1)
+    old = rig.insert("abc", now=1)
     rig.back_up(old)
-    new = rig.publish("xyz", now=2)
-    ticket = rig.controller.begin_backup(new, done=0)
+    new = rig.insert("xyz", now=2)
+    ticket = rig.at(0).begin_backup(new)
     assert ops_of(rig) == [(ticket, [3, 4, 5], [1, 2, 3], 0)]
     assert rig.states(HOST) == "CIII"
     assert rig.controller.counters["evicted_tokens_host"] == 2
@@ -156,29 +167,29 @@ def test_a_backup_makes_room_on_the_host():
 
 def test_a_backup_never_evicts_the_path_it_continues():
     rig = Rig(host=3)
-    top = rig.publish("abc")
+    top = rig.insert("abc")
     rig.back_up(top)
-    low = rig.publish("de", below=top)
-    assert rig.controller.begin_backup(low, done=0) is None
+    low = rig.insert("de", below=top)
+    assert rig.at(0).begin_backup(low) is None
     assert rig.states(HOST) == "CCC" and rig.controller.counters["backup_dropped_tokens"] == 2
     assert low.frames[HOST] is None and low.tickets == [None] * 3
 
 
 def test_a_backup_takes_the_room_of_others_not_of_its_own_path():
     rig = Rig(host=5)
-    top = rig.publish("abc", now=1)
+    top = rig.insert("abc", now=1)
     rig.back_up(top)
-    rig.back_up(rig.publish("xy", now=9))
-    low = rig.publish("de", below=top, now=9)
-    ticket = rig.controller.begin_backup(low, done=0)
+    rig.back_up(rig.insert("xy", now=9))
+    low = rig.insert("de", below=top, now=9)
+    ticket = rig.at(0).begin_backup(low)
     assert ops_of(rig) == [(ticket, [5, 6], [3, 4], 0)], "the path is older, and stays"
     assert top.frames[HOST].tolist() == [0, 1, 2]
 
 
 def test_a_backup_that_cannot_fit_evicts_nothing():
     rig = Rig(host=4)
-    rig.back_up(rig.publish("abc"))
-    assert rig.controller.begin_backup(rig.publish("uvwxyz"), done=0) is None
+    rig.back_up(rig.insert("abc"))
+    assert rig.at(0).begin_backup(rig.insert("uvwxyz")) is None
     assert rig.states(HOST) == "CCCF", "nothing is gained by throwing this away"
     assert rig.controller.counters["backup_dropped_tokens"] == 6
 
@@ -186,30 +197,30 @@ def test_a_backup_that_cannot_fit_evicts_nothing():
 def test_without_a_host_there_is_no_backup():
     rig = Rig(host=0)
     assert not rig.controller.has_host
-    assert rig.controller.begin_backup(rig.publish("abc"), done=0) is None
+    assert rig.at(0).begin_backup(rig.insert("abc")) is None
     assert ops_of(rig) == []
 
 
 def test_a_failed_backup_leaves_the_device_copy():
     rig = Rig(device=4, host=4)
-    node = rig.publish("abc")
-    ticket = rig.controller.begin_backup(node, done=0)
-    rig.controller.abort(ticket, last_launch=9)
+    node = rig.insert("abc")
+    ticket = rig.at(0).begin_backup(node)
+    rig.at(9, next=10).abort(ticket)
     assert (rig.states(DEVICE), rig.states(HOST)) == ("CCCF", "DDDF")
     rig.host.reap(0)
     assert rig.states(HOST) == "FFFF" and not rig.device.pins.any()
     assert rig.lengths("abc") == (3, 3) and rig.controller.counters["failed_ops"] == 1
-    assert rig.controller.begin_backup(node, done=0) == Ticket(D2H, 1), "it may be tried again"
+    assert rig.at(0).begin_backup(node) == Ticket(D2H, 1), "it may be tried again"
 
 
 def test_eviction_during_a_backup_keeps_the_bytes_until_it_ends():
     rig = Rig(device=4, host=4)
-    node = rig.publish("abc")
-    ticket = rig.controller.begin_backup(node, done=1)
-    rig.controller.evict(DEVICE, 3, done=1)
+    node = rig.insert("abc")
+    ticket = rig.at(1).begin_backup(node)
+    rig.at(1).evict(DEVICE, 3)
     assert rig.states(DEVICE) == "DDDF", "the backup still reads them"
     assert rig.lengths("abc") == (0, 0)
-    rig.controller.commit(ticket, done=1)
+    rig.at(1).commit(ticket)
     rig.device.reap(1)
     assert (rig.states(DEVICE), rig.states(HOST)) == ("FFFF", "CCCF")
     assert rig.lengths("abc") == (0, 3)
@@ -217,9 +228,9 @@ def test_eviction_during_a_backup_keeps_the_bytes_until_it_ends():
 
 def test_a_backup_of_a_node_that_left_the_device_and_fails_loses_the_node():
     rig = Rig(device=4, host=4)
-    ticket = rig.controller.begin_backup(rig.publish("abc"), done=1)
-    rig.controller.evict(DEVICE, 3, done=1)
-    rig.controller.abort(ticket, last_launch=0)
+    ticket = rig.at(1).begin_backup(rig.insert("abc"))
+    rig.at(1).evict(DEVICE, 3)
+    rig.at(0, next=1).abort(ticket)
     for table in (rig.device, rig.host):
         table.reap(1)
     assert (rig.states(DEVICE), rig.states(HOST)) == ("FFFF", "FFFF")
@@ -238,37 +249,37 @@ def test_a_load_from_begin_to_commit():
     assert ops_of(rig) == [(Ticket(H2D, 0), [0, 1, 2], [0, 1, 2], None)]
     assert rig.lengths("abc") == (3, 3)
     assert rig.controller.counters["load_back_tokens"] == 3
-    rig.controller.evict(DEVICE, 3, done=10)
-    rig.controller.evict(HOST, 3, done=10)
+    rig.at(10).evict(DEVICE, 3)
+    rig.at(10).evict(HOST, 3)
     assert (rig.states(DEVICE), rig.states(HOST)) == ("IIIFFF", "CCCF"), "neither side can be evicted"
-    rig.controller.commit(ticket, done=10)
+    rig.at(10).commit(ticket)
     assert rig.states(DEVICE) == "CCCFFF" and not rig.device.pins.any() and not rig.host.pins.any()
 
 
 def test_one_load_of_several_nodes_is_merged_when_it_is_there():
     rig = Rig()
-    top = rig.publish("ab")
-    low = rig.publish("cd", below=top)
+    top = rig.insert("ab")
+    low = rig.insert("cd", below=top)
     rig.back_up(top)
     rig.back_up(low)
-    rig.controller.evict(DEVICE, 4, done=10)
+    rig.at(10).evict(DEVICE, 4)
     nodes = list(rig.tree.match("", tokens("abcd")).path)
     ticket = load(rig, nodes)
     assert ops_of(rig) == [(ticket, [0, 1, 2, 3], [0, 1, 2, 3], None)]
-    rig.controller.commit(ticket, done=10)
+    rig.at(10).commit(ticket)
     rig.check()
     assert rig.tree.num_nodes == 1 and rig.lengths("abcd") == (4, 4)
 
 
 def test_a_failed_load_loses_its_source_too():
     rig = Rig(device=6, host=6)
-    top = rig.publish("ab")
+    top = rig.insert("ab")
     rig.back_up(top)
-    low = rig.publish("cd", below=top)
+    low = rig.insert("cd", below=top)
     rig.back_up(low)
-    rig.controller.evict(DEVICE, 2, done=10)
+    rig.at(10).evict(DEVICE, 2)
     ticket = load(rig, [low])
-    rig.controller.abort(ticket, last_launch=12)
+    rig.at(12, next=13).abort(ticket)
     assert (rig.states(DEVICE), rig.states(HOST)) == ("CCDDFF", "CCDDFF")
     assert rig.lengths("abcd") == (2, 2)
     rig.device.reap(12)
@@ -286,16 +297,16 @@ def test_a_failed_load_takes_along_what_lies_below_and_cancels_its_loads_once():
     first, second = load(rig, [top]), load(rig, [low])
     rig.tree.unlock(rig.tree.lock(rig.tree.match("", tokens("abcd")), 0), 0, -1)
     assert len(rig.tree.nodes_of(second)) == 2, "the second load fills two nodes by now"
-    rig.controller.take_ops()
-    rig.controller.abort(first, last_launch=0)
+    rig.ledger.take_ops()
+    rig.at(0, next=1).abort(first)
     rig.check()
     assert rig.tree.num_nodes == 0
-    assert rig.controller.take_ops() == ((), (second,))
+    assert rig.ledger.take_ops() == ((), (second,))
     assert rig.states(HOST) == "DDDDDD"
     for table in (rig.device, rig.host):
         table.reap(5)
     assert (rig.states(DEVICE), rig.states(HOST)) == ("FFDDDD", "FFDDDD"), "the second load is still copying"
-    rig.controller.commit(second, done=5)
+    rig.at(5).commit(second)
     for table in (rig.device, rig.host):
         table.reap(5)
     assert (rig.states(DEVICE), rig.states(HOST)) == ("FFFFFF", "FFFFFF")
@@ -304,12 +315,12 @@ def test_a_failed_load_takes_along_what_lies_below_and_cancels_its_loads_once():
 def test_a_load_needs_room_and_a_ready_source():
     rig = Rig(device=4)
     node = rig.on_host_only("abc")
-    rig.publish("xy")
+    rig.insert("xy")
     with pytest.raises(AssertionError, match="make room first"):
         load(rig, [node])
     rig = Rig()
-    node = rig.publish("abc")
-    rig.controller.begin_backup(node, done=0)
+    node = rig.insert("abc")
+    rig.at(0).begin_backup(node)
     with pytest.raises(AssertionError, match="ready nowhere"):
         load(rig, [node])
 
@@ -319,9 +330,9 @@ def test_a_load_needs_room_and_a_ready_source():
 
 def test_evict_frees_what_no_launch_reads():
     rig = Rig(device=6)
-    rig.publish("ab", fence=3, now=1)
-    rig.publish("cd", fence=8, now=2)
-    rig.controller.evict(DEVICE, 4, done=4)
+    rig.insert("ab", fence=3, now=1)
+    rig.insert("cd", fence=8, now=2)
+    rig.at(4).evict(DEVICE, 4)
     assert rig.states(DEVICE) == "FFDDFF"
     assert rig.controller.counters["evicted_tokens_device"] == 4
     rig.device.reap(9)
@@ -330,40 +341,40 @@ def test_evict_frees_what_no_launch_reads():
 
 def test_evict_less_than_asked_counts_what_it_was():
     rig = Rig(device=6)
-    rig.publish("ab")
-    rig.controller.evict(DEVICE, 5, done=1)
-    rig.controller.evict(DEVICE, 5, done=1)
+    rig.insert("ab")
+    rig.at(1).evict(DEVICE, 5)
+    rig.at(1).evict(DEVICE, 5)
     assert rig.controller.counters["evicted_tokens_device"] == 2
 
 
 def test_evicting_page_by_page_does_not_crumble_the_tree():
     """A full device gives up a page per decode step; what stays on the host must not become a node per page."""
     rig = Rig(device=8, host=8)
-    node = rig.publish("abcdef")
+    node = rig.insert("abcdef")
     rig.back_up(node)
     for left in (5, 4, 3, 2, 1):
-        rig.controller.evict(DEVICE, 1, done=10)
+        rig.at(10).evict(DEVICE, 1)
         rig.check()
         assert rig.lengths("abcdef") == (left, 6) and rig.tree.num_nodes == 2
     match = rig.tree.match("", tokens("abcdef"))
     assert [n.frames[HOST].tolist() for n in match.path] == [[0], [1, 2, 3, 4, 5]]
-    rig.controller.evict(DEVICE, 1, done=10)
+    rig.at(10).evict(DEVICE, 1)
     rig.check()
     assert rig.lengths("abcdef") == (0, 6) and rig.tree.num_nodes == 1
 
 
 def test_turns_evicted_one_by_one_become_one_node():
     rig = Rig(device=8, host=8)
-    top = rig.publish("ab")
-    middle = rig.publish("cd", below=top)
-    low = rig.publish("ef", below=middle)
-    other = rig.publish("xy", below=top)
-    rig.controller.commit(rig.controller.begin_backup(low, done=0), done=0)
-    rig.controller.commit(rig.controller.begin_backup(other, done=0), done=0)
+    top = rig.insert("ab")
+    middle = rig.insert("cd", below=top)
+    low = rig.insert("ef", below=middle)
+    other = rig.insert("xy", below=top)
+    rig.at(0).commit(rig.controller.begin_backup(low))
+    rig.at(0).commit(rig.controller.begin_backup(other))
     rig.check()
-    rig.controller.evict(DEVICE, 4, done=10)
-    rig.controller.evict(DEVICE, 2, done=10)
-    rig.controller.evict(DEVICE, 2, done=10)
+    rig.at(10).evict(DEVICE, 4)
+    rig.at(10).evict(DEVICE, 2)
+    rig.at(10).evict(DEVICE, 2)
     rig.check()
     match = rig.tree.match("", tokens("abcdef"))
     assert [len(n.key) for n in match.path] == [2, 4], "the fork stays, the chain below it is one node"
@@ -371,38 +382,38 @@ def test_turns_evicted_one_by_one_become_one_node():
 
 def test_drop_cancels_an_operation_that_fills_nothing_any_more():
     rig = Rig()
-    top = rig.publish("ab")
-    low = rig.publish("cd", below=top)
-    ticket = rig.controller.begin_backup(low, done=0)
-    rig.controller.take_ops()
-    rig.controller.drop(low, HOST, last_launch=5)
+    top = rig.insert("ab")
+    low = rig.insert("cd", below=top)
+    ticket = rig.at(0).begin_backup(low)
+    rig.ledger.take_ops()
+    rig.at(0, next=6).drop(low, HOST)
     rig.check()
-    assert rig.controller.take_ops() == ((), ()), "the upper half is still wanted"
-    rig.controller.drop(top, HOST, last_launch=5)
+    assert rig.ledger.take_ops() == ((), ()), "the upper half is still wanted"
+    rig.at(0, next=6).drop(top, HOST)
     rig.check()
-    assert rig.controller.take_ops() == ((), (ticket,))
-    assert ticket in rig.controller.in_flight and rig.host.pins.sum() == 4
-    rig.controller.commit(ticket, done=0)
+    assert rig.ledger.take_ops() == ((), (ticket,))
+    assert ticket in rig.ledger.in_flight and rig.host.pins.sum() == 4
+    rig.at(0).commit(ticket)
     rig.host.reap(0)
     assert rig.states(HOST) == "FFFFFFFF" and not rig.device.pins.any()
 
 
 def test_a_cancel_of_an_operation_that_has_ended_is_not_passed_on():
     rig = Rig()
-    node = rig.publish("ab")
-    ticket = rig.controller.begin_backup(node, done=0)
-    rig.controller.take_ops()
-    rig.controller.drop(node, HOST, last_launch=5)
-    rig.controller.commit(ticket, done=0)
-    assert rig.controller.take_ops() == ((), ())
+    node = rig.insert("ab")
+    ticket = rig.at(0).begin_backup(node)
+    rig.ledger.take_ops()
+    rig.at(0, next=6).drop(node, HOST)
+    rig.at(0).commit(ticket)
+    assert rig.ledger.take_ops() == ((), ())
 
 
 def test_filling_device_frames_wait_for_the_last_launch():
     rig = Rig(device=4)
     node = rig.on_host_only("ab")
     ticket = load(rig, [node])
-    rig.controller.drop(node, DEVICE, last_launch=7)
-    rig.controller.commit(ticket, done=7)
+    rig.at(0, next=8).drop(node, DEVICE)
+    rig.at(7).commit(ticket)
     rig.device.reap(7)
     assert rig.states(DEVICE) == "DDFF"
     rig.device.reap(8)
@@ -421,7 +432,7 @@ def forget_a_pin(rig: Rig) -> None:
 
 
 def forget_an_operation(rig: Rig) -> None:
-    rig.controller.in_flight.clear()
+    rig.ledger.in_flight.clear()
 
 
 def use_a_frame_twice(rig: Rig) -> None:
@@ -429,7 +440,7 @@ def use_a_frame_twice(rig: Rig) -> None:
 
 
 def free_under_the_tree(rig: Rig) -> None:
-    rig.device.doom(np.array([0], np.int32), FrameState.CACHED, -1)
+    rig.device.free_after(np.array([0], np.int32), FrameState.CACHED, -1)
     rig.device.reap(0)
 
 
@@ -438,71 +449,71 @@ def free_under_the_tree(rig: Rig) -> None:
 )
 def test_check_invariants_notices(corrupt):
     rig = Rig(device=7)
-    rig.publish("xy")
-    rig.controller.begin_backup(rig.publish("abc"), done=0)
+    rig.insert("xy")
+    rig.at(0).begin_backup(rig.insert("abc"))
     rig.check()
     corrupt(rig)
     with pytest.raises(AssertionError):
-        rig.controller.check_invariants()
+        rig.ledger.check_invariants()
 
 
 def test_operations_are_plain_data():
     rig = Rig()
-    rig.controller.begin_backup(rig.publish("abc"), done=0)
-    ((op,), _) = rig.controller.take_ops()
+    rig.at(0).begin_backup(rig.insert("abc"))
+    ((op,), _) = rig.ledger.take_ops()
     assert isinstance(op, TransferOp) and op.src_frames.dtype == op.dst_frames.dtype == np.int32
 
 
 def test_write_back_saves_what_leaves_the_device() -> None:
     rig = Rig(write_policy="write_back")
-    node = rig.publish("abcd")
-    rig.controller.published(node, done=10)
-    assert rig.controller.take_ops()[0] == ()
-    rig.controller.evict(DEVICE, 4, done=10)
-    (op,) = rig.controller.take_ops()[0]
+    node = rig.insert("abcd")
+    rig.at(10).back_up_inserted(node)
+    assert rig.ledger.take_ops()[0] == ()
+    rig.at(10).evict(DEVICE, 4)
+    (op,) = rig.ledger.take_ops()[0]
     # The device frames stay until they are read, and nobody finds the node meanwhile.
-    assert op.ticket == Ticket(D2H, 0) and rig.device.counts[FrameState.DOOMED] == 4
+    assert op.ticket == Ticket(D2H, 0) and rig.device.counts[FrameState.PENDING_FREE] == 4
     assert rig.lengths("abcd") == (0, 0)
-    rig.controller.commit(op.ticket, done=10)
+    rig.at(10).commit(op.ticket)
     rig.device.reap(10)
-    assert rig.device.counts[FrameState.DOOMED] == 0 and rig.lengths("abcd") == (0, 4)
+    assert rig.device.counts[FrameState.PENDING_FREE] == 0 and rig.lengths("abcd") == (0, 4)
 
 
 def test_write_back_saves_the_way_to_what_it_saves() -> None:
     rig = Rig(write_policy="write_back")
-    upper = rig.publish("ab")
-    rig.publish("cd", upper)
-    rig.controller.evict(DEVICE, 2, done=10)
-    (op,) = rig.controller.take_ops()[0]
+    upper = rig.insert("ab")
+    rig.insert("cd", upper)
+    rig.at(10).evict(DEVICE, 2)
+    (op,) = rig.ledger.take_ops()[0]
     assert len(op.src_frames) == 4 and rig.lengths("abcd")[0] == 2
 
 
 def test_selective_writing_waits_for_a_second_use() -> None:
     rig = Rig(write_policy="write_through_selective")
-    node = rig.publish("abcd")
-    rig.controller.published(node, done=10)
-    assert rig.controller.take_ops()[0] == ()
+    node = rig.insert("abcd")
+    rig.at(10).back_up_inserted(node)
+    assert rig.ledger.take_ops()[0] == ()
     receipt = rig.tree.lock(rig.tree.match("", tokens("ab")), 1)
     rig.tree.count_use(receipt.node)
-    rig.controller.used(receipt.node, done=10)
-    (op,) = rig.controller.take_ops()[0]
+    rig.at(10).back_up_reused(receipt.node)
+    (op,) = rig.ledger.take_ops()[0]
     assert len(op.src_frames) == 2
-    rig.controller.commit(op.ticket, done=10)
+    rig.at(10).commit(op.ticket)
     rig.tree.unlock(receipt, 1, -1)
-    rig.controller.evict(DEVICE, 4, done=10)
+    rig.at(10).evict(DEVICE, 4)
     assert rig.lengths("abcd") == (0, 2)
 
 
 def test_the_least_frequently_used_goes_first() -> None:
     for eviction, gone in (("lru", "abc"), ("lfu", "xyz")):
         rig = Rig(host=0, eviction=eviction)
-        rig.publish("abc", now=0)
+        rig.insert("abc", now=0)
         for _ in range(2):
             receipt = rig.tree.lock(rig.tree.match("", tokens("abc")), 1)
             rig.tree.count_use(receipt.node)
             rig.tree.unlock(receipt, 1, -1)
-        rig.publish("xyz", now=2)
-        rig.controller.evict(DEVICE, 3, done=10)
+        rig.insert("xyz", now=2)
+        rig.at(10).evict(DEVICE, 3)
         assert rig.lengths(gone) == (0, 0) and rig.lengths("xyz" if gone == "abc" else "abc") == (3, 3)
 
 
@@ -521,22 +532,27 @@ class StorageRig(Rig):
 
     def __init__(self, device: int = 16, host: int = 16, blocks_per_op: int = 8, store: int = 99, **rig: str) -> None:
         super().__init__(device, host, **rig)
+        self.storage = StorageController(self.controller, PrefetchConfig())
         self.attach(blocks_per_op, store)
 
+    def check(self) -> None:
+        super().check()
+        self.storage.check_operations()
+
     def attach(self, blocks_per_op: int = 8, store: int = 99) -> None:
-        self.controller.open_storage(StorageLimits(blocks_per_op, 99, store), NAMES)
+        self.storage.open(StorageLimits(blocks_per_op, 99, store), NAMES)
 
     def fetch(self, text: str, start: int = 0) -> Ticket:
         """Fetch what lies behind the first `start` letters, to the end of the text."""
         match = self.tree.match("", tokens(text), fetching=True)
         assert match.total_len == start
         keys = NAMES.of_prompt("", tokens(text))[start // 2 :]
-        ticket = self.controller.begin_fetch(match, tokens(text[start:]), keys, now=1)
+        ticket = self.storage.begin_fetch(match, tokens(text[start:]), keys)
         self.check()
         return ticket
 
     def end_fetch(self, ticket: Ticket, count: int) -> tuple[int, int]:
-        found = self.controller.end_fetch(ticket, count, done=10)
+        found = self.storage.end_fetch(ticket, count)
         self.host.reap(10)
         self.check()
         return found
@@ -544,7 +560,7 @@ class StorageRig(Rig):
     def begun(self) -> list[tuple[str, int, list[str], list[int]]]:
         """Link, number, blocks by their letters, host frames; of copies, the frames they fill."""
         found = []
-        for op in self.controller.take_ops()[0]:
+        for op in self.ledger.take_ops()[0]:
             if isinstance(op, TransferOp):
                 found.append((op.ticket.link, op.ticket.seq, [], op.dst_frames.tolist()))
             else:
@@ -554,11 +570,11 @@ class StorageRig(Rig):
         return found
 
     def commit(self, seq: int) -> None:
-        self.controller.commit(Ticket(D2H, seq), done=10)
+        self.at(10).commit(Ticket(D2H, seq))
         self.check()
 
     def end_store(self, seq: int, count: int = 1) -> None:
-        self.controller.end_store(Ticket(STORE, seq), count)
+        self.storage.end_store(Ticket(STORE, seq), count)
         self.check()
 
 
@@ -573,12 +589,12 @@ def test_a_fetch_from_begin_to_end() -> None:
     ticket = rig.fetch("abcd")
     assert rig.begun() == [(FETCH, 0, ["ab", "cd"], [0, 1, 2, 3])] and ticket == Ticket(FETCH, 0)
     assert rig.states(HOST) == "IIIIFF" and rig.host.pins.tolist() == [1, 1, 1, 1, 0, 0]
-    assert rig.lengths("abcd") == (0, 0) and rig.controller.fetching_pages == 4
-    assert rig.controller.storage_in_flight
+    assert rig.lengths("abcd") == (0, 0) and rig.storage.fetching_pages == 4
+    assert rig.storage.is_in_flight
     assert rig.end_fetch(ticket, 2) == (0, 4)
     assert rig.states(HOST) == "CCCCFF" and not rig.host.pins.any() and rig.lengths("abcd") == (0, 4)
-    assert rig.controller.fetching_pages == 0 and not rig.controller.in_flight
-    assert rig.controller.counters == {"prefetched_tokens": 4}
+    assert rig.storage.fetching_pages == 0 and not rig.ledger.in_flight
+    assert rig.storage.counters == {"prefetched_tokens": 4}
     assert rig.begun() == [], "storage has it: it is not written back"
 
 
@@ -593,7 +609,7 @@ def test_a_fetch_that_comes_in_part(count: int, states: str, found: tuple[int, i
 
 def test_the_head_of_a_block_that_begins_above_is_read_for_nobody() -> None:
     rig = StorageRig(host=8)
-    rig.back_up(rig.publish("abc"))
+    rig.back_up(rig.insert("abc"))
     rig.begun()
     ticket = rig.fetch("abcdef", start=3)
     assert rig.begun() == [(FETCH, 0, ["cd", "ef"], [3, 4, 5, 6])]
@@ -608,7 +624,7 @@ def test_the_head_of_a_block_that_begins_above_is_read_for_nobody() -> None:
 
 def test_a_part_that_ends_within_the_node_above() -> None:
     rig = StorageRig(host=8)
-    rig.back_up(rig.publish("abc"))
+    rig.back_up(rig.insert("abc"))
     assert rig.end_fetch(rig.fetch("abcdef", start=3), 0) == (0, 0)
     assert rig.lengths("abcdef") == (3, 3) and rig.states(HOST) == "CCCFFFFF"
 
@@ -617,22 +633,22 @@ def test_a_fetch_that_is_given_up_keeps_its_memory_until_it_is_over() -> None:
     rig = StorageRig(host=6)
     ticket = rig.fetch("abcd")
     rig.begun()
-    rig.controller.cancel_fetch(ticket, done=10)
+    rig.storage._cancel_fetch(ticket)
     rig.host.reap(10)
     assert rig.states(HOST) == "DDDDFF" and rig.tree.num_nodes == 0
-    assert rig.controller.take_ops() == ((), (ticket,))
+    assert rig.ledger.take_ops() == ((), (ticket,))
     rig.fetch("ab")
     assert rig.end_fetch(ticket, 2) == (0, 0), "what came is not wanted"
-    assert rig.states(HOST) == "FFFFII" and rig.controller.fetching_pages == 2
+    assert rig.states(HOST) == "FFFFII" and rig.storage.fetching_pages == 2
 
 
 def test_giving_up_a_fetch_gives_up_what_is_fetched_below() -> None:
     rig = StorageRig()
     first, second = rig.fetch("ab"), rig.fetch("abcd", start=2)
     rig.begun()
-    rig.controller.cancel_fetch(first, done=10)
+    rig.storage._cancel_fetch(first)
     rig.check()
-    assert rig.controller.take_ops() == ((), (second, first))
+    assert rig.ledger.take_ops() == ((), (second, first))
     assert rig.tree.num_nodes == 0
     assert rig.end_fetch(first, 1) == rig.end_fetch(second, 1) == (0, 0)
     assert rig.states(HOST) == "F" * 16
@@ -641,7 +657,7 @@ def test_giving_up_a_fetch_gives_up_what_is_fetched_below() -> None:
 def test_what_is_computed_while_it_is_fetched() -> None:
     rig = StorageRig()
     ticket = rig.fetch("abcd")
-    node = rig.publish("abc")
+    node = rig.insert("abc")
     assert node.frames[DEVICE].tolist() == [0, 1, 2] and node.tickets[HOST] == ticket
     assert rig.lengths("abcd") == (3, 3), "the rest is not there yet"
     assert rig.end_fetch(ticket, 2) == (0, 4)
@@ -651,10 +667,10 @@ def test_what_is_computed_while_it_is_fetched() -> None:
 def test_below_a_fetch_nothing_is_backed_up_before_it_has_ended() -> None:
     rig = StorageRig()
     ticket = rig.fetch("abcd")
-    low = rig.publish("abcdef")
-    rig.publish("abxy")
+    low = rig.insert("abcdef")
+    rig.insert("abxy")
     rig.begun()
-    assert rig.controller.begin_backup(low, done=10) is None and rig.begun() == []
+    assert rig.at(10).begin_backup(low) is None and rig.begun() == []
     assert rig.end_fetch(ticket, 2) == (0, 4)
     assert sorted(len(frames) for link, _, _, frames in rig.begun() if link == D2H) == [2, 2], "both branches follow"
     rig.commit(0)
@@ -665,7 +681,7 @@ def test_below_a_fetch_nothing_is_backed_up_before_it_has_ended() -> None:
 def test_what_does_not_come_and_was_computed_is_backed_up_and_stored_anew() -> None:
     rig = StorageRig()
     ticket = rig.fetch("abcd")
-    rig.publish("abcd")
+    rig.insert("abcd")
     rig.begun()
     assert rig.end_fetch(ticket, 1) == (0, 2)
     ((link, _, _, frames),) = rig.begun()
@@ -677,46 +693,46 @@ def test_what_does_not_come_and_was_computed_is_backed_up_and_stored_anew() -> N
 def test_a_fetch_that_is_given_up_after_it_was_computed_is_backed_up() -> None:
     rig = StorageRig()
     ticket = rig.fetch("abcd")
-    rig.publish("abcd")
+    rig.insert("abcd")
     rig.begun()
-    rig.controller.cancel_fetch(ticket, done=10)
+    rig.storage._cancel_fetch(ticket)
     rig.check()
     assert [link for link, *_ in rig.begun()] == [D2H] and rig.lengths("abcd") == (4, 4)
 
 
 def test_a_fetch_needs_room() -> None:
     rig = StorageRig(host=4)
-    rig.back_up(rig.publish("uvw"))
-    assert not rig.controller.make_room(HOST, 5, None, done=10)
+    rig.back_up(rig.insert("uvw"))
+    assert not rig.at(10).make_room(HOST, 5, None)
     assert rig.states(HOST) == "CCCF", "nothing is gained by throwing this away"
-    assert rig.controller.make_room(HOST, 2, None, done=10) and rig.states(HOST) == "CCFF"
+    assert rig.at(10).make_room(HOST, 2, None) and rig.states(HOST) == "CCFF"
     rig.fetch("ab")
-    assert not rig.controller.make_room(HOST, 3, None, done=10), "what is being filled stays"
+    assert not rig.at(10).make_room(HOST, 3, None), "what is being filled stays"
     with pytest.raises(AssertionError, match="make room first"):
         rig.fetch("pqrs")
 
 
 def test_each_block_is_written_once_from_the_host_pages() -> None:
     rig = StorageRig()
-    node = rig.publish("abcde")
-    rig.controller.begin_backup(node, done=10)
+    node = rig.insert("abcde")
+    rig.at(10).begin_backup(node)
     assert [link for link, *_ in rig.begun()] == [D2H]
     rig.commit(0)
     assert rig.begun() == [(STORE, 0, ["ab", "cd"], [0, 1, 2, 3])], "the last letter is no whole block"
-    assert rig.host.pins.tolist()[:6] == [1, 1, 1, 1, 0, 0] and rig.controller.storing_pages == 4
+    assert rig.host.pins.tolist()[:6] == [1, 1, 1, 1, 0, 0] and rig.storage.storing_pages == 4
     # While it is written, the path grows: the block that began in the node above is written with its head.
-    rig.back_up(rig.publish("fgh", below=rig.tree.match("", tokens("abcde")).path[-1]))
+    rig.back_up(rig.insert("fgh", below=rig.tree.match("", tokens("abcde")).path[-1]))
     assert rig.begun() == [(STORE, 1, ["ef", "gh"], [4, 5, 6, 7])]
     rig.end_store(0, 2)
     rig.end_store(1, 2)
-    assert not rig.host.pins.any() and rig.controller.storing_pages == 0
-    assert rig.controller.counters["backuped_tokens"] == 8
-    rig.back_up(rig.publish("xy", below=rig.tree.lock(rig.tree.match("", tokens("abcd")), 0).node))
+    assert not rig.host.pins.any() and rig.storage.storing_pages == 0
+    assert rig.storage.counters["backuped_tokens"] == 8
+    rig.back_up(rig.insert("xy", below=rig.tree.lock(rig.tree.match("", tokens("abcd")), 0).node))
     assert [len(keys) for _, _, keys, _ in _named(rig)] == [1], "only the new branch"
 
 
 def _named(rig: StorageRig) -> list[tuple[str, int, list[bytes], list[int]]]:
-    ops = rig.controller.take_ops()[0]
+    ops = rig.ledger.take_ops()[0]
     return [
         (op.ticket.link, op.ticket.seq, [k.tobytes() for k in op.keys], op.frames.tolist())
         for op in ops
@@ -726,7 +742,7 @@ def _named(rig: StorageRig) -> list[tuple[str, int, list[bytes], list[int]]]:
 
 def test_operations_are_of_a_few_blocks() -> None:
     rig = StorageRig(blocks_per_op=2)
-    rig.back_up(rig.publish("abcdefghij"))
+    rig.back_up(rig.insert("abcdefghij"))
     assert rig.begun() == [
         (STORE, 0, ["ab", "cd"], [0, 1, 2, 3]),
         (STORE, 1, ["ef", "gh"], [4, 5, 6, 7]),
@@ -736,9 +752,9 @@ def test_operations_are_of_a_few_blocks() -> None:
 
 def test_eviction_from_the_host_keeps_what_is_being_written() -> None:
     rig = StorageRig(host=4)
-    rig.back_up(rig.publish("abcd"))
+    rig.back_up(rig.insert("abcd"))
     rig.begun()
-    rig.controller.evict(HOST, 4, done=10)
+    rig.at(10).evict(HOST, 4)
     assert rig.states(HOST) == "DDDD", "the bytes stay"
     rig.end_store(0, 2)
     rig.host.reap(10)
@@ -747,22 +763,22 @@ def test_eviction_from_the_host_keeps_what_is_being_written() -> None:
 
 def test_what_storage_did_not_take_is_counted_and_not_tried_again() -> None:
     rig = StorageRig()
-    node = rig.publish("abcd")
+    node = rig.insert("abcd")
     rig.back_up(node)
     rig.begun()
     rig.end_store(0, 1)
-    assert rig.controller.counters["backuped_tokens"] == 2
-    assert rig.controller.counters["storage_backup_failed_tokens"] == 2
-    rig.back_up(rig.publish("ef", below=node))
+    assert rig.storage.counters["backuped_tokens"] == 2
+    assert rig.storage.counters["storage_backup_failed_tokens"] == 2
+    rig.back_up(rig.insert("ef", below=node))
     assert rig.begun() == [(STORE, 1, ["ef"], [4, 5])]
 
 
 def test_too_much_at_once_is_stored_later() -> None:
     rig = StorageRig(store=4, blocks_per_op=1)
-    rig.back_up(rig.publish("abcdefgh"))
+    rig.back_up(rig.insert("abcdefgh"))
     assert rig.begun() == [(STORE, 0, ["ab"], [0, 1]), (STORE, 1, ["cd"], [2, 3])]
-    rig.back_up(rig.publish("uv"))
-    assert rig.begun() == [] and rig.controller.storing_pages == 4
+    rig.back_up(rig.insert("uv"))
+    assert rig.begun() == [] and rig.storage.storing_pages == 4
     rig.end_store(0)
     assert rig.begun() == [(STORE, 2, ["ef"], [4, 5])]
     rig.end_store(1)
@@ -770,36 +786,36 @@ def test_too_much_at_once_is_stored_later() -> None:
     assert sorted(keys[0] for _, _, keys, _ in rig.begun()) == ["gh", "uv"]
     rig.end_store(3)
     rig.end_store(4)
-    assert rig.begun() == [] and rig.controller.storing_pages == 0
+    assert rig.begun() == [] and rig.storage.storing_pages == 0
 
 
 def test_what_is_gone_by_then_is_not_stored() -> None:
     rig = StorageRig(store=2)
-    rig.back_up(rig.publish("ab"))
-    rig.back_up(rig.publish("uvwx", now=1))
+    rig.back_up(rig.insert("ab"))
+    rig.back_up(rig.insert("uvwx", now=1))
     rig.begun()
     for tier in (DEVICE, HOST):
-        rig.controller.drop(rig.tree.match("", tokens("uv")).path[0], tier, -1)
+        rig.controller.drop(rig.tree.match("", tokens("uv")).path[0], tier)
     rig.end_store(0)
     assert rig.begun() == []
 
 
 def test_of_a_path_that_lost_its_end_the_rest_is_stored() -> None:
     rig = StorageRig(store=2, host=8)
-    rig.back_up(rig.publish("ab", now=9))
-    rig.back_up(rig.publish("uvwx"))
+    rig.back_up(rig.insert("ab", now=9))
+    rig.back_up(rig.insert("uvwx"))
     rig.begun()
-    rig.controller.evict(HOST, 2, done=10)
+    rig.at(10).evict(HOST, 2)
     rig.end_store(0)
     assert [keys for _, _, keys, _ in rig.begun()] == [["uv"]]
 
 
 def test_a_path_to_be_stored_that_is_merged_into_what_is_fetched_below() -> None:
     rig = StorageRig(store=2)
-    rig.back_up(rig.publish("uv"))
-    rig.back_up(rig.publish("ab"))
+    rig.back_up(rig.insert("uv"))
+    rig.back_up(rig.insert("ab"))
     rig.begun()
-    rig.controller.evict(DEVICE, 4, done=10)
+    rig.at(10).evict(DEVICE, 4)
     rig.end_fetch(rig.fetch("abcd", start=2), 1)
     assert rig.tree.num_nodes == 2
     rig.begun()
@@ -809,72 +825,72 @@ def test_a_path_to_be_stored_that_is_merged_into_what_is_fetched_below() -> None
 
 def test_what_waits_to_be_stored_does_not_keep_what_has_left_the_tree() -> None:
     rig = StorageRig(store=2, host=8)
-    rig.back_up(rig.publish("ab"))
+    rig.back_up(rig.insert("ab"))
     for _ in range(1000):
-        node = rig.publish("uvwx")
-        rig.controller.commit(rig.controller.begin_backup(node, done=10), done=10)
+        node = rig.insert("uvwx")
+        rig.at(10).commit(rig.controller.begin_backup(node))
         for tier in (DEVICE, HOST):
-            rig.controller.drop(node, tier, -1)
+            rig.controller.drop(node, tier)
             rig.controller.tables[tier].reap(10)
-    assert len(rig.controller._store_later) <= 2 * 64
+    assert len(rig.storage._deferred_stores) <= 2 * 64
     rig.end_store(0)
     rig.check()
 
 
 def test_closing_gives_up_what_is_on_its_way() -> None:
     rig = StorageRig()
-    rig.back_up(rig.publish("uvwx"))
+    rig.back_up(rig.insert("uvwx"))
     fetch = rig.fetch("abcd")
-    low = rig.publish("abcdef")
-    probe = rig.controller.probe(NAMES.of_prompt("", tokens("pqrs")))
+    low = rig.insert("abcdef")
+    probe = rig.storage._begin_probe(NAMES.of_prompt("", tokens("pqrs")))
     rig.begun()
-    rig.controller.close_storage(done=10)
+    rig.storage.close()
     rig.check()
-    ops, cancels = rig.controller.take_ops()
+    ops, cancels = rig.ledger.take_ops()
     assert set(cancels) == {fetch, probe, Ticket(STORE, 0)}
     assert [op.ticket.link for op in ops] == [D2H], "what was computed below the fetch is backed up now"
-    rig.controller.commit(ops[0].ticket, done=10)
+    rig.at(10).commit(ops[0].ticket)
     rig.check()
     assert rig.begun() == [], "nothing new is begun"
     with pytest.raises(AssertionError):
-        rig.controller.administer(StorageAction.DETACH)
+        rig.storage.administer(StorageAction.DETACH)
     rig.end_fetch(fetch, 2)
     rig.end_store(0, 0)
-    rig.controller.end_probe(probe)
-    assert not rig.controller.storage_in_flight and low.frames[HOST] is not None
-    ticket = rig.controller.administer(StorageAction.DETACH)
+    rig.ledger.end(probe)
+    assert not rig.storage.is_in_flight and low.frames[HOST] is not None
+    ticket = rig.storage.administer(StorageAction.DETACH)
     assert ticket == Ticket(PROBE, 1)
-    rig.controller.end_probe(ticket)
-    rig.controller.open_storage(None, None)
+    rig.ledger.end(ticket)
+    rig.storage.open(None, None)
     rig.check()
     assert all(n.block_keys is None and n.stored is None for n in rig.tree.walk())
-    rig.back_up(rig.publish("pq"))
+    rig.back_up(rig.insert("pq"))
     assert [link for link, *_ in rig.begun()] == [], "there is no storage"
 
 
 def test_another_storage_knows_nothing() -> None:
     rig = StorageRig()
-    node = rig.publish("abcd")
+    node = rig.insert("abcd")
     rig.back_up(node)
     rig.begun()
     rig.end_store(0, 2)
-    rig.controller.close_storage(done=10)
+    rig.storage.close()
     rig.attach()
     rig.check()
-    rig.back_up(rig.publish("ef", below=node))
+    rig.back_up(rig.insert("ef", below=node))
     assert rig.begun() == [(STORE, 1, ["ab", "cd", "ef"], [0, 1, 2, 3, 4, 5])]
 
 
 def forget_what_is_fetched(rig: StorageRig) -> None:
-    rig.controller.fetching_pages -= 1
+    rig.storage.fetching_pages -= 1
 
 
 def forget_what_is_stored(rig: StorageRig) -> None:
-    rig.controller.storing_pages = 0
+    rig.storage.storing_pages = 0
 
 
 def forget_a_fetch(rig: StorageRig) -> None:
-    rig.controller._fetches.clear()
+    rig.storage._fetches.clear()
 
 
 def unpin_a_fetch(rig: StorageRig) -> None:
@@ -882,14 +898,15 @@ def unpin_a_fetch(rig: StorageRig) -> None:
 
 
 def a_fetch_fills_other_pages(rig: StorageRig) -> None:
-    op = rig.controller.in_flight[Ticket(FETCH, 0)]
+    op = rig.ledger.in_flight[Ticket(FETCH, 0)]
     op.frames[:] = op.frames[::-1] - 4  # type: ignore[union-attr]
 
 
 def back_up_below_a_fetch(rig: StorageRig) -> None:
     node = rig.tree.match("", tokens("abcdef")).path[-1]
     src, dst = node.frames[DEVICE], rig.host.allocate(2, 0, FrameState.FILLING)
-    rig.controller._begin(D2H, DEVICE, HOST, src, dst, [node], None)
+    op = rig.ledger.begin_transfer(D2H, (DEVICE, HOST), src, dst, None)
+    rig.tree.begin_fill([node], DEVICE, HOST, dst, op.ticket)
 
 
 @pytest.mark.parametrize(
@@ -905,9 +922,9 @@ def back_up_below_a_fetch(rig: StorageRig) -> None:
 )
 def test_check_invariants_notices_what_is_wrong_with_storage(corrupt) -> None:
     rig = StorageRig()
-    rig.back_up(rig.publish("uvwx"))
+    rig.back_up(rig.insert("uvwx"))
     rig.fetch("abcd")
-    rig.publish("abcdef")
+    rig.insert("abcdef")
     rig.check()
     corrupt(rig)
     with pytest.raises(AssertionError):
@@ -916,27 +933,27 @@ def test_check_invariants_notices_what_is_wrong_with_storage(corrupt) -> None:
 
 def test_lossy_kv_and_what_was_computed_from_it_is_never_stored_as_exact() -> None:
     rig = StorageRig(device=32, host=32)
-    rig.controller.open_storage(StorageLimits(8, 99, 99), NAMES, is_lossy=True)
-    rig.back_up(rig.publish("ab"))
+    rig.storage.open(StorageLimits(8, 99, 99), NAMES, is_lossy=True)
+    rig.back_up(rig.insert("ab"))
     assert [blocks for _, _, blocks, _ in rig.begun() if blocks] == [["ab"]]
     rig.end_store(0)
     assert rig.end_fetch(rig.fetch("abcd", start=2), 1) == (2, 4)
     rig.begun()
     # Another storage, which is exact, is attached; a prompt goes on below what came from the lossy one.
-    rig.controller.open_storage(None, None)
+    rig.storage.open(None, None)
     rig.attach()
-    rig.controller.commit(load(rig, [n for n in rig.tree.walk() if n.frames[DEVICE] is None]), done=10)
-    rig.back_up(rig.publish("abcdef"))
+    rig.at(10).commit(load(rig, [n for n in rig.tree.walk() if n.frames[DEVICE] is None]))
+    rig.back_up(rig.insert("abcdef"))
     assert {rig.tree.path_of(n)[-1].end: n.is_lossy for n in rig.tree.walk()} == {2: False, 6: True}
     assert [blocks for _, _, blocks, _ in rig.begun() if blocks] == [["ab"]], (
         "only what was computed from nothing else"
     )
     rig.end_store(1)
     # Another prompt splits a lossy node; a lossy storage takes all of it.
-    rig.controller.open_storage(StorageLimits(8, 99, 99), NAMES, is_lossy=True)
-    rig.back_up(rig.publish("abcdexyz"))
+    rig.storage.open(StorageLimits(8, 99, 99), NAMES, is_lossy=True)
+    rig.back_up(rig.insert("abcdexyz"))
     assert all(n.is_lossy == (n.start >= 2) for n in rig.tree.walk()) and rig.tree.num_nodes > 3
-    stored = [op.keys for op in rig.controller.take_ops()[0] if isinstance(op, StorageOp)]
+    stored = [op.keys for op in rig.ledger.take_ops()[0] if isinstance(op, StorageOp)]
     assert {LETTERS.get(key.tobytes()) for keys in stored for key in keys} == {"ab", "cd", None}
     rig.check()
 
@@ -947,10 +964,10 @@ def test_lossy_kv_and_what_was_computed_from_it_is_never_stored_as_exact() -> No
 class PeerRig(Rig):
     def on_peer(self, text: str, below: Node | None = None) -> Node:
         """What was computed, and evicted to the peer; the host has it if it is backed up before."""
-        node = self.publish(text, below)
-        self.controller.evict(DEVICE, len(text), done=10)
-        (op,), _ = self.controller.take_ops()
-        self.controller.commit(op.ticket, done=10)
+        node = self.insert(text, below)
+        self.at(10).evict(DEVICE, len(text))
+        (op,), _ = self.ledger.take_ops()
+        self.at(10).commit(op.ticket)
         self.device.reap(10)
         self.check()
         assert node.frames[DEVICE] is None and node.frames[PEER] is not None
@@ -959,17 +976,17 @@ class PeerRig(Rig):
 
 def test_what_leaves_the_device_goes_to_the_peer():
     rig = PeerRig(device=4, peer=4)
-    node = rig.publish("abc", fence=5)
-    rig.controller.evict(DEVICE, 2, done=6)
+    node = rig.insert("abc", fence=5)
+    rig.at(6).evict(DEVICE, 2)
     ticket = Ticket(D2P, 0)
     assert ops_of(rig) == [(ticket, [0, 1, 2], [0, 1, 2], 5)], "with all before it: a tier has no holes"
     assert (rig.states(DEVICE), rig.states(PEER), rig.states(HOST)) == ("CDDF", "IIIF", "F" * 8)
     assert rig.lengths("abc") == (1, 1), "what is on its way to the peer is nowhere yet"
-    rig.controller.commit(ticket, done=6)
+    rig.at(6).commit(ticket)
     rig.device.reap(6)
     assert (rig.states(DEVICE), rig.states(PEER)) == ("CFFF", "CCCF") and rig.lengths("abc") == (1, 3)
     assert rig.controller.counters["peer_backup_tokens"] == 3
-    rig.controller.evict(DEVICE, 1, done=6)
+    rig.at(6).evict(DEVICE, 1)
     assert ops_of(rig) == [] and rig.states(DEVICE) == "FFFF", "it has that already"
     assert node.frames[HOST] is None and rig.lengths("abc") == (0, 3)
 
@@ -977,34 +994,34 @@ def test_what_leaves_the_device_goes_to_the_peer():
 def test_a_path_is_loaded_from_the_peer_as_far_as_it_goes_and_then_from_the_host():
     rig = PeerRig(peer=2)
     top = rig.on_peer("ab")
-    rig.controller.commit(load(rig, [top]), done=10)
-    rig.controller.commit(Ticket(D2H, 0), done=10)
+    rig.at(10).commit(load(rig, [top]))
+    rig.at(10).commit(Ticket(D2H, 0))
     low = rig.on_host_only("cd", below=top)
-    rig.controller.evict(DEVICE, 2, done=10)
+    rig.at(10).evict(DEVICE, 2)
     rig.device.reap(10)
-    rig.controller.take_ops()
+    rig.ledger.take_ops()
     assert [n is not None for n in top.frames] == [False, True, True]
     assert [n is not None for n in low.frames] == [False, False, True], "the peer had no room"
     match = rig.tree.match("", tokens("abcd"))
-    assert (match.device_len, match.near_len, match.total_len) == (0, 2, 4)
+    assert (match.device_len, match.peer_len, match.total_len) == (0, 2, 4)
     near, far = rig.controller.begin_load([top, low])
     assert (near, far) == (Ticket(P2D, 1), Ticket(H2D, 0))
-    assert [op.src for op in rig.controller.take_ops()[0]] == [PEER, HOST]
+    assert [op.src for op in rig.ledger.take_ops()[0]] == [PEER, HOST]
     assert (top.tickets[DEVICE], low.tickets[DEVICE]) == (near, far)
-    rig.controller.commit(far, done=10)
-    rig.controller.commit(near, done=10)
+    rig.at(10).commit(far)
+    rig.at(10).commit(near)
     assert rig.lengths("abcd") == (4, 4) and rig.controller.counters["load_peer_tokens"] == 4
 
 
 def test_a_failed_load_from_the_peer_loses_the_peer_s_copy_and_not_the_host_s():
     rig = PeerRig(peer=4)
-    node = rig.publish("abc")
+    node = rig.insert("abc")
     rig.back_up(node)
-    rig.controller.evict(DEVICE, 3, done=10)
-    rig.controller.commit(Ticket(D2P, 0), done=10)
+    rig.at(10).evict(DEVICE, 3)
+    rig.at(10).commit(Ticket(D2P, 0))
     ticket = load(rig, [node])
     assert ticket == Ticket(P2D, 0)
-    rig.controller.abort(ticket, -1)
+    rig.at(0, next=0).abort(ticket)
     rig.check()
     assert [f is not None for f in node.frames] == [False, False, True]
     assert load(rig, [node]) == Ticket(H2D, 0), "the next one asks the host"
@@ -1012,10 +1029,10 @@ def test_a_failed_load_from_the_peer_loses_the_peer_s_copy_and_not_the_host_s():
 
 def test_a_failed_backup_to_the_peer_leaves_what_others_have():
     rig = PeerRig(peer=4)
-    node = rig.publish("abc")
+    node = rig.insert("abc")
     rig.back_up(node)
-    rig.controller.evict(DEVICE, 3, done=10)
-    rig.controller.abort(Ticket(D2P, 0), -1)
+    rig.at(10).evict(DEVICE, 3)
+    rig.at(0, next=0).abort(Ticket(D2P, 0))
     for table in rig.controller.tables.values():
         table.reap(10)
     assert (rig.states(DEVICE), rig.states(PEER), rig.states(HOST)) == ("F" * 12, "FFFF", "CCCFFFFF")
@@ -1026,9 +1043,9 @@ def test_a_full_peer_gives_up_its_oldest_and_what_never_fits_is_dropped():
     rig.on_peer("abc")
     rig.on_peer("xyz")
     assert rig.lengths("abc") == (0, 1) and rig.lengths("xyz") == (0, 3)
-    rig.publish("uvwpqr")
-    rig.controller.evict(DEVICE, 6, done=10)
-    assert rig.controller.take_ops()[0] == () and rig.controller.counters["peer_backup_dropped_tokens"] == 6
+    rig.insert("uvwpqr")
+    rig.at(10).evict(DEVICE, 6)
+    assert rig.ledger.take_ops()[0] == () and rig.controller.counters["peer_backup_dropped_tokens"] == 6
     assert rig.lengths("uvwpqr") == (0, 0) and rig.lengths("xyz") == (0, 3)
 
 
@@ -1036,10 +1053,10 @@ def test_what_only_the_peer_had_follows_to_the_host_when_it_is_back():
     rig = PeerRig(peer=4)
     node = rig.on_peer("abc")
     ticket = load(rig, [node])
-    low = rig.publish("d", below=node)
-    assert rig.controller.begin_backup(low, done=10) is None, "its prefix is not there to be read"
-    rig.controller.take_ops()
-    rig.controller.commit(ticket, done=10)
-    assert [(t.link, op.dst) for t, op in rig.controller.in_flight.items()] == [(D2H, HOST)]
-    rig.controller.commit(Ticket(D2H, 0), done=10)
+    low = rig.insert("d", below=node)
+    assert rig.at(10).begin_backup(low) is None, "its prefix is not there to be read"
+    rig.ledger.take_ops()
+    rig.at(10).commit(ticket)
+    assert [(t.link, op.dst) for t, op in rig.ledger.in_flight.items()] == [(D2H, HOST)]
+    rig.at(10).commit(Ticket(D2H, 0))
     assert rig.lengths("abcd") == (4, 4) and rig.states(HOST) == "CCCCFFFF"

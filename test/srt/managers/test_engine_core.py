@@ -17,8 +17,10 @@ from sglang.srt.managers.engine_core import (
     replay,
 )
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
+from sglang.srt.managers.launch_batches import LaunchRecord
 from sglang.srt.managers.schedule_batch import StepInputs
-from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.mem_cache.transfer import (
     D2H,
     EXEC,
@@ -143,13 +145,13 @@ class ScriptedRank:
         recorder = StepRecorder(record, config) if record is not None else None
         self.core = EngineCore(Scheduler(config), self.executor, dict(self.links), record=recorder)  # type: ignore
         self.seen: list[dict[str, dict[int, float]]] = []
-        take = self.core.scheduler._take_costs
+        take = self.core.scheduler.planner.take_costs
 
-        def spy(inputs: StepInputs, done: int, failed: int | None) -> None:
+        def spy(inputs: StepInputs, launches: dict[int, LaunchRecord]) -> None:
             self.seen.append({name: dict(costs) for name, costs in inputs.cost.items()})
-            take(inputs, done, failed)
+            take(inputs, launches)
 
-        self.core.scheduler._take_costs = spy  # type: ignore[method-assign]
+        self.core.scheduler.planner.take_costs = spy  # type: ignore[method-assign]
 
     def ends(self, seq: int, seconds: float, stall_s: float = 0.0) -> None:
         launch = self.executor.launches[seq]
@@ -180,7 +182,7 @@ def test_no_cost_is_lost_or_used_twice_while_a_rank_is_behind() -> None:
         if seq:
             ranks[1].ends(seq - 1, 99.0, stall_s=77.0)
         step()
-        assert ranks[0].core.scheduler.exec_done == seq
+        assert ranks[0].core.scheduler.clock.done == seq
     learned = [{name: costs for name, costs in each.items() if costs} for each in ranks[0].seen]
     assert [each for each in learned if each] == [
         {EXEC: {0: 1.0}},
@@ -191,11 +193,11 @@ def test_no_cost_is_lost_or_used_twice_while_a_rank_is_behind() -> None:
     ]
     assert ranks[0].seen == ranks[1].seen
     schedulers = [rank.core.scheduler for rank in ranks]
-    assert schedulers[0].stall_s == schedulers[1].stall_s == 0.5
-    assert schedulers[0].expected.costs.state() == schedulers[1].expected.costs.state()
+    assert schedulers[0].planner.stall_s == schedulers[1].planner.stall_s == 0.5
+    assert schedulers[0].planner.expected.costs.state() == schedulers[1].planner.expected.costs.state()
     assert (
-        schedulers[0].expected.costs._prefill.num_samples == 1
-        and schedulers[0].expected.costs._decode.num_samples == 4
+        schedulers[0].planner.expected.costs._prefill.num_samples == 1
+        and schedulers[0].planner.expected.costs._decode.num_samples == 4
     )
     # Rank 0 has kept what rank 1 has not done yet, and nothing else; rank 1 nothing at all.
     assert [{name: costs for name, costs in rank.core._cost.items() if costs} for rank in ranks] == [
@@ -217,11 +219,11 @@ def test_a_failed_launch_teaches_nothing_and_later_ones_wait_their_turn() -> Non
     rank.core.step(0.0, rank.core.progress())
     assert rank.core._cost[EXEC] == rank.core._cost[STALL] == {}
     scheduler = rank.core.scheduler
-    assert scheduler.stall_s == 0.0 and not any(scheduler.expected.costs.state().values())
+    assert scheduler.planner.stall_s == 0.0 and not any(scheduler.planner.expected.costs.state().values())
     rank.ends(2, 4.0)
     rank.core.step(0.0, rank.core.progress())
-    assert scheduler.expected.costs._prefill.num_samples == 1
-    assert scheduler.expected.costs.prefill_seconds(3, 0, 6) == pytest.approx(4.0, rel=0.01)
+    assert scheduler.planner.expected.costs._prefill.num_samples == 1
+    assert scheduler.planner.expected.costs.prefill_seconds(3, 0, 6) == pytest.approx(4.0, rel=0.01)
 
 
 def test_a_record_with_costs_replays() -> None:
@@ -229,9 +231,9 @@ def test_a_record_with_costs_replays() -> None:
     soak = Soak(replace(SoakConfig.draw(204, 60), num_ranks=2))
     soak.run()
     scheduler = soak.ranks[0].core.scheduler
-    costs = scheduler.expected.costs
+    costs = scheduler.planner.expected.costs
     fits = (costs._prefill, costs._decode, costs._loads[H2D], costs._fetch)
     assert all(fit.num_samples > 0 for fit in fits)
-    assert soak.ranks[1].core.scheduler.expected.costs.state() == scheduler.expected.costs.state()
+    assert soak.ranks[1].core.scheduler.planner.expected.costs.state() == scheduler.planner.expected.costs.state()
     data = soak.record.getvalue()
     assert replay(io.BytesIO(data)) > 60

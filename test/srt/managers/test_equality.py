@@ -113,7 +113,7 @@ def check_memory(model: Model, engine: LocalEngine) -> None:
     """Nothing is left over, and every cached byte is what transformers computes."""
     engine.settle()
     scheduler = engine.scheduler
-    for table in scheduler.controller.tables.values():
+    for table in scheduler.cache.tables.values():
         assert table.counts[FrameState.FREE] + table.counts[FrameState.CACHED] == table.num_pages
     pools = {Tier.DEVICE: engine.device_pool}
     for tier, pool in ((Tier.HOST, engine.host_pool), (Tier.PEER, engine.peer_pool)):
@@ -245,7 +245,7 @@ def test_without_overlap_and_without_radix_cache(model: Model) -> None:
         engine.settle()
         if "enable_radix_cache" in options:
             assert answer.cached_tokens_details == {"device": 0}
-            assert engine.scheduler.device.counts[FrameState.CACHED] == 0
+            assert engine.scheduler.cache.device.counts[FrameState.CACHED] == 0
         engine.close()
 
 
@@ -299,6 +299,6 @@ def test_host_hits_under_other_policies(model: Model, write_policy: str, evictio
                 engine.settle()
                 if turn == 0 and use == 0 and prompt is batch[0]:
                     # Nothing has left the device, and nothing was used twice.
-                    assert engine.scheduler.tree.resident_pages(Tier.HOST) == 0
+                    assert engine.scheduler.cache.tree.resident_pages(Tier.HOST) == 0
     assert hits > 100
     check_memory(model, engine)

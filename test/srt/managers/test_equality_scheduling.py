@@ -18,7 +18,7 @@ MECHANISMS = {
     "bubble filling": {"bubble_filling": True},
     "load or recompute": {"load_or_recompute": True},
     "deferral": {"deferral_threshold": 8},
-    "deferral, published late": {"deferral_threshold": 8, "publish_at": "completion"},
+    "deferral, published late": {"deferral_threshold": 8, "insert_at": "completion"},
     "balanced": {"load_ratio": 0.5},
     "longest prefix": {"schedule_policy": "lpm"},
     "all": {"bubble_filling": True, "load_or_recompute": True, "deferral_threshold": 8, "load_ratio": "auto"},
@@ -27,7 +27,7 @@ MECHANISMS = {
         "load_or_recompute": True,
         "deferral_threshold": 8,
         "load_ratio": "auto",
-        "publish_at": "completion",
+        "insert_at": "completion",
     },
 }
 
@@ -48,18 +48,18 @@ def engine_of(model: Model, page_size: int, **options: object) -> LocalEngine:
     scheduler = engine.scheduler
     # A token takes as long to compute as three to load, and a decode step next to nothing.
     for n in (1, 20, 100, 40):
-        scheduler.expected.costs.add_prefill(n, 0, pairs_of(0, n), n * 1e-2)
-        scheduler.expected.costs.add_load(n * scheduler.config.page_bytes // page_size, n * 3e-2)
-        scheduler.expected.costs.add_decode(2, 100, 1e-6)
+        scheduler.planner.expected.costs.add_prefill(n, 0, pairs_of(0, n), n * 1e-2)
+        scheduler.planner.expected.costs.add_load(n * scheduler.config.page_bytes // page_size, n * 3e-2)
+        scheduler.planner.expected.costs.add_decode(2, 100, 1e-6)
     for name in ("add_prefill", "add_load", "add_decode"):
-        setattr(scheduler.expected.costs, name, lambda *measured: None)
+        setattr(scheduler.planner.expected.costs, name, lambda *measured: None)
     return engine
 
 
 def empty_device(engine: LocalEngine) -> None:
     """What was computed is on the host alone."""
     engine.settle()
-    engine.scheduler.controller.evict(Tier.DEVICE, 256, engine.scheduler.exec_done)
+    engine.scheduler.cache.controller.evict(Tier.DEVICE, 256)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -79,7 +79,7 @@ def test_tokens_stay_the_same(model: Model, name: str, page_size: int) -> None:
     counters = engine.scheduler.counters
     print({key: counters[key] for key in counters if not key.startswith("hit")})
     assert hits + counters["recomputed_instead_tokens"] > 400 and hits > 60
-    late = "publish_at" in MECHANISMS[name]
+    late = "insert_at" in MECHANISMS[name]
     for counter, is_on in (
         ("bubbles_filled", "bubble" in name or "all" in name),
         ("recomputed_instead", ("recompute" in name or "all" in name) and not late),
@@ -90,11 +90,11 @@ def test_tokens_stay_the_same(model: Model, name: str, page_size: int) -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("publish_at", ["launch", "completion"])
-def test_loads_fail_under_all_mechanisms(model: Model, publish_at: str, page_size: int) -> None:
+@pytest.mark.parametrize("insert_at", ["launch", "completion"])
+def test_loads_fail_under_all_mechanisms(model: Model, insert_at: str, page_size: int) -> None:
     options = {
         **MECHANISMS["all"],
-        "publish_at": publish_at,
+        "insert_at": insert_at,
         "load_fail_rate": 0.5,
         "late_rate": 0.3,
         "seed": page_size,

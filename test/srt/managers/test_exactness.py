@@ -15,9 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.managers.cache_controller import StorageLimits
-from sglang.srt.managers.schedule_batch import StorageSetup
-from sglang.srt.managers.storage_prefetch import PrefetchConfig
+from sglang.srt.managers.storage_controller import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
 from sglang.srt.mem_cache.transfer import Tier
@@ -85,14 +83,14 @@ def forget_continuation(engine: LocalEngine, prefix: np.ndarray) -> None:
     """Drop everything below the prefix on device and host."""
     for rank in ranks_of(engine):
         scheduler = rank.scheduler
-        end = scheduler.tree.lock(scheduler.tree.match("", prefix), scheduler.next_launch)
-        scheduler.tree.unlock(end, scheduler.next_launch, scheduler.last_launch)
+        end = scheduler.cache.tree.lock(scheduler.cache.tree.match("", prefix), scheduler.clock.next)
+        scheduler.cache.tree.unlock(end, scheduler.clock.next, scheduler.clock.last)
         for child in list(end.node.children.values()):
             for tier in (Tier.DEVICE, Tier.HOST):
                 if child.frames[tier] is not None:
-                    scheduler.controller.drop(child, tier, scheduler.last_launch)
-        for table in scheduler.controller.tables.values():
-            table.reap(scheduler.exec_done)
+                    scheduler.cache.controller.drop(child, tier)
+        for table in scheduler.cache.tables.values():
+            table.reap(scheduler.clock.done)
 
 
 def kv_bytes(engine: LocalEngine, prefix: np.ndarray) -> dict[Tier, bytes]:
@@ -100,7 +98,7 @@ def kv_bytes(engine: LocalEngine, prefix: np.ndarray) -> dict[Tier, bytes]:
     found: dict[Tier, bytes] = {}
     for tier in (Tier.DEVICE, Tier.HOST):
         for rank in ranks_of(engine):
-            match = rank.scheduler.tree.match("", prefix)
+            match = rank.scheduler.cache.tree.match("", prefix)
             frames = np.concatenate([node.frames[tier] for node in match.path])[: PREFIX // rank.scheduler.page_size]
             pool = rank.device_pool if tier == Tier.DEVICE else rank.host_pool
             assert pool is not None
@@ -169,9 +167,9 @@ def test_a_prefix_gives_the_same_bits_from_every_tier(
         for rank in ranks_of(engine):
             scheduler = rank.scheduler
             if tier != "device":
-                scheduler.controller.evict(Tier.DEVICE, scheduler.device.num_pages, scheduler.exec_done)
+                scheduler.cache.controller.evict(Tier.DEVICE, scheduler.cache.device.num_pages)
             if tier == "disk":
-                scheduler.controller.evict(Tier.HOST, 10_000, scheduler.exec_done)
+                scheduler.cache.controller.evict(Tier.HOST, 10_000)
         del seen[:]
         (answer,) = engine.generate([prompt], params)
         engine.settle()

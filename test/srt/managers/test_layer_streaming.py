@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from test_equality import MODELS, Model, check_memory, greedy, prompts
 
-from sglang.srt.managers import scheduler
-from sglang.srt.managers.layer_streaming import LayerStreamConfig
+from sglang.srt.managers import kv_cache
+from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.transfer import P2D, Tier
 from sglang.srt.model_executor.launch import LaunchMode
@@ -58,7 +58,7 @@ def test_a_prompt_that_is_longer_than_the_device(model: Model, page_size: int):
 
 def test_a_host_that_is_smaller_than_what_was_computed_in_one_run(model: Model, monkeypatch: pytest.MonkeyPatch):
     """The prompt's chunks are one node by then, of which the host takes the front."""
-    monkeypatch.setattr(scheduler, "COMPACT_EVERY_TOKENS", 2 * CHUNK)
+    monkeypatch.setattr(kv_cache, "COMPACT_EVERY_TOKENS", 2 * CHUNK)
     engine = streaming(model, tokens=128, num_host_pages=20, write_policy="write_back")
     assert engine.scheduler.max_total_len > 150
     (prompt,) = prompts(41, [140])
@@ -119,8 +119,8 @@ def test_what_the_host_has_no_room_for_goes_to_disk(model: Model):
         engine.settle()
         assert turn == 0 or answer.cached_tokens_details["host"] > 30
     assert tiers == {Tier.HOST, Tier.DISK} and counters(engine)["swapped_tokens"] > 300
-    swap = engine.scheduler.controller.swap
-    swap.reap(engine.scheduler.exec_done)
+    swap = engine.scheduler.cache.swap
+    swap.reap(engine.scheduler.clock.done)
     assert swap.num_free == swap.num_pages, "nothing stays there"
     check_memory(model, engine)
 
@@ -128,11 +128,11 @@ def test_what_the_host_has_no_room_for_goes_to_disk(model: Model):
 def test_a_prompt_that_no_tier_has_room_for_ends(model: Model):
     """Somebody else keeps the host while the prompt is computed; the next one has it again."""
     engine = streaming(model, tokens=64, num_host_pages=15, num_swap_pages=20)
-    host = engine.scheduler.host
+    host = engine.scheduler.cache.host
     taken = host.allocate(14, 0)
     (answer,) = engine.generate(prompts(36, [158]), greedy(5))
     assert answer.finish_reason == "abort" and not answer.tokens
-    host.doom(taken, FrameState.HELD, -1)
+    host.free_after(taken, FrameState.HELD, -1)
     (prompt,) = prompts(37, [158])
     (answer,) = engine.generate([prompt], greedy(5))
     model.check(prompt, answer, 5)
@@ -147,13 +147,13 @@ def test_what_comes_back_from_two_tiers_comes_in_any_order(model: Model):
     prompt = prompts(38, [233])[0]
     engine.generate([prompt[:33]], greedy(1))
     engine.settle()
-    scheduler.controller.evict(Tier.DEVICE, 40, scheduler.exec_done)
+    scheduler.cache.controller.evict(Tier.DEVICE, 40)
     engine.generate(prompts(39, [3]), greedy(1))
     engine.settle()
-    (node,) = scheduler.tree.match("", prompt[:32]).path
-    scheduler.tree.split(node, 24)
-    scheduler.controller.drop(node, Tier.PEER, scheduler.last_launch)
-    taken = scheduler.device.allocate(20, 0)
+    (node,) = scheduler.cache.tree.match("", prompt[:32]).path
+    scheduler.cache.tree.split(node, 24)
+    scheduler.cache.controller.drop(node, Tier.PEER)
+    taken = scheduler.cache.device.allocate(20, 0)
     link, late, tiers, num_launches = engine.core.links[P2D], [], set(), 0
     poll = link.poll
 
@@ -169,15 +169,15 @@ def test_what_comes_back_from_two_tiers_comes_in_any_order(model: Model):
     def look(decision) -> None:
         nonlocal num_launches
         req = scheduler.streaming.req
-        if decision.launch is None or req not in scheduler.running:
+        if decision.launch is None or req not in scheduler.queues.running:
             return
         num_launches += 1
         tiers.update(tier for each in decision.launch.streams for tier, _ in each.parts)
         if num_launches == 3:
-            scheduler.device.doom(taken, FrameState.HELD, -1)
+            scheduler.cache.device.free_after(taken, FrameState.HELD, -1)
         last = req.hold.receipt.node
         if last.frames[Tier.DEVICE] is not None and last.parent.tickets[Tier.DEVICE] is not None:
-            scheduler.controller.evict(Tier.HOST, 2, scheduler.exec_done)
+            scheduler.cache.controller.evict(Tier.HOST, 2)
 
     (answer,) = engine.generate([prompt], greedy(30), after_step=look)
     model.check(prompt, answer, 30)
@@ -193,7 +193,7 @@ def test_others_run_beside_it(model: Model):
     most = []
 
     def look(_) -> None:
-        most.append(len(engine.scheduler.active()))
+        most.append(len(engine.scheduler.queues.active()))
 
     for prompt, answer, n in zip(batch, engine.generate(batch, params, after_step=look), lengths):
         model.check(prompt, answer, n)
@@ -230,7 +230,7 @@ def test_it_comes_back_to_the_device_where_there_is_room(model: Model):
     (prompt,) = prompts(26, [170])
     engine.generate([prompt], greedy(1))
     engine.settle()
-    engine.scheduler.controller.evict(Tier.DEVICE, 40, engine.scheduler.exec_done)
+    engine.scheduler.cache.controller.evict(Tier.DEVICE, 40)
     holes = []
 
     def look(decision) -> None:

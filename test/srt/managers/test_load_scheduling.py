@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sglang.simulator.simulation import RequestTimes, SimulatedHardware, Simulation
-from sglang.srt.managers import scheduler as scheduler_module
+from sglang.srt.managers import admission
 from sglang.srt.managers.cost_model import LoadLimit
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.schedule_batch import BatchDecision
@@ -77,23 +77,23 @@ class Rig:
             self.teach()
 
     def teach(self) -> None:
-        costs = self.scheduler.expected.costs
+        costs = self.scheduler.planner.expected.costs
         for n in (1, 5, 20, 100, 200, 5, 20, 100):
             costs.add_prefill(n, 0, pairs_of(0, n), TOKEN_S * n)
             costs.add_load(n * TOKEN_BYTES, n * self.load_s)
             costs.add_decode(1, 50, DECODE_S)
 
     def _with_aborts(self, now, progress, new=(), *rest, **more):
-        due = [rid for rid, at in self.aborts.items() if self.began + at <= now and rid in self.scheduler._reqs]
+        due = [rid for rid, at in self.aborts.items() if self.began + at <= now and rid in self.scheduler.queues]
         return self._step(now, progress, new, due, *rest, **more)
 
     def remember(self, *documents: list[int]) -> None:
         """Have them on the host, and nothing on the device."""
         self.run([(10.0 * i, request(f"first{i}", d)) for i, d in enumerate(documents)])
-        self.scheduler.controller.evict(Tier.DEVICE, 10**6, self.scheduler.exec_done)
-        assert self.scheduler.tree.resident_pages(Tier.DEVICE) == 0
+        self.scheduler.cache.controller.evict(Tier.DEVICE, 10**6)
+        assert self.scheduler.cache.tree.resident_pages(Tier.DEVICE) == 0
         for document in documents:
-            match = self.scheduler.tree.match("", np.array(document, np.int32))
+            match = self.scheduler.cache.tree.match("", np.array(document, np.int32))
             page = self.scheduler.page_size
             assert (match.total_len, match.device_len) == (len(document) // page * page, 0)
         self.scheduler.counters.clear()
@@ -114,15 +114,15 @@ class Rig:
             if decision.launch is not None:
                 self.launches.append((now, decision.launch))
             self.loads += [(now, op) for op in decision.ops if op.ticket.link == H2D]
-            for req in self.scheduler.waiting:
+            for req in self.scheduler.queues.waiting:
                 if req.preload is not None:
                     self.preloads[req.rid] = req
             after_step(decision)
 
         times = self.sim.run([(self.began + at, req) for at, req in arrivals], after_step=stepped)
         self.scheduler.check_invariants()
-        assert all(node.lock == 0 for node in self.scheduler.tree.walk())
-        for table in self.scheduler.controller.tables.values():
+        assert all(node.lock == 0 for node in self.scheduler.cache.tree.walk())
+        for table in self.scheduler.cache.tables.values():
             assert table.counts[FrameState.FREE] + table.counts[FrameState.CACHED] == table.num_pages
         return {rid: t for rid, t in times.items() if rid not in before}
 
@@ -202,14 +202,14 @@ def test_a_request_waits_for_one_load_however_its_match_grows(monkeypatch: pytes
     rig = Rig(bubble_filling=True, num_device_pages=180)
     other = fresh(100, 5)
     rig.remember(DOCUMENT, other)
-    preload = rig.scheduler._preload
+    preload = rig.scheduler.admission._begin_preload
 
     def preload_early_part(req: Req, match: MatchResult) -> bool:
         if req.rid == "loads":
-            match = rig.scheduler.tree.match("", np.array(DOCUMENT[:80], np.int32))
+            match = rig.scheduler.cache.tree.match("", np.array(DOCUMENT[:80], np.int32))
         return preload(req, match)
 
-    monkeypatch.setattr(rig.scheduler, "_preload", preload_early_part)
+    monkeypatch.setattr(rig.scheduler.admission, "_begin_preload", preload_early_part)
     arrivals = [(0.0, request("runner", fresh(5), 60)), (0.01, request("loads", DOCUMENT + fresh(5, 1)))]
     arrivals += [(0.02, request("behind", other + fresh(5, 2))), (0.3, request("small", fresh(10, 3)))]
     times = rig.run(arrivals)
@@ -282,7 +282,9 @@ def test_decoding_takes_back_what_was_loaded_ahead() -> None:
     seen = []
 
     def look(decision: BatchDecision) -> None:
-        (loads,) = [r for r in (*rig.scheduler.waiting, *rig.scheduler.active()) if r.rid == "loads"] or [None]
+        (loads,) = [
+            r for r in (*rig.scheduler.queues.waiting, *rig.scheduler.queues.active()) if r.rid == "loads"
+        ] or [None]
         seen.append(loads is not None and loads.preload is not None)
 
     arrivals = [(0.0, request("runner", fresh(10), 100)), (0.005, request("loads", DOCUMENT + fresh(5, 1)))]
@@ -317,7 +319,7 @@ def test_an_aborted_request_leaves_nothing_of_its_load_locked() -> None:
         assert times["loads"].finish_reason == "abort" and "loads" in rig.preloads
         assert len(times["runner"].tokens) == 100
         # `run` has seen to it that nothing is locked; what came is there for others.
-        assert rig.scheduler.tree.match("", np.array(DOCUMENT, np.int32)).device_len == 100
+        assert rig.scheduler.cache.tree.match("", np.array(DOCUMENT, np.int32)).device_len == 100
 
 
 def test_a_load_ahead_that_fails_is_computed() -> None:
@@ -343,7 +345,7 @@ def test_a_failed_launch_ends_loads_ahead_and_loses_nothing() -> None:
 
     def look(decision: BatchDecision) -> None:
         if decision.reset is not None:
-            ended.append(all(r.preload is None for r in rig.scheduler.waiting))
+            ended.append(all(r.preload is None for r in rig.scheduler.queues.waiting))
 
     arrivals = [(0.0, request("bad", [*documents[0], 1], 40)), (0.2, request("good", [*documents[1], 1]))]
     times = rig.run(arrivals, look)
@@ -388,7 +390,7 @@ def test_the_front_is_computed_while_the_rest_is_loaded(page_size: int, load_s: 
     assert mixed.cached_tokens_details == {"device": 0, "host": 160 - front}
     assert sum(int(launch.lens.sum()) for _, launch in on.launches) == front + 5
     assert sum(op.size_bytes for _, op in on.loads) == (160 - front) * TOKEN_BYTES
-    assert on.scheduler.tree.match("", np.array(document, np.int32)).device_len == 160
+    assert on.scheduler.cache.tree.match("", np.array(document, np.int32)).device_len == 160
 
 
 def test_a_fast_link_loads_everything() -> None:
@@ -432,7 +434,7 @@ def test_after_a_failed_load_behind_a_front_nothing_is_lost() -> None:
 
 def test_what_is_published_late_is_never_computed_instead() -> None:
     """Others would take the front for loaded before it is there."""
-    rig = Rig(0.01, load_or_recompute=True, publish_at="completion")
+    rig = Rig(0.01, load_or_recompute=True, insert_at="completion")
     rig.remember(DOCUMENT)
     rig.run([(0.0, request("a", DOCUMENT + fresh(5, 1)))])
     assert rig.counter("recomputed_instead") == 0
@@ -446,36 +448,36 @@ def computed(rig: Rig) -> int:
 
 
 @pytest.mark.parametrize(
-    ("publish_at", "threshold", "tokens", "deferred"),
+    ("insert_at", "threshold", "tokens", "deferred"),
     [("completion", 0, 400, 0), ("completion", 100, 201, 1), ("launch", 0, 201, 0), ("launch", 100, 201, 1)],
 )
-def test_two_who_ask_the_same_at_once(publish_at: str, threshold: int, tokens: int, deferred: int) -> None:
-    rig = Rig(publish_at=publish_at, deferral_threshold=threshold)
+def test_two_who_ask_the_same_at_once(insert_at: str, threshold: int, tokens: int, deferred: int) -> None:
+    rig = Rig(insert_at=insert_at, deferral_threshold=threshold)
     prompt = fresh(200)
     times = rig.run([(0.0, request("a", prompt)), (0.0, request("b", prompt))])
     assert computed(rig) == tokens and rig.counter("deferred") == deferred
     assert times["a"].ttft == pytest.approx({400: 0.4, 201: 0.2}[tokens], abs=0.0011)
     assert times["b"].cached_tokens_details["device"] == 400 - tokens
     # Where it is published at launch, one launch does both.
-    assert len(rig.prefills()) == (2 if publish_at == "completion" and threshold else 1)
+    assert len(rig.prefills()) == (2 if insert_at == "completion" and threshold else 1)
 
 
 @pytest.mark.parametrize(("shared", "deferred"), [(100, 0), (101, 1)])
 def test_who_shares_little_does_not_wait(shared: int, deferred: int) -> None:
-    rig = Rig(publish_at="completion", deferral_threshold=100)
+    rig = Rig(insert_at="completion", deferral_threshold=100)
     rig.run([(0.0, request("a", fresh(shared) + fresh(90, 1))), (0.0, request("b", fresh(shared) + fresh(90, 2)))])
     assert rig.counter("deferred") == deferred
     assert computed(rig) == 2 * (shared + 90) - deferred * shared
 
 
-@pytest.mark.parametrize("publish_at", ["launch", "completion"])
-def test_a_delay_hit_comes_right_after_the_oldest(publish_at: str) -> None:
+@pytest.mark.parametrize("insert_at", ["launch", "completion"])
+def test_a_delay_hit_comes_right_after_the_oldest(insert_at: str) -> None:
     """Six others are in the queue before the second of two who ask the same. A launch takes 201 tokens: those of "a"
     and one of the first of them, then the rest of that one, the second, and so on."""
     prompt = fresh(200)
 
     def run(threshold: int) -> list[float]:
-        rig = Rig(publish_at=publish_at, deferral_threshold=threshold, chunked_prefill_size=201, max_ahead=1)
+        rig = Rig(insert_at=insert_at, deferral_threshold=threshold, chunked_prefill_size=201, max_ahead=1)
         others = [(0.0, request(f"other{i}", fresh(60, i + 1))) for i in range(6)]
         times = rig.run([(0.0, request("a", prompt)), *others, (0.0, request("again", prompt))])
         assert computed(rig) == 201 + 6 * 60
@@ -487,20 +489,20 @@ def test_a_delay_hit_comes_right_after_the_oldest(publish_at: str) -> None:
     assert again == others[0] == others[1] == pytest.approx(0.402) and again < min(others[3:])
 
 
-@pytest.mark.parametrize("publish_at", ["launch", "completion"])
-def test_chains_of_delay_hits_compute_each_part_once(publish_at: str) -> None:
+@pytest.mark.parametrize("insert_at", ["launch", "completion"])
+def test_chains_of_delay_hits_compute_each_part_once(insert_at: str) -> None:
     x, y, z = fresh(200, 1), fresh(150, 2), fresh(120, 3)
-    rig = Rig(publish_at=publish_at, deferral_threshold=100)
+    rig = Rig(insert_at=insert_at, deferral_threshold=100)
     times = rig.run([(0.0, request("a", x)), (0.0, request("b", x + y)), (0.0, request("c", x + y + z))])
     assert computed(rig) == len(x + y + z) and rig.counter("deferred") == 2
     assert times["c"].cached_tokens_details["device"] == 350
-    if publish_at == "completion":
+    if insert_at == "completion":
         assert [t.tokens[0] for t in times.values()] == pytest.approx([0.2, 0.35, 0.47])
 
 
 def test_nobody_waits_for_a_request_that_is_gone() -> None:
     """With one slot all three wait; the owner of the prompt is aborted before it begins."""
-    rig = Rig(publish_at="completion", deferral_threshold=100, max_running_requests=1)
+    rig = Rig(insert_at="completion", deferral_threshold=100, max_running_requests=1)
     rig.aborts["a"] = 0.1
     prompt = fresh(200, 1)
     times = rig.run(
@@ -508,15 +510,15 @@ def test_nobody_waits_for_a_request_that_is_gone() -> None:
     )
     assert times["a"].finish_reason == "abort" and not times["a"].tokens
     assert times["b"].tokens[0] == pytest.approx(times["runner"].tokens[-1] + 0.2, abs=2 * DECODE_S)
-    assert computed(rig) == 10 + 200 + 1 and len(rig.scheduler.transient) == 0
+    assert computed(rig) == 10 + 200 + 1 and len(rig.scheduler.cache.tree.claims) == 0
 
 
-@pytest.mark.parametrize("publish_at", ["launch", "completion"])
-def test_nobody_waits_for_a_request_that_waits_for_storage(publish_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(publish_at=publish_at, deferral_threshold=100)
+@pytest.mark.parametrize("insert_at", ["launch", "completion"])
+def test_nobody_waits_for_a_request_that_waits_for_storage(insert_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(insert_at=insert_at, deferral_threshold=100)
     until = 1.0
-    monkeypatch.setattr(rig.scheduler.prefetcher, "may_start", lambda rid: rid != "a" or rig.sim.now >= until)
-    monkeypatch.setattr(type(rig.scheduler.prefetcher), "is_idle", False)
+    monkeypatch.setattr(rig.scheduler.storage, "may_start", lambda rid: rid != "a" or rig.sim.now >= until)
+    monkeypatch.setattr(type(rig.scheduler.storage), "is_idle", False)
     prompt = fresh(200)
     times = rig.run([(0.0, request("a", prompt)), (0.0, request("b", prompt)), (until, request("c", fresh(20, 1)))])
     assert times["b"].ttft == pytest.approx(0.2)
@@ -526,13 +528,13 @@ def test_nobody_waits_for_a_request_that_waits_for_storage(publish_at: str, monk
 
 def test_an_owner_that_fails_passes_the_prompt_on() -> None:
     """The owner loads a part that fails; whoever waits for the rest of its prompt goes on all the same."""
-    rig = Rig(publish_at="completion", deferral_threshold=100, fails=lambda op: True)
+    rig = Rig(insert_at="completion", deferral_threshold=100, fails=lambda op: True)
     rig.remember(DOCUMENT)
     prompt = DOCUMENT + fresh(200, 1)
     times = rig.run([(0.0, request("a", prompt)), (0.0, request("b", prompt)), (0.0, request("c", prompt))])
     assert {len(t.tokens) for t in times.values()} == {1} and rig.counter("failed_launches") == 1
     assert times["c"].cached_tokens_details["device"] == 299
-    assert len(rig.scheduler.transient) == 0
+    assert len(rig.scheduler.cache.tree.claims) == 0
 
 
 # -- batches, order -------------------------------------------------------------------------------------------
@@ -545,7 +547,7 @@ def test_auto_takes_as_much_load_as_hides(monkeypatch: pytest.MonkeyPatch) -> No
         limits.append(limit)
         return balanced_order(queue, limit)
 
-    monkeypatch.setattr(scheduler_module, "balanced_order", spy)
+    monkeypatch.setattr(admission, "balanced_order", spy)
     documents = [fresh(100, i) for i in range(3)]
 
     def run(load_s: float, ratio: float | str, taught: bool = True) -> Rig:
@@ -557,7 +559,7 @@ def test_auto_takes_as_much_load_as_hides(monkeypatch: pytest.MonkeyPatch) -> No
         return rig
 
     slow = run(0.002, "auto")
-    fitted = slow.scheduler.expected.costs.load_limit()
+    fitted = slow.scheduler.planner.expected.costs.load_limit()
     assert fitted is not None and all(limit.per_token == pytest.approx(0.5, rel=0.05) for limit in limits)
     # 30 new tokens hide 15 loaded ones: one load per batch.
     assert slow.counter("deprioritised") == 0 and [len(x.lens) for _, x in slow.prefills()] == [1, 3]
@@ -587,13 +589,13 @@ def test_lpm_takes_the_longest_cached_prefix_first() -> None:
 ALL = {"bubble_filling": True, "load_or_recompute": True, "deferral_threshold": 100, "load_ratio": "auto"}
 
 
-@pytest.mark.parametrize("publish_at", ["launch", "completion"])
+@pytest.mark.parametrize("insert_at", ["launch", "completion"])
 @pytest.mark.parametrize("pool", [150, 1000])
-def test_a_load_behind_an_endless_stream_of_device_hits_is_not_forgotten(pool: int, publish_at: str) -> None:
+def test_a_load_behind_an_endless_stream_of_device_hits_is_not_forgotten(pool: int, insert_at: str) -> None:
     """Requests that need no load come faster than they end, and pass it while its load is under way, also where they
     fill the device and take back what was loaded: that happens to it once."""
     common = fresh(20, 1)
-    rig = Rig(**ALL, num_device_pages=pool, context_len=149, publish_at=publish_at, check_every=20)
+    rig = Rig(**ALL, num_device_pages=pool, context_len=149, insert_at=insert_at, check_every=20)
     rig.remember(DOCUMENT)
     stream = [(0.004 * i, request(f"hit{i}", [*common, 500 + i], 4)) for i in range(300)]
     times = rig.run([(0.0, request("warm", common)), *stream, (0.2, request("loads", DOCUMENT + fresh(5, 2)))])
@@ -620,7 +622,7 @@ def test_all_together_in_a_small_pool(seed: int) -> None:
         num_host_pages=600,
         context_len=200,
         chunked_prefill_size=64,
-        publish_at=("launch", "completion")[seed % 2],
+        insert_at=("launch", "completion")[seed % 2],
     )
     documents = [fresh(int(n), i) for i, n in enumerate(rng.integers(60, 160, 8))]
     at, arrivals = 0.0, []

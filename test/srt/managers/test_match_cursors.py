@@ -26,7 +26,7 @@ class Rig:
     def publish(self, text: str, namespace: str = "") -> Node:
         frames = np.arange(self.num_frames, self.num_frames + len(text), dtype=np.int32)
         self.num_frames += len(text)
-        return self.tree.publish(namespace, None, tokens(text), frames, 0, 0).node
+        return self.tree.insert_prefix(namespace, None, tokens(text), frames, 0, 0).node
 
     def back_up(self, node: Node, commit: bool = True) -> Ticket:
         self.tickets += 1

@@ -7,7 +7,7 @@ import pytest
 
 from sglang.simulator.simulation import RequestTimes, SimulatedHardware, Simulation
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
-from sglang.srt.managers.scheduler import SchedulerConfig
+from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.mem_cache.transfer import H2D, P2D, Tier
 from sglang.srt.model_executor.launch import Launch
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -41,7 +41,7 @@ class Rig:
         return times
 
     def evict(self, tier: Tier) -> None:
-        self.scheduler.controller.evict(tier, 10**6, self.scheduler.exec_done)
+        self.scheduler.cache.controller.evict(tier, 10**6)
         self.run(request(f"after {tier.name} {self.sim.now}", np.array([1, 2], np.int32)))
         self.scheduler.check_invariants()
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
+from sglang.srt.managers.schedule_batch import EndReason
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.hash_model import HashModel
 from support.soak import SoakConfig, build_rank
@@ -83,7 +84,7 @@ def test_what_a_request_had_computed_itself_does_not_count_as_cached() -> None:
         new = []
         if i == 4:
             # As after the failure of a launch that did not write these pages.
-            (req,) = scheduler.active()
-            scheduler.close(req, "lost")
+            (req,) = scheduler.queues.active()
+            scheduler.end_hold(req, EndReason.LOST)
             scheduler._requeue(req)
     assert outputs[-1].finish_reason is not None and outputs[-1].cached_tokens == 0

@@ -11,22 +11,22 @@ from sglang.srt.managers.cost_model import LoadLimit
 from sglang.srt.managers.schedule_policy import (
     FETCH_PATIENCE,
     NO_LOADS,
-    Admission,
+    AdmissionNeed,
     Candidate,
     LoadTimes,
     PrefillWork,
     balanced_order,
+    best_recompute_len,
     blocks_to_fetch,
     choose_victim,
     chunk_of,
     decode_reserve,
     fetch_rank,
-    front_to_recompute,
     pages_for,
     pages_to_admit,
     pairs_of,
+    should_fill_bubble,
     stall_seconds,
-    waits_for_load,
 )
 
 
@@ -79,7 +79,7 @@ def test_decode_reserve(active: list[int], ratio: float, page_size: int, reserve
     ],
 )
 def test_pages_to_admit(need, future, retracted, available, reserve, worst, active, admitted):
-    req = Admission(need=need, own_future=future, was_retracted=retracted)
+    req = AdmissionNeed(need=need, own_future=future, was_retracted=retracted)
     assert (pages_to_admit(req, reserve, worst, active) <= available) is admitted
 
 
@@ -88,8 +88,8 @@ def test_a_retracted_request_is_never_admitted_more_readily():
         for future in range(4):
             for worst in range(1, 8):
                 for reserve in range(1, worst + 1):
-                    again = pages_to_admit(Admission(need, future, True), reserve, worst, True)
-                    first = pages_to_admit(Admission(need, future, False), reserve, worst, True)
+                    again = pages_to_admit(AdmissionNeed(need, future, True), reserve, worst, True)
+                    first = pages_to_admit(AdmissionNeed(need, future, False), reserve, worst, True)
                     assert again >= first or future + worst <= reserve
 
 
@@ -335,7 +335,7 @@ def test_stall_seconds_is_what_layers_computed_one_by_one_wait(seed: int) -> Non
     [(9.0, None, False), (0.0, 0.0, False), (0.1, 0.0, True), (1.0, 1.0, False), (1.1, 1.0, True), (0.9, 1.0, False)],
 )
 def test_waits_for_load(stall_s: float, other_work_s: float | None, waits: bool) -> None:
-    assert waits_for_load(stall_s, other_work_s) is waits
+    assert should_fill_bubble(stall_s, other_work_s) is waits
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -361,7 +361,7 @@ def test_the_front_to_recompute_makes_the_shortest_launch(seed: int) -> None:
         return compute_s + stall_seconds(loads, 0.0, compute_s, layers)
 
     for max_front in (0, page - 1, num_load // 3, num_load, 10 * num_load):
-        front = front_to_recompute(num_load, page, seconds_of, max_front)
+        front = best_recompute_len(num_load, page, seconds_of, max_front)
         assert front % page == 0 and 0 <= front <= min(num_load, max_front)
         best = min(seconds_of(each) for each in range(0, min(num_load, max_front) + 1, page))
         assert seconds_of(front) == pytest.approx(best)
@@ -374,15 +374,15 @@ def test_the_front_to_recompute_by_hand() -> None:
     load = lambda front, layers: LoadTimes.between(0.0, 3.0 * (100 - front), layers)  # noqa: E731
     for layers, best in ((1, 100), (10**6, 75)):
         seconds = lambda front: front + stall_seconds(load(front, layers), 0.0, front, layers)  # noqa: B023, E731
-        assert front_to_recompute(100, 1, seconds, 100) == best
-        assert front_to_recompute(100, 16, seconds, 100) == {100: 96, 75: 80}[best]
-        assert front_to_recompute(100, 1, seconds, 60) == 60
+        assert best_recompute_len(100, 1, seconds, 100) == best
+        assert best_recompute_len(100, 16, seconds, 100) == {100: 96, 75: 80}[best]
+        assert best_recompute_len(100, 1, seconds, 60) == 60
 
 
 def test_no_front_where_computing_never_pays() -> None:
     for num_load, page in product((0, 1, 64), (1, 16)):
-        assert front_to_recompute(num_load, page, lambda front: 1.0, 64) == 0
-        assert front_to_recompute(num_load, page, lambda front: float(front), 64) == 0
+        assert best_recompute_len(num_load, page, lambda front: 1.0, 64) == 0
+        assert best_recompute_len(num_load, page, lambda front: float(front), 64) == 0
 
 
 # -- the order of fetches ---------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def test_a_request_from_prompt_to_end() -> None:
     reason = last.outputs[0].finish_reason
     assert reason is not None and reason.type == "length" and reason.length == 3
     # The last token's KV was never computed; the other five are cached.
-    assert driver.scheduler.tree.resident_pages(Tier.DEVICE) == 5
+    assert driver.scheduler.cache.tree.resident_pages(Tier.DEVICE) == 5
     assert driver.scheduler.num_reqs == 0
 
 
@@ -106,7 +106,11 @@ def test_end_of_sequence_ends_a_request_and_the_step_ahead_is_ignored() -> None:
     assert reason is not None and (reason.type, reason.matched) == ("stop", 2)
     assert driver.scheduler.num_reqs == 0
     assert driver.step(results={1: [7]}).outputs == ()
-    assert driver.scheduler.device.counts[FrameState.HELD] == driver.scheduler.device.counts[FrameState.DOOMED] == 0
+    assert (
+        driver.scheduler.cache.device.counts[FrameState.HELD]
+        == driver.scheduler.cache.device.counts[FrameState.PENDING_FREE]
+        == 0
+    )
 
 
 @pytest.mark.parametrize("params", [{"ignore_eos": True}, {"stop_token_ids": (4,)}])
@@ -143,7 +147,7 @@ def test_a_prefix_on_the_device_is_not_computed_again() -> None:
     launch = driver.step(request("b", [5, 6, 7, 1, 1], max_new_tokens=1)).launch
     assert launch is not None and launch.starts.tolist() == [3] and launch.input_ids.tolist() == [1, 1]
     assert launch.page_runs[0].frames.tolist() == [0, 1, 2]
-    assert driver.scheduler.active()[0].plan == (
+    assert driver.scheduler.queues.active()[0].plan == (
         Span(0, 3, SpanSource.DEVICE),
         Span(3, 5, SpanSource.COMPUTE),
     )
@@ -185,7 +189,7 @@ def test_a_prefix_on_the_host_is_loaded_while_the_rest_is_computed() -> None:
     load, launch = decision.ops[0], decision.launch
     assert load.ticket == Ticket(H2D, 0) and load.after is None
     assert launch is not None and launch.gates == (Ticket(H2D, 0),)
-    (req,) = driver.scheduler.active()
+    (req,) = driver.scheduler.queues.active()
     assert [(s.source, s.ticket) for s in req.plan][-2:] == [
         (SpanSource.LOAD, Ticket(H2D, 0)),
         (SpanSource.COMPUTE, None),
@@ -200,7 +204,7 @@ def test_a_failed_load_requeues_its_readers_and_forgets_the_source() -> None:
     driver.step(request("c", list(range(5, 15)) + [1], max_new_tokens=1))
     # The pool is small: what the request held comes back only when the launch that waits for the load is over.
     assert driver.step(fail={H2D: 0}).launch is None
-    assert driver.scheduler.controller.counters["failed_ops"] == 1
+    assert driver.scheduler.counters["failed_ops"] == 1
     # That launch fails too. Nothing of the load is left on either tier, and the next launch computes it.
     after = driver.step(fail={EXEC: 2}, ops={D2H: 1})
     assert after.reset == 3 and after.launch is not None and after.launch.seq == 3
@@ -225,9 +229,9 @@ def test_a_launch_that_fails_again_and_again_ends_its_requests() -> None:
 def test_a_failed_launch_takes_what_it_published_out_of_the_tree() -> None:
     driver = Driver()
     driver.step(request("a", [5, 6, 7, 8], max_new_tokens=1))
-    assert driver.scheduler.tree.resident_pages(Tier.DEVICE) == 4
+    assert driver.scheduler.cache.tree.resident_pages(Tier.DEVICE) == 4
     driver.step(fail={EXEC: 0}, aborts=("a",))
-    assert driver.scheduler.tree.resident_pages(Tier.DEVICE) == 0
+    assert driver.scheduler.cache.tree.resident_pages(Tier.DEVICE) == 0
 
 
 def test_the_youngest_is_retracted_and_waits_until_its_worst_case_fits() -> None:
@@ -259,7 +263,7 @@ def test_aborts_wherever_the_request_is() -> None:
     }
     assert driver.scheduler.num_reqs == 0
     driver.step(results={0: [1]})
-    assert driver.scheduler.device.counts[FrameState.DOOMED] == 0
+    assert driver.scheduler.cache.device.counts[FrameState.PENDING_FREE] == 0
 
 
 @pytest.mark.parametrize("prompt", [[], list(range(60))])
@@ -279,8 +283,8 @@ def test_flush_empties_an_idle_cache_and_refuses_otherwise() -> None:
     (reply,) = driver.step(flush=("f",)).replies
     assert reply.success
     for tier in FRAME_TIERS:
-        assert driver.scheduler.tree.resident_pages(tier) == 0
-    for table in driver.scheduler.controller.tables.values():
+        assert driver.scheduler.cache.tree.resident_pages(tier) == 0
+    for table in driver.scheduler.cache.tables.values():
         assert table.counts[FrameState.FREE] == table.num_pages
 
 
@@ -336,7 +340,7 @@ def test_a_request_counts_once_for_what_it_uses_however_often_it_starts() -> Non
     driver = Driver(num_device_pages=24, context_len=40, new_token_ratio=0.0)
     driver.step(request("first", [5, 6, 7, 8], max_new_tokens=1))
     driver.step(results={0: [9]})
-    (node,) = driver.scheduler.tree.match("", np.array([5, 6, 7, 8], np.int32)).path
+    (node,) = driver.scheduler.cache.tree.match("", np.array([5, 6, 7, 8], np.int32)).path
     assert node.hits == 1
     # It waits for memory, step after step.
     driver.step(request("long", list(range(20, 38)), max_new_tokens=1))
@@ -344,4 +348,4 @@ def test_a_request_counts_once_for_what_it_uses_however_often_it_starts() -> Non
     driver.step()
     assert node.hits == 1
     driver.step(results={1: [9]})
-    assert driver.scheduler.tree.match("", np.array([5, 6, 7, 8], np.int32)).path[0].hits == 2
+    assert driver.scheduler.cache.tree.match("", np.array([5, 6, 7, 8], np.int32)).path[0].hits == 2

@@ -15,7 +15,7 @@ from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.managers import scheduler_process
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.rank_sync import RankSync
-from sglang.srt.managers.scheduler import SchedulerConfig
+from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.scheduler_process import SchedulerProcess, build_core
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
@@ -54,8 +54,8 @@ def test_the_line_of_loads_has_what_is_not_0(stall_s, hits, line, monkeypatch, c
     monkeypatch.setattr(scheduler_process, "LOG_EVERY_S", 0.0)
     config = SchedulerConfig(1, 100, num_host_pages=100, page_bytes=100, context_len=90)
     core = Simulation(config, SimulatedHardware(1, lambda launch: 1.0)).core
-    core.scheduler.stall_s = stall_s
-    core.scheduler.counters["bundle_hits"] = hits
+    core.scheduler.planner.stall_s = stall_s
+    core.scheduler.admission.counters["bundle_hits"] = hits
     with zmq.Context() as context, context.socket(zmq.PULL) as receiver, context.socket(zmq.PUSH) as sender:
         receiver.bind("inproc://scheduler")
         wake_fd = os.eventfd(0)

@@ -12,9 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.managers.cache_controller import StorageLimits
-from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest, StorageSetup
-from sglang.srt.managers.storage_prefetch import PrefetchConfig
+from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
+from sglang.srt.managers.storage_controller import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.transfer import StorageAction, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -84,7 +83,7 @@ class Engine(LocalEngine):
     def assert_nothing_left(self) -> None:
         self.settle()
         self.scheduler.check_invariants()
-        for table in self.scheduler.controller.tables.values():
+        for table in self.scheduler.cache.tables.values():
             assert table.counts[FrameState.FREE] + table.counts[FrameState.CACHED] == table.num_pages
 
 
@@ -118,8 +117,8 @@ def test_a_prompt_is_put_together_from_device_host_disk_and_computation(model_co
     engine.settle()
     scheduler = engine.scheduler
     # Leaves first: the answer's 4 whole pages after token 48 are no part of the prompt, then 5 of its own.
-    scheduler.controller.evict(Tier.DEVICE, 5, scheduler.exec_done)
-    match = scheduler.tree.match("", text[:48])
+    scheduler.cache.controller.evict(Tier.DEVICE, 5)
+    match = scheduler.cache.tree.match("", text[:48])
     assert 0 < match.device_len < match.total_len == 48
     got = engine.generate([text], PARAMS)[0]
     assert got.tokens == computed(model_config, text)
@@ -261,7 +260,7 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(model_config: M
     assert engine.generate([text], PARAMS, abort_after={0: 0})[0].finish_reason == "abort"
     gate.open.set()
     engine.assert_nothing_left()
-    assert engine.scheduler.tree.resident_pages(Tier.HOST) == 0
+    assert engine.scheduler.cache.tree.resident_pages(Tier.HOST) == 0
     engine.close()
 
 
@@ -275,8 +274,8 @@ def test_what_is_in_flight_stays_within_its_limits(model_config: ModelConfig) ->
     gates = [Gate(engine.store, "set")]
 
     def look(_: object) -> None:
-        controller = engine.scheduler.controller
-        seen.append((controller.fetching_pages, controller.storing_pages))
+        storage = engine.scheduler.storage
+        seen.append((storage.fetching_pages, storage.storing_pages))
         if max(seen[-1]) == 8:
             gates[-1].open.set()
 
@@ -308,7 +307,7 @@ def test_attach_clear_and_detach_at_run_time(model_config: ModelConfig) -> None:
     # The next request backs nothing up, as the host has it all: it is stored when something new is published below.
     engine.generate([np.concatenate((text, text[:40]))], PARAMS)
     engine.settle()
-    assert len(engine.scheduler.tree.match("", text).path) and len(engine.store.blocks) == 9
+    assert len(engine.scheduler.cache.tree.match("", text).path) and len(engine.store.blocks) == 9
     assert engine.administer(StorageAction.CLEAR) == (True, "")
     assert not engine.store.blocks
     engine.generate([np.concatenate((text, text[:80]))], PARAMS)
@@ -425,12 +424,12 @@ def test_a_flush_leaves_what_is_being_read_and_written_alone(model_config: Model
     assert engine.generate([text], PARAMS, abort_after={0: 0})[0].finish_reason == "abort"
     decision = engine.core.step(engine.clock(), engine.core.progress(), flush=["f"])
     assert [r.success for r in decision.replies] == [True]
-    assert engine.scheduler.tree.num_nodes == 0
+    assert engine.scheduler.cache.tree.num_nodes == 0
     engine.scheduler.check_invariants()
     for gate in gates:
         gate.open.set()
     engine.assert_nothing_left()
-    host = engine.scheduler.host
+    host = engine.scheduler.cache.host
     assert host is not None and host.num_free == host.num_pages
     assert engine.generate([text], PARAMS)[0].cached_tokens_details["disk"] == 96
     engine.close()

@@ -28,10 +28,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.managers.cache_controller import StorageLimits
-from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest, StorageSetup
+from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
 from sglang.srt.managers.startup.storage import StorageOpener
-from sglang.srt.managers.storage_prefetch import PrefetchConfig
+from sglang.srt.managers.storage_controller import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.block_store import BlockStore, StoreError
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
@@ -158,10 +157,10 @@ class Engine(LocalEngine):
         self.settle()
         scheduler = self.scheduler
         scheduler.check_invariants()
-        for table in scheduler.controller.tables.values():
+        for table in scheduler.cache.tables.values():
             assert table.counts[FrameState.FREE] + table.counts[FrameState.CACHED] == table.num_pages
-        assert not scheduler.controller.in_flight and scheduler.num_reqs == 0
-        prefetcher = scheduler.prefetcher
+        assert not scheduler.cache.in_flight and scheduler.num_reqs == 0
+        prefetcher = scheduler.storage
         assert not (prefetcher._prefetches or prefetcher._waiters or prefetcher._unfinished)
         assert prefetcher.next_deadline is None
 
@@ -862,7 +861,7 @@ def test_a_host_pool_that_storage_holds_entirely(files: Files, model: Model, met
 
     def look(_: object) -> None:
         nonlocal full
-        full |= int((engine.scheduler.host.pins > 0).sum()) == 24
+        full |= int((engine.scheduler.cache.host.pins > 0).sum()) == 24
 
     def only_time_helps() -> None:
         look(None)

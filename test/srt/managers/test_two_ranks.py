@@ -72,7 +72,7 @@ def test_loads_that_fail_on_one_rank(hf, fail_rates):
     for rank in (engine, engine.other):
         counters = rank.scheduler.state()["counters"]
         assert counters["failed_ops"] > 0 and counters["failed_launches"] > 0, "nothing failed"
-        for table in rank.scheduler.controller.tables.values():
+        for table in rank.scheduler.cache.tables.values():
             assert table.counts[FrameState.FREE] + table.counts[FrameState.CACHED] == table.num_pages
     assert host > 0, "nothing came from the host"
     engine.close()

@@ -9,7 +9,7 @@ import pytest
 
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 
-FREE, HELD, FILLING, CACHED, DOOMED, LENT = FrameState
+FREE, HELD, FILLING, CACHED, PENDING_FREE, LENT = FrameState
 
 
 def ids(*frames: int) -> np.ndarray:
@@ -66,12 +66,12 @@ def test_publish_and_commit():
 
 
 @pytest.mark.parametrize("state", [HELD, FILLING, CACHED])
-def test_doom_from_every_live_state(state: FrameState):
+def test_free_after_from_every_live_state(state: FrameState):
     table = FrameTable(2)
     frames = take(table, 1, state=FILLING if state == FILLING else HELD)
     if state == CACHED:
         table.transition(frames, HELD, CACHED)
-    table.doom(frames, state, fence=-1)
+    table.free_after(frames, state, fence=-1)
     assert states(table) == "DF"
     table.reap(done=0)
     assert states(table) == "FF"
@@ -84,27 +84,27 @@ def test_a_transition_asserts_the_state_before():
         table.transition(ids(1), HELD, CACHED)
     take(table, 1)
     with pytest.raises(AssertionError, match="not all CACHED"):
-        table.transition(ids(1, 2), CACHED, DOOMED)
+        table.transition(ids(1, 2), CACHED, PENDING_FREE)
     with pytest.raises(AssertionError, match="not all CACHED"):
-        table.doom(ids(3), CACHED, -1)
+        table.free_after(ids(3), CACHED, -1)
     assert states(table) == "CCHF"
 
 
-def test_a_frame_cannot_be_doomed_twice():
+def test_a_frame_cannot_be_given_up_twice():
     table = FrameTable(2)
     frames = take(table, 1)
-    table.doom(frames, HELD, 0)
+    table.free_after(frames, HELD, 0)
     with pytest.raises(AssertionError, match="not all HELD"):
-        table.doom(frames, HELD, 0)
+        table.free_after(frames, HELD, 0)
     assert states(table) == "DF"
 
 
 def test_a_fence_has_passed_when_done_is_above_it():
     table = FrameTable(4)
     frames = take(table, 4)
-    table.doom(frames[:1], HELD, fence=5)
-    table.doom(frames[1:2], HELD, fence=6)
-    table.doom(frames[2:], HELD, fence=5)
+    table.free_after(frames[:1], HELD, fence=5)
+    table.free_after(frames[1:2], HELD, fence=6)
+    table.free_after(frames[2:], HELD, fence=5)
     table.reap(done=5)
     assert states(table) == "DDDD" and table.take_freed().tolist() == []
     table.reap(done=6)
@@ -118,7 +118,7 @@ def test_a_pin_outlives_the_fence():
     table = FrameTable(3)
     frames = take(table, 3)
     table.pin(ids(1))
-    table.doom(frames, HELD, fence=0)
+    table.free_after(frames, HELD, fence=0)
     table.reap(done=1)
     assert states(table) == "FDF"
     table.reap(done=9)
@@ -133,7 +133,7 @@ def test_a_fence_outlives_the_pin():
     table = FrameTable(1)
     frames = take(table, 1)
     table.pin(frames)
-    table.doom(frames, HELD, fence=3)
+    table.free_after(frames, HELD, fence=3)
     table.unpin(frames)
     table.reap(done=3)
     assert states(table) == "D"
@@ -146,7 +146,7 @@ def test_two_pins_need_two_unpins():
     frames = take(table, 2)
     table.pin(frames)
     table.pin(ids(0))
-    table.doom(frames, HELD, fence=-1)
+    table.free_after(frames, HELD, fence=-1)
     table.unpin(frames)
     table.reap(done=0)
     assert states(table) == "DF" and table.pins.tolist() == [1, 0]
@@ -164,9 +164,9 @@ def test_unpinning_more_often_than_pinning_is_a_bug():
         table.unpin(ids(0))
 
 
-def test_dooming_nothing_is_nothing():
+def test_giving_up_nothing_is_nothing():
     table = FrameTable(1)
-    table.doom(ids(), HELD, 0)
+    table.free_after(ids(), HELD, 0)
     table.reap(1)
     assert states(table) == "F" and len(table.take_freed()) == 0
 
@@ -175,10 +175,10 @@ def test_a_freed_run_comes_back_as_the_same_run():
     table = FrameTable(8)
     a, b = take(table, 3), take(table, 3)
     assert (a.tolist(), b.tolist()) == ([0, 1, 2], [3, 4, 5])
-    table.doom(a, HELD, -1)
+    table.free_after(a, HELD, -1)
     table.reap(0)
     assert take(table, 3).tolist() == [0, 1, 2], "the run freed last is on top, in its own order"
-    table.doom(b, HELD, -1)
+    table.free_after(b, HELD, -1)
     table.reap(0)
     assert take(table, 5).tolist() == [3, 4, 5, 6, 7]
 
@@ -186,7 +186,7 @@ def test_a_freed_run_comes_back_as_the_same_run():
 def test_frames_freed_and_taken_again_are_still_reported():
     table = FrameTable(2)
     frames = take(table, 1)
-    table.doom(frames, HELD, -1)
+    table.free_after(frames, HELD, -1)
     table.reap(0)
     assert take(table, 1).tolist() == [0]
     assert table.take_freed().tolist() == [0]
@@ -209,7 +209,7 @@ def test_long_runs_and_long_scatters_are_treated_alike():
         assert table.pins.sum() == len(frames) and table.pins[frames].all()
         table.unpin(frames)
     table.transition(scattered, HELD, CACHED)
-    table.doom(almost, CACHED, -1)
+    table.free_after(almost, CACHED, -1)
     table.reap(0)
     assert states(table) == "F" * 199 + "C" + "F" * 200
 
@@ -242,11 +242,11 @@ def test_nothing_is_lent_twice():
 def test_what_is_in_use_is_lent_when_it_would_be_free_and_nobody_gets_it_before(lowest_first):
     table = FrameTable(4, lowest_first=lowest_first)
     taken = take(table, 4)
-    table.doom(taken[:3], HELD, fence=5)
+    table.free_after(taken[:3], HELD, fence=5)
     table.pin(taken[:1])
     table.lend(taken[:2])
     table.reap(6)
-    assert table.num_free == 1 and table.counts[LENT] == 1 and table.counts[DOOMED] == 1
+    assert table.num_free == 1 and table.counts[LENT] == 1 and table.counts[PENDING_FREE] == 1
     assert sorted(table.take_freed().tolist()) == sorted(taken[1:3].tolist()), "poison reaches it before it goes"
     table.unpin(taken[:1])
     table.reap(6)
@@ -262,14 +262,14 @@ def test_what_was_lent_and_is_kept_is_as_if_it_had_not_been():
     table = FrameTable(6, lowest_first=True)
     table.pin(take(table, 3)[:1])
     table.lend(ids(0, 1, 2, 4, 5))
-    table.doom(ids(1), HELD, fence=-1)
-    table.doom(ids(0), HELD, fence=-1)
+    table.free_after(ids(1), HELD, fence=-1)
+    table.free_after(ids(0), HELD, fence=-1)
     table.reap(0)
     assert states(table) == "DLHFLL"
     table.keep(ids(0, 1, 2, 4, 5))
     assert states(table) == "DFHFFF" and table.num_free == 4
     table.unpin(ids(0))
-    table.doom(ids(2), HELD, fence=-1)
+    table.free_after(ids(2), HELD, fence=-1)
     table.reap(0)
     assert states(table) == "FFFFFF"
     assert sorted(table.take_freed().tolist()) == [0, 1, 1, 2, 4, 5]
@@ -300,20 +300,20 @@ def corrupt_free(table: FrameTable) -> None:
     table._free.take(1)
 
 
-def corrupt_doomed(table: FrameTable) -> None:
-    table._doomed.clear()
+def corrupt_pending(table: FrameTable) -> None:
+    table._pending.clear()
 
 
 def corrupt_pin(table: FrameTable) -> None:
     table.pins[5] = 1
 
 
-@pytest.mark.parametrize("corrupt", [corrupt_count, corrupt_state, corrupt_free, corrupt_doomed, corrupt_pin])
+@pytest.mark.parametrize("corrupt", [corrupt_count, corrupt_state, corrupt_free, corrupt_pending, corrupt_pin])
 @pytest.mark.parametrize("block_pages, lowest_first", [(1, False), (2, False), (1, True)])
 def test_check_invariants_notices(corrupt, block_pages: int, lowest_first: bool):
     table = FrameTable(6, block_pages, lowest_first)
     frames = take(table, 3)
-    table.doom(frames[1:], HELD, 4)
+    table.free_after(frames[1:], HELD, 4)
     table.check_invariants()
     corrupt(table)
     with pytest.raises(AssertionError):
@@ -396,8 +396,8 @@ def test_random_operations_against_a_dictionary(seed: int, num_pages: int, block
                 before = rng.choice((HELD, FILLING, CACHED))
                 frames = some(before)
                 fence = rng.randrange(-1, done + 4)
-                table.doom(frames, before, fence)
-                model.state.update(dict.fromkeys(frames.tolist(), DOOMED))
+                table.free_after(frames, before, fence)
+                model.state.update(dict.fromkeys(frames.tolist(), PENDING_FREE))
                 model.fence.update(dict.fromkeys(frames.tolist(), fence))
             case 6:
                 done += rng.randrange(3)
@@ -425,7 +425,7 @@ def test_random_operations_against_a_dictionary(seed: int, num_pages: int, block
     for frames in transfers:
         table.unpin(frames)
     for state in (HELD, FILLING, CACHED):
-        table.doom(np.array(model.of(state), np.int32), state, done)
+        table.free_after(np.array(model.of(state), np.int32), state, done)
     table.reap(done + 4)
     assert table.num_free == num_pages and num_reaped > num_pages
 

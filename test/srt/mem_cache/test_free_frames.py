@@ -93,7 +93,7 @@ def test_equal_histories_give_equal_frames():
                 held.append(frames)
                 taken.append(frames.tolist())
             elif held:
-                table.doom(held.pop(rng.randrange(len(held))), FrameState.HELD, done)
+                table.free_after(held.pop(rng.randrange(len(held))), FrameState.HELD, done)
                 table.reap(done + 1)
         return taken
 
@@ -108,7 +108,7 @@ def test_after_churn_most_blocks_are_one_run():
         for _ in range(2000):
             n = rng.choice((64, 64 * rng.randint(1, 8), rng.randint(1, 400)))
             while table.num_free < n + 800:
-                table.doom(held.pop(rng.randrange(len(held))), FrameState.HELD, -1)
+                table.free_after(held.pop(rng.randrange(len(held))), FrameState.HELD, -1)
                 table.reap(0)
             frames = table.allocate(n, 0)
             assert frames is not None

@@ -13,9 +13,9 @@ from sglang.srt.mem_cache.hiradix_tree import (
     EVICTION_POLICIES,
     Dropped,
     HiRadixTree,
+    InsertResult,
     MatchResult,
     Node,
-    PublishResult,
 )
 from sglang.srt.mem_cache.transfer import D2H, D2P, FETCH, H2D, P2D, Ticket, Tier
 
@@ -36,10 +36,10 @@ def pages(first: int, n: int) -> np.ndarray:
 
 def publish(
     tree: HiRadixTree, text: str, first: int, below: Node | None = None, fence: int = 0, now: int = 0, ns: str = ""
-) -> PublishResult:
+) -> InsertResult:
     """Publish text with frames first, first + 1, …"""
     n = len(text) // tree.page_size
-    result = tree.publish(ns, below, tokens(text), pages(first, n), fence, now)
+    result = tree.insert_prefix(ns, below, tokens(text), pages(first, n), fence, now)
     tree.check_invariants()
     return result
 
@@ -254,7 +254,7 @@ def test_publish_a_prefix_splits_and_creates_nothing():
 def test_publish_keeps_slices_of_the_tokens():
     tree = HiRadixTree(1)
     text = tokens("abcdef")
-    node = tree.publish("", None, text, pages(0, 6), 0, 0).node
+    node = tree.insert_prefix("", None, text, pages(0, 6), 0, 0).node
     assert np.shares_memory(node.key, text)
     publish(tree, "abcx", 10)
     assert np.shares_memory(node.key, text) and np.shares_memory(node.parent.key, text)
@@ -753,12 +753,12 @@ def test_compact_merges_a_chain_into_its_end():
 def test_compact_joins_neighbours_without_a_copy():
     tree = HiRadixTree(1)
     text = tokens("abcdef")
-    top = tree.publish("", None, text[:2], pages(0, 2), 0, 0).node
-    low = tree.publish("", top, text[2:], pages(2, 4), 0, 0).node
+    top = tree.insert_prefix("", None, text[:2], pages(0, 2), 0, 0).node
+    low = tree.insert_prefix("", top, text[2:], pages(2, 4), 0, 0).node
     tree.compact(low, done=1)
     assert text_of(low) == "abcdef" and np.shares_memory(low.key, text)
-    top = tree.publish("", None, tokens("xy"), pages(6, 2), 0, 0).node
-    low = tree.publish("", top, tokens("zz"), pages(8, 2), 0, 0).node
+    top = tree.insert_prefix("", None, tokens("xy"), pages(6, 2), 0, 0).node
+    low = tree.insert_prefix("", top, tokens("zz"), pages(8, 2), 0, 0).node
     tree.compact(low, done=1)
     assert text_of(low) == "xyzz" and shape(tree)["xyzz"] == [[6, 7, 8, 9], None]
 

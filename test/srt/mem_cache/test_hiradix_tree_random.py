@@ -166,7 +166,7 @@ class Driver:
             if on_device:
                 device = total
                 frames.append(page.frames[DEVICE])
-        assert (m.device_len, m.near_len, m.total_len) == (device, near, total)
+        assert (m.device_len, m.peer_len, m.total_len) == (device, near, total)
         found = [f for n in m.path if n.frames[DEVICE] is not None for f in n.frames[DEVICE].tolist()]
         assert found[: len(frames)] == frames
         locked = self.locked()
@@ -227,7 +227,7 @@ class Driver:
             return
         offered = self.new_frames(DEVICE, len(kinds) - start)
         array = self.tokens(kinds[start:])
-        result = self.tree.publish(ns, below, array, offered, self.now, self.now, priority)
+        result = self.tree.insert_prefix(ns, below, array, offered, self.now, self.now, priority)
         frames, duplicates, created, end = [], [], [], start
         for prefix, frame in zip(self.prefixes(key)[start:], offered.tolist()):
             page = self.model.setdefault(prefix, Page(hits=1))

@@ -33,7 +33,9 @@ class World:
             frames = np.arange(self.next_frame, self.next_frame + len(tokens) - match.total_len, dtype=np.int32)
             self.next_frame += len(frames)
             below = node if node.parent is not None else None
-            node = self.tree.publish(namespace, below, tokens[match.total_len :], frames, self.now, self.now).node
+            node = self.tree.insert_prefix(
+                namespace, below, tokens[match.total_len :], frames, self.now, self.now
+            ).node
         self.tree.unlock(receipt, self.now, self.now)
         self.now += 1
         return node

@@ -20,7 +20,7 @@ def kept_bytes(tree: HiRadixTree) -> int:
 
 
 def publish(tree: HiRadixTree, tokens: np.ndarray, frames: np.ndarray) -> None:
-    tree.publish("", None, tokens, frames, 0, 0)
+    tree.insert_prefix("", None, tokens, frames, 0, 0)
 
 
 def test_a_short_answer_does_not_keep_room_for_the_longest():

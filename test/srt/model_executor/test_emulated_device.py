@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.managers.layer_streaming import LayerStreamConfig
+from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.model_executor import executor as executor_module
 from sglang.srt.model_executor.cuda_graph_runner import batch_sizes
 from sglang.srt.model_executor.page_table import PageTable

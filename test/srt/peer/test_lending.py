@@ -11,7 +11,8 @@ from sglang.simulator.simulation import SimulatedHardware, Simulation
 from sglang.srt.managers.engine_core import reduce_progress
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
 from sglang.srt.managers.schedule_batch import BatchDecision
-from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.slab_ledger import SlabLedger, SlabState
 from sglang.srt.peer.lending import DeviceLending, LendingConfig
@@ -118,7 +119,7 @@ def test_what_is_still_leaving_is_kept_before_anything_is_asked_for():
     each, table = lending()
     frames = table.allocate(20, 1)
     assert frames is not None
-    table.doom(frames[:18], FrameState.HELD, -1)
+    table.free_after(frames[:18], FrameState.HELD, -1)
     table.reap(0)
     each.adjust(0.0, 2)
     assert each.adjust(10.0, 2) == [1, 2, 3, 4]
@@ -127,7 +128,7 @@ def test_what_is_still_leaving_is_kept_before_anything_is_asked_for():
     each.adjust(10.5, 9)
     assert each.ledger.states[4] == SlabState.HERE and each.take_wanted() == 1
     assert table.num_free == 6
-    table.doom(frames[18:], FrameState.HELD, -1)
+    table.free_after(frames[18:], FrameState.HELD, -1)
     table.reap(0)
     assert table.num_free == 8, "what was kept is not lent when it becomes free"
     each.check_invariants()
@@ -188,7 +189,7 @@ class Worker:
         assert all(times[each.rid].finish_reason == "length" for _, each in arrivals)
 
     def _went(self, frames: np.ndarray) -> None:
-        assert (self.scheduler.device.state[frames] == FrameState.LENT).all()
+        assert (self.scheduler.cache.device.state[frames] == FrameState.LENT).all()
 
     def _after_step(self, decision: BatchDecision) -> None:
         self.scheduler.check_invariants()
@@ -326,7 +327,7 @@ def test_one_that_outgrows_what_is_here_waits_in_the_middle():
     for _ in range(100):
         rig.tick()
     # Four pages are here: it has begun, and keeps what it has.
-    assert not rig.ended and len(rig.scheduler.running) == 1 and len(rig.tokens["grows"]) >= 2
+    assert not rig.ended and len(rig.scheduler.queues.running) == 1 and len(rig.tokens["grows"]) >= 2
     rig.source.rate = 0.2
     rig.end("grows")
     assert rig.tokens["grows"] == rig.model.generate(prompt, 20, frozenset())

@@ -16,7 +16,8 @@ import numpy as np
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import BatchDecision, StepInputs, StorageRequest
-from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.mem_cache.slab_ledger import BorrowedSlabs, LentSlabs, SlabSource
 from sglang.srt.mem_cache.transfer import EXEC, FETCH, LINKS, LOAD_LINKS, STALL, STORAGE_LINKS, STREAM, Link, Tier
 from sglang.srt.model_executor.executor import Executor
@@ -226,7 +227,7 @@ class EngineCore:
     @property
     def has_outstanding(self) -> bool:
         """Some launch or operation has not been consumed yet, so that inputs will come by themselves."""
-        return self.scheduler.exec_done < self.scheduler.next_launch or bool(self.scheduler.controller.in_flight)
+        return self.scheduler.is_under_way
 
     def _consume(self, progress: Progress, decision: BatchDecision) -> None:
         self._stepped_on = self._seen

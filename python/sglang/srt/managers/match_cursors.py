@@ -60,7 +60,7 @@ class MatchCursors:
         match = self._tree.match(namespace, tokens)
         end = match.path[-1] if match.path else None
         loads = [
-            (n.id, len(n.key)) for n in match.path if n.frames[Tier.DEVICE] is None and n.start >= match.near_len
+            (n.id, len(n.key)) for n in match.path if n.frames[Tier.DEVICE] is None and n.start >= match.peer_len
         ]
         if loads and end is not None:
             loads[-1] = (end.id, match.last_len)
@@ -73,8 +73,8 @@ class MatchCursors:
             if above is not None and page in above.children:
                 depends.append(above.children[page].id)  # it is on its way to the host
         loading = dict.fromkeys(t for node in match.path if (t := node.tickets[Tier.DEVICE]) is not None)
-        near = match.near_len - match.device_len
-        candidate = Candidate(num_tokens - match.total_len, tuple(loads), match.total_len, tuple(loading), near)
+        from_peers = match.peer_len - match.device_len
+        candidate = Candidate(num_tokens - match.total_len, tuple(loads), match.total_len, tuple(loading), from_peers)
         return candidate, tuple(depends)
 
     def _changed(self, node: Node) -> None:

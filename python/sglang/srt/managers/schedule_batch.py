@@ -6,17 +6,17 @@ Plain data over numpy and msgspec; no torch, thread, socket or clock.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from sglang.srt.managers.cache_controller import StorageLimits
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, TokenOutput
-from sglang.srt.managers.storage_prefetch import PrefetchConfig
+from sglang.srt.managers.storage_controller import StorageSetup
 from sglang.srt.mem_cache.hiradix_tree import Receipt
-from sglang.srt.mem_cache.transfer import StorageAction, StorageOp, Ticket, Tier, TransferOp
+from sglang.srt.mem_cache.time_units import NO_LAUNCH
+from sglang.srt.mem_cache.transfer import StorageAction, StorageOp, Ticket, TransferOp
 from sglang.srt.model_executor.launch import Launch, SampleSpec
 from sglang.srt.sampling.logprob_types import LaunchLogprobs, TokenLogprob
 
@@ -40,19 +40,32 @@ class Span:
     ticket: Ticket | None = None
 
 
+class EndReason(Enum):
+    """Why a hold ends."""
+
+    FINISH = "finish"
+    ABORT = "abort"
+    # Others need the memory; the request starts again.
+    RETRACT = "retract"
+    # A part of its KV is lost; the request starts again.
+    LOST = "lost"
+
+
 class ReqHold:
     """All device memory that one running request has to itself, and its lock on the tree.
 
-    The pages from `published` tokens on are HELD frames of this request; everything before is the tree's, locked by
-    `receipt`. Only `Scheduler.close` ends a hold.
+    The pages from `inserted_len` tokens on are HELD frames of this request; everything before is the tree's, locked
+    by `receipt`. Only `Scheduler.end_hold` ends one.
     """
 
-    __slots__ = ("_first", "_frames", "_last", "id", "published", "receipt")
+    __slots__ = ("_first", "_frames", "_last", "id", "inserted_len", "num_swapped", "receipt")
 
-    def __init__(self, hold_id: int, receipt: Receipt, published: int) -> None:
+    def __init__(self, hold_id: int, receipt: Receipt, inserted_len: int) -> None:
         self.id = hold_id
         self.receipt = receipt
-        self.published = published
+        self.inserted_len = inserted_len
+        # Pages behind those that were inserted that are in the swap file, or on their way there.
+        self.num_swapped = 0
         self._frames = np.empty(16, np.int32)
         self._first = 0
         self._last = 0
@@ -79,13 +92,18 @@ class ReqHold:
     def pass_on(self, num_pages: int, num_tokens: int) -> None:
         """The first pages belong to the tree, or to nobody, from now on."""
         self._first += num_pages
-        self.published += num_tokens
+        self.inserted_len += num_tokens
+
+    def swap_out(self, num_pages: int) -> None:
+        """The first pages go to the swap file."""
+        self._first += num_pages
+        self.num_swapped += num_pages
 
     def take_back(self, frames: np.ndarray, num_tokens: int) -> None:
         """What was passed on last is the request's own again."""
         mine = np.concatenate((frames, self.frames))
         self._frames, self._first, self._last = mine, 0, len(mine)
-        self.published -= num_tokens
+        self.inserted_len -= num_tokens
 
     def _grow(self, n: int) -> None:
         # Always a new array: the tree keeps slices of the old one.
@@ -98,11 +116,11 @@ class ReqHold:
 @dataclass(frozen=True)
 class Preload:
     """A load that goes on while its request waits. receipt: keeps what it loads and all before it on the device.
-    start, near_end, end: it loads tokens [start, near_end) from peers, [near_end, end) from the host."""
+    start, peer_end, end: it loads tokens [start, peer_end) from peers, [peer_end, end) from the host."""
 
     receipt: Receipt
     start: int
-    near_end: int
+    peer_end: int
     end: int
 
 
@@ -110,12 +128,12 @@ class Req:
     """A request inside the scheduler.
 
     tokens: (max_len,) int32, prompt and output; the first num_known are there. length: tokens that exist or are
-    being sampled. computed: tokens whose KV is there or will be after the launches issued so far. publish_at:
+    being sampled. computed: tokens whose KV is there or will be after the launches issued so far. insert_at:
     when computed gets there, decoded tokens enter the tree. order: place in the order of arrival. epoch: counts
     holds; results of an older epoch are not this request's any more. logprobs: one per generated token, if asked
     for. prompt_logprobs_asked: prompt tokens below it have theirs, or a launch is finding it. fetched: prompt
     tokens [start, end) that storage brought to the host for it. preload: its load, if that began before it;
-    preload_taken_back: it had one, and others needed the memory. loaded: tokens [start, end) that such a load
+    preload_cancelled: it had one, and others needed the memory. loaded: tokens [start, end) that such a load
     brought. delay_end: up to there it shares its tokens with what an older one was about to compute when it came; 0
     if with none.
     """
@@ -128,10 +146,11 @@ class Req:
         "epoch",
         "fetched",
         "hold",
+        "insert_at",
         "last_launch",
         "length",
         "loaded",
-        "loaded_near",
+        "loaded_from_peers",
         "logprobs",
         "max_len",
         "namespace",
@@ -143,11 +162,10 @@ class Req:
         "order",
         "plan",
         "preload",
-        "preload_taken_back",
+        "preload_cancelled",
         "priority",
         "prompt_logprobs",
         "prompt_logprobs_asked",
-        "publish_at",
         "rid",
         "slot",
         "spec",
@@ -171,8 +189,8 @@ class Req:
         self.emit_every = 1
         self.num_emitted = len(prompt)
         self.computed = 0
-        self.publish_at = 0
-        self.last_launch = -1
+        self.insert_at = 0
+        self.last_launch = NO_LAUNCH
         self.epoch = 0
         self.num_retractions = 0
         self.num_failures = 0
@@ -181,8 +199,8 @@ class Req:
         self.plan: tuple[Span, ...] = ()
         self.fetched: tuple[tuple[int, int], ...] = ()
         self.preload: Preload | None = None
-        self.preload_taken_back = False
-        self.loaded = self.loaded_near = (0, 0)
+        self.preload_cancelled = False
+        self.loaded = self.loaded_from_peers = (0, 0)
         self.delay_end = 0
         self.cached_tokens_details: dict[str, int] = {}
         self.logprobs: list[TokenLogprob] = []
@@ -199,25 +217,25 @@ class Req:
             return self.num_prompt
         return min(self.num_prompt, max(1, spec.prompt_from + len(self.prompt_logprobs)))
 
+    def reset(self) -> None:
+        """Its hold has ended: it starts again, or has ended itself."""
+        self.hold = None
+        self.epoch += 1
+        self.length = self.num_known
+        self.prompt_logprobs_asked = self.next_prompt_logprob
+        self.computed = 0
+
+    def check_invariants(self) -> None:
+        """Of a request that has a hold."""
+        assert self.num_known <= self.length <= self.max_len
+        pos = 0
+        for span in self.plan:
+            assert span.start == pos and span.end >= pos, f"{self}: a gap in its plan"
+            pos = span.end
+        assert pos >= self.num_prompt
+
     def __repr__(self) -> str:
         return f"Req({self.rid}, {self.num_known} tokens known, {self.computed} computed, epoch {self.epoch})"
-
-
-@dataclass(frozen=True)
-class StorageSetup:
-    """What is attached. backend: its name, or two; tiers: which they are; setup: what each rank opens, as JSON.
-    secret, block_tokens: see BlockKeys; the secret covers what all requests share (model, weights, dtype, layout).
-    write_policy: of the host tier, through which everything goes. is_lossy: what it has stored comes back changed."""
-
-    backend: str
-    setup: str
-    secret: bytes
-    block_tokens: int
-    limits: StorageLimits
-    prefetch: PrefetchConfig
-    write_policy: str
-    tiers: tuple[Tier, ...] = (Tier.DISK,)
-    is_lossy: bool = False
 
 
 class StorageRequest(msgspec.Struct, frozen=True, kw_only=True):

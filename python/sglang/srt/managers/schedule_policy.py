@@ -24,7 +24,7 @@ def decode_reserve(active: Iterable[int], ratio: float, page_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Admission:
+class AdmissionNeed:
     """A waiting request, measured against memory, in pages.
 
     need: for the rest of its prompt, loads included. own_future: what it may still generate. was_retracted: it has
@@ -36,7 +36,7 @@ class Admission:
     was_retracted: bool
 
 
-def pages_to_admit(req: Admission, reserve: int, worst_reserve: int, anything_active: bool) -> int:
+def pages_to_admit(req: AdmissionNeed, reserve: int, worst_reserve: int, anything_active: bool) -> int:
     """How many pages must be available for a request to start.
 
     A request that was retracted comes back only when its worst case and everybody's fit, so that it is not retracted
@@ -69,15 +69,15 @@ class Candidate:
     compute: its new tokens, more than 0. loads: the nodes that it would load from the host, top first, as (id,
     tokens). prefix: tokens before the new ones. loading: operations that bring some of these already. Requests that
     load the same node share the load, and then the topmost one too, since what is loaded is a path; the last may be
-    loaded in part. near: tokens that it would load from peers, which takes nothing from the link to the host. pairs:
-    of a new token and one that it attends to.
+    loaded in part. from_peers: tokens that it would load from peers, which takes nothing from the link to the host.
+    pairs: of a new token and one that it attends to.
     """
 
     compute: int
     loads: tuple[tuple[int, int], ...] = ()
     prefix: int = 0
     loading: tuple[Ticket, ...] = ()
-    near: int = 0
+    from_peers: int = 0
     top: int | None = field(init=False)
     load: int = field(init=False)
     pairs: int = field(init=False)
@@ -86,6 +86,15 @@ class Candidate:
         object.__setattr__(self, "top", self.loads[0][0] if self.loads else None)
         object.__setattr__(self, "load", sum([tokens for _, tokens in self.loads]))
         object.__setattr__(self, "pairs", pairs_of(self.prefix, self.compute))
+
+
+# How the queue is ordered: a key of each candidate, the least goes first, equals by age. None keeps the order of
+# arrival.
+QUEUE_POLICIES: dict[str, Callable[[Candidate], float] | None] = {
+    "fcfs": None,
+    # The longest cached prefix first.
+    "lpm": lambda candidate: -candidate.prefix,
+}
 
 
 def pairs_of(prefix: int, new: int) -> int:
@@ -236,14 +245,14 @@ def stall_seconds(loads: LoadTimes, start: float, compute_s: float, num_layers: 
     return max(loads.first - start, loads.last - start - hidden, 0.0)
 
 
-def waits_for_load(stall_s: float, other_work_s: float | None) -> bool:
+def should_fill_bubble(stall_s: float, other_work_s: float | None) -> bool:
     """Whether a request is left out of a launch that its load would hold up for stall_s (bubble filling, Strata
     4.3.3). other_work_s: what the launch costs that would go in between, a decode step or a prefill of others; None
     where there is nothing else to do."""
     return other_work_s is not None and stall_s > other_work_s
 
 
-def front_to_recompute(num_load: int, page_size: int, seconds_of: Callable[[int], float], max_front: int) -> int:
+def best_recompute_len(num_load: int, page_size: int, seconds_of: Callable[[int], float], max_front: int) -> int:
     """Load or recompute: how many of the first tokens that a request would load are computed instead, whole pages.
 
     What is not there can be computed from the front only, since a token's KV needs all before it, and is loaded at

@@ -41,10 +41,10 @@ from sglang.srt.managers.io_struct import (
     detokenize_req,
     encode,
 )
-from sglang.srt.managers.layer_streaming import LayerStreamConfig
 from sglang.srt.managers.rank_sync import RankSync, Tick
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Scheduler, SchedulerConfig
+from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.managers.startup.device import check_device, free_memory, kv_cache_bytes, pick_device, pick_dtype
 from sglang.srt.managers.startup.peers import borrow_memory, lend_memory
 from sglang.srt.managers.startup.storage import StorageOpener
@@ -181,7 +181,7 @@ def build_config(
         load_ratio=args.load_ratio,
         bubble_filling=args.hicache_bubble_filling == "on",
         load_or_recompute=args.hicache_load_or_recompute == "on",
-        publish_at=args.hicache_publish_at,
+        insert_at=args.hicache_publish_at,
         deferral_threshold=args.hicache_deferral_threshold,
         layer_stream=layer_stream,
         num_swap_pages=int(args.layer_stream_disk_size * 1e9 / group.size) // page_bytes,
@@ -432,7 +432,7 @@ class SchedulerProcess:
         self._logged: dict[str, int] = {}
         self._logged_stall_s = 0.0
         self._gen_throughput = 0.0
-        self._hottest = HottestPrefixes(core.scheduler.tree)
+        self._hottest = HottestPrefixes(core.scheduler.cache.tree)
 
     def serve(self) -> None:
         while True:
@@ -534,7 +534,7 @@ class SchedulerProcess:
                 state["tiers"][tier] = {"cached_tokens": stats["blocks"] * part.block_tokens, **stats}
         peers = self.core.slabs
         state["peers"] = peers.state() if isinstance(peers, BorrowedMemory | LentMemory) else None
-        state["hottest"] = self._hottest.table(self.core.scheduler.next_launch)
+        state["hottest"] = self._hottest.table(self.core.scheduler.clock.next)
         return msgspec.json.encode(state)
 
     def _log_throughput(self) -> None:
@@ -550,29 +550,29 @@ class SchedulerProcess:
             return (counters.get(name, 0) - self._logged.get(name, 0)) / elapsed
 
         self._gen_throughput = per_second("generation_tokens")
-        table = scheduler.device
-        in_use = table.num_pages - table.num_free - scheduler.tree.evictable_pages(Tier.DEVICE)
+        cache, queues = scheduler.cache, scheduler.queues
+        table = cache.device
+        in_use = table.num_pages - table.num_free - cache.tree.evictable_pages(Tier.DEVICE)
         logger.info(
             "Batch. #running-req: %d, #queue-req: %d, #token: %d, token usage: %.2f, "
             "prefill throughput (token/s): %.1f, gen throughput (token/s): %.1f",
-            len(scheduler.active()),
-            len(scheduler.waiting),
+            len(queues.active()),
+            len(queues.waiting),
             in_use * scheduler.page_size,
             in_use / table.num_pages,
             per_second("prefill_tokens"),
             self._gen_throughput,
         )
-        if scheduler.host is not None:
+        if cache.host is not None:
             acted = {name: counters.get(name, 0) - self._logged.get(name, 0) for name in SCHEDULING_COUNTERS}
-            if scheduler.streaming is not None:
-                acted["layer_streamed_token"] = scheduler.streaming.hole
-            stall = f"{scheduler.stall_s - self._logged_stall_s:.2f} s"
+            acted["layer_streamed_token"] = scheduler.streaming.hole
+            stall = f"{scheduler.planner.stall_s - self._logged_stall_s:.2f} s"
             shown = [f"stall: {stall}"] if stall != "0.00 s" else []
             shown += [f"#{name.replace('_', '-')}: {n}" for name, n in acted.items() if n]
             if shown:
                 logger.info("Loads. %s", ", ".join(shown))
         self._logged_at, self._logged, self._slept_s = now, counters, 0.0
-        self._logged_stall_s = scheduler.stall_s
+        self._logged_stall_s = scheduler.planner.stall_s
 
 
 class FollowerProcess:
@@ -597,7 +597,7 @@ class FollowerProcess:
 
 def tidy_up(core: EngineCore) -> None:
     """In an idle moment: check all invariants, unless that would take long, and put garbage away."""
-    if core.scheduler.tree.num_nodes <= IDLE_CHECK_MAX_NODES:
+    if core.scheduler.cache.tree.num_nodes <= IDLE_CHECK_MAX_NODES:
         core.scheduler.check_invariants()
     gc.collect()
     gc.freeze()

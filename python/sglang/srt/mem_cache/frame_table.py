@@ -3,8 +3,8 @@
 Owns three arrays and a free list (`free_frames.py`: which free frame comes next). Never touches the memory itself,
 never reads the tree (which alone says *where* a page is), and knows nothing of requests or links.
 
-                allocate             doom                      reap: pins 0 and fence passed
-    FREE ------------------> HELD ------------> DOOMED -------------------------------------> FREE
+                allocate           free_after                  reap: pins 0 and fence passed
+    FREE ------------------> HELD ------------> PENDING_FREE -------------------------------------> FREE
       |                       | publish           ^  ^
       | allocate(FILLING)     v                   |  |
       +-------> FILLING --> CACHED ---------------+  |
@@ -34,7 +34,7 @@ class FrameState(IntEnum):
     HELD = 1
     FILLING = 2
     CACHED = 3
-    DOOMED = 4
+    PENDING_FREE = 4
     LENT = 5
 
 
@@ -67,8 +67,8 @@ class FrameTable:
             self._free = FreeBlocks(num_pages, block_pages)
         else:
             self._free = FreeStack(num_pages)
-        self._doomed: dict[int, list[np.ndarray]] = {}
-        self._doomed_pinned: list[np.ndarray] = []
+        self._pending: dict[int, list[np.ndarray]] = {}
+        self._pending_pinned: list[np.ndarray] = []
         self._unpinned_since_reap = False
         # Not FREE yet, and to be LENT then.
         self._to_lend = np.zeros(num_pages, np.bool_)
@@ -98,6 +98,10 @@ class FrameTable:
         self._count(n, FrameState.FREE, state)
         return frames
 
+    def set_owner(self, frames: np.ndarray, owners: np.ndarray | int) -> None:
+        """owners: one for each frame, or one for all."""
+        self.owner[frames] = owners
+
     def transition(self, frames: np.ndarray, before: FrameState, after: FrameState) -> None:
         """Move frames between live states (publish, commit). Asserts that all are in `before`."""
         where = self._where(frames)
@@ -115,24 +119,24 @@ class FrameTable:
         assert (self.pins[where] >= 0).all(), "unpinned more often than pinned"
         self._unpinned_since_reap = True
 
-    def doom(self, frames: np.ndarray, before: FrameState, fence: int) -> None:
+    def free_after(self, frames: np.ndarray, before: FrameState, fence: int) -> None:
         """Give frames up. They become FREE in `reap`, once launch number `fence` is done and no transfer pins them.
 
         fence: the last launch that may use the frames, -1 if none does.
         """
         if len(frames) == 0:
             return
-        self.transition(frames, before, FrameState.DOOMED)
-        self._doomed.setdefault(fence, []).append(frames)
+        self.transition(frames, before, FrameState.PENDING_FREE)
+        self._pending.setdefault(fence, []).append(frames)
 
     def reap(self, done: int) -> None:
         """Free what may be reused: launches below `done` have completed."""
         passed: list[np.ndarray] = []
-        for fence in [f for f in self._doomed if f < done]:
-            passed += self._doomed.pop(fence)
+        for fence in [f for f in self._pending if f < done]:
+            passed += self._pending.pop(fence)
         if self._unpinned_since_reap:
-            passed += self._doomed_pinned
-            self._doomed_pinned = []
+            passed += self._pending_pinned
+            self._pending_pinned = []
             self._unpinned_since_reap = False
         if not passed:
             return
@@ -140,17 +144,17 @@ class FrameTable:
         where = self._where(frames)
         pinned = self.pins[where] > 0
         if pinned.any():
-            self._doomed_pinned.append(frames[pinned])
+            self._pending_pinned.append(frames[pinned])
             frames = frames[~pinned]
             where = frames
         to_lend = self._to_lend[where]
         if to_lend.any():
             lent = frames[to_lend]
             self._to_lend[lent] = False
-            self.transition(lent, FrameState.DOOMED, FrameState.LENT)
+            self.transition(lent, FrameState.PENDING_FREE, FrameState.LENT)
             self._freed.append(lent)
             frames = where = frames[~to_lend]
-        self._set_free(frames, where, FrameState.DOOMED)
+        self._set_free(frames, where, FrameState.PENDING_FREE)
 
     def lend(self, frames: np.ndarray) -> None:
         """Frames (each listed once) become another engine's: FREE ones at once, others when they would be FREE."""
@@ -186,10 +190,12 @@ class FrameTable:
         free = self._free.frames()
         assert self.counts[FrameState.FREE] == len(free) == len(np.unique(free))
         assert (self.state[free] == FrameState.FREE).all()
-        doomed = [f for fs in self._doomed.values() for f in fs] + self._doomed_pinned
-        listed = np.concatenate(doomed) if doomed else self._ids[:0]
-        assert len(listed) == len(np.unique(listed)) == self.counts[FrameState.DOOMED], "a doomed frame is lost"
-        assert (self.state[listed] == FrameState.DOOMED).all()
+        pending = [f for fs in self._pending.values() for f in fs] + self._pending_pinned
+        listed = np.concatenate(pending) if pending else self._ids[:0]
+        assert len(listed) == len(np.unique(listed)) == self.counts[FrameState.PENDING_FREE], (
+            "a frame that is to be free is lost"
+        )
+        assert (self.state[listed] == FrameState.PENDING_FREE).all()
         assert (self.pins >= 0).all() and not self.pins[free].any(), "a free frame is pinned"
         assert not np.isin(self.state[self._to_lend], (FrameState.FREE, FrameState.LENT)).any(), "lent late"
 

@@ -29,13 +29,16 @@ to the node that holds its last token, so that a split divides names and never m
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from sglang.srt.mem_cache.block_keys import BlockKeys
+from sglang.srt.mem_cache.time_units import LaunchSeq
 from sglang.srt.mem_cache.transfer import FETCH, FRAME_TIERS, Ticket, Tier
+from sglang.srt.mem_cache.transient_nodes import TransientNodes
 
 _NO_FENCE = -1
 # Of a node that nobody will ask for again.
@@ -128,14 +131,14 @@ def is_fetching(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class MatchResult:
-    """path: nodes from the root down, the last one matched for last_len tokens. device_len, near_len, total_len:
+    """path: nodes from the root down, the last one matched for last_len tokens. device_len, peer_len, total_len:
     tokens found on the device; on the device or a peer; on these or the host. Multiples of the page size."""
 
     namespace: str
     path: tuple[Node, ...]
     last_len: int
     device_len: int
-    near_len: int
+    peer_len: int
     total_len: int
 
 
@@ -147,7 +150,7 @@ class Receipt:
 
 
 @dataclass(frozen=True)
-class PublishResult:
+class InsertResult:
     """end: tokens taken over, counted from the start of the published run; fewer than offered when a node is FILLING.
     frames: the tree's frames for those tokens. duplicates: offered frames that the tree did not need."""
 
@@ -193,6 +196,8 @@ class HiRadixTree:
             raise ValueError(f"page size must be at least 1, got {page_size}")
         self.page_size = page_size
         self.block_keys = block_keys
+        # What requests are about to compute.
+        self.claims = TransientNodes(page_size)
         self.roots: dict[str, Root] = {}
         self.num_nodes = 0
         self._next_id = 0
@@ -219,7 +224,7 @@ class HiRadixTree:
         """
         node: Node | None = self.roots.get(namespace)
         path: list[Node] = []
-        last_len = device_len = near_len = pos = 0
+        last_len = device_len = peer_len = pos = 0
         page = self.page_size
         end = len(tokens) - len(tokens) % page
         on_device = is_near = True
@@ -238,13 +243,13 @@ class HiRadixTree:
             path.append(child)
             pos += last_len
             if on_device:
-                device_len = near_len = pos
+                device_len = peer_len = pos
             elif is_near:
-                near_len = pos
+                peer_len = pos
             if last_len < len(key):
                 break
             node = child
-        return MatchResult(namespace, tuple(path), last_len, device_len, near_len, pos)
+        return MatchResult(namespace, tuple(path), last_len, device_len, peer_len, pos)
 
     @staticmethod
     def source_of(node: Node) -> Tier | None:
@@ -345,7 +350,7 @@ class HiRadixTree:
 
     # -- growing ------------------------------------------------------------------------------------------------
 
-    def publish(
+    def insert_prefix(
         self,
         namespace: str,
         below: Node | None,
@@ -354,7 +359,7 @@ class HiRadixTree:
         fence: int,
         now: int,
         priority: int = 0,
-    ) -> PublishResult:
+    ) -> InsertResult:
         """Enter device pages that launch `fence` writes, below the node where their prefix ends (None: the root).
 
         tokens: int32, whole pages; kept by reference. frames: one per page. Pages that the tree has already are
@@ -403,7 +408,7 @@ class HiRadixTree:
             node = child
             pos += common
         none = frames[:0]
-        return PublishResult(
+        return InsertResult(
             node=node,
             end=pos,
             frames=np.concatenate(taken) if len(taken) > 1 else (taken[0] if taken else none),
@@ -463,7 +468,7 @@ class HiRadixTree:
         self._by_ticket[ticket] = [node]
         return node
 
-    def unpublish(self, node: Node) -> tuple[np.ndarray, Dropped]:
+    def take_back(self, node: Node) -> tuple[np.ndarray, Dropped]:
         """Take a node that nobody locks off the device, whose frames its caller keeps, and with it what is below.
         Returns the node's frames, and what was below it."""
         below, own = Dropped(), Dropped()
@@ -580,6 +585,25 @@ class HiRadixTree:
             if len(each.block_keys):
                 last = each.block_keys[-1].tobytes()
             tail = run[len(run) - each.end % names.block_tokens :]
+
+    @staticmethod
+    def mark_stored(path: list[Node], num_blocks: int) -> None:
+        """The first blocks of these nodes, which follow each other and have their names, are believed stored."""
+        for node in path:
+            assert node.stored is not None
+            node.stored[: max(0, num_blocks)] = True
+            num_blocks -= len(node.stored)
+
+    @staticmethod
+    def forget_stored(node: Node) -> None:
+        """Nothing of the node is believed stored."""
+        if node.stored is not None:
+            node.stored[:] = False
+
+    @staticmethod
+    def note_stream(node: Node, launch: LaunchSeq) -> None:
+        """The launch reads the node's frames below the device through the layer stream cache."""
+        node.last_stream = launch
 
     def rename_blocks(self, block_keys: BlockKeys | None) -> None:
         """Another storage, or none: forget all names and what was stored."""
@@ -714,6 +738,13 @@ class HiRadixTree:
             gone.children = {}
             gone.frames = [None] * len(_TIERS)
             self.num_nodes -= 1
+
+    def check_locks(self, receipts: Iterable[Receipt]) -> None:
+        """receipts: of all locks that were taken and not released."""
+        own = Counter(id(receipt.node) for receipt in receipts)
+        for node in [*self.walk(), *self.roots.values()]:
+            locks = own[id(node)] + sum(c.lock for c in node.children.values())
+            assert node.lock == locks, f"{node}: locked {node.lock} times, {locks} known"
 
     # -- invariants ---------------------------------------------------------------------------------------------
 

@@ -291,8 +291,8 @@ class ModelExecutor:
     def _prepare(self, run: _Run) -> None:
         run.began = self.stream.mark()
         self._page_table.apply(run.launch.page_runs, run.launch.page_appends)
-        for slot, said in run.launch.said:
-            self._penalties.start(slot, to_device(said.astype(np.int64), self._device))
+        for slot, ids in run.launch.output_ids:
+            self._penalties.start(slot, to_device(ids.astype(np.int64), self._device))
         if run.ends_void:
             self._void = False
         run.void = self._void

@@ -67,8 +67,8 @@ class Launch:
     input_ids: (sum(lens),) int32; -1 stands for the token that the slot's previous launch samples. samples:
     (num_reqs,) bool, whether the request's last row is sampled. sampling: how, one per sampled request; the token
     they draw has position starts + lens. page_appends: (3, n) int32, single pages: slot, place in the sequence,
-    frame; applied after page_runs. gates: loads that the pass waits for, layer by layer. said: what requests with
-    penalties have generated before this launch, for slots that begin to sample. prompt_logprobs: rows whose next
+    frame; applied after page_runs. gates: loads that the pass waits for, layer by layer. output_ids: what requests
+    with penalties have generated before this launch, for slots that begin to sample. prompt_logprobs: rows whose next
     token is known and wants its log-probability. streams: prefixes that the device does not have; the page table has
     nothing in their place.
     """
@@ -84,6 +84,6 @@ class Launch:
     page_runs: tuple[PageRun, ...]
     page_appends: np.ndarray
     gates: tuple[Ticket, ...]
-    said: tuple[tuple[int, np.ndarray], ...] = ()
+    output_ids: tuple[tuple[int, np.ndarray], ...] = ()
     prompt_logprobs: tuple[PromptRows, ...] = ()
     streams: tuple[StreamedPrefix, ...] = ()

@@ -327,7 +327,7 @@ def engine(backend: Any) -> int:
 
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-    from sglang.srt.managers.layer_streaming import LayerStreamConfig
+    from sglang.srt.managers.scheduler_config import LayerStreamConfig
     from sglang.srt.model_loader.loader import load_model
     from sglang.srt.sampling.sampling_params import SamplingParams
     from support.local_engine import LocalEngine

@@ -211,12 +211,12 @@ def test_what_is_asked_back_goes_home_empty_and_answers_stay(
     master.lend(5, 4)
     for text in texts * 2:
         master.ask(text)
-    assert master.engine.scheduler.tree.resident_pages(Tier.PEER) > 0
+    assert master.engine.scheduler.cache.tree.resident_pages(Tier.PEER) > 0
     # The worker's own memory, seen from the worker: what the master has written there.
     assert any(worker.slabs.slab(slab).any() for slab in (4, 5))
     worker.wanted(2)
     master.until(lambda: worker.here()[:-2] == b"\1" * NUM_SLABS, "what is asked back does not come home")
-    assert master.num_here == 0 and master.engine.scheduler.tree.resident_pages(Tier.PEER) == 0
+    assert master.num_here == 0 and master.engine.scheduler.cache.tree.resident_pages(Tier.PEER) == 0
     assert not any(worker.slabs.slab(slab).any() for slab in range(NUM_SLABS)), "it is not scrubbed"
     assert [master.ask(text)[0] for text in texts] == wanted
     master.lend(1)
@@ -256,7 +256,7 @@ def test_answers_stay_when_strict_slabs_go_home_without_a_word_from_the_master(
         master.lend(5, 4, 3)
         for text in texts:
             master.ask(text)
-        assert master.engine.scheduler.tree.resident_pages(Tier.PEER) > 0
+        assert master.engine.scheduler.cache.tree.resident_pages(Tier.PEER) > 0
         worker.wanted(3)
         wait_until(lambda: worker.here()[:-2] == b"\1" * NUM_SLABS, "all slabs to come home")
         for slab in (3, 4, 5):

@@ -217,7 +217,7 @@ def test_a_lent_slab_shows_nothing_and_comes_back_clean():
 
     # Slab 3 is drained and lent.
     assert np.flatnonzero(table.state[24:] == FrameState.HELD).tolist() == [0, 1]
-    table.doom(everything[6:], FrameState.HELD, fence=0)
+    table.free_after(everything[6:], FrameState.HELD, fence=0)
     table.reap(1)
     lender.resize(3)
     assert lender.boundary == 24 and not (table.state[24:] == FrameState.HELD).any()

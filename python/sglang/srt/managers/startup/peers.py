@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from sglang.srt.managers.scheduler import SchedulerConfig
+from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.peer.endpoint import PeerError, of_rank
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.lent_memory import LentMemory

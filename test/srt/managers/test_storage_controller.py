@@ -1,4 +1,4 @@
-"""`StoragePrefetcher` by example: letters are tokens, blocks have four, storage is a set of names."""
+"""`StorageController` by example: letters are tokens, blocks have four, storage is a set of names."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import random
 import numpy as np
 import pytest
 
-from sglang.srt.managers.cache_controller import HiCacheController, StorageLimits
+from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.schedule_policy import FETCH_PATIENCE
-from sglang.srt.managers.storage_prefetch import STALLING_LINKS, PrefetchConfig, StoragePrefetcher
+from sglang.srt.managers.storage_controller import STALLING_LINKS, PrefetchConfig, StorageController, StorageLimits
+from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
 from sglang.srt.mem_cache.block_keys import BlockKeys, to_bytes
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node
+from sglang.srt.mem_cache.time_units import LaunchClock, LaunchSeq
 from sglang.srt.mem_cache.transfer import (
     COPY_LINKS,
     D2H,
@@ -52,17 +54,20 @@ class Rig:
         self.tree = HiRadixTree(1, block_keys=NAMES)
         self.device, self.host = FrameTable(device), FrameTable(host)
         table = FrameTable(peer) if peer else None
-        self.controller = HiCacheController(self.tree, self.device, self.host, 100, peer=table)
-        self.controller.open_storage(StorageLimits(blocks_per_op, max_fetch_pages, 64, fetch_window_ops), NAMES)
+        self.clock = LaunchClock()
+        self.clock.next, self.clock.done = LaunchSeq(20), LaunchSeq(DONE)
+        self.ledger = TransferLedger(self.tree, Pools(self.device, self.host, table), self.clock, 100)
+        self.controller = HiCacheController(self.ledger)
         config = {"policy": "wait_complete", "threshold": 1} | config
-        self.prefetcher = StoragePrefetcher(self.controller, PrefetchConfig(**config))  # type: ignore[arg-type]
+        self.storage = StorageController(self.controller, PrefetchConfig(**config))  # type: ignore[arg-type]
+        self.storage.open(StorageLimits(blocks_per_op, max_fetch_pages, 64, fetch_window_ops), NAMES)
         self.stored = {key for text in stored for key in to_bytes(NAMES.of_prompt("", tokens(text)))}
         self.ops: dict[Ticket, object] = {}
         self.cancelled: list[Ticket] = []
 
     def collect(self) -> list[Ticket]:
         """Tickets of what was begun since the last call."""
-        ops, cancels = self.controller.take_ops()
+        ops, cancels = self.ledger.take_ops()
         self.ops |= {op.ticket: op for op in ops}
         self.cancelled += cancels
         self.check()
@@ -70,37 +75,35 @@ class Rig:
 
     def check(self) -> None:
         self.tree.check_invariants()
-        self.controller.check_invariants()
-        self.prefetcher.check_invariants()
+        self.ledger.check_invariants()
+        self.storage.check_invariants()
 
     def begin(self, rid: str, text: str, now: float = 0.0) -> list[Ticket]:
-        self.prefetcher.begin(rid, "", tokens(text), now)
+        self.storage.begin(rid, "", tokens(text), now)
         return self.collect()
 
     def detach(self, rid: str) -> None:
-        self.prefetcher.detach(rid, DONE)
+        self.storage.detach(rid)
         self.collect()
 
     def finish(self, ticket: Ticket, count: int | None = None) -> list[Ticket]:
         """Storage answers; then whatever had to wait goes on. Returns what is begun."""
         op = self.ops.pop(ticket)
         if ticket.link in COPY_LINKS:
-            self.controller.commit(ticket, DONE)
+            self.controller.commit(ticket)
         else:
             assert isinstance(op, StorageOp)
             if count is None:
                 keys = to_bytes(op.keys)
                 count = next((i for i, key in enumerate(keys) if key not in self.stored), len(keys))
             if ticket.link == PROBE:
-                self.controller.end_probe(ticket)
-                self.prefetcher.end_probe(ticket, count, 5, DONE)
+                self.storage.end_probe(ticket, count)
             elif ticket.link == FETCH:
-                start, end = self.controller.end_fetch(ticket, count, DONE)
-                self.prefetcher.end_fetch(ticket, start, end, whole=count == len(op.keys))
+                self.storage.end_fetch(ticket, count)
             else:
-                self.controller.end_store(ticket, count)
+                self.storage.end_store(ticket, count)
         if ticket.link in STALLING_LINKS:
-            self.prefetcher.go_on(5, DONE)
+            self.storage.begin_fetches()
         self.host.reap(DONE)
         return self.collect()
 
@@ -108,25 +111,25 @@ class Rig:
         while self.ops:
             self.finish(min(self.ops, key=lambda t: (t.link, t.seq)))
 
-    def publish(self, text: str, below: Node | None = None) -> Node:
+    def insert(self, text: str, below: Node | None = None) -> Node:
         frames = self.device.allocate(len(text), 0)
         assert frames is not None
-        result = self.tree.publish("", below, tokens(text), frames, 0, 0)
+        result = self.tree.insert_prefix("", below, tokens(text), frames, 0, 0)
         for node in result.created:
             self.device.transition(node.frames[DEVICE], FrameState.HELD, FrameState.CACHED)
-        self.device.doom(result.duplicates, FrameState.HELD, -1)
+        self.device.free_after(result.duplicates, FrameState.HELD, -1)
         return result.node
 
     def on_host(self, text: str) -> int:
         return self.tree.match("", tokens(text)).total_len
 
     def over(self, *rids: str) -> list[bool]:
-        return [self.prefetcher.may_start(rid) for rid in rids]
+        return [self.storage.may_start(rid) for rid in rids]
 
     def assert_nothing_left(self) -> None:
         self.finish_all()
-        assert not self.controller.in_flight and self.controller.fetching_pages == 0
-        assert not self.prefetcher._waiters and not self.prefetcher._unfinished
+        assert not self.ledger.in_flight and self.storage.fetching_pages == 0
+        assert not self.storage._waiters and not self.storage._unfinished
         self.host.reap(DONE)
         counts = self.host.counts
         assert counts[FrameState.FREE] + counts[FrameState.CACHED] == self.host.num_pages
@@ -150,17 +153,16 @@ def test_from_the_question_to_the_host():
     assert keys_of(rig, Ticket(PROBE, 0)) == 5 and rig.over("r") == [False]
     assert rig.finish(Ticket(PROBE, 0)) == [Ticket(FETCH, 0), Ticket(FETCH, 1), Ticket(FETCH, 2)]
     assert [keys_of(rig, Ticket(FETCH, i)) for i in range(3)] == [2, 2, 1]
-    assert rig.on_host(TEXT) == 0 and rig.prefetcher.num_waiting == 1
+    assert rig.on_host(TEXT) == 0 and rig.storage.num_waiting == 1
     for i, there in enumerate((8, 16, 20)):
         assert rig.over("r") == [False]
         assert rig.finish(Ticket(FETCH, i)) == []
-        assert rig.on_host(TEXT) == there and rig.prefetcher.found("r") == (0, there)
-    assert rig.over("r") == [True] and rig.prefetcher.num_waiting == 0
+        assert rig.on_host(TEXT) == there and rig.storage.found("r") == (0, there)
+    assert rig.over("r") == [True] and rig.storage.num_waiting == 0
     assert rig.tree.num_nodes == 1, "pieces of one path are merged"
     rig.detach("r")
-    assert rig.prefetcher.found("r") == (0, 0)
-    assert rig.controller.counters["prefetched_tokens"] == 20
-    assert rig.prefetcher.counters == {"storage_probes": 1, "storage_hit_tokens": 20}
+    assert rig.storage.found("r") == (0, 0)
+    assert rig.storage.counters == {"storage_probes": 1, "storage_hit_tokens": 20, "prefetched_tokens": 20}
     rig.assert_nothing_left()
 
 
@@ -179,7 +181,7 @@ def test_what_the_answer_says_is_fetched(stored: str, count: int):
 
 def test_only_whole_blocks_beyond_what_is_there_are_asked_for():
     rig = Rig(TEXT, threshold=8)
-    rig.publish("aaaabb")
+    rig.insert("aaaabb")
     assert rig.begin("few", "aaaabbbbcccc") == [], "6 tokens are below the threshold"
     assert rig.begin("none", "aaa") == []
     assert rig.over("few", "none") == [True, True]
@@ -189,7 +191,7 @@ def test_only_whole_blocks_beyond_what_is_there_are_asked_for():
     assert rig.finish(probe) == [Ticket(D2H, 0)] and rig.over("enough") == [False]
     assert rig.finish(Ticket(D2H, 0))[:1] == [Ticket("store", 0)]
     rig.finish_all()
-    assert rig.on_host("aaaabbbbccccdddd") == 16 and rig.prefetcher.found("enough") == (6, 16)
+    assert rig.on_host("aaaabbbbccccdddd") == 16 and rig.storage.found("enough") == (6, 16)
     rig.detach("enough")
     rig.assert_nothing_left()
 
@@ -203,7 +205,7 @@ def test_what_does_not_come_ends_the_wait():
     assert rig.cancelled == [Ticket(FETCH, 2), Ticket(FETCH, 1)]
     rig.finish(Ticket(FETCH, 1))
     rig.finish(Ticket(FETCH, 2), count=0)
-    assert rig.over("r") == [True] and rig.on_host(TEXT) == 4 and rig.prefetcher.found("r") == (0, 4)
+    assert rig.over("r") == [True] and rig.on_host(TEXT) == 4 and rig.storage.found("r") == (0, 4)
     rig.detach("r")
     rig.assert_nothing_left()
 
@@ -211,14 +213,14 @@ def test_what_does_not_come_ends_the_wait():
 def test_somebody_computes_it_between_question_and_answer():
     rig = Rig(TEXT)
     (probe,) = rig.begin("r", TEXT)
-    rig.publish(TEXT[:18])
+    rig.insert(TEXT[:18])
     assert rig.finish(probe) == [Ticket(D2H, 0)], "the page above what is still lacking"
     rig.finish(Ticket(D2H, 0))
     rig.finish_all()
-    assert rig.prefetcher.found("r") == (18, 20) and rig.on_host(TEXT) == 20
+    assert rig.storage.found("r") == (18, 20) and rig.on_host(TEXT) == 20
     rig.detach("r")
     (probe,) = rig.begin("s", TEXT + "ffffgggg")
-    rig.publish(TEXT + "ffffgggg")
+    rig.insert(TEXT + "ffffgggg")
     rig.finish(probe, count=1)
     assert rig.over("s") == [True], "nothing is lacking any more"
     rig.detach("s")
@@ -227,38 +229,38 @@ def test_somebody_computes_it_between_question_and_answer():
 
 def test_it_waits_for_a_node_that_is_nowhere_yet():
     rig = Rig(TEXT)
-    node = rig.publish(TEXT[:10])
-    backup = rig.controller.begin_backup(node, DONE)
-    rig.controller.evict(DEVICE, 10, DONE)
+    node = rig.insert(TEXT[:10])
+    backup = rig.controller.begin_backup(node)
+    rig.controller.evict(DEVICE, 10)
     assert rig.collect() == [backup] and rig.on_host(TEXT) == 0
     (probe,) = rig.begin("r", TEXT)
     assert rig.finish(probe) == [] and rig.over("r") == [False]
     begun = rig.finish(backup)
     assert [keys_of(rig, t) for t in begun if t.link == FETCH] == [2, 1]
     rig.finish_all()
-    assert rig.prefetcher.found("r") == (10, 20)
+    assert rig.storage.found("r") == (10, 20)
     rig.detach("r")
     rig.assert_nothing_left()
 
 
 def test_below_a_prefix_that_only_a_peer_has_the_rest_is_computed():
     rig = Rig(TEXT, peer=16)
-    node = rig.publish(TEXT[:10])
-    rig.controller.evict(DEVICE, 10, DONE)
+    node = rig.insert(TEXT[:10])
+    rig.controller.evict(DEVICE, 10)
     rig.collect()
     rig.finish_all()
     assert [node.frames[tier] is not None for tier in (DEVICE, PEER, HOST)] == [False, True, False]
     (probe,) = rig.begin("r", TEXT)
     assert rig.finish(probe) == [] and rig.over("r") == [True]
-    assert rig.prefetcher.counters["prefetch_dropped_tokens"] == 10
+    assert rig.storage.counters["prefetch_dropped_tokens"] == 10
     rig.detach("r")
     rig.assert_nothing_left()
 
 
 def test_it_waits_for_a_prefix_that_is_on_its_way_to_a_peer():
     rig = Rig(TEXT, peer=16)
-    node = rig.publish(TEXT[:10])
-    rig.controller.evict(DEVICE, 10, DONE)
+    node = rig.insert(TEXT[:10])
+    rig.controller.evict(DEVICE, 10)
     assert rig.collect() == [Ticket(D2P, 0)] and node.frames[DEVICE] is None
     (probe,) = rig.begin("r", TEXT)
     assert rig.finish(probe) == [] and rig.over("r") == [False]
@@ -273,14 +275,14 @@ def test_what_is_computed_below_a_fetch_is_backed_up_before_it_goes_on():
     rig = Rig(TEXT)
     (probe,) = rig.begin("r", TEXT[:8])
     (fetch,) = rig.finish(probe)
-    rig.publish(TEXT[:14])
+    rig.insert(TEXT[:14])
     (probe,) = rig.begin("s", TEXT)
     assert rig.finish(probe) == [] and rig.over("s") == [False]
     assert rig.finish(fetch) == [Ticket(D2H, 0)]
     assert rig.over("r", "s") == [True, False]
     rig.finish_all()
     assert rig.over("s") == [True] and rig.on_host(TEXT) == 20
-    assert rig.prefetcher.found("s") == (0, 20)
+    assert rig.storage.found("s") == (0, 20)
     for rid in "rs":
         rig.detach(rid)
     rig.assert_nothing_left()
@@ -290,7 +292,7 @@ def test_without_room_on_the_host_the_rest_is_computed():
     rig = Rig(TEXT, host=10)
     rig.begin("r", TEXT)
     assert rig.finish(Ticket(PROBE, 0)) == [Ticket(FETCH, 0)]
-    assert rig.prefetcher.counters["prefetch_dropped_tokens"] == 12
+    assert rig.storage.counters["prefetch_dropped_tokens"] == 12
     rig.finish_all()
     assert rig.over("r") == [True] and rig.on_host(TEXT) == 8
     rig.detach("r")
@@ -299,7 +301,7 @@ def test_without_room_on_the_host_the_rest_is_computed():
 
 def test_without_room_for_the_page_above_the_rest_is_computed():
     rig = Rig(TEXT, host=4)
-    rig.publish(TEXT[:8])
+    rig.insert(TEXT[:8])
     rig.begin("r", TEXT)
     assert rig.finish(Ticket(PROBE, 0)) == [] and rig.over("r") == [True]
     rig.detach("r")
@@ -309,10 +311,10 @@ def test_without_room_for_the_page_above_the_rest_is_computed():
 def test_room_is_made_from_others_not_from_the_path():
     rig = Rig(TEXT, host=16)
     for text in (TEXT[:4], "zzzzzzzz"):
-        rig.controller.begin_backup(rig.publish(text), DONE)
+        rig.controller.begin_backup(rig.insert(text))
         rig.collect()
         rig.finish_all()
-    rig.controller.evict(DEVICE, 12, DONE)
+    rig.controller.evict(DEVICE, 12)
     rig.begin("r", TEXT)
     rig.finish_all()
     assert rig.on_host(TEXT) == 12 and rig.on_host("zzzzzzzz") == 4, "for the last operation there was too little"
@@ -339,10 +341,10 @@ def test_requests_share_what_is_fetched():
     assert rig.over("r", "s", "t", "u") == [False, False, False, True]
     rig.finish(Ticket(FETCH, 2))
     assert rig.over("r", "s", "t") == [True] * 3
-    assert [rig.prefetcher.found(rid) for rid in "rst"] == [(0, 20)] * 3
+    assert [rig.storage.found(rid) for rid in "rst"] == [(0, 20)] * 3
     for rid in "rstu":
         rig.detach(rid)
-    assert rig.controller.counters["prefetched_tokens"] == 20
+    assert rig.storage.counters["prefetched_tokens"] == 20
     rig.assert_nothing_left()
 
 
@@ -385,13 +387,13 @@ def test_a_question_that_nobody_asks_any_more_is_cancelled():
     rig.assert_nothing_left()
 
 
-def test_detach_all_lets_everybody_go():
+def test_closing_lets_all_requests_go():
     rig = Rig(TEXT, max_fetch_pages=8)
     rig.finish(rig.begin("r", TEXT)[0])
     rig.begin("s", "zzzzyyyy")
-    rig.prefetcher.detach_all(DONE)
+    rig.storage.close()
     rig.collect()
-    assert rig.over("r", "s") == [True, True] and len(rig.cancelled) == 2
+    assert rig.over("r", "s") == [True, True] and len(set(rig.cancelled)) == 2
     rig.assert_nothing_left()
 
 
@@ -407,10 +409,10 @@ def test_what_is_too_much_goes_on_later_oldest_first():
     order = []
     while rig.ops:
         ticket = min(rig.ops)
-        before = {rid: rig.prefetcher.found(rid) for rid in "rst"}
+        before = {rid: rig.storage.found(rid) for rid in "rst"}
         rig.finish(ticket)
-        order += [rid for rid in "rst" if rig.prefetcher.found(rid) != before[rid]]
-        assert rig.controller.fetching_pages <= 8
+        order += [rid for rid in "rst" if rig.storage.found(rid) != before[rid]]
+        assert rig.storage.fetching_pages <= 8
     assert order == list("rrrrsssst")
     for rid in "rst":
         rig.detach(rid)
@@ -446,7 +448,7 @@ def test_one_that_leaves_the_queue_does_not_stop_it():
     rig.finish(rig.begin("r", LONG)[0])
     rig.finish(rig.begin("s", OTHER)[0])
     rig.detach("r")
-    assert rig.controller.fetching_pages == 4, "its operation still runs"
+    assert rig.storage.fetching_pages == 4, "its operation still runs"
     assert rig.finish(Ticket(FETCH, 0)) == [Ticket(FETCH, 1)]
     rig.finish_all()
     assert rig.on_host(OTHER) == 16 and rig.on_host(LONG) == 0
@@ -462,7 +464,7 @@ def ends(rig: Rig, rids: str) -> str:
     order = ""
     while rig.ops:
         ticket = min(rig.ops)
-        waiters = rig.prefetcher._waiters.get(ticket, {})
+        waiters = rig.storage._waiters.get(ticket, {})
         order += "".join(rid for rid in rids if rid in waiters) if ticket.link == FETCH else ""
         rig.finish(ticket)
     return order
@@ -489,7 +491,7 @@ def test_a_long_job_is_not_passed_for_ever():
     for c in "BCDEFGHIJKLMNOPQRSTUVWXYZ":
         rig.finish(rig.begin(c, c * 4)[0])
         (ticket,) = (t for t in rig.ops if t.link == FETCH)
-        if "long" in rig.prefetcher._waiters[ticket]:
+        if "long" in rig.storage._waiters[ticket]:
             break
         passed += 1
         rig.finish(ticket)
@@ -508,12 +510,12 @@ def test_who_lacks_the_same_block_joins_before_its_turn():
     # r's four blocks come for the twin as well; the one that shares two of them has its own behind.
     for wanted in ("s", "s", "s", "s"):
         (ticket,) = rig.ops
-        assert list(rig.prefetcher._waiters[ticket]) == [wanted]
+        assert list(rig.storage._waiters[ticket]) == [wanted]
         rig.finish(ticket)
     waiters = []
     while rig.ops:
         (ticket,) = rig.ops
-        waiters.append(set(rig.prefetcher._waiters[ticket]))
+        waiters.append(set(rig.storage._waiters[ticket]))
         rig.finish(ticket)
         if len(waiters) == 1:
             assert rig.over("r", "twin", "head", "fork") == [False, False, True, False]
@@ -574,24 +576,24 @@ def test_everybody_is_served_in_any_order(seed: int):
 
 
 def expire(rig: Rig, now: float) -> None:
-    rig.prefetcher.expire(now, DONE)
+    rig.storage.expire(now)
     rig.collect()
 
 
 def test_deadlines_pass_in_order():
     rig = Rig(TEXT, policy="timeout", timeout_base_s=1.0, timeout_per_ki_token_s=1024 / 4)
-    assert rig.prefetcher.next_deadline is None
+    assert rig.storage.next_deadline is None
     rig.begin("late", TEXT, now=10.0)  # 1 + 5
     rig.begin("early", TEXT[:8], now=11.0)  # 1 + 2
-    assert rig.prefetcher.next_deadline == 14.0
+    assert rig.storage.next_deadline == 14.0
     expire(rig, 13.9)
     assert rig.over("early", "late") == [False, False]
     expire(rig, 14.0)
-    assert rig.over("early", "late") == [True, False] and rig.prefetcher.next_deadline == 16.0
+    assert rig.over("early", "late") == [True, False] and rig.storage.next_deadline == 16.0
     assert rig.cancelled == [Ticket(PROBE, 1)]
     expire(rig, 99.0)
-    assert rig.over("late") == [True] and rig.prefetcher.next_deadline is None
-    assert rig.prefetcher.counters["prefetch_timeouts"] == 2
+    assert rig.over("late") == [True] and rig.storage.next_deadline is None
+    assert rig.storage.counters["prefetch_timeouts"] == 2
     for ticket in list(rig.ops):
         assert rig.finish(ticket) == [], "an answer that comes too late begins nothing"
     rig.detach("early")
@@ -604,9 +606,9 @@ def test_what_has_come_in_time_is_kept():
     rig.finish(rig.begin("r", TEXT, now=0.0)[0])
     rig.finish(Ticket(FETCH, 0))
     expire(rig, 1.0)
-    assert rig.over("r") == [True] and rig.prefetcher.found("r") == (0, 8) and rig.on_host(TEXT) == 8
+    assert rig.over("r") == [True] and rig.storage.found("r") == (0, 8) and rig.on_host(TEXT) == 8
     rig.finish_all()
-    assert rig.prefetcher.found("r") == (0, 8) and rig.on_host(TEXT) == 8
+    assert rig.storage.found("r") == (0, 8) and rig.on_host(TEXT) == 8
     rig.detach("r")
     rig.assert_nothing_left()
 
@@ -618,10 +620,10 @@ def test_those_who_left_or_are_ready_have_no_deadline():
     rig.detach("gone")
     rig.finish(second)
     assert rig.over("ready") == [True]
-    assert rig.prefetcher.next_deadline is None, "nobody has to be woken"
+    assert rig.storage.next_deadline is None, "nobody has to be woken"
     rig.begin("gone", TEXT, now=5.0)  # a name may come again
     expire(rig, 2.0)
-    assert rig.over("gone") == [False] and rig.prefetcher.next_deadline > 6.0
+    assert rig.over("gone") == [False] and rig.storage.next_deadline > 6.0
     rig.finish(first)
     for rid in ("gone", "ready"):
         rig.detach(rid)
@@ -631,7 +633,7 @@ def test_those_who_left_or_are_ready_have_no_deadline():
 def test_even_waiting_for_everything_ends():
     rig = Rig(TEXT)
     rig.begin("r", TEXT, now=1.0)
-    assert rig.prefetcher.next_deadline == 61.0
+    assert rig.storage.next_deadline == 61.0
     expire(rig, 61.0)
     assert rig.over("r") == [True]
     rig.detach("r")
@@ -641,7 +643,7 @@ def test_even_waiting_for_everything_ends():
 def test_best_effort_waits_for_nothing():
     rig = Rig(TEXT, policy="best_effort")
     rig.finish(rig.begin("r", TEXT)[0])
-    assert rig.over("r") == [True] and rig.prefetcher.num_waiting == 1
+    assert rig.over("r") == [True] and rig.storage.num_waiting == 1
     rig.finish(Ticket(FETCH, 0))
     rig.detach("r")
     assert rig.on_host(TEXT) == 8
@@ -672,7 +674,7 @@ def test_an_unknown_order_is_refused():
 
 def test_without_storage_nobody_waits():
     rig = Rig(TEXT)
-    rig.controller.close_storage(DONE)
+    rig.storage.close()
     assert rig.begin("r", TEXT) == [] and rig.over("r") == [True]
     rig.assert_nothing_left()
 
@@ -683,11 +685,11 @@ def test_what_came_is_told_apart_by_storage_tier():
     rig = Rig(TEXT)
     (probe,) = rig.begin("r", TEXT)
     fetches = rig.finish(probe, pack_found(2, 3))
-    assert rig.prefetcher.found_by_tier("r") == ()
+    assert rig.storage.found_by_tier("r") == ()
     seen = []
     while fetches:
         fetches += rig.finish(fetches.pop(0))
-        seen.append(rig.prefetcher.found_by_tier("r"))
+        seen.append(rig.storage.found_by_tier("r"))
     assert seen == [((0, 8), (8, 8)), ((0, 8), (8, 16)), ((0, 8), (8, 20))]
     rig.detach("r")
     rig.assert_nothing_left()

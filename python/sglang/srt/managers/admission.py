@@ -1,0 +1,340 @@
+"""`Admission`: the order of the queue, who may start, and what is loaded ahead for those who wait.
+
+Owns no request and no memory. A request that waits for storage lets the younger ones pass; the oldest of the others
+keeps all behind it waiting if it cannot start.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import takewhile
+
+import numpy as np
+
+from sglang.srt.managers.batch_builder import BatchBuilder
+from sglang.srt.managers.kv_cache import KVCache
+from sglang.srt.managers.launch_batches import ExtendBatch
+from sglang.srt.managers.layer_streaming import NoLayerStreaming
+from sglang.srt.managers.load_planner import LoadPlanner, Outlook
+from sglang.srt.managers.prefill_plan import hits_by_tier, plan_spans, streamed_from_peers
+from sglang.srt.managers.request_queues import RequestQueues
+from sglang.srt.managers.schedule_batch import Preload, Req
+from sglang.srt.managers.schedule_policy import (
+    QUEUE_POLICIES,
+    AdmissionNeed,
+    balanced_order,
+    chunk_of,
+    decode_reserve,
+    pages_for,
+    pages_to_admit,
+)
+from sglang.srt.managers.scheduler_config import SchedulerConfig
+from sglang.srt.mem_cache.frame_table import FrameState
+from sglang.srt.mem_cache.hiradix_tree import MatchResult, Node, Receipt
+from sglang.srt.mem_cache.transfer import TIER_NAMES, Tier
+from sglang.srt.model_executor.launch import PageRun
+
+# From here on a request runs alone, so that what cannot be computed takes no other with it.
+FAILURES_OF_A_SUSPECT = 20
+
+
+class Admission:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: KVCache,
+        queues: RequestQueues,
+        planner: LoadPlanner,
+        builder: BatchBuilder,
+        streaming: NoLayerStreaming,
+    ) -> None:
+        self.config = config
+        self.page_size = config.page_size
+        self.counters: Counter[str] = Counter()
+        self._cache = cache
+        self._storage = cache.storage
+        self._claims = cache.tree.claims
+        self._queues = queues
+        self._planner = planner
+        self._builder = builder
+        self._streaming = streaming
+        self._inserts_late = config.insert_at == "completion"
+
+    # -- the next prefill ---------------------------------------------------------------------------------------
+
+    def admit_waiting(self, batch: ExtendBatch, budget: int) -> None:
+        """Start waiting requests, and the loads of those that should not start before their load is in."""
+        outlook = self._planner.look_ahead(batch)
+        if self._is_full(budget) and outlook.link_is_busy:
+            return
+        for req, came_along in self.iter_admissible():
+            is_full = self._is_full(budget)
+            if is_full and outlook.link_is_busy:
+                break
+            if is_full or self._should_defer(batch, req, budget, outlook):
+                if not outlook.link_is_busy and self._wants_preload(req):
+                    match = self._cache.match(req)
+                    if not (self.may_start(req, match) and self._begin_preload(req, match)):
+                        break
+                    outlook = self._planner.look_ahead(batch)
+                continue
+            match = self._cache.match(req)
+            if not self.may_start(req, match):
+                break
+            used = self._start(batch, req, match, budget)
+            if used == 0:
+                break
+            budget -= used
+            self.counters["bundle_hits"] += came_along
+            outlook = self._planner.look_ahead(batch)
+
+    def count_overtaken(self, batch: ExtendBatch) -> None:
+        """Count the requests that could start and were passed by a younger one."""
+        youngest = max(r.order for r in batch.reqs)
+        overtaken = takewhile(lambda r: r.order < youngest, self._queues.waiting)
+        self.counters["deprioritised"] += sum(
+            self._storage.may_start(r.rid) and r not in self._planner.deferred for r in overtaken
+        )
+
+    def _is_full(self, budget: int) -> bool:
+        """Whether a launch with so many tokens left can take no other request."""
+        return self._queues.prefilling is not None or not self._queues.has_free_slot or budget < self.page_size
+
+    def _should_defer(self, batch: ExtendBatch, req: Req, budget: int, outlook: Outlook) -> bool:
+        if self._streaming.must_stream(req):
+            return False
+        return self._planner.should_defer_for_load(batch, req, budget, outlook)
+
+    def _wants_preload(self, req: Req) -> bool:
+        known = self._cache.candidate(req)
+        return bool((known.load or known.from_peers) and not self._streaming.must_stream(req) and req.preload is None)
+
+    # -- the order of the queue ---------------------------------------------------------------------------------
+
+    def iter_admissible(self) -> Iterator[tuple[Req, bool]]:
+        """Waiting requests, in the order in which they fill the batch, and whether each came along with another. None
+        if the first of them cannot start."""
+        ready = list(self._queues.waiting)
+        if not self._storage.is_idle:
+            ready = [r for r in ready if self._storage.may_start(r.rid)]
+        if any([r.delay_end for r in ready]):
+            ready = self._after_delay_hits(ready)
+        ready = self._streaming.admissible(ready)
+        if not ready:
+            return
+        rank = QUEUE_POLICIES[self.config.schedule_policy]
+        if rank is not None:
+            ready.sort(key=lambda r: rank(self._cache.candidate(r)))
+        if not self._can_begin_with(ready[0], ready[1:]):
+            return
+        if self._cache.host is None or not self.config.load_ratio:
+            yield from ((r, False) for r in ready)
+            return
+        queue = [self._cache.candidate(r) for r in ready]
+        for place, came_along in balanced_order(queue, self._planner.load_limit()):
+            yield ready[place], came_along
+
+    def _can_begin_with(self, first: Req, others: list[Req]) -> bool:
+        """Whether the first request may start. If it lacks memory, what others have of it is taken or asked for."""
+        match = self._cache.match(first)
+        if self.may_start(first, match):
+            return True
+        if self._queues.prefilling is not None or self._fills_too_much(match):
+            return False
+        # What others have loaded ahead may be what it lacks.
+        if self.cancel_preloads([r for r in self._queues.waiting if r is not first]) and self.may_start(first, match):
+            return True
+        self._streaming.shrink_stream_for(self._lacking_pages(first, match), others)
+        return False
+
+    # -- delay hits (Strata 4.3.1) ------------------------------------------------------------------------------
+
+    def claim(self, req: Req) -> None:
+        """Enter what a request is about to compute, and note how much of that it shares with an older one."""
+        if not self.config.deferral_threshold:
+            return
+        self._claims.release(req.rid)
+        self._claims.claim(req.rid, req.order, req.namespace, self._cache.cacheable_tokens(req))
+        claimed = self._claims.claimed_by_older(req.rid, lambda rid: False)
+        if claimed and claimed - self._cache.candidate(req).prefix > self.config.deferral_threshold:
+            self.counters["deferred"] += not req.delay_end
+            req.delay_end = claimed
+
+    def _after_delay_hits(self, ready: list[Req]) -> list[Req]:
+        """A request that shares much with what others compute, or are about to, comes after them: right after the
+        oldest as soon as that is in the cache. Until then it keeps its age; and where it would find nothing before
+        the others' launches are complete, it lets them go first."""
+        hits, rest = [], []
+        for req in ready[1:]:
+            is_delayed = req.delay_end > 0 and self._is_delayed(req)
+            if not req.delay_end or (is_delayed and not self._inserts_late):
+                rest.append(req)
+            elif not is_delayed:
+                hits.append(req)
+        first = [r for r in ready[:1] if not (self._inserts_late and self._is_delayed(r))]
+        return first + hits + rest
+
+    def _is_delayed(self, req: Req) -> bool:
+        threshold = self.config.deferral_threshold
+        prefix = self._cache.candidate(req).prefix
+        if req.delay_end - prefix <= threshold or not self._inserts_late:
+            return req.delay_end - prefix > threshold
+        # The others may have gone, or what they computed.
+        stalled = lambda rid: not self._storage.may_start(rid)  # noqa: E731
+        return self._claims.claimed_by_older(req.rid, stalled) - prefix > threshold
+
+    # -- who may start ------------------------------------------------------------------------------------------
+
+    def may_start(self, req: Req, match: MatchResult) -> bool:
+        """Whether memory and the other requests permit a waiting request to start."""
+        active = self._queues.active()
+        if active and max(req.num_failures, active[0].num_failures) >= FAILURES_OF_A_SUSPECT:
+            return False
+        if self._streaming.must_stream(req):
+            if self._streaming.req is not None:
+                return False
+        elif self._fills_too_much(match):
+            return False
+        return self._lacking_pages(req, match) <= 0
+
+    def _lacking_pages(self, req: Req, match: MatchResult) -> int:
+        """By how many pages the device has too little room for a waiting request to start."""
+        page, streaming, queues = self.page_size, self._streaming, self._queues
+        available = self._cache.available_pages
+        if queues.prefilling is not None:
+            rest = self._builder.pages_to(queues.prefilling, queues.prefilling.num_known)
+            available -= streaming.pages_of_rest(queues.prefilling, rest)
+        if streaming.must_stream(req):
+            # It takes no more than there is, and shrinks for others.
+            need = streaming.headroom
+        else:
+            need = pages_for(req.num_known, page) - match.device_len // page
+            available -= self._cache.tree.evictable_pages_in(match)
+        active = queues.active()
+        futures = [streaming.future_len(r) for r in active]
+        wanted = pages_to_admit(
+            AdmissionNeed(need, pages_for(streaming.future_len(req), page), req.num_retractions > 0),
+            reserve=decode_reserve(futures, self.config.new_token_ratio, page),
+            worst_reserve=decode_reserve(futures, 1.0, page),
+            anything_active=bool(active),
+        )
+        return wanted - available
+
+    def _fills_too_much(self, match: MatchResult) -> bool:
+        """Whether loads would be filling too large a share of the device."""
+        device = self._cache.device
+        num_load = (match.total_len - match.device_len) // self.page_size
+        filling = device.counts[FrameState.FILLING]
+        most = self.config.max_filling_ratio * device.num_pages
+        return num_load > 0 and filling > 0 and filling + num_load > most
+
+    # -- loading ahead ------------------------------------------------------------------------------------------
+
+    def _begin_preload(self, req: Req, match: MatchResult) -> bool:
+        """Begin a request's load while it waits; False if there is no room."""
+        receipt = self._cache.lock(match)
+        if not self._cache.make_room((match.total_len - match.device_len) // self.page_size):
+            self._cache.unlock(receipt)
+            return False
+        self._planner.begin_load(self._lacking_nodes(receipt))
+        req.preload = Preload(receipt, match.device_len, match.peer_len, match.total_len)
+        return True
+
+    def end_preloads(self, reqs: Iterable[Req]) -> int:
+        """What these have loaded ahead is not kept for them any more. Returns how many had."""
+        ended = [r for r in reqs if r.preload is not None]
+        for req in ended:
+            assert req.preload is not None
+            self._cache.end_preload(req.preload)
+            req.preload = None
+        return len(ended)
+
+    def cancel_preloads(self, reqs: Iterable[Req]) -> int:
+        """As `end_preloads`, since others need the memory."""
+        for req in reqs:
+            req.preload_cancelled |= req.preload is not None
+        return self.end_preloads(reqs)
+
+    # -- starting -----------------------------------------------------------------------------------------------
+
+    def _start(self, batch: ExtendBatch, req: Req, match: MatchResult, budget: int) -> int:
+        """Start a waiting request with the first chunk of its new tokens, if there is room. Returns the tokens that
+        it computes in this launch, 0 if it waits."""
+        page, cache, planner = self.page_size, self._cache, self._planner
+        streams = self._streaming.must_stream(req)
+        if streams:
+            match = self._streaming.make_streamable(req, match)
+        chunk = chunk_of(req.num_known - match.total_len, budget, page)
+        if chunk == 0:
+            return 0
+        receipt = cache.lock(match)
+        num_load = 0 if streams else (match.total_len - match.device_len) // page
+        num_own = pages_for(match.total_len + chunk, page) - match.total_len // page
+        if not cache.make_room(num_load + num_own):
+            cache.unlock(receipt)
+            return 0
+        num_recomputed = planner.recompute_prefix_len(batch, match, chunk, budget - chunk) if num_load else 0
+        self._leave_queue(req, receipt, match)
+        if streams:
+            self._streaming.begin(req)
+        self._end_waiting(req)
+        loading = (node.tickets[Tier.DEVICE] for node in match.path)
+        batch.loads = batch.loads.and_also(planner.expected.arrival_of(t for t in loading if t is not None))
+        if num_recomputed:
+            self._builder.recompute(batch, req, match.device_len, num_recomputed)
+        path = cache.tree.path_of(receipt.node)
+        if num_load * page > num_recomputed:
+            batch.loads = batch.loads.and_also(planner.begin_load(self._lacking_nodes(receipt)))
+        # After the load has its source: room for a backup may be made on the host.
+        cache.controller.back_up_reused(receipt.node)
+        self._plan(req, path, (match.device_len, match.device_len + num_recomputed))
+        prefix = [frames for n in path if (frames := n.frames[Tier.DEVICE]) is not None]
+        batch.page_runs.append(
+            PageRun(req.slot, 0, np.concatenate(prefix) if prefix else np.empty(0, np.int32), fresh=True)
+        )
+        own = cache.device.allocate(num_own, req.slot, FrameState.HELD)
+        assert own is not None
+        self._queues.begin_prefill(req)
+        self._builder.extend(batch, req, chunk, own)
+        return chunk + num_recomputed
+
+    def _leave_queue(self, req: Req, receipt: Receipt, match: MatchResult) -> None:
+        cache = self._cache
+        cache.tree.count_use(receipt.node, req.priority, num_uses=int(req.epoch == 0))
+        self._queues.leave_waiting(req)
+        cache.forget_candidate(req)
+        req.hold = cache.hold(receipt, match)
+        self._queues.take_slot(req)
+        req.computed = match.total_len
+
+    def _end_waiting(self, req: Req) -> None:
+        """It waits for storage no more, and has a lock of its own on what was loaded ahead."""
+        req.fetched = self._storage.found_by_tier(req.rid) or req.fetched
+        # Before the path is looked at: cancelling a fetch may merge nodes.
+        self._storage.detach(req.rid)
+        if req.preload is not None:
+            req.loaded = (req.preload.start, req.preload.end)
+            req.loaded_from_peers = (req.preload.start, req.preload.peer_end)
+            self.end_preloads([req])
+
+    def _lacking_nodes(self, receipt: Receipt) -> list[Node]:
+        """The nodes of a locked path that the device lacks, top first."""
+        return [n for n in self._cache.tree.path_of(receipt.node) if n.frames[Tier.DEVICE] is None]
+
+    def _plan(self, req: Req, path: list[Node], recomputed: tuple[int, int]) -> None:
+        """Give the request its plan; count what the cache saved, once per request."""
+        req.plan = plan_spans(path, req.num_known, recomputed)
+        if req.num_emitted != req.num_prompt or req.num_retractions:
+            return
+        found = hits_by_tier(req, streamed_from_peers(path), self._storage.tiers)
+        if not req.cached_tokens_details:
+            self.counters["prompt_tokens"] += req.num_prompt
+            for name, n in found.items():
+                self.counters[f"hit_tokens_{name}"] += n
+        before = req.cached_tokens_details or found
+        # On another start less may be there; what is there beyond is the request's own work.
+        tiers = [*self._cache.tables, *self._storage.tiers]
+        req.cached_tokens_details = {
+            TIER_NAMES[t]: min(found[TIER_NAMES[t]], before.get(TIER_NAMES[t], 0)) for t in tiers
+        }

@@ -1,0 +1,373 @@
+"""`KVCache`: the seam between scheduler and cache. All that the scheduler sees of pages, tiers and transfers.
+
+Owns the tree, the pools' frame tables, the controllers and the account of what the links have done. Knows requests
+only by their tokens, their hold and their namespace; never decides which of them goes next.
+
+    match          what the cache has of a request; `candidate` is the same, remembered while the tree stays as it is
+    hold           lock a match and give the request a hold
+    allocate       device pages for a hold; make_room evicts for them
+    insert_prefix  enter what a hold has computed into the tree
+    release        end a hold: its pages and its lock
+    complete       what the links have done: commit, or abort
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.managers.match_cursors import MatchCursors
+from sglang.srt.managers.schedule_batch import Preload, Req, ReqHold
+from sglang.srt.managers.schedule_policy import Candidate, pages_for
+from sglang.srt.managers.scheduler_config import SchedulerConfig
+from sglang.srt.managers.storage_controller import PrefetchConfig, StorageController
+from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
+from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, MatchResult, Node, Receipt
+from sglang.srt.mem_cache.slab_ledger import SlabLedger
+from sglang.srt.mem_cache.time_units import NO_LAUNCH, LaunchClock, LaunchSeq
+from sglang.srt.mem_cache.transfer import (
+    BACKUP_LINKS,
+    D2S,
+    FETCH,
+    FRAME_TIERS,
+    LINKS,
+    LOAD_LINKS,
+    STORAGE_LINKS,
+    STORE,
+    TIER_NAMES,
+    StorageOp,
+    Ticket,
+    Tier,
+)
+from sglang.srt.model_executor.launch import PageRun
+
+# A decoding request inserts many small nodes; they are merged once per so many tokens.
+COMPACT_EVERY_TOKENS = 512
+# Host pages come in whole blocks of so many tokens where they can: those of most storage backends.
+HOST_BLOCK_TOKENS = 64
+
+
+class KVCache:
+    def __init__(self, config: SchedulerConfig, clock: LaunchClock) -> None:
+        self.config = config
+        self.page_size = config.page_size
+        self.clock = clock
+        self.tree = HiRadixTree(config.page_size, config.eviction_policy)
+        pools = _open_pools(config)
+        self.device = pools.device
+        self.host = pools.host
+        self.swap = pools.swap
+        self.ledger = TransferLedger(self.tree, pools, clock, config.page_bytes)
+        self.tables = self.ledger.tables
+        self.controller = HiCacheController(self.ledger, config.write_policy)
+        self.storage = StorageController(self.controller, PrefetchConfig())
+        # Slabs of the peer pool that come and go; None if it stays as it is.
+        self.borrowed = SlabLedger(pools.peer, config.slabs, here=False) if pools.peer and config.slabs else None
+        # Whether nodes may have been unlocked since this was last cleared.
+        self.has_unlocked = False
+        self.counters: Counter[str] = Counter()
+        self._cursors = MatchCursors(self.tree)
+        self._link_done = dict.fromkeys(LINKS, 0)
+        self._link_bytes = dict.fromkeys(LINKS, 0)
+        self._next_hold = 0
+
+    # -- what is there ------------------------------------------------------------------------------------------
+
+    def cacheable_len(self, req: Req) -> int:
+        """How many tokens the cache may serve: the last must be computed, to sample the next one."""
+        if not self.config.enable_radix_cache:
+            return 0
+        # A prompt token's log-probability comes from the row before it, which must be computed too.
+        wanted = req.next_prompt_logprob
+        return (wanted if wanted < req.num_prompt else req.num_known) - 1
+
+    def cacheable_tokens(self, req: Req) -> np.ndarray:
+        return req.tokens[: self.cacheable_len(req)]
+
+    def match(self, req: Req) -> MatchResult:
+        """What the cache has of the tokens that it may serve."""
+        return self.tree.match(req.namespace, self.cacheable_tokens(req))
+
+    def candidate(self, req: Req) -> Candidate:
+        """What a waiting request has to load and to compute."""
+        known = self._cursors.candidates.get(req.rid)
+        if known is not None:
+            return known
+        return self._cursors.find(req.rid, req.namespace, self.cacheable_tokens(req), req.num_known)
+
+    def forget_candidate(self, req: Req) -> None:
+        """The request waits no more."""
+        self._cursors.forget(req.rid)
+
+    @property
+    def available_pages(self) -> int:
+        """Device pages that are free, or could be."""
+        return self.device.num_free + self.tree.evictable_pages(Tier.DEVICE)
+
+    # -- holds --------------------------------------------------------------------------------------------------
+
+    def lock(self, match: MatchResult) -> Receipt:
+        return self.tree.lock(match, self.clock.next)
+
+    def unlock(self, receipt: Receipt) -> None:
+        """Release a lock under which no launch has read."""
+        self.tree.unlock(receipt, self.clock.next, NO_LAUNCH)
+
+    def end_preload(self, preload: Preload) -> None:
+        self.unlock(preload.receipt)
+        self.has_unlocked = True
+
+    def hold(self, receipt: Receipt, match: MatchResult) -> ReqHold:
+        """A hold for the request that has locked a match."""
+        self._next_hold += 1
+        return ReqHold(self._next_hold, receipt, match.total_len)
+
+    def release(self, hold: ReqHold) -> None:
+        """End a hold: give back its frames and its lock. Launches that were issued may still read both."""
+        self.device.free_after(hold.frames.copy(), FrameState.HELD, self.clock.last)
+        self.has_unlocked = True
+        end = hold.receipt.node
+        self.tree.unlock(hold.receipt, self.clock.next, self.clock.last)
+        if end.parent is not None:
+            self.tree.compact(end, self.clock.done)
+
+    def insert_prefix(self, req: Req, upto: int, page_runs: list[PageRun]) -> None:
+        """Enter the whole pages of tokens [inserted_len, upto) into the tree and back them up.
+
+        page_runs: takes the pages that change for the request because the tree had them already; the launch that
+        computes them still writes the duplicates, so they must reach the executor after it.
+        """
+        hold = req.hold
+        assert hold is not None
+        page = self.page_size
+        start, end = hold.inserted_len, upto - upto % page
+        if end <= start or not self.config.enable_radix_cache or hold.num_swapped:
+            return
+        node = hold.receipt.node
+        if node.parent is not None and node.frames[Tier.DEVICE] is None:
+            return  # the device lacks what is before it, see `LayerStreaming`
+        num_pages = (end - start) // page
+        result = self.tree.insert_prefix(
+            req.namespace,
+            node,
+            req.tokens[start:end],
+            hold.frames[:num_pages],
+            req.last_launch,
+            self.clock.next,
+            req.priority,
+        )
+        if result.end == 0:
+            return
+        old = hold.receipt
+        hold.receipt = self.tree.lock_node(result.node, self.clock.next)
+        self.unlock(old)
+        self._count_as_cached(result.created)
+        hold.pass_on(result.end // page, result.end)
+        if len(result.duplicates):
+            self.device.free_after(result.duplicates, FrameState.HELD, req.last_launch)
+            page_runs.append(PageRun(req.slot, start // page, result.frames))
+        self.controller.back_up_inserted(result.node)
+        if end // COMPACT_EVERY_TOKENS > start // COMPACT_EVERY_TOKENS:
+            self.tree.compact(result.node, self.clock.done)
+
+    def insert_recomputed(self, req: Req, tokens: np.ndarray, start: int, launch: LaunchSeq) -> None:
+        """Enter the first tokens of what a request would load, which a launch computes instead, on new device pages.
+        start: their place in the prompt, where the part ends that the device has."""
+        frames = self.device.allocate(len(tokens) // self.page_size, req.slot, FrameState.HELD)
+        assert frames is not None and req.hold is not None
+        above = next((n for n in self.tree.path_of(req.hold.receipt.node) if n.end == start), None)
+        result = self.tree.insert_prefix(req.namespace, above, tokens, frames, launch, self.clock.next, req.priority)
+        assert result.end == len(tokens) and not len(result.duplicates)
+        self.device.transition(frames, FrameState.HELD, FrameState.CACHED)
+
+    def _count_as_cached(self, created: Iterable[Node]) -> None:
+        for node in created:
+            frames = node.frames[Tier.DEVICE]
+            assert frames is not None
+            self.device.transition(frames, FrameState.HELD, FrameState.CACHED)
+
+    # -- device memory ------------------------------------------------------------------------------------------
+
+    def make_room(self, num_pages: int) -> bool:
+        """Evict until num_pages of the device are free at once; False if they are not, or not yet."""
+        if num_pages > self.device.num_free:
+            self.device.reap(self.clock.done)
+            # What was given up and is still being read or written will be free soon: no need to give up more for it.
+            lacking = num_pages - self.device.num_free - self.device.counts[FrameState.PENDING_FREE]
+            if lacking > 0:
+                self.controller.evict(Tier.DEVICE, lacking)
+        return self.device.num_free >= num_pages
+
+    def allocate(self, num_pages: int, owner: int) -> np.ndarray | None:
+        """HELD device pages, (num_pages,) int32; None if there is no room, or not yet."""
+        return self.device.allocate(num_pages, owner, FrameState.HELD) if self.make_room(num_pages) else None
+
+    def reap(self) -> None:
+        """Free what may be reused, on all tiers."""
+        for table in self.tables.values():
+            table.reap(self.clock.done)
+
+    # -- links --------------------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> dict[Ticket, Any]:
+        """Operations that have begun and are not over; to be read only."""
+        return self.ledger.in_flight
+
+    def num_done(self, link: str) -> int:
+        """Operations of a link that are over."""
+        return self._link_done[link]
+
+    def complete_copies(
+        self,
+        link: str,
+        done: int,
+        failed: int | None,
+        losing: Callable[[Ticket], None],
+        committed: Callable[[Ticket], None],
+    ) -> None:
+        """Copies below `done` are over on all ranks. losing: called before one that failed is taken back; committed:
+        after one that succeeded."""
+        for seq in range(self._link_done[link], done):
+            ticket = Ticket(link, seq)
+            if seq == failed:
+                losing(ticket)
+                self.controller.abort(ticket)
+            else:
+                self._link_bytes[link] += self.ledger.in_flight[ticket].size_bytes
+                self.controller.commit(ticket)
+                committed(ticket)
+        self._link_done[link] = done
+
+    def complete_storage_ops(
+        self, link: str, done: int, counts: tuple[int, ...], administered: Callable[[Ticket, int], bool]
+    ) -> None:
+        """Storage operations below `done` are over; counts: what each brought or found. administered: whether it was
+        an administrator's, and has been dealt with."""
+        for seq, count in zip(range(self._link_done[link], done), counts, strict=True):
+            ticket = Ticket(link, seq)
+            op = self.ledger.in_flight[ticket]
+            assert isinstance(op, StorageOp)
+            if len(op.keys):
+                self._link_bytes[link] += op.size_bytes * count // len(op.keys)
+            if link == FETCH:
+                self.storage.end_fetch(ticket, count)
+            elif link == STORE:
+                self.storage.end_store(ticket, count)
+            elif not administered(ticket, count):
+                self.storage.end_probe(ticket, count)
+        self._link_done[link] = done
+
+    # -- losing what is cached ----------------------------------------------------------------------------------
+
+    def drop_written_since(self, launch: int) -> None:
+        """Drop what launches from this one on were to write: they are void."""
+        for node in list(self.tree.walk()):
+            for tier in FRAME_TIERS:
+                if node.frames[tier] is not None and node.fences[tier] >= launch:
+                    self.controller.drop(node, tier)
+
+    def flush(self) -> None:
+        """Drop everything; no request is there."""
+        for tier in FRAME_TIERS:
+            for root in list(self.tree.roots.values()):
+                for node in list(root.children.values()):
+                    if node.frames[tier] is not None:
+                        self.controller.drop(node, tier)
+        self.reap()
+
+    def update_borrowed(self, slabs: bytes) -> None:
+        """Slabs of the peer pool that all ranks have mapped; the pages of the others are dropped."""
+        if self.borrowed is None:
+            return
+        for slab in self.borrowed.update(slabs):
+            self.controller.withdraw(Tier.PEER, self.borrowed.frames_of(slab))
+            self.counters["slabs_withdrawn"] += 1
+
+    # -- looking ------------------------------------------------------------------------------------------------
+
+    def tiers_state(self) -> dict[str, Any]:
+        page = self.page_size
+        tiers = {}
+        for tier, table in self.tables.items():
+            counts = {state.name.lower(): table.counts[state] for state in FrameState}
+            evictable = self.tree.evictable_pages(tier)
+            # Another engine's pages are no part of the tier.
+            num_pages = table.num_pages - counts["lent"]
+            tiers[TIER_NAMES[tier]] = {
+                "num_pages": num_pages,
+                "total_tokens": num_pages * page,
+                "used_tokens": (num_pages - table.num_free - evictable) * page,
+                "cached_tokens": self.tree.resident_pages(tier) * page,
+                "evictable_tokens": evictable * page,
+                "free_pages": table.num_free,
+                "pages": counts,
+            }
+        return tiers
+
+    def links_state(self, has_storage: bool) -> dict[str, Any]:
+        below = [tier for tier in (Tier.HOST, Tier.PEER) if tier in self.tables]
+        shown = [link for tier in below for link in (LOAD_LINKS[tier], BACKUP_LINKS[tier])]
+        shown += (D2S,) if self.swap is not None else ()
+        shown += STORAGE_LINKS if has_storage else ()
+        links = {}
+        for link in shown:
+            pending = [op for ticket, op in self.in_flight.items() if ticket.link == link]
+            links[link] = {
+                "operations_done": self._link_done[link],
+                "bytes_done": self._link_bytes[link],
+                "operations_in_flight": len(pending),
+                "bytes_in_flight": sum(op.size_bytes for op in pending),
+            }
+        return links
+
+    def all_counters(self) -> Counter[str]:
+        return self.counters + self.controller.counters + self.storage.counters
+
+    def check_invariants(self, waiting: Iterable[Req], active: list[Req], also_held: np.ndarray) -> None:
+        """also_held: HELD device frames that belong to no hold."""
+        self.tree.check_invariants()
+        self.ledger.check_invariants()
+        self.storage.check_invariants()
+        if self.borrowed is not None:
+            self.borrowed.check_invariants()
+        self._cursors.check_invariants({r.rid: (r.namespace, self.cacheable_tokens(r), r.num_known) for r in waiting})
+        held = [also_held, *(r.hold.frames for r in active if r.hold is not None)]
+        frames = np.concatenate(held)
+        assert len(np.unique(frames)) == len(frames) == self.device.counts[FrameState.HELD], "a held page is lost"
+        assert (self.device.state[frames] == FrameState.HELD).all()
+        for req in active:
+            self._check_hold(req)
+        for node in self.tree.walk():
+            assert max(*node.fences, node.last_use) < self.clock.next, (
+                f"{node}: waits for a launch that does not exist"
+            )
+
+    def _check_hold(self, req: Req) -> None:
+        assert req.hold is not None
+        hold, page = req.hold, self.page_size
+        assert hold.inserted_len % page == 0
+        path = self.tree.path_of(hold.receipt.node)
+        depth = sum(len(node.key) for node in path)
+        tokens = req.tokens[: min(depth, req.num_known)]
+        assert not path or np.array_equal(np.concatenate([node.key for node in path]), tokens), (
+            f"{req}: locks other tokens than its own"
+        )
+        assert depth == hold.inserted_len, f"{req}: locked to {depth}, inserted {hold.inserted_len}"
+        assert len(hold.frames) == pages_for(req.computed, page) - depth // page - hold.num_swapped
+
+
+def _open_pools(config: SchedulerConfig) -> Pools:
+    # Blocks of consecutive pages are one read or write of storage.
+    block_pages = max(1, HOST_BLOCK_TOKENS // config.page_size)
+    return Pools(
+        FrameTable(config.num_device_pages, lowest_first=config.lending is not None),
+        FrameTable(config.num_host_pages, block_pages) if config.num_host_pages else None,
+        FrameTable(config.num_peer_pages) if config.num_peer_pages else None,
+        FrameTable(config.num_swap_pages) if config.num_swap_pages and config.layer_stream else None,
+    )

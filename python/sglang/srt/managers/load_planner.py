@@ -1,0 +1,224 @@
+"""`LoadPlanner`: wait for a load, do other work meanwhile, or compute instead.
+
+Owns what is expected of launches, loads and fetches (`ExpectedTimes`), and in each step which requests were left out
+of the launch because their loads are not in. Moves nothing and starts nothing: it answers admission.py and the
+storage controller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sglang.srt.managers.cost_model import LoadLimit
+from sglang.srt.managers.expected_times import ExpectedTimes
+from sglang.srt.managers.kv_cache import KVCache
+from sglang.srt.managers.launch_batches import ExtendBatch, LaunchRecord
+from sglang.srt.managers.request_queues import RequestQueues
+from sglang.srt.managers.schedule_batch import Req, StepInputs
+from sglang.srt.managers.schedule_policy import (
+    LoadTimes,
+    PrefillWork,
+    best_recompute_len,
+    blocks_to_fetch,
+    chunk_of,
+    should_fill_bubble,
+)
+from sglang.srt.managers.scheduler_config import DEFAULT_LOAD_RATIO, SchedulerConfig
+from sglang.srt.mem_cache.hiradix_tree import MatchResult, Node
+from sglang.srt.mem_cache.transfer import EXEC, FETCH, LOAD_LINKS, P2D, STALL, STREAM, StorageOp, Ticket
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a launch comes to as far as it is built."""
+
+    # What would go on while a request waits for its load, in seconds; None for nothing.
+    other_work_s: float | None
+    # How long the launch waits.
+    stall_s: float
+    # Loads have been begun that last until the next launch can be built.
+    link_is_busy: bool
+
+
+class LoadPlanner:
+    def __init__(self, config: SchedulerConfig, cache: KVCache, queues: RequestQueues) -> None:
+        self.config = config
+        self.expected = ExpectedTimes(config.page_bytes / config.page_size, config.num_layers)
+        # Seconds that launches have waited for loads.
+        self.stall_s = 0.0
+        # Requests that this step's launch leaves out because their loads are not in.
+        self.deferred: dict[Req, None] = {}
+        self._cache = cache
+        self._storage = cache.storage
+        self._queues = queues
+        # The loads that the deferred ones wait for, and whether any waiting request needs none, once that was asked.
+        self._awaited: dict[Ticket, None] = {}
+        self._needs_no_load: bool | None = None
+        worth = self.blocks_worth_fetching if config.load_or_recompute else None
+        self._storage.consult(self.expected.begin_fetch, worth)
+
+    def begin_step(self) -> None:
+        """Before the next launch is built."""
+        self.deferred, self._awaited, self._needs_no_load = {}, {}, None
+
+    # -- what was measured --------------------------------------------------------------------------------------
+
+    def take_costs(self, inputs: StepInputs, launches: Mapping[int, LaunchRecord]) -> None:
+        """What launches, loads and fetches took, as far as they succeeded."""
+        self._take_launch_costs(inputs, launches)
+        costs, in_flight = self.expected.costs, self._cache.in_flight
+        for link in LOAD_LINKS.values():
+            for seq, seconds in inputs.cost.get(link, {}).items():
+                if seq != inputs.failed.get(link) and seq < inputs.done[link]:
+                    costs.add_load(in_flight[Ticket(link, seq)].size_bytes, seconds, link)
+        first = self._cache.num_done(FETCH)
+        for seq, seconds in inputs.cost.get(FETCH, {}).items():
+            op = in_flight.get(Ticket(FETCH, seq))
+            counts = inputs.counts.get(FETCH, ())
+            # A fetch that did not bring everything tells little.
+            if isinstance(op, StorageOp) and seq - first < len(counts) and counts[seq - first] == len(op.keys):
+                costs.add_fetch(op.size_bytes, seconds)
+        self.expected.complete(inputs.done)
+
+    def _take_launch_costs(self, inputs: StepInputs, launches: Mapping[int, LaunchRecord]) -> None:
+        costs, done, failed = self.expected.costs, inputs.done[EXEC], inputs.failed.get(EXEC)
+        for seq, seconds in inputs.cost.get(EXEC, {}).items():
+            record = launches.get(seq)
+            if record is None or seq == failed or seq >= done:
+                continue
+            self.stall_s += inputs.cost.get(STALL, {}).get(seq, 0.0)
+            if record.streamed:
+                size, disk = (
+                    n * self.config.page_bytes // self.config.page_size for n in (record.streamed, record.from_disk)
+                )
+                costs.add_stream(size, disk, inputs.cost.get(STREAM, {}).get(seq, 0.0))
+            if record.work is not None:
+                costs.add_prefill(*record.work, seconds)
+            else:
+                costs.add_decode(len(record.reqs), record.context, seconds)
+
+    # -- wait, or fill the bubble -------------------------------------------------------------------------------
+
+    def look_ahead(self, batch: ExtendBatch) -> Outlook:
+        if self._cache.host is None or not self.config.bubble_filling:
+            return Outlook(None, 0.0, True)
+        stall_s = self.expected.stall_seconds(batch.work, batch.loads)
+        return Outlook(self._other_work_seconds(batch), stall_s, self.expected.link_lasts(batch.work, stall_s))
+
+    def should_defer_for_load(self, batch: ExtendBatch, req: Req, budget: int, outlook: Outlook) -> bool:
+        """Whether a request's load should be in before it is launched (bubble filling, Strata 4.3.3). A request that
+        is left out is noted in `deferred`."""
+        if outlook.other_work_s is None:
+            return False
+        if req.preload_cancelled and req is next(r for r in self._queues.waiting if self._storage.may_start(r.rid)):
+            return False  # else those that pass the oldest could take its memory back again and again
+        known = self._cache.candidate(req)
+        if not known.load and not known.from_peers and not known.loading:
+            return False
+        if req.preload is not None and not known.loading:
+            return False  # its load is in; what has come to its match since is loaded in its launch
+        # Cheap to see in a long queue: its load can not even begin, or another waits for the same.
+        if known.load and outlook.link_is_busy:
+            self.deferred[req] = None
+            return True
+        if not any(t in self._awaited for t in known.loading):
+            loads = self.expected.arrival_of(known.loading).and_also(
+                self.expected.arrival_if_begun(known.load, known.from_peers)
+            )
+            work = batch.work.plus(known.prefix, chunk_of(known.compute, budget, self.config.page_size))
+            added_s = self.expected.stall_seconds(work, batch.loads.and_also(loads)) - outlook.stall_s
+            if not should_fill_bubble(added_s, outlook.other_work_s):
+                return False
+        self.deferred[req] = None
+        self._awaited.update(dict.fromkeys(known.loading))
+        return True
+
+    def _other_work_seconds(self, batch: ExtendBatch) -> float | None:
+        """What goes on while a request waits for its load: a decode step, or a prefill of those that need none."""
+        if self._queues.has_decode:
+            return self.expected.decode_seconds()
+        if not batch.reqs and self._needs_no_load is None:
+            known = (self._cache.candidate(r) for r in self._queues.waiting if self._storage.may_start(r.rid))
+            self._needs_no_load = any(not each.load and not each.from_peers and not each.loading for each in known)
+        return self.expected.compute_seconds(PrefillWork(1, 0, 1)) if batch.reqs or self._needs_no_load else None
+
+    # -- loads --------------------------------------------------------------------------------------------------
+
+    def begin_load(self, nodes: list[Node]) -> LoadTimes:
+        """Load a path of nodes (top first) that are not on the device; there is room."""
+        tickets = self._cache.controller.begin_load(nodes)
+        for ticket in tickets:
+            self.expected.begin_load(ticket, sum(len(n.key) for n in self._cache.tree.nodes_of(ticket)))
+        return self.expected.arrival_of(tickets)
+
+    def load_limit(self) -> LoadLimit:
+        if self.config.load_ratio != "auto":
+            return LoadLimit(0.0, float(self.config.load_ratio), 0.0)
+        return self.expected.costs.load_limit() or LoadLimit(0.0, DEFAULT_LOAD_RATIO, 0.0)
+
+    # -- load or recompute --------------------------------------------------------------------------------------
+
+    def recompute_prefix_len(self, batch: ExtendBatch, match: MatchResult, chunk: int, budget: int) -> int:
+        """How many of the first tokens that a request would load its launch computes instead; see
+        `best_recompute_len`. chunk: new tokens that the launch computes; budget: tokens that it may compute
+        besides."""
+        num_load, from_peers = match.total_len - match.device_len, match.peer_len - match.device_len
+        if not num_load or not self.config.load_or_recompute or self.config.insert_at == "completion":
+            return 0
+        expected, queues = self.expected, self._queues
+        is_idle = not batch.reqs and not queues.running and len(queues.waiting) == 1
+
+        def seconds_of(recomputed: int) -> float:
+            work = batch.work.plus(match.total_len, chunk)
+            if recomputed:
+                work = work.plus(match.device_len, recomputed)
+            peers = max(0, from_peers - recomputed)
+            loads = batch.loads.and_also(expected.arrival_if_begun(num_load - recomputed - peers, peers))
+            return expected.stall_seconds(work, loads) + expected.compute_seconds(work)
+
+        known = expected.costs.known_prefill - batch.work.new - chunk
+        most = max(0, min(budget, known))
+        recomputed = best_recompute_len(num_load, self.config.page_size, seconds_of, most)
+        # Where others could use the time, computing must be the cheaper way.
+        compute_s = expected.compute_seconds(PrefillWork().plus(match.device_len, recomputed))
+        load_s = expected.load_seconds(min(recomputed, from_peers), P2D)
+        load_s += expected.load_seconds(max(0, recomputed - from_peers))
+        return recomputed if is_idle or compute_s <= load_s else 0
+
+    def blocks_worth_fetching(self, rid: str, first: int, num_blocks: int, ahead: int) -> int:
+        """See `WorthFetching`."""
+        req, limits, names = self._queues.get(rid), self._storage.limits, self._cache.tree.block_keys
+        assert req is not None and limits is not None and names is not None
+        expected, size = self.expected, names.block_tokens
+        per_op, chunk = limits.blocks_per_op * size, self.config.chunked_prefill_size
+        if expected.fetch_seconds(size, per_op) is None:
+            return num_blocks
+        on_link_s = max(0.0, expected.fetches.free_at - expected.now)
+
+        def fetch_s(n: int) -> float:
+            return on_link_s + (expected.fetch_seconds((ahead + n) * size, per_op) or 0.0)
+
+        def compute_s(n: int) -> float | None:
+            return expected.costs.prompt_seconds((first + n) * size, req.num_known, chunk)
+
+        # Computed at once, as when no other request is there, it would take this long at least.
+        if (alone_s := compute_s(0)) is None or alone_s >= fetch_s(num_blocks) + (compute_s(num_blocks) or 0.0):
+            return num_blocks
+        # Where others take longer than the whole fetch, it does not matter how much longer.
+        return blocks_to_fetch(num_blocks, fetch_s, compute_s, self._others_seconds(req, fetch_s(num_blocks)))
+
+    def _others_seconds(self, req: Req, enough_s: float) -> float:
+        """How long the device is busy with launches that are issued, and with requests that are ready to be computed;
+        not looked into any further from enough_s on, as the queue may be long."""
+        expected, chunk, prefilling = self.expected, self.config.chunked_prefill_size, self._queues.prefilling
+        seconds = max(0.0, expected.launches.free_at - expected.now)
+        if prefilling is not None:
+            seconds += expected.costs.prompt_seconds(prefilling.computed, prefilling.num_known, chunk) or 0.0
+        for other in self._queues.waiting:
+            if seconds >= enough_s:
+                break
+            if other is not req and self._storage.may_start(other.rid):
+                start = self._cache.candidate(other).prefix
+                seconds += expected.costs.prompt_seconds(start, other.num_known, chunk) or 0.0
+        return seconds

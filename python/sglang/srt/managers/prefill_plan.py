@@ -1,0 +1,70 @@
+"""Where every token of an admitted request comes from, and what the cache saved it: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sglang.srt.managers.schedule_batch import Req, Span, SpanSource
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node
+from sglang.srt.mem_cache.transfer import P2D, TIER_NAMES, Tier
+
+
+def plan_spans(path: Sequence[Node], num_tokens: int, recomputed: tuple[int, int]) -> tuple[Span, ...]:
+    """The plan of a sequence of num_tokens tokens whose cached part is the path, top first. recomputed: tokens
+    [start, end) that the cache has and the request computes."""
+    spans: list[Span] = []
+    pos = 0
+    for node in path:
+        ticket = node.tickets[Tier.DEVICE]
+        source = SpanSource.DEVICE if ticket is None else SpanSource.LOAD
+        if node.frames[Tier.DEVICE] is None:
+            source = SpanSource.STREAM
+        if recomputed[0] <= node.start < recomputed[1]:
+            source = SpanSource.COMPUTE
+        end = pos + len(node.key)
+        if spans and (spans[-1].source, spans[-1].ticket) == (source, ticket):
+            spans[-1] = Span(spans[-1].start, end, source, ticket)
+        else:
+            spans.append(Span(pos, end, source, ticket))
+        pos = end
+    return (*spans, Span(pos, num_tokens, SpanSource.COMPUTE))
+
+
+def streamed_from_peers(path: Sequence[Node]) -> int:
+    """Tokens of a path that are streamed from peers."""
+    return sum(
+        len(node.key)
+        for node in path
+        if node.frames[Tier.DEVICE] is None and HiRadixTree.source_of(node) == Tier.PEER
+    )
+
+
+def hits_by_tier(req: Req, streamed_from_peers: int, storage_tiers: Sequence[Tier]) -> dict[str, int]:
+    """Tokens that the cache saves a request that has its plan, by the name of the tier that had them."""
+    found = dict.fromkeys(TIER_NAMES, 0)
+    for span in req.plan[:-1]:
+        if span.source == SpanSource.COMPUTE:
+            continue
+        size = span.end - span.start
+        loaded = size if span.source != SpanSource.DEVICE else _common(span, req.loaded)
+        found["device"] += size - loaded
+        if span.source == SpanSource.STREAM:
+            from_peers = min(size, streamed_from_peers)
+            streamed_from_peers -= from_peers
+        elif span.source == SpanSource.LOAD:
+            from_peers = size if span.ticket is not None and span.ticket.link == P2D else 0
+        else:
+            from_peers = _common(span, req.loaded_from_peers)
+        found["peer"] += from_peers
+        loaded -= from_peers
+        for tier, fetched in zip(storage_tiers, req.fetched):
+            brought = min(loaded, _common(span, fetched))
+            found[TIER_NAMES[tier]] += brought
+            loaded -= brought
+        found["host"] += loaded
+    return found
+
+
+def _common(span: Span, tokens: tuple[int, int]) -> int:
+    """How many tokens of the span lie in [start, end)."""
+    return max(0, min(span.end, tokens[1]) - max(span.start, tokens[0]))

@@ -1,0 +1,128 @@
+"""`SchedulerConfig`: what a scheduler is built with, equal on all ranks. Plain data; a record of a run holds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang.srt.managers.storage_controller import StorageSetup
+from sglang.srt.peer.lending import LendingConfig
+
+# Strata 4.3.2, and what `auto` goes by before anything was measured.
+DEFAULT_LOAD_RATIO = 100.0
+
+
+@dataclass(frozen=True)
+class LayerStreamConfig:
+    """Of the layer stream cache, through which a request longer than the device is read."""
+
+    num_buffers: int
+    # Pages of one buffer.
+    buffer_pages: int
+    # A request whose tokens are expected to take longer each is refused; None for no limit.
+    max_tpot_s: float | None = None
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    # Tokens per page.
+    page_size: int
+    num_device_pages: int
+    # 0: there is no host tier.
+    num_host_pages: int
+    # Of one page, all layers.
+    page_bytes: int
+    # The most tokens of a request, prompt and output.
+    context_len: int
+    eos_token_ids: tuple[int, ...] = ()
+    max_running_requests: int = 256
+    # The most tokens of one prompt, and of all, that a prefill launch computes.
+    chunked_prefill_size: int = 2048
+    max_prefill_tokens: int = 16384
+    # The share of what running requests may still generate that is kept free for them.
+    new_token_ratio: float = 0.3
+    # The share of the device that loads may be filling.
+    max_filling_ratio: float = 0.5
+    # Decoded tokens enter the tree in runs of about this many.
+    insert_every_tokens: int = 64
+    # Tokens per output of a streamed request.
+    stream_interval: int = 1
+    # Launches issued and not completed; 2 executes one step ahead.
+    max_ahead: int = 2
+    enable_radix_cache: bool = True
+    eviction_policy: str = "lru"
+    write_policy: str = "write_through"
+    # Of the model; loads hide behind them.
+    num_layers: int = 1
+    # The order of the queue, see `QUEUE_POLICIES`.
+    schedule_policy: str = "fcfs"
+    # For experiments: a request finds on device and host only what storage brought for it.
+    bypass_local: bool = False
+    # Tokens loaded per token computed before a batch counts as bound by loading, see `balanced_order`. "auto": as
+    # many as take as long to load as the batch takes to compute. 0: no limit.
+    load_ratio: float | str = DEFAULT_LOAD_RATIO
+    # See `should_defer_for_load`.
+    bubble_filling: bool = True
+    # See `recompute_prefix_len`, and `blocks_to_fetch` for storage.
+    load_or_recompute: bool = True
+    # When what a launch computes can be shared: at its "launch", since later ones follow it on the device, or at its
+    # "completion", as upstream.
+    insert_at: str = "launch"
+    # A request that shares more tokens than that with what an older one is about to compute comes right after it. 0:
+    # never.
+    deferral_threshold: int = 100
+    # Attached from the start; needs a host tier.
+    storage: StorageSetup | None = None
+    # Borrowed from peers; they need a host tier.
+    num_peer_pages: int = 0
+    # Runs [first, end) of pages that come and go as a whole: of the peer pool, or of the device if it lends. Empty:
+    # all pages are there all the time.
+    slabs: tuple[tuple[int, int], ...] = ()
+    # The slabs are the device's, all of one length, and lent to others while no request here needs them. An engine
+    # that lends does not borrow.
+    lending: LendingConfig | None = None
+    # A request may be longer than the device; needs a host tier.
+    layer_stream: LayerStreamConfig | None = None
+    # Of the swap file of such a request.
+    num_swap_pages: int = 0
+
+    @property
+    def num_usable_pages(self) -> int:
+        """Pages of the device, less those of a lender that lie in no slab."""
+        if self.lending is None:
+            return self.num_device_pages
+        return sum(end - first for first, end in self.slabs)
+
+    @property
+    def max_resident_len(self) -> int:
+        """The most tokens that a request may have on the device. One page stays free of any single request: the step
+        that runs ahead of a finish may ask for it."""
+        return min(self.context_len, (self.num_usable_pages - 1) * self.page_size)
+
+    @property
+    def chunk_budget(self) -> int:
+        """The most tokens that one prefill launch computes."""
+        return min(self.chunked_prefill_size, self.max_prefill_tokens)
+
+    def check(self) -> None:
+        """Raises ValueError for what does not go together."""
+        if self.chunked_prefill_size < self.page_size:
+            raise ValueError(
+                f"chunked prefill size {self.chunked_prefill_size} is below the page size {self.page_size}; "
+                "set --chunked-prefill-size to at least one page"
+            )
+        assert self.num_host_pages or not self.num_peer_pages, "memory of peers needs a host tier"
+        if self.lending is not None:
+            if self.num_peer_pages:
+                raise ValueError(
+                    "an engine that lends memory of its device cannot borrow from peers: use one of the two"
+                )
+            if len({end - first for first, end in self.slabs}) != 1:
+                raise ValueError("an engine that lends needs slabs of its device pool, all of the same length")
+        if self.layer_stream is None:
+            return
+        if not self.num_host_pages or not self.enable_radix_cache:
+            raise ValueError("layer streaming needs a host tier, for what the device has no room for: --hicache")
+        if self.lending is not None:
+            raise ValueError(
+                "an engine that lends memory of its device has none to stream through: use one of the two"
+            )

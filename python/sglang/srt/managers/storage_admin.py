@@ -1,0 +1,79 @@
+"""`StorageAdmin`: attach, detach and clear storage while the server runs.
+
+Owns the requests of administrators and the one that is under way. They are served one after another, each when
+nothing else is on its way to storage or from it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from sglang.srt.managers.schedule_batch import ControlReply, StorageRequest
+from sglang.srt.managers.storage_controller import StorageController, StorageSetup
+from sglang.srt.mem_cache.transfer import StorageAction, Ticket
+
+
+class StorageAdmin:
+    """attached: called when storage was attached or emptied."""
+
+    def __init__(self, storage: StorageController, attached: Callable[[], None]) -> None:
+        self._storage = storage
+        self._attached = attached
+        self._requests: deque[StorageRequest] = deque()
+        self._ticket: Ticket | None = None
+        self._replies: list[ControlReply] = []
+
+    def attach(self, setup: StorageSetup) -> None:
+        self._attached()
+        self._storage.attach(setup)
+
+    def serve(self, requests: Iterable[StorageRequest] = ()) -> None:
+        """Take new requests, and begin the next one if it can begin."""
+        self._requests.extend(requests)
+        while self._requests and self._ticket is None:
+            request = self._requests[0]
+            refusal = self._refusal(request)
+            if refusal:
+                self._requests.popleft()
+                self._replies.append(ControlReply(request.id, False, refusal))
+                continue
+            if self._storage.is_open:
+                self._storage.close()
+            if self._storage.is_in_flight:
+                return
+            setup = request.what.setup if request.what is not None else ""
+            self._ticket = self._storage.administer(request.action, setup)
+
+    def end(self, ticket: Ticket, count: int) -> bool:
+        """An operation of the probe link is over. False if it was no administrator's."""
+        if ticket != self._ticket:
+            return False
+        self._storage.ledger.end(ticket)
+        success, request = count > 0, self._requests.popleft()
+        self._ticket = None
+        if request.action == StorageAction.CLEAR:
+            assert self._storage.setup is not None
+            self.attach(self._storage.setup)
+        elif request.action == StorageAction.DETACH:
+            self._storage.detach_storage()
+        elif success and request.what is not None:
+            self.attach(request.what)
+        message = "" if success else "the backend did not succeed; the server's log says why"
+        self._replies.append(ControlReply(request.id, success, message))
+        self.serve()
+        return True
+
+    def take_replies(self) -> list[ControlReply]:
+        replies, self._replies = self._replies, []
+        return replies
+
+    def _refusal(self, request: StorageRequest) -> str:
+        storage = self._storage
+        if not storage.controller.has_host:
+            return "there is no host tier for storage to fill: start the server with --hicache"
+        if request.action == StorageAction.ATTACH and storage.setup is not None:
+            return f"the backend {storage.setup.backend!r} is attached: detach it first"
+        if request.action != StorageAction.ATTACH and storage.setup is None:
+            return "no storage backend is attached"
+        return ""

@@ -1,0 +1,684 @@
+"""`StorageController`: everything between the host pool and storage: probe, fetch, store, prefetch.
+
+Owns what each waiting request expects from storage, which requests wait for which operation, and what is to be
+written. Decides when a request need not wait any more. Never reads a clock: the time comes with the calls.
+
+    begin ──► probe: how many blocks beyond the local match? ──► fetches, a few blocks each, in order ──► over
+                                                                 a few at once; `fetch_rank` orders them. They are
+                                                                 nodes of the tree, so requests that find them there
+                                                                 wait for the same operation
+    detach, at dispatch, at its deadline or at its end: a fetch that no request waits for is cancelled
+
+    store_path, after each backup: the blocks of the path that storage is not believed to have, a few at a time
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+
+from sglang.srt.managers.cache_controller import HiCacheController, ready_frames
+from sglang.srt.managers.schedule_policy import FETCH_ORDERS, fetch_rank
+from sglang.srt.mem_cache.block_keys import BlockKeys
+from sglang.srt.mem_cache.frame_table import FrameState
+from sglang.srt.mem_cache.hiradix_tree import MatchResult, Node
+from sglang.srt.mem_cache.time_units import NO_LAUNCH, Seconds
+from sglang.srt.mem_cache.transfer import (
+    D2H,
+    D2P,
+    FETCH,
+    PROBE,
+    STORAGE_LINKS,
+    STORE,
+    TIER_NAMES,
+    StorageAction,
+    StorageOp,
+    Ticket,
+    Tier,
+    unpack_found,
+)
+
+# Links whose operations a fetch may have to wait for before it can begin. When one ends, call `begin_fetches`.
+STALLING_LINKS = (FETCH, D2H, D2P)
+PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
+# A medium that does not answer must not keep a request for ever, whatever the policy.
+WAIT_COMPLETE_LIMIT_S = Seconds(60.0)
+# Paths that are to be stored when there is room: the most that are remembered, and when those that have left the tree
+# are looked for.
+_MAX_DEFERRED_STORES = 4096
+_TIDY_DEFERRED_STORES = 64
+
+
+@dataclass(frozen=True)
+class StorageLimits:
+    """What storage may have in flight, so that it neither takes the host pool away from others nor stands in its own
+    way."""
+
+    # One operation reads or writes that many blocks, a fraction of a second of work.
+    blocks_per_op: int
+    # Host pages that reads may be filling.
+    max_fetch_pages: int
+    # Host pages that writes may be holding on to.
+    max_store_pages: int
+    # Reads in flight: enough that the link never runs dry, and no more, as what has been begun is served before a
+    # request that comes next, however urgent.
+    fetch_window_ops: int = 8
+
+
+@dataclass(frozen=True)
+class PrefetchConfig:
+    # best_effort goes without what has not come when the request could start, wait_complete waits for all of it,
+    # timeout waits for the time below.
+    policy: str = "timeout"
+    # Fewer tokens than that beyond the local match are not worth asking for.
+    threshold: int = 256
+    # With `timeout`: at most timeout_base_s + timeout_per_ki_token_s per 1,024 tokens, from arrival.
+    timeout_base_s: float = 1.0
+    timeout_per_ki_token_s: float = 0.25
+    # Which request is given the link next, see `fetch_rank`.
+    fetch_order: str = "fifo"
+
+
+@dataclass(frozen=True)
+class StorageSetup:
+    """What is attached."""
+
+    # The backend's name, or two.
+    backend: str
+    # What each rank opens, as JSON.
+    setup: str
+    # See `BlockKeys`; it covers what all requests share (model, weights, dtype, layout).
+    secret: bytes
+    block_tokens: int
+    limits: StorageLimits
+    prefetch: PrefetchConfig
+    # Of the host tier, through which everything goes.
+    write_policy: str
+    # One for each backend, nearest first.
+    tiers: tuple[Tier, ...] = (Tier.DISK,)
+    # Whether what it stores comes back changed.
+    is_lossy: bool = False
+
+
+@dataclass
+class Prefetch:
+    """What one request expects."""
+
+    namespace: str
+    # int32, up to the end of the last block that storage may have.
+    tokens: np.ndarray
+    # Of all its blocks from the first on, (n, 16) uint8.
+    keys: np.ndarray
+    deadline: float
+    # Not answered yet; it asks for the blocks from `probed` on.
+    probe: Ticket | None = None
+    probed: int = 0
+    # Storage has the blocks up to that token; 0 when nothing more is to be begun.
+    end: int = 0
+    # Fetches that it waits for.
+    tickets: dict[Ticket, None] = field(default_factory=dict)
+    # Tokens [start, end) that storage has brought for it.
+    found: tuple[int, int] = (0, 0)
+    # Tokens from there on lie on the second storage tier.
+    far_from: int = 0
+    # To be begun, as far as it is known.
+    blocks_left: int = 0
+    # See `fetch_rank`.
+    begun_before: int = 0
+
+    @property
+    def asked(self) -> list[Ticket]:
+        """Operations that it waits for."""
+        return ([self.probe] if self.probe is not None else []) + list(self.tickets)
+
+    @property
+    def is_over(self) -> bool:
+        return self.probe is None and not self.tickets and not self.end
+
+
+class _Outcome(Enum):
+    """Of an attempt to begin a fetch."""
+
+    # There is more to begin.
+    BEGUN = auto()
+    # Its prefix is on its way to the host.
+    STALLED = auto()
+    # Too much is on its way.
+    FULL = auto()
+    # Nothing more is to be begun.
+    OVER = auto()
+
+
+# Of a request: its blocks that are there or on their way, those that it lacks and storage has, and those that others
+# will be given before. Returns how many of its own to fetch; the rest is computed.
+WorthFetching = Callable[[str, int, int, int], int]
+
+
+class StorageController:
+    """rids name the requests; those with a prefetch are waiting ones."""
+
+    def __init__(self, controller: HiCacheController, config: PrefetchConfig) -> None:
+        self.controller = controller
+        self.ledger = controller.ledger
+        self.tree = controller.tree
+        self.set_config(config)
+        # What is attached.
+        self.setup: StorageSetup | None = None
+        # None while no storage is attached, or is being emptied or detached.
+        self.limits: StorageLimits | None = None
+        # Whether what it stores comes back changed.
+        self.is_lossy = False
+        # Host pages that reads are filling, and that writes hold on to.
+        self.fetching_pages = 0
+        self.storing_pages = 0
+        self.counters: Counter[str] = Counter()
+        self._clock = controller.ledger.clock
+        self._fetch_begun: Callable[[int, int], None] = lambda seq, num_tokens: None
+        self._blocks_worth_fetching: WorthFetching = lambda rid, first, num_blocks, ahead: num_blocks
+        self._prefetches: dict[str, Prefetch] = {}
+        self._waiters: dict[Ticket, dict[str, None]] = {}
+        # Those that have something to begin, the oldest answer first: too much is on its way, or their prefix is not
+        # on the host yet.
+        self._unfinished: dict[str, None] = {}
+        # Blocks that were ever begun.
+        self._num_begun = 0
+        # Of all that have begun; entries go stale.
+        self._deadlines: list[tuple[float, str]] = []
+        # FETCH operations -> the place of their first block on its path.
+        self._fetches: dict[Ticket, int] = {}
+        # Ends of paths that are to be stored when writes have ended, oldest first.
+        self._deferred_stores: dict[int, Node] = {}
+        self._tidy_deferred_at = _TIDY_DEFERRED_STORES
+        controller.watch_host(self.store_path)
+
+    def consult(
+        self, fetch_begun: Callable[[int, int], None], blocks_worth_fetching: WorthFetching | None = None
+    ) -> None:
+        """fetch_begun: told of each fetch, its number and tokens. blocks_worth_fetching: None fetches all."""
+        self._fetch_begun = fetch_begun
+        if blocks_worth_fetching is not None:
+            self._blocks_worth_fetching = blocks_worth_fetching
+
+    def set_config(self, config: PrefetchConfig) -> None:
+        if config.policy not in PREFETCH_POLICIES:
+            raise ValueError(f"prefetch policy {config.policy!r} is none of {', '.join(PREFETCH_POLICIES)}")
+        if config.fetch_order not in FETCH_ORDERS:
+            raise ValueError(f"the order of fetches {config.fetch_order!r} is none of {', '.join(FETCH_ORDERS)}")
+        self.config = config
+
+    # -- attaching ----------------------------------------------------------------------------------------------
+
+    def attach(self, setup: StorageSetup) -> None:
+        """Also after it was emptied."""
+        assert self.controller.has_host, "storage needs a host tier"
+        self.setup = setup
+        self.controller.set_write_policy(setup.write_policy)
+        self.set_config(setup.prefetch)
+        self.open(setup.limits, BlockKeys(setup.secret, setup.block_tokens), setup.is_lossy)
+
+    def detach_storage(self) -> None:
+        self.setup = None
+        self.open(None, None)
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Of what is attached."""
+        return self.setup.tiers if self.setup is not None else ()
+
+    def open(self, limits: StorageLimits | None, block_keys: BlockKeys | None, is_lossy: bool = False) -> None:
+        """Storage was attached, emptied or detached: nothing that the tree knew of it holds any more."""
+        self.tree.rename_blocks(block_keys)
+        self.limits = limits
+        self.is_lossy = is_lossy
+
+    def close(self) -> None:
+        """Begin nothing new, and cancel what is on its way."""
+        for rid in list(self._prefetches):
+            self.detach(rid)
+        self.limits = None
+        self._deferred_stores = {}
+        for ticket, op in list(self.ledger.in_flight.items()):
+            if ticket.link == FETCH:
+                self._cancel_fetch(ticket)
+            if isinstance(op, StorageOp) and op.action in (
+                StorageAction.EXISTS,
+                StorageAction.GET,
+                StorageAction.SET,
+            ):
+                self.ledger.cancel(ticket)
+
+    @property
+    def is_open(self) -> bool:
+        return self.limits is not None
+
+    @property
+    def is_in_flight(self) -> bool:
+        return any(ticket.link in STORAGE_LINKS for ticket in self.ledger.in_flight)
+
+    def administer(self, action: StorageAction, setup: str = "") -> Ticket:
+        """Attach, detach or clear; nothing else is in flight to storage."""
+        assert not self.is_in_flight
+        return self.ledger.begin_storage_op(PROBE, action, setup=setup)
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def begin(self, rid: str, namespace: str, tokens: np.ndarray, now: float) -> None:
+        """A request was queued. tokens: int32, all of its prompt that a cache may serve."""
+        names = self.tree.block_keys
+        if self.limits is None or names is None:
+            return
+        size = names.block_tokens
+        tokens = tokens[: len(tokens) // size * size]
+        match = self.tree.match(namespace, tokens, fetching=True)
+        lacking = len(tokens) - match.total_len
+        if lacking < max(1, self.config.threshold) and not self._fetching(match):
+            return
+        config = self.config
+        limit: float = WAIT_COMPLETE_LIMIT_S
+        if config.policy == "timeout":
+            limit = config.timeout_base_s + config.timeout_per_ki_token_s * lacking / 1024
+        prefetch = Prefetch(namespace, tokens, names.of_prompt(namespace, tokens), now + limit)
+        self._prefetches[rid] = prefetch
+        heapq.heappush(self._deadlines, (prefetch.deadline, rid))
+        self._join(rid, prefetch, match)
+        if lacking >= max(1, config.threshold):
+            prefetch.probed = match.total_len // size
+            prefetch.probe = self._begin_probe(prefetch.keys[prefetch.probed :])
+            self._waiters[prefetch.probe] = {rid: None}
+            self.counters["storage_probes"] += 1
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no waiting request has ever asked storage."""
+        return not self._prefetches
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for storage."""
+        return sum(not prefetch.is_over for prefetch in self._prefetches.values())
+
+    def may_start(self, rid: str) -> bool:
+        """Whether the request need not wait for storage (any longer)."""
+        return self.config.policy == "best_effort" or rid not in self._prefetches or self._prefetches[rid].is_over
+
+    def found(self, rid: str) -> tuple[int, int]:
+        """Tokens [start, end) of the prompt that storage has brought to the host for this request."""
+        prefetch = self._prefetches.get(rid)
+        return prefetch.found if prefetch is not None else (0, 0)
+
+    def found_by_tier(self, rid: str) -> tuple[tuple[int, int], ...]:
+        """The same, of each storage tier; empty if nothing was brought."""
+        start, end = self.found(rid)
+        if not end:
+            return ()
+        border = min(max(start, self._prefetches[rid].far_from), end)
+        return (start, border), (border, end)
+
+    def detach(self, rid: str) -> None:
+        """The request starts, or ends: it waits for nothing more."""
+        prefetch = self._prefetches.pop(rid, None)
+        if prefetch is None:
+            return
+        self._unfinished.pop(rid, None)
+        self._leave(rid, prefetch)
+
+    def expire(self, now: float) -> None:
+        """Let requests go whose deadline has passed, with what has come."""
+        while (deadline := self.next_deadline) is not None and deadline <= now:
+            _, rid = heapq.heappop(self._deadlines)
+            self._unfinished.pop(rid, None)
+            self._leave(rid, self._prefetches[rid])
+            self.counters["prefetch_timeouts"] += 1
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When a request stops waiting though not everything has come, in the seconds that `begin` was told."""
+        while self._deadlines:
+            deadline, rid = self._deadlines[0]
+            prefetch = self._prefetches.get(rid)
+            if prefetch is not None and prefetch.deadline == deadline and not prefetch.is_over:
+                return deadline
+            heapq.heappop(self._deadlines)
+        return None
+
+    def end_probe(self, ticket: Ticket, count: int) -> None:
+        """Storage has blocks of those that it was asked for, `unpack_found(count)`."""
+        self.ledger.end(ticket)
+        count, far = unpack_found(count)
+        for rid in self._waiters.pop(ticket, {}):
+            prefetch, names = self._prefetches[rid], self.tree.block_keys
+            assert names is not None
+            prefetch.probe = None
+            if count:
+                self.counters["storage_hit_tokens"] += count * names.block_tokens
+                prefetch.end = (prefetch.probed + count) * names.block_tokens
+                prefetch.far_from = prefetch.end - far * names.block_tokens
+                prefetch.blocks_left, prefetch.begun_before = count, self._num_begun
+                self._unfinished[rid] = None
+                rank = self._rank(rid)
+                others = (self._prefetches[r] for r in self._unfinished if r != rid and self._rank(r) <= rank)
+                if not self._cut(rid, prefetch, prefetch.probed, sum(other.blocks_left for other in others)):
+                    prefetch.end = 0
+                    del self._unfinished[rid]
+                self.begin_fetches()
+
+    def begin_fetches(self) -> None:
+        """Begin as many fetches as may be on their way, in the order of `fetch_rank`; to be called when fetches or
+        backups have ended. If the next request finds too little room, no other passes it; one that waits for its
+        prefix lets the others pass."""
+        stalled = set()
+        while ready := [rid for rid in self._unfinished if rid not in stalled]:
+            rid = min(ready, key=self._rank)
+            outcome = self._begin_next(rid, self._prefetches[rid])
+            if outcome == _Outcome.FULL:
+                return
+            if outcome == _Outcome.STALLED:
+                stalled.add(rid)
+            elif outcome == _Outcome.OVER:
+                self._prefetches[rid].end = 0
+                del self._unfinished[rid]
+
+    # -- operations ---------------------------------------------------------------------------------------------
+
+    def begin_fetch(self, match: MatchResult, tokens: np.ndarray, keys: np.ndarray) -> Ticket:
+        """Fetch the blocks that cover tokens [match.total_len, …), of which the first may begin before. The caller
+        has made room on the host.
+
+        match: made with `fetching`; its end is ready on the host, or being fetched, or the root. tokens: int32, up to
+        the end of the last block. keys: (n, 16).
+        """
+        names, page, host = self.tree.block_keys, self.tree.page_size, self.controller.tables[Tier.HOST]
+        assert names is not None
+        num_pages = len(keys) * names.block_tokens // page
+        frames = host.allocate(num_pages, self.ledger.next_owner(FETCH), FrameState.FILLING)
+        assert frames is not None, "a fetch needs free frames: make room first"
+        ticket = self.ledger.begin_storage_op(FETCH, StorageAction.GET, keys, frames)
+        self._fetches[ticket] = match.total_len // names.block_tokens
+        spare = num_pages - len(tokens) // page
+        self.tree.begin_fetch(match, tokens, frames[spare:], keys, ticket, self._clock.next, self.is_lossy)
+        # The part of the first block that is there already is read into pages that no node gets.
+        host.free_after(frames[:spare], FrameState.FILLING, NO_LAUNCH)
+        self.fetching_pages += num_pages
+        return ticket
+
+    def end_fetch(self, ticket: Ticket, count: int) -> tuple[int, int]:
+        """The operation brought its first `count` blocks, on every rank. Returns which tokens [start, end) of their
+        path are on the host now, as far as the tree still wanted them."""
+        op = self.ledger.end(ticket)
+        assert isinstance(op, StorageOp) and self.tree.block_keys is not None
+        first = self._fetches.pop(ticket)
+        self.fetching_pages -= len(op.frames)
+        dropped = self.tree.cut(ticket, Tier.HOST, (first + count) * self.tree.block_keys.block_tokens)
+        self.ledger.free(dropped, Tier.HOST)
+        for node in dropped.elsewhere:
+            # Computed meanwhile: what did not come is stored anew.
+            self.tree.forget_stored(node)
+        nodes = self.controller.commit_nodes(ticket, Tier.HOST)
+        start, end = min((n.start for n in nodes), default=0), max((n.end for n in nodes), default=0)
+        self.counters["prefetched_tokens"] += end - start
+        self.controller.back_up_below(nodes + dropped.elsewhere)
+        if nodes:
+            # What is to be stored of the path above is merged with these.
+            self.store_path(max(nodes, key=lambda n: n.end))
+        for node in reversed(nodes):
+            self.tree.compact(node, self._clock.done)
+        self._tell_waiters(ticket, start, end, whole=count == len(op.keys))
+        return start, end
+
+    def end_store(self, ticket: Ticket, count: int) -> None:
+        """The first `count` blocks are stored, on every rank. The others are taken for stored as well: a request that
+        misses them computes them, and they are stored then."""
+        op = self.ledger.end(ticket)
+        assert isinstance(op, StorageOp)
+        self.storing_pages -= len(op.frames)
+        block_tokens = len(op.frames) * self.tree.page_size // len(op.keys)
+        self.counters["backuped_tokens"] += count * block_tokens
+        self.counters["storage_backup_failed_tokens"] += (len(op.keys) - count) * block_tokens
+        while self._deferred_stores and self._num_storable_blocks() > 0:
+            node = self._deferred_stores.pop(next(iter(self._deferred_stores)))
+            if node.parent is not None:
+                self.store_path(node)
+
+    def store_path(self, end: Node) -> None:
+        """Write to storage what it is not believed to have of the path to `end`, as far as that is on the host, and
+        exact if storage is: lossy KV is never written under a name that promises exact bytes."""
+        if self.limits is None:
+            return
+        tree, page = self.tree, self.tree.page_size
+        path = tree.path_of(end)
+        if not self.is_lossy:
+            path = list(takewhile(lambda node: not node.is_lossy, path))
+        while path and (path[-1].frames[Tier.HOST] is None or path[-1].tickets[Tier.HOST] is not None):
+            path.pop()
+        if not path:
+            return
+        end = path[-1]
+        tree.name_blocks(end)
+        first = next((i for i, n in enumerate(path) if n.stored is not None and not n.stored.all()), None)
+        if first is None:
+            return
+        assert tree.block_keys is not None
+        size = tree.block_keys.block_tokens
+        keys = np.concatenate([n.block_keys for n in path[first:]])  # type: ignore[misc]
+        lacking = np.flatnonzero(~np.concatenate([n.stored for n in path[first:]]))  # type: ignore[misc]
+        if (room := self._num_storable_blocks()) < len(lacking):
+            self._defer_store(end)
+            lacking = lacking[: max(0, room)]
+        if not len(lacking):
+            return
+        # The first block may begin in a node above.
+        begin, top = path[first].start // size * size, first
+        while path[top].start > begin:
+            top -= 1
+        frames = np.concatenate([ready_frames(n, Tier.HOST) for n in path[top:]])[(begin - path[top].start) // page :]
+        pages_per_block = size // page
+        for i in range(0, len(lacking), self.limits.blocks_per_op):
+            blocks = lacking[i : i + self.limits.blocks_per_op]
+            pages = blocks[:, None] * pages_per_block + np.arange(pages_per_block)
+            self.ledger.begin_storage_op(STORE, StorageAction.SET, keys[blocks], frames[pages.ravel()])
+            self.storing_pages += pages.size
+        tree.mark_stored(path[first:], int(lacking[-1]) + 1)
+
+    def state(self) -> dict[str, Any] | None:
+        """What `GET /hicache/state` shows; None if nothing is attached."""
+        setup, page = self.setup, self.tree.page_size
+        if setup is None:
+            return None
+        return {
+            "backend": setup.backend,
+            "tiers": [TIER_NAMES[tier] for tier in setup.tiers],
+            "prefetch_policy": setup.prefetch.policy,
+            "fetch_order": setup.prefetch.fetch_order,
+            "write_policy": setup.write_policy,
+            "block_tokens": setup.block_tokens,
+            "fetching_tokens": self.fetching_pages * page,
+            "fetching_limit_tokens": setup.limits.max_fetch_pages * page,
+            "storing_tokens": self.storing_pages * page,
+            "storing_limit_tokens": setup.limits.max_store_pages * page,
+        }
+
+    def check_operations(self) -> None:
+        """What is counted of the operations in flight."""
+        by_link: dict[str, int] = dict.fromkeys(STORAGE_LINKS, 0)
+        for ticket, op in self.ledger.in_flight.items():
+            if isinstance(op, StorageOp):
+                by_link[ticket.link] += len(op.frames)
+        assert by_link == {PROBE: 0, FETCH: self.fetching_pages, STORE: self.storing_pages}
+        assert self._fetches.keys() == {t for t in self.ledger.in_flight if t.link == FETCH}
+
+    def check_invariants(self) -> None:
+        self.check_operations()
+        for ticket, rids in self._waiters.items():
+            assert ticket in self.ledger.in_flight, f"{list(rids)} wait for {ticket}, which is over"
+            assert rids, f"no request waits for {ticket}"
+        for ticket in self.ledger.in_flight:
+            wanted = ticket.link == FETCH and self.tree.nodes_of(ticket)
+            assert not wanted or ticket in self._waiters, f"{ticket} goes on, but no request waits for it"
+        for rid, prefetch in self._prefetches.items():
+            assert all(rid in self._waiters[ticket] for ticket in prefetch.asked)
+        for rid in self._unfinished:
+            assert self._prefetches[rid].end and self._prefetches[rid].blocks_left, f"{rid} has nothing to begin"
+        awaited = any(ticket.link in STALLING_LINKS for ticket in self.ledger.in_flight)
+        assert awaited or not self._unfinished, f"{list(self._unfinished)} wait for nothing"
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _tell_waiters(self, ticket: Ticket, start: int, end: int, whole: bool) -> None:
+        """A fetch is over; tokens [start, end) of the path are on the host. whole: all blocks came."""
+        for rid in self._waiters.pop(ticket, {}):
+            prefetch = self._prefetches[rid]
+            del prefetch.tickets[ticket]
+            if end > start:
+                prefetch.found = (prefetch.found[0] if prefetch.found[1] else start, end)
+            if not whole or end == start or self._is_begun(rid, prefetch):
+                prefetch.end = 0
+                self._unfinished.pop(rid, None)
+
+    def _begin_probe(self, keys: np.ndarray) -> Ticket:
+        """Ask storage how many of the leading keys it has."""
+        return self.ledger.begin_storage_op(PROBE, StorageAction.EXISTS, keys)
+
+    def _cancel_fetch(self, ticket: Ticket) -> None:
+        """No request waits for it any more."""
+        dropped = self.tree.cut(ticket, Tier.HOST, 0)
+        self.ledger.free(dropped, Tier.HOST)
+        self.controller.back_up_below(dropped.elsewhere)
+
+    def _may_fetch(self, num_pages: int) -> bool:
+        """Whether so much more may be fetched now; if nothing is on its way, some always may."""
+        assert self.limits is not None
+        in_flight = len(self._fetches)
+        fits = self.fetching_pages + num_pages <= self.limits.max_fetch_pages
+        return not in_flight or (fits and in_flight < self.limits.fetch_window_ops)
+
+    def _num_storable_blocks(self) -> int:
+        """Blocks that may be handed to storage now."""
+        if self.limits is None or self.tree.block_keys is None:
+            return 0
+        pages_per_block = self.tree.block_keys.block_tokens // self.tree.page_size
+        return (self.limits.max_store_pages - self.storing_pages) // pages_per_block
+
+    def _defer_store(self, end: Node) -> None:
+        deferred = self._deferred_stores
+        if end.id not in deferred and len(deferred) >= self._tidy_deferred_at:
+            # Nodes that have left the tree keep their tokens alive.
+            for gone in [i for i, n in deferred.items() if n.parent is None]:
+                del deferred[gone]
+            if len(deferred) >= _MAX_DEFERRED_STORES:
+                del deferred[next(iter(deferred))]
+                self.counters["storage_backup_dropped_paths"] += 1
+            self._tidy_deferred_at = min(2 * len(deferred) + _TIDY_DEFERRED_STORES, _MAX_DEFERRED_STORES)
+        deferred[end.id] = end
+
+    def _rank(self, rid: str) -> int:
+        prefetch = self._prefetches[rid]
+        return fetch_rank(self.config.fetch_order, prefetch.blocks_left, prefetch.begun_before)
+
+    def _cut(self, rid: str, prefetch: Prefetch, first: int, ahead: int) -> bool:
+        """Give up what of the blocks from `first` on is sooner computed. Whether anything is left to fetch."""
+        assert self.tree.block_keys is not None
+        size = self.tree.block_keys.block_tokens
+        left = prefetch.end // size - first
+        assert left > 0, f"{rid} has nothing to begin"
+        prefetch.blocks_left = self._blocks_worth_fetching(rid, first, left, ahead)
+        if prefetch.blocks_left < left:
+            self.counters["fetches_cut"] += 1
+            self.counters["fetch_cut_tokens"] += (left - prefetch.blocks_left) * size
+            prefetch.end = (first + prefetch.blocks_left) * size
+        return prefetch.blocks_left > 0
+
+    def _is_begun(self, rid: str, prefetch: Prefetch) -> bool:
+        """Whether others have begun what the request lacks; then it waits for that."""
+        match = self._match(prefetch)
+        self._join(rid, prefetch, match)
+        return match.total_len >= prefetch.end
+
+    def _begin_next(self, rid: str, prefetch: Prefetch) -> _Outcome:
+        """Begin the next operation for one of the unfinished."""
+        controller, names, limits = self.controller, self.tree.block_keys, self.limits
+        assert limits is not None and names is not None
+        match = self._match(prefetch)
+        self._join(rid, prefetch, match)
+        start = match.total_len
+        if start >= prefetch.end:
+            return _Outcome.OVER
+        first, size = start // names.block_tokens, names.block_tokens
+        if not self._cut(rid, prefetch, first, 0):
+            return _Outcome.OVER
+        last = min(prefetch.end // size, first + limits.blocks_per_op)
+        assert last > first, f"{rid} has nothing to begin"
+        num_pages = (last - first) * size // self.tree.page_size
+        if not self._may_fetch(num_pages):
+            return _Outcome.FULL
+        if self.tree.is_nowhere(match, prefetch.tokens):
+            return _Outcome.STALLED
+        above = match.path[-1] if match.path else None
+        if above is not None:
+            ticket = above.tickets[Tier.HOST]
+            if above.frames[Tier.HOST] is None:
+                if self._fetching(match):
+                    return _Outcome.STALLED  # computed below what is being fetched: it is backed up after that
+                # None also for a prefix that only a peer has: nothing copies from there to the host.
+                ticket = controller.begin_backup(above)
+                if ticket is None:
+                    self.counters["prefetch_dropped_tokens"] += prefetch.end - start
+                    return _Outcome.OVER
+            if ticket is not None and ticket.link != FETCH:
+                return _Outcome.STALLED
+        if not controller.make_room(Tier.HOST, num_pages, above):
+            self.counters["prefetch_dropped_tokens"] += prefetch.end - start
+            return _Outcome.OVER
+        # Once more: making room may have merged nodes.
+        match, end = self._match(prefetch), last * size
+        ticket = self.begin_fetch(match, prefetch.tokens[start:end], prefetch.keys[first:last])
+        self._num_begun += last - first
+        self._fetch_begun(ticket.seq, (last - first) * size)
+        prefetch.blocks_left = max(1, prefetch.blocks_left - (last - first))
+        self._wait(rid, prefetch, ticket)
+        self._let_join(rid, prefetch, ticket, first)
+        return _Outcome.OVER if end >= prefetch.end else _Outcome.BEGUN
+
+    def _let_join(self, rid: str, prefetch: Prefetch, ticket: Ticket, first: int) -> None:
+        """Others that lack the same block need not wait for their turn. A block's key names all before it."""
+        key = prefetch.keys[first].tobytes()
+        for other in self._unfinished:
+            joining = self._prefetches[other]
+            if other == rid or joining.namespace != prefetch.namespace or len(joining.keys) <= first:
+                continue
+            if joining.keys[first].tobytes() == key:
+                self._wait(other, joining, ticket)
+
+    def _match(self, prefetch: Prefetch) -> MatchResult:
+        return self.tree.match(prefetch.namespace, prefetch.tokens[: prefetch.end], fetching=True)
+
+    def _join(self, rid: str, prefetch: Prefetch, match: MatchResult) -> None:
+        for ticket in self._fetching(match):
+            self._wait(rid, prefetch, ticket)
+
+    def _fetching(self, match: MatchResult) -> list[Ticket]:
+        tickets = (node.tickets[Tier.HOST] for node in match.path)
+        return [t for t in tickets if t is not None and t.link == FETCH]
+
+    def _wait(self, rid: str, prefetch: Prefetch, ticket: Ticket) -> None:
+        prefetch.tickets[ticket] = None
+        self._waiters.setdefault(ticket, {})[rid] = None
+
+    def _leave(self, rid: str, prefetch: Prefetch) -> None:
+        # The last of a path first: each takes what lies below with it.
+        for ticket in reversed(prefetch.asked):
+            waiters = self._waiters[ticket]
+            del waiters[rid]
+            if not waiters:
+                del self._waiters[ticket]
+                if ticket.link == FETCH:
+                    self._cancel_fetch(ticket)
+                else:
+                    self.ledger.cancel(ticket)
+        prefetch.probe, prefetch.end, prefetch.tickets = None, 0, {}

@@ -1,0 +1,181 @@
+"""`TransferLedger`: every operation between tiers, from its number to its end.
+
+Owns the numbering of operations, the pins that each holds and the list of those in flight. Decides nothing and
+executes nothing: the controllers begin operations, links carry them out. Between the beginning and the end of an
+operation the frames on both sides are pinned, so that neither eviction nor the end of a request can give the memory
+away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang.srt.mem_cache.block_keys import NO_KEYS
+from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
+from sglang.srt.mem_cache.hiradix_tree import Dropped, HiRadixTree, is_fetching
+from sglang.srt.mem_cache.time_units import NO_LAUNCH, LaunchClock, LaunchSeq
+from sglang.srt.mem_cache.transfer import LINKS, StorageAction, StorageOp, Ticket, Tier, TransferOp
+
+NO_FRAMES = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True)
+class Pools:
+    """The frame tables of the pools; None for a pool that is not there."""
+
+    device: FrameTable
+    host: FrameTable | None = None
+    # Memory borrowed from peers.
+    peer: FrameTable | None = None
+    # The swap file of a request that streams. It is no tier: the tree has nothing of it.
+    swap: FrameTable | None = None
+
+
+class TransferLedger:
+    """page_bytes: of one page, all layers."""
+
+    def __init__(self, tree: HiRadixTree, pools: Pools, clock: LaunchClock, page_bytes: int) -> None:
+        self.tree = tree
+        self.pools = pools
+        self.clock = clock
+        self.page_bytes = page_bytes
+        tables = {Tier.DEVICE: pools.device, Tier.PEER: pools.peer, Tier.HOST: pools.host}
+        self.tables: dict[Tier, FrameTable] = {tier: table for tier, table in tables.items() if table is not None}
+        self.in_flight: dict[Ticket, TransferOp | StorageOp] = {}
+        self._next_seq = dict.fromkeys(LINKS, 0)
+        self._new_ops: list[TransferOp | StorageOp] = []
+        self._new_cancels: list[Ticket] = []
+
+    def next_owner(self, link: str) -> int:
+        """The owner that a frame table shows for frames that the link's next operation fills."""
+        return -1 - self._next_seq[link]
+
+    def begin_transfer(
+        self,
+        link: str,
+        tiers: tuple[Tier, Tier],
+        src_frames: np.ndarray,
+        dst_frames: np.ndarray,
+        after: LaunchSeq | None,
+    ) -> TransferOp:
+        """tiers: source and destination; `Tier.DISK` is the swap file. after: see `TransferOp`."""
+        src, dst = tiers
+        self._table(src).pin(src_frames)
+        self._table(dst).pin(dst_frames)
+        size_bytes = len(src_frames) * self.page_bytes
+        op = TransferOp(self._take_ticket(link), src, dst, src_frames, dst_frames, size_bytes, after)
+        self._begin(op)
+        return op
+
+    def begin_storage_op(
+        self,
+        link: str,
+        action: StorageAction,
+        keys: np.ndarray = NO_KEYS,
+        frames: np.ndarray = NO_FRAMES,
+        setup: str = "",
+    ) -> Ticket:
+        """keys, frames, setup: see `StorageOp`."""
+        if len(frames):
+            self.tables[Tier.HOST].pin(frames)
+        ticket = self._take_ticket(link)
+        self._begin(StorageOp(ticket, action, keys, frames, len(frames) * self.page_bytes, setup))
+        return ticket
+
+    def end(self, ticket: Ticket) -> TransferOp | StorageOp:
+        """The operation is over on every rank: its frames are unpinned."""
+        op = self.in_flight.pop(ticket)
+        if isinstance(op, TransferOp):
+            self._table(op.src).unpin(op.src_frames)
+            self._table(op.dst).unpin(op.dst_frames)
+        elif len(op.frames):
+            self.tables[Tier.HOST].unpin(op.frames)
+        return op
+
+    def cancel(self, ticket: Ticket) -> None:
+        """A hint to the link that the operation is not wanted any more."""
+        self._new_cancels.append(ticket)
+
+    def free(self, dropped: Dropped, tier: Tier, last_launch: LaunchSeq = NO_LAUNCH) -> None:
+        """Give up frames that left the tree, and cancel the operations that fill nothing any more. last_launch: the
+        last launch that may wait for device frames that were being filled."""
+        table = self.tables[tier]
+        by_fence: dict[int, list[np.ndarray]] = {}
+        for frames, fence in dropped.cached:
+            by_fence.setdefault(fence, []).append(frames)
+        for fence, parts in by_fence.items():
+            table.free_after(np.concatenate(parts), FrameState.CACHED, fence)
+        for frames, _ in dropped.filling:
+            # Frames of other tiers are read by loads alone, which pin them.
+            table.free_after(frames, FrameState.FILLING, last_launch if tier == Tier.DEVICE else NO_LAUNCH)
+        tickets = dict.fromkeys(ticket for _, ticket in dropped.filling)
+        self._new_cancels += [ticket for ticket in tickets if not self.tree.nodes_of(ticket)]
+
+    def take_ops(self) -> tuple[tuple[TransferOp | StorageOp, ...], tuple[Ticket, ...]]:
+        """Operations begun and tickets cancelled since the last call."""
+        ops, cancels = tuple(self._new_ops), tuple(t for t in self._new_cancels if t in self.in_flight)
+        self._new_ops, self._new_cancels = [], []
+        return ops, cancels
+
+    def check_invariants(self) -> None:
+        for tier, table in self.tables.items():
+            table.check_invariants()
+            self._check_pins(tier, table)
+            self._check_residency(tier, table)
+        for node in self.tree.walk():
+            parent = node.parent
+            if parent is not None and is_fetching(parent) and node.frames[Tier.HOST] is not None:
+                assert is_fetching(node), f"{node} is on the host, its prefix is still being fetched"
+
+    def _check_pins(self, tier: Tier, table: FrameTable) -> None:
+        pins = np.zeros_like(table.pins)
+        for op in self.in_flight.values():
+            if isinstance(op, StorageOp):
+                if tier == Tier.HOST:
+                    np.add.at(pins, op.frames, 1)
+                continue
+            if op.src == tier:
+                np.add.at(pins, op.src_frames, 1)
+            if op.dst == tier:
+                np.add.at(pins, op.dst_frames, 1)
+        assert (pins == table.pins).all(), f"{tier.name}: pins differ from the operations in flight"
+
+    def _check_residency(self, tier: Tier, table: FrameTable) -> None:
+        expected = np.full(table.num_pages, -1, np.int64)
+        for node in self.tree.walk():
+            frames, ticket = node.frames[tier], node.tickets[tier]
+            if frames is not None:
+                assert (expected[frames] == -1).all(), f"{tier.name}: a frame belongs to two nodes"
+                expected[frames] = FrameState.FILLING if ticket is not None else FrameState.CACHED
+            if ticket is None:
+                continue
+            assert frames is not None and ticket in self.in_flight, f"{node} waits for {ticket}, which is over"
+            op = self.in_flight[ticket]
+            filled = op.frames if isinstance(op, StorageOp) else op.dst_frames
+            assert np.isin(frames, filled).all(), f"{node}: {ticket} fills other pages"
+            # A load's source stays, else its failure could not be told from eviction; but slabs of peers are
+            # withdrawn whatever is loaded from them.
+            if isinstance(op, TransferOp) and op.src == Tier.HOST:
+                ready = node.frames[Tier.HOST] is not None and node.tickets[Tier.HOST] is None
+                assert ready, f"{node}: its load has no source"
+        in_tree = expected >= 0
+        assert (table.state[in_tree] == expected[in_tree]).all(), f"{tier.name}: tree and frame table disagree"
+        rest = table.state[~in_tree]
+        assert not np.isin(rest, (FrameState.CACHED, FrameState.FILLING)).any(), f"{tier.name}: a page is lost"
+
+    def _take_ticket(self, link: str) -> Ticket:
+        ticket = Ticket(link, self._next_seq[link])
+        self._next_seq[link] += 1
+        return ticket
+
+    def _begin(self, op: TransferOp | StorageOp) -> None:
+        self.in_flight[op.ticket] = op
+        self._new_ops.append(op)
+
+    def _table(self, tier: Tier) -> FrameTable:
+        if tier == Tier.DISK:
+            assert self.pools.swap is not None
+            return self.pools.swap
+        return self.tables[tier]
