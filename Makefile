@@ -26,7 +26,7 @@ HOST ?= 127.0.0.1
 PORT ?= 30000
 MODEL ?= embedded
 
-.PHONY: setup setup-strict demo demo-peers serve check test test-all test-clients test-gpu memcheck-gpu bench-gpu gpu-site fuzz bench clean
+.PHONY: setup setup-strict demo demo-peers serve check test test-all test-clients test-gpu memcheck-gpu bench-gpu gpu-site fuzz bench docs clean
 
 setup: $(STAMP)
 
@@ -100,6 +100,10 @@ fuzz: setup
 
 bench: setup
 	for script in benchmark/bench_*.py; do $(PY) $$script || exit 1; done
+
+# Pages that are made from the code.
+docs: setup
+	$(PY) -m sglang.srt.flag_reference docs/reference/flags.md
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) build bench-out .pytest_cache .ruff_cache .mypy_cache

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from sglang.srt.server_args import ServerArgs
+from sglang.srt.flag_reference import render
+from sglang.srt.server_args import GROUPS, ServerArgs, make_parser
 from sglang.srt.utils.child_process import ChildArgs
 
 
@@ -90,8 +93,11 @@ def test_the_served_name():
         ("--model m --peer-endpoint tcp://127.0.0.1:1", "give both, or neither"),
         ("--model m --peer-role master --peer-endpoint tcp://127.0.0.1:1", "add --hicache"),
         ("--model m --peer-role worker --peer-endpoint tcp://127.0.0.1:1 --peer-window 0", "above 0 seconds"),
-        ("--model m --peer-strict", "--peer-role worker does"),
-        ("--model m --hicache --peer-role master --peer-endpoint tcp://127.0.0.1:1 --peer-strict", "worker does"),
+        ("--model m --peer-strict", "add --peer-role worker"),
+        (
+            "--model m --hicache --peer-role master --peer-endpoint tcp://127.0.0.1:1 --peer-strict",
+            "add --peer-role worker",
+        ),
         (
             "--model m --peer-role master --hicache --peer-endpoint tcp://127.0.0.1:1 --peer-slab-size 0",
             "at least 1 MiB",
@@ -154,3 +160,16 @@ def test_what_is_shown_has_no_secrets():
     assert not any(word in str(shown) for word in ("key-1", "key-2", "hush"))
     named = replace(args, hicache_storage_backend_extra_config="@/there/remote.json").shown()
     assert named["hicache_storage_backend_extra_config"] == "@/there/remote.json"
+
+
+def test_help_shows_every_flag_in_its_group():
+    text = make_parser().format_help()
+    sections = {title: text.split(f"\n{title}:\n")[1].split("\n\n")[0] for title in GROUPS}
+    for field in fields(ServerArgs):
+        flag = "--" + field.name.replace("_", "-")
+        assert re.search(rf"^  {flag}\b", sections[field.metadata["group"]], re.MULTILINE), flag
+
+
+def test_the_reference_of_flags_is_up_to_date():
+    page = Path(__file__).parents[2] / "docs" / "reference" / "flags.md"
+    assert page.read_text() == render(), "run make docs"

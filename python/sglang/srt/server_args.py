@@ -21,8 +21,33 @@ EMBEDDED_MODEL = "embedded"
 RATE_LIMITED_LINKS = ("h2d", "d2h", "fetch", "store")
 
 
-def arg(default: Any, help: str, aliases: tuple[str, ...] = (), choices: tuple[str, ...] = ()) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help, "aliases": aliases, "choices": choices})
+# The groups of --help and of docs/reference/flags.md, in their order.
+MODEL = "Model"
+HTTP = "HTTP server"
+DEVICE = "Device and parallelism"
+SCHEDULING = "Memory and scheduling"
+HICACHE = "Hierarchical cache"
+STORAGE = "Storage and remote tier"
+PEERS = "Peers"
+LAYER_STREAM = "Layer streaming"
+OBSERVABILITY = "Logs and metrics"
+DEBUGGING = "Debugging and experiments"
+GROUPS = (MODEL, HTTP, DEVICE, SCHEDULING, HICACHE, STORAGE, PEERS, LAYER_STREAM, OBSERVABILITY, DEBUGGING)
+
+
+def arg(
+    group: str,
+    default: Any,
+    help: str,
+    unset: str = "",
+    aliases: tuple[str, ...] = (),
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """help: one sentence, without its full stop. unset: what the server takes where the default is None."""
+    return dataclasses.field(
+        default=default,
+        metadata={"group": group, "help": help, "unset": unset, "aliases": aliases, "choices": choices},
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,181 +59,263 @@ class ServerArgs:
     """
 
     model_path: str = arg(
-        "", "a Hugging Face directory or hub name, or 'embedded' for the built-in model", aliases=("--model",)
+        MODEL,
+        "",
+        "a Hugging Face directory, a hub name, or 'embedded' for the built-in model",
+        aliases=("--model",),
     )
-    tokenizer_path: str | None = arg(None, "where the tokenizer lies, if not with the model")
-    served_model_name: str | None = arg(None, "the name that clients ask for (default: the model path)")
+    tokenizer_path: str | None = arg(MODEL, None, "the directory of the tokenizer", unset="the model's directory")
+    served_model_name: str | None = arg(MODEL, None, "the model name that clients ask for", unset="the model path")
     load_format: str = arg(
-        "auto", "auto and safetensors read weights, dummy makes random ones", choices=("auto", "safetensors", "dummy")
+        MODEL,
+        "auto",
+        "how weights are made: auto and safetensors read them from files, dummy draws random ones",
+        choices=("auto", "safetensors", "dummy"),
     )
     dtype: str = arg(
+        MODEL,
         "auto",
-        "type of weights and cache; auto takes the checkpoint's",
+        "data type of weights and KV cache; auto takes the checkpoint's, or float32 on a CPU without instructions "
+        "for it",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
     )
-    context_length: int | None = arg(None, "longest prompt plus answer in tokens (default: the model's)")
-    random_seed: int | None = arg(None, "seed of dummy weights and of requests that bring none")
-    device: str = arg(
-        "auto", "where the model runs; auto takes a GPU if there is one", choices=("auto", "cpu", "cuda")
+    context_length: int | None = arg(
+        MODEL, None, "the longest prompt plus answer, in tokens", unset="the model's context"
+    )
+    random_seed: int | None = arg(
+        MODEL,
+        None,
+        "seed of dummy weights and of requests that bring no seed",
+        unset="0 for weights, drawn for each request",
     )
 
-    host: str = arg("127.0.0.1", "address to listen on")
-    port: int = arg(30000, "port to listen on")
-    api_key: str | None = arg(None, "key that clients must send as 'Authorization: Bearer <key>'")
-    admin_api_key: str | None = arg(None, "key for what changes the server, in place of --api-key")
+    host: str = arg(HTTP, "127.0.0.1", "the address to listen on")
+    port: int = arg(HTTP, 30000, "the port to listen on")
+    api_key: str | None = arg(
+        HTTP, None, "the key that clients must send as 'Authorization: Bearer KEY'", unset="no key"
+    )
+    admin_api_key: str | None = arg(
+        HTTP, None, "the key for requests that change the server, in place of --api-key", unset="--api-key"
+    )
+    strict_fields: bool = arg(HTTP, False, "refuse unknown request fields with status 400 instead of ignoring them")
+    stream_interval: int = arg(HTTP, 1, "tokens per event of a streamed answer")
 
-    tp_size: int = arg(1, "ranks that share the model", aliases=("--tp", "--tensor-parallel-size"))
-    page_size: int = arg(1, "tokens per page of the KV cache")
+    device: str = arg(
+        DEVICE, "auto", "where the model runs; auto takes a GPU if there is one", choices=("auto", "cpu", "cuda")
+    )
+    tp_size: int = arg(
+        DEVICE,
+        1,
+        "tensor-parallel ranks, one process each",
+        aliases=("--tp", "--tensor-parallel-size"),
+    )
+    attention_backend: str | None = arg(
+        DEVICE,
+        None,
+        "the attention kernels",
+        unset="torch_native on a CPU; on a GPU triton, or flashinfer without Triton",
+        choices=("torch_native", "triton", "flashinfer"),
+    )
+    disable_cuda_graph: bool = arg(DEVICE, False, "on a GPU, launch each kernel of a decode step by itself")
+    cuda_graph_max_bs_decode: int | None = arg(
+        DEVICE,
+        None,
+        "on a GPU, the largest decode batch that is captured as a CUDA graph",
+        unset="--max-running-requests",
+    )
+
+    page_size: int = arg(SCHEDULING, 1, "tokens per page of the KV cache")
     max_total_tokens: int | None = arg(
-        None, "tokens of KV cache on the device (default: four full contexts, or what memory allows)"
+        SCHEDULING,
+        None,
+        "tokens of KV cache on the device",
+        unset="on a CPU four full contexts or what memory allows, on a GPU what memory allows",
     )
     mem_fraction_static: float | None = arg(
+        SCHEDULING,
         None,
-        "on a GPU, part of its memory for weights and KV cache (default: 0.88); on the CPU, of what is free (0.6)",
+        "on a GPU, the part of its memory for weights and KV cache; on a CPU, the part of the free memory",
+        unset="0.88 on a GPU, 0.6 on a CPU",
     )
-    max_running_requests: int | None = arg(None, "most requests in one batch")
-    max_queued_requests: int | None = arg(None, "most requests that wait for their first token; more get a 503")
-    chunked_prefill_size: int = arg(2048, "most tokens of one prompt in one step; -1 computes prompts whole")
-    max_prefill_tokens: int = arg(16384, "most prompt tokens in one step")
+    max_running_requests: int | None = arg(SCHEDULING, None, "the most requests in one batch", unset="256")
+    max_queued_requests: int | None = arg(
+        SCHEDULING,
+        None,
+        "the most requests that wait for their first token; more get status 503",
+        unset="no limit",
+    )
+    chunked_prefill_size: int = arg(
+        SCHEDULING, 2048, "the most tokens of one prompt in one step; -1 computes prompts whole"
+    )
+    max_prefill_tokens: int = arg(SCHEDULING, 16384, "the most prompt tokens in one step")
     schedule_policy: str = arg(
+        SCHEDULING,
         "fcfs",
         "order of the queue: first come, first served, or longest cached prefix first",
         choices=("fcfs", "lpm"),
     )
     radix_eviction_policy: str = arg(
+        SCHEDULING,
         "lru",
-        "what the cache gives up first: the least recently used, the least frequently used, or what only requests of "
-        "low priority have used",
+        "what the cache evicts first: the least recently used, the least frequently used, or what only requests of "
+        "low priority used",
         choices=("lru", "lfu", "priority"),
     )
-    disable_radix_cache: bool = arg(False, "share no prefix between requests")
-    disable_overlap_schedule: bool = arg(False, "schedule only once the previous step's tokens are known")
-    attention_backend: str | None = arg(
-        None,
-        "attention kernels (default: torch_native on the CPU, triton on a GPU)",
-        choices=("torch_native", "triton", "flashinfer"),
-    )
-    disable_cuda_graph: bool = arg(False, "on a GPU, start every kernel of a decode by itself")
-    cuda_graph_max_bs_decode: int | None = arg(
-        None, "on a GPU, largest decode that is captured as a CUDA graph (default: --max-running-requests)"
+    disable_radix_cache: bool = arg(SCHEDULING, False, "share no prefix between requests")
+    disable_overlap_schedule: bool = arg(
+        SCHEDULING, False, "plan a step only when the tokens of the previous step are known"
     )
 
     enable_hierarchical_cache: bool = arg(
-        False, "keep evicted KV cache in host memory", aliases=("--hicache", "--enable-hicache")
+        HICACHE,
+        False,
+        "keep KV cache in host memory too, beyond what the device has room for",
+        aliases=("--hicache", "--enable-hicache"),
     )
-    hicache_ratio: float = arg(2.0, "host pool's size as a multiple of the device pool's")
-    hicache_size: float = arg(0, "host pool's size in GB; wins over the ratio when above 0")
+    hicache_ratio: float = arg(HICACHE, 2.0, "size of the host pool as a multiple of the device pool")
+    hicache_size: float = arg(
+        HICACHE, 0, "size of the host pool in GB (1e9 bytes) over all ranks; above 0 it wins over the ratio"
+    )
     hicache_write_policy: str = arg(
+        HICACHE,
         "write_through",
-        "when pages go to the host: at once, on leaving the device, or when a second request uses them",
+        "when pages are copied to the host: at once, when the device evicts them, or when a second request uses them",
         choices=("write_through", "write_back", "write_through_selective"),
     )
     hicache_mem_layout: str = arg(
+        HICACHE,
         "page_first",
-        "how the host pool lies in memory: whole pages together, or a layer of all pages",
+        "layout of the host pool: each page in one piece, or each layer in one piece",
         choices=("page_first", "layer_first"),
     )
     hicache_io_backend: str = arg(
+        HICACHE,
         "auto",
-        "what copies between device and host pool: a kernel, the copy engines, or these page by page",
+        "what copies between device and host pool: a kernel, the copy engines by runs of pages, or the copy engines "
+        "page by page",
         choices=("auto", "kernel", "dma", "direct"),
     )
-    hicache_rate_limit: str | None = arg(
-        None, "for experiments: links made as slow as this, in GB/s (1e9 bytes), as h2d=10,d2h=10,fetch=2,store=1"
-    )
     hicache_load_ratio: str = arg(
+        HICACHE,
         "100",
-        "a batch may load so many tokens from the host per token that it computes before it puts off requests that "
-        "would load more; 'auto' for as many as take as long, as measured; 0 for first come, first served",
+        "the most tokens that a batch loads from the host per token that it computes; 'auto' uses measured costs, 0 "
+        "turns balanced batches off",
     )
     hicache_bubble_filling: str = arg(
-        "on", "decode, or prefill others, while a request's KV cache comes from the host", choices=("on", "off")
+        HICACHE,
+        "on",
+        "decode or prefill other requests while a request's load is under way",
+        choices=("on", "off"),
     )
     hicache_load_or_recompute: str = arg(
+        HICACHE,
         "on",
-        "compute the front of what a request would load, while the rest is loaded and there is nothing else to do",
+        "compute the front of a prefix while the rest of it is loaded, where that is sooner done",
         choices=("on", "off"),
     )
     hicache_publish_at: str = arg(
+        HICACHE,
         "launch",
-        "when a prompt's KV cache can be shared: as soon as its computation is issued, or once it is complete, as "
-        "upstream",
+        "when a prompt's KV cache is inserted for others: at its launch, or at its completion as upstream does",
         choices=("launch", "completion"),
     )
     hicache_deferral_threshold: int = arg(
+        HICACHE,
         100,
-        "a request that shares more tokens than this with what an older one is about to compute lets that one go "
-        "first, and comes right after it; 0 to turn that off",
+        "defer a request that shares more than this many tokens with a prompt that an older request is about to "
+        "compute; 0 turns that off",
     )
+
     hicache_storage_backend: str | None = arg(
+        STORAGE,
         None,
-        "keep KV cache beyond host memory: 'file' on a disk, 'remote' in a Redis store, 'bluefield' through an "
-        "offload proxy that you start on this machine, 'dynamic' through a plugin; 'file,remote' has both",
+        "storage below the host: 'file' on a disk, 'remote' in a Redis store, 'bluefield' through an offload proxy "
+        "that you start, 'dynamic' through a plugin, 'file,remote' for a disk and a store",
+        unset="no storage",
     )
     hicache_storage_backend_extra_config: str = arg(
-        "", "settings of the storage backend: JSON, or @ and the name of a file with it"
+        STORAGE, "", "settings of the storage backend: JSON, or @ and the name of a file with JSON"
     )
     hicache_storage_prefetch_policy: str = arg(
+        STORAGE,
         "timeout",
-        "how long a queued request waits for storage: not beyond its turn, till everything has come, or for a time "
-        "that grows with its length",
+        "how long a queued request waits for storage: not at all, until everything is fetched, or for a time that "
+        "grows with its length",
         choices=("best_effort", "wait_complete", "timeout"),
     )
 
-    hicache_bypass_local: bool = arg(
-        False,
-        "for experiments: find nothing on the device or the host, so that every request fetches from storage what "
-        "that has of its prompt",
-    )
-
     peer_role: str | None = arg(
+        PEERS,
         None,
-        "share KV memory with other models on this machine: a worker lends what it does not need, a master borrows "
-        "it",
+        "share KV memory with other servers on this machine: a worker lends, a master borrows",
+        unset="neither",
         choices=("master", "worker"),
     )
     peer_endpoint: str | None = arg(
+        PEERS,
         None,
-        "where a worker listens, tcp://127.0.0.1:PORT or ipc:///DIRECTORY/NAME; for a master all its workers', "
+        "where a worker listens, tcp://127.0.0.1:PORT or ipc:///DIRECTORY/NAME; a master names all its workers, "
         "separated by commas",
     )
-    peer_slab_size: int = arg(64, "MiB that are lent at a time, the same on both sides")
-    peer_size: float = arg(4.0, "most GB that a master borrows")
+    peer_slab_size: int = arg(PEERS, 64, "size of a slab in MiB, the same for lender and borrower")
+    peer_size: float = arg(PEERS, 4.0, "the most GB that a master borrows")
     peer_window: float = arg(
-        60.0, "seconds: a worker keeps what its requests needed at a time in so many of the last"
+        PEERS, 60.0, "a worker keeps as much memory as its requests needed at once in this many last seconds"
     )
     peer_strict: bool = arg(
-        False, "a worker lets nobody map what it lends: it copies for them, and takes it back when the time is up"
+        PEERS, False, "a worker copies pages for its masters instead of letting them map its memory"
     )
 
     layer_stream: int = arg(
+        LAYER_STREAM,
         0,
-        "serve requests that are longer than the device: what it has no room for stays on the host and is read layer "
-        "by layer, through so many buffers; 2 is enough, 0 turns it off",
+        "number of buffers for requests that are longer than the device pool; 2 is enough, 0 turns streaming off",
     )
     layer_stream_tokens: int = arg(
-        4096, "tokens that a buffer holds, of one layer; 0: as many as the host has, so that a piece is a whole layer"
+        LAYER_STREAM, 4096, "tokens of one layer that a buffer holds; 0 holds as many as the host pool"
     )
     layer_stream_disk_size: float = arg(
-        0.0, "GB of disk for such a request, where neither device nor host has room; read again for every token"
+        LAYER_STREAM, 0.0, "size in GB of a swap file for a request that exceeds device and host together"
     )
-    layer_stream_disk_path: str | None = arg(None, "the folder of that file; it needs the space from the start")
+    layer_stream_disk_path: str | None = arg(
+        LAYER_STREAM, None, "the folder of the swap file, whose space is taken at start-up"
+    )
     layer_stream_max_tpot: float | None = arg(
-        None, "seconds: refuse a request whose tokens are expected to take longer each, as it must stream"
+        LAYER_STREAM,
+        None,
+        "refuse a streaming request whose tokens are expected to take longer than this many seconds each",
+        unset="no limit",
     )
 
-    record_steps: str | None = arg(None, "write every scheduler step to this file, for replay")
-
-    log_level: str = arg("info", "level of the log", choices=("debug", "info", "warning", "error", "critical"))
+    log_level: str = arg(
+        OBSERVABILITY, "info", "level of the log", choices=("debug", "info", "warning", "error", "critical")
+    )
     log_level_http: str | None = arg(
+        OBSERVABILITY,
         None,
-        "level of the access log (default: --log-level)",
+        "level of the access log",
+        unset="--log-level",
         choices=("debug", "info", "warning", "error", "critical"),
     )
-    strict_fields: bool = arg(False, "refuse request fields that this server does not know, instead of ignoring them")
-    stream_interval: int = arg(1, "tokens per chunk of a streamed answer")
-    enable_metrics: bool = arg(False, "accepted for upstream's sake: /metrics always answers")
-    enable_cache_report: bool = arg(False, "accepted for upstream's sake: usage always has cached_tokens")
+    enable_metrics: bool = arg(
+        OBSERVABILITY, False, "has no effect, exists for upstream's command lines: /metrics always answers"
+    )
+    enable_cache_report: bool = arg(
+        OBSERVABILITY, False, "has no effect, exists for upstream's command lines: usage always has cached_tokens"
+    )
+
+    record_steps: str | None = arg(DEBUGGING, None, "write every scheduler step to this file, for replay")
+    hicache_rate_limit: str | None = arg(
+        DEBUGGING,
+        None,
+        "slow links down to these rates in GB/s (1e9 bytes), as in h2d=10,d2h=10,fetch=2,store=1",
+        unset="no limit",
+    )
+    hicache_bypass_local: bool = arg(
+        DEBUGGING,
+        False,
+        "find nothing on the device and the host, so that every request fetches its prefix from storage",
+    )
 
     def __post_init__(self) -> None:
         self.check()
@@ -276,12 +383,12 @@ class ServerArgs:
             )
         if self.hicache_bypass_local and not self.enable_hierarchical_cache:
             raise ValueError(
-                "--hicache-bypass-local leaves storage as the only cache, which fills the host tier: add --hicache"
+                "--hicache-bypass-local makes storage the only cache, and storage fills the host tier: add --hicache"
             )
         if (self.peer_role is None) != (self.peer_endpoint is None):
             raise ValueError("--peer-role and --peer-endpoint belong together: give both, or neither")
         if self.peer_role == "master" and not self.enable_hierarchical_cache:
-            raise ValueError("--peer-role master has borrowed memory in front of the host tier: add --hicache")
+            raise ValueError("--peer-role master puts borrowed memory in front of the host tier: add --hicache")
         for endpoint in (self.peer_endpoint or "").split(",") if self.peer_role else ():
             try:
                 check_endpoint(endpoint)
@@ -291,10 +398,10 @@ class ServerArgs:
         require(self.peer_size > 0, "peer_size", "above 0 GB")
         require(self.peer_window > 0, "peer_window", "above 0 seconds")
         if self.peer_strict and self.peer_role != "worker":
-            raise ValueError("--peer-strict says how memory is lent, which --peer-role worker does")
+            raise ValueError("--peer-strict is a setting of the lender: add --peer-role worker")
         if self.layer_stream and not (self.enable_hierarchical_cache and not self.disable_radix_cache):
             raise ValueError(
-                "--layer-stream keeps in the host's part of the radix cache what the device has no room for: "
+                "--layer-stream keeps the tokens beyond the device pool in the host tier of the radix cache: "
                 "add --hicache, and no --disable-radix-cache"
             )
         if self.layer_stream and self.peer_role == "worker":
@@ -338,12 +445,12 @@ class ServerArgs:
         return self.hicache_load_ratio if self.hicache_load_ratio == "auto" else float(self.hicache_load_ratio)
 
     def without_keys(self) -> ServerArgs:
-        """For whoever passes on the settings, where others may read them."""
+        """The settings without keys, for places where others may read them."""
         return dataclasses.replace(self, api_key=None, admin_api_key=None)
 
     def shown(self) -> dict[str, Any]:
-        """For clients: without keys, and without a storage backend's settings, which may hold a store's password or
-        the secret of its names; the name of a file with them stays."""
+        """The settings as clients may see them: without keys, and without a storage backend's settings, which may
+        hold a store's password or the secret of its names. The name of a file with settings stays."""
         values = dataclasses.asdict(self.without_keys())
         extra = self.hicache_storage_backend_extra_config
         if extra and not extra.startswith("@"):
@@ -397,27 +504,35 @@ class OneSentenceParser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = OneSentenceParser(prog="python -m sglang.launch_server", allow_abbrev=False)
+    parser = OneSentenceParser(
+        prog="python -m sglang.launch_server",
+        usage="python -m sglang.launch_server --model-path MODEL [flags]",
+        allow_abbrev=False,
+    )
     hints = typing.get_type_hints(ServerArgs)
+    groups = {title: parser.add_argument_group(title) for title in GROUPS}
     for field in dataclasses.fields(ServerArgs):
-        names = [flag_name(field.name), *field.metadata["aliases"]]
         base = next(t for t in (typing.get_args(hints[field.name]) or (hints[field.name],)) if t is not type(None))
-        shown = (
-            ""
-            if field.default in (None, False, "") or "default" in field.metadata["help"]
-            else " (default: %(default)s)"
-        )
+        default = default_text(field)
         options: dict[str, Any] = {
             "dest": field.name,
             "default": field.default,
-            "help": field.metadata["help"] + shown,
+            "help": field.metadata["help"] + (f" (default: {default})" if default not in ("", "off") else ""),
         }
         if base is bool:
-            parser.add_argument(*names, action="store_true", **options)
+            options["action"] = "store_true"
         else:
+            options["type"] = base
             if field.metadata["choices"]:
                 options["choices"] = field.metadata["choices"]
             else:
                 options["metavar"] = base.__name__.upper()
-            parser.add_argument(*names, type=base, **options)
+        groups[field.metadata["group"]].add_argument(flag_name(field.name), *field.metadata["aliases"], **options)
     return parser
+
+
+def default_text(field: dataclasses.Field[Any]) -> str:
+    """The default as a reader sees it; empty where the flag has none."""
+    if field.default is False:
+        return "off"
+    return field.metadata["unset"] if field.default in (None, "") else str(field.default)
