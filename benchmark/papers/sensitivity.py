@@ -1,7 +1,7 @@
 """What a figure's headline becomes when one assumption changes: one at a time, the others as usual.
 
-The assumptions are those of docs/simulator.md that no microbenchmark pins, and settings that the paper does not
-print.
+The assumptions are those of docs/records/simulator.md that no microbenchmark pins, and settings that the paper does
+not print.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """ShadowServe's evaluation: figures 9 to 15, each a function from runs to a `Result`, and what ours adds.
 
-What the paper prints stands beside each number with its section; docs/papers.md has what was predicted. Request rates
-are ours: UNLOADED, so rare that requests do not meet, and ALL_AT_ONCE, which gives the peak and the loaded TPOT.
+What the paper prints stands beside each number with its section; docs/records/papers.md has what was predicted.
+Request rates are ours: UNLOADED, so rare that requests do not meet, and ALL_AT_ONCE, which gives the peak and the
+loaded TPOT.
 """
 
 from __future__ import annotations

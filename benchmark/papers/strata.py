@@ -1,7 +1,7 @@
 """Strata's evaluation: figures 1, 2, 8 to 11, 13 and 14, each a function from runs to a `Result`.
 
-What the paper prints stands beside each number with its section; docs/papers.md has what was predicted. The paper's
-request rates cannot be read from its figures: RATES are ours, and ALL_AT_ONCE is the peak.
+What the paper prints stands beside each number with its section; docs/records/papers.md has what was predicted.
+The paper's request rates cannot be read from its figures: RATES are ours, and ALL_AT_ONCE is the peak.
 """
 
 from __future__ import annotations

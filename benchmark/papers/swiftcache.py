@@ -1,7 +1,7 @@
 """SwiftCache's evaluation. Here: figures 1 and 9, tables 1 and 2, in which no engine runs, and the table of all.
 
 Figure 9 is a model of memory (simulator/memory.py), the rest the H20's cost model; figures 7, 8, 10 and 11 are in
-swiftcache_serving.py, and what ours adds in swiftcache_streaming.py. docs/papers.md has what was predicted.
+swiftcache_serving.py, and what ours adds in swiftcache_streaming.py. docs/records/papers.md has what was predicted.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def figure1(runs: Runs) -> Result:
             ("% of loading and computing", "% loading", ("PCIe", "NVLink")),
         )
     ]
-    notes = "No constant computing time meets both shares, and no roofline of one efficiency: docs/simulator.md."
+    notes = (
+        "No constant computing time meets both shares, and no roofline of one efficiency: docs/records/simulator.md."
+    )
     return _result("fig1", "Fig. 1, loading against computing", claims, rows, panels, notes=notes)
 
 

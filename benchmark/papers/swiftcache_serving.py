@@ -1,7 +1,7 @@
 """SwiftCache's figures 7, 10 and 11, from the scheduler with a peer tier on the simulator, and 8, a cost model.
 
-What the paper prints stands beside each number with its section; docs/papers.md has what was predicted. The paper's
-request rates cannot be read from its figures: RATES are ours.
+What the paper prints stands beside each number with its section; docs/records/papers.md has what was predicted.
+The paper's request rates cannot be read from its figures: RATES are ours.
 """
 
 from __future__ import annotations

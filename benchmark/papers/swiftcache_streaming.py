@@ -2,7 +2,7 @@
 
 The paper has no figure of it. One request is longer than the device: the rest of it is on the host, and each launch
 reads that in pieces of a layer. Beside it the same request on a device that would hold it, which there is not.
-docs/papers.md has what was predicted. All numbers are simulated.
+docs/records/papers.md has what was predicted. All numbers are simulated.
 """
 
 from __future__ import annotations

@@ -1,41 +1,94 @@
-"""The API reference says what is true: its examples run, and its table of refused fields is the code's."""
+"""The pages are true: their commands run, their links lead somewhere, their tables are the code's."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 from sglang.srt.entrypoints import request_fields
-from support.server_fixture import Server
+from sglang.srt.observability import metrics_collector
+from support.doc_pages import DOCS, PAGES_WITH_COMMANDS, ROOT, USER_PAGES, all_pages, blocks_of, dead_links
+from support.doc_reader import MARKERS, Reader
 
-pytestmark = pytest.mark.e2e
+COMMANDS = ("bash", "python", "console")
+# What is shown, not run; "" is output and drawings.
+SHOWN = ("", "json", "ini", "nginx")
+# Why blocks are not run, and how many of them.
+NOT_RUN = {
+    "has a test of its own": 1,
+    "installs packages": 3,
+    "is the test suite": 1,
+    "needs a GPU": 2,
+    "needs a model of your own": 2,
+    "needs another machine": 3,
+    "needs root": 1,
+    "takes minutes": 1,
+}
+API = DOCS / "reference" / "api.md"
+MAX_USER_WORDS = 25_000
 
-API = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
-BLOCKS = re.findall(r"```(bash|python)\n(.*?)```", API, re.DOTALL)
+
+def runnable(page: Path) -> list:
+    blocks = [block for block in blocks_of(page) if block.language in COMMANDS]
+    return [block for block in blocks if block.reason_not_to_run is None]
 
 
-@pytest.fixture(scope="module")
-def server():
-    with Server("--hicache") as server:
-        yield server
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "page",
+    [
+        # The examples of the API run in `make test`, those of other pages in `make test-all`.
+        pytest.param(page, id=str(page.relative_to(ROOT)), marks=() if page == API else pytest.mark.slow)
+        for page in PAGES_WITH_COMMANDS
+        if runnable(page)
+    ],
+)
+def test_the_commands_of_a_page_run(page: Path) -> None:
+    with Reader() as reader:
+        for block in runnable(page):
+            reader.follow(block)
+        reader.stop_servers()
 
 
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_an_example_runs(server, number):
-    kind, code = BLOCKS[number]
-    code = code.replace("http://127.0.0.1:30000", server.url)
-    # The folder of the interpreter first, so that nothing depends on what is installed elsewhere.
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    command = ["bash", "-e", "-c", code] if kind == "bash" else [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
-    assert done.returncode == 0, done.stderr
-    is_about_errors = "top_p" in code and "max_new_tokens" not in code
-    assert ('"object":"error"' in done.stdout) == is_about_errors, done.stdout
+def test_every_block_is_run_or_has_a_known_reason() -> None:
+    blocks = [block for page in PAGES_WITH_COMMANDS for block in blocks_of(page)]
+    assert [block.name for block in blocks if block.language not in (*COMMANDS, *SHOWN)] == []
+    assert Counter(block.reason_not_to_run for block in blocks if block.reason_not_to_run) == NOT_RUN
+    markers = {block.marker for block in blocks if block.marker and not block.reason_not_to_run}
+    assert markers <= set(MARKERS)
+
+
+def test_no_command_stands_outside_of_a_block() -> None:
+    for page in USER_PAGES:
+        for line in page.read_text().splitlines():
+            assert not re.match(r" {4}(make|python|curl|\.venv)\b", line), f"{page}: {line}"
+
+
+@pytest.mark.parametrize("page", all_pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_link_is_dead(page: Path) -> None:
+    assert dead_links(page) == []
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    folders = [ROOT / name for name in ("python", "sgl-kernel", "benchmark", "test")]
+    files = [ROOT / "Makefile", *(path for folder in folders for path in folder.rglob("*"))]
+    named = {
+        (file, page)
+        for file in files
+        if file.name == "Makefile" or file.suffix in (".py", ".c", ".cu", ".html")
+        for page in re.findall(r"\bdocs/[\w/]+\.md\b", file.read_text())
+    }
+    assert named
+    assert [(file, page) for file, page in named if not (ROOT / page).exists()] == []
+
+
+def test_user_pages_stay_short() -> None:
+    words = [word for page in USER_PAGES for word in page.read_text().split() if re.search(r"\w", word)]
+    assert len(words) <= MAX_USER_WORDS
 
 
 @pytest.mark.parametrize(
@@ -47,6 +100,26 @@ def test_an_example_runs(server, number):
         request_fields.UNSUPPORTED_NATIVE_SAMPLING,
     ],
 )
-def test_every_refused_field_is_in_the_table(refused):
-    table = API.split("## What is refused")[1]
+def test_every_refused_field_is_in_the_table(refused) -> None:
+    table = API.read_text().split("## What is refused")[1]
     assert set(refused) <= set(re.findall(r"\w+", table))
+
+
+def test_every_metric_is_in_the_reference() -> None:
+    source = Path(metrics_collector.__file__).read_text()
+    names = set(re.findall(r'"sglang:(\w+)"', source))
+    names |= {entry[0] for entry in (*metrics_collector._GAUGES, *metrics_collector._COUNTERS)}
+    names |= {f"hicache_{entry[0]}" for entry in metrics_collector._PROXY}
+    names |= set(re.findall(r'(?:_counter|_histogram|gauge)\(\s*"(\w+)"', source))
+    names |= {"token_usage", "full_token_usage", "hicache_peer_copies_bytes", "hicache_peer_copies_refused"}
+    page = (DOCS / "reference" / "metrics.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == names
+
+
+def test_the_hooks_before_a_commit_are_the_parts_of_make_check() -> None:
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    entries = [hook["entry"] for repo in config["repos"] for hook in repo["hooks"]]
+    recipe = (ROOT / "Makefile").read_text().split("\ncheck: setup\n")[1].split("\n\n")[0]
+    assert entries == [line.strip().replace("$(PY)", ".venv/bin/python") for line in recipe.splitlines()]
+    assert {repo["repo"] for repo in config["repos"]} == {"local"}

@@ -53,7 +53,7 @@ def test_the_model_is_near_what_it_was_fitted_to() -> None:
 
 
 def test_what_contradicts_stays_a_contradiction() -> None:
-    """If one of these comes true, docs/simulator.md is wrong."""
+    """If one of these comes true, docs/records/simulator.md is wrong."""
     rows = {row["what"]: row for row in fit.comparison() if row["role"] == "contradicts"}
     full = rows["stall of one request, 21,500 loaded, 64 new"]
     assert full["model"] > 2 * full["printed"]

@@ -21,10 +21,10 @@ from support.server_fixture import PATIENCE_S, Server, wait_until
 ROOT = Path(__file__).parents[3]
 SRT = ROOT / "python" / "sglang" / "srt"
 PAGE = (SRT / "entrypoints" / "hicache_page.html").read_text()
-SECTION = (ROOT / "docs" / "api.md").read_text().split("## /hicache and /hicache/state")[1].split("\n## ")[0]
+REFERENCE = (ROOT / "docs" / "reference" / "state.md").read_text()
 FIELDS, COUNTERS = (
     set(re.findall(r"`([^`]+)`", " ".join(line.split("|")[1] for line in table.splitlines() if "|" in line)))
-    for table in SECTION.split("Counters start at 0")
+    for table in REFERENCE.split("Counters start at 0")
 )
 
 PEER_FIELDS = {field for field in FIELDS if field.startswith("peers.")}

@@ -154,7 +154,11 @@ PLUGIN = {"backend_name": "mine", "class_name": "Mine"}
         ("file", {"pth": "/tmp/x"}, "has 'pth', which --hicache-storage-backend file does not know: it takes path,"),
         ("file", {"limit_gb": "lots"}, "limit_gb in --hicache-storage-backend-extra-config is 'lots': give a number"),
         ("file", {"limit_gb": float("inf")}, "is inf: give a number above 0 and below 1e9"),
-        ("remote", {"foo": 1}, "remote has no setting foo in --hicache-storage-backend-extra-config: docs/remote.md"),
+        (
+            "remote",
+            {"foo": 1},
+            "remote has no setting foo in --hicache-storage-backend-extra-config: docs/guides/remote.md",
+        ),
         ("remote", {"limit_gb": "lots"}, "limit_gb in --hicache-storage-backend-extra-config has to be a number"),
         ("remote", {"in_process": 1}, "in_process true or false"),
         (

@@ -86,7 +86,7 @@ class HottestPrefixes:
         self._given: dict[int, str] = {}
 
     def table(self, now: int) -> list[dict[str, Any]]:
-        """now: the next launch. What the fields mean: docs/api.md, /hicache/state."""
+        """now: the next launch. What the fields mean: docs/reference/state.md, /hicache/state."""
         names = self.tree.block_keys or self._own_names
         if names is not self._names:
             self._names, self._given = names, {}

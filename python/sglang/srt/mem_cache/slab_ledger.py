@@ -1,7 +1,8 @@
 """`SlabLedger`: which slabs of a pool are this engine's to use, alike on all ranks.
 
-A slab is a run of frames that one engine lends another as a whole (docs/peers.md). Owns the states below; the pool's
-frame table has the frames, and whoever maps and unmaps memory (a `SlabSource`, on each rank) hears of what has left.
+A slab is a run of frames that one engine lends another as a whole (see docs/guides/peers.md).
+Owns the states below; the pool's frame table has the frames, and whoever maps and unmaps memory (a `SlabSource`, on
+each rank) hears of what has left.
 
             all ranks have it
     AWAY ─────────────────────► HERE ──────────► LEAVING ──────────► AWAY

@@ -294,7 +294,7 @@ def _parse(backend: str, config: dict[str, Any]) -> _RemoteSettings:
     if config:
         raise StoreError(
             f"--hicache-storage-backend {backend} has no setting {', '.join(config)} in "
-            "--hicache-storage-backend-extra-config: docs/remote.md lists them"
+            "--hicache-storage-backend-extra-config: docs/guides/remote.md lists them"
         )
     return settings
 

@@ -4,7 +4,7 @@ Decoding writes at most the buffer, lets go of the GIL, and ends in `CodecError`
 exactly as long as the buffer. The libraries' objects are not safe to share, so each thread has its own.
 
 level 0 means *entropy only*: no search for repeated strings. KV has none, and a coder that finds some by chance codes
-worse (docs/experiments.md). Levels from 1 on are the library's.
+worse (docs/records/experiments.md). Levels from 1 on are the library's.
 """
 
 from __future__ import annotations

@@ -35,7 +35,9 @@ def main() -> None:
         default=os.environ.get(STORE_VARIABLE, ""),
         help=f"URL of the store, redis://… or unix://…; better in {STORE_VARIABLE} if it has a password",
     )
-    parser.add_argument("--settings", default="{}", help="JSON: threads, cores, buffers, a profile (docs/remote.md)")
+    parser.add_argument(
+        "--settings", default="{}", help="JSON: threads, cores, buffers, a profile (docs/guides/remote.md)"
+    )
     parser.add_argument("--log-level", default="info")
     args = parser.parse_args()
     configure_logging(args.log_level, "proxy")

@@ -1,6 +1,6 @@
 """`StageEngine`: what does the work of a stage. The pipeline decides what is worked on, when and on which thread.
 
-An engine for a SmartNIC implements the same four calls over its accelerators: docs/remote.md says what it must do.
+An engine for a SmartNIC implements the same four calls over its accelerators: see docs/design/remote.md.
 """
 
 from __future__ import annotations

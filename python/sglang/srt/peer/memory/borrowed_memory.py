@@ -116,7 +116,7 @@ class BorrowedMemory:
                 self.coordinator.unmapped(*lease)
 
     def state(self) -> dict[str, Any]:
-        """For people, as docs/api.md lists it."""
+        """For people, as docs/reference/state.md lists it."""
         held = Counter(lease[0] for lease in self._leases if lease is not None)
         going = Counter(lease[0] for i in self._going if (lease := self._leases[i]) is not None)
         lenders = [

@@ -115,7 +115,7 @@ class LentMemory:
             self._idle.add(slab)
 
     def state(self) -> dict[str, Any]:
-        """For people, as docs/api.md lists it. Each slab counts once."""
+        """For people, as docs/reference/state.md lists it. Each slab counts once."""
         home, status = sum(self._here), self.coordinator.status()
         slabs = {
             "home": home,

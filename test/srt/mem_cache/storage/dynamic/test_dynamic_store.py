@@ -809,7 +809,7 @@ def test_a_backend_that_is_not_built_in_is_refused(name):
 
 
 def test_the_plugin_of_the_docs_works(tmp_path, monkeypatch):
-    page = (Path(__file__).parents[5] / "docs" / "plugins.md").read_text()
+    page = (Path(__file__).parents[5] / "docs" / "guides" / "plugins.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "memory_storage.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
