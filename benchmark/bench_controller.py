@@ -19,7 +19,8 @@ from sglang.srt.managers.storage_controller import PrefetchConfig, StorageContro
 from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
-from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
+from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.time_units import LaunchClock
 from sglang.srt.mem_cache.transfer import FETCH, STORE, Tier
 

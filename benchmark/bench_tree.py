@@ -22,7 +22,8 @@ from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.schedule_batch import ReqHold
 from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
-from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node, Receipt
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
+from sglang.srt.mem_cache.node import Node, Receipt
 from sglang.srt.mem_cache.time_units import LaunchClock
 from sglang.srt.mem_cache.transfer import Tier
 

@@ -18,7 +18,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_byte
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler_config import LayerStreamConfig, SchedulerConfig
 from sglang.srt.managers.storage_controller import PREFETCH_POLICIES, PrefetchConfig, StorageLimits, StorageSetup
-from sglang.srt.mem_cache.hiradix_tree import EVICTION_POLICIES
+from sglang.srt.mem_cache.eviction import EVICTION_POLICIES
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from sglang.srt.mem_cache.node import Node
+
 ROOT = Path(__file__).resolve().parents[2]
 SRT = ROOT / "python" / "sglang" / "srt"
 
@@ -137,4 +139,49 @@ def test_dependencies_point_one_way(folder: Path, forbidden: list[str]):
         for name in sorted(imports_of(path.read_text(), package)):
             if any(name == f or name.startswith(f + ".") for f in forbidden):
                 bad.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not bad, "\n".join(bad)
+
+
+# Fields of nodes and of frame tables, and the files that may write them.
+OWNED = {
+    **dict.fromkeys(Node.__slots__, ("node.py", "hiradix_tree.py", "block_names.py", "transient_nodes.py")),
+    **dict.fromkeys(("pins", "counts"), ("frame_table.py",)),
+}
+# Names that other classes have for fields of their own.
+COMMON = {"id", "key", "start", "parent", "children", "frames", "tickets", "lock", "priority", "hits"}
+
+
+def foreign_writes(source: str, fields: set[str]) -> list[str]:
+    """Assignments to these fields of something other than self: `x.field = …`, `x.field[i] = …`, `x.field += …`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        for target in targets:
+            for part in target.elts if isinstance(target, ast.Tuple) else [target]:
+                while isinstance(part, ast.Subscript):
+                    part = part.value
+                if isinstance(part, ast.Attribute) and part.attr in fields and ast.unparse(part.value) != "self":
+                    found.append(f"line {part.lineno}: {ast.unparse(part)}")
+    return found
+
+
+def test_foreign_writes_are_seen() -> None:
+    source = "node.stored[:] = False\nself.stored = 1\na.b.last_use += 1\n(x.tickets, y) = 1, 2\nn.other = 3"
+    assert [each.split(": ")[1] for each in foreign_writes(source, set(OWNED))] == [
+        "node.stored",
+        "a.b.last_use",
+        "x.tickets",
+    ]
+
+
+def test_state_is_written_by_its_owner_alone() -> None:
+    bad = []
+    storage = files(SRT / "mem_cache" / "storage")
+    for path in [*files(SRT / "managers"), *files(SRT / "mem_cache"), *files(SRT / "peer")]:
+        if path in storage:
+            continue
+        fields = {name for name, owners in OWNED.items() if path.name not in owners} - COMMON
+        bad += [f"{path.relative_to(ROOT)}, {each}" for each in foreign_writes(path.read_text(), fields)]
     assert not bad, "\n".join(bad)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.mem_cache.hiradix_tree import Node
+from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.utils.device import to_device
 
@@ -90,7 +90,7 @@ def check_stored(
 
     blocks: key -> bytes, page after page; reference: as for `check_kv`, of the pools' dtype.
     """
-    names, page, compared = scheduler.cache.tree.block_keys, scheduler.page_size, 0
+    names, page, compared = scheduler.cache.tree.names.keys, scheduler.page_size, 0
     if names is None:
         return 0
     for node in list(scheduler.cache.tree.walk()):

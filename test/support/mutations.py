@@ -34,13 +34,15 @@ from sglang.srt.managers.schedule_batch import EndReason
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.storage_controller import PrefetchConfig, StorageController, StorageLimits, StorageSetup
 from sglang.srt.managers.transfer_ledger import NO_FRAMES, TransferLedger
-from sglang.srt.mem_cache import hiradix_tree
+from sglang.srt.mem_cache import block_names, hiradix_tree
 from sglang.srt.mem_cache import link as link_module
 from sglang.srt.mem_cache.block_keys import NO_KEYS, BlockKeys
+from sglang.srt.mem_cache.block_names import BlockNames
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
-from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
 from sglang.srt.mem_cache.link import CopyGate, CopyLink
+from sglang.srt.mem_cache.node import Node, path_of
 from sglang.srt.mem_cache.slab_ledger import SlabLedger, SlabState
 from sglang.srt.mem_cache.storage_link import StorageLink
 from sglang.srt.mem_cache.time_units import NO_LAUNCH
@@ -262,7 +264,7 @@ def duplicates_not_replaced() -> Any:
 @mutation
 def split_forgets_ticket() -> Any:
     """The upper half of a node that is being filled counts as ready."""
-    split = HiRadixTree._split
+    split = HiRadixTree.split
 
     def patched(self: Any, node: Node, num_tokens: int) -> Node:
         upper = split(self, node, num_tokens)
@@ -272,7 +274,7 @@ def split_forgets_ticket() -> Any:
                 upper.tickets[tier] = None
         return upper
 
-    return mock.patch.object(HiRadixTree, "_split", patched)
+    return mock.patch.object(HiRadixTree, "split", patched)
 
 
 @mutation
@@ -330,13 +332,13 @@ def last_token_of_wrong_slot() -> Any:
 def match_takes_half_a_page() -> Any:
     """A common prefix is not rounded down to whole pages."""
 
-    def patched(self: Any, key: np.ndarray, tokens: np.ndarray, pos: int, end: int) -> int:
+    def patched(key: np.ndarray, tokens: np.ndarray, pos: int, end: int, page_size: int) -> int:
         n = min(len(key), end - pos)
         differs = np.flatnonzero(key[:n] != tokens[pos : pos + n])
         first = int(differs[0]) if len(differs) else n
-        return -(-first // self.page_size) * self.page_size
+        return -(-first // page_size) * page_size
 
-    return mock.patch.object(HiRadixTree, "_common", patched)
+    return mock.patch.object(hiradix_tree, "common_len", patched)
 
 
 @mutation
@@ -394,8 +396,8 @@ def fetched_pages_in_wrong_order() -> Any:
     """The tree takes the pages of a block whose head it has from the wrong end."""
     begin_fetch = HiRadixTree.begin_fetch
 
-    def patched(self: Any, match: Any, tokens: Any, frames: np.ndarray, *args: Any) -> Any:
-        return begin_fetch(self, match, tokens, np.roll(frames, 1), *args)
+    def patched(self: Any, match: Any, run: Any, *args: Any) -> Any:
+        return begin_fetch(self, match, dataclasses.replace(run, frames=np.roll(run.frames, 1)), *args)
 
     return mock.patch.object(HiRadixTree, "begin_fetch", patched)
 
@@ -414,20 +416,20 @@ def store_one_page_further() -> Any:
 @mutation
 def names_forget_the_tail() -> Any:
     """A block that begins in a node above is named by the wrong tokens of that node."""
-    name_blocks, concatenate = HiRadixTree.name_blocks, np.concatenate
+    name_path, concatenate = BlockNames.name_path, np.concatenate
 
-    def patched(self: Any, node: Node) -> None:
-        keys = [above.key for above in self.path_of(node)]
+    def patched(self: Any, end: Node) -> None:
+        keys = [above.key for above in path_of(end)]
 
         def joined(parts: Any, *args: Any) -> Any:
             # The key of a node above, whose end is the tail.
             backwards = any(parts[0] is key for key in keys)
             return concatenate([parts[0][::-1], *parts[1:]] if backwards else parts, *args)
 
-        with mock.patch.object(hiradix_tree.np, "concatenate", joined):
-            name_blocks(self, node)
+        with mock.patch.object(block_names.np, "concatenate", joined):
+            name_path(self, end)
 
-    return mock.patch.object(HiRadixTree, "name_blocks", patched)
+    return mock.patch.object(BlockNames, "name_path", patched)
 
 
 @mutation
@@ -446,7 +448,7 @@ def names_without_a_past() -> Any:
 @mutation
 def split_forgets_names() -> Any:
     """The lower half of a node keeps the names of all its blocks."""
-    split = HiRadixTree._split
+    split = HiRadixTree.split
 
     def patched(self: Any, node: Node, num_tokens: int) -> Node:
         keys, stored = node.block_keys, node.stored
@@ -454,7 +456,7 @@ def split_forgets_names() -> Any:
         node.block_keys, node.stored = keys, stored
         return upper
 
-    return mock.patch.object(HiRadixTree, "_split", patched)
+    return mock.patch.object(HiRadixTree, "split", patched)
 
 
 @mutation
@@ -824,14 +826,14 @@ def swapped_pages_free_at_once() -> Any:
 @mutation
 def upper_half_is_unimportant() -> Any:
     """The upper half of a node that is split has no priority."""
-    split = HiRadixTree._split
+    split = HiRadixTree.split
 
     def patched(self: Any, node: Any, num_tokens: int) -> Any:
         upper = split(self, node, num_tokens)
         upper.priority = min(0, upper.priority)
         return upper
 
-    return mock.patch.object(HiRadixTree, "_split", patched)
+    return mock.patch.object(HiRadixTree, "split", patched)
 
 
 _NAMES: dict[type[BaseException], str] = {

@@ -19,7 +19,7 @@ from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.schedule_policy import balanced_order, pairs_of
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Req, SchedulerConfig
 from sglang.srt.mem_cache.frame_table import FrameState
-from sglang.srt.mem_cache.hiradix_tree import MatchResult
+from sglang.srt.mem_cache.node import MatchResult
 from sglang.srt.mem_cache.transfer import H2D, Tier, TransferOp
 from sglang.srt.model_executor.launch import Launch, LaunchMode
 from sglang.srt.sampling.sampling_params import SamplingParams

@@ -6,7 +6,8 @@ import numpy as np
 
 from sglang.srt.managers.match_cursors import MatchCursors
 from sglang.srt.managers.schedule_policy import Candidate
-from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
+from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.transfer import D2H, H2D, Ticket, Tier
 
 

@@ -13,7 +13,8 @@ from sglang.srt.managers.storage_controller import STALLING_LINKS, PrefetchConfi
 from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
 from sglang.srt.mem_cache.block_keys import BlockKeys, to_bytes
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
-from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
+from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.time_units import LaunchClock, LaunchSeq
 from sglang.srt.mem_cache.transfer import (
     COPY_LINKS,

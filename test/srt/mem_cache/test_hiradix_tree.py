@@ -9,14 +9,10 @@ import numpy as np
 import pytest
 
 from sglang.srt.mem_cache.block_keys import BlockKeys
-from sglang.srt.mem_cache.hiradix_tree import (
-    EVICTION_POLICIES,
-    Dropped,
-    HiRadixTree,
-    InsertResult,
-    MatchResult,
-    Node,
-)
+from sglang.srt.mem_cache.eviction import EVICTION_POLICIES
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
+from sglang.srt.mem_cache.node import Dropped, FilledRun, InsertResult, MatchResult, Node
+from sglang.srt.mem_cache.time_units import NO_LAUNCH
 from sglang.srt.mem_cache.transfer import D2H, D2P, FETCH, H2D, P2D, Ticket, Tier
 
 DEVICE, PEER, HOST = Tier.DEVICE, Tier.PEER, Tier.HOST
@@ -34,7 +30,7 @@ def pages(first: int, n: int) -> np.ndarray:
     return np.arange(first, first + n, dtype=np.int32)
 
 
-def publish(
+def insert(
     tree: HiRadixTree, text: str, first: int, below: Node | None = None, fence: int = 0, now: int = 0, ns: str = ""
 ) -> InsertResult:
     """Publish text with frames first, first + 1, …"""
@@ -120,7 +116,7 @@ def test_match_in_an_empty_tree():
 
 def test_match_ends_where_the_tokens_differ():
     tree = HiRadixTree(1)
-    publish(tree, "abcdef", 10)
+    insert(tree, "abcdef", 10)
     for text, n in (("abcdef", 6), ("abcxyz", 3), ("abc", 3), ("abcdefgh", 6), ("a", 1), ("x", 0), ("", 0)):
         m = match(tree, text)
         assert lengths(m) == (n, n), text
@@ -130,9 +126,9 @@ def test_match_ends_where_the_tokens_differ():
 
 def test_match_over_several_nodes():
     tree = HiRadixTree(1)
-    top = publish(tree, "abc", 0).node
-    publish(tree, "de", 3, below=top)
-    publish(tree, "xy", 5, below=top)
+    top = insert(tree, "abc", 0).node
+    insert(tree, "de", 3, below=top)
+    insert(tree, "xy", 5, below=top)
     m = match(tree, "abcdz")
     assert path_of(m) == ["abc", "de"] and m.last_len == 1 and lengths(m) == (4, 4)
     assert path_of(match(tree, "abcxy!")) == ["abc", "xy"]
@@ -141,7 +137,7 @@ def test_match_over_several_nodes():
 
 def test_match_counts_whole_pages_only():
     tree = HiRadixTree(4)
-    publish(tree, "aaaabbbbcccc", 7)
+    insert(tree, "aaaabbbbcccc", 7)
     for text, n in (("aaaabbbbcccc", 12), ("aaaabbbbcccx", 8), ("aaaabbb", 4), ("aaab", 0), ("aaaaxbbb", 4)):
         assert lengths(match(tree, text)) == (n, n), text
     top = match(tree, "aaaa").path[-1]
@@ -150,16 +146,16 @@ def test_match_counts_whole_pages_only():
 
 def test_pages_that_share_a_first_token_are_different_children():
     tree = HiRadixTree(2)
-    publish(tree, "abab", 0)
-    publish(tree, "acac", 2)
+    insert(tree, "abab", 0)
+    insert(tree, "acac", 2)
     assert shape(tree) == {"abab": [[0, 1], None], "acac": [[2, 3], None]}
     assert lengths(match(tree, "acabxx")) == (2, 2)
 
 
 def test_match_reads_device_then_host():
     tree = HiRadixTree(1)
-    top = publish(tree, "abc", 0).node
-    low = publish(tree, "de", 3, below=top).node
+    top = insert(tree, "abc", 0).node
+    low = insert(tree, "de", 3, below=top).node
     load_all(tree, [top, low], HOST, 50, seq=0)
     tree.evict(DEVICE, 2)
     m = match(tree, "abcde")
@@ -171,8 +167,8 @@ def test_match_reads_device_then_host():
 
 def test_a_node_that_left_the_device_with_its_backup_in_flight_matches_nowhere():
     tree = HiRadixTree(1)
-    top = publish(tree, "abc", 0).node
-    low = publish(tree, "de", 3, below=top).node
+    top = insert(tree, "abc", 0).node
+    low = insert(tree, "de", 3, below=top).node
     load_all(tree, [top], HOST, 50, seq=0)
     fill(tree, [low], HOST, 53, seq=1)
     tree.evict(DEVICE, 2)
@@ -183,7 +179,7 @@ def test_a_node_that_left_the_device_with_its_backup_in_flight_matches_nowhere()
 
 def test_a_node_that_is_being_loaded_matches_as_on_the_device():
     tree = HiRadixTree(1)
-    node = publish(tree, "abc", 0).node
+    node = insert(tree, "abc", 0).node
     load_all(tree, [node], HOST, 50, seq=0)
     tree.evict(DEVICE, 3)
     assert lengths(match(tree, "abc")) == (0, 3)
@@ -194,8 +190,8 @@ def test_a_node_that_is_being_loaded_matches_as_on_the_device():
 
 def test_namespaces_never_meet():
     tree = HiRadixTree(1)
-    publish(tree, "abc", 0, ns="a")
-    publish(tree, "abx", 3, ns="b")
+    insert(tree, "abc", 0, ns="a")
+    insert(tree, "abx", 3, ns="b")
     assert lengths(match(tree, "abc", "a")) == (3, 3)
     assert lengths(match(tree, "abc", "b")) == (2, 2)
     assert lengths(match(tree, "abc", "")) == (0, 0)
@@ -207,7 +203,7 @@ def test_namespaces_never_meet():
 
 def test_publish_creates_one_node():
     tree = HiRadixTree(2)
-    result = publish(tree, "aabbcc", 5, fence=3, now=9)
+    result = insert(tree, "aabbcc", 5, fence=3, now=9)
     node = result.node
     assert result.end == 6 and result.created == (node,)
     assert result.frames.tolist() == [5, 6, 7] and result.duplicates.tolist() == []
@@ -218,15 +214,15 @@ def test_publish_creates_one_node():
 
 def test_publish_nothing():
     tree = HiRadixTree(2)
-    top = publish(tree, "aabb", 5).node
-    result = publish(tree, "", 0, below=top)
+    top = insert(tree, "aabb", 5).node
+    result = insert(tree, "", 0, below=top)
     assert (result.node, result.end, result.created) == (top, 0, ())
 
 
 def test_publish_what_is_there_returns_duplicates():
     tree = HiRadixTree(1)
-    first = publish(tree, "abcd", 0, fence=1)
-    again = publish(tree, "abcd", 10, fence=2, now=4)
+    first = insert(tree, "abcd", 0, fence=1)
+    again = insert(tree, "abcd", 10, fence=2, now=4)
     assert again.node is first.node and again.end == 4 and again.created == ()
     assert again.frames.tolist() == [0, 1, 2, 3] and again.duplicates.tolist() == [10, 11, 12, 13]
     assert first.node.fences[DEVICE] == 1 and first.node.last_access == 4
@@ -234,8 +230,8 @@ def test_publish_what_is_there_returns_duplicates():
 
 def test_publish_splits_where_it_leaves_a_node():
     tree = HiRadixTree(1)
-    old = publish(tree, "abcdef", 0).node
-    result = publish(tree, "abcxy", 10)
+    old = insert(tree, "abcdef", 0).node
+    result = insert(tree, "abcxy", 10)
     assert result.end == 5
     assert result.frames.tolist() == [0, 1, 2, 13, 14] and result.duplicates.tolist() == [10, 11, 12]
     assert [text_of(n) for n in result.created] == ["xy"]
@@ -245,8 +241,8 @@ def test_publish_splits_where_it_leaves_a_node():
 
 def test_publish_a_prefix_splits_and_creates_nothing():
     tree = HiRadixTree(1)
-    old = publish(tree, "abcdef", 0).node
-    result = publish(tree, "abc", 10)
+    old = insert(tree, "abcdef", 0).node
+    result = insert(tree, "abc", 10)
     assert result.node is old.parent and text_of(result.node) == "abc" and result.created == ()
     assert result.frames.tolist() == [0, 1, 2] and result.duplicates.tolist() == [10, 11, 12]
 
@@ -256,17 +252,17 @@ def test_publish_keeps_slices_of_the_tokens():
     text = tokens("abcdef")
     node = tree.insert_prefix("", None, text, pages(0, 6), 0, 0).node
     assert np.shares_memory(node.key, text)
-    publish(tree, "abcx", 10)
+    insert(tree, "abcx", 10)
     assert np.shares_memory(node.key, text) and np.shares_memory(node.parent.key, text)
 
 
 def test_publish_adopts_for_a_node_that_only_the_host_has():
     tree = HiRadixTree(1)
-    node = publish(tree, "abcd", 0, fence=1).node
+    node = insert(tree, "abcd", 0, fence=1).node
     load_all(tree, [node], HOST, 50, seq=0)
     tree.evict(DEVICE, 4)
     assert shape(tree) == {"abcd": [None, [50, 51, 52, 53]]}
-    result = publish(tree, "abcdef", 10, fence=8)
+    result = insert(tree, "abcdef", 10, fence=8)
     assert result.end == 6 and result.frames.tolist() == [10, 11, 12, 13, 14, 15]
     assert result.duplicates.tolist() == []
     assert [text_of(n) for n in result.created] == ["abcd", "ef"] and result.created[0] is node
@@ -276,21 +272,21 @@ def test_publish_adopts_for_a_node_that_only_the_host_has():
 
 def test_publish_adopts_a_part_of_a_host_node():
     tree = HiRadixTree(1)
-    node = publish(tree, "abcd", 0).node
+    node = insert(tree, "abcd", 0).node
     load_all(tree, [node], HOST, 50, seq=0)
     tree.evict(DEVICE, 4)
-    result = publish(tree, "abx", 10)
+    result = insert(tree, "abx", 10)
     assert result.frames.tolist() == [10, 11, 12]
     assert shape(tree) == {"ab": [[10, 11], [50, 51]], "abcd": [None, [52, 53]], "abx": [[12], None]}
 
 
 def test_publish_mixes_duplicates_adopted_and_new():
     tree = HiRadixTree(1)
-    top = publish(tree, "ab", 0).node
-    low = publish(tree, "cd", 2, below=top).node
+    top = insert(tree, "ab", 0).node
+    low = insert(tree, "cd", 2, below=top).node
     load_all(tree, [top, low], HOST, 50, seq=0)
     tree.evict(DEVICE, 2)
-    result = publish(tree, "abcdef", 10)
+    result = insert(tree, "abcdef", 10)
     assert result.frames.tolist() == [0, 1, 12, 13, 14, 15]
     assert result.duplicates.tolist() == [10, 11]
     assert [text_of(n) for n in result.created] == ["cd", "ef"]
@@ -298,24 +294,24 @@ def test_publish_mixes_duplicates_adopted_and_new():
 
 def test_publish_stops_at_a_node_that_is_being_filled():
     tree = HiRadixTree(1)
-    top = publish(tree, "ab", 0).node
-    low = publish(tree, "cd", 2, below=top).node
+    top = insert(tree, "ab", 0).node
+    low = insert(tree, "cd", 2, below=top).node
     load_all(tree, [top, low], HOST, 50, seq=0)
     tree.evict(DEVICE, 2)
     ticket = fill(tree, [low], DEVICE, 20, seq=0)
-    result = publish(tree, "abcdef", 10)
+    result = insert(tree, "abcdef", 10)
     assert result.end == 2 and result.node is top
     assert result.frames.tolist() == [0, 1] and result.duplicates.tolist() == [10, 11]
-    assert publish(tree, "cxx", 12, below=top).end == 0, "not even beside it: the page may be a part of it"
+    assert insert(tree, "cxx", 12, below=top).end == 0, "not even beside it: the page may be a part of it"
     tree.commit(ticket, DEVICE)
-    assert publish(tree, "abcdef", 10).end == 6
+    assert insert(tree, "abcdef", 10).end == 6
 
 
 def test_a_backup_in_flight_stops_nobody():
     tree = HiRadixTree(1)
-    node = publish(tree, "abcd", 0).node
+    node = insert(tree, "abcd", 0).node
     ticket = fill(tree, [node], HOST, 50, seq=0)
-    result = publish(tree, "abxy", 10)
+    result = insert(tree, "abxy", 10)
     assert result.end == 4
     assert both(node.tickets) == [None, ticket] and both(node.parent.tickets) == [None, ticket]
 
@@ -325,9 +321,9 @@ def test_a_backup_in_flight_stops_nobody():
 
 def test_a_lock_splits_its_last_node_and_counts_on_all_ancestors():
     tree = HiRadixTree(1)
-    top = publish(tree, "ab", 0).node
-    low = publish(tree, "cdef", 2, below=top).node
-    receipt = tree.lock(match(tree, "abcdx"), now=5)
+    top = insert(tree, "ab", 0).node
+    low = insert(tree, "cdef", 2, below=top).node
+    receipt = tree.lock(match(tree, "abcdx"), launch=5)
     tree.check_invariants()
     upper = receipt.node
     assert text_of(upper) == "cd" and text_of(low) == "ef" and low.parent is upper
@@ -338,17 +334,17 @@ def test_a_lock_splits_its_last_node_and_counts_on_all_ancestors():
 
 def test_a_split_under_a_lock_keeps_the_receipt_valid():
     tree = HiRadixTree(1)
-    publish(tree, "abcdef", 0)
-    receipt = tree.lock(match(tree, "abcdef"), now=1)
-    other = tree.lock(match(tree, "abcx"), now=2)
+    insert(tree, "abcdef", 0)
+    receipt = tree.lock(match(tree, "abcdef"), launch=1)
+    other = tree.lock(match(tree, "abcx"), launch=2)
     assert text_of(receipt.node) == "def" and text_of(other.node) == "abc"
     assert (other.node.lock, receipt.node.lock) == (2, 1)
     tree.check_invariants()
     assert tree.evictable_pages(DEVICE) == 0
-    tree.unlock(receipt, now=3, fence=7)
+    tree.unlock(receipt, launch=3, fence=7)
     tree.check_invariants()
     assert (other.node.lock, receipt.node.lock) == (1, 0) and tree.evictable_pages(DEVICE) == 3
-    tree.unlock(other, now=4, fence=9)
+    tree.unlock(other, launch=4, fence=9)
     tree.check_invariants()
     assert (other.node.last_use, receipt.node.last_use) == (9, 7)
     assert tree.evictable_pages(DEVICE) == 6
@@ -356,28 +352,28 @@ def test_a_split_under_a_lock_keeps_the_receipt_valid():
 
 def test_a_receipt_is_used_once():
     tree = HiRadixTree(1)
-    publish(tree, "abc", 0)
-    receipt = tree.lock(match(tree, "abc"), now=1)
-    tree.unlock(receipt, now=1, fence=-1)
+    insert(tree, "abc", 0)
+    receipt = tree.lock(match(tree, "abc"), launch=1)
+    tree.unlock(receipt, launch=1, fence=-1)
     with pytest.raises(AssertionError, match="not locked"):
-        tree.unlock(receipt, now=1, fence=-1)
+        tree.unlock(receipt, launch=1, fence=-1)
 
 
 def test_locking_a_miss_keeps_the_root():
     tree = HiRadixTree(1)
-    receipt = tree.lock(match(tree, "abc", "tenant"), now=0)
+    receipt = tree.lock(match(tree, "abc", "tenant"), launch=0)
     assert receipt.node is tree.roots["tenant"] and receipt.node.lock == 1
-    node = publish(tree, "abc", 0, below=receipt.node, ns="tenant").node
+    node = insert(tree, "abc", 0, below=receipt.node, ns="tenant").node
     tree.drop(node, DEVICE)
     assert "tenant" in tree.roots, "a locked root stays, empty or not"
-    tree.unlock(receipt, now=0, fence=-1)
+    tree.unlock(receipt, launch=0, fence=-1)
     assert tree.roots == {}
 
 
 def test_a_root_goes_with_its_last_node():
     tree = HiRadixTree(1)
-    publish(tree, "abc", 0, ns="tenant")
-    publish(tree, "xyz", 3, ns="tenant")
+    insert(tree, "abc", 0, ns="tenant")
+    insert(tree, "xyz", 3, ns="tenant")
     tree.evict(DEVICE, 3)
     assert list(tree.roots) == ["tenant"]
     tree.evict(DEVICE, 3)
@@ -387,14 +383,14 @@ def test_a_root_goes_with_its_last_node():
 
 def test_what_locking_a_match_takes_from_the_evictable():
     tree = HiRadixTree(2)
-    top = publish(tree, "aabb", 0).node
-    publish(tree, "ccddee", 2, below=top)
+    top = insert(tree, "aabb", 0).node
+    insert(tree, "ccddee", 2, below=top)
     assert tree.evictable_pages(DEVICE) == 5
     m = match(tree, "aabbccdd")
     assert tree.evictable_pages_in(m) == 4
     assert tree.evictable_pages_in(match(tree, "aabb")) == 2
     assert tree.evictable_pages_in(match(tree, "zz")) == 0
-    receipt = tree.lock(m, now=0)
+    receipt = tree.lock(m, launch=0)
     assert tree.evictable_pages(DEVICE) == 1
     assert tree.evictable_pages_in(match(tree, "aabbccddee")) == 1
     assert tree.evictable_pages_in(match(tree, "aabbcc")) == 0
@@ -407,8 +403,8 @@ def test_what_locking_a_match_takes_from_the_evictable():
 
 def test_fill_and_commit_several_nodes_in_order():
     tree = HiRadixTree(2)
-    top = publish(tree, "aabb", 0, fence=3).node
-    low = publish(tree, "cc", 2, below=top, fence=4).node
+    top = insert(tree, "aabb", 0, fence=3).node
+    low = insert(tree, "cc", 2, below=top, fence=4).node
     ticket = fill(tree, [top, low], HOST, 50, seq=7)
     assert top.frames[HOST].tolist() == [50, 51] and low.frames[HOST].tolist() == [52]
     assert (top.fences[HOST], low.fences[HOST]) == (3, 4), "as old as its source"
@@ -421,9 +417,9 @@ def test_fill_and_commit_several_nodes_in_order():
 
 def test_a_split_under_a_ticket_gives_it_to_both_halves():
     tree = HiRadixTree(1)
-    node = publish(tree, "abcd", 0, fence=6).node
+    node = insert(tree, "abcd", 0, fence=6).node
     ticket = fill(tree, [node], HOST, 50, seq=0)
-    receipt = tree.lock(match(tree, "abx"), now=0)
+    receipt = tree.lock(match(tree, "abx"), launch=0)
     tree.check_invariants()
     upper = receipt.node
     assert both(upper.tickets) == both(node.tickets) == [None, ticket] and both(upper.fences) == both(
@@ -437,8 +433,8 @@ def test_a_split_under_a_ticket_gives_it_to_both_halves():
 
 def test_a_node_dropped_while_filling_is_not_committed():
     tree = HiRadixTree(1)
-    top = publish(tree, "ab", 0).node
-    low = publish(tree, "cd", 2, below=top).node
+    top = insert(tree, "ab", 0).node
+    low = insert(tree, "cd", 2, below=top).node
     ticket = fill(tree, [top, low], HOST, 50, seq=0)
     dropped = tree.drop(low, HOST)
     assert filling(dropped) == [([52, 53], ticket)] and dropped.cached == []
@@ -449,7 +445,7 @@ def test_a_node_dropped_while_filling_is_not_committed():
 
 def test_a_ticket_without_nodes_is_forgotten():
     tree = HiRadixTree(1)
-    node = publish(tree, "ab", 0).node
+    node = insert(tree, "ab", 0).node
     for seq in range(3):
         fill(tree, [node], HOST, 50, seq)
         tree.drop(node, HOST)
@@ -461,10 +457,10 @@ def test_a_ticket_without_nodes_is_forgotten():
 
 def test_evict_takes_the_leaf_used_least_recently():
     tree = HiRadixTree(1)
-    publish(tree, "abc", 0, fence=1, now=1)
-    publish(tree, "xy", 3, fence=2, now=2)
-    publish(tree, "pq", 5, fence=3, now=3)
-    tree.unlock(tree.lock(match(tree, "abc"), now=4), now=4, fence=9)
+    insert(tree, "abc", 0, fence=1, now=1)
+    insert(tree, "xy", 3, fence=2, now=2)
+    insert(tree, "pq", 5, fence=3, now=3)
+    tree.unlock(tree.lock(match(tree, "abc"), launch=4), launch=4, fence=9)
     assert cached(tree.evict(DEVICE, 2)) == [([3, 4], 2)]
     assert cached(tree.evict(DEVICE, 2)) == [([5, 6], 3)]
     assert cached(tree.evict(DEVICE, 3)) == [([0, 1, 2], 9)], "the reader's fence counts"
@@ -474,9 +470,9 @@ def test_evict_takes_the_leaf_used_least_recently():
 
 def test_evict_goes_from_the_leaves_up():
     tree = HiRadixTree(1)
-    top = publish(tree, "ab", 0, now=1).node
-    publish(tree, "cd", 2, below=top, now=5)
-    publish(tree, "xy", 4, now=3)
+    top = insert(tree, "ab", 0, now=1).node
+    insert(tree, "cd", 2, below=top, now=5)
+    insert(tree, "xy", 4, now=3)
     assert cached(tree.evict(DEVICE, 4)) == [([4, 5], 0), ([2, 3], 0)]
     assert cached(tree.evict(DEVICE, 9)) == [([0, 1], 0)]
     assert tree.num_nodes == 0
@@ -484,7 +480,7 @@ def test_evict_goes_from_the_leaves_up():
 
 def test_evict_splits_the_last_leaf():
     tree = HiRadixTree(2)
-    node = publish(tree, "aabbccdd", 0).node
+    node = insert(tree, "aabbccdd", 0).node
     assert cached(tree.evict(DEVICE, 1)) == [([3], 0)]
     assert shape(tree) == {"aabbcc": [[0, 1, 2], None]}
     assert node.parent is None, "the lower half is the old node, and it is gone"
@@ -494,19 +490,19 @@ def test_evict_splits_the_last_leaf():
 
 def test_evict_leaves_locked_paths():
     tree = HiRadixTree(1)
-    top = publish(tree, "ab", 0).node
-    publish(tree, "cd", 2, below=top)
-    receipt = tree.lock(match(tree, "ab"), now=0)
+    top = insert(tree, "ab", 0).node
+    insert(tree, "cd", 2, below=top)
+    receipt = tree.lock(match(tree, "ab"), launch=0)
     assert cached(tree.evict(DEVICE, 10)) == [([2, 3], 0)]
-    tree.unlock(receipt, now=0, fence=4)
+    tree.unlock(receipt, launch=0, fence=4)
     assert cached(tree.evict(DEVICE, 10)) == [([0, 1], 4)]
 
 
 def test_evict_keeps_the_path_to_keep():
     tree = HiRadixTree(1)
-    top = publish(tree, "ab", 0).node
-    low = publish(tree, "cd", 2, below=top).node
-    publish(tree, "xy", 4, now=7)
+    top = insert(tree, "ab", 0).node
+    low = insert(tree, "cd", 2, below=top).node
+    insert(tree, "xy", 4, now=7)
     load_all(tree, [top, low], HOST, 50, seq=0)
     load_all(tree, [tree.match("", tokens("xy")).path[0]], HOST, 54, seq=1)
     assert cached(tree.evict(HOST, 10, keep=low)) == [([54, 55], -1)]
@@ -518,7 +514,7 @@ def test_evict_keeps_the_path_to_keep():
 
 def test_evict_from_the_device_leaves_the_host_copy():
     tree = HiRadixTree(1)
-    node = publish(tree, "abcd", 0).node
+    node = insert(tree, "abcd", 0).node
     load_all(tree, [node], HOST, 50, seq=0)
     assert cached(tree.evict(DEVICE, 3)) == [([1, 2, 3], 0)]
     assert shape(tree) == {"a": [[0], [50]], "abcd": [None, [51, 52, 53]]}
@@ -528,16 +524,16 @@ def test_evict_from_the_device_leaves_the_host_copy():
 def test_evict_from_the_host_takes_locked_nodes_too():
     """A lock keeps device frames; whoever reads host frames pins them."""
     tree = HiRadixTree(1)
-    node = publish(tree, "ab", 0).node
+    node = insert(tree, "ab", 0).node
     load_all(tree, [node], HOST, 50, seq=0)
-    tree.lock(match(tree, "ab"), now=0)
+    tree.lock(match(tree, "ab"), launch=0)
     assert cached(tree.evict(HOST, 2)) == [([50, 51], -1)]
     assert shape(tree) == {"ab": [[0, 1], None]}
 
 
 def test_evict_spares_what_is_being_filled_and_the_source_of_a_load():
     tree = HiRadixTree(1)
-    node = publish(tree, "ab", 0).node
+    node = insert(tree, "ab", 0).node
     backup = fill(tree, [node], HOST, 50, seq=0)
     assert cached(tree.evict(HOST, 2)) == []
     tree.commit(backup, HOST)
@@ -552,20 +548,20 @@ def test_evict_spares_what_is_being_filled_and_the_source_of_a_load():
 
 def test_what_was_locked_to_be_loaded_may_leave_the_host_once_somebody_computed_it():
     tree = HiRadixTree(1)
-    node = publish(tree, "ab", 0).node
+    node = insert(tree, "ab", 0).node
     load_all(tree, [node], HOST, 100, 0)
     tree.evict(DEVICE, 2)
     tree.lock(match(tree, "ab"), 0)
     assert cached(tree.evict(HOST, 2)) == [], "it is about to be loaded"
-    publish(tree, "ab", 7, fence=1)
+    insert(tree, "ab", 7, fence=1)
     tree.check_invariants()
     assert cached(tree.evict(HOST, 2)) == [([100, 101], -1)]
 
 
 def test_a_parent_can_be_evicted_when_its_last_resident_child_has_gone():
     tree = HiRadixTree(1)
-    top = publish(tree, "ab", 0).node
-    low = publish(tree, "cd", 2, below=top).node
+    top = insert(tree, "ab", 0).node
+    low = insert(tree, "cd", 2, below=top).node
     load_all(tree, [top, low], HOST, 50, seq=0)
     tree.evict(DEVICE, 2)
     assert low.parent is top, "it is on the host still"
@@ -575,10 +571,10 @@ def test_a_parent_can_be_evicted_when_its_last_resident_child_has_gone():
 
 def test_eviction_candidates_do_not_pile_up():
     tree = HiRadixTree(1)
-    publish(tree, "abc", 0)
+    insert(tree, "abc", 0)
     for now in range(2000):
         tree.unlock(tree.lock(match(tree, "abc"), now), now, -1)
-    assert len(tree._heaps[DEVICE]) < 100
+    assert sum(map(len, tree._heaps[DEVICE].ranks().values())) < 100
     assert cached(tree.evict(DEVICE, 3)) == [([0, 1, 2], 0)]
 
 
@@ -598,7 +594,7 @@ def move(tree: HiRadixTree, nodes: list[Node], source: Tier, tier: Tier, first: 
 def three_on_a_peer(policy: str = "lru") -> tuple[HiRadixTree, list[Node]]:
     """On device 0-5, on the peer 20-25; the first is the oldest."""
     tree = HiRadixTree(1, policy)
-    nodes = [publish(tree, text, 2 * i, now=i).node for i, text in enumerate(("aa", "bb", "cc"))]
+    nodes = [insert(tree, text, 2 * i, now=i).node for i, text in enumerate(("aa", "bb", "cc"))]
     for i, node in enumerate(nodes):
         move(tree, [node], DEVICE, PEER, 20 + 2 * i)
     return tree, nodes
@@ -643,7 +639,7 @@ def test_what_comes_back_to_the_device_goes_first_from_then_on(loaded: bool):
     if loaded:
         move(tree, [c], PEER, DEVICE, 10)
     else:
-        publish(tree, "cc", 10, now=9)
+        insert(tree, "cc", 10, now=9)
     assert frames_given_up(tree, PEER, 2, 2) == [24, 25, 22, 23]
     assert match(tree, "cc").device_len == 2
 
@@ -656,9 +652,9 @@ def test_what_the_device_evicts_loses_its_place_on_the_peer():
 
 def test_above_what_only_the_peer_has_it_keeps_what_the_device_has():
     tree = HiRadixTree(1)
-    top = publish(tree, "aa", 0, now=1).node
-    low = publish(tree, "bb", 2, below=top, now=1).node
-    others = [publish(tree, text, first, now=now).node for text, first, now in (("xx", 4, 0), ("yy", 6, 2))]
+    top = insert(tree, "aa", 0, now=1).node
+    low = insert(tree, "bb", 2, below=top, now=1).node
+    others = [insert(tree, text, first, now=now).node for text, first, now in (("xx", 4, 0), ("yy", 6, 2))]
     for node, first in zip(others, (40, 60)):
         move(tree, [node], DEVICE, PEER, first)
     move(tree, [top, low], DEVICE, PEER, 20)
@@ -686,7 +682,7 @@ def test_a_load_that_failed_leaves_the_order_as_it_was():
 
 def test_the_host_gives_up_by_age_whatever_the_device_has():
     tree = HiRadixTree(1)
-    nodes = [publish(tree, text, 2 * i, now=i).node for i, text in enumerate(("aa", "bb"))]
+    nodes = [insert(tree, text, 2 * i, now=i).node for i, text in enumerate(("aa", "bb"))]
     for i, node in enumerate(nodes):
         load_all(tree, [node], HOST, 50 + 2 * i, seq=i)
     assert frames_given_up(tree, DEVICE, 2) == [0, 1]
@@ -698,9 +694,9 @@ def test_the_host_gives_up_by_age_whatever_the_device_has():
 
 def test_drop_takes_a_subtree_off_one_tier():
     tree = HiRadixTree(1)
-    top = publish(tree, "ab", 0, fence=1).node
-    low = publish(tree, "cd", 2, below=top, fence=2).node
-    publish(tree, "xy", 4, below=top, fence=3)
+    top = insert(tree, "ab", 0, fence=1).node
+    low = insert(tree, "cd", 2, below=top, fence=2).node
+    insert(tree, "xy", 4, below=top, fence=3)
     load_all(tree, [top, low], HOST, 50, seq=0)
     dropped = tree.drop(low, DEVICE)
     assert cached(dropped) == [([2, 3], 2)]
@@ -714,8 +710,8 @@ def test_drop_takes_a_subtree_off_one_tier():
 
 def test_drop_refuses_locked_nodes():
     tree = HiRadixTree(1)
-    node = publish(tree, "ab", 0).node
-    tree.lock(match(tree, "ab"), now=0)
+    node = insert(tree, "ab", 0).node
+    tree.lock(match(tree, "ab"), launch=0)
     with pytest.raises(AssertionError, match="close its readers first"):
         tree.drop(node, DEVICE)
 
@@ -727,7 +723,7 @@ def chain(tree: HiRadixTree, *texts: str, fence: int = 0) -> list[Node]:
     nodes: list[Node] = []
     first = 0
     for text in texts:
-        nodes.append(publish(tree, text, first, below=nodes[-1] if nodes else None, fence=fence).node)
+        nodes.append(insert(tree, text, first, below=nodes[-1] if nodes else None, fence=fence).node)
         first += len(text) // tree.page_size
     return nodes
 
@@ -735,8 +731,8 @@ def chain(tree: HiRadixTree, *texts: str, fence: int = 0) -> list[Node]:
 def test_compact_merges_a_chain_into_its_end():
     tree = HiRadixTree(2)
     top, middle, low = chain(tree, "aabb", "cc", "ddee")
-    publish(tree, "xx", 20, below=low, fence=3)
-    publish(tree, "yy", 21, below=low, fence=3)
+    insert(tree, "xx", 20, below=low, fence=3)
+    insert(tree, "yy", 21, below=low, fence=3)
     top.last_use, top.fences[DEVICE] = 7, 2
     tree.compact(low, done=3)
     assert shape(tree) == {
@@ -766,7 +762,7 @@ def test_compact_joins_neighbours_without_a_copy():
 def test_compact_stops_at_a_fork():
     tree = HiRadixTree(1)
     top, low = chain(tree, "ab", "cd")
-    publish(tree, "xy", 10, below=top)
+    insert(tree, "xy", 10, below=top)
     tree.compact(low, done=9)
     assert list(shape(tree)) == ["ab", "abcd", "abxy"]
 
@@ -774,14 +770,14 @@ def test_compact_stops_at_a_fork():
 def test_compact_stops_at_a_lock_that_ends_inside():
     tree = HiRadixTree(1)
     _, _, low = chain(tree, "ab", "cd", "ef")
-    inside = tree.lock(match(tree, "ab"), now=0)
-    end = tree.lock(match(tree, "abcdef"), now=0)
+    inside = tree.lock(match(tree, "ab"), launch=0)
+    end = tree.lock(match(tree, "abcdef"), launch=0)
     tree.compact(low, done=9)
     assert list(shape(tree)) == ["ab", "abcdef"] and low.lock == 1 and inside.node.lock == 2
-    tree.unlock(inside, now=0, fence=-1)
+    tree.unlock(inside, launch=0, fence=-1)
     tree.compact(low, done=9)
     assert list(shape(tree)) == ["abcdef"] and low.lock == 1 and end.node is low
-    tree.unlock(end, now=0, fence=-1)
+    tree.unlock(end, launch=0, fence=-1)
     tree.check_invariants()
 
 
@@ -807,7 +803,7 @@ def test_compact_waits_for_launches_and_transfers():
 def test_compact_leaves_out_the_end_that_is_in_flight():
     tree = HiRadixTree(1)
     _, middle = chain(tree, "ab", "cd")
-    low = publish(tree, "ef", 10, below=middle, fence=7).node
+    low = insert(tree, "ef", 10, below=middle, fence=7).node
     tree.compact(low, done=7)
     assert list(shape(tree)) == ["abcd", "abcdef"] and low.parent is middle
     tree.compact(low, done=8)
@@ -827,7 +823,7 @@ def test_a_compacted_node_can_be_split_again():
     tree = HiRadixTree(1)
     _, low = chain(tree, "ab", "cd")
     tree.compact(low, done=1)
-    publish(tree, "abcx", 10)
+    insert(tree, "abcx", 10)
     assert shape(tree) == {"abc": [[0, 1, 2], None], "abcd": [[3], None], "abcx": [[13], None]}
 
 
@@ -855,12 +851,13 @@ def stray_ticket(tree: HiRadixTree, top: Node, low: Node) -> None:
 
 
 def not_offered(tree: HiRadixTree, top: Node, low: Node) -> None:
-    tree._heaps[DEVICE].clear()
+    tree._heaps[DEVICE]._entries.clear()
 
 
 def offered_as_if_the_device_lacked_it(tree: HiRadixTree, top: Node, low: Node) -> None:
     move(tree, [top, low], DEVICE, PEER, 20)
-    tree._heaps[PEER] = [((1, *rank[1:]), node_id, node) for rank, node_id, node in tree._heaps[PEER]]
+    heap = tree._heaps[PEER]
+    heap._entries = [((1, *rank[1:]), node_id, node) for rank, node_id, node in heap._entries]
 
 
 def miscounted_nodes(tree: HiRadixTree, top: Node, low: Node) -> None:
@@ -922,45 +919,46 @@ def fetch(tree: HiRadixTree, text: str, first: int, seq: int = 0) -> Node:
     m = tree.match("", tokens(text), fetching=True)
     keys = NAMES.of_prompt("", tokens(text))[m.total_len // 4 :]
     n = (len(text) - m.total_len) // tree.page_size
-    node = tree.begin_fetch(m, tokens(text[m.total_len :]), pages(first, n), keys, Ticket(FETCH, seq), 1)
+    run = FilledRun(tokens(text[m.total_len :]), pages(first, n), Ticket(FETCH, seq), NO_LAUNCH)
+    node = tree.begin_fetch(m, run, keys, 1, False)
     tree.check_invariants()
     return node
 
 
 def test_a_block_belongs_to_the_node_that_holds_its_last_token():
     tree = named_tree()
-    top = publish(tree, "aaaabb", 0).node
-    middle = publish(tree, "b", 6, below=top).node
-    low = publish(tree, "bccccdddde", 7, below=middle).node
-    tree.name_blocks(low)
+    top = insert(tree, "aaaabb", 0).node
+    middle = insert(tree, "b", 6, below=top).node
+    low = insert(tree, "bccccdddde", 7, below=middle).node
+    tree.names.name_path(low)
     assert path_names(tree, "aaaabbbbccccdddde") == [["aaaa"], [], ["bbbb", "cccc", "dddd"]]
     assert [n.stored.tolist() for n in (top, middle, low)] == [[False], [], [False] * 3]
 
 
 def test_names_are_given_piece_by_piece_and_once():
     tree = named_tree()
-    top = publish(tree, "aaaabb", 0).node
-    tree.name_blocks(top)
+    top = insert(tree, "aaaabb", 0).node
+    tree.names.name_path(top)
     keys = top.block_keys
-    low = publish(tree, "bbccccd", 6, below=top).node
+    low = insert(tree, "bbccccd", 6, below=top).node
     assert low.block_keys is None
-    tree.name_blocks(low)
+    tree.names.name_path(low)
     assert path_names(tree, "aaaabbbbccccd") == [["aaaa"], ["bbbb", "cccc"]]
     assert top.block_keys is keys
 
 
 def test_names_of_namespaces_differ():
     tree = named_tree()
-    nodes = [publish(tree, "aaaa", 4 * i, ns=ns).node for i, ns in enumerate(("", "tenant"))]
+    nodes = [insert(tree, "aaaa", 4 * i, ns=ns).node for i, ns in enumerate(("", "tenant"))]
     for node in nodes:
-        tree.name_blocks(node)
+        tree.names.name_path(node)
     assert nodes[0].block_keys.tobytes() != nodes[1].block_keys.tobytes()
 
 
 def test_a_split_slices_names_and_what_is_stored():
     tree = named_tree()
-    node = publish(tree, "aaaabbbbccccd", 0).node
-    tree.name_blocks(node)
+    node = insert(tree, "aaaabbbbccccd", 0).node
+    tree.names.name_path(node)
     node.stored[:] = [True, False, True]
     tree.unlock(tree.lock(match(tree, "aaaabb"), 0), 0, -1)
     upper = match(tree, "aaaabb").path[-1]
@@ -975,26 +973,26 @@ def test_a_split_slices_names_and_what_is_stored():
 
 def test_what_is_named_and_what_is_not_are_not_merged():
     tree = named_tree()
-    top = publish(tree, "aaaa", 0).node
-    low = publish(tree, "bbbb", 4, below=top).node
-    tree.name_blocks(top)
+    top = insert(tree, "aaaa", 0).node
+    low = insert(tree, "bbbb", 4, below=top).node
+    tree.names.name_path(top)
     tree.compact(low, 10)
     assert tree.num_nodes == 2
-    tree.name_blocks(low)
+    tree.names.name_path(low)
     tree.compact(low, 10)
     assert path_names(tree, "aaaabbbb") == [["aaaa", "bbbb"]]
 
 
 def test_another_storage_forgets_all_names():
     tree = named_tree()
-    node = publish(tree, "aaaabbbb", 0).node
-    tree.name_blocks(node)
+    node = insert(tree, "aaaabbbb", 0).node
+    tree.names.name_path(node)
     tree.rename_blocks(BlockKeys(b"other", 8))
     assert node.block_keys is None and node.stored is None
-    tree.name_blocks(node)
+    tree.names.name_path(node)
     assert len(node.block_keys) == 1
     tree.rename_blocks(None)
-    assert tree.block_keys is None and node.block_keys is None
+    assert tree.names.keys is None and node.block_keys is None
 
 
 def test_what_is_fetched_matches_for_those_who_wait_alone():
@@ -1011,16 +1009,16 @@ def test_what_is_fetched_matches_for_those_who_wait_alone():
 
 def test_a_fetch_continues_a_path_within_a_block():
     tree = named_tree()
-    load_all(tree, [publish(tree, "aaaabbxx", 0).node], HOST, 50, seq=0)
+    load_all(tree, [insert(tree, "aaaabbxx", 0).node], HOST, 50, seq=0)
     node = fetch(tree, "aaaabbbbcccc", 60)
     assert text_of(node) == "bbcccc" and path_names(tree, "aaaabbbbcccc") == [None, ["bbbb", "cccc"]]
-    tree.name_blocks(node)
+    tree.names.name_path(node)
     assert path_names(tree, "aaaabbbbcccc") == [["aaaa"], ["bbbb", "cccc"]]
 
 
 def test_a_fetch_needs_its_prefix_on_the_host():
     tree = named_tree()
-    publish(tree, "aa", 0)
+    insert(tree, "aa", 0)
     with pytest.raises(AssertionError, match="not on the host"):
         fetch(tree, "aaaa", 50)
 
@@ -1047,7 +1045,7 @@ def test_cut_takes_what_is_fetched_below_and_leaves_what_was_computed():
     tree = named_tree()
     top = fetch(tree, "aaaabbbb", 50)
     fetch(tree, "aaaabbbbcccc", 60, seq=1)
-    publish(tree, "aaaabb", 0)
+    insert(tree, "aaaabb", 0)
     dropped = tree.cut(Ticket(FETCH, 0), HOST, 4)
     tree.check_invariants()
     assert sorted(t.seq for _, t in dropped.filling) == [0, 0, 1]
@@ -1060,7 +1058,7 @@ def test_cut_takes_what_is_fetched_below_and_leaves_what_was_computed():
 def test_what_is_computed_while_it_is_fetched_is_on_both():
     tree = named_tree()
     fetch(tree, "aaaabbbb", 50)
-    result = publish(tree, "aaaab", 0)
+    result = insert(tree, "aaaab", 0)
     assert [len(n.key) for n in result.created] == [5] and not len(result.duplicates)
     assert lengths(match(tree, "aaaabbbb")) == (5, 5)
     assert path_names(tree, "aaaabbbb") == [["aaaa"], ["bbbb"]]
@@ -1071,8 +1069,8 @@ def test_what_is_computed_while_it_is_fetched_is_on_both():
 
 def test_nowhere_is_what_left_the_device_while_its_backup_is_under_way():
     tree = named_tree()
-    top = publish(tree, "aaaa", 0).node
-    low = publish(tree, "bbbb", 4, below=top).node
+    top = insert(tree, "aaaa", 0).node
+    low = insert(tree, "bbbb", 4, below=top).node
     load_all(tree, [top], HOST, 50, seq=0)
     fill(tree, [low], HOST, 54, seq=1)
 
@@ -1089,9 +1087,9 @@ def test_nowhere_is_what_left_the_device_while_its_backup_is_under_way():
 
 def test_the_least_important_goes_first():
     tree = HiRadixTree(1, "priority")
-    publish(tree, "aaaa", 0, now=1)
-    publish(tree, "bbbb", 4, now=2)
-    publish(tree, "cccc", 8, now=3)
+    insert(tree, "aaaa", 0, now=1)
+    insert(tree, "bbbb", 4, now=2)
+    insert(tree, "cccc", 8, now=3)
     for now, text, priority in ((4, "aa", 5), (5, "bbbb", 1), (6, "aaaa", 0)):
         receipt = tree.lock(match(tree, text), now)
         tree.count_use(receipt.node, priority)
@@ -1105,9 +1103,9 @@ def test_the_least_important_goes_first():
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
 def test_what_is_retired_goes_first(policy: str):
     tree = HiRadixTree(1, policy)
-    publish(tree, "aabb", 0, now=1)
-    node = publish(tree, "ccdd", 10, ns="gone", now=2).node
-    publish(tree, "ccddee", 20, ns="gone", now=3)
+    insert(tree, "aabb", 0, now=1)
+    node = insert(tree, "ccdd", 10, ns="gone", now=2).node
+    insert(tree, "ccddee", 20, ns="gone", now=3)
     for _ in range(3):
         tree.count_use(node, priority=5)
     tree.evict(Tier.DEVICE, 0)
@@ -1120,7 +1118,7 @@ def test_what_is_retired_goes_first(policy: str):
 
 def test_what_is_retired_goes_first_from_a_peer_too():
     tree, _ = three_on_a_peer()
-    node = publish(tree, "dd", 10, ns="gone", now=9).node
+    node = insert(tree, "dd", 10, ns="gone", now=9).node
     move(tree, [node], DEVICE, PEER, 40)
     tree.drop(node, DEVICE)
     tree.retire("gone")
@@ -1129,7 +1127,7 @@ def test_what_is_retired_goes_first_from_a_peer_too():
 
 def test_what_is_in_use_is_not_retired():
     tree = HiRadixTree(1)
-    publish(tree, "aabb", 0)
+    insert(tree, "aabb", 0)
     tree.lock(match(tree, "aabb"), 1)
     with pytest.raises(AssertionError, match="in use"):
         tree.retire("")

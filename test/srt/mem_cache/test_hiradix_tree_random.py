@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 from sglang.srt.mem_cache.block_keys import BlockKeys
-from sglang.srt.mem_cache.hiradix_tree import Dropped, HiRadixTree, Node, Receipt
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
+from sglang.srt.mem_cache.node import Dropped, FilledRun, Node, Receipt
+from sglang.srt.mem_cache.time_units import NO_LAUNCH
 from sglang.srt.mem_cache.transfer import BACKUP_LINKS, FETCH, FRAME_TIERS, LOAD_LINKS, P2D, Ticket, Tier
 
 DEVICE, PEER, HOST = Tier.DEVICE, Tier.PEER, Tier.HOST
@@ -313,7 +315,7 @@ class Driver:
     def name_blocks(self) -> None:
         node = self.any_node()
         if node is not None:
-            self.tree.name_blocks(node)
+            self.tree.names.name_path(node)
             assert all(above.block_keys is not None for above in self.tree.path_of(node))
             self.seen["named"] += 1
 
@@ -336,7 +338,8 @@ class Driver:
         self.num_fetches += 1
         frames = self.new_frames(HOST, len(kinds) - start)
         keys = self.names.of_prompt(ns, array)[start // 2 :]
-        self.tree.begin_fetch(m, array[start * self.page :], frames, keys, ticket, self.now)
+        run = FilledRun(array[start * self.page :], frames, ticket, NO_LAUNCH)
+        self.tree.begin_fetch(m, run, keys, self.now, False)
         for prefix, frame in zip(self.prefixes((ns, kinds))[start:], frames.tolist()):
             page = self.model[prefix] = Page(last_access=self.now)
             page.frames[HOST], page.tickets[HOST], page.fences[HOST] = frame, ticket, -1

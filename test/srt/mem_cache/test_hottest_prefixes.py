@@ -10,8 +10,9 @@ import pytest
 
 from sglang.srt.mem_cache import hottest_prefixes
 from sglang.srt.mem_cache.block_keys import BlockKeys, private
-from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.hottest_prefixes import HottestPrefixes, hottest
+from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.transfer import D2H, Ticket, Tier
 
 
@@ -139,7 +140,7 @@ def test_what_is_said_of_a_prefix():
     world.tree.begin_fill([node], Tier.DEVICE, Tier.HOST, np.arange(10, dtype=np.int32), ticket)
     assert table.table(now=5)[0]["tokens_on"]["host"] == 0, "what is on its way is not there"
     world.tree.commit(ticket, Tier.HOST)
-    world.tree.name_blocks(node)
+    world.tree.names.name_path(node)
     assert node.stored is not None
     node.stored[0] = True
     said = table.table(now=5)[0]
@@ -169,7 +170,7 @@ def test_a_hash_names_a_prefix_and_tells_nothing(block_keys: BlockKeys | None):
     if block_keys is not None:
         for (space, _), node in ends.items():
             if space == "":
-                world.tree.name_blocks(node)
+                world.tree.names.name_path(node)
     table._given = {}
     assert [p["hash"] for p in table.table(world.now)] == before
     said = json.dumps(table.table(world.now))

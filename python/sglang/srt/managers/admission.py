@@ -31,7 +31,7 @@ from sglang.srt.managers.schedule_policy import (
 )
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.mem_cache.frame_table import FrameState
-from sglang.srt.mem_cache.hiradix_tree import MatchResult, Node, Receipt
+from sglang.srt.mem_cache.node import MatchResult, Node, Receipt
 from sglang.srt.mem_cache.transfer import TIER_NAMES, Tier
 from sglang.srt.model_executor.launch import PageRun
 

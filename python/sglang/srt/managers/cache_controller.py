@@ -23,7 +23,8 @@ import numpy as np
 
 from sglang.srt.managers.transfer_ledger import TransferLedger
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
-from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node, is_fetching
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
+from sglang.srt.mem_cache.node import FilledRun, Node, is_fetching
 from sglang.srt.mem_cache.time_units import LaunchSeq
 from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2H, D2S, LOAD_LINKS, Ticket, Tier, TransferOp
 
@@ -156,8 +157,8 @@ class HiCacheController:
         assert dst is not None
         op = self.ledger.begin_transfer(D2H, (Tier.DEVICE, Tier.HOST), src, dst, fence)
         self.counters["backup_tokens"] += len(tokens)
-        node = self.tree.begin_spill(below, tokens, dst, op.ticket, fence, self._clock.next, priority)
-        return op.ticket, node
+        run = FilledRun(tokens, dst, op.ticket, fence, priority)
+        return op.ticket, self.tree.put_run(below, run, Tier.HOST, self._clock.next)
 
     def begin_swap(self, src: np.ndarray, fence: LaunchSeq) -> TransferOp | None:
         """Write pages src of the device, a request's own, to the swap file; None if that has no room for them all."""
@@ -250,15 +251,24 @@ class HiCacheController:
     def take_back(self, node: Node) -> np.ndarray:
         """Give the device pages of a node, of which nothing is on its way, back to the request that computed them;
         they are HELD again. What is below it leaves the device."""
-        frames, below = self.tree.take_back(node)
+        assert node.lock == 0
+        below, own = self.tree.take_off(node, Tier.DEVICE, len(node.key))
         self.ledger.free(below, Tier.DEVICE, self._clock.last)
+        ((frames, _),) = own.cached
         self.tables[Tier.DEVICE].transition(frames, FrameState.CACHED, FrameState.HELD)
         return frames
 
     def demote(self, node: Node, num_tokens: int) -> None:
-        """Take the last num_tokens of a node off the device, whose only user reads the host's copy from now on."""
-        dropped = self.tree.demote(node, num_tokens, self._clock.last)
-        self.ledger.free(dropped, Tier.DEVICE, self._clock.last)
+        """Take the last num_tokens of a node off the device, whose only user reads the host's copy from now on.
+        Launches that were issued may still read the device's."""
+        assert node.lock == 1
+        ready_frames(node, Tier.HOST)
+        if num_tokens < len(node.key):
+            self.tree.split(node, len(node.key) - num_tokens)
+        self.tree.note_read(node, self._clock.last)
+        below, own = self.tree.take_off(node, Tier.DEVICE, num_tokens)
+        self.ledger.free(below, Tier.DEVICE, self._clock.last)
+        self.ledger.free(own, Tier.DEVICE, self._clock.last)
 
     def withdraw(self, tier: Tier, frames: np.ndarray) -> None:
         """Drop every node that has one of these frames (a run of them, ascending), and what lies below it, off the

@@ -27,7 +27,8 @@ from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.storage_controller import PrefetchConfig, StorageController
 from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
-from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, MatchResult, Node, Receipt
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
+from sglang.srt.mem_cache.node import MatchResult, Node, Receipt
 from sglang.srt.mem_cache.slab_ledger import SlabLedger
 from sglang.srt.mem_cache.time_units import NO_LAUNCH, LaunchClock, LaunchSeq
 from sglang.srt.mem_cache.transfer import (
@@ -68,8 +69,7 @@ class KVCache:
         self.storage = StorageController(self.controller, PrefetchConfig())
         # Slabs of the peer pool that come and go; None if it stays as it is.
         self.borrowed = SlabLedger(pools.peer, config.slabs, here=False) if pools.peer and config.slabs else None
-        # Whether nodes may have been unlocked since this was last cleared.
-        self.has_unlocked = False
+        self._has_unlocked = False
         self.counters: Counter[str] = Counter()
         self._cursors = MatchCursors(self.tree)
         self._link_done = dict.fromkeys(LINKS, 0)
@@ -120,17 +120,27 @@ class KVCache:
 
     def end_preload(self, preload: Preload) -> None:
         self.unlock(preload.receipt)
-        self.has_unlocked = True
+        self._has_unlocked = True
+
+    def take_unlocked(self) -> bool:
+        """Whether nodes may have been unlocked since the last call."""
+        has_unlocked, self._has_unlocked = self._has_unlocked, False
+        return has_unlocked
 
     def hold(self, receipt: Receipt, match: MatchResult) -> ReqHold:
         """A hold for the request that has locked a match."""
         self._next_hold += 1
         return ReqHold(self._next_hold, receipt, match.total_len)
 
+    def extend_lock(self, hold: ReqHold, node: Node) -> None:
+        """The hold's path ends with `node` from now on."""
+        old = hold.replace_receipt(self.tree.lock_node(node, self.clock.next))
+        self.unlock(old)
+
     def release(self, hold: ReqHold) -> None:
         """End a hold: give back its frames and its lock. Launches that were issued may still read both."""
         self.device.free_after(hold.frames.copy(), FrameState.HELD, self.clock.last)
-        self.has_unlocked = True
+        self._has_unlocked = True
         end = hold.receipt.node
         self.tree.unlock(hold.receipt, self.clock.next, self.clock.last)
         if end.parent is not None:
@@ -163,9 +173,7 @@ class KVCache:
         )
         if result.end == 0:
             return
-        old = hold.receipt
-        hold.receipt = self.tree.lock_node(result.node, self.clock.next)
-        self.unlock(old)
+        self.extend_lock(hold, result.node)
         self._count_as_cached(result.created)
         hold.pass_on(result.end // page, result.end)
         if len(result.duplicates):

@@ -35,7 +35,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import LoadTimes, decode_reserve, pages_for
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.mem_cache.frame_table import FrameState
-from sglang.srt.mem_cache.hiradix_tree import MatchResult, Node, is_fetching
+from sglang.srt.mem_cache.node import MatchResult, Node, is_fetching
 from sglang.srt.mem_cache.time_units import NO_LAUNCH
 from sglang.srt.mem_cache.transfer import D2H, Ticket, Tier
 from sglang.srt.model_executor.launch import PageRun, StreamedPrefix
@@ -584,8 +584,7 @@ class LayerStreaming(NoLayerStreaming):
     def _take_back(self, node: Node) -> None:
         assert self.req is not None and self.req.hold is not None and node.parent is not None
         hold = self.req.hold
-        old, hold.receipt = hold.receipt, self._tree.lock_node(node.parent, self._clock.next)
-        self._cache.unlock(old)
+        self._cache.extend_lock(hold, node.parent)
         hold.take_back(self._controller.take_back(node), len(node.key))
         # Others that are gone may have launches under way that read them.
         self.req.last_launch = self._clock.last
@@ -613,9 +612,7 @@ class LayerStreaming(NoLayerStreaming):
 
     def _extend_hold(self, node: Node, num_pages: int) -> None:
         assert self.req is not None and self.req.hold is not None
-        hold = self.req.hold
-        old = hold.receipt
-        hold.receipt = self._tree.lock_node(node, self._clock.next)
+        hold, old = self.req.hold, self.req.hold.replace_receipt(self._tree.lock_node(node, self._clock.next))
         self._tree.count_use(node, self.req.priority, num_uses=0)
         self._cache.unlock(old)
         hold.pass_on(num_pages, num_pages * self._page)

@@ -25,7 +25,7 @@ from sglang.srt.managers.schedule_policy import (
     should_fill_bubble,
 )
 from sglang.srt.managers.scheduler_config import DEFAULT_LOAD_RATIO, SchedulerConfig
-from sglang.srt.mem_cache.hiradix_tree import MatchResult, Node
+from sglang.srt.mem_cache.node import MatchResult, Node
 from sglang.srt.mem_cache.transfer import EXEC, FETCH, LOAD_LINKS, P2D, STALL, STREAM, StorageOp, Ticket
 
 
@@ -188,7 +188,7 @@ class LoadPlanner:
 
     def blocks_worth_fetching(self, rid: str, first: int, num_blocks: int, ahead: int) -> int:
         """See `WorthFetching`."""
-        req, limits, names = self._queues.get(rid), self._storage.limits, self._cache.tree.block_keys
+        req, limits, names = self._queues.get(rid), self._storage.limits, self._cache.tree.names.keys
         assert req is not None and limits is not None and names is not None
         expected, size = self.expected, names.block_tokens
         per_op, chunk = limits.blocks_per_op * size, self.config.chunked_prefill_size

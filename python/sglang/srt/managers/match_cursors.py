@@ -13,7 +13,8 @@ from collections.abc import Hashable, Mapping
 import numpy as np
 
 from sglang.srt.managers.schedule_policy import Candidate
-from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
+from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.transfer import Tier
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sglang.srt.managers.schedule_batch import Req, Span, SpanSource
-from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
+from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.transfer import P2D, TIER_NAMES, Tier
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, TokenOutput
 from sglang.srt.managers.storage_controller import StorageSetup
-from sglang.srt.mem_cache.hiradix_tree import Receipt
+from sglang.srt.mem_cache.node import Receipt
 from sglang.srt.mem_cache.time_units import NO_LAUNCH
 from sglang.srt.mem_cache.transfer import StorageAction, StorageOp, Ticket, TransferOp
 from sglang.srt.model_executor.launch import Launch, SampleSpec
@@ -88,6 +88,11 @@ class ReqHold:
             self._grow(1)
         self._frames[self._last] = frame
         self._last += 1
+
+    def replace_receipt(self, receipt: Receipt) -> Receipt:
+        """Another lock of its path. Returns the one before, which is to be released."""
+        before, self.receipt = self.receipt, receipt
+        return before
 
     def pass_on(self, num_pages: int, num_tokens: int) -> None:
         """The first pages belong to the tree, or to nobody, from now on."""

@@ -41,7 +41,7 @@ from sglang.srt.managers.storage_admin import StorageAdmin
 from sglang.srt.managers.storage_controller import STALLING_LINKS
 from sglang.srt.mem_cache.block_keys import private
 from sglang.srt.mem_cache.frame_table import FrameState
-from sglang.srt.mem_cache.hiradix_tree import Node, Receipt
+from sglang.srt.mem_cache.node import Node, Receipt
 from sglang.srt.mem_cache.slab_ledger import SlabLedger
 from sglang.srt.mem_cache.time_units import LaunchClock
 from sglang.srt.mem_cache.transfer import COPY_LINKS, EXEC, STORAGE_LINKS, Ticket, Tier
@@ -520,8 +520,7 @@ class Scheduler:
         locked is dropped at once, and the rest as soon as it is unlocked: requests are never held up for it."""
         cache = self.cache
         began = lending.adjust(now, self._demand())
-        slabs = lending.leaving if cache.has_unlocked else began
-        cache.has_unlocked = False
+        slabs = lending.leaving if cache.take_unlocked() else began
         for slab in slabs:
             cache.controller.withdraw(Tier.DEVICE, lending.ledger.frames_of(slab))
         if slabs:

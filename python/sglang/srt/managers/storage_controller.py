@@ -28,7 +28,7 @@ from sglang.srt.managers.cache_controller import HiCacheController, ready_frames
 from sglang.srt.managers.schedule_policy import FETCH_ORDERS, fetch_rank
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState
-from sglang.srt.mem_cache.hiradix_tree import MatchResult, Node
+from sglang.srt.mem_cache.node import FilledRun, MatchResult, Node
 from sglang.srt.mem_cache.time_units import NO_LAUNCH, Seconds
 from sglang.srt.mem_cache.transfer import (
     D2H,
@@ -271,7 +271,7 @@ class StorageController:
 
     def begin(self, rid: str, namespace: str, tokens: np.ndarray, now: float) -> None:
         """A request was queued. tokens: int32, all of its prompt that a cache may serve."""
-        names = self.tree.block_keys
+        names = self.tree.names.keys
         if self.limits is None or names is None:
             return
         size = names.block_tokens
@@ -353,7 +353,7 @@ class StorageController:
         self.ledger.end(ticket)
         count, far = unpack_found(count)
         for rid in self._waiters.pop(ticket, {}):
-            prefetch, names = self._prefetches[rid], self.tree.block_keys
+            prefetch, names = self._prefetches[rid], self.tree.names.keys
             assert names is not None
             prefetch.probe = None
             if count:
@@ -394,7 +394,7 @@ class StorageController:
         match: made with `fetching`; its end is ready on the host, or being fetched, or the root. tokens: int32, up to
         the end of the last block. keys: (n, 16).
         """
-        names, page, host = self.tree.block_keys, self.tree.page_size, self.controller.tables[Tier.HOST]
+        names, page, host = self.tree.names.keys, self.tree.page_size, self.controller.tables[Tier.HOST]
         assert names is not None
         num_pages = len(keys) * names.block_tokens // page
         frames = host.allocate(num_pages, self.ledger.next_owner(FETCH), FrameState.FILLING)
@@ -402,7 +402,8 @@ class StorageController:
         ticket = self.ledger.begin_storage_op(FETCH, StorageAction.GET, keys, frames)
         self._fetches[ticket] = match.total_len // names.block_tokens
         spare = num_pages - len(tokens) // page
-        self.tree.begin_fetch(match, tokens, frames[spare:], keys, ticket, self._clock.next, self.is_lossy)
+        run = FilledRun(tokens, frames[spare:], ticket, NO_LAUNCH)
+        self.tree.begin_fetch(match, run, keys, self._clock.next, self.is_lossy)
         # The part of the first block that is there already is read into pages that no node gets.
         host.free_after(frames[:spare], FrameState.FILLING, NO_LAUNCH)
         self.fetching_pages += num_pages
@@ -412,14 +413,14 @@ class StorageController:
         """The operation brought its first `count` blocks, on every rank. Returns which tokens [start, end) of their
         path are on the host now, as far as the tree still wanted them."""
         op = self.ledger.end(ticket)
-        assert isinstance(op, StorageOp) and self.tree.block_keys is not None
+        assert isinstance(op, StorageOp) and self.tree.names.keys is not None
         first = self._fetches.pop(ticket)
         self.fetching_pages -= len(op.frames)
-        dropped = self.tree.cut(ticket, Tier.HOST, (first + count) * self.tree.block_keys.block_tokens)
+        dropped = self.tree.cut(ticket, Tier.HOST, (first + count) * self.tree.names.keys.block_tokens)
         self.ledger.free(dropped, Tier.HOST)
         for node in dropped.elsewhere:
             # Computed meanwhile: what did not come is stored anew.
-            self.tree.forget_stored(node)
+            self.tree.names.forget_stored(node)
         nodes = self.controller.commit_nodes(ticket, Tier.HOST)
         start, end = min((n.start for n in nodes), default=0), max((n.end for n in nodes), default=0)
         self.counters["prefetched_tokens"] += end - start
@@ -460,12 +461,12 @@ class StorageController:
         if not path:
             return
         end = path[-1]
-        tree.name_blocks(end)
+        tree.names.name_path(end)
         first = next((i for i, n in enumerate(path) if n.stored is not None and not n.stored.all()), None)
         if first is None:
             return
-        assert tree.block_keys is not None
-        size = tree.block_keys.block_tokens
+        assert tree.names.keys is not None
+        size = tree.names.keys.block_tokens
         keys = np.concatenate([n.block_keys for n in path[first:]])  # type: ignore[misc]
         lacking = np.flatnonzero(~np.concatenate([n.stored for n in path[first:]]))  # type: ignore[misc]
         if (room := self._num_storable_blocks()) < len(lacking):
@@ -484,7 +485,7 @@ class StorageController:
             pages = blocks[:, None] * pages_per_block + np.arange(pages_per_block)
             self.ledger.begin_storage_op(STORE, StorageAction.SET, keys[blocks], frames[pages.ravel()])
             self.storing_pages += pages.size
-        tree.mark_stored(path[first:], int(lacking[-1]) + 1)
+        tree.names.mark_stored(path[first:], int(lacking[-1]) + 1)
 
     def state(self) -> dict[str, Any] | None:
         """What `GET /hicache/state` shows; None if nothing is attached."""
@@ -560,9 +561,9 @@ class StorageController:
 
     def _num_storable_blocks(self) -> int:
         """Blocks that may be handed to storage now."""
-        if self.limits is None or self.tree.block_keys is None:
+        if self.limits is None or self.tree.names.keys is None:
             return 0
-        pages_per_block = self.tree.block_keys.block_tokens // self.tree.page_size
+        pages_per_block = self.tree.names.keys.block_tokens // self.tree.page_size
         return (self.limits.max_store_pages - self.storing_pages) // pages_per_block
 
     def _defer_store(self, end: Node) -> None:
@@ -583,8 +584,8 @@ class StorageController:
 
     def _cut(self, rid: str, prefetch: Prefetch, first: int, ahead: int) -> bool:
         """Give up what of the blocks from `first` on is sooner computed. Whether anything is left to fetch."""
-        assert self.tree.block_keys is not None
-        size = self.tree.block_keys.block_tokens
+        assert self.tree.names.keys is not None
+        size = self.tree.names.keys.block_tokens
         left = prefetch.end // size - first
         assert left > 0, f"{rid} has nothing to begin"
         prefetch.blocks_left = self._blocks_worth_fetching(rid, first, left, ahead)
@@ -602,7 +603,7 @@ class StorageController:
 
     def _begin_next(self, rid: str, prefetch: Prefetch) -> _Outcome:
         """Begin the next operation for one of the unfinished."""
-        controller, names, limits = self.controller, self.tree.block_keys, self.limits
+        controller, names, limits = self.controller, self.tree.names.keys, self.limits
         assert limits is not None and names is not None
         match = self._match(prefetch)
         self._join(rid, prefetch, match)

@@ -14,7 +14,8 @@ import numpy as np
 
 from sglang.srt.mem_cache.block_keys import NO_KEYS
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
-from sglang.srt.mem_cache.hiradix_tree import Dropped, HiRadixTree, is_fetching
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
+from sglang.srt.mem_cache.node import Dropped, is_fetching
 from sglang.srt.mem_cache.time_units import NO_LAUNCH, LaunchClock, LaunchSeq
 from sglang.srt.mem_cache.transfer import LINKS, StorageAction, StorageOp, Ticket, Tier, TransferOp
 

@@ -17,199 +17,68 @@ A split keeps the identity of the lower half, so that locks, which name the end 
 
 Matching never splits; locking, publishing and fetching do.
 
-What storage has is no residency: a node that neither device nor host has is gone. Nodes know the names of their
-*blocks* (see block_keys.py), computed when first asked for, and whether each is believed stored. A block belongs
-to the node that holds its last token, so that a split divides names and never makes new ones:
-
-    blocks        |   0   |   1   |   2   |          block_tokens 4, page size 1
-    before        [ node: a b c d e f g h i j ]      keys 0 1
-    after         [ upper: a b c d e ][ f g h i j ]  keys 0 | 1
+What storage has is no residency: a node that neither device nor host has is gone. The names of blocks, by which
+storage knows them, are in block_names.py; what requests are about to compute is in transient_nodes.py.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from sglang.srt.mem_cache.block_keys import BlockKeys
-from sglang.srt.mem_cache.time_units import LaunchSeq
-from sglang.srt.mem_cache.transfer import FETCH, FRAME_TIERS, Ticket, Tier
+from sglang.srt.mem_cache.block_names import BlockNames
+from sglang.srt.mem_cache.eviction import EVICTION_POLICIES, RETIRED_PRIORITY, EvictionHeap, Rank
+from sglang.srt.mem_cache.node import (
+    NUM_TIERS,
+    Dropped,
+    FilledRun,
+    InsertResult,
+    MatchResult,
+    Node,
+    Receipt,
+    Root,
+    is_fetching,
+    path_of,
+    root_of,
+)
+from sglang.srt.mem_cache.radix import PageKey, common_len, join_keys, page_key_of, put_above, trimmed
+from sglang.srt.mem_cache.time_units import NO_LAUNCH, LaunchSeq
+from sglang.srt.mem_cache.transfer import FRAME_TIERS, Ticket, Tier
 from sglang.srt.mem_cache.transient_nodes import TransientNodes
 
-_NO_FENCE = -1
-# Of a node that nobody will ask for again.
-_RETIRED_PRIORITY = -(1 << 62)
-_TIERS = FRAME_TIERS
+_ALIKE_IN_BOTH_HALVES = ("lock", "hits", "priority", "is_lossy", "last_access", "last_use", "last_stream")
 # Plain integers: looking up a member of an enumeration costs as much as the rest of a line.
 _DEVICE, _PEER, _HOST = int(Tier.DEVICE), int(Tier.PEER), int(Tier.HOST)
-# Tokens. Above, the copies cost more than numpy's overhead.
-_COMPARE_AS_BYTES = 4096
-# Bytes of a base that a slice of it may keep alive beyond its own size, whatever that is.
-_KEPT_FOR_NOTHING = 4096
-
-
-class Node:
-    """One edge of the tree and the pages on it.
-
-    key: int32, a slice of some request's tokens; start: tokens before it. frames, tickets, fences: per tier; a ticket
-    means that the frames are FILLING under that operation; the fence is the launch that wrote the data. lock: holds
-    that end here plus those of the children. hits: requests that computed it or found it. priority: the highest of
-    theirs. last_use: the last launch that may read the device frames; last_stream: that may read those of other
-    tiers, through the layer stream cache. num_resident_children: per tier.
-    block_keys: (n, 16) uint8, the names of the blocks that end in this node; None while nobody has asked. stored:
-    (n,) bool, which of them storage is believed to have. is_lossy: came through a codec that changes KV, or was
-    computed from what did; whatever is published below inherits it.
-    """
-
-    __slots__ = (
-        "block_keys",
-        "children",
-        "fences",
-        "frames",
-        "hits",
-        "id",
-        "is_lossy",
-        "key",
-        "last_access",
-        "last_stream",
-        "last_use",
-        "lock",
-        "num_resident_children",
-        "parent",
-        "priority",
-        "start",
-        "stored",
-        "tickets",
-    )
-
-    def __init__(self, node_id: int, key: np.ndarray, parent: Node | None) -> None:
-        self.id = node_id
-        self.start = 0 if parent is None else parent.end
-        self.key = key
-        self.parent = parent
-        self.children: dict[int | bytes, Node] = {}
-        self.frames: list[np.ndarray | None] = [None] * len(_TIERS)
-        self.tickets: list[Ticket | None] = [None] * len(_TIERS)
-        self.fences = [_NO_FENCE] * len(_TIERS)
-        self.num_resident_children = [0] * len(_TIERS)
-        self.lock = 0
-        self.hits = 0
-        self.priority = 0
-        self.is_lossy: bool = parent is not None and parent.is_lossy
-        self.last_access = 0
-        self.last_use = _NO_FENCE
-        self.last_stream = _NO_FENCE
-        self.block_keys: np.ndarray | None = None
-        self.stored: np.ndarray | None = None
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.key)
-
-    def __repr__(self) -> str:
-        where = "+".join(t.name.lower() for t in _TIERS if self.frames[t] is not None)
-        return f"Node({self.id}, {len(self.key)} tokens, {where or 'nowhere'}, lock {self.lock})"
-
-
-class Root(Node):
-    __slots__ = ("namespace",)
-
-    def __init__(self, namespace: str) -> None:
-        super().__init__(-1, np.empty(0, np.int32), None)
-        self.namespace = namespace
-
-
-def is_fetching(node: Node) -> bool:
-    """Whether storage is bringing it to the host."""
-    ticket = node.tickets[_HOST]
-    return ticket is not None and ticket.link == FETCH
-
-
-@dataclass(frozen=True)
-class MatchResult:
-    """path: nodes from the root down, the last one matched for last_len tokens. device_len, peer_len, total_len:
-    tokens found on the device; on the device or a peer; on these or the host. Multiples of the page size."""
-
-    namespace: str
-    path: tuple[Node, ...]
-    last_len: int
-    device_len: int
-    peer_len: int
-    total_len: int
-
-
-@dataclass(frozen=True)
-class Receipt:
-    """A lock on the path that ends with `node`."""
-
-    node: Node
-
-
-@dataclass(frozen=True)
-class InsertResult:
-    """end: tokens taken over, counted from the start of the published run; fewer than offered when a node is FILLING.
-    frames: the tree's frames for those tokens. duplicates: offered frames that the tree did not need."""
-
-    node: Node
-    end: int
-    frames: np.ndarray
-    duplicates: np.ndarray
-    created: tuple[Node, ...]
-
-
-@dataclass
-class Dropped:
-    """Frames that left the tree: cached ones with the fence after which they may be reused, and filling ones with
-    the operation that still writes them. elsewhere: their nodes that stay in the tree, on another tier."""
-
-    cached: list[tuple[np.ndarray, int]] = field(default_factory=list)
-    filling: list[tuple[np.ndarray, Ticket]] = field(default_factory=list)
-    elsewhere: list[Node] = field(default_factory=list)
-
-
-def _least_recent(node: Node) -> tuple[int, int]:
-    return node.last_access, 0
-
-
-def _least_frequent(node: Node) -> tuple[int, int]:
-    return node.hits, node.last_access
-
-
-def _least_important(node: Node) -> tuple[int, int]:
-    return node.priority, node.last_access
-
-
-# What goes first: the smallest.
-EVICTION_POLICIES = {"lru": _least_recent, "lfu": _least_frequent, "priority": _least_important}
 
 
 class HiRadixTree:
-    """eviction_policy: lru gives up what was not used for longest, lfu what the fewest requests have used, priority
-    what only requests of low priority have used. block_keys: how blocks are named, None while there is no storage."""
+    """eviction_policy: of `EVICTION_POLICIES`. block_keys: how blocks are named, None while there is no storage."""
 
     def __init__(self, page_size: int, eviction_policy: str = "lru", block_keys: BlockKeys | None = None) -> None:
-        if page_size < 1:
-            raise ValueError(f"page size must be at least 1, got {page_size}")
         self.page_size = page_size
-        self.block_keys = block_keys
+        self.page_key = page_key_of(page_size)
+        self.names = BlockNames(block_keys)
         # What requests are about to compute.
         self.claims = TransientNodes(page_size)
         self.roots: dict[str, Root] = {}
         self.num_nodes = 0
         self._next_id = 0
         self._by_ticket: dict[Ticket, list[Node]] = {}
-        self._evictable = [0] * len(_TIERS)
-        self._resident = [0] * len(_TIERS)
-        self._rank = EVICTION_POLICIES[eviction_policy]
+        self._evictable = [0] * NUM_TIERS
+        self._resident = [0] * NUM_TIERS
+        self._rank: Callable[[Node], Rank] = EVICTION_POLICIES[eviction_policy]
         self._changed: Callable[[Node], None] = lambda node: None
-        self._grown: Callable[[int | str, int | bytes], None] = lambda parent, page: None
-        self._heaps: list[list[tuple[tuple[int, ...], int, Node]]] = [[] for _ in _TIERS]
+        self._grown: Callable[[int | str, PageKey], None] = lambda parent, page: None
+        self._heaps = [
+            EvictionHeap(partial(self._is_evictable_leaf, tier=t), partial(self._rank_on, tier=t))
+            for t in FRAME_TIERS
+        ]
 
-    def watch(self, changed: Callable[[Node], None], grown: Callable[[int | str, int | bytes], None]) -> None:
+    def watch(self, changed: Callable[[Node], None], grown: Callable[[int | str, PageKey], None]) -> None:
         """Have every change told that could make a match come out differently. changed: a node got or lost a tier,
         was cut or merged. grown: a node, named by its id, or the root of a namespace got a child that begins with the
         page."""
@@ -239,7 +108,7 @@ class HiRadixTree:
                 on_device = False
                 is_near = is_near and source == _PEER
             key = child.key
-            last_len = self._common(key, tokens, pos, end)
+            last_len = common_len(key, tokens, pos, end, page)
             path.append(child)
             pos += last_len
             if on_device:
@@ -304,9 +173,9 @@ class HiRadixTree:
 
     # -- locks --------------------------------------------------------------------------------------------------
 
-    def lock(self, match: MatchResult, now: int) -> Receipt:
+    def lock(self, match: MatchResult, launch: LaunchSeq) -> Receipt:
         """Lock the matched path, splitting its last node if it matched in part."""
-        return self.lock_node(self._end_of(match), now)
+        return self.lock_node(self._end_of(match), launch)
 
     def count_use(self, node: Node, priority: int = 0, num_uses: int = 1) -> None:
         """A request uses the path to `node`: eviction and writing may go by that. num_uses: 0 for a request that
@@ -318,23 +187,23 @@ class HiRadixTree:
                 step.priority = priority
             step = step.parent
 
-    def lock_node(self, node: Node, now: int) -> Receipt:
+    def lock_node(self, node: Node, launch: LaunchSeq) -> Receipt:
         step: Node | None = node
         while step is not None:
             if step.lock == 0:
                 self._evictable[_DEVICE] -= self._evictable_pages(step, _DEVICE)
             step.lock += 1
-            step.last_access = now
+            step.last_access = launch
             step = step.parent
         return Receipt(node)
 
-    def unlock(self, receipt: Receipt, now: int, fence: int) -> None:
+    def unlock(self, receipt: Receipt, launch: LaunchSeq, fence: LaunchSeq) -> None:
         """Release exactly what the receipt's lock took. fence: the last launch that may read the path."""
         step: Node | None = receipt.node
         while step is not None:
             assert step.lock > 0, f"{step} is not locked"
             step.lock -= 1
-            step.last_access = now
+            step.last_access = launch
             if fence > step.last_use:
                 step.last_use = fence
             if step.lock == 0:
@@ -356,8 +225,8 @@ class HiRadixTree:
         below: Node | None,
         tokens: np.ndarray,
         frames: np.ndarray,
-        fence: int,
-        now: int,
+        fence: LaunchSeq,
+        launch: LaunchSeq,
         priority: int = 0,
     ) -> InsertResult:
         """Enter device pages that launch `fence` writes, below the node where their prefix ends (None: the root).
@@ -377,7 +246,7 @@ class HiRadixTree:
             if child is None:
                 child = self._new_node(tokens[pos:], node)
                 self._set_frames(child, Tier.DEVICE, frames[pos // page :], None, fence)
-                child.last_access = now
+                child.last_access = launch
                 child.hits = 1
                 child.priority = priority
                 self._offer(child, Tier.DEVICE)
@@ -387,22 +256,22 @@ class HiRadixTree:
                 break
             if child.tickets[Tier.DEVICE] is not None:
                 break
-            common = self._common(child.key, tokens, pos, len(tokens))
+            common = common_len(child.key, tokens, pos, len(tokens), page)
             if common < len(child.key):
-                child = self._split(child, common)
+                child = self.split(child, common)
             offered = frames[pos // page : (pos + common) // page]
             mine = child.frames[Tier.DEVICE]
             if mine is None:
                 self._set_frames(child, Tier.DEVICE, offered, None, fence)
                 # If it was locked as the source of a load, it need not stay on the host any more.
-                for tier in _TIERS:
+                for tier in FRAME_TIERS:
                     self._offer(child, tier)
                 taken.append(offered)
                 created.append(child)
             else:
                 taken.append(mine)
                 duplicates.append(offered)
-            child.last_access = now
+            child.last_access = launch
             if priority > child.priority:
                 child.priority = priority
             node = child
@@ -427,98 +296,67 @@ class HiRadixTree:
         assert pos == len(frames)
         self._by_ticket[ticket] = list(nodes)
 
-    def split(self, node: Node, num_tokens: int) -> Node:
-        """Cut a node behind its first num_tokens, whole pages and not all. Returns the new upper part."""
-        return self._split(node, num_tokens)
-
     def child_on(self, node: Node, tokens: np.ndarray) -> Node | None:
         """The child that begins with the first page of tokens (int32, whole pages), split where they part."""
         child = node.children.get(self.page_key(tokens, 0))
         if child is None:
             return None
-        common = self._common(child.key, tokens, 0, len(tokens))
-        return self._split(child, common) if common < len(child.key) else child
+        common = common_len(child.key, tokens, 0, len(tokens), self.page_size)
+        return self.split(child, common) if common < len(child.key) else child
 
-    def begin_spill(
-        self,
-        below: Node,
-        tokens: np.ndarray,
-        frames: np.ndarray,
-        ticket: Ticket,
-        fence: int,
-        now: int,
-        priority: int = 0,
-    ) -> Node:
-        """Enter pages that a request computed on the device, in host frames that the operation will fill; the device
-        frames stay the request's own. For prefixes that the device has no room for.
+    def put_run(self, below: Node, run: FilledRun, tier: Tier, launch: LaunchSeq) -> Node:
+        """Enter a run of tokens on a tier other than the device, in frames that an operation will fill. Returns its
+        node.
 
-        below: where they begin; it is on the host, or its backup is on the way. tokens: int32, whole pages; a child
-        that begins with them has all of them, and is not on the host. frames: one per page. fence: the launch that
-        computes the last of them.
+        below: where the run begins; it is on the tier, or on its way there. A child that begins with the run's tokens
+        has all of them, and is not on the tier.
         """
-        assert below.parent is None or below.frames[_HOST] is not None, f"{below} is not on the host"
-        node = self.child_on(below, tokens)
+        assert below.parent is None or below.frames[tier] is not None, f"{below} is not on the {tier.name.lower()}"
+        node = self.child_on(below, run.tokens)
         if node is None:
-            node = self._new_node(tokens, below)
+            node = self._new_node(run.tokens, below)
             node.hits = 1
-            node.priority = priority
-        assert len(node.key) == len(tokens) and node.frames[_HOST] is None
-        self._set_frames(node, Tier.HOST, frames, ticket, fence)
-        node.last_access = now
-        self._by_ticket[ticket] = [node]
+            node.priority = run.priority
+        assert len(node.key) == len(run.tokens) and node.frames[tier] is None
+        self._set_frames(node, tier, run.frames, run.ticket, run.fence)
+        node.last_access = launch
+        self._by_ticket[run.ticket] = [node]
         return node
 
-    def take_back(self, node: Node) -> tuple[np.ndarray, Dropped]:
-        """Take a node that nobody locks off the device, whose frames its caller keeps, and with it what is below.
-        Returns the node's frames, and what was below it."""
+    def take_off(self, node: Node, tier: Tier, num_tokens: int) -> tuple[Dropped, Dropped]:
+        """Take the last num_tokens of a node off a tier, and what is below them there. Returns what was below, and
+        the node's own. Unlike `drop`, the node itself may be locked: its user reads another tier's copy from now
+        on."""
+        if num_tokens < len(node.key):
+            self.split(node, len(node.key) - num_tokens)
         below, own = Dropped(), Dropped()
         for child in list(node.children.values()):
-            self._drop(child, Tier.DEVICE, below)
-        self._drop(node, Tier.DEVICE, own)
-        ((frames, _),) = own.cached
-        return frames, below
+            self._drop(child, tier, below)
+        self._take_frames(node, tier, own)
+        return below, own
 
-    def demote(self, node: Node, num_tokens: int, last_launch: int) -> Dropped:
-        """Take the last num_tokens of a locked node off the device, and what is below them: its only user reads the
-        host's copy from now on, through the layer stream cache. Launches up to last_launch may read them still."""
-        assert node.lock == 1 and node.frames[_HOST] is not None and node.tickets[_HOST] is None
-        if num_tokens < len(node.key):
-            self._split(node, len(node.key) - num_tokens)
-        dropped = Dropped()
-        for child in list(node.children.values()):
-            self._drop(child, Tier.DEVICE, dropped)
-        node.last_use = last_launch
-        self._take_frames(node, Tier.DEVICE, dropped)
-        return dropped
+    @staticmethod
+    def note_read(node: Node, launch: LaunchSeq) -> None:
+        """Launches up to this one may read the node's device frames."""
+        node.last_use = launch
 
     def begin_fetch(
-        self,
-        match: MatchResult,
-        tokens: np.ndarray,
-        frames: np.ndarray,
-        block_keys: np.ndarray,
-        ticket: Ticket,
-        now: int,
-        is_lossy: bool = False,
+        self, match: MatchResult, run: FilledRun, block_keys: np.ndarray, launch: LaunchSeq, is_lossy: bool
     ) -> Node:
         """Enter what storage has below a match (made with `fetching`), in host frames that the operation will fill.
 
-        tokens: int32, whole pages up to the end of a block; frames: one per page; block_keys: of the blocks that end
-        in them. The end of the match is on the host, or the root.
+        run: its tokens end with a block. block_keys: of the blocks that end in it. The end of the match is on the
+        host, or the root; nothing continues it with the run's tokens.
         """
         parent = self._end_of(match)
-        assert parent.parent is None or parent.frames[_HOST] is not None, f"{parent} is not on the host"
-        assert self.page_key(tokens, 0) not in parent.children
-        node = self._new_node(tokens, parent)
-        self._set_frames(node, Tier.HOST, frames, ticket, _NO_FENCE)
-        node.last_access = now
+        assert self.page_key(run.tokens, 0) not in parent.children
+        node = self.put_run(parent, run, Tier.HOST, launch)
+        # No request has computed it.
+        node.hits = 0
         if parent.parent is not None:
             node.priority = min(node.priority, parent.priority)
-        node.block_keys = block_keys
-        node.stored = np.ones(len(block_keys), np.bool_)
+        self.names.name_fetched(node, block_keys)
         node.is_lossy |= is_lossy
-        assert len(block_keys) == self._num_blocks(node)
-        self._by_ticket[ticket] = [node]
         return node
 
     def cut(self, ticket: Ticket, tier: Tier, end: int) -> Dropped:
@@ -528,7 +366,7 @@ class HiRadixTree:
             if node.frames[tier] is None or node.end <= end:
                 continue
             if node.start < end:
-                self._split(node, end - node.start)
+                self.split(node, end - node.start)
             self._drop(node, tier, dropped)
         return dropped
 
@@ -539,7 +377,7 @@ class HiRadixTree:
             self._changed(node)
             node.tickets[tier] = None
             self._evictable[tier] += self._evictable_pages(node, tier)
-            for t in _TIERS:
+            for t in FRAME_TIERS:
                 self._offer(node, t)
         return nodes
 
@@ -550,81 +388,21 @@ class HiRadixTree:
         while stack:
             node = stack.pop()
             assert node.lock == 0, f"{node} is retired, and in use"
-            node.last_access, node.hits, node.priority = _NO_FENCE, 0, _RETIRED_PRIORITY
+            node.last_access, node.hits, node.priority = NO_LAUNCH, 0, RETIRED_PRIORITY
             stack.extend(node.children.values())
-            for tier in _TIERS:
+            for tier in FRAME_TIERS:
                 self._offer(node, tier)
 
-    # -- blocks, as storage names them ------------------------------------------------------------------------------
-
-    def name_blocks(self, node: Node) -> None:
-        """Give the nodes on the path to `node` the keys of their blocks, where they have none yet."""
-        names = self.block_keys
-        assert names is not None
-        path = self.path_of(node)
-        first = next((i for i, n in enumerate(path) if n.block_keys is None), len(path))
-        if first == len(path):
-            return
-        root = path[0].parent
-        assert isinstance(root, Root)
-        last, tail, lacking = names.root(root.namespace), path[0].key[:0], path[first].start % names.block_tokens
-        for above in path[:first]:
-            if above.block_keys is not None and len(above.block_keys):
-                last = above.block_keys[-1].tobytes()
-        # The tokens since the last border of a block.
-        for above in reversed(path[:first]):
-            if len(tail) >= lacking:
-                break
-            tail = np.concatenate((above.key, tail))
-        tail = tail[len(tail) - lacking :]
-        for each in path[first:]:
-            run = np.concatenate((tail, each.key)) if len(tail) else each.key
-            if each.block_keys is None:
-                each.block_keys = names.chain(last, run)
-                each.stored = np.zeros(len(each.block_keys), np.bool_)
-            if len(each.block_keys):
-                last = each.block_keys[-1].tobytes()
-            tail = run[len(run) - each.end % names.block_tokens :]
-
-    @staticmethod
-    def mark_stored(path: list[Node], num_blocks: int) -> None:
-        """The first blocks of these nodes, which follow each other and have their names, are believed stored."""
-        for node in path:
-            assert node.stored is not None
-            node.stored[: max(0, num_blocks)] = True
-            num_blocks -= len(node.stored)
-
-    @staticmethod
-    def forget_stored(node: Node) -> None:
-        """Nothing of the node is believed stored."""
-        if node.stored is not None:
-            node.stored[:] = False
+    def rename_blocks(self, block_keys: BlockKeys | None) -> None:
+        """Another storage, or none: forget all names of blocks and what was stored."""
+        self.names.rename(block_keys, self.walk())
 
     @staticmethod
     def note_stream(node: Node, launch: LaunchSeq) -> None:
         """The launch reads the node's frames below the device through the layer stream cache."""
         node.last_stream = launch
 
-    def rename_blocks(self, block_keys: BlockKeys | None) -> None:
-        """Another storage, or none: forget all names and what was stored."""
-        self.block_keys = block_keys
-        for node in self.walk():
-            node.block_keys = node.stored = None
-
-    def path_of(self, node: Node) -> list[Node]:
-        """Top first, without the root."""
-        path = []
-        while node.parent is not None:
-            path.append(node)
-            node = node.parent
-        return path[::-1]
-
-    def root_of(self, node: Node) -> Root:
-        while node.parent is not None:
-            node = node.parent
-        assert isinstance(node, Root)
-        return node
-
+    path_of, root_of = staticmethod(path_of), staticmethod(root_of)
     # -- shrinking ----------------------------------------------------------------------------------------------
 
     def evict(
@@ -646,26 +424,18 @@ class HiRadixTree:
             kept.add(step.id)
             step = step.parent
         put_back = []
-        while num_pages > 0 and self._heaps[tier]:
-            entry = heapq.heappop(self._heaps[tier])
-            node = entry[2]
-            if not self._is_evictable_leaf(node, tier):
-                continue
-            if entry[0] != (rank := self._rank_on(node, tier)):
-                heapq.heappush(self._heaps[tier], (rank, node.id, node))
-                continue
+        while num_pages > 0 and (node := self._heaps[tier].pop()) is not None:
             if node.id in kept:
-                put_back.append(entry)
+                put_back.append(node)
                 continue
             n = len(node.key) // self.page_size
             if n > num_pages:
-                self._split(node, (n - num_pages) * self.page_size)
+                self.split(node, (n - num_pages) * self.page_size)
                 n = num_pages
             num_pages -= n
             before(node)
             self._take_frames(node, tier, dropped)
-        for entry in put_back:
-            heapq.heappush(self._heaps[tier], entry)
+        self._heaps[tier].put_back(put_back)
         return dropped
 
     def drop(self, node: Node, tier: Tier) -> Dropped:
@@ -704,7 +474,7 @@ class HiRadixTree:
                 or upper.lock != node.lock
                 or upper.is_lossy != node.is_lossy
                 or not self._is_settled(upper, done)
-                or any((upper.frames[t] is None) != (node.frames[t] is None) for t in _TIERS)
+                or any((upper.frames[t] is None) != (node.frames[t] is None) for t in FRAME_TIERS)
                 or (upper.block_keys is None) != (node.block_keys is None)
             ):
                 break
@@ -715,19 +485,14 @@ class HiRadixTree:
         top = chain[0]
         assert top.parent is not None
         first_key = self.page_key(top.key, 0)
-        node.key = _join_keys([n.key for n in chain])
-        for tier in _TIERS:
+        node.key = join_keys([n.key for n in chain])
+        for tier in FRAME_TIERS:
             if node.frames[tier] is not None:
                 node.frames[tier] = np.concatenate([n.frames[tier] for n in chain])  # type: ignore[misc]
             node.fences[tier] = max(n.fences[tier] for n in chain)
-        node.last_use = max(n.last_use for n in chain)
-        node.last_stream = max(n.last_stream for n in chain)
-        node.last_access = max(n.last_access for n in chain)
-        node.hits = max(n.hits for n in chain)
-        node.priority = max(n.priority for n in chain)
-        if node.block_keys is not None:
-            node.block_keys = np.concatenate([n.block_keys for n in chain])  # type: ignore[misc]
-            node.stored = np.concatenate([n.stored for n in chain])  # type: ignore[misc]
+        for name in ("last_use", "last_stream", "last_access", "hits", "priority"):
+            setattr(node, name, max(getattr(n, name) for n in chain))
+        self.names.join(chain)
         node.start = top.start
         node.parent = top.parent
         top.parent.children[first_key] = node
@@ -736,7 +501,7 @@ class HiRadixTree:
             self._changed(gone)
             gone.parent = None
             gone.children = {}
-            gone.frames = [None] * len(_TIERS)
+            gone.frames = [None] * NUM_TIERS
             self.num_nodes -= 1
 
     def check_locks(self, receipts: Iterable[Receipt]) -> None:
@@ -749,7 +514,7 @@ class HiRadixTree:
     # -- invariants ---------------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
-        evictable, resident = [0] * len(_TIERS), [0] * len(_TIERS)
+        evictable, resident = [0] * NUM_TIERS, [0] * NUM_TIERS
         num_nodes = 0
         filling: dict[Ticket, set[int]] = {}
         for node in self.walk():
@@ -760,14 +525,13 @@ class HiRadixTree:
             assert len(node.key) > 0 and len(node.key) % self.page_size == 0
             assert node.is_lossy or not parent.is_lossy, f"{node} is computed from lossy KV and does not say so"
             assert node.start == parent.end, f"{node} starts at {node.start}, its parent ends at {parent.end}"
-            if node.block_keys is not None:
-                assert node.stored is not None and len(node.block_keys) == len(node.stored) == self._num_blocks(node)
+            self.names.check(node)
             assert any(f is not None for f in node.frames), f"{node} is on no tier"
             assert node.lock >= sum(c.lock for c in node.children.values())
             assert parent.parent is None or node.priority <= parent.priority, f"{node} matters more than its prefix"
             is_there = node.frames[Tier.DEVICE] is not None or node.frames[Tier.HOST] is not None
             assert node.lock == 0 or is_there, f"{node} is locked and neither on the device nor on the host"
-            for tier in _TIERS:
+            for tier in FRAME_TIERS:
                 frames, ticket = node.frames[tier], node.tickets[tier]
                 count = sum(c.frames[tier] is not None for c in node.children.values())
                 assert count == node.num_resident_children[tier]
@@ -784,48 +548,28 @@ class HiRadixTree:
         assert evictable == self._evictable, f"evictable {self._evictable}, by walk {evictable}"
         listed = {t: {n.id for n in nodes} for t, nodes in self._by_ticket.items()}
         assert filling == listed, "tickets on nodes differ from the register"
-        for tier in _TIERS:
-            offered = {n.id for _, _, n in self._heaps[tier]}
+        self._check_candidates()
+
+    def _check_candidates(self) -> None:
+        for tier in FRAME_TIERS:
+            ranks = self._heaps[tier].ranks()
             for node in self.walk():
-                assert not self._is_evictable_leaf(node, tier) or node.id in offered, f"{node} can never be evicted"
-        first = {n.id for rank, _, n in self._heaps[_PEER] if rank[0] == 0}
-        for node in self.walk():
-            if self._is_evictable_leaf(node, _PEER) and self._rank_on(node, _PEER)[0] == 0:
-                assert node.id in first, f"{node} is on the device, and leaves the peer as if it were not"
+                if not self._is_evictable_leaf(node, tier):
+                    continue
+                assert node.id in ranks, f"{node} can never be evicted"
+                goes_first = tier == Tier.PEER and self._rank_on(node, tier)[0] == 0
+                assert not goes_first or any(rank[0] == 0 for rank in ranks[node.id]), (
+                    f"{node} is on the device, and leaves the peer as if it were not"
+                )
 
     # -- inside -------------------------------------------------------------------------------------------------
-
-    def page_key(self, tokens: np.ndarray, pos: int) -> int | bytes:
-        if self.page_size == 1:
-            return tokens.item(pos)
-        return tokens[pos : pos + self.page_size].tobytes()
-
-    def _common(self, key: np.ndarray, tokens: np.ndarray, pos: int, end: int) -> int:
-        """Length of the prefix that key and tokens[pos:end] share, in whole pages; at least one page, as the caller
-        found `key` by its first."""
-        n = len(key)
-        if n > end - pos:
-            n = end - pos
-            key = key[:n]
-        part = tokens[pos : pos + n]
-        # All but the last node of a path match as a whole: for short ones bytes tell that three times as fast.
-        if n <= _COMPARE_AS_BYTES and key.tobytes() == part.tobytes():
-            return n
-        differs = key != part
-        first = int(differs.argmax())
-        return first - first % self.page_size if differs[first] else n
 
     def _end_of(self, match: MatchResult) -> Node:
         """The node that the match ends with, split if it matched in part."""
         if not match.path:
             return self._root(match.namespace)
         node = match.path[-1]
-        return self._split(node, match.last_len) if match.last_len < len(node.key) else node
-
-    def _num_blocks(self, node: Node) -> int:
-        assert self.block_keys is not None
-        size = self.block_keys.block_tokens
-        return node.end // size - node.start // size
+        return self.split(node, match.last_len) if match.last_len < len(node.key) else node
 
     def _root(self, namespace: str) -> Node:
         root = self.roots.get(namespace)
@@ -839,7 +583,7 @@ class HiRadixTree:
             del self.roots[node.namespace]
 
     def _new_node(self, key: np.ndarray, parent: Node) -> Node:
-        node = Node(self._next_id, _trimmed(key), parent)
+        node = Node(self._next_id, trimmed(key), parent)
         self._next_id += 1
         self.num_nodes += 1
         first_page = self.page_key(key, 0)
@@ -847,34 +591,27 @@ class HiRadixTree:
         self._grown(parent.namespace if isinstance(parent, Root) else parent.id, first_page)
         return node
 
-    def _split(self, node: Node, num_tokens: int) -> Node:
+    def split(self, node: Node, num_tokens: int) -> Node:
+        """Cut a node behind its first num_tokens, whole pages and not all. Returns the new upper part."""
         assert 0 < num_tokens < len(node.key) and num_tokens % self.page_size == 0
         parent = node.parent
         assert parent is not None
         self._changed(node)
         upper = self._new_node(node.key[:num_tokens], parent)
         num_pages = num_tokens // self.page_size
-        if node.block_keys is not None and node.stored is not None:
-            n = self._num_blocks(upper)
-            upper.block_keys, node.block_keys = node.block_keys[:n], node.block_keys[n:]
-            upper.stored, node.stored = node.stored[:n].copy(), node.stored[n:].copy()
-        node.key = _trimmed(node.key[num_tokens:])
+        second_page = self.page_key(node.key, num_tokens)
+        put_above(node, upper, self.page_key(upper.key, 0), second_page)
+        self.names.split(upper, node)
+        node.key = trimmed(node.key[num_tokens:])
         node.start = upper.end
-        node.parent = upper
-        upper.children[self.page_key(node.key, 0)] = node
-        upper.lock = node.lock
-        upper.hits = node.hits
-        upper.priority = node.priority
-        upper.is_lossy = node.is_lossy
-        upper.last_access = node.last_access
-        upper.last_use = node.last_use
-        upper.last_stream = node.last_stream
-        for tier in _TIERS:
+        for name in _ALIKE_IN_BOTH_HALVES:
+            setattr(upper, name, getattr(node, name))
+        for tier in FRAME_TIERS:
             frames = node.frames[tier]
             if frames is None:
                 continue
-            upper.frames[tier] = _trimmed(frames[:num_pages])
-            node.frames[tier] = _trimmed(frames[num_pages:])
+            upper.frames[tier] = trimmed(frames[:num_pages])
+            node.frames[tier] = trimmed(frames[num_pages:])
             upper.fences[tier] = node.fences[tier]
             upper.num_resident_children[tier] = 1
             ticket = upper.tickets[tier] = node.tickets[tier]
@@ -882,10 +619,12 @@ class HiRadixTree:
                 self._by_ticket[ticket].append(upper)
         return upper
 
-    def _set_frames(self, node: Node, tier: Tier, frames: np.ndarray, ticket: Ticket | None, fence: int) -> None:
+    def _set_frames(
+        self, node: Node, tier: Tier, frames: np.ndarray, ticket: Ticket | None, fence: LaunchSeq
+    ) -> None:
         assert node.parent is not None
         self._changed(node)
-        node.frames[tier] = _trimmed(frames)
+        node.frames[tier] = trimmed(frames)
         node.tickets[tier] = ticket
         node.fences[tier] = fence
         node.parent.num_resident_children[tier] += 1
@@ -918,7 +657,7 @@ class HiRadixTree:
             self._prune(parent)
         else:
             dropped.elsewhere.append(node)
-            for t in _TIERS:
+            for t in FRAME_TIERS:
                 self._offer(node, t)
         self._offer(parent, tier)
 
@@ -950,38 +689,12 @@ class HiRadixTree:
         rank = self._rank(node)
         if tier != _PEER:
             return rank
-        return int(node.frames[_DEVICE] is None and node.priority != _RETIRED_PRIORITY), *rank
+        return int(node.frames[_DEVICE] is None and node.priority != RETIRED_PRIORITY), *rank
 
     def _offer(self, node: Node, tier: int) -> None:
-        """Enter a node among the candidates for eviction, if it is one. Entries go stale freely; `evict` checks. But
-        whoever makes a rank fall offers the node again, else `evict` comes to it too late."""
-        if not self._is_evictable_leaf(node, tier):
-            return
-        heap = self._heaps[tier]
-        heapq.heappush(heap, (self._rank_on(node, tier), node.id, node))
-        if len(heap) > 64 + 4 * self.num_nodes:
-            best = {n.id: n for _, _, n in heap if self._is_evictable_leaf(n, tier)}
-            self._heaps[tier] = [(self._rank_on(n, tier), n.id, n) for n in best.values()]
-            heapq.heapify(self._heaps[tier])
+        """Enter a node among the candidates for eviction, if it is one; also when its rank has fallen."""
+        if self._is_evictable_leaf(node, tier):
+            self._heaps[tier].offer(node, self.num_nodes)
 
     def _is_settled(self, node: Node, done: int) -> bool:
         return all(t is None for t in node.tickets) and all(f < done for f in node.fences)
-
-
-def _trimmed(array: np.ndarray) -> np.ndarray:
-    """A copy if the array is a small part of one that it would keep alive."""
-    base = array.base
-    if isinstance(base, np.ndarray) and base.nbytes > _KEPT_FOR_NOTHING + 4 * array.nbytes:
-        return array.copy()
-    return array
-
-
-def _join_keys(keys: list[np.ndarray]) -> np.ndarray:
-    """Concatenate; without a copy where the keys are neighbours in one array, as chunks of one request are."""
-    base = keys[0].base
-    if isinstance(base, np.ndarray) and base.ndim == 1 and all(k.base is base for k in keys):
-        size = keys[0].itemsize
-        starts = [(k.ctypes.data - base.ctypes.data) // size for k in keys]
-        if all(s + len(k) == t for s, k, t in zip(starts, keys, starts[1:])):
-            return base[starts[0] : starts[-1] + len(keys[-1])]
-    return np.concatenate(keys)

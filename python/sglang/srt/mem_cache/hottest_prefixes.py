@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from sglang.srt.mem_cache.block_keys import BlockKeys, is_private
-from sglang.srt.mem_cache.hiradix_tree import HiRadixTree, Node, Root
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
+from sglang.srt.mem_cache.node import Node, Root
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, TIER_NAMES
 
 # Below this part of the hits at the top of a chain, a node is a prefix of its own.
@@ -87,7 +88,7 @@ class HottestPrefixes:
 
     def table(self, now: int) -> list[dict[str, Any]]:
         """now: the next launch. What the fields mean: docs/reference/state.md, /hicache/state."""
-        names = self.tree.block_keys or self._own_names
+        names = self.tree.names.keys or self._own_names
         if names is not self._names:
             self._names, self._given = names, {}
         nodes = hottest(self.tree, self.num_prefixes)
@@ -95,7 +96,7 @@ class HottestPrefixes:
         return [self._entry(node, now) for node in nodes]
 
     def _entry(self, node: Node, now: int) -> dict[str, Any]:
-        names, storage = self._names, self.tree.block_keys is not None
+        names, storage = self._names, self.tree.names.keys is not None
         tokens = {TIER_NAMES[tier]: 0 for tier in FRAME_TIERS} | ({"storage": 0} if storage else {})
         last_access, step = node.last_access, node
         while step.parent is not None:

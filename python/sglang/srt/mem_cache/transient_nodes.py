@@ -21,6 +21,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from sglang.srt.mem_cache.radix import PageKey, common_len, page_key_of, put_above
+
 
 class Claim:
     """A request's claim on its prompt. order: of arrival. node: where it ends; None if it has no whole page."""
@@ -47,7 +49,7 @@ class TransientNode:
         self.end = end
         self.spelt_by = spelt_by
         self.parent = parent
-        self.children: dict[int | bytes, TransientNode] = {}
+        self.children: dict[PageKey, TransientNode] = {}
         self.queued: list[tuple[int, Claim]] = []
         self.in_flight: list[tuple[int, Claim]] = []
 
@@ -65,9 +67,8 @@ class TransientNodes:
     """tokens_in_queue, tokens_in_flight: of the nodes, by the mark of whom they belong to."""
 
     def __init__(self, page_size: int) -> None:
-        if page_size < 1:
-            raise ValueError(f"page size must be at least 1, got {page_size}")
         self.page_size = page_size
+        self._page_key = page_key_of(page_size)
         self.tokens_in_queue = 0
         self.tokens_in_flight = 0
         self._claims: dict[str, Claim] = {}
@@ -99,7 +100,7 @@ class TransientNodes:
                 child = node.children[page] = TransientNode(pos, end, claim, node)
                 self.tokens_in_queue += end - pos
             else:
-                common = self._common(child.key, tokens[pos:end])
+                common = common_len(child.key, tokens, pos, end, self.page_size)
                 if pos + common < child.end:
                     child = self._split(child, pos + common)
             insort(child.queued, (order, claim))
@@ -190,16 +191,6 @@ class TransientNodes:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _page_key(self, tokens: np.ndarray, pos: int) -> int | bytes:
-        return tokens.item(pos) if self.page_size == 1 else tokens[pos : pos + self.page_size].tobytes()
-
-    def _common(self, a: np.ndarray, b: np.ndarray) -> int:
-        """How many tokens they share, in whole pages."""
-        n = min(len(a), len(b))
-        differs = a[:n] != b[:n]
-        first = int(differs.argmax())
-        return first - first % self.page_size if differs[first] else n
-
     def _mark_in_flight(self, claim: Claim) -> None:
         claim_at = (claim.order, claim)
         for node in _path(claim):
@@ -226,10 +217,9 @@ class TransientNodes:
         upper = TransientNode(node.start, at, node.spelt_by, node.parent)
         upper.queued = node.queued.copy()
         upper.in_flight = node.in_flight.copy()
-        node.parent.children[self._page_key(node.key, 0)] = upper
+        first_page = self._page_key(node.key, 0)
         node.start = at
-        node.parent = upper
-        upper.children[self._page_key(node.key, 0)] = node
+        put_above(node, upper, first_page, self._page_key(node.key, 0))
         return upper
 
     def _merge(self, upper: TransientNode) -> None:

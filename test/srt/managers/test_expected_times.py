@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from sglang.srt.managers.forecast import Forecast
+from sglang.srt.managers.expected_times import Forecast
 
 
 def test_operations_follow_each_other() -> None:

@@ -1,0 +1,111 @@
+"""`BlockNames`: the names of the blocks that nodes hold, and which of them storage is believed to have.
+
+Owns the fields `block_keys` and `stored` of the nodes. Never reads storage. A block belongs to the node that holds
+its last token, so that a split divides names and never makes new ones:
+
+    blocks        |   0   |   1   |   2   |          block_tokens 4, page size 1
+    before        [ node: a b c d e f g h i j ]      keys 0 1
+    after         [ upper: a b c d e ][ f g h i j ]  keys 0 | 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from sglang.srt.mem_cache.block_keys import BlockKeys
+from sglang.srt.mem_cache.node import Node, path_of, root_of
+
+
+class BlockNames:
+    """keys: how blocks are named; None while there is no storage, and no node has names."""
+
+    def __init__(self, keys: BlockKeys | None) -> None:
+        self.keys = keys
+
+    def num_blocks(self, node: Node) -> int:
+        """Blocks whose last token the node holds."""
+        assert self.keys is not None
+        size = self.keys.block_tokens
+        return node.end // size - node.start // size
+
+    # -- naming -------------------------------------------------------------------------------------------------
+
+    def rename(self, keys: BlockKeys | None, nodes: Iterable[Node]) -> None:
+        """Another storage, or none: forget all names and what was stored. nodes: all of the tree."""
+        self.keys = keys
+        for node in nodes:
+            node.block_keys = node.stored = None
+
+    def name_path(self, end: Node) -> None:
+        """Give the nodes on the path to `end` the keys of their blocks, where they have none yet."""
+        names = self.keys
+        assert names is not None
+        path = path_of(end)
+        first = next((i for i, n in enumerate(path) if n.block_keys is None), len(path))
+        if first == len(path):
+            return
+        last, tail = names.root(root_of(end).namespace), path[0].key[:0]
+        lacking = path[first].start % names.block_tokens
+        for above in path[:first]:
+            if above.block_keys is not None and len(above.block_keys):
+                last = above.block_keys[-1].tobytes()
+        # The tokens since the last border of a block.
+        for above in reversed(path[:first]):
+            if len(tail) >= lacking:
+                break
+            tail = np.concatenate((above.key, tail))
+        tail = tail[len(tail) - lacking :]
+        for each in path[first:]:
+            run = np.concatenate((tail, each.key)) if len(tail) else each.key
+            if each.block_keys is None:
+                each.block_keys = names.chain(last, run)
+                each.stored = np.zeros(len(each.block_keys), np.bool_)
+            if len(each.block_keys):
+                last = each.block_keys[-1].tobytes()
+            tail = run[len(run) - each.end % names.block_tokens :]
+
+    def name_fetched(self, node: Node, block_keys: np.ndarray) -> None:
+        """A new node holds what storage has under these names."""
+        assert len(block_keys) == self.num_blocks(node)
+        node.block_keys = block_keys
+        node.stored = np.ones(len(block_keys), np.bool_)
+
+    # -- what is stored -----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def mark_stored(path: Sequence[Node], num_blocks: int) -> None:
+        """The first blocks of these nodes, which follow each other and have names, are believed stored."""
+        for node in path:
+            assert node.stored is not None
+            node.stored[: max(0, num_blocks)] = True
+            num_blocks -= len(node.stored)
+
+    @staticmethod
+    def forget_stored(node: Node) -> None:
+        """Nothing of the node is believed stored."""
+        if node.stored is not None:
+            node.stored[:] = False
+
+    # -- splits and merges --------------------------------------------------------------------------------------
+
+    def split(self, upper: Node, node: Node) -> None:
+        """The upper half was cut off a node, which still has the names of both."""
+        if node.block_keys is None or node.stored is None:
+            return
+        n = self.num_blocks(upper)
+        upper.block_keys, node.block_keys = node.block_keys[:n], node.block_keys[n:]
+        upper.stored, node.stored = node.stored[:n].copy(), node.stored[n:].copy()
+
+    @staticmethod
+    def join(chain: Sequence[Node]) -> None:
+        """The last node of a chain takes in the others; all have names, or none."""
+        node = chain[-1]
+        if node.block_keys is not None:
+            node.block_keys = np.concatenate([n.block_keys for n in chain])  # type: ignore[misc]
+            node.stored = np.concatenate([n.stored for n in chain])  # type: ignore[misc]
+
+    def check(self, node: Node) -> None:
+        if node.block_keys is not None:
+            assert node.stored is not None and len(node.block_keys) == len(node.stored) == self.num_blocks(node)

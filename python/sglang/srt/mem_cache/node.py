@@ -1,0 +1,172 @@
+"""`Node`: one edge of the radix tree and the pages on it; `Root`: where a namespace begins; and what the tree's
+methods take and return. Plain data: hiradix_tree.py and block_names.py alone write into nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sglang.srt.mem_cache.time_units import NO_LAUNCH, LaunchSeq
+from sglang.srt.mem_cache.transfer import FETCH, FRAME_TIERS, Ticket, Tier
+
+NUM_TIERS = len(FRAME_TIERS)
+
+
+class Node:
+    """A page-aligned run of tokens below its parent. Its residency on a tier is all or nothing."""
+
+    __slots__ = (
+        "block_keys",
+        "children",
+        "fences",
+        "frames",
+        "hits",
+        "id",
+        "is_lossy",
+        "key",
+        "last_access",
+        "last_stream",
+        "last_use",
+        "lock",
+        "num_resident_children",
+        "parent",
+        "priority",
+        "start",
+        "stored",
+        "tickets",
+    )
+
+    def __init__(self, node_id: int, key: np.ndarray, parent: Node | None) -> None:
+        self.id = node_id
+        # Tokens before it.
+        self.start = 0 if parent is None else parent.end
+        # int32, a slice of some request's tokens.
+        self.key = key
+        self.parent = parent
+        # By the key of their first page, see radix.py.
+        self.children: dict[int | bytes, Node] = {}
+        # Per tier: int32, one per page, or None.
+        self.frames: list[np.ndarray | None] = [None] * NUM_TIERS
+        # Per tier: the operation that is filling the frames, or None when they are ready.
+        self.tickets: list[Ticket | None] = [None] * NUM_TIERS
+        # Per tier: the launch that wrote the data.
+        self.fences: list[LaunchSeq] = [NO_LAUNCH] * NUM_TIERS
+        # Per tier: children that have frames there.
+        self.num_resident_children = [0] * NUM_TIERS
+        # Locks that end here, plus those of the children.
+        self.lock = 0
+        # Requests that computed it or found it.
+        self.hits = 0
+        # The highest of these requests'; never above the parent's.
+        self.priority = 0
+        # Whether it came through a codec that changes KV, or was computed from what did.
+        self.is_lossy: bool = parent is not None and parent.is_lossy
+        # The launch at which it was last locked, unlocked or inserted.
+        self.last_access = LaunchSeq(0)
+        # The last launch that may read the device frames.
+        self.last_use = NO_LAUNCH
+        # The last launch that may read the frames of other tiers, through the layer stream cache.
+        self.last_stream = NO_LAUNCH
+        # (n, 16) uint8, names of the blocks that end in this node; None until they are asked for.
+        self.block_keys: np.ndarray | None = None
+        # (n,) bool, which of these blocks storage is believed to have.
+        self.stored: np.ndarray | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.key)
+
+    def __repr__(self) -> str:
+        where = "+".join(t.name.lower() for t in FRAME_TIERS if self.frames[t] is not None)
+        return f"Node({self.id}, {len(self.key)} tokens, {where or 'nowhere'}, lock {self.lock})"
+
+
+class Root(Node):
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: str) -> None:
+        super().__init__(-1, np.empty(0, np.int32), None)
+        self.namespace = namespace
+
+
+def is_fetching(node: Node) -> bool:
+    """Whether storage is bringing it to the host."""
+    ticket = node.tickets[Tier.HOST]
+    return ticket is not None and ticket.link == FETCH
+
+
+def path_of(node: Node) -> list[Node]:
+    """Top first, without the root."""
+    path = []
+    while node.parent is not None:
+        path.append(node)
+        node = node.parent
+    return path[::-1]
+
+
+def root_of(node: Node) -> Root:
+    while node.parent is not None:
+        node = node.parent
+    assert isinstance(node, Root)
+    return node
+
+
+@dataclass(frozen=True)
+class MatchResult:
+    """Lengths are in tokens, multiples of the page size."""
+
+    namespace: str
+    # Nodes from the root down, the last one matched for last_len tokens.
+    path: tuple[Node, ...]
+    last_len: int
+    # Found on the device; on the device or a peer; on these or the host.
+    device_len: int
+    peer_len: int
+    total_len: int
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """A lock on the path that ends with `node`."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class InsertResult:
+    # Where the run ends.
+    node: Node
+    # Tokens taken over, counted from the start of the run; fewer than offered when a node is FILLING.
+    end: int
+    # The tree's frames for those tokens.
+    frames: np.ndarray
+    # Offered frames that the tree did not need.
+    duplicates: np.ndarray
+    # Nodes that took offered frames.
+    created: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class FilledRun:
+    """Pages that an operation fills, of tokens that come below a node."""
+
+    # int32, whole pages.
+    tokens: np.ndarray
+    # int32, one per page.
+    frames: np.ndarray
+    ticket: Ticket
+    # The launch that computes the last of the tokens; NO_LAUNCH if storage brings them.
+    fence: LaunchSeq
+    priority: int = 0
+
+
+@dataclass
+class Dropped:
+    """Frames that left the tree."""
+
+    # With the fence after which they may be reused, and those being filled with the operation that still writes them.
+    cached: list[tuple[np.ndarray, int]] = field(default_factory=list)
+    filling: list[tuple[np.ndarray, Ticket]] = field(default_factory=list)
+    # Their nodes that stay in the tree, on another tier.
+    elsewhere: list[Node] = field(default_factory=list)
