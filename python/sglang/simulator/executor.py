@@ -26,7 +26,7 @@ class SimulatedExecutor:
     interference: by what share an operation of the named link slows a launch of the mode while both run; operations
     that are submitted after the launch slow only the next one. blocked_by: a link; no launch begins while the present
     operation of it is under way. stream: what launches stream comes through it. attention_seconds: of a launch, the
-    part of launch_seconds in which it attends to what it streams; 0 if nobody says.
+    part of launch_seconds in which it attends to what it streams; 0 by default.
     """
 
     def __init__(

@@ -115,7 +115,7 @@ class TimedRequests:
         return due
 
     def finished(self, rid: str, now: float) -> None:
-        """Nobody waits for it."""
+        """No later request depends on it."""
 
 
 @dataclass

@@ -157,7 +157,7 @@ class CostModel:
     @property
     def known_prefill(self) -> int:
         """Up to how many new tokens predictions of prefills rest on samples: twice as many as were computed at once,
-        of late. Where only short prefills were measured, nothing says what a long one takes."""
+        of late. Where only short prefills were measured, it is not known what a long one takes."""
         return int(2 * self._longest_prefill)
 
     def prefill_seconds(self, new_tokens: int, prefix_tokens: int, pairs: float) -> float | None:

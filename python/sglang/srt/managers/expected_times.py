@@ -83,7 +83,7 @@ class ExpectedTimes:
         return (num_tokens and self.costs.stream_seconds(int(num_tokens * size), int(from_disk * size))) or 0.0
 
     def fetch_seconds(self, num_tokens: int, tokens_per_op: int) -> float | None:
-        """Of so many tokens from storage, by operations of tokens_per_op; None while nobody knows."""
+        """Of so many tokens from storage, by operations of tokens_per_op; None while that is not known."""
         return self.costs.fetch_seconds(-(-num_tokens // tokens_per_op), int(num_tokens * self._bytes_per_token))
 
     # -- when ---------------------------------------------------------------------------------------------------

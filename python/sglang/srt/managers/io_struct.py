@@ -2,7 +2,7 @@
 
     tokenizer manager --ToScheduler--> scheduler --ToDetokenizer--> detokenizer --ToTokenizer--> tokenizer manager
 
-The scheduler answers control requests, and says that it is ready, through the detokenizer, which passes on what is
+The scheduler answers control requests, and reports that it is ready, through the detokenizer, which passes on what is
 not text. Every message is one tagged struct; `encode` and the three decoders below are the only codecs.
 """
 

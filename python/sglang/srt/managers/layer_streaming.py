@@ -12,7 +12,7 @@ The request's tokens, from the first to the last:
 
 - *Spill*: the oldest HELD pages go to the host, as nodes of the tree that the device does not have; once they are
   there, the device frames are free and launches stream these pages.
-- *Swap*: once the host is full they go to the swap file, where nobody else finds them. Behind the first of them
+- *Swap*: once the host is full they go to the swap file, where no other request finds them. Behind the first of them
   nothing enters the tree, and with the request they are gone.
 - *Demote*: the last pages before `start` leave the device; the host has them.
 - *Promote*: pages from `start` on are loaded, while there is room; a request that shares them may load them, too.

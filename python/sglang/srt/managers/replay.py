@@ -1,4 +1,4 @@
-"""Replays a run that `--record-steps` has written, and says whether every decision comes out the same.
+"""Replays a run that `--record-steps` has written, and tells whether every decision comes out the same.
 
     python -m sglang.srt.managers.replay FILE
 

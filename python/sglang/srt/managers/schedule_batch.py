@@ -95,7 +95,7 @@ class ReqHold:
         return before
 
     def pass_on(self, num_pages: int, num_tokens: int) -> None:
-        """The first pages belong to the tree, or to nobody, from now on."""
+        """The first pages belong to the tree, or are given up, from now on."""
         self._first += num_pages
         self.inserted_len += num_tokens
 

@@ -1,4 +1,4 @@
-"""Which request goes next: pure functions over plain numbers. Moving anything is somebody else's file."""
+"""Which request goes next: pure functions over plain numbers. Nothing here moves a page or starts a request."""
 
 from __future__ import annotations
 
@@ -25,23 +25,22 @@ def decode_reserve(active: Iterable[int], ratio: float, page_size: int) -> int:
 
 @dataclass(frozen=True)
 class AdmissionNeed:
-    """A waiting request, measured against memory, in pages.
+    """What a waiting request needs of memory, in pages."""
 
-    need: for the rest of its prompt, loads included. own_future: what it may still generate. was_retracted: it has
-    been admitted on an optimistic guess before, and lost.
-    """
-
+    # For the rest of its prompt, loads included.
     need: int
+    # What it may still generate.
     own_future: int
+    # It has been admitted on an optimistic guess before, and lost.
     was_retracted: bool
 
 
 def pages_to_admit(req: AdmissionNeed, reserve: int, worst_reserve: int, anything_active: bool) -> int:
     """How many pages must be available for a request to start.
 
-    A request that was retracted comes back only when its worst case and everybody's fit, so that it is not retracted
-    again and again; each request is thus readmitted at most once on a guess. With nothing active anything that fits
-    the pool may start, and the oldest request is never retracted, so some request always ends.
+    A request that was retracted comes back only when its worst case and that of all running requests fit. So it is
+    not retracted again and again: each request is readmitted at most once on a guess. With nothing active, anything
+    that fits the pool may start. The oldest request is never retracted, so some request always ends.
     """
     if not anything_active:
         return req.need
@@ -66,20 +65,25 @@ def chunk_of(num_tokens: int, budget: int, page_size: int) -> int:
 class Candidate:
     """A waiting request as batch formation sees it, in tokens.
 
-    compute: its new tokens, more than 0. loads: the nodes that it would load from the host, top first, as (id,
-    tokens). prefix: tokens before the new ones. loading: operations that bring some of these already. Requests that
-    load the same node share the load, and then the topmost one too, since what is loaded is a path; the last may be
-    loaded in part. from_peers: tokens that it would load from peers, which takes nothing from the link to the host.
-    pairs: of a new token and one that it attends to.
+    Requests that load the same node share the load, and then the topmost one too, since what is loaded is a path; the
+    last node may be loaded in part.
     """
 
+    # Its new tokens, more than 0.
     compute: int
+    # The nodes that it would load from the host, top first, as (id, tokens).
     loads: tuple[tuple[int, int], ...] = ()
+    # Tokens before the new ones.
     prefix: int = 0
+    # Operations in flight that bring some of the prefix.
     loading: tuple[Ticket, ...] = ()
+    # Tokens that it would load from peers, which takes nothing from the link to the host.
     from_peers: int = 0
+    # The topmost node of loads.
     top: int | None = field(init=False)
+    # Tokens of loads.
     load: int = field(init=False)
+    # Pairs of a new token and one that it attends to.
     pairs: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -103,20 +107,22 @@ def pairs_of(prefix: int, new: int) -> int:
 
 
 def balanced_order(queue: Sequence[Candidate], limit: LoadLimit) -> Iterator[tuple[int, bool]]:
-    """The order in which a batch is filled: Strata's Algorithm 1, as places in the queue, each exactly once, and
+    """The order in which a batch is filled: Strata's Algorithm 1. Yields places in the queue, each exactly once, and
     whether the request came along with one before it (a bundle hit).
 
-    The caller takes requests one after another until the batch is full; the paper's `is_full` is that nobody asks any
-    more. limit: the most tokens that a batch may load for what it computes before it counts as bound by loading:
+    The caller takes requests until the batch is full. limit: the most tokens that a batch may load for what it
+    computes before it counts as bound by loading:
 
         free + per_token * new tokens + per_pair * pairs        (`LoadLimit.num_tokens`)
 
     Strata 4.3.2 has per_token 100 and nothing else; with the others it is the load that takes as long as computing.
-    What is loaded is counted once for all that share it, so whoever shares a load with the batch is taken at once.
-    Linear in the queue: those who share are found by the topmost node that they load, where the printed loop compares
-    each with each. Ours: those that were put off are taken along too, as they cost nothing more then.
 
-    Nobody starves: the oldest comes first, and what is put off keeps its order and comes before nothing but the end.
+    What is loaded is counted once for all requests that share it, so a request that shares a load with the batch is
+    taken at once. Linear in the queue: requests that share are found by the topmost node that they load, where the
+    printed loop compares each with each. Ours: requests that were put off are taken along too, as they cost nothing
+    more then.
+
+    No request starves: the oldest comes first, and what is put off keeps its order.
     """
     by_top: dict[int, list[int]] = {}
     for place, candidate in enumerate(queue):
@@ -131,7 +137,7 @@ def balanced_order(queue: Sequence[Candidate], limit: LoadLimit) -> Iterator[tup
             continue
         bundle: Sequence[int] = (place,)
         if candidate.top is not None:
-            # Whoever shares a load with the batch is in it already: what this one loads is all new.
+            # A request that shares a load with the batch is in it already: what this one loads is all new.
             most = limit.num_tokens(compute + candidate.compute, pairs + candidate.pairs)
             if compute and load + candidate.load > most:
                 put_off.append(place)
@@ -155,7 +161,7 @@ def balanced_order(queue: Sequence[Candidate], limit: LoadLimit) -> Iterator[tup
 
 
 FETCH_ORDERS = ("fifo", "sjf")
-# So many blocks may be given to others first for every block that somebody lacks; see `fetch_rank`.
+# So many blocks may be given to others first for every block that a request lacks; see `fetch_rank`.
 FETCH_PATIENCE = 8
 
 
@@ -166,10 +172,10 @@ def fetch_rank(order: str, num_blocks: int, begun_before: int) -> int:
 
         FETCH_PATIENCE * num_blocks + begun_before
 
-    num_blocks: that the request still has to begin, 1 at least. begun_before: that all requests together had begun
-    when storage told what it has for this one. Nobody starves: once FETCH_PATIENCE * num_blocks further blocks have
-    been begun, whoever comes then has a higher rank, however little it lacks; and a rank only falls with time. So
-    only what comes until then may come before a request, and a long one waits in proportion to its length.
+    num_blocks: blocks that the request still has to begin, at least 1. begun_before: blocks that all requests
+    together had begun when storage answered this one's probe. No request starves: once FETCH_PATIENCE * num_blocks
+    further blocks have been begun, every newer request has a higher rank, and a rank only falls with time. So a long
+    request waits in proportion to its length.
     """
     return FETCH_PATIENCE * num_blocks + begun_before if order == "sjf" else 0
 
@@ -187,10 +193,10 @@ def blocks_to_fetch(
         ready(n) = max(fetch_s(n) if n else 0, others_s) + compute_s(n)        the least, of equals the longest fetch
 
     fetch_s(n): when the first n blocks will have come, in seconds from now, behind what is before them on the link.
-    compute_s(n): computing the prompt from behind them to its end; None where nobody knows, and then that many are
-    not considered. others_s: when those will have been computed who are ready already. The load to the device is left
-    out, as it is small beside both. Later blocks cost more to compute and as much to fetch, so it comes to all,
-    nothing, or as much as comes while others are computed; to all where others_s is fetch_s(num_blocks) or more.
+    compute_s(n): computing the prompt from behind them to its end; None where that is not known, and then n is not
+    considered. others_s: when the requests that are ready already will have been computed. The load to the device is
+    left out, as it is small beside both. Later blocks cost more to compute and as much to fetch, so the result is all
+    blocks, none, or as many as come while others are computed; all if others_s is fetch_s(num_blocks) or more.
     """
 
     def ready(n: int) -> float:
@@ -204,11 +210,13 @@ def blocks_to_fetch(
 
 
 class PrefillWork(NamedTuple):
-    """What a prefill launch computes, over all its requests: new tokens, tokens before them that they attend to, and
-    pairs, see `pairs_of`."""
+    """What a prefill launch computes, over all its requests."""
 
+    # Tokens.
     new: int = 0
+    # Tokens before the new ones that they attend to.
     prefix: int = 0
+    # See `pairs_of`.
     pairs: int = 0
 
     def plus(self, prefix: int, new: int) -> PrefillWork:
@@ -246,22 +254,22 @@ def stall_seconds(loads: LoadTimes, start: float, compute_s: float, num_layers: 
 
 
 def should_fill_bubble(stall_s: float, other_work_s: float | None) -> bool:
-    """Whether a request is left out of a launch that its load would hold up for stall_s (bubble filling, Strata
-    4.3.3). other_work_s: what the launch costs that would go in between, a decode step or a prefill of others; None
-    where there is nothing else to do."""
+    """Bubble filling (Strata 4.3.3): whether a request is left out of a launch that its load would hold up for
+    stall_s. other_work_s: the cost of the launch that would run meanwhile, a decode step or a prefill of others; None
+    if there is none."""
     return other_work_s is not None and stall_s > other_work_s
 
 
-def best_recompute_len(num_load: int, page_size: int, seconds_of: Callable[[int], float], max_front: int) -> int:
+def best_recompute_len(num_load: int, page_size: int, seconds_of: Callable[[int], float], max_len: int) -> int:
     """Load or recompute: how many of the first tokens that a request would load are computed instead, whole pages.
 
-    What is not there can be computed from the front only, since a token's KV needs all before it, and is loaded at
-    the same time from behind the front on. seconds_of(front): how long the launch takes then, waiting and computing.
-    While it waits for the load, a longer front shortens it, as less is loaded; beyond that it lengthens it, as more
-    is computed: the shortest launch is found by bisection of where it turns. The ends are looked at, too: without any
-    front there is a row less to compute, and without any load its latency is saved.
+    A token's KV needs all before it, so computing has to begin at the front; what is behind that is loaded at the
+    same time. seconds_of(n): how long the launch takes, waiting and computing, if the first n tokens are computed.
+    While it waits for the load, a larger n shortens it, as less is loaded; beyond that it lengthens it, as more is
+    computed. The shortest launch is found by bisection of the turning point. Both ends are looked at, too: with n = 0
+    there is a row less to compute, and without any load its latency is saved.
     """
-    low, high = 0, min(num_load, max_front) // page_size
+    low, high = 0, min(num_load, max_len) // page_size
     ends = (0, high)
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,7 +1,7 @@
 """The scheduler processes, one per rank: an `EngineCore` with a model, real pools and links, between sockets.
 
 Owns the sockets, the clock and the sizes of the pools. It gathers what came in and what completed, steps the state
-machine, and sends what it says; when nothing can happen it sleeps until a message or a completion wakes it.
+machine, and sends out what it decides; when nothing can happen it sleeps until a message or a completion wakes it.
 """
 
 from __future__ import annotations
@@ -214,8 +214,8 @@ def layer_stream_sizes_for(
 
 
 def check_weights_fit(model: ModelConfig, group: TensorParallelGroup, device: torch.device = CPU) -> None:
-    """Says what this rank's weights need, before they are read. Raises StartupError if that is more than is free: the
-    system would kill a process much later, and say nothing."""
+    """Log what this rank's weights need, before they are read. Raises StartupError if that is more than is free: the
+    system would kill a process much later, without a reason."""
     with torch.device("meta"):
         weights = get_model_class(model.architecture)(model, TorchNativeAttnBackend(), group)
     size = sum(each.numel() * each.element_size() for each in weights.parameters())

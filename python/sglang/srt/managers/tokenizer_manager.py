@@ -120,8 +120,8 @@ class Chunk:
 @dataclass(kw_only=True)
 class ReqState:
     """rid: on the wire, always a new one: a client may use its own for the next request before the engine has
-    forgotten the last. arrived, last: seconds of a monotonic clock. changed: something to read for whoever waits.
-    sent: the scheduler knows it. aborting: somebody asked for its end, so that an abort is an answer and no error."""
+    forgotten the last. arrived, last: seconds of a monotonic clock. changed: there is something to read.
+    sent: the scheduler knows it. aborting: a client asked for its end, so that an abort is an answer and no error."""
 
     rid: str
     client_rid: str | None

@@ -4,9 +4,9 @@
              tokens    tokens    tokens
              0..63     64..127   128..191
 
-A key says everything that the block's KV depends on: all tokens before it and, through the root, the namespace of the
-request and whatever the deployment mixes into the secret (model, weights, dtype, layout). Without the secret nobody
-can find out by its name whether a text is stored, or make two texts collide.
+A key stands for everything that the block's KV depends on: all tokens before it and, through the root, the namespace
+of the request and whatever the deployment mixes into the secret (model, weights, dtype, layout). Without the secret
+nobody can find out by its name whether a text is stored, or make two texts collide.
 """
 
 from __future__ import annotations

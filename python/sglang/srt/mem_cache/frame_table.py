@@ -1,7 +1,7 @@
-"""Says *when* a pool's memory may be reused: the state, pins and owner of every frame (one page of a pool).
+"""`FrameTable`: *when* a pool's memory may be reused: the state, pins and owner of every frame (one page of a pool).
 
 Owns three arrays and a free list (`free_frames.py`: which free frame comes next). Never touches the memory itself,
-never reads the tree (which alone says *where* a page is), and knows nothing of requests or links.
+never reads the tree (which alone knows *where* a page is), and knows nothing of requests or links.
 
                 allocate           free_after                  reap: pins 0 and fence passed
     FREE ------------------> HELD ------------> PENDING_FREE -------------------------------------> FREE
@@ -167,7 +167,7 @@ class FrameTable:
         self._to_lend[frames[~is_free]] = True
 
     def keep(self, frames: np.ndarray) -> None:
-        """Undo `lend`, before anybody else was told of these frames: LENT ones are FREE, others will be."""
+        """Undo `lend`, before any other was told of these frames: LENT ones are FREE, others will be."""
         self._to_lend[frames] = False
         self.take_back(frames[self.state[frames] == FrameState.LENT])
 

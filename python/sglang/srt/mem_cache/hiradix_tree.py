@@ -1,4 +1,4 @@
-"""`HiRadixTree`: the radix tree that says *where* every cached page is, on every tier.
+"""`HiRadixTree`: the radix tree that knows *where* every cached page is, on every tier.
 
 Owns the nodes, their keys and their residency. Never touches memory, frame states (see frame_table.py), links or
 clocks: numpy arrays in, decisions out. Time is counted in launches.
@@ -382,7 +382,7 @@ class HiRadixTree:
         return nodes
 
     def retire(self, namespace: str) -> None:
-        """Nobody will ask for this namespace again: what it has goes first, whatever the policy."""
+        """No request will ask for this namespace again: what it has is evicted first, whatever the policy."""
         root = self.roots.get(namespace)
         stack = list(root.children.values()) if root is not None else []
         while stack:
@@ -578,7 +578,7 @@ class HiRadixTree:
         return root
 
     def _prune(self, node: Node) -> None:
-        """Forget a root that nobody uses; namespaces come and go with their tenants."""
+        """Forget a root that is not used; namespaces come and go with their tenants."""
         if isinstance(node, Root) and not node.children and node.lock == 0:
             del self.roots[node.namespace]
 
@@ -683,7 +683,7 @@ class HiRadixTree:
         )
 
     def _rank_on(self, node: Node, tier: int) -> tuple[int, ...]:
-        """What goes first of a tier: the smallest, as the policy says. Of peers before all else what the device has
+        """What goes first of a tier: the smallest rank of the policy. Of peers before all else what the device has
         as well, so that together they hold different pages. Not so of the host, where pages are written once: what
         the device has and the host gave up would be lost when the device evicts it."""
         rank = self._rank(node)

@@ -1,6 +1,6 @@
-"""`hottest`: which prefixes the most requests have used; `HottestPrefixes`: what may be said of them.
+"""`hottest`: which prefixes the most requests have used; `HottestPrefixes`: what may be shown of them.
 
-Reads the tree and changes nothing, beside the steps of the scheduler, never inside: what it says decides nothing.
+Reads the tree and changes nothing, beside the steps of the scheduler, never inside: what it shows decides nothing.
 Neither tokens nor namespaces leave it, only hashes with a secret that this process draws and tells nobody: whoever
 may look at a server's cache must not learn what others asked it, nor find out by trying. Storage's own secret would
 not do: it is as good as its owner has chosen it.

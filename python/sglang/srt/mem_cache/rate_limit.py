@@ -1,4 +1,5 @@
-"""`RateLimit`: makes a link as slow as one asks, for experiments. Owns no thread; whoever moves bytes waits in it.
+"""`RateLimit`: makes a link as slow as one asks, for experiments. Owns no thread: the thread that moves bytes waits
+in it.
 
 A transfer takes the longer of what it really takes and its bytes over the rate. Transfers of one link follow each
 other, also where several threads carry them out; time in which nothing moves is lost, as on a real link.

@@ -81,7 +81,7 @@ class TransientNodes:
         return len(self._claims)
 
     def claim(self, rid: str, order: int, namespace: str, tokens: np.ndarray) -> None:
-        """A request has arrived. order: its place in the order of arrival, nobody else's; lower is older. tokens:
+        """A request has arrived. order: its place in the order of arrival, unique; lower is older. tokens:
         int32, kept by reference; a page that they do not fill is not claimed."""
         assert rid not in self._claims, f"{rid} has claimed its prompt already"
         assert tokens.dtype == np.int32
@@ -139,13 +139,13 @@ class TransientNodes:
         """Up to which token of its own prompt the request would do better to wait: the longest prefix in whole pages
         that it shares with a request in flight, or with an older one in the queue that is not stalled. 0 for none.
 
-        stalled: whether a request can not start, as it waits for storage, say. Nobody in the queue is thus told to
-        wait for a younger one there: the relation has no cycle, and the oldest that can start waits for nobody that
-        is not computing.
+        stalled: whether a request cannot start, for instance because it waits for storage. So no request in the queue
+        waits for a younger one there: the relation has no cycle, and the oldest that can start waits only for
+        requests that are computing.
         """
         claim = self._claims[rid]
         for node in _path(claim):
-            if len(node.in_flight) > claim.in_flight:  # somebody else is
+            if len(node.in_flight) > claim.in_flight:  # another request is
                 return node.end
             for order, other in node.queued:
                 if order >= claim.order:
@@ -183,7 +183,7 @@ class TransientNodes:
             for claims, in_flight in ((node.queued, False), (node.in_flight, True)):
                 assert all(claim.in_flight == in_flight and claim.order == order for order, claim in claims)
                 assert all(a[0] < b[0] for a, b in pairwise(claims))
-            # At most two nodes per claim, whoever has come and gone.
+            # At most two nodes per claim, whatever requests have come and gone.
             assert len(node.children) > 1 or any(claim.node is node for claim in listed)
             tokens[bool(node.in_flight)] += node.end - node.start
         assert not claimants, "a claim ends outside the tree"
@@ -223,7 +223,7 @@ class TransientNodes:
         return upper
 
     def _merge(self, upper: TransientNode) -> None:
-        """Undo a split that parts nobody any more: all go on to the only child."""
+        """Undo a split that parts no claims any more: all go on to the only child."""
         if len(upper.children) != 1:
             return
         (node,) = upper.children.values()

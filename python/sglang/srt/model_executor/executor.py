@@ -1,7 +1,7 @@
 """`Executor`: runs launches in order. `ModelExecutor` runs a model, layer by layer, on a stream.
 
 Owns the page table, the last token of every slot and the order of launches. Never allocates pages and
-never decides what runs: the scheduler's `Launch` says everything. The model, the pool and the streams come through
+never decides what runs: the scheduler's `Launch` has everything. The model, the pool and the streams come through
 the constructor.
 """
 
@@ -73,7 +73,7 @@ class Executor(Protocol):
 
 
 class NonFiniteLogitsError(RuntimeError):
-    """A forward pass read memory that nobody had written (poison), or the model overflowed."""
+    """A forward pass read memory that was never written (poison), or the model overflowed."""
 
 
 @dataclass

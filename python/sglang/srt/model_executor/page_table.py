@@ -69,11 +69,11 @@ class PageTable:
         """Places whose pages have changed since the last call, and these pages, (n,) int64 each, for `write`."""
         where = np.concatenate(self._changed) if self._changed else np.empty(0, np.int64)
         self._changed = []
-        # What a place holds in the end: one that has changed twice is there twice, and says the same.
+        # What a place holds in the end: one that has changed twice is there twice, with the same value.
         return where, self._pages[where]
 
     def write(self, where: torch.Tensor, pages: torch.Tensor) -> None:
-        """On the device, what `changes` has said; both are there, in the order of the current stream."""
+        """Apply on the device what `changes` returned; both are there, in the order of the current stream."""
         if len(where):
             self.table.index_copy_(0, where, pages.to(torch.int32))
 
