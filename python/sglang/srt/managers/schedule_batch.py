@@ -120,9 +120,10 @@ class ReqHold:
 
 @dataclass(frozen=True)
 class Preload:
-    """A load that goes on while its request waits. receipt: keeps what it loads and all before it on the device.
-    start, peer_end, end: it loads tokens [start, peer_end) from peers, [peer_end, end) from the host."""
+    """A load that goes on while its request waits. It loads tokens [start, peer_end) from peers and [peer_end, end)
+    from the host."""
 
+    # Keeps what it loads and all before it on the device.
     receipt: Receipt
     start: int
     peer_end: int
@@ -130,18 +131,7 @@ class Preload:
 
 
 class Req:
-    """A request inside the scheduler.
-
-    tokens: (max_len,) int32, prompt and output; the first num_known are there. length: tokens that exist or are
-    being sampled. computed: tokens whose KV is there or will be after the launches issued so far. insert_at:
-    when computed gets there, decoded tokens enter the tree. order: place in the order of arrival. epoch: counts
-    holds; results of an older epoch are not this request's any more. logprobs: one per generated token, if asked
-    for. prompt_logprobs_asked: prompt tokens below it have theirs, or a launch is finding it. fetched: prompt
-    tokens [start, end) that storage brought to the host for it. preload: its load, if that began before it;
-    preload_cancelled: it had one, and others needed the memory. loaded: tokens [start, end) that such a load
-    brought. delay_end: up to there it shares its tokens with what an older one was about to compute when it came; 0
-    if with none.
-    """
+    """A request inside the scheduler."""
 
     __slots__ = (
         "cached_tokens_details",
@@ -182,36 +172,55 @@ class Req:
         self, msg: TokenizedGenerateReqInput, order: int, prompt: np.ndarray, max_len: int, stop_ids: frozenset[int]
     ) -> None:
         self.rid = msg.rid
+        # Requests share tokens within a namespace only.
         self.namespace = msg.extra_key
         self.priority = msg.priority
         self.spec = SampleSpec(msg.sampling_params, tuple(sorted(stop_ids)), len(prompt), msg.logprobs)
+        # Place in the order of arrival.
         self.order = order
+        # (max_len,) int32, prompt and output; the first num_known are there.
         self.tokens = np.empty(max_len, np.int32)
         self.tokens[: len(prompt)] = prompt
-        self.num_prompt = self.num_known = self.length = len(prompt)
+        self.num_prompt = self.num_known = len(prompt)
         self.max_len = max_len
+        # Tokens that exist or are being sampled.
+        self.length = len(prompt)
         self.stop_ids = stop_ids
-        self.emit_every = 1
+        # Tokens that were passed on, and how many are passed on at a time.
         self.num_emitted = len(prompt)
+        self.emit_every = 1
+        # Tokens whose KV is there, or will be after the launches that are issued.
         self.computed = 0
+        # When `computed` gets there, decoded tokens enter the tree.
         self.insert_at = 0
+        # The last launch that computes tokens of it.
         self.last_launch = NO_LAUNCH
+        # Counts holds; results of an older epoch are not this request's any more.
         self.epoch = 0
         self.num_retractions = 0
+        # Of launches, weighted; see scheduler.py.
         self.num_failures = 0
+        # Of the page table; -1 while it waits.
         self.slot = -1
         self.hold: ReqHold | None = None
+        # Where each token comes from, without gaps.
         self.plan: tuple[Span, ...] = ()
+        # Prompt tokens [start, end) that storage brought to the host for it, one for each storage tier.
         self.fetched: tuple[tuple[int, int], ...] = ()
+        # Its load, if that began before its launch, and whether it lost one as others needed the memory.
         self.preload: Preload | None = None
         self.preload_cancelled = False
+        # Tokens [start, end) that such a load brought, and those that came from peers.
         self.loaded = self.loaded_from_peers = (0, 0)
+        # Up to there it shared its tokens with what an older request was about to compute when it came; 0 for none.
         self.delay_end = 0
         self.cached_tokens_details: dict[str, int] = {}
+        # One per generated token, if asked for.
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
         if self.spec.logprobs is not None and self.spec.logprobs.prompt_from == 0:
             self.prompt_logprobs.append(TokenLogprob(int(prompt[0]), None))
+        # Prompt tokens below it have theirs, or a launch is finding it.
         self.prompt_logprobs_asked = self.next_prompt_logprob
 
     @property
