@@ -99,7 +99,7 @@ def test_what_is_lent_is_used_and_given_back(tp_size: int, strict: bool, tmp_pat
         wait_until(lambda: come_from_peers(server, [tokens for tokens, _ in wanted]))
         for worker in workers:
             worker.wanted(NUM_SLABS)
-        wait_until(lambda: all(worker.here()[:-2] == b"\1" * NUM_SLABS for worker in workers))
+        wait_until(lambda: all(worker.here().mapped == b"\1" * NUM_SLABS for worker in workers))
         assert borrowed_tokens(server) == 0
         assert [ask(server, seed)[0] for seed in range(3)] == [tokens for tokens, _ in wanted]
         counters = server.state()["counters"]

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from sglang.srt.mem_cache.slab_ledger import SlabReport
+
 
 def padded_slabs(num_pages: int) -> tuple[tuple[int, int], ...]:
     """Slabs of four pages and a page of padding, as many as fit."""
@@ -30,14 +32,14 @@ class ComingAndGoing:
         self._in_use: set[int] = set()
         self._asked_back: set[int] = set()
 
-    def here(self) -> bytes:
+    def here(self) -> SlabReport:
         if self._slabs and self._random.random() < self._rate:
             slab = self._random.randrange(len(self._slabs))
             if self._here[slab]:
                 self._asked_back.add(slab)
             # What was asked back comes again only after it has left.
             self._here[slab] = not self._here[slab] and slab not in self._asked_back
-        return bytes(self._here)
+        return SlabReport(bytes(self._here))
 
     def agreed(self, here: bytes) -> None:
         self._in_use.update(slab for slab, is_here in enumerate(here) if is_here)
@@ -80,10 +82,10 @@ class LentOut:
         self._lent: set[int] = set()
         self._wanted: list[int] = []
 
-    def here(self) -> bytes:
+    def here(self) -> SlabReport:
         if self._wanted and self._random.random() < self.rate:
             self._here[self._wanted.pop(0)] = True
-        return bytes((*self._here, self.borrowable, 255))
+        return SlabReport(bytes(self._here), self.borrowable)
 
     def left(self, slabs: Sequence[int]) -> None:
         for slab in slabs:

@@ -22,7 +22,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from sglang.srt.managers import cache_controller, engine_core
+from sglang.srt.managers import cache_controller
 from sglang.srt.managers.admission import Admission
 from sglang.srt.managers.batch_builder import BatchBuilder
 from sglang.srt.managers.cache_controller import HiCacheController
@@ -30,6 +30,7 @@ from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.kv_cache import KVCache
 from sglang.srt.managers.launch_batches import ExtendBatch, LaunchRecord
 from sglang.srt.managers.layer_streaming import LayerStreaming
+from sglang.srt.managers.progress import reduce_progress
 from sglang.srt.managers.schedule_batch import EndReason
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.storage_controller import PrefetchConfig, StorageController, StorageLimits, StorageSetup
@@ -476,7 +477,7 @@ def largest_count_taken() -> Any:
     """Ranks agree on what the luckiest of them got from storage."""
 
     def reduced(ranks: Any) -> Any:
-        progress = engine_core.reduce_progress(ranks)
+        progress = reduce_progress(ranks)
         counts = {
             name: tuple(max(rank.counts[name][i] for rank in ranks) for i in range(len(least)))
             for name, least in progress.counts.items()
@@ -741,7 +742,7 @@ def own_slabs_count_as_agreed() -> Any:
 
     def patched(self: Any, *args: Any) -> Any:
         if self._borrowed is not None:
-            self._borrowed.agreed(self._seen[2])
+            self._borrowed.agreed(self._seen[2].mapped)
         return step(self, *args)
 
     return mock.patch.object(EngineCore, "step", patched)

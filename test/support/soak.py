@@ -25,8 +25,9 @@ import numpy as np
 import torch
 
 from sglang.srt.managers.cache_controller import WRITE_POLICIES
-from sglang.srt.managers.engine_core import EngineCore, StepRecorder, digest_of, reduce_progress, replay
+from sglang.srt.managers.engine_core import EngineCore, StepRecorder, digest_of, replay
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
+from sglang.srt.managers.progress import reduce_progress
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Scheduler, SchedulerConfig
 from sglang.srt.managers.scheduler_config import LayerStreamConfig

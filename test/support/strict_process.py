@@ -52,7 +52,7 @@ def borrow(say: Callable[..., None], endpoint: str) -> None:
     pages = torch.arange(memory.pool.slab_pages)
     said: list[object] = []
     while True:
-        is_here = np.frombuffer(memory.here(), np.uint8)
+        is_here = np.frombuffer(memory.here().mapped, np.uint8)
         here = np.flatnonzero(is_here)
         memory.left(np.flatnonzero(is_here == 0).tolist())
         try:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.managers.engine_core import digest_of, reduce_progress
+from sglang.srt.managers.engine_core import digest_of
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.progress import reduce_progress
 from sglang.srt.managers.schedule_batch import BatchDecision
 from support.local_engine import LocalEngine
 from support.thread_group import thread_groups

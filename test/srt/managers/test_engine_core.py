@@ -7,20 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from sglang.srt.managers.engine_core import (
-    COUNTS_PER_STEP,
-    EngineCore,
-    Progress,
-    ReplayMismatchError,
-    StepRecorder,
-    reduce_progress,
-    replay,
-)
+from sglang.srt.managers.engine_core import EngineCore, ReplayMismatchError, StepRecorder, replay
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.launch_batches import LaunchRecord
+from sglang.srt.managers.progress import COUNTS_PER_STEP, Progress, pack_progress, reduce_progress
 from sglang.srt.managers.schedule_batch import StepInputs
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
+from sglang.srt.mem_cache.slab_ledger import SlabReport
 from sglang.srt.mem_cache.transfer import (
     D2H,
     EXEC,
@@ -81,6 +75,35 @@ def test_storage_has_brought_what_every_rank_has(consumed: int) -> None:
     assert reduce_progress([stored(many, consumed)] * 2).counts[FETCH] == many
 
 
+def probed(*results: tuple[int, int]) -> Progress:
+    """results: (count, far count) of each probe."""
+    done = dict.fromkeys((EXEC, *LINKS), 0) | {PROBE: len(results)}
+    counts, far_counts = zip(*results)
+    return Progress(done, {}, {}, counts={PROBE: counts}, far_counts=far_counts)
+
+
+def test_both_counts_of_a_probe_are_the_least_of_all_ranks() -> None:
+    reduced = reduce_progress([probed((5, 3), (10, 0), (4, 4)), probed((6, 2), (5, 5))])
+    assert reduced.counts[PROBE] == (5, 5) and reduced.far_counts == (2, 0)
+    many = [(n, n - 1) for n in range(1, COUNTS_PER_STEP + 1)]
+    assert reduce_progress([probed(*many)] * 2).far_counts == tuple(range(COUNTS_PER_STEP))
+
+
+def test_slabs_are_what_all_ranks_have_and_as_late_as_on_the_slowest() -> None:
+    reports = [SlabReport(b"\1\1\0", 4, 0), SlabReport(b"\1\0\0", 300, 2), SlabReport(b"\1\1\1", 3, 1)]
+    ranks = [replace(progress(1), slab_report=report) for report in reports]
+    assert reduce_progress(ranks).slab_report == SlabReport(b"\1\0\0", 3, 2)
+    assert reduce_progress(ranks[:1]) == replace(ranks[0], counts={PROBE: (), FETCH: (), STORE: ()})
+
+
+def test_what_ranks_reduce_has_one_shape() -> None:
+    """A collective of another size would hang, or mix columns."""
+    report = SlabReport(b"\0\0", 0, 0)
+    idle = replace(progress(0), slab_report=report)
+    busy = replace(probed((5, 3)), failed={H2D: 0}, slab_report=SlabReport(b"\1\1", 7, 7))
+    assert pack_progress(idle).shape == pack_progress(busy).shape
+
+
 def recorded(seed: int = 3) -> bytes:
     soak = Soak(SoakConfig.draw(seed, 40))
     soak.run()
@@ -95,6 +118,12 @@ def test_replay_notices_a_changed_decision_and_a_cut_off_record() -> None:
     assert replay(io.BytesIO(data[:-3])) == replay(io.BytesIO(data[:-25])) == steps - 1
     with pytest.raises(ValueError, match="no record"):
         replay(io.BytesIO(b""))
+    # A record of before the format was named begins with the configuration.
+    unnamed = data[4 + int.from_bytes(data[:4], "little") :]
+    with pytest.raises(ValueError, match="of another version: record it anew"):
+        replay(io.BytesIO(unnamed))
+    with pytest.raises(ValueError, match="cut off before its first step"):
+        replay(io.BytesIO(data[:30]))
     # The digest is the last thing in a frame: flip its last bit.
     broken = data[:-1] + bytes([data[-1] ^ 1])
     with pytest.raises(ReplayMismatchError, match="decides differently"):

@@ -25,8 +25,6 @@ from sglang.srt.mem_cache.transfer import (
     StorageOp,
     Ticket,
     Tier,
-    pack_found,
-    unpack_found,
 )
 
 DEVICE, PEER, HOST = Tier.DEVICE, Tier.PEER, Tier.HOST
@@ -87,7 +85,7 @@ class Rig:
         self.storage.detach(rid)
         self.collect()
 
-    def finish(self, ticket: Ticket, count: int | None = None) -> list[Ticket]:
+    def finish(self, ticket: Ticket, count: int | None = None, far_count: int = 0) -> list[Ticket]:
         """Storage answers; then whatever had to wait goes on. Returns what is begun."""
         op = self.ops.pop(ticket)
         if ticket.link in COPY_LINKS:
@@ -98,7 +96,7 @@ class Rig:
                 keys = to_bytes(op.keys)
                 count = next((i for i, key in enumerate(keys) if key not in self.stored), len(keys))
             if ticket.link == PROBE:
-                self.storage.end_probe(ticket, count)
+                self.storage.end_probe(ticket, count, far_count)
             elif ticket.link == FETCH:
                 self.storage.end_fetch(ticket, count)
             else:
@@ -682,10 +680,9 @@ def test_without_storage_nobody_waits():
 
 def test_what_came_is_told_apart_by_storage_tier():
     """The first two blocks lie near, the other three far."""
-    assert pack_found(5, 0) == 5 and unpack_found(pack_found(2, 3)) == (5, 3)
     rig = Rig(TEXT)
     (probe,) = rig.begin("r", TEXT)
-    fetches = rig.finish(probe, pack_found(2, 3))
+    fetches = rig.finish(probe, 5, far_count=3)
     assert rig.storage.found_by_tier("r") == ()
     seen = []
     while fetches:

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from sglang.simulator.simulation import SimulatedHardware, Simulation
-from sglang.srt.managers.engine_core import reduce_progress
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
+from sglang.srt.managers.progress import reduce_progress
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
-from sglang.srt.mem_cache.slab_ledger import SlabLedger, SlabState
+from sglang.srt.mem_cache.slab_ledger import SlabLedger, SlabReport, SlabState
 from sglang.srt.peer.lending import DeviceLending, LendingConfig
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.coming_and_going import LentOut
@@ -41,7 +41,7 @@ def lending(num_slabs: int = 5, keep_pages: int = 4, cache_pages: int = 0) -> tu
     table = FrameTable(4 * num_slabs, lowest_first=True)
     ledger = SlabLedger(table, [(4 * i, 4 * i + 4) for i in range(num_slabs)], here=True)
     made = DeviceLending(LendingConfig(window_s=10.0), ledger, 100, keep_pages, cache_pages)
-    made.update(bytes([1] * num_slabs + [255, 255]))
+    made.update(SlabReport(b"\1" * num_slabs, num_borrowable=255))
     return made, table
 
 
@@ -57,15 +57,15 @@ def test_what_a_window_did_not_need_leaves_from_the_end():
 
 def test_only_what_somebody_would_borrow_leaves():
     each, _ = lending()
-    each.update(bytes((1, 1, 1, 1, 1, 0, 255)))
+    each.update(SlabReport(b"\1\1\1\1\1", 0))
     each.adjust(0.0, 1)
     assert each.adjust(10.0, 1) == [] and each.wake_at is None, "nobody is there: nothing to wake for"
-    each.update(bytes((1, 1, 1, 1, 1, 2, 255)))
+    each.update(SlabReport(b"\1\1\1\1\1", 2))
     assert each.adjust(11.0, 1) == [3, 4]
     # Nobody has them yet: the two that are wanted are on their way.
     assert each.adjust(12.5, 1) == []
     assert each.ledger.take_left() == (3, 4)
-    each.update(bytes((1, 1, 1, 0, 0, 1, 255)))
+    each.update(SlabReport(b"\1\1\1\0\0", 1))
     assert each.adjust(13.0, 1) == [2]
 
 
@@ -73,19 +73,19 @@ def test_another_slab_is_asked_for_in_place_of_one_that_is_late():
     each, _ = lending()
     each.adjust(0.0, 1)
     assert each.adjust(10.0, 1) == [1, 2, 3, 4] and each.ledger.take_left() == (1, 2, 3, 4)
-    each.update(bytes((1, 0, 0, 0, 0, 0, 255)))
+    each.update(SlabReport(b"\1\0\0\0\0", 0))
     each.adjust(11.0, 8)
     assert each.take_wanted() == 1
     each.adjust(12.0, 8)
     assert each.take_wanted() == 0, "it was asked for"
-    each.update(bytes((1, 0, 0, 0, 0, 0, 254)))
+    each.update(SlabReport(b"\1\0\0\0\0", 0, 1))
     each.adjust(13.0, 8)
     assert each.take_wanted() == 1, "it does not come"
     each.adjust(14.0, 8)
     assert each.take_wanted() == 0
-    each.update(bytes((1, 0, 1, 0, 0, 0, 254)))
+    each.update(SlabReport(b"\1\0\1\0\0", 0, 1))
     assert each.is_waiting and each.adjust(15.0, 8) == [] and each.take_wanted() == 0
-    each.update(bytes((1, 1, 1, 0, 0, 0, 255)))
+    each.update(SlabReport(b"\1\1\1\0\0", 0))
     assert not each.is_waiting
 
 
@@ -105,11 +105,11 @@ def test_slabs_are_asked_for_once_the_lowest_first():
         each.adjust(11.0, demand)
         assert each.take_wanted() == wanted, f"demand {demand}"
     assert each.is_waiting
-    each.update(bytes((1, 1, 0, 0, 0, 255, 255)))
+    each.update(SlabReport(b"\1\1\0\0\0", 255))
     each.adjust(11.5, 9)
     # The other three are still to come.
     assert each.take_wanted() == 0 and each.is_waiting
-    each.update(bytes((1, 1, 1, 1, 1, 255, 255)))
+    each.update(SlabReport(b"\1\1\1\1\1", 255))
     each.adjust(12.0, 100)
     assert each.take_wanted() == 0 and not each.is_waiting
     each.check_invariants()

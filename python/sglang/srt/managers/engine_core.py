@@ -8,98 +8,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import BinaryIO
 
 import msgspec
 import numpy as np
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.progress import COUNTED, COUNTS_PER_STEP, PARTS_OF_LAUNCHES, Progress
 from sglang.srt.managers.schedule_batch import BatchDecision, StepInputs, StorageRequest
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
-from sglang.srt.mem_cache.slab_ledger import BorrowedSlabs, LentSlabs, SlabSource
-from sglang.srt.mem_cache.transfer import EXEC, FETCH, LINKS, LOAD_LINKS, STALL, STORAGE_LINKS, STREAM, Link, Tier
+from sglang.srt.mem_cache.slab_ledger import BorrowedSlabs, LentSlabs, SlabReport, SlabSource
+from sglang.srt.mem_cache.transfer import EXEC, FETCH, LOAD_LINKS, PROBE, STALL, STORAGE_LINKS, STREAM, Link, Tier
 from sglang.srt.model_executor.executor import Executor
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
 
-
-@dataclass(frozen=True)
-class Progress:
-    """What has completed on a rank, or on all: see StepInputs; tokens, log-probabilities and costs are rank 0's.
-    consumed: operations per storage link whose counts earlier steps have taken, alike on all ranks. slabs: see
-    `SlabSource.here`."""
-
-    done: dict[str, int]
-    failed: dict[str, int]
-    results: dict[int, bytes]
-    logprobs: dict[int, LaunchLogprobs] = field(default_factory=dict)
-    counts: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    consumed: dict[str, int] = field(default_factory=dict)
-    cost: dict[str, dict[int, float]] = field(default_factory=dict)
-    slabs: bytes = b""
-
-
-_COUNTED = (EXEC, *LINKS)
-# Parts of launches, under their numbers.
-_OF_LAUNCHES = (STALL, STREAM)
-_MEASURED = (EXEC, *_OF_LAUNCHES, *LOAD_LINKS.values(), FETCH)
-_NO_FAILURE = np.iinfo(np.int64).max
-# Results of storage operations that one step takes, per link.
-COUNTS_PER_STEP = 16
-
-
-def pack_progress(progress: Progress) -> np.ndarray:
-    """What a rank brings to the reduction, int64, always of the same shape: what is done, then what failed, then the
-    counts of storage operations, padded, then the slabs that it has."""
-    done = [progress.done[name] for name in _COUNTED]
-    failed = [progress.failed.get(name, _NO_FAILURE) for name in _COUNTED]
-    counts = np.zeros((len(STORAGE_LINKS), COUNTS_PER_STEP), np.int64)
-    for row, name in zip(counts, STORAGE_LINKS):
-        of_link = progress.counts.get(name, ())
-        row[: len(of_link)] = of_link
-    slabs = np.frombuffer(progress.slabs, np.uint8).astype(np.int64)
-    return np.concatenate((np.array(done + failed, np.int64), counts.ravel(), slabs))
-
-
-def unpack_progress(
-    least: np.ndarray,
-    results: dict[int, bytes],
-    logprobs: dict[int, LaunchLogprobs],
-    consumed: dict[str, int],
-    cost: dict[str, dict[int, float]],
-) -> Progress:
-    """least: the minimum over ranks of what they packed. The rest: see Progress."""
-    values = least.tolist()
-    done = dict(zip(_COUNTED, values))
-    n = len(_COUNTED)
-    # A failure that some rank has not reached yet is reported once all have.
-    failed = {name: first for name, first in zip(_COUNTED, values[n : 2 * n]) if first < done[name]}
-    end = done[EXEC]
-    counts_end = 2 * n + len(STORAGE_LINKS) * COUNTS_PER_STEP
-    counts = {
-        name: tuple(values[start : start + done[name] - consumed.get(name, 0)])
-        for name, start in zip(STORAGE_LINKS, range(2 * n, counts_end, COUNTS_PER_STEP))
-    }
-    return Progress(
-        done,
-        failed,
-        {s: t for s, t in results.items() if s < end},
-        {s: p for s, p in logprobs.items() if s < end},
-        counts,
-        consumed,
-        {
-            name: {s: c for s, c in costs.items() if s < (end if name in _OF_LAUNCHES else done[name])}
-            for name, costs in cost.items()
-        },
-        bytes(values[counts_end:]),
-    )
-
-
-def reduce_progress(ranks: Sequence[Progress]) -> Progress:
-    """MIN over ranks of all that is counted."""
-    least, first = np.min([pack_progress(rank) for rank in ranks], axis=0), ranks[0]
-    return unpack_progress(least, first.results, first.logprobs, first.consumed, first.cost)
+_MEASURED = (EXEC, *PARTS_OF_LAUNCHES, *LOAD_LINKS.values(), FETCH)
+# Begins every record. A record of another version has other inputs, which today's scheduler would misread.
+_RECORD_FORMAT = b"sglang-steps-2"
 
 
 class EngineCore:
@@ -123,13 +49,14 @@ class EngineCore:
         self.slabs = slabs
         self._borrowed = slabs if isinstance(slabs, BorrowedSlabs) else None
         self.num_steps = 0
-        self._completed = dict.fromkeys(_COUNTED, 0)
-        self._failures: dict[str, list[int]] = {name: [] for name in _COUNTED}
+        self._completed = dict.fromkeys(COUNTED, 0)
+        self._failures: dict[str, list[int]] = {name: [] for name in COUNTED}
         self._results: dict[int, bytes] = {}
         self._logprobs: dict[int, LaunchLogprobs] = {}
         self._counts: dict[str, list[int]] = {name: [] for name in STORAGE_LINKS}
+        self._far_counts: list[int] = []
         self._cost: dict[str, dict[int, float]] = {name: {} for name in _MEASURED}
-        self._seen: tuple[dict[str, int], dict[str, int], bytes] = (dict(self._completed), {}, b"")
+        self._seen: tuple[dict[str, int], dict[str, int], SlabReport] = (dict(self._completed), {}, SlabReport())
         self._stepped_on = self._seen
         self._reset_mark = 0
         self._launched_last = False
@@ -158,6 +85,8 @@ class EngineCore:
                     self._cost[name][op.seq] = op.seconds
                 if name in self._counts:
                     self._counts[name].append(op.count)
+                    if name == PROBE:
+                        self._far_counts.append(op.far_count)
                     continue
                 if not op.ok:
                     self._failures[name].append(op.seq)
@@ -168,10 +97,19 @@ class EngineCore:
             counts[name] = tuple(of_link[:COUNTS_PER_STEP])
             consumed[name] = self._completed[name] - len(of_link)
             done[name] = consumed[name] + len(counts[name])
-        slabs = self.slabs.here() if self.slabs is not None else b""
-        self._seen = (done, failed, slabs)
-        cost = {name: dict(costs) for name, costs in self._cost.items() if costs}
-        return Progress(done, failed, dict(self._results), dict(self._logprobs), counts, consumed, cost, slabs)
+        report = self.slabs.here() if self.slabs is not None else SlabReport()
+        self._seen = (done, failed, report)
+        return Progress(
+            done=done,
+            failed=failed,
+            results=dict(self._results),
+            logprobs=dict(self._logprobs),
+            counts=counts,
+            far_counts=tuple(self._far_counts[:COUNTS_PER_STEP]),
+            consumed=consumed,
+            cost={name: dict(costs) for name, costs in self._cost.items() if costs},
+            slab_report=report,
+        )
 
     def has_work(self, now: float) -> bool:
         """Whether a step could do anything without new requests: something completed here since the last one, as the
@@ -200,16 +138,17 @@ class EngineCore:
             done=progress.done,
             failed=progress.failed,
             counts=progress.counts,
+            far_counts=progress.far_counts,
             results=progress.results,
             logprobs=progress.logprobs,
             cost=progress.cost,
             flush=tuple(flush),
             storage=tuple(storage),
-            slabs=progress.slabs,
+            slab_report=progress.slab_report,
         )
         self.num_steps += 1
         if self._borrowed is not None:
-            self._borrowed.agreed(progress.slabs)
+            self._borrowed.agreed(progress.slab_report.mapped)
         if self.record is not None:
             self.record.inputs(inputs)
         decision = self.scheduler.step(inputs)
@@ -235,11 +174,12 @@ class EngineCore:
             del self._results[seq]
             self._logprobs.pop(seq, None)
         for name, costs in self._cost.items():
-            end = progress.done[EXEC if name in _OF_LAUNCHES else name]
+            end = progress.done[EXEC if name in PARTS_OF_LAUNCHES else name]
             for seq in [s for s in costs if s < end]:
                 del costs[seq]
         for name, of_link in progress.counts.items():
             del self._counts[name][: len(of_link)]
+        del self._far_counts[: len(progress.far_counts)]
         for name, first in progress.failed.items():
             seqs = self._failures[name]
             self._failures[name] = [s for s in seqs if s > first]
@@ -275,12 +215,13 @@ class EngineCore:
 
 
 class StepRecorder:
-    """Writes a run to a file: the scheduler's configuration, then for every step its inputs, before it is taken, and
-    its decision's digest. A step that ends the process is thus the last in the file."""
+    """Writes a run to a file: the format, the scheduler's configuration, then for every step its inputs, before it is
+    taken, and its decision's digest. A step that ends the process is thus the last in the file."""
 
     def __init__(self, file: BinaryIO, config: SchedulerConfig) -> None:
         self._file = file
         self._encode = msgspec.msgpack.Encoder().encode
+        self._frame(_RECORD_FORMAT)
         self._frame(self._encode(config))
 
     def inputs(self, inputs: StepInputs) -> None:
@@ -316,7 +257,12 @@ def replay(file: BinaryIO) -> int:
     head = frame()
     if head is None:
         raise ValueError("this is no record of a run, or an empty one")
-    scheduler = Scheduler(msgspec.msgpack.decode(head, type=SchedulerConfig))
+    if head != _RECORD_FORMAT:
+        raise ValueError("this is no record of a run, or one of another version: record it anew with --record-steps")
+    config = frame()
+    if config is None:
+        raise ValueError("this record was cut off before its first step")
+    scheduler = Scheduler(msgspec.msgpack.decode(config, type=SchedulerConfig))
     decoder = msgspec.msgpack.Decoder(StepInputs)
     num_steps = 0
     while (data := frame()) is not None:

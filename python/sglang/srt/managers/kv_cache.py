@@ -253,11 +253,17 @@ class KVCache:
         self._link_done[link] = done
 
     def complete_storage_ops(
-        self, link: str, done: int, counts: tuple[int, ...], administered: Callable[[Ticket, int], bool]
+        self,
+        link: str,
+        done: int,
+        counts: tuple[int, ...],
+        far_counts: tuple[int, ...],
+        administered: Callable[[Ticket, int], bool],
     ) -> None:
-        """Storage operations below `done` are over; counts: what each brought or found. administered: whether it was
-        an administrator's, and has been dealt with."""
-        for seq, count in zip(range(self._link_done[link], done), counts, strict=True):
+        """Storage operations below `done` are over. counts: what each brought or found; far_counts: how much of that
+        each probe found on the second storage tier. administered: whether it was an administrator's, and has been
+        dealt with."""
+        for i, (seq, count) in enumerate(zip(range(self._link_done[link], done), counts, strict=True)):
             ticket = Ticket(link, seq)
             op = self.ledger.in_flight[ticket]
             assert isinstance(op, StorageOp)
@@ -268,7 +274,7 @@ class KVCache:
             elif link == STORE:
                 self.storage.end_store(ticket, count)
             elif not administered(ticket, count):
-                self.storage.end_probe(ticket, count)
+                self.storage.end_probe(ticket, count, far_counts[i])
         self._link_done[link] = done
 
     # -- losing what is cached ----------------------------------------------------------------------------------

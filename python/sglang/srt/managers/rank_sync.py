@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 import torch
 import zmq
 
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
-from sglang.srt.managers.engine_core import Progress, pack_progress, unpack_progress
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.progress import Progress, pack_progress, unpack_progress
 from sglang.srt.managers.schedule_batch import StorageRequest
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
 from sglang.srt.utils.child_process import open_pull, open_push
@@ -90,4 +91,5 @@ class RankSync:
 
     def _agree(self, progress: Progress, tick: Tick) -> Progress:
         least = self._group.reduce_min(torch.from_numpy(pack_progress(progress)))
-        return unpack_progress(least.numpy(), tick.results, tick.logprobs, progress.consumed, tick.cost)
+        rank_0 = replace(progress, results=tick.results, logprobs=tick.logprobs, cost=tick.cost)
+        return unpack_progress(least.numpy(), rank_0)

@@ -15,6 +15,7 @@ import numpy as np
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, TokenOutput
 from sglang.srt.managers.storage_controller import StorageSetup
 from sglang.srt.mem_cache.node import Receipt
+from sglang.srt.mem_cache.slab_ledger import SlabReport
 from sglang.srt.mem_cache.time_units import NO_LAUNCH
 from sglang.srt.mem_cache.transfer import StorageAction, StorageOp, Ticket, TransferOp
 from sglang.srt.model_executor.launch import Launch, SampleSpec
@@ -265,11 +266,12 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
 
     step: its number. now: seconds, from rank 0. done: completed operations per link, and launches under "exec".
     failed: per link the earliest failed number not yet consumed. counts: per storage link, the results of the
-    operations that are new in done. results: launch -> its sampled tokens, int32 bytes. logprobs: launch -> what it
+    operations that are new in done. far_counts: for each result of a probe, how many of its blocks, the last ones,
+    lie on the second storage tier. results: launch -> its sampled tokens, int32 bytes. logprobs: launch -> what it
     found of those that were asked for. cost: seconds that rank 0 measured, by number, of completed launches (EXEC,
     STALL for what they waited, STREAM for what they streamed), loads (H2D, P2D) and reads of storage (FETCH). flush:
-    ids of flush requests. storage: what an administrator asks of the storage tier. slabs: those that all ranks have,
-    see `SlabSource`.
+    ids of flush requests. storage: what an administrator asks of the storage tier. slab_report: what all ranks may
+    use of borrowed or lent memory.
     """
 
     step: int
@@ -279,12 +281,13 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     done: dict[str, int]
     failed: dict[str, int] = {}
     counts: dict[str, tuple[int, ...]] = {}
+    far_counts: tuple[int, ...] = ()
     results: dict[int, bytes] = {}
     logprobs: dict[int, LaunchLogprobs] = {}
     cost: dict[str, dict[int, float]] = {}
     flush: tuple[str, ...] = ()
     storage: tuple[StorageRequest, ...] = ()
-    slabs: bytes = b""
+    slab_report: SlabReport = SlabReport()
 
 
 class ControlReply(msgspec.Struct, frozen=True):

@@ -168,12 +168,11 @@ class Scheduler:
                 committed=self.streaming.committed,
             )
         for link in STORAGE_LINKS:
-            cache.complete_storage_ops(
-                link, inputs.done.get(link, 0), inputs.counts.get(link, ()), self.storage_admin.end
-            )
-        cache.update_borrowed(inputs.slabs)
+            done, counts = inputs.done.get(link, 0), inputs.counts.get(link, ())
+            cache.complete_storage_ops(link, done, counts, inputs.far_counts, self.storage_admin.end)
+        cache.update_borrowed(inputs.slab_report.mapped)
         if self.lending is not None:
-            self.lending.update(inputs.slabs)
+            self.lending.update(inputs.slab_report)
         self.storage.expire(inputs.now)
         if [cache.num_done(link) for link in STALLING_LINKS] != ended:
             self.storage.begin_fetches()

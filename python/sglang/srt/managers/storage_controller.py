@@ -42,7 +42,6 @@ from sglang.srt.mem_cache.transfer import (
     StorageOp,
     Ticket,
     Tier,
-    unpack_found,
 )
 
 # Links whose operations a fetch may have to wait for before it can begin. When one ends, call `begin_fetches`.
@@ -348,10 +347,10 @@ class StorageController:
             heapq.heappop(self._deadlines)
         return None
 
-    def end_probe(self, ticket: Ticket, count: int) -> None:
-        """Storage has blocks of those that it was asked for, `unpack_found(count)`."""
+    def end_probe(self, ticket: Ticket, count: int, far_count: int) -> None:
+        """Storage has the first `count` of the blocks that it was asked for, the last `far_count` of them on its
+        second tier."""
         self.ledger.end(ticket)
-        count, far = unpack_found(count)
         for rid in self._waiters.pop(ticket, {}):
             prefetch, names = self._prefetches[rid], self.tree.names.keys
             assert names is not None
@@ -359,7 +358,7 @@ class StorageController:
             if count:
                 self.counters["storage_hit_tokens"] += count * names.block_tokens
                 prefetch.end = (prefetch.probed + count) * names.block_tokens
-                prefetch.far_from = prefetch.end - far * names.block_tokens
+                prefetch.far_from = prefetch.end - far_count * names.block_tokens
                 prefetch.blocks_left, prefetch.begun_before = count, self._num_begun
                 self._unfinished[rid] = None
                 rank = self._rank(rid)

@@ -18,6 +18,7 @@ comes back only when it was asked for.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol, runtime_checkable
 
@@ -26,11 +27,23 @@ import numpy as np
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 
 
+@dataclass(frozen=True)
+class SlabReport:
+    """What a rank, or all ranks, may use of borrowed or lent memory."""
+
+    # A byte per slab: 1 if it may be used, else 0.
+    mapped: bytes = b""
+    # At a lender: how many more slabs borrowers would take.
+    num_borrowable: int = 0
+    # At a lender: how many slabs were asked for and have not come back in time.
+    num_late: int = 0
+
+
 class SlabSource(Protocol):
     """The memory behind the slabs, on one rank."""
 
-    def here(self) -> bytes:
-        """A byte per slab: 1 if this rank may use it; 0 if not yet, no longer, or since it was told that it left."""
+    def here(self) -> SlabReport:
+        """What this rank may use: not what it may use no longer, or was told that it left."""
         ...
 
     def left(self, slabs: Sequence[int]) -> None:
@@ -50,9 +63,7 @@ class BorrowedSlabs(SlabSource, Protocol):
 
 @runtime_checkable
 class LentSlabs(SlabSource, Protocol):
-    """The same at a lender, where all slabs are here at first. `here` has two bytes more: how many further slabs
-    others would borrow, at most 255; and 255 less those that were asked for and are late, so that the least is the
-    most."""
+    """The same at a lender, where all slabs are here at first."""
 
     def wanted(self, num_slabs: int) -> None:
         """So many more should come home, the lowest of those that have left and were not asked for, so that all ranks

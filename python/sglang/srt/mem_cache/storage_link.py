@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.block_keys import to_bytes
 from sglang.srt.mem_cache.block_store import BlockStore, OverlappingStore, StoreError
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.storage.tiered_store import TieredStore
-from sglang.srt.mem_cache.transfer import GateError, LayerGate, OpResult, StorageAction, StorageOp, Ticket, pack_found
+from sglang.srt.mem_cache.transfer import GateError, LayerGate, OpResult, StorageAction, StorageOp, Ticket
 from sglang.srt.utils.stream import Stream
 
 logger = logging.getLogger(__name__)
@@ -139,19 +139,19 @@ class StorageLink:
             is_cancelled = op.ticket.seq in self._cancelled
             self._cancelled.discard(op.ticket.seq)
         if is_cancelled:
-            self._end(begun, 0, "cancelled")
+            self._end(begun, 0, 0, "cancelled")
             return
         begun.at = self._clock()
         store = self.slot.store
         try:
             is_read = op.action == StorageAction.GET
             if not is_read or self._is_synchronous or not isinstance(store, OverlappingStore):
-                self._end(begun, self._carry_out(op))
+                self._end(begun, *self._carry_out(op))
                 return
             give_up = store.start_get(to_bytes(op.keys), op.frames, partial(self._end, begun))
         except Exception as raised:
             logger.warning("%s of %d blocks failed: %r", op.action.name, len(op.keys), raised)
-            self._end(begun, 0, str(raised) or type(raised).__name__)
+            self._end(begun, 0, 0, str(raised) or type(raised).__name__)
             return
         with self._lock:
             begun.give_up = give_up
@@ -165,30 +165,34 @@ class StorageLink:
         measure what asynchronous fetching is worth (ShadowServe 6.4)."""
         return getattr(self.slot.store, "is_synchronous", False)
 
-    def _end(self, begun: _Begun, count: int, error: str = "") -> None:
+    def _end(self, begun: _Begun, count: int, far_count: int = 0, error: str = "") -> None:
         with self._lock:
             seconds = 0.0
             if begun.at is not None:
                 now = self._clock()
                 seconds, self._last_end = now - max(begun.at, self._last_end), now
-            begun.result = OpResult(begun.seq, ok=not error, error=error, count=count, seconds=seconds)
+            begun.result = OpResult(begun.seq, not error, error, count, far_count, seconds)
         self.notify()
 
-    def _carry_out(self, op: StorageOp) -> int:
+    def _carry_out(self, op: StorageOp) -> tuple[int, int]:
+        """The count of the operation's result, and of a probe its far count."""
         store = self.slot.store
         if op.action == StorageAction.ATTACH:
-            return int(self.slot.attach(op.setup))
+            return int(self.slot.attach(op.setup)), 0
         if store is None:
-            return 0
+            return 0, 0
         if op.action == StorageAction.EXISTS:
             keys = to_bytes(op.keys)
-            return pack_found(*store.locate(keys)) if isinstance(store, TieredStore) else store.exists(keys)
+            if not isinstance(store, TieredStore):
+                return store.exists(keys), 0
+            near, far = store.locate(keys)
+            return near + far, far
         if op.action == StorageAction.CLEAR:
             store.clear()
-            return 1
+            return 1, 0
         if op.action == StorageAction.DETACH:
             self.slot.detach()
-            return 1
+            return 1, 0
         move = store.get if op.action == StorageAction.GET else store.set
         with self.rate_limit.transfer(op.size_bytes) if self.rate_limit is not None else nullcontext():
-            return move(to_bytes(op.keys), op.frames)
+            return move(to_bytes(op.keys), op.frames), 0

@@ -43,8 +43,6 @@ FETCH = "fetch"
 STORE = "store"
 STORAGE_LINKS = (PROBE, FETCH, STORE)
 LINKS = COPY_LINKS + STORAGE_LINKS
-# A probe's count may say how many of the blocks, the last ones, lie on the second of two storage tiers.
-_FAR = 1 << 20
 # The executor's launches count like a link's operations, under this name.
 EXEC = "exec"
 # The part of a launch in which it waits for loads, among measured costs.
@@ -112,13 +110,17 @@ class StorageOp:
 
 @dataclass(frozen=True)
 class OpResult:
-    """count: of a storage operation, see StorageOp. seconds: from its first byte to its end, as far as measured; for
-    links that work on several operations at once, from the end of the one before."""
+    """What became of one operation."""
 
     seq: int
     ok: bool
     error: str = ""
+    # Of a storage operation, see StorageOp.
     count: int = 0
+    # Of a probe: how many of these blocks, the last ones, lie on the second storage tier.
+    far_count: int = 0
+    # From its first byte to its end, as far as measured. For links that work on several operations at once, from the
+    # end of the operation before.
     seconds: float = field(default=0.0, compare=False)
 
 
@@ -157,15 +159,3 @@ class LoadFailedError(RuntimeError):
 
 class GateError(RuntimeError):
     """A forward pass would wait for a layer whose copy was never enqueued: use before load."""
-
-
-def pack_found(near: int, far: int) -> int:
-    """Of a probe: `near` leading blocks on the first storage tier, `far` that follow on the second. With one tier the
-    number of blocks itself. The least of several ranks' may promise more than one of them has; so may any probe."""
-    return far * _FAR + near + far
-
-
-def unpack_found(packed: int) -> tuple[int, int]:
-    """How many blocks, and how many of them are far."""
-    far, count = divmod(packed, _FAR)
-    return count, far

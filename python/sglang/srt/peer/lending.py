@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang.srt.mem_cache.slab_ledger import SlabLedger, SlabState
+from sglang.srt.mem_cache.slab_ledger import SlabLedger, SlabReport, SlabState
 from sglang.srt.peer.protocol.elastic_units import WINDOW_S, DemandWindow, ElasticUnit, scale_down, scale_up
 
 
@@ -66,10 +66,10 @@ class DeviceLending:
     def leaving(self) -> list[int]:
         return self._in(SlabState.LEAVING)
 
-    def update(self, here: bytes) -> None:
-        """What all ranks have, how many more others would borrow, and what is late; see `LentSlabs`."""
-        gone = self.ledger.update(here[:-2])
-        self._borrowable, self._num_late = here[-2], 255 - here[-1]
+    def update(self, report: SlabReport) -> None:
+        """What all ranks have."""
+        gone = self.ledger.update(report.mapped)
+        self._borrowable, self._num_late = report.num_borrowable, report.num_late
         assert not gone, f"slabs {gone} went without being lent"
         if self._asked:
             self._asked = [slab for slab in self._asked if self.ledger.states[slab] != SlabState.HERE]

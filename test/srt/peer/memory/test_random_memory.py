@@ -39,7 +39,7 @@ class Master:
 
     def check(self, seen: Counter[str]) -> None:
         """What is here is zeros at first, then what this master wrote."""
-        here = set(np.flatnonzero(np.frombuffer(self.memory.here(), np.uint8)).tolist())
+        here = set(np.flatnonzero(np.frombuffer(self.memory.here().mapped, np.uint8)).tolist())
         for place in sorted(here):
             try:
                 if place not in self.held:
@@ -56,7 +56,7 @@ class Master:
                 seen["refused"] += 1
 
     def give_back(self) -> None:
-        here = self.memory.here()
+        here = self.memory.here().mapped
         self.memory.left([place for place in range(NUM_SLABS) if not here[place]])
         self.held = {place for place in self.held if here[place]}
 
@@ -98,7 +98,7 @@ class World:
 
     def look(self) -> None:
         """What comes home is zeros, and becomes the worker's own; what is at home stays so."""
-        for slab, is_home in enumerate(self.worker.here()[:NUM_SLABS]):
+        for slab, is_home in enumerate(self.worker.here().mapped):
             memory = self.worker.slabs.slab(slab)
             if is_home and not self.is_home[slab]:
                 assert not memory.any(), "a slab comes home with what others wrote"
@@ -150,7 +150,7 @@ class World:
             self.worker.wanted(NUM_SLABS)
             for master in self.masters:
                 master.give_back()
-            return self.worker.here()[:NUM_SLABS] == HOME
+            return self.worker.here().mapped == HOME
 
         wait_until(all_home, "all slabs to come home")
         self.look()

@@ -69,7 +69,7 @@ class Rig:
     def here(self) -> list[int]:
         for lender in self.lenders.values():
             lender.here()
-        return np.flatnonzero(np.frombuffer(self.memory.here(), np.uint8)).tolist()
+        return np.flatnonzero(np.frombuffer(self.memory.here().mapped, np.uint8)).tolist()
 
     def lend(self, slabs: int) -> None:
         for lender in self.lenders.values():
@@ -222,7 +222,7 @@ def test_copies_that_are_not_this_borrowers_or_not_in_bounds_are_refused(
     other = borrowed_memory([endpoint], "other", 1)
     wait_until(lambda: lender.state()["borrowers"] == 2, "the other borrower")
     lender.left([1])
-    wait_until(lambda: [rig.here(), other.here() == b"\1"][1], "the other's slab")
+    wait_until(lambda: [rig.here(), other.here().mapped == b"\1"][1], "the other's slab")
     lender.slabs.slab(1)[:] = OWN
     mine, others = grant_of(lender, 0), grant_of(lender, 1)
 
@@ -325,7 +325,7 @@ def test_a_borrower_that_does_not_answer_is_not_waited_for(
     rig.device.kv.fill_(FOREIGN)
     assert rig.copy(D2P, arange(10), of_slab.ravel().copy()).ok
     lender.wanted(1)
-    wait_until(lambda: lender.here()[0], "the slab to come home")
+    wait_until(lambda: lender.here().mapped[0], "the slab to come home")
     assert not lender.slabs.slab(0).any(), "it is not scrubbed"
     lender.slabs.slab(0)[:] = OWN
     assert lender.state()["slabs"]["quarantined"] == 0
@@ -359,7 +359,7 @@ def test_a_borrower_that_stands_still_costs_no_slab(
     wait_until(lambda: [lender.here(), ["has", NUM_SLABS] in child.said][1], "the child to borrow")
     child.stop()
     lender.wanted(2)
-    wait_until(lambda: lender.here()[:-2] == b"\1\1\0", "slabs to come home from who stands still")
+    wait_until(lambda: lender.here().mapped == b"\1\1\0", "slabs to come home from who stands still")
     assert lender.state()["slabs"] == {"home": 2, "offered": 0, "lent": 1, "asked_back": 0, "quarantined": 0}
     for slab in (0, 1):
         assert not lender.slabs.slab(slab).any()
@@ -372,7 +372,7 @@ def test_a_borrower_that_stands_still_costs_no_slab(
     assert all((lender.slabs.slab(slab) == OWN).all() for slab in (0, 1))
     child.kill()
     lender.wanted(1)
-    wait_until(lambda: lender.here()[:-2] == b"\1\1\1", "the last one to come home")
+    wait_until(lambda: lender.here().mapped == b"\1\1\1", "the last one to come home")
     lender.close()
 
 
@@ -560,6 +560,6 @@ def test_a_master_that_streams_layers_gives_strict_slabs_back(
     lender.left([0, 1])
     wait_until(lambda: [lender.here(), master.here(), "--peer-strict" in caplog.text][2], "the error")
     wait_until(lambda: [lender.here(), lender.state()["slabs"]["offered"] == 2][1], "slabs to be given back")
-    assert master.here() == b"\0\0"
+    assert master.here().mapped == b"\0\0"
     master.close()
     lender.close()

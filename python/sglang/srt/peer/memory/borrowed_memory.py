@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang.srt.mem_cache.slab_ledger import SlabReport
 from sglang.srt.peer.coordinator import BorrowerCoordinator
 from sglang.srt.peer.memory.borrowed_pool import BorrowedPool
 from sglang.srt.peer.memory.copy_session import StrictSlab
@@ -67,7 +68,7 @@ class BorrowedMemory:
         for endpoint in endpoints:
             self.coordinator.want(endpoint, num_slabs * slab_bytes)
 
-    def here(self) -> bytes:
+    def here(self) -> SlabReport:
         lost: Counter[tuple[str, bool]] = Counter()
         for event in self.coordinator.poll():
             if isinstance(event, Lent):
@@ -89,7 +90,7 @@ class BorrowedMemory:
                 logger.warning("the worker at %s has taken %s back, or is gone", lender, slabs)
             else:
                 logger.warning("the worker at %s is gone, and %s of its memory with it", lender, slabs)
-        return bytes(self._here)
+        return SlabReport(bytes(self._here))
 
     def agreed(self, here: bytes) -> None:
         self._in_use.update(np.flatnonzero(np.frombuffer(here, np.uint8)).tolist())

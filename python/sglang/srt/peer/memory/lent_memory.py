@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from sglang.srt.mem_cache.slab_ledger import SlabReport
 from sglang.srt.peer.coordinator import LenderCoordinator
 from sglang.srt.peer.memory.cuda_driver import CudaDriver
 from sglang.srt.peer.memory.cuda_slabs import reserve_slabs
@@ -64,7 +65,7 @@ class LentMemory:
             endpoint, directory, num_slabs, slab_bytes, self.slabs.fileno, notify, strict
         )
 
-    def here(self) -> bytes:
+    def here(self) -> SlabReport:
         for event in self.coordinator.poll():
             if isinstance(event, Offered):
                 for slab in event.kept:
@@ -87,7 +88,7 @@ class LentMemory:
             self._idle.clear()
         late = self.coordinator.status()["quarantined_slabs"]
         borrowable = -(-self._unmet_bytes // self.slabs.slab_bytes)
-        return bytes((*self._here, min(255, borrowable), 255 - min(255, late)))
+        return SlabReport(bytes(self._here), borrowable, late)
 
     def left(self, slabs: Sequence[int]) -> None:
         for slab in slabs:

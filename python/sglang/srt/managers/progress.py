@@ -1,0 +1,138 @@
+"""`Progress`: what has completed on a rank, and how ranks agree on it.
+
+Owns the columns that ranks reduce, and nothing else. Ranks take the minimum of every column, so each column holds a
+number whose minimum is what all ranks may rely on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sglang.srt.mem_cache.slab_ledger import SlabReport
+from sglang.srt.mem_cache.transfer import EXEC, LINKS, PROBE, STALL, STORAGE_LINKS, STREAM
+from sglang.srt.sampling.logprob_types import LaunchLogprobs
+
+# What is counted: launches, and the operations of each link.
+COUNTED = (EXEC, *LINKS)
+# Costs of parts of launches, under the launches' numbers.
+PARTS_OF_LAUNCHES = (STALL, STREAM)
+# Results of storage operations that one step takes, per link.
+COUNTS_PER_STEP = 16
+_NO_FAILURE = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What has completed on a rank, or on all ranks."""
+
+    # Launches (EXEC) and operations per link.
+    done: dict[str, int]
+    # Per link, and EXEC: the earliest number that failed and is not consumed.
+    failed: dict[str, int]
+    # Launch -> its sampled tokens; rank 0's.
+    results: dict[int, bytes]
+    # Launch -> its log-probabilities; rank 0's.
+    logprobs: dict[int, LaunchLogprobs] = field(default_factory=dict)
+    # Per storage link: the results of the operations that are new in `done`, in leading blocks.
+    counts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    # For each result of the probe link: how many of its blocks, the last ones, lie on the second storage tier.
+    far_counts: tuple[int, ...] = ()
+    # Per storage link: operations whose results earlier steps have taken; alike on all ranks.
+    consumed: dict[str, int] = field(default_factory=dict)
+    # Per link, EXEC and parts of launches: number -> seconds; rank 0's.
+    cost: dict[str, dict[int, float]] = field(default_factory=dict)
+    # Of borrowed or lent memory.
+    slab_report: SlabReport = field(default_factory=SlabReport)
+
+
+class _Columns:
+    """Names, offsets and widths of what ranks reduce: int64, by minimum, of the same shape in every step.
+
+    done: completed launches and operations, in the order of COUNTED.
+    first_failed: the earliest failure of each, or the largest int64.
+    counts: COUNTS_PER_STEP results per storage link; unused ones are 0.
+    far_counts: COUNTS_PER_STEP results of the probe link; unused ones are 0.
+    mapped_slabs: 1 for each slab that the rank may use, else 0.
+    num_borrowable_slabs: one number.
+    negated_num_late_slabs: one number. Ranks agree on the largest number of late slabs, so it is stored negated.
+    """
+
+    def __init__(self, num_slabs: int) -> None:
+        widths = {
+            "done": len(COUNTED),
+            "first_failed": len(COUNTED),
+            "counts": len(STORAGE_LINKS) * COUNTS_PER_STEP,
+            "far_counts": COUNTS_PER_STEP,
+            "mapped_slabs": num_slabs,
+            "num_borrowable_slabs": 1,
+            "negated_num_late_slabs": 1,
+        }
+        self.width = 0
+        self._slices: dict[str, slice] = {}
+        for name, width in widths.items():
+            self._slices[name] = slice(self.width, self.width + width)
+            self.width += width
+
+    def of(self, values: np.ndarray, name: str) -> np.ndarray:
+        """The part of values, (width,) int64, that a name stands for; a view."""
+        return values[self._slices[name]]
+
+    def counts(self, values: np.ndarray) -> np.ndarray:
+        """(links, COUNTS_PER_STEP), in the order of STORAGE_LINKS; a view."""
+        return self.of(values, "counts").reshape(len(STORAGE_LINKS), COUNTS_PER_STEP)
+
+
+def pack_progress(progress: Progress) -> np.ndarray:
+    """(n,) int64: what a rank brings to the reduction. n depends on the number of slabs alone."""
+    report = progress.slab_report
+    columns = _Columns(len(report.mapped))
+    values = np.zeros(columns.width, np.int64)
+    columns.of(values, "done")[:] = [progress.done[name] for name in COUNTED]
+    columns.of(values, "first_failed")[:] = [progress.failed.get(name, _NO_FAILURE) for name in COUNTED]
+    for row, name in zip(columns.counts(values), STORAGE_LINKS):
+        of_link = progress.counts.get(name, ())
+        row[: len(of_link)] = of_link
+    columns.of(values, "far_counts")[: len(progress.far_counts)] = progress.far_counts
+    columns.of(values, "mapped_slabs")[:] = np.frombuffer(report.mapped, np.uint8)
+    columns.of(values, "num_borrowable_slabs")[:] = report.num_borrowable
+    columns.of(values, "negated_num_late_slabs")[:] = -report.num_late
+    return values
+
+
+def unpack_progress(least: np.ndarray, rank_0: Progress) -> Progress:
+    """least: the minimum over ranks of what they packed. rank_0: its results, log-probabilities and costs are taken,
+    as far as all ranks have completed them, and `consumed` and the number of slabs, which are alike on all ranks."""
+    columns = _Columns(len(rank_0.slab_report.mapped))
+    done = dict(zip(COUNTED, columns.of(least, "done").tolist()))
+    first_failed = zip(COUNTED, columns.of(least, "first_failed").tolist())
+    num_new = {name: done[name] - rank_0.consumed.get(name, 0) for name in STORAGE_LINKS}
+    end = done[EXEC]
+    return Progress(
+        done=done,
+        # A failure that some rank has not reached yet is reported once all have.
+        failed={name: first for name, first in first_failed if first < done[name]},
+        results={seq: tokens for seq, tokens in rank_0.results.items() if seq < end},
+        logprobs={seq: logprobs for seq, logprobs in rank_0.logprobs.items() if seq < end},
+        counts={
+            name: tuple(row[: num_new[name]].tolist()) for name, row in zip(STORAGE_LINKS, columns.counts(least))
+        },
+        far_counts=tuple(columns.of(least, "far_counts")[: num_new[PROBE]].tolist()),
+        consumed=rank_0.consumed,
+        cost={
+            name: {seq: c for seq, c in costs.items() if seq < (end if name in PARTS_OF_LAUNCHES else done[name])}
+            for name, costs in rank_0.cost.items()
+        },
+        slab_report=SlabReport(
+            mapped=columns.of(least, "mapped_slabs").astype(np.uint8).tobytes(),
+            num_borrowable=int(columns.of(least, "num_borrowable_slabs")[0]),
+            num_late=-int(columns.of(least, "negated_num_late_slabs")[0]),
+        ),
+    )
+
+
+def reduce_progress(ranks: Sequence[Progress]) -> Progress:
+    """What all ranks agree on: see `unpack_progress`."""
+    return unpack_progress(np.min([pack_progress(rank) for rank in ranks], axis=0), ranks[0])
