@@ -105,7 +105,7 @@ class BlockMajor:
         self.borrower.unmap(0)
 
     def grow(self) -> None:
-        self.table.take_back(self.pool.frames_of(self.last))
+        self.table.reclaim(self.pool.frames_of(self.last))
         self.pool.resize(self.last + 1)
 
     def refill(self) -> None:

@@ -23,6 +23,7 @@ from common import print_table, write_json
 
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
 from sglang.srt.peer.memory.lent_memory import LentMemory
 
 SLAB_BYTES = 64 << 20
@@ -35,18 +36,20 @@ DEADLINE_S = 60.0
 
 
 def lend(endpoint: str, directory: str, kind: str) -> None:
-    memory = LentMemory(endpoint, Path(directory), 1, SLAB_BYTES, PAGE_BYTES, SHAPE, DTYPE, strict=kind == "strict")
-    memory.left([0])
+    memory = LentMemory(
+        endpoint, Path(directory), SlabsConfig(1, SLAB_BYTES), PAGE_BYTES, SHAPE, DTYPE, strict=kind == "strict"
+    )
+    memory.lend([0])
     while True:
-        memory.here()
+        memory.poll_mapped()
         time.sleep(0.5)
 
 
 class Master:
     def __init__(self, endpoints: list[str]) -> None:
-        self.memory = BorrowedMemory(endpoints, "bench", 2, SLAB_BYTES, PAGE_BYTES, SHAPE, DTYPE)
+        self.memory = BorrowedMemory(endpoints, "bench", SlabsConfig(2, SLAB_BYTES), PAGE_BYTES, SHAPE, DTYPE)
         deadline = time.monotonic() + DEADLINE_S
-        while self.memory.here().mapped != b"\1\1":
+        while self.memory.poll_mapped().mapped != b"\1\1":
             assert time.monotonic() < deadline, "nobody lends"
             time.sleep(0.01)
         pool = self.memory.pool

@@ -25,6 +25,8 @@ PURE = [
     "sglang.srt.managers.schedule_policy",
     "sglang.srt.managers.scheduler",
     "sglang.srt.model_executor.launch",
+    "sglang.srt.mem_cache.slab_ledger",
+    "sglang.srt.peer.lending",
     "sglang.srt.peer.protocol.borrower",
     "sglang.srt.peer.protocol.elastic_units",
     "sglang.srt.peer.protocol.lender",

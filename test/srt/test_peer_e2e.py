@@ -21,6 +21,7 @@ import torch
 
 from sglang.srt.model_loader.embedded_model import ensure_embedded_model
 from sglang.srt.peer.endpoint import of_rank
+from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
 from sglang.srt.peer.memory.lent_memory import LentMemory
 from support.server_fixture import Server, wait_until
 
@@ -32,11 +33,12 @@ NUM_SLABS = 8
 LENDER = """
 import sys, time, torch
 from pathlib import Path
+from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
 from sglang.srt.peer.memory.lent_memory import LentMemory
-memory = LentMemory(sys.argv[1], Path(sys.argv[2]), 8, 1 << 20, 4096, (1, 8, 4, 32), torch.bfloat16)
-memory.left(range(8))
+memory = LentMemory(sys.argv[1], Path(sys.argv[2]), SlabsConfig(8, 1 << 20), 4096, (1, 8, 4, 32), torch.bfloat16)
+memory.lend(range(8))
 while True:
-    memory.here()
+    memory.poll_mapped()
     time.sleep(0.05)
 """
 
@@ -86,20 +88,28 @@ def test_what_is_lent_is_used_and_given_back(tp_size: int, strict: bool, tmp_pat
     endpoint = f"ipc://{tmp_path}/peers"
     shape = (1, 8, 4, 32)
     workers = [
-        LentMemory(of_rank(endpoint, rank), tmp_path, NUM_SLABS, 1 << 20, 4096, shape, torch.bfloat16, strict=strict)
+        LentMemory(
+            of_rank(endpoint, rank),
+            tmp_path,
+            SlabsConfig(NUM_SLABS, 1 << 20),
+            4096,
+            shape,
+            torch.bfloat16,
+            strict=strict,
+        )
         for rank in range(tp_size)
     ]
     with Server(*FLAGS.split(), "--peer-endpoint", endpoint, "--tp-size", str(tp_size)) as server:
         wanted = [ask(server, seed) for seed in range(3)]
         assert [found for _, found in wanted] == [0, 0, 0] and borrowed_tokens(server) == 0
         for worker in workers:
-            worker.left(range(NUM_SLABS))
-        wait_until(lambda: [w.here() for w in workers] and borrowed_tokens(server) > 0)
-        wait_until(lambda: [w.here() for w in workers] and borrowed_tokens(server) >= 1200)
+            worker.lend(range(NUM_SLABS))
+        wait_until(lambda: [w.poll_mapped() for w in workers] and borrowed_tokens(server) > 0)
+        wait_until(lambda: [w.poll_mapped() for w in workers] and borrowed_tokens(server) >= 1200)
         wait_until(lambda: come_from_peers(server, [tokens for tokens, _ in wanted]))
         for worker in workers:
-            worker.wanted(NUM_SLABS)
-        wait_until(lambda: all(worker.here().mapped == b"\1" * NUM_SLABS for worker in workers))
+            worker.recall(NUM_SLABS)
+        wait_until(lambda: all(worker.poll_mapped().mapped == b"\1" * NUM_SLABS for worker in workers))
         assert borrowed_tokens(server) == 0
         assert [ask(server, seed)[0] for seed in range(3)] == [tokens for tokens, _ in wanted]
         counters = server.state()["counters"]

@@ -21,7 +21,8 @@ _CONTEXT.set_forkserver_preload(
     [
         "sglang.srt.offload.remote_store",
         "sglang.srt.peer.memory.borrowed_memory",
-        "sglang.srt.peer.coordinator",
+        "sglang.srt.peer.borrower_coordinator",
+        "sglang.srt.peer.lender_coordinator",
         "sglang.srt.peer.memory.cuda_slabs",
         "sglang.srt.peer.memory.lent_memory",
         "support.fake_cuda_driver",

@@ -1,5 +1,5 @@
-"""Slabs that come and go at random times, by seed, for tests: `ComingAndGoing`, a borrower's `BorrowedSlabs`, and
-`LentOut`, a lender's `LentSlabs`."""
+"""Slabs that are mapped and unmapped at random times, by seed, for tests: `ComingAndGoing` is a borrower's memory,
+`LentOut` a lender's."""
 
 from __future__ import annotations
 
@@ -17,90 +17,89 @@ def padded_slabs(num_pages: int) -> tuple[tuple[int, int], ...]:
 
 
 class ComingAndGoing:
-    """rate: chance, each time that it is asked, that one slab comes or is asked back. poison: fills pages (int32)
-    with what must never be read; called for what has left, as its memory is another's then."""
+    """`BorrowedSlabs`. rate: the chance at each poll that one slab is lent or recalled. poison: fills pages (int32)
+    with what must never be read; called for slabs that were given back, as their memory is another engine's then."""
 
     def __init__(
         self, slabs: Sequence[tuple[int, int]], rate: float, seed: int, poison: Callable[[np.ndarray], None]
     ) -> None:
-        self.num_left = 0
         self._slabs = slabs
         self._rate = rate
         self._random = random.Random(seed)
         self._poison = poison
-        self._here = [False] * len(slabs)
+        self._mapped = [False] * len(slabs)
         self._in_use: set[int] = set()
-        self._asked_back: set[int] = set()
+        self._recalled: set[int] = set()
 
-    def here(self) -> SlabReport:
+    def poll_mapped(self) -> SlabReport:
         if self._slabs and self._random.random() < self._rate:
             slab = self._random.randrange(len(self._slabs))
-            if self._here[slab]:
-                self._asked_back.add(slab)
-            # What was asked back comes again only after it has left.
-            self._here[slab] = not self._here[slab] and slab not in self._asked_back
-        return SlabReport(bytes(self._here))
+            if self._mapped[slab]:
+                self._recalled.add(slab)
+            # A recalled slab is lent again only after it was given back.
+            self._mapped[slab] = not self._mapped[slab] and slab not in self._recalled
+        return SlabReport(bytes(self._mapped))
 
-    def agreed(self, here: bytes) -> None:
-        self._in_use.update(slab for slab, is_here in enumerate(here) if is_here)
-        self._give_back()
+    def mark_in_use(self, mapped: bytes) -> None:
+        self._in_use.update(slab for slab, is_mapped in enumerate(mapped) if is_mapped)
+        self._give_back_unused()
 
-    def left(self, slabs: Sequence[int]) -> None:
+    def give_back(self, slabs: Sequence[int]) -> None:
         self._in_use.difference_update(slabs)
-        self._give_back()
+        self._give_back_unused()
 
-    def _give_back(self) -> None:
-        for slab in self._asked_back - self._in_use:
-            self._asked_back.discard(slab)
+    def _give_back_unused(self) -> None:
+        for slab in self._recalled - self._in_use:
+            self._recalled.discard(slab)
             first, end = self._slabs[slab]
             self._poison(np.arange(first, end, dtype=np.int32))
-            self.num_left += 1
 
     def settle(self) -> None:
-        """Nothing comes or goes any more."""
+        """Nothing is lent or recalled any more."""
         self._rate = 0.0
 
     @property
     def num_owed(self) -> int:
-        """Slabs that were asked back and are still here."""
-        return len(self._asked_back)
+        """Slabs that were recalled and are not given back yet."""
+        return len(self._recalled)
 
 
 class LentOut:
-    """rate: chance, each time that it is asked, that the oldest slab of those that are wanted comes home. borrowable:
-    how many more others would take. poison: as for `ComingAndGoing`; what comes home is not worth reading either."""
+    """`LentSlabs`. rate: the chance at each poll that the slab that was recalled first comes back. num_borrowable:
+    how many more slabs borrowers would take. poison: as for `ComingAndGoing`; a slab that comes back is poisoned
+    too."""
 
     def __init__(
         self, slabs: Sequence[tuple[int, int]], rate: float, seed: int, poison: Callable[[np.ndarray], None]
     ) -> None:
         self._slabs = slabs
         self.rate = rate
-        self.borrowable = 255
+        self.num_borrowable = 255
         self._random = random.Random(seed)
         self._poison = poison
-        self._here = [True] * len(slabs)
+        self._mapped = [True] * len(slabs)
         self._lent: set[int] = set()
-        self._wanted: list[int] = []
+        self._recalled: list[int] = []
 
-    def here(self) -> SlabReport:
-        if self._wanted and self._random.random() < self.rate:
-            self._here[self._wanted.pop(0)] = True
-        return SlabReport(bytes(self._here), self.borrowable)
+    def poll_mapped(self) -> SlabReport:
+        if self._recalled and self._random.random() < self.rate:
+            self._mapped[self._recalled.pop(0)] = True
+        return SlabReport(bytes(self._mapped), self.num_borrowable)
 
-    def left(self, slabs: Sequence[int]) -> None:
+    def lend(self, slabs: Sequence[int]) -> None:
         for slab in slabs:
-            assert self._here[slab], f"slab {slab} is lent twice"
-            self._here[slab] = False
+            assert self._mapped[slab], f"slab {slab} is lent twice"
+            self._mapped[slab] = False
             self._lent.add(slab)
             first, end = self._slabs[slab]
             self._poison(np.arange(first, end, dtype=np.int32))
 
-    def wanted(self, num_slabs: int) -> None:
-        assert 0 < num_slabs <= len(self._lent), f"{num_slabs} slabs are wanted, {len(self._lent)} are lent"
+    def recall(self, num_slabs: int) -> None:
+        assert 0 < num_slabs <= len(self._lent), f"{num_slabs} slabs are recalled, {len(self._lent)} are lent"
         chosen = sorted(self._lent)[:num_slabs]
         self._lent -= set(chosen)
-        self._wanted += chosen
+        self._recalled += chosen
 
     def settle(self) -> None:
-        """Nothing comes any more."""
+        """Nothing comes back any more."""
         self.rate = 0.0

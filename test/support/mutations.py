@@ -713,36 +713,36 @@ def loaded_keeps_its_place_on_the_peer() -> Any:
 
 
 @mutation
-def slab_leaves_in_use() -> Any:
+def slab_lent_in_use() -> Any:
     """A slab is lent while pages in it are still read, written or locked."""
 
     def patched(self: Any) -> tuple[int, ...]:
-        left = tuple(slab for slab, state in enumerate(self.states) if state == SlabState.LEAVING)
-        for slab in left:
-            self.states[slab] = SlabState.AWAY
-        return left
+        drained = tuple(slab for slab, state in enumerate(self.states) if state == SlabState.DRAINING)
+        for slab in drained:
+            self.states[slab] = SlabState.UNMAPPED
+        return drained
 
-    return mock.patch.object(SlabLedger, "take_left", patched)
+    return mock.patch.object(SlabLedger, "take_drained", patched)
 
 
 @mutation
-def kept_slab_is_still_lent() -> Any:
-    """A slab that was to leave is kept, and pages that were in use then are lent all the same."""
+def cancelled_drain_still_lends() -> Any:
+    """Draining of a slab is cancelled, and pages that were in use then are lent all the same."""
 
     def patched(self: Any, frames: np.ndarray) -> None:
-        self.take_back(frames[self.state[frames] == FrameState.LENT])
+        self.reclaim(frames[self.state[frames] == FrameState.LENT])
 
-    return mock.patch.object(FrameTable, "keep", patched)
+    return mock.patch.object(FrameTable, "cancel_lend", patched)
 
 
 @mutation
 def own_slabs_count_as_agreed() -> Any:
-    """A rank takes the borrowed slabs that it has for those that all ranks have."""
+    """A rank takes the borrowed slabs that it has mapped for those that all ranks have mapped."""
     step = EngineCore.step
 
     def patched(self: Any, *args: Any) -> Any:
         if self._borrowed is not None:
-            self._borrowed.agreed(self._seen[2].mapped)
+            self._borrowed.mark_in_use(self._seen[2].mapped)
         return step(self, *args)
 
     return mock.patch.object(EngineCore, "step", patched)

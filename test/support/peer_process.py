@@ -8,9 +8,11 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from sglang.srt.peer.coordinator import BorrowerCoordinator, LenderCoordinator
-from sglang.srt.peer.protocol.borrower import AskedBack, Lent
-from sglang.srt.peer.protocol.lender import Demand, LenderTiming
+from sglang.srt.peer.borrower_coordinator import BorrowerCoordinator
+from sglang.srt.peer.lender_coordinator import LenderCoordinator
+from sglang.srt.peer.memory.slabs import SlabFiles
+from sglang.srt.peer.protocol.borrower import SlabLent, SlabRecalled
+from sglang.srt.peer.protocol.lender import DemandChanged, LenderTiming
 from sglang.srt.peer.protocol.messages import LeaseId
 from sglang.srt.utils.shared_memory import SharedMemory
 
@@ -21,27 +23,27 @@ SLAB_BYTES = 8192
 Say = Callable[..., None]
 
 
-def borrow(say: Say, name: str, want_bytes: int, endpoint: str) -> None:
+def borrow(say: Say, name: str, demand_bytes: int, endpoint: str) -> None:
     """Maps what it is lent, fills it with the first letter of its name, gives back what it is asked for."""
     is_news = threading.Event()
     coordinator = BorrowerCoordinator([endpoint], name, 4096, notify=is_news.set, heartbeat_s=HEARTBEAT_S)
-    coordinator.want(endpoint, want_bytes)
+    coordinator.set_demand(endpoint, demand_bytes)
     mapped: dict[LeaseId, mmap.mmap] = {}
     while True:
         is_news.wait()
         is_news.clear()
         for event in coordinator.poll():
-            if isinstance(event, Lent):
+            if isinstance(event, SlabLent):
                 assert event.fd is not None
                 memory = mapped[event.lease] = mmap.mmap(event.fd, event.size_bytes)
                 os.close(event.fd)
                 foreign = len(memory[:].strip(b"\0"))
                 memory[:] = name[0].encode() * event.size_bytes
                 say("lent", event.slab, foreign)
-            elif isinstance(event, AskedBack):
+            elif isinstance(event, SlabRecalled):
                 mapped.pop(event.lease).close()
                 say("unmapped")
-                coordinator.unmapped(endpoint, event.lease)
+                coordinator.give_back(endpoint, event.lease)
             else:
                 mapped.pop(event.lease).close()
                 say("lost")
@@ -54,9 +56,7 @@ def lend(say: Say, directory: Path, num_slabs: int, endpoint: str) -> None:
     coordinator = LenderCoordinator(
         endpoint,
         directory,
-        num_slabs,
-        SLAB_BYTES,
-        lambda slab: slabs[slab].fd,
+        SlabFiles(num_slabs, SLAB_BYTES, lambda slab: slabs[slab].fd),
         notify=is_news.set,
         timing=LenderTiming(heartbeat_s=HEARTBEAT_S),
     )
@@ -65,5 +65,5 @@ def lend(say: Say, directory: Path, num_slabs: int, endpoint: str) -> None:
         is_news.wait()
         is_news.clear()
         for event in coordinator.poll():
-            if isinstance(event, Demand) and event.unmet_bytes:
-                coordinator.offer(range(num_slabs))
+            if isinstance(event, DemandChanged) and event.unmet_bytes:
+                coordinator.lend(range(num_slabs))

@@ -14,8 +14,9 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang.srt.peer.protocol.borrower import AskedBack, Borrower, LeaseState, Lent, Lost
-from sglang.srt.peer.protocol.lender import Lender, LenderTiming, Offered, Quarantined, SlabState, ToScrub
+from sglang.srt.peer.protocol.borrower import Borrower, BorrowerConfig, SlabLent, SlabLost, SlabRecalled
+from sglang.srt.peer.protocol.leases import LeaseState
+from sglang.srt.peer.protocol.lender import Lender, LenderTiming, LendOutcome, SlabGivenBack, SlabQuarantined
 from sglang.srt.peer.protocol.messages import BorrowerHeartbeat, BorrowerId, Fetch, LeaseId, LenderHeartbeat
 
 SLAB_BYTES = 100
@@ -98,10 +99,10 @@ class World:
 
     def start_master(self, name: str) -> None:
         life, strict = next(self._lives), self.rng.random() < 0.2
-        borrowers = {w: self.borrower_class(w, name, life, SLAB_BYTES, strict) for w in ("w0", "w1")}
+        borrowers = {w: self.borrower_class(w, BorrowerConfig(name, life, SLAB_BYTES, strict)) for w in ("w0", "w1")}
         self.masters.append(Master(name, life, borrowers=borrowers))
         for borrower in borrowers.values():
-            borrower.want(self.rng.randrange(7 * SLAB_BYTES))
+            borrower.set_demand(self.rng.randrange(7 * SLAB_BYTES))
 
     def kill_worker(self, name: str) -> None:
         dead = self.workers[name]
@@ -114,8 +115,9 @@ class World:
     def kill_master(self, master: Master) -> None:
         self.masters.remove(master)
         for worker in self.workers.values():
-            leases = worker.lender._leases.values()
-            if any(lease.borrower == master.id and lease.is_fetched for lease in leases):
+            states, leases = worker.lender.states, worker.lender._leases.values()
+            fetched = [each for each in leases if not each.strict and states[each.slab] != LeaseState.GRANTED]
+            if any(lease.borrower == master.id for lease in fetched):
                 self._tell_death(worker, master.id)
         self.seen.add("master died")
 
@@ -162,16 +164,16 @@ class World:
             if isinstance(message, BorrowerHeartbeat):
                 lender.receive(message, self.now)
             elif isinstance(message, Death):
-                lender.died(BorrowerId(message.name, message.life))
+                lender.on_borrower_death(BorrowerId(message.name, message.life))
             else:
                 self._answer(worker, message)
         lender.tick(self.now)
         self.take_lender_events(worker)
-        for borrower, heartbeat in lender.outgoing(self.now):
+        for borrower, heartbeat in lender.take_outgoing(self.now):
             self.send(borrower.name, None if self.is_faulty else borrower.incarnation, heartbeat)
 
     def _answer(self, worker: Worker, message: Fetch) -> None:
-        slab = worker.lender.fetch(message)
+        slab = worker.lender.allow_fetch(message)
         if slab is not None:
             worker.foreign.add(slab)
             reply = SlabReply(worker.name, LeaseId(message.epoch, message.number))
@@ -184,16 +186,16 @@ class World:
 
     def take_lender_events(self, worker: Worker) -> None:
         for event in worker.lender.take_events():
-            if isinstance(event, ToScrub):
+            if isinstance(event, SlabGivenBack):
                 assert event.slab not in worker.to_scrub
                 worker.to_scrub.add(event.slab)
                 if event.slab in worker.alarms:
                     worker.alarms.remove(event.slab)
                     self.seen.add("quarantine ended")
-            elif isinstance(event, Quarantined):
+            elif isinstance(event, SlabQuarantined):
                 worker.alarms.add(event.slab)
                 self.seen.add("quarantined")
-            elif isinstance(event, Offered) and event.lent:
+            elif isinstance(event, LendOutcome) and event.lent:
                 self.seen.add("lent")
 
     def run_master(self, master: Master) -> None:
@@ -204,13 +206,13 @@ class World:
                 if not master.borrowers[message.slab_socket].receive(message, self.now):
                     self.seen.add("stale")
             elif isinstance(message, Death):
-                master.borrowers[message.name].lender_died(message.life)
+                master.borrowers[message.name].on_lender_death(message.life)
             else:
                 # Any number stands for a file descriptor.
-                if not master.borrowers[message.worker].fetched(message.lease, 7):
+                if not master.borrowers[message.worker].hold(message.lease, 7):
                     self.seen.add("slab came too late")
         for name, borrower in master.borrowers.items():
-            for lend in borrower.to_fetch():
+            for lend in borrower.leases_to_fetch():
                 if not self.is_faulty or self.rng.random() < 0.3:
                     fetch = Fetch(
                         name=master.name,
@@ -221,20 +223,20 @@ class World:
                     )
                     self.send(name, borrower.epoch, fetch)
             self._take_borrower_events(master, borrower)
-            heartbeat = borrower.outgoing(self.now)
+            heartbeat = borrower.take_outgoing(self.now)
             if heartbeat is not None:
                 self.send(name, None, heartbeat)
 
     def _take_borrower_events(self, master: Master, borrower: Borrower) -> None:
         for event in borrower.take_events():
             key = (event.lender, event.lease)
-            if isinstance(event, Lent):
+            if isinstance(event, SlabLent):
                 if event.fd is not None:
                     master.mapped[key] = event.slab
                 self.seen.add("held" if event.fd is not None else "held strictly")
-            elif isinstance(event, AskedBack):
+            elif isinstance(event, SlabRecalled):
                 master.draining.add(key)
-            elif isinstance(event, Lost):
+            elif isinstance(event, SlabLost):
                 is_alive = self.workers[event.lender].life == event.lease.epoch
                 assert not is_alive or key not in master.mapped, f"{event}, but its lender lives and has not"
                 master.draining.discard(key)
@@ -245,12 +247,12 @@ class World:
         master.mapped.pop(key, None)
         master.draining.discard(key)
         master.unmapping.discard(key)
-        master.borrowers[key[0]].unmapped(key[1])
+        master.borrowers[key[0]].give_back(key[1])
 
     def scrub(self, worker: Worker, slab: int) -> None:
         worker.foreign.discard(slab)
         worker.to_scrub.remove(slab)
-        worker.lender.scrubbed(slab)
+        worker.lender.reclaim(slab)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -280,7 +282,7 @@ class World:
         elif not master.is_stopped and dice < 0.5:
             self._unmap_one(master)
         elif dice < 0.53:
-            rng.choice(list(master.borrowers.values())).want(rng.randrange(7 * SLAB_BYTES))
+            rng.choice(list(master.borrowers.values())).set_demand(rng.randrange(7 * SLAB_BYTES))
         for name in ("m0", "m1"):
             lives = [m for m in self.masters if m.name == name]
             if not lives or (len(lives) == 1 and lives[0].is_stopped and rng.random() < 0.02):
@@ -288,10 +290,10 @@ class World:
         self.run(rng.random() * (3 if rng.random() < 0.02 else 0.3))
 
     def _offer(self, worker: Worker) -> None:
-        worker.lender.offer([s for s in range(NUM_SLABS) if worker.lender.states[s] == SlabState.FREE], self.now)
+        worker.lender.lend([s for s in range(NUM_SLABS) if worker.lender.states[s] == LeaseState.FREE], self.now)
 
     def _reclaim(self, worker: Worker) -> None:
-        worker.lender.reclaim(self.rng.randrange(4), self.now + self.rng.random() * 8)
+        worker.lender.recall(self.rng.randrange(4), self.now + self.rng.random() * 8)
 
     def _scrub_one(self, worker: Worker) -> None:
         if worker.to_scrub:
@@ -324,9 +326,9 @@ class World:
             worker.lender.check_invariants()
             self.take_lender_events(worker)
             states = worker.lender.states
-            assert {s for s in range(NUM_SLABS) if states[s] == SlabState.SCRUBBING} == worker.to_scrub
-            assert {s for s in range(NUM_SLABS) if states[s] == SlabState.QUARANTINED} == worker.alarms
-            free = {s for s in range(NUM_SLABS) if states[s] == SlabState.FREE}
+            assert {s for s in range(NUM_SLABS) if states[s] == LeaseState.GIVEN_BACK} == worker.to_scrub
+            assert {s for s in range(NUM_SLABS) if states[s] == LeaseState.QUARANTINED} == worker.alarms
+            free = {s for s in range(NUM_SLABS) if states[s] == LeaseState.FREE}
             assert not free & worker.foreign, "a slab is the engine's own, with what others wrote"
             mappers: dict[int, BorrowerId] = {}
             for master in self.masters:
@@ -344,9 +346,9 @@ class World:
         living = {master.id: master for master in self.masters}
         for worker in self.workers.values():
             for slab, state in enumerate(worker.lender.states):
-                if state not in (SlabState.FREE, SlabState.LENT):
+                if state not in (LeaseState.FREE, LeaseState.GRANTED, LeaseState.HELD):
                     borrower = living.get(worker.lender._leases[slab].borrower)
-                    is_waited_for = state in (SlabState.QUARANTINED, SlabState.RECLAIMING)
+                    is_waited_for = state in (LeaseState.QUARANTINED, LeaseState.RECALLED)
                     assert is_waited_for and borrower is not None and borrower.is_stopped, (
                         f"capacity is lost: {state}"
                     )

@@ -519,7 +519,7 @@ class Soak:
         inputs = arrivals or aborts or flush or storage
         if not (inputs or any(rank.core.has_work(now) for rank in self.ranks)):
             lending = self.ranks[0].core.scheduler.lending
-            awaits_slabs = lending is not None and lending.is_waiting
+            awaits_slabs = lending is not None and lending.awaits_slabs
             if self.live and not awaits_slabs and not any(r.core.has_outstanding for r in self.ranks):
                 raise StuckError(f"nothing is outstanding and {len(self.live)} requests wait")
             return

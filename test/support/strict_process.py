@@ -12,6 +12,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.transfer import LoadFailedError
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
 from sglang.srt.peer.memory.lent_memory import LentMemory
 
 SHAPE = (4, 3, 2, 8)
@@ -22,23 +23,25 @@ FOREIGN, OWN = 7.0, 0x2A
 
 
 def borrowed_memory(endpoints: list[str], name: str, num_slabs: int = NUM_SLABS) -> BorrowedMemory:
-    return BorrowedMemory(endpoints, name, num_slabs, SLAB_BYTES, PAGE_BYTES, SHAPE, torch.float32)
+    return BorrowedMemory(endpoints, name, SlabsConfig(num_slabs, SLAB_BYTES), PAGE_BYTES, SHAPE, torch.float32)
 
 
 def lent_memory(endpoint: str, directory: Path, strict: bool = True) -> LentMemory:
     """Of a lender with pages of another shape."""
     shape = (2, 5, 1, 24)
     page_bytes = MHATokenToKVPool.page_bytes(*shape, torch.bfloat16)
-    return LentMemory(endpoint, directory, NUM_SLABS, SLAB_BYTES, page_bytes, shape, torch.bfloat16, strict=strict)
+    return LentMemory(
+        endpoint, directory, SlabsConfig(NUM_SLABS, SLAB_BYTES), page_bytes, shape, torch.bfloat16, strict=strict
+    )
 
 
 def lend(say: Callable[..., None], endpoint: str, directory: Path) -> None:
     """Lends all its slabs."""
     memory = lent_memory(endpoint, directory)
-    memory.left(range(NUM_SLABS))
+    memory.lend(range(NUM_SLABS))
     say("ready")
     while True:
-        memory.here()
+        memory.poll_mapped()
         time.sleep(0.01)
 
 
@@ -52,9 +55,9 @@ def borrow(say: Callable[..., None], endpoint: str) -> None:
     pages = torch.arange(memory.pool.slab_pages)
     said: list[object] = []
     while True:
-        is_here = np.frombuffer(memory.here().mapped, np.uint8)
+        is_here = np.frombuffer(memory.poll_mapped().mapped, np.uint8)
         here = np.flatnonzero(is_here)
-        memory.left(np.flatnonzero(is_here == 0).tolist())
+        memory.give_back(np.flatnonzero(is_here == 0).tolist())
         try:
             for place in here.tolist():
                 frames = torch.from_numpy(memory.pool.frames_of(place)).long()

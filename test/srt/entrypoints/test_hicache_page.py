@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
 from sglang.srt.peer.memory.lent_memory import LentMemory
 from support.server_fixture import PATIENCE_S, Server, wait_until
 
@@ -94,9 +95,9 @@ def test_the_reference_lists_what_the_state_has(state):
 def test_the_reference_lists_what_masters_and_workers_say(tmp_path: Path):
     tmp_path.chmod(0o700)
     endpoint = f"ipc://{tmp_path}/peers"
-    shape: tuple[Any, ...] = (1 << 16, 4096, (1, 8, 4, 32), torch.bfloat16)
-    worker = LentMemory(endpoint, tmp_path, 2, *shape)
-    master = BorrowedMemory([endpoint], "master", 2, *shape)
+    shape: tuple[Any, ...] = (SlabsConfig(2, 1 << 16), 4096, (1, 8, 4, 32), torch.bfloat16)
+    worker = LentMemory(endpoint, tmp_path, *shape)
+    master = BorrowedMemory([endpoint], "master", *shape)
     assert paths({"peers": worker.state()}) | paths({"peers": master.state()}) == PEER_FIELDS
     master.close()
     worker.close()

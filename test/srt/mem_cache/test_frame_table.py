@@ -221,7 +221,7 @@ def test_lent_and_taken_back():
     assert states(table) == "HHFFLL" and table.num_free == 2 and table.counts[LENT] == 2
     assert table.allocate(3, 0) is None, "lent frames are not to be had"
     assert take(table, 2).tolist() == [2, 3]
-    table.take_back(ids(4))
+    table.reclaim(ids(4))
     assert states(table) == "HHHHFL" and take(table, 1).tolist() == [4]
     assert table.take_freed().tolist() == [4], "poisoned like whatever becomes free"
 
@@ -234,7 +234,7 @@ def test_nothing_is_lent_twice():
         with pytest.raises(AssertionError, match="lent already"):
             table.lend(frames)
     with pytest.raises(AssertionError, match="not all LENT"):
-        table.take_back(ids(2, 3))
+        table.reclaim(ids(2, 3))
     assert states(table) == "HFFL"
 
 
@@ -253,7 +253,7 @@ def test_what_is_in_use_is_lent_when_it_would_be_free_and_nobody_gets_it_before(
     assert table.num_free == 1 and table.counts[LENT] == 2
     assert take(table, 1).tolist() == taken[2:3].tolist() and table.allocate(1, 0) is None
     table.check_invariants()
-    table.take_back(taken[:2])
+    table.reclaim(taken[:2])
     assert table.num_free == 2
     table.check_invariants()
 
@@ -266,7 +266,7 @@ def test_what_was_lent_and_is_kept_is_as_if_it_had_not_been():
     table.free_after(ids(0), HELD, fence=-1)
     table.reap(0)
     assert states(table) == "DLHFLL"
-    table.keep(ids(0, 1, 2, 4, 5))
+    table.cancel_lend(ids(0, 1, 2, 4, 5))
     assert states(table) == "DFHFFF" and table.num_free == 4
     table.unpin(ids(0))
     table.free_after(ids(2), HELD, fence=-1)
@@ -282,9 +282,9 @@ def test_a_transfer_keeps_lent_frames_from_coming_back():
     table.lend(ids(1))
     table.pin(ids(1))
     with pytest.raises(AssertionError, match="a transfer still"):
-        table.take_back(ids(1))
+        table.reclaim(ids(1))
     table.unpin(ids(1))
-    table.take_back(ids(1))
+    table.reclaim(ids(1))
     assert states(table) == "FF"
 
 
@@ -414,14 +414,14 @@ def test_random_operations_against_a_dictionary(seed: int, num_pages: int, block
             case 8:
                 frames = some(LENT)
                 table.take_freed()
-                table.take_back(frames)
+                table.reclaim(frames)
                 assert table.take_freed().tolist() == frames.tolist()
                 model.state.update(dict.fromkeys(frames.tolist(), FREE))
         table.check_invariants()
         assert table.state.tolist() == list(model.state.values())
         assert table.pins.tolist() == list(model.pins.values())
         assert table.counts == [len(model.of(state)) for state in FrameState]
-    table.take_back(np.array(model.of(LENT), np.int32))
+    table.reclaim(np.array(model.of(LENT), np.int32))
     for frames in transfers:
         table.unpin(frames)
     for state in (HELD, FILLING, CACHED):

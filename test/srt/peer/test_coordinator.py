@@ -15,13 +15,30 @@ import msgspec
 import pytest
 import zmq
 
-from sglang.srt.peer.coordinator import BorrowerCoordinator, LenderCoordinator
+from sglang.srt.peer.borrower_coordinator import BorrowerCoordinator
 from sglang.srt.peer.endpoint import PeerError, check_endpoint
+from sglang.srt.peer.lender_coordinator import LenderCoordinator
 from sglang.srt.peer.memory import slab_channel
 from sglang.srt.peer.memory.slab_channel import ChannelError
-from sglang.srt.peer.protocol.borrower import AskedBack, BorrowerEvent, Lent, Lost
-from sglang.srt.peer.protocol.lender import Demand, LenderEvent, LenderTiming, Offered, Quarantined, ToScrub
-from sglang.srt.peer.protocol.messages import BorrowerHeartbeat, Fetch, Lend, LenderHeartbeat, Refused, Register, Slab
+from sglang.srt.peer.memory.slabs import SlabFiles
+from sglang.srt.peer.protocol.borrower import BorrowerEvent, SlabLent, SlabLost, SlabRecalled
+from sglang.srt.peer.protocol.lender import (
+    DemandChanged,
+    LenderEvent,
+    LenderTiming,
+    LendOutcome,
+    SlabGivenBack,
+    SlabQuarantined,
+)
+from sglang.srt.peer.protocol.messages import (
+    BorrowerHeartbeat,
+    Fetch,
+    Lease,
+    LenderHeartbeat,
+    Refused,
+    Register,
+    Slab,
+)
 from sglang.srt.utils.shared_memory import SharedMemory
 from support.children import DEADLINE_S, Child, children, wait_until
 from support.peer_process import HEARTBEAT_S, SLAB_BYTES, borrow
@@ -47,9 +64,7 @@ class Worker:
         self.coordinator = LenderCoordinator(
             endpoint,
             directory,
-            num_slabs,
-            SLAB_BYTES,
-            options.pop("slab_fd", lambda slab: self.slabs[slab].fd),
+            SlabFiles(num_slabs, SLAB_BYTES, options.pop("slab_fd", lambda slab: self.slabs[slab].fd)),
             notify=self.notified.set,
             timing=timing,
             **options,
@@ -67,11 +82,11 @@ class Worker:
 
     def scrub(self, slab: int) -> None:
         self.slabs[slab].memory[:] = 0
-        self.coordinator.scrubbed(slab)
+        self.coordinator.reclaim(slab)
 
-    def quarantined(self) -> list[Quarantined]:
+    def quarantined(self) -> list[SlabQuarantined]:
         self.events += self.coordinator.poll()
-        return [event for event in self.events if isinstance(event, Quarantined)]
+        return [event for event in self.events if isinstance(event, SlabQuarantined)]
 
 
 @pytest.fixture
@@ -101,12 +116,12 @@ class Master:
         self.endpoint = endpoint
         self.events: list[BorrowerEvent] = []
         self.coordinator = BorrowerCoordinator([endpoint], name, 4096, heartbeat_s=HEARTBEAT_S)
-        self.coordinator.want(endpoint, SLAB_BYTES)
+        self.coordinator.set_demand(endpoint, SLAB_BYTES)
 
     @property
     def heartbeats(self) -> int:
         """That it has sent."""
-        return self.coordinator._workers[self.endpoint].borrower._next_sequence
+        return self.coordinator._links[self.endpoint].borrower._sent_sequence
 
     def next(self, kind: type[BorrowerEvent]) -> Any:
         def has_come() -> bool:
@@ -138,37 +153,37 @@ def make_master() -> Iterator[Callable[..., Master]]:
 def test_two_masters_want_the_same_slab_and_the_one_that_has_it_is_killed(make_worker, start):
     worker = make_worker(num_slabs=1)
     anna, bert = (start(borrow, name, SLAB_BYTES, worker.coordinator.endpoint) for name in ("anna", "bert"))
-    worker.wait_for(Demand(2 * SLAB_BYTES))
-    worker.coordinator.offer([0])
-    worker.wait_for(Offered((0,), ()))
+    worker.wait_for(DemandChanged(2 * SLAB_BYTES))
+    worker.coordinator.lend([0])
+    worker.wait_for(LendOutcome((0,), ()))
     anna.wait_for("lent", 0, 0)
     wait_until(lambda: bytes(worker.slabs[0].memory) == b"a" * SLAB_BYTES, "what the borrower wrote")
     assert bert.said == []
     anna.kill()
-    worker.wait_for(ToScrub(0))
+    worker.wait_for(SlabGivenBack(0))
     worker.scrub(0)
-    worker.coordinator.offer([0])
-    worker.wait_for(Offered((0,), ()))
+    worker.coordinator.lend([0])
+    worker.wait_for(LendOutcome((0,), ()))
     bert.wait_for("lent", 0, 0)
 
 
 def test_a_stopped_borrower_costs_its_slab_until_it_goes_on(make_worker, start, private: Path):
     worker = make_worker(endpoint=f"ipc://{private}/peers")
     borrower = start(borrow, "anna", 2 * SLAB_BYTES, worker.coordinator.endpoint)
-    worker.wait_for(Demand(2 * SLAB_BYTES))
-    worker.coordinator.offer([0, 1])
+    worker.wait_for(DemandChanged(2 * SLAB_BYTES))
+    worker.coordinator.lend([0, 1])
     borrower.wait_for("lent", 0)
     borrower.wait_for("lent", 1)
-    worker.coordinator.reclaim(1, DEADLINE_S)
-    worker.wait_for(ToScrub(0))
+    worker.coordinator.recall(1, DEADLINE_S)
+    worker.wait_for(SlabGivenBack(0))
     borrower.wait_for("unmapped")  # it says so after it has told the lender
     borrower.stop()
-    worker.coordinator.reclaim(1, 0.1)
+    worker.coordinator.recall(1, 0.1)
     wait_until(worker.quarantined, "the alarm")
     assert worker.coordinator.status()["quarantined_slabs"] == worker.coordinator.status()["quarantined"] == 1
-    assert ToScrub(1) not in worker.events and borrower.said.count(["unmapped"]) == 1
+    assert SlabGivenBack(1) not in worker.events and borrower.said.count(["unmapped"]) == 1
     borrower.go_on()
-    worker.wait_for(ToScrub(1))
+    worker.wait_for(SlabGivenBack(1))
     wait_until(lambda: borrower.said.count(["unmapped"]) == 2, "the borrower's word")
     for slab in (0, 1):
         worker.scrub(slab)
@@ -180,7 +195,7 @@ def test_a_stopped_lender_keeps_its_leases_and_a_killed_one_ends_them(make_maste
     lender = start(lend_all, private, 1, endpoint)
     lender.wait_for("ready")
     master = make_master(endpoint)
-    first = master.next(Lent)
+    first = master.next(SlabLent)
     lender.stop()
     memory = SharedMemory(first.fd, SLAB_BYTES).memory
     memory[:] = 1
@@ -188,9 +203,9 @@ def test_a_stopped_lender_keeps_its_leases_and_a_killed_one_ends_them(make_maste
     wait_until(lambda: master.heartbeats > sent + 10, "heartbeats that nobody answers")
     assert master.coordinator.poll() == []
     lender.kill()
-    assert master.next(Lost) == Lost(endpoint, first.lease)
+    assert master.next(SlabLost) == SlabLost(endpoint, first.lease)
     start(lend_all, private, 1, endpoint)
-    second = master.next(Lent)
+    second = master.next(SlabLent)
     assert second.lease.epoch > first.lease.epoch
     os.close(second.fd)
 
@@ -198,10 +213,10 @@ def test_a_stopped_lender_keeps_its_leases_and_a_killed_one_ends_them(make_maste
 # -- in one process ----------------------------------------------------------------------------------------------
 
 
-def lend_one(worker: Worker, master: Master) -> Lent:
-    worker.wait_for(Demand(SLAB_BYTES))
-    worker.coordinator.offer([0])
-    return master.next(Lent)
+def lend_one(worker: Worker, master: Master) -> SlabLent:
+    worker.wait_for(DemandChanged(SLAB_BYTES))
+    worker.coordinator.lend([0])
+    return master.next(SlabLent)
 
 
 def test_from_lending_to_reclaiming(make_worker, make_master):
@@ -211,11 +226,11 @@ def test_from_lending_to_reclaiming(make_worker, make_master):
     assert worker.notified.is_set() and lent.slab == 0 and lent.size_bytes == SLAB_BYTES
     SharedMemory(lent.fd, SLAB_BYTES).memory[:] = 9
     assert (worker.slabs[0].memory == 9).all()
-    worker.coordinator.reclaim(1, DEADLINE_S)
-    asked = master.next(AskedBack)
+    worker.coordinator.recall(1, DEADLINE_S)
+    asked = master.next(SlabRecalled)
     assert asked.lease == lent.lease and 0 < asked.deadline - time.monotonic() <= DEADLINE_S
-    master.coordinator.unmapped(master.endpoint, lent.lease)
-    worker.wait_for(ToScrub(0))
+    master.coordinator.give_back(master.endpoint, lent.lease)
+    worker.wait_for(SlabGivenBack(0))
 
 
 def test_strict_leases_come_without_memory(make_worker, make_master):
@@ -232,16 +247,16 @@ def test_the_end_of_a_connection_is_not_the_end_of_a_process(make_worker, make_m
     os.close(lent.fd)
     master.coordinator.close()
     wait_until(lambda: not worker.coordinator._connections, "the connection to end")
-    worker.coordinator.reclaim(1, 0.0)
+    worker.coordinator.recall(1, 0.0)
     wait_until(worker.quarantined, "the alarm")
-    assert ToScrub(0) not in worker.events
+    assert SlabGivenBack(0) not in worker.events
 
 
 def test_what_was_not_taken_is_closed(make_worker, make_master):
     worker = make_worker()
     master = make_master(worker.coordinator.endpoint)
-    worker.wait_for(Demand(SLAB_BYTES))
-    worker.coordinator.offer([0])
+    worker.wait_for(DemandChanged(SLAB_BYTES))
+    worker.coordinator.lend([0])
     wait_until(lambda: master.coordinator._events, "the slab")
     fd = master.coordinator._events[0].fd
     os.fstat(fd)
@@ -253,8 +268,8 @@ def test_what_was_not_taken_is_closed(make_worker, make_master):
 def test_poll_raises_when_the_thread_has_died(make_worker, make_master):
     worker = make_worker(slab_fd=lambda slab: {}[slab])
     master = make_master(worker.coordinator.endpoint)
-    worker.wait_for(Demand(SLAB_BYTES))
-    worker.coordinator.offer([0])
+    worker.wait_for(DemandChanged(SLAB_BYTES))
+    worker.coordinator.lend([0])
     wait_until(lambda: not worker.coordinator._thread.is_alive(), "the thread's death")
     with pytest.raises(RuntimeError, match="peer-lender has died"):
         worker.coordinator.poll()
@@ -294,10 +309,10 @@ def ask(sock: socket.socket, message: Fetch) -> Slab | Refused:
 def test_only_the_right_token_from_the_right_process_opens_a_slab(make_worker, start):
     worker = make_worker()
     borrower = start(borrow, "anna", SLAB_BYTES, worker.coordinator.endpoint)
-    worker.wait_for(Demand(SLAB_BYTES))
+    worker.wait_for(DemandChanged(SLAB_BYTES))
     borrower.stop()
-    worker.coordinator.offer([0])
-    worker.wait_for(Offered((0,), ()))
+    worker.coordinator.lend([0])
+    worker.wait_for(LendOutcome((0,), ()))
     path = worker.coordinator._slab_socket
     assert os.stat(path).st_mode & 0o777 == 0o600
     with slab_channel.connect(path) as sock:
@@ -313,10 +328,10 @@ def test_one_connection_is_one_borrower(make_worker, make_master):
     worker = make_worker()
     endpoint = worker.coordinator.endpoint
     masters = [make_master(endpoint, "anna"), make_master(endpoint, "bert")]
-    worker.wait_for(Demand(2 * SLAB_BYTES))
-    worker.coordinator.offer([0, 1])
+    worker.wait_for(DemandChanged(2 * SLAB_BYTES))
+    worker.coordinator.lend([0, 1])
     for master in masters:
-        os.close(master.next(Lent).fd)
+        os.close(master.next(SlabLent).fd)
     with slab_channel.connect(worker.coordinator._slab_socket) as sock:
         assert ask(sock, fetch_of(worker, slab=1)) == Slab(0), "the same process, connected anew"
         assert ask(sock, fetch_of(worker, slab=0)) == Refused(1), "another borrower's slab"
@@ -340,20 +355,20 @@ def test_garbage_is_ignored_and_counted(make_worker, make_master):
         lent = lend_one(worker, make_master(worker.coordinator.endpoint))
         os.close(lent.fd)
         me = worker.coordinator._lender._leases[0].borrower
-        register = Register(name=me.name, incarnation=me.incarnation, page_bytes=1, want_bytes=0)
+        register = Register(name=me.name, incarnation=me.incarnation, page_bytes=1, demand_bytes=0)
         forged = BorrowerHeartbeat(
-            sequence=1 << 40, register=register, epoch=lent.lease.epoch, mapped=(), released=(lent.lease.number,)
+            sequence=1 << 40, register=register, epoch=lent.lease.epoch, mapped=(), given_back=(lent.lease.number,)
         )
         stranger.send(msgspec.msgpack.encode(forged))
         wait_until(lambda: rejected(4), "a forged release to be counted")
-    assert worker.coordinator.status()["lent_slabs"] == 1
+    assert worker.coordinator.status()["held_slabs"] == 1
 
     for data in (b"garbage", b"x" * 100_000, b""):
         with slab_channel.connect(path) as sock:
             sock.send(data)
             wait_until(lambda: is_closed(sock), "the connection to be closed")
-    worker.coordinator.offer([1])
-    worker.wait_for(Offered((), (1,)))
+    worker.coordinator.lend([1])
+    worker.wait_for(LendOutcome((), (1,)))
 
 
 def is_closed(sock: socket.socket) -> bool:
@@ -382,13 +397,13 @@ class FalseLender:
         self.heard = msgspec.msgpack.decode(data, type=BorrowerHeartbeat)
         return self.heard
 
-    def say(self, *lends: Lend, epoch: int = 1000) -> None:
+    def say(self, *leases: Lease, epoch: int = 1000) -> None:
         self.sequence += 1
         message = LenderHeartbeat(
             sequence=self.sequence,
             epoch=epoch,
             incarnation=self.heard.register.incarnation,
-            lends=lends,
+            leases=leases,
             slab_socket=self.path,
         )
         self.router.send_multipart([self.route, msgspec.msgpack.encode(message)])
@@ -414,8 +429,8 @@ def false_lender(private: Path) -> Iterator[FalseLender]:
     lender.close()
 
 
-def lend(number: int, reclaim_in_s: float | None = None) -> Lend:
-    return Lend(number=number, slab=0, size_bytes=SLAB_BYTES, token=b"t", strict=False, reclaim_in_s=reclaim_in_s)
+def terms(number: int, due_in_s: float | None = None) -> Lease:
+    return Lease(number=number, slab=0, size_bytes=SLAB_BYTES, token=b"t", strict=False, due_in_s=due_in_s)
 
 
 def test_a_borrower_watches_asks_again_and_never_maps_what_comes_too_late(false_lender, make_master):
@@ -424,13 +439,13 @@ def test_a_borrower_watches_asks_again_and_never_maps_what_comes_too_late(false_
     false_lender.router.send_multipart([false_lender.route, b"garbage"])
     false_lender.say()
     false_lender.accept()  # before anything is lent
-    false_lender.say(lend(0))
+    false_lender.say(terms(0))
     assert false_lender.asked().number == 0
     slab_channel.send(false_lender.sock, Refused(0))
-    false_lender.say(lend(0))
+    false_lender.say(terms(0))
     assert false_lender.asked().number == 0
-    false_lender.say(lend(0, reclaim_in_s=1.0))
-    wait_until(lambda: false_lender.hear().released == (0,), "a release")
+    false_lender.say(terms(0, due_in_s=1.0))
+    wait_until(lambda: false_lender.hear().given_back == (0,), "a release")
     read_end, write_end = os.pipe()
     slab_channel.send(false_lender.sock, Slab(0), read_end)
     os.close(read_end)
@@ -443,11 +458,11 @@ def test_a_borrower_watches_asks_again_and_never_maps_what_comes_too_late(false_
 def test_the_next_life_of_a_lender_is_connected_to_anew(false_lender, make_master):
     master = make_master(false_lender.endpoint)
     false_lender.hear()
-    false_lender.say(lend(0))
+    false_lender.say(terms(0))
     false_lender.accept()
     old = false_lender.sock
     false_lender.asked()
-    false_lender.say(lend(0), epoch=1001)
+    false_lender.say(terms(0), epoch=1001)
     false_lender.accept()
     assert false_lender.asked().epoch == 1001
     wait_until(lambda: is_closed(old), "the former connection to be closed")
@@ -490,7 +505,7 @@ def test_another_users_process_is_refused(monkeypatch):
 )
 def test_an_endpoint_that_others_can_reach_is_refused(endpoint: str, says: str, tmp_path: Path):
     with pytest.raises(PeerError, match=says):
-        LenderCoordinator(endpoint, tmp_path, 1, SLAB_BYTES, lambda slab: -1)
+        LenderCoordinator(endpoint, tmp_path, SlabFiles(1, SLAB_BYTES, lambda slab: -1))
     with pytest.raises(PeerError, match=says):
         BorrowerCoordinator([endpoint], "here", 4096)
 

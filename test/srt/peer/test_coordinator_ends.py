@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang.srt.peer.coordinator import LenderCoordinator
+from sglang.srt.peer.lender_coordinator import LenderCoordinator
+from sglang.srt.peer.memory.slabs import SlabFiles
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def private(tmp_path: Path) -> Path:
 
 def test_an_endpoints_socket_goes_with_its_coordinator(private: Path):
     for _ in range(2):
-        lender = LenderCoordinator(f"ipc://{private}/peers", private, 1, 4096, int)
+        lender = LenderCoordinator(f"ipc://{private}/peers", private, SlabFiles(1, 4096, int))
         assert (private / "peers").is_socket()
         lender.close()
         lender.close()
@@ -40,10 +41,12 @@ def wait():
 
 atexit.register(wait)
 from pathlib import Path
-from sglang.srt.peer.coordinator import BorrowerCoordinator, LenderCoordinator
+from sglang.srt.peer.borrower_coordinator import BorrowerCoordinator
+from sglang.srt.peer.lender_coordinator import LenderCoordinator
+from sglang.srt.peer.memory.slabs import SlabFiles
 
 endpoint = "ipc://" + sys.argv[1] + "/peers"
-made = [LenderCoordinator(endpoint, Path(sys.argv[1]), 1, 4096, int)]
+made = [LenderCoordinator(endpoint, Path(sys.argv[1]), SlabFiles(1, 4096, int))]
 made.append(BorrowerCoordinator([endpoint], "master", 4096))
 """
 

@@ -1,4 +1,4 @@
-"""A worker lends slabs of its device pool and gets them back: the policy alone, on a virtual clock, with pools."""
+"""A lender lends slabs of its device pool and recalls them: the policy alone, on a virtual clock, with pools."""
 
 from __future__ import annotations
 
@@ -39,54 +39,54 @@ def text(seed: int, n: int) -> np.ndarray:
 def lending(num_slabs: int = 5, keep_pages: int = 4, cache_pages: int = 0) -> tuple[DeviceLending, FrameTable]:
     """Slabs of four pages, a window of 10 s."""
     table = FrameTable(4 * num_slabs, lowest_first=True)
-    ledger = SlabLedger(table, [(4 * i, 4 * i + 4) for i in range(num_slabs)], here=True)
+    ledger = SlabLedger(table, [(4 * i, 4 * i + 4) for i in range(num_slabs)], mapped=True)
     made = DeviceLending(LendingConfig(window_s=10.0), ledger, 100, keep_pages, cache_pages)
     made.update(SlabReport(b"\1" * num_slabs, num_borrowable=255))
     return made, table
 
 
-def test_what_a_window_did_not_need_leaves_from_the_end():
+def test_what_a_window_did_not_need_is_drained_from_the_end():
     each, _ = lending()
     assert each.adjust(0.0, 9) == [] and each.wake_at == 10.0
     assert each.adjust(9.9, 1) == []
     # Nine pages were needed until 9.9: three slabs.
     assert each.adjust(10.0, 1) == [3, 4] and each.wake_at == 19.9
-    assert each.ledger.take_left() == (3, 4)
+    assert each.ledger.take_drained() == (3, 4)
     assert each.adjust(19.9, 1) == [1, 2] and each.wake_at is None
 
 
-def test_only_what_somebody_would_borrow_leaves():
+def test_only_slabs_that_borrowers_would_take_are_drained():
     each, _ = lending()
     each.update(SlabReport(b"\1\1\1\1\1", 0))
     each.adjust(0.0, 1)
-    assert each.adjust(10.0, 1) == [] and each.wake_at is None, "nobody is there: nothing to wake for"
+    assert each.adjust(10.0, 1) == [] and each.wake_at is None, "no borrower is there: nothing to wake for"
     each.update(SlabReport(b"\1\1\1\1\1", 2))
     assert each.adjust(11.0, 1) == [3, 4]
-    # Nobody has them yet: the two that are wanted are on their way.
+    # No borrower has them yet: the two that are borrowable are draining.
     assert each.adjust(12.5, 1) == []
-    assert each.ledger.take_left() == (3, 4)
+    assert each.ledger.take_drained() == (3, 4)
     each.update(SlabReport(b"\1\1\1\0\0", 1))
     assert each.adjust(13.0, 1) == [2]
 
 
-def test_another_slab_is_asked_for_in_place_of_one_that_is_late():
+def test_another_slab_is_recalled_in_place_of_a_late_one():
     each, _ = lending()
     each.adjust(0.0, 1)
-    assert each.adjust(10.0, 1) == [1, 2, 3, 4] and each.ledger.take_left() == (1, 2, 3, 4)
+    assert each.adjust(10.0, 1) == [1, 2, 3, 4] and each.ledger.take_drained() == (1, 2, 3, 4)
     each.update(SlabReport(b"\1\0\0\0\0", 0))
     each.adjust(11.0, 8)
-    assert each.take_wanted() == 1
+    assert each.take_num_recalled() == 1
     each.adjust(12.0, 8)
-    assert each.take_wanted() == 0, "it was asked for"
+    assert each.take_num_recalled() == 0, "it was recalled"
     each.update(SlabReport(b"\1\0\0\0\0", 0, 1))
     each.adjust(13.0, 8)
-    assert each.take_wanted() == 1, "it does not come"
+    assert each.take_num_recalled() == 1, "it is late"
     each.adjust(14.0, 8)
-    assert each.take_wanted() == 0
+    assert each.take_num_recalled() == 0
     each.update(SlabReport(b"\1\0\1\0\0", 0, 1))
-    assert each.is_waiting and each.adjust(15.0, 8) == [] and each.take_wanted() == 0
+    assert each.awaits_slabs and each.adjust(15.0, 8) == [] and each.take_num_recalled() == 0
     each.update(SlabReport(b"\1\1\1\0\0", 0))
-    assert not each.is_waiting
+    assert not each.awaits_slabs
 
 
 @pytest.mark.parametrize(("keep_pages", "cache_pages", "stay"), [(4, 0, 1), (5, 0, 2), (4, 4, 2), (4, 100, 5)])
@@ -96,26 +96,26 @@ def test_room_that_is_kept(keep_pages: int, cache_pages: int, stay: int):
     assert each.adjust(10.0, 0) == list(range(stay, 5))
 
 
-def test_slabs_are_asked_for_once_the_lowest_first():
+def test_slabs_are_recalled_once_the_lowest_first():
     each, _ = lending()
     each.adjust(0.0, 0)
     each.adjust(10.0, 0)
-    each.ledger.take_left()
-    for demand, wanted in ((9, 2), (9, 0), (12, 0), (13, 1), (100, 1), (100, 0), (0, 0)):
+    each.ledger.take_drained()
+    for demand, recalled in ((9, 2), (9, 0), (12, 0), (13, 1), (100, 1), (100, 0), (0, 0)):
         each.adjust(11.0, demand)
-        assert each.take_wanted() == wanted, f"demand {demand}"
-    assert each.is_waiting
+        assert each.take_num_recalled() == recalled, f"demand {demand}"
+    assert each.awaits_slabs
     each.update(SlabReport(b"\1\1\0\0\0", 255))
     each.adjust(11.5, 9)
     # The other three are still to come.
-    assert each.take_wanted() == 0 and each.is_waiting
+    assert each.take_num_recalled() == 0 and each.awaits_slabs
     each.update(SlabReport(b"\1\1\1\1\1", 255))
     each.adjust(12.0, 100)
-    assert each.take_wanted() == 0 and not each.is_waiting
+    assert each.take_num_recalled() == 0 and not each.awaits_slabs
     each.check_invariants()
 
 
-def test_what_is_still_leaving_is_kept_before_anything_is_asked_for():
+def test_draining_is_cancelled_before_anything_is_recalled():
     each, table = lending()
     frames = table.allocate(20, 1)
     assert frames is not None
@@ -123,19 +123,19 @@ def test_what_is_still_leaving_is_kept_before_anything_is_asked_for():
     table.reap(0)
     each.adjust(0.0, 2)
     assert each.adjust(10.0, 2) == [1, 2, 3, 4]
-    # Two pages of the last slab are held: it goes on leaving.
-    assert each.ledger.take_left() == (1, 2, 3) and each.leaving == [4]
+    # Two pages of the last slab are held: it goes on draining.
+    assert each.ledger.take_drained() == (1, 2, 3) and each.draining == [4]
     each.adjust(10.5, 9)
-    assert each.ledger.states[4] == SlabState.HERE and each.take_wanted() == 1
+    assert each.ledger.states[4] == SlabState.MAPPED and each.take_num_recalled() == 1
     assert table.num_free == 6
     table.free_after(frames[18:], FrameState.HELD, -1)
     table.reap(0)
-    assert table.num_free == 8, "what was kept is not lent when it becomes free"
+    assert table.num_free == 8, "a slab whose draining was cancelled is not lent when it becomes free"
     each.check_invariants()
     table.check_invariants()
 
 
-def test_slabs_leave_once_in_an_interval_and_it_says_when():
+def test_slabs_begin_to_drain_once_in_an_interval_and_the_next_time_is_known():
     each, _ = lending()
     each.adjust(0.0, 6)
     each.adjust(0.1, 2)
@@ -165,9 +165,9 @@ def test_an_engine_does_not_lend_and_borrow():
 # -- on a virtual clock ------------------------------------------------------------------------------------------
 
 
-class Worker:
-    """100 pages of one token in ten slabs, that come home as soon as they are wanted; the longest request has 25
-    tokens. left: when slabs left, and which."""
+class SimulatedLender:
+    """100 pages of one token in ten slabs, which come back as soon as they are recalled; the longest request has 25
+    tokens. lent: when slabs were lent, and which."""
 
     def __init__(self, **changes: object) -> None:
         config = SchedulerConfig(
@@ -182,7 +182,7 @@ class Worker:
         self.sim = Simulation(replace(config, **changes), SimulatedHardware(1, lambda launch: 1.0))  # type: ignore[arg-type]
         self.scheduler = self.sim.core.scheduler
         self.sim.core.slabs = LentOut(TEN_SLABS, 1.0, 0, self._went)
-        self.left: list[tuple[float, tuple[int, ...]]] = []
+        self.lent: list[tuple[float, tuple[int, ...]]] = []
 
     def run(self, *arrivals: tuple[float, TokenizedGenerateReqInput]) -> None:
         times = self.sim.run(arrivals, self._after_step)
@@ -193,41 +193,41 @@ class Worker:
 
     def _after_step(self, decision: BatchDecision) -> None:
         self.scheduler.check_invariants()
-        if decision.slabs_left:
-            self.left.append((self.sim.now, decision.slabs_left))
+        if decision.slabs_drained:
+            self.lent.append((self.sim.now, decision.slabs_drained))
 
 
-def test_an_idle_worker_lends_all_but_room_for_one_request():
-    worker = Worker()
-    worker.run((0.0, request("a", text(1, 20))))
+def test_an_idle_lender_lends_all_but_room_for_one_request():
+    lender = SimulatedLender()
+    lender.run((0.0, request("a", text(1, 20))))
     # 25 tokens and a page that stays free.
-    assert worker.left == [(60.0, tuple(range(3, 10)))]
-    state = worker.scheduler.state()
+    assert lender.lent == [(60.0, tuple(range(3, 10)))]
+    state = lender.scheduler.state()
     assert state["counters"]["slabs_lent"] == 7 and "slabs_asked_back" not in state["counters"]
     assert state["tiers"]["device"]["num_pages"] == 30
 
 
 def test_what_requests_need_at_the_same_time_is_not_lent():
-    worker = Worker()
-    worker.run(*((30.0, request(f"r{i}", text(i, 15), 5)) for i in range(3)))
+    lender = SimulatedLender()
+    lender.run(*((30.0, request(f"r{i}", text(i, 15), 5)) for i in range(3)))
     # Three times 20 tokens: six slabs, and what one that waits has in reserve.
-    (first, slabs), *rest = worker.left
+    (first, slabs), *rest = lender.lent
     assert first == 60.0 and 6 <= slabs[0] <= 7 and slabs[-1] == 9
     assert rest and rest[-1][0] > 90.0 and rest[-1][1][0] == 3
-    assert sum(len(each) for _, each in worker.left) == 7 == worker.scheduler.counters["slabs_lent"]
+    assert sum(len(each) for _, each in lender.lent) == 7 == lender.scheduler.counters["slabs_lent"]
 
 
-def test_a_burst_gets_slabs_back_and_they_leave_again():
-    worker = Worker()
-    worker.run((0.0, request("a", text(1, 5))))
-    assert len(worker.scheduler.lending.ledger.states) == 10
-    before = worker.scheduler.counters["slabs_lent"]
-    worker.run(*((100.0, request(f"r{i}", text(i, 20), 5)) for i in range(2)))
-    asked = worker.scheduler.counters["slabs_asked_back"]
-    assert before == 7 and 2 <= asked <= 3
-    # Those that came, and again from the end.
-    assert sorted(worker.left[-1][1]) == list(range(3, 3 + asked)) and worker.left[-1][0] > 160.0
-    assert worker.scheduler.counters["retracted_reqs"] == 0
+def test_a_burst_recalls_slabs_and_they_are_lent_again():
+    lender = SimulatedLender()
+    lender.run((0.0, request("a", text(1, 5))))
+    assert len(lender.scheduler.lending.ledger.states) == 10
+    before = lender.scheduler.counters["slabs_lent"]
+    lender.run(*((100.0, request(f"r{i}", text(i, 20), 5)) for i in range(2)))
+    recalled = lender.scheduler.counters["slabs_asked_back"]
+    assert before == 7 and 2 <= recalled <= 3
+    # Those that came back, and again from the end.
+    assert sorted(lender.lent[-1][1]) == list(range(3, 3 + recalled)) and lender.lent[-1][0] > 160.0
+    assert lender.scheduler.counters["retracted_reqs"] == 0
 
 
 # -- with pools --------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ CONFIG = SoakConfig(
 
 
 class Rig:
-    """A rank of the soak with exact KV and poisoned memory. wanted: how many slabs, each time that some were."""
+    """A rank of the soak with exact KV and poisoned memory. recalled: how many slabs, each time that some were."""
 
     def __init__(self, lend_window_s: float = 0.05) -> None:
         self.model = HashModel(seed=1)
@@ -262,14 +262,14 @@ class Rig:
         self.source = self.rank.slabs
         self.now = 0.0
         self.num_steps = 0
-        self.wanted: list[int] = []
+        self.recalled: list[int] = []
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
 
     @property
     def lent(self) -> int:
         assert self.scheduler.lending is not None
-        return self.scheduler.lending.ledger.states.count(SlabState.AWAY)
+        return self.scheduler.lending.ledger.states.count(SlabState.UNMAPPED)
 
     def tick(self, *new: TokenizedGenerateReqInput, aborts: tuple[str, ...] = ()) -> None:
         self.now += 1e-3
@@ -280,7 +280,7 @@ class Rig:
         decision = self.rank.core.step(self.now, progress, new, aborts)
         self.num_steps += 1
         self.scheduler.check_invariants()
-        self.wanted += [decision.slabs_wanted] if decision.slabs_wanted else []
+        self.recalled += [decision.num_slabs_recalled] if decision.num_slabs_recalled else []
         for output in decision.outputs:
             self.tokens.setdefault(output.rid, []).extend(bytes_to_ids(output.output_ids).tolist())
             if output.finish_reason is not None:
@@ -307,12 +307,12 @@ def test_a_long_request_waits_for_slabs_and_answers_as_ever():
     rig.tick(request("long", prompt, 8))
     for _ in range(100):
         rig.tick()
-    # 38 tokens and a page, in slabs of four, asked for once; nothing was lost, and nothing goes round in circles.
-    assert rig.wanted == [9] and not rig.ended and rig.num_steps < 20
+    # 38 tokens and a page, in slabs of four, recalled once; nothing was lost, and nothing goes round in circles.
+    assert rig.recalled == [9] and not rig.ended and rig.num_steps < 20
     rig.source.rate = 0.2
     rig.end("long")
     assert rig.tokens["long"] == rig.model.generate(prompt, 8, frozenset())
-    assert rig.wanted == [9] and rig.scheduler.counters["slabs_asked_back"] == 9
+    assert rig.recalled == [9] and rig.scheduler.counters["slabs_asked_back"] == 9
     assert rig.scheduler.counters["retracted_reqs"] == 0
     rig.source.rate = 1.0
     for _ in range(200):
@@ -320,13 +320,13 @@ def test_a_long_request_waits_for_slabs_and_answers_as_ever():
     assert rig.lent == 12 and rig.scheduler.counters["slabs_lent"] == 21
 
 
-def test_one_that_outgrows_what_is_here_waits_in_the_middle():
+def test_a_request_that_outgrows_the_mapped_slabs_waits_in_the_middle():
     rig, prompt = Rig(), text(4, 2)
     rig.lend_all()
     rig.tick(request("grows", prompt, 20))
     for _ in range(100):
         rig.tick()
-    # Four pages are here: it has begun, and keeps what it has.
+    # Four pages are mapped: it has begun, and keeps what it has.
     assert not rig.ended and len(rig.scheduler.queues.running) == 1 and len(rig.tokens["grows"]) >= 2
     rig.source.rate = 0.2
     rig.end("grows")
@@ -334,7 +334,7 @@ def test_one_that_outgrows_what_is_here_waits_in_the_middle():
     assert rig.scheduler.counters["retracted_reqs"] == 0
 
 
-def test_slabs_that_come_when_nobody_wants_them_any_more_leave_again():
+def test_slabs_that_come_back_when_they_are_not_needed_are_lent_again():
     rig = Rig()
     rig.lend_all()
     rig.tick(request("gone", text(5, 30), 8))
@@ -350,18 +350,18 @@ def test_slabs_that_come_when_nobody_wants_them_any_more_leave_again():
     assert rig.tokens["next"] == rig.model.generate(text(6, 30), 8, frozenset())
 
 
-def test_a_slab_in_use_leaves_when_its_request_ends():
+def test_a_slab_in_use_is_lent_when_its_request_ends():
     rig = Rig(lend_window_s=0.0)
     rig.tick(request("first", text(7, 30), 2), request("second", text(8, 4), 23))
     rig.end("first")
     lending = rig.scheduler.lending
     assert lending is not None and "second" not in rig.ended
-    leaving = []
+    draining = []
     while "second" not in rig.ended:
-        leaving.append(lending.leaving)
+        draining.append(lending.draining)
         rig.tick()
     # Their first pages are the second one's until it ends.
-    assert leaving[-1] == [7, 8] and not lending.leaving
+    assert draining[-1] == [7, 8] and not lending.draining
     assert rig.tokens["second"] == rig.model.generate(text(8, 4), 23, frozenset())
     for _ in range(200):
         rig.tick()

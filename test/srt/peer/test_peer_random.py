@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from sglang.srt.peer.protocol.borrower import Borrower, LeaseState, Lent
-from sglang.srt.peer.protocol.lender import Lender, SlabState
-from sglang.srt.peer.protocol.lender import _Lease as LenderLease
+from sglang.srt.peer.protocol.borrower import Borrower, SlabLent
+from sglang.srt.peer.protocol.leases import LeaseState
+from sglang.srt.peer.protocol.lender import Lender, _GrantedLease
 from sglang.srt.peer.protocol.messages import BorrowerHeartbeat, Fetch, LeaseId, LenderHeartbeat
 from support.peer_world import NUM_SLABS, SLAB_BYTES, World
 
@@ -27,20 +27,22 @@ def play(world: World, steps: int = STEPS) -> None:
     for master in world.masters:
         master.is_stopped = master is stopped
         for borrower in master.borrowers.values():
-            borrower.want(2 * NUM_SLABS * SLAB_BYTES)
+            borrower.set_demand(2 * NUM_SLABS * SLAB_BYTES)
     world.settle(30)
     world.check_settled()
     for worker in world.workers.values():
-        worker.lender.reclaim(NUM_SLABS, world.now + 2)
+        worker.lender.recall(NUM_SLABS, world.now + 2)
     world.settle(10)
     world.check_settled()
-    assert all(SlabState.LENT not in worker.lender.states for worker in world.workers.values())
+    assert all(
+        not {LeaseState.GRANTED, LeaseState.HELD} & set(worker.lender.states) for worker in world.workers.values()
+    )
     stopped.is_stopped = False
     world.settle(10)
     for worker in world.workers.values():
-        assert set(worker.lender.states) == {SlabState.FREE}, "capacity is lost"
-        worker.lender.offer(range(NUM_SLABS), world.now)
-        assert set(worker.lender.states) == {SlabState.LENT}
+        assert set(worker.lender.states) == {LeaseState.FREE}, "capacity is lost"
+        worker.lender.lend(range(NUM_SLABS), world.now)
+        assert set(worker.lender.states) <= {LeaseState.GRANTED, LeaseState.HELD}
     world.settle(5)
     world.check_settled()
 
@@ -62,8 +64,8 @@ def test_random_schedules():
 
 
 class FreesAtDeadline(Lender):
-    def _expire(self, lease: LenderLease) -> None:
-        self._take_back(lease)
+    def _expire(self, lease: _GrantedLease) -> None:
+        self._end_lease(lease)
 
 
 class FreesWhenSilent(Lender):
@@ -71,7 +73,7 @@ class FreesWhenSilent(Lender):
         for borrower in self._borrowers.values():
             if self._is_silent(borrower, now):
                 for lease in list(borrower.leases.values()):
-                    self._take_back(lease)
+                    self._end_lease(lease)
         super().tick(now)
 
 
@@ -80,57 +82,57 @@ class TakesTheNextLifeForTheFormersDeath(Lender):
         news = super().receive(message, now)
         for other in list(self._borrowers):
             if other.name == message.register.name and other.incarnation < message.register.incarnation:
-                self.died(other)
+                self.on_borrower_death(other)
         return news
 
 
 class FreesBeforeScrubbing(Lender):
-    def _take_back(self, lease: LenderLease) -> None:
-        super()._take_back(lease)
+    def _end_lease(self, lease: _GrantedLease) -> None:
+        super()._end_lease(lease)
         self._events.pop()
-        self.scrubbed(lease.slab)
+        self.reclaim(lease.slab)
 
 
 class ForgetsWhoHasFetched(Lender):
-    def fetch(self, message: Fetch) -> int | None:
-        slab = super().fetch(message)
+    def allow_fetch(self, message: Fetch) -> int | None:
+        slab = super().allow_fetch(message)
         if slab is not None:
-            self._leases[slab].is_fetched = False
+            self.states[slab] = LeaseState.GRANTED
         return slab
 
 
 class BelievesEarlierEpochs(Borrower):
     def receive(self, message: LenderHeartbeat, now: float) -> bool:
-        if message.incarnation == self.incarnation and message.epoch != self.epoch:
+        if message.incarnation == self.config.incarnation and message.epoch != self.epoch:
             self._begin_epoch(message.epoch)
         return super().receive(message, now)
 
 
 class TakesLateMessagesForNews(Borrower):
     def receive(self, message: LenderHeartbeat, now: float) -> bool:
-        self._heard_sequence = -1
+        self._received_sequence = -1
         return super().receive(message, now)
 
 
 class MapsWhatComesTooLate(Borrower):
-    def fetched(self, lease: LeaseId, fd: int | None) -> bool:
-        if lease.epoch == self.epoch and self.state(lease.number) == LeaseState.RELEASED:
-            lend = self._leases[lease.number].lend
-            self._events.append(Lent(self.lender, lease, lend.slab, lend.size_bytes, fd))
+    def hold(self, lease: LeaseId, fd: int | None) -> bool:
+        if lease.epoch == self.epoch and self.state(lease.number) == LeaseState.GIVEN_BACK:
+            terms = self._leases[lease.number].terms
+            self._events.append(SlabLent(self.lender, lease, terms.slab, terms.size_bytes, fd))
             return True
-        return super().fetched(lease, fd)
+        return super().hold(lease, fd)
 
 
 class SaysOnlyOnceThatItReleased(Borrower):
     said: frozenset[int] = frozenset()
 
-    def outgoing(self, now: float) -> BorrowerHeartbeat | None:
-        message = super().outgoing(now)
+    def take_outgoing(self, now: float) -> BorrowerHeartbeat | None:
+        message = super().take_outgoing(now)
         if message is None:
             return None
-        released = set(message.released) - self.said
+        released = set(message.given_back) - self.said
         self.said |= released
-        return msgspec.structs.replace(message, released=tuple(released))
+        return msgspec.structs.replace(message, given_back=tuple(released))
 
 
 MAPPED = "has mapped"

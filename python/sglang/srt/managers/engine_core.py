@@ -97,7 +97,7 @@ class EngineCore:
             counts[name] = tuple(of_link[:COUNTS_PER_STEP])
             consumed[name] = self._completed[name] - len(of_link)
             done[name] = consumed[name] + len(counts[name])
-        report = self.slabs.here() if self.slabs is not None else SlabReport()
+        report = self.slabs.poll_mapped() if self.slabs is not None else SlabReport()
         self._seen = (done, failed, report)
         return Progress(
             done=done,
@@ -148,7 +148,7 @@ class EngineCore:
         )
         self.num_steps += 1
         if self._borrowed is not None:
-            self._borrowed.agreed(progress.slab_report.mapped)
+            self._borrowed.mark_in_use(progress.slab_report.mapped)
         if self.record is not None:
             self.record.inputs(inputs)
         decision = self.scheduler.step(inputs)
@@ -193,12 +193,14 @@ class EngineCore:
             poison = self.poison.get(Tier(tier))
             if poison is not None and len(frames):
                 poison(frames)
-        if decision.slabs_left:
-            assert self.slabs is not None
-            self.slabs.left(decision.slabs_left)
-        if decision.slabs_wanted:
+        if decision.slabs_drained and self._borrowed is not None:
+            self._borrowed.give_back(decision.slabs_drained)
+        elif decision.slabs_drained:
             assert isinstance(self.slabs, LentSlabs)
-            self.slabs.wanted(decision.slabs_wanted)
+            self.slabs.lend(decision.slabs_drained)
+        if decision.num_slabs_recalled:
+            assert isinstance(self.slabs, LentSlabs)
+            self.slabs.recall(decision.num_slabs_recalled)
         if decision.reset is not None:
             self.executor.reset(decision.reset)
         for ticket in decision.cancels:

@@ -68,7 +68,7 @@ class KVCache:
         self.controller = HiCacheController(self.ledger, config.write_policy)
         self.storage = StorageController(self.controller, PrefetchConfig())
         # Slabs of the peer pool that come and go; None if it stays as it is.
-        self.borrowed = SlabLedger(pools.peer, config.slabs, here=False) if pools.peer and config.slabs else None
+        self.borrowed = SlabLedger(pools.peer, config.slabs, mapped=False) if pools.peer and config.slabs else None
         self._has_unlocked = False
         self.counters: Counter[str] = Counter()
         self._cursors = MatchCursors(self.tree)
@@ -295,11 +295,11 @@ class KVCache:
                         self.controller.drop(node, tier)
         self.reap()
 
-    def update_borrowed(self, slabs: bytes) -> None:
-        """Slabs of the peer pool that all ranks have mapped; the pages of the others are dropped."""
+    def update_borrowed(self, mapped: bytes) -> None:
+        """mapped: a byte per slab of the peer pool, 1 if all ranks have it. Pages of other slabs are dropped."""
         if self.borrowed is None:
             return
-        for slab in self.borrowed.update(slabs):
+        for slab in self.borrowed.update(mapped):
             self.controller.withdraw(Tier.PEER, self.borrowed.frames_of(slab))
             self.counters["slabs_withdrawn"] += 1
 

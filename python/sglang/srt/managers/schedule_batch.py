@@ -302,8 +302,8 @@ class ControlReply(msgspec.Struct, frozen=True):
 class BatchDecision:
     """What to do after a step, in this order: poison freed frames (tests), reset, cancel, submit loads, launch,
     submit backups. reset: launches below it that have not completed are void. freed: tier -> frames that became
-    FREE. slabs_left: nobody uses their pages any more, see `SlabSource`. slabs_wanted: so many more should come home
-    to their lender, see `LentSlabs`."""
+    FREE. slabs_drained: slabs of which no page is in use any more; a lender lends them, a borrower gives them back.
+    num_slabs_recalled: how many slabs a lender recalls, see `LentSlabs`."""
 
     step: int
     reset: int | None = None
@@ -313,8 +313,8 @@ class BatchDecision:
     freed: dict[int, np.ndarray] = field(default_factory=dict)
     outputs: tuple[TokenOutput, ...] = ()
     replies: tuple[ControlReply, ...] = ()
-    slabs_left: tuple[int, ...] = ()
-    slabs_wanted: int = 0
+    slabs_drained: tuple[int, ...] = ()
+    num_slabs_recalled: int = 0
 
     def encode(self) -> bytes:
         """Canonical bytes: equal decisions, equal bytes."""

@@ -137,8 +137,8 @@ class Scheduler:
             freed={tier.value: table.take_freed() for tier, table in self.cache.tables.items()},
             outputs=tuple(self._outputs),
             replies=tuple(replies),
-            slabs_left=self._take_left(),
-            slabs_wanted=self._take_wanted(),
+            slabs_drained=self._take_drained(),
+            num_slabs_recalled=self._take_num_recalled(),
         )
 
     # -- what came in -------------------------------------------------------------------------------------------
@@ -487,7 +487,7 @@ class Scheduler:
         is_alone = len(active) == 1
         if is_alone and streaming.begin_if_outgrown(active[0]):
             return True
-        if is_alone and self.lending is not None and self.lending.is_waiting:
+        if is_alone and self.lending is not None and self.lending.awaits_slabs:
             return False  # there is no other request to take from: it waits for the slabs that were recalled
         victim = active[choose_victim([r.order for r in active])]
         if is_alone and streaming.is_streaming(victim):
@@ -508,7 +508,7 @@ class Scheduler:
     # -- slabs of the device that are lent ----------------------------------------------------------------------
 
     def _open_lending(self, config: LendingConfig) -> DeviceLending:
-        ledger = SlabLedger(self.cache.device, self.config.slabs, here=True)
+        ledger = SlabLedger(self.cache.device, self.config.slabs, mapped=True)
         # As for `max_resident_len`, with a page that stays free.
         keep = pages_for(self.max_total_len if config.keep_tokens is None else config.keep_tokens, self.page_size) + 1
         cache = pages_for(config.cache_tokens, self.page_size)
@@ -519,7 +519,7 @@ class Scheduler:
         locked is dropped at once, and the rest as soon as it is unlocked: requests are never held up for it."""
         cache = self.cache
         began = lending.adjust(now, self._demand())
-        slabs = lending.leaving if cache.take_unlocked() else began
+        slabs = lending.draining if cache.take_unlocked() else began
         for slab in slabs:
             cache.controller.withdraw(Tier.DEVICE, lending.ledger.frames_of(slab))
         if slabs:
@@ -540,17 +540,17 @@ class Scheduler:
             pages += pages_for(max([r.max_len for r in queues.waiting]), page) + 1
         return pages
 
-    def _take_left(self) -> tuple[int, ...]:
+    def _take_drained(self) -> tuple[int, ...]:
         if self.lending is None:
-            return self.cache.borrowed.take_left() if self.cache.borrowed is not None else ()
-        left = self.lending.ledger.take_left()
-        self._counters["slabs_lent"] += len(left)
-        return left
+            return self.cache.borrowed.take_drained() if self.cache.borrowed is not None else ()
+        drained = self.lending.ledger.take_drained()
+        self._counters["slabs_lent"] += len(drained)
+        return drained
 
-    def _take_wanted(self) -> int:
-        wanted = self.lending.take_wanted() if self.lending is not None else 0
-        self._counters["slabs_asked_back"] += wanted
-        return wanted
+    def _take_num_recalled(self) -> int:
+        num_recalled = self.lending.take_num_recalled() if self.lending is not None else 0
+        self._counters["slabs_asked_back"] += num_recalled
+        return num_recalled
 
     # -- looking ------------------------------------------------------------------------------------------------
 

@@ -12,9 +12,10 @@ never reads the tree (which alone knows *where* a page is), and knows nothing of
                   +----------------------------------+
                       failed, cancelled
 
-      lend           take_back                           LENT: another engine's for now. What is not FREE when it is
+      lend           reclaim                             LENT: another engine's for now. What is not FREE when it is
 FREE ------> LENT ------------> FREE                     lent becomes LENT where it would become FREE; a slab is
-                                                         lent when all its frames are; until then it can be kept.
+                                                         lent when all its frames are LENT. Until then,
+                                                         `cancel_lend` undoes it.
 """
 
 from __future__ import annotations
@@ -166,13 +167,14 @@ class FrameTable:
         self._free.remove(free)
         self._to_lend[frames[~is_free]] = True
 
-    def keep(self, frames: np.ndarray) -> None:
-        """Undo `lend`, before any other was told of these frames: LENT ones are FREE, others will be."""
+    def cancel_lend(self, frames: np.ndarray) -> None:
+        """Undo `lend` before another engine has the frames: LENT ones become FREE, others will be FREE."""
         self._to_lend[frames] = False
-        self.take_back(frames[self.state[frames] == FrameState.LENT])
+        self.reclaim(frames[self.state[frames] == FrameState.LENT])
 
-    def take_back(self, frames: np.ndarray) -> None:
-        """LENT frames are this engine's again: the borrower has unmapped them, or is dead. Scrubbed by the caller."""
+    def reclaim(self, frames: np.ndarray) -> None:
+        """LENT frames are this engine's again: the borrower has unmapped them, or is dead, and the caller has
+        scrubbed them."""
         where = self._where(frames)
         assert (self.state[where] == FrameState.LENT).all(), "frames are not all LENT"
         assert not self.pins[where].any(), "a transfer still reads or writes what is to be free"

@@ -1,18 +1,16 @@
-"""`SlabLedger`: which slabs of a pool are this engine's to use, alike on all ranks.
+"""`SlabLedger`: which slabs of a pool this engine may use, alike on all ranks.
 
-A slab is a run of frames that one engine lends another as a whole (see docs/guides/peers.md).
-Owns the states below; the pool's frame table has the frames, and whoever maps and unmaps memory (a `SlabSource`, on
-each rank) hears of what has left.
+A slab is a run of frames that one engine lends another as a whole (docs/guides/peers.md). Owns the state of each
+slab. The pool's frame table owns the frames, and a `SlabSource` on each rank maps and unmaps the memory.
 
-            all ranks have it
-    AWAY ─────────────────────► HERE ──────────► LEAVING ──────────► AWAY
-                                 ▲  asked back,     │  its frames are
-                                 │  lost, or lent   │  free, and LENT
-                                 └──────────────────┘
-                                    stay: a lender keeps it
+              mapped on all ranks              recalled, lost, or to be lent
+    UNMAPPED ─────────────────────► MAPPED ───────────────────────────────────► DRAINING ──────► UNMAPPED
+                                      ▲                                            │    all of its
+                                      └────────────────────────────────────────────┘    frames are
+                                         cancel_drain: a lender needs it after all      free, and LENT
 
-At a borrower HERE is what it has been lent and has mapped; at a lender, what it has not given away: there a slab
-comes back only when it was asked for.
+At a borrower, a slab is MAPPED while the borrower has mapped what it was lent. At a lender, a slab is MAPPED while
+the lender has not lent it. It becomes MAPPED again only after the lender has recalled it.
 """
 
 from __future__ import annotations
@@ -35,102 +33,121 @@ class SlabReport:
     mapped: bytes = b""
     # At a lender: how many more slabs borrowers would take.
     num_borrowable: int = 0
-    # At a lender: how many slabs were asked for and have not come back in time.
+    # At a lender: how many recalled slabs are past their deadline.
     num_late: int = 0
 
 
 class SlabSource(Protocol):
     """The memory behind the slabs, on one rank."""
 
-    def here(self) -> SlabReport:
-        """What this rank may use: not what it may use no longer, or was told that it left."""
-        ...
-
-    def left(self, slabs: Sequence[int]) -> None:
-        """Nobody uses these any more: unmap and return them, or lend them. From now on `here` has 0 for what went."""
+    def poll_mapped(self) -> SlabReport:
+        """What this rank may use now."""
         ...
 
 
 @runtime_checkable
 class BorrowedSlabs(SlabSource, Protocol):
-    """The same at a borrower, where all slabs are away at first. A rank may have one that another rank lacks: it is
-    not used, and goes without being told that it left when it is asked back."""
+    """A borrower's memory. No slab is mapped at first.
 
-    def agreed(self, here: bytes) -> None:
-        """What all ranks have, before each step: from now on these slabs are in use, until they left."""
+    A rank may have mapped a slab that another rank has not. Such a slab is not used. When its lender recalls it, it
+    goes back without a call of `give_back`."""
+
+    def mark_in_use(self, mapped: bytes) -> None:
+        """mapped: what all ranks have mapped, a byte per slab. These slabs are in use until `give_back` names them.
+        Called before each step."""
+        ...
+
+    def give_back(self, slabs: Sequence[int]) -> None:
+        """No rank uses these slabs any more. Those that were recalled or lost are unmapped and returned."""
         ...
 
 
 @runtime_checkable
 class LentSlabs(SlabSource, Protocol):
-    """The same at a lender, where all slabs are here at first."""
+    """A lender's memory. All slabs are mapped at first."""
 
-    def wanted(self, num_slabs: int) -> None:
-        """So many more should come home, the lowest of those that have left and were not asked for, so that all ranks
-        mean the same. `here` has 1 for them once their memory is this rank's again, however late."""
+    def lend(self, slabs: Sequence[int]) -> None:
+        """This engine does not use these slabs any more: borrowers may have them. They are unmapped from now on."""
+        ...
+
+    def recall(self, num_slabs: int) -> None:
+        """Ask for the return of num_slabs more unmapped slabs: the lowest that were not recalled yet, so that all
+        ranks mean the same ones. They are mapped again once their memory is this rank's, however late."""
         ...
 
 
 class SlabState(Enum):
-    AWAY = auto()
-    HERE = auto()
-    LEAVING = auto()
+    """See the picture above."""
+
+    # The engine must not use the slab.
+    UNMAPPED = auto()
+    # The engine may use the slab.
+    MAPPED = auto()
+    # The engine allocates nothing more in the slab, and some of its frames may still be in use.
+    DRAINING = auto()
 
 
 class SlabLedger:
-    """frames: [first, end) of each slab in the table; what lies in none is never used. here: whether all slabs are,
-    at first."""
+    """table: the pool's. frames: [first, end) of each slab; other frames of the table are never used. mapped: whether
+    all slabs are mapped at first, else none."""
 
-    def __init__(self, table: FrameTable, frames: Sequence[tuple[int, int]], here: bool) -> None:
+    def __init__(self, table: FrameTable, frames: Sequence[tuple[int, int]], mapped: bool) -> None:
         self.table = table
-        self.states = [SlabState.HERE if here else SlabState.AWAY] * len(frames)
+        self.states = [SlabState.MAPPED if mapped else SlabState.UNMAPPED] * len(frames)
         self._frames = [np.arange(first, end, dtype=np.int32) for first, end in frames]
         in_slabs = np.zeros(table.num_pages, np.bool_)
         for each in self._frames:
             assert len(each) and not in_slabs[each].any(), "slabs are empty or overlap"
             in_slabs[each] = True
-        unused = ~in_slabs if here else np.ones_like(in_slabs)
+        unused = ~in_slabs if mapped else np.ones_like(in_slabs)
         table.lend(np.flatnonzero(unused).astype(np.int32))
 
     def frames_of(self, slab: int) -> np.ndarray:
         """(n,) int32, ascending."""
         return self._frames[slab]
 
-    def update(self, here: bytes) -> list[int]:
-        """What all ranks have. Returns the slabs that begin to leave: their pages are to be dropped."""
-        leaving = []
-        for slab, is_here in enumerate(here):
-            if is_here and self.states[slab] == SlabState.AWAY:
-                self.table.take_back(self._frames[slab])
-                self.states[slab] = SlabState.HERE
-            elif not is_here and self.states[slab] == SlabState.HERE:
-                leaving.append(slab)
-                self.leave(slab)
-        return leaving
+    def update(self, mapped: bytes) -> list[int]:
+        """mapped: what all ranks have mapped, a byte per slab. Returns the slabs that begin to drain: the caller
+        drops their pages."""
+        draining = []
+        for slab, is_mapped in enumerate(mapped):
+            if is_mapped and self.states[slab] == SlabState.UNMAPPED:
+                self.table.reclaim(self._frames[slab])
+                self.states[slab] = SlabState.MAPPED
+            elif not is_mapped and self.states[slab] == SlabState.MAPPED:
+                draining.append(slab)
+                self.drain(slab)
+        return draining
 
-    def leave(self, slab: int) -> None:
-        assert self.states[slab] == SlabState.HERE, f"slab {slab} is not here"
-        self.states[slab] = SlabState.LEAVING
+    def drain(self, slab: int) -> None:
+        """Allocate nothing more in a slab, so that it becomes free."""
+        assert self.states[slab] == SlabState.MAPPED, f"slab {slab} is not mapped"
+        self.states[slab] = SlabState.DRAINING
         self.table.lend(self._frames[slab])
 
-    def stay(self, slab: int) -> None:
-        """A slab that is still leaving is kept: its pages can be used again at once."""
-        assert self.states[slab] == SlabState.LEAVING, f"slab {slab} is not leaving"
-        self.states[slab] = SlabState.HERE
-        self.table.keep(self._frames[slab])
+    def cancel_drain(self, slab: int) -> None:
+        """Use a draining slab again, at once."""
+        assert self.states[slab] == SlabState.DRAINING, f"slab {slab} is not draining"
+        self.states[slab] = SlabState.MAPPED
+        self.table.cancel_lend(self._frames[slab])
 
-    def take_left(self) -> tuple[int, ...]:
-        """Leaving slabs of which nothing is in use any more. They are AWAY now."""
-        left = []
+    def take_drained(self) -> tuple[int, ...]:
+        """The draining slabs of which no frame is in use any more. They become UNMAPPED."""
+        drained = []
         for slab, state in enumerate(self.states):
-            if state == SlabState.LEAVING and (self.table.state[self._frames[slab]] == FrameState.LENT).all():
-                self.states[slab] = SlabState.AWAY
-                left.append(slab)
-        return tuple(left)
+            if state == SlabState.DRAINING and (self.table.state[self._frames[slab]] == FrameState.LENT).all():
+                self.states[slab] = SlabState.UNMAPPED
+                drained.append(slab)
+        return tuple(drained)
 
     def check_invariants(self) -> None:
         for slab, state in enumerate(self.states):
             lent = self.table.state[self._frames[slab]] == FrameState.LENT
-            assert {SlabState.AWAY: lent.all(), SlabState.HERE: not lent.any(), SlabState.LEAVING: True}[state], (
+            is_right = {
+                SlabState.UNMAPPED: lent.all(),
+                SlabState.MAPPED: not lent.any(),
+                SlabState.DRAINING: True,
+            }
+            assert is_right[state], (
                 f"slab {slab} is {state.name.lower()}, {lent.sum()} of {len(lent)} frames are lent"
             )

@@ -1,4 +1,7 @@
-"""Where a lender listens: what nobody outside of this machine can reach and, with ipc, nobody else on it."""
+"""Where a lender listens: at an address that only this machine can reach and, with ipc, only this user.
+
+Owns the checks of `--peer-endpoint`. Opens no socket that it keeps.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ _MAX_SOCKET_PATH = 107
 
 
 class PeerError(Exception):
-    """Peers cannot be used as they were set up; the message is a sentence that says what to do."""
+    """Peers cannot be used as they were set up; the message is a sentence with what to do about it."""
 
 
 def check_endpoint(endpoint: str) -> None:
@@ -29,7 +32,7 @@ def check_endpoint(endpoint: str) -> None:
 
 
 def of_rank(endpoint: str, rank: int) -> str:
-    """Where a rank listens: rank 0 at the endpoint itself, the others at ports, or names, beside it."""
+    """Where a rank listens: rank 0 at the endpoint itself, other ranks at the ports, or names, that follow it."""
     scheme, _, rest = endpoint.partition("://")
     if rank == 0 or not rest:
         return endpoint
@@ -40,7 +43,7 @@ def of_rank(endpoint: str, rank: int) -> str:
 
 
 def check_unused(endpoint: str) -> None:
-    """ZeroMQ itself would take an ipc endpoint away from whom it belongs to. Raises PeerError."""
+    """Raises PeerError if another process listens at an ipc endpoint: ZeroMQ itself would take it away."""
     scheme, _, path = endpoint.partition("://")
     if scheme != "ipc":
         return

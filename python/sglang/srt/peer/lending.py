@@ -1,18 +1,19 @@
-"""`DeviceLending`: which slabs of its own device pool a worker lends, and when it wants them back (SwiftCache 3.4).
+"""`DeviceLending`: which slabs of its own device pool a lender lends, and when it recalls them (SwiftCache 3.4).
 
-Owns the ledger of these slabs, the demand that decides, and which slabs were asked for. Knows numbers alone: no
-request and no tree. The scheduler tells it the demand in every step, takes what is cached off the slabs that begin to
-leave, and passes on what it wants back.
+Owns the ledger of these slabs, the demand that decides, and which slabs were recalled. Knows numbers alone: no
+request and no tree. In every step the scheduler passes the demand, drops what is cached in slabs that begin to drain,
+and passes on how many slabs to recall.
 
-    HERE ──────────────────► LEAVING ──────► AWAY ──────────► AWAY, asked for ──────► HERE
-      ▲  more than the peak     │   all free         demand       on all ranks again
-      │  of a window needs, and │                 above what is here
-      │  somebody would borrow  │
-      └─────────────────────────┘
-        demand above what is here: at once, nobody has heard of it yet
+    MAPPED ─────────────────► DRAINING ──────► UNMAPPED ───────────► UNMAPPED, recalled ──────► MAPPED
+      ▲  more pages are mapped   │   all frames           demand above                mapped
+      │  than the peak of a      │   are free             what is mapped              on all ranks
+      │  window needs, and       │
+      │  borrowers would take it │
+      └──────────────────────────┘
+        demand above what is mapped: at once, since no borrower has the slab yet
 
-Demand above what is here first keeps what is only leaving, so a request that still uses a page of a leaving slab
-never waits for that slab.
+A demand above what is mapped first cancels draining. A request that still uses a page of a draining slab thus never
+waits for that slab.
 """
 
 from __future__ import annotations
@@ -25,19 +26,23 @@ from sglang.srt.peer.protocol.elastic_units import WINDOW_S, DemandWindow, Elast
 
 @dataclass(frozen=True)
 class LendingConfig:
-    """keep_tokens: room for so many is never lent; None: for the longest request that the server takes. cache_tokens:
-    room beside the demand for what is cached and unused, which is evicted otherwise. window_s: what was needed in so
-    many seconds is kept. interval_s: slabs begin to leave at most that often."""
+    """How much of its device memory a lender keeps."""
 
+    # Room for this many tokens is never lent. None: room for the longest request that the server takes.
     keep_tokens: int | None = None
+    # Room beside the demand, for cached tokens that no request uses. They are evicted otherwise.
     cache_tokens: int = 0
+    # What requests needed in the last window_s seconds is kept.
     window_s: float = WINDOW_S
+    # Slabs begin to drain at most once in interval_s seconds.
     interval_s: float = 1.0
 
 
 class DeviceLending:
-    """keep_pages, cache_pages: as the config's tokens. page_bytes: of the device pool. All slabs are as long, and
-    here at first; what was needed before the first step counts as the whole pool. wake_at: see `adjust`."""
+    """ledger: all its slabs have the same length and are mapped. page_bytes: of the device pool. keep_pages,
+    cache_pages: the config's tokens in pages. The demand before the first step counts as the whole pool.
+
+    wake_at: when `adjust` is due next if nothing else happens, in seconds; None: never."""
 
     def __init__(
         self, config: LendingConfig, ledger: SlabLedger, page_bytes: int, keep_pages: int, cache_pages: int
@@ -50,82 +55,87 @@ class DeviceLending:
         self._cache_pages = cache_pages
         self._interval_s = config.interval_s
         self._window = DemandWindow(config.window_s)
-        self._lend_at: float | None = None
-        # Asked for and not here yet.
-        self._asked: list[int] = []
-        self._new_wanted = 0
-        self._borrowable = self._num_late = 0
+        # When slabs may begin to drain next, in seconds.
+        self._drain_at: float | None = None
+        # Slabs that were recalled and are not mapped yet.
+        self._recalled: list[int] = []
+        # How many of these `take_num_recalled` has not returned yet.
+        self._num_new_recalled = 0
+        self._num_borrowable = self._num_late = 0
         self.wake_at: float | None = None
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether slabs were asked for that are not here yet."""
-        return bool(self._asked)
+    def awaits_slabs(self) -> bool:
+        """Whether recalled slabs are not mapped yet."""
+        return bool(self._recalled)
 
     @property
-    def leaving(self) -> list[int]:
-        return self._in(SlabState.LEAVING)
+    def draining(self) -> list[int]:
+        """The slabs that are draining, ascending."""
+        return self._slabs_in(SlabState.DRAINING)
 
     def update(self, report: SlabReport) -> None:
-        """What all ranks have."""
-        gone = self.ledger.update(report.mapped)
-        self._borrowable, self._num_late = report.num_borrowable, report.num_late
-        assert not gone, f"slabs {gone} went without being lent"
-        if self._asked:
-            self._asked = [slab for slab in self._asked if self.ledger.states[slab] != SlabState.HERE]
+        """report: what all ranks agree on."""
+        unmapped = self.ledger.update(report.mapped)
+        assert not unmapped, f"slabs {unmapped} were unmapped without being lent"
+        self._num_borrowable, self._num_late = report.num_borrowable, report.num_late
+        if self._recalled:
+            self._recalled = [slab for slab in self._recalled if self.ledger.states[slab] != SlabState.MAPPED]
 
     def adjust(self, now: float, demand: int) -> list[int]:
-        """demand: pages that requests need at the same time. Returns the slabs that begin to leave: what is cached in
-        them and not in use is to be dropped. If nothing else happens, the next call is due at wake_at."""
-        if self._lend_at is None:
-            self._lend_at = now
+        """demand: pages that requests need at the same time. Returns the slabs that begin to drain: the caller drops
+        the cached pages in them that no request uses."""
+        if self._drain_at is None:
+            self._drain_at = now
             self._window.add(now, self._num_pages)
         needed = max(min(demand, self._num_pages), self._keep_pages)
         self._window.add(now, needed)
-        if self._lacking(needed):
-            self._fetch(needed)
-        num_pages = self._pages_here()
-        spare = self._units(scale_down(num_pages, self._window.peak(now) + self._cache_pages, self._unit))
-        # What nobody would borrow is of more use as a cache here.
-        spare = max(0, min(spare, self._borrowable - len(self.leaving)))
+        if self._num_lacking(needed):
+            self._get_back(needed)
+        num_pages = self._num_mapped_pages()
+        spare = self._num_slabs(scale_down(num_pages, self._window.peak(now) + self._cache_pages, self._unit))
+        # A slab that no borrower would take is of more use as a cache here.
+        spare = max(0, min(spare, self._num_borrowable - len(self.draining)))
         began: list[int] = []
-        if spare and now >= self._lend_at:
-            began = self._in(SlabState.HERE)[-spare:]
+        if spare and now >= self._drain_at:
+            began = self._slabs_in(SlabState.MAPPED)[-spare:]
             for slab in began:
-                self.ledger.leave(slab)
-            self._lend_at = now + self._interval_s
-        self.wake_at = self._lend_at if spare and not began else self._window.falls_at
+                self.ledger.drain(slab)
+            self._drain_at = now + self._interval_s
+        self.wake_at = self._drain_at if spare and not began else self._window.falls_at
         return began
 
-    def take_wanted(self) -> int:
-        """So many more slabs should come home than were asked for so far."""
-        wanted, self._new_wanted = self._new_wanted, 0
-        return wanted
+    def take_num_recalled(self) -> int:
+        """How many slabs were recalled since the last call."""
+        num_slabs, self._num_new_recalled = self._num_new_recalled, 0
+        return num_slabs
 
     def check_invariants(self) -> None:
         self.ledger.check_invariants()
-        assert all(self.ledger.states[slab] == SlabState.AWAY for slab in self._asked), "what is here was asked for"
+        is_unmapped = [self.ledger.states[slab] == SlabState.UNMAPPED for slab in self._recalled]
+        assert all(is_unmapped), "a slab that is mapped was recalled"
 
-    def _fetch(self, needed: int) -> None:
-        """Keep what is leaving, then ask for the lowest slabs that are away, each once."""
-        for slab in self.leaving[: self._lacking(needed)]:
-            self.ledger.stay(slab)
-        # Others are asked for in place of those that are late.
-        num_new = self._lacking(needed) - max(0, len(self._asked) - self._num_late)
+    def _get_back(self, needed: int) -> None:
+        """Cancel draining, then recall the lowest unmapped slabs, each once."""
+        for slab in self.draining[: self._num_lacking(needed)]:
+            self.ledger.cancel_drain(slab)
+        # Other slabs are recalled in place of the late ones.
+        num_new = self._num_lacking(needed) - max(0, len(self._recalled) - self._num_late)
         if num_new > 0:
-            new = [slab for slab in self._in(SlabState.AWAY) if slab not in self._asked][:num_new]
-            self._asked += new
-            self._new_wanted += len(new)
+            new = [slab for slab in self._slabs_in(SlabState.UNMAPPED) if slab not in self._recalled][:num_new]
+            self._recalled += new
+            self._num_new_recalled += len(new)
 
-    def _lacking(self, needed: int) -> int:
-        """In slabs."""
-        return self._units(scale_up(self._pages_here(), needed, self._unit))
+    def _num_lacking(self, needed: int) -> int:
+        """How many more slabs have to be mapped for `needed` pages."""
+        return self._num_slabs(scale_up(self._num_mapped_pages(), needed, self._unit))
 
-    def _pages_here(self) -> int:
-        return self.ledger.states.count(SlabState.HERE) * self._unit.lender_pages
+    def _num_mapped_pages(self) -> int:
+        return self.ledger.states.count(SlabState.MAPPED) * self._unit.lender_pages
 
-    def _units(self, pages: tuple[int, int]) -> int:
+    def _num_slabs(self, pages: tuple[int, int]) -> int:
+        """pages: of the lender and the borrower, in whole units."""
         return pages[0] // self._unit.lender_pages
 
-    def _in(self, state: SlabState) -> list[int]:
+    def _slabs_in(self, state: SlabState) -> list[int]:
         return [slab for slab, each in enumerate(self.ledger.states) if each == state]

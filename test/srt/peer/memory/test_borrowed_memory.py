@@ -20,9 +20,9 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.peer.memory import lent_memory
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
-from sglang.srt.peer.memory.cuda_slabs import CudaSlabRange
+from sglang.srt.peer.memory.cuda_slabs import CudaSlabRange, SlabsConfig
 from sglang.srt.peer.memory.lent_memory import LentMemory
-from sglang.srt.peer.protocol.borrower import Lost
+from sglang.srt.peer.protocol.borrower import SlabLost
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.children import wait_until
 from support.device_emulator import emulated_device
@@ -65,9 +65,14 @@ def worker(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LentMemor
         if kind == "emulated":
             device.enter_context(emulated_device(5))
         with memory_options(kind) as options:
-            options["strict"] = kind == "strict"
             memory = LentMemory(
-                endpoint, tmp_path, NUM_SLABS, slab_bytes, page_bytes, shape, torch.bfloat16, **options
+                endpoint,
+                tmp_path,
+                SlabsConfig(NUM_SLABS, slab_bytes, **options),
+                page_bytes,
+                shape,
+                torch.bfloat16,
+                strict=kind == "strict",
             )
             yield memory
             memory.close()
@@ -96,7 +101,9 @@ class Master:
         self._checked = contextlib.ExitStack()
         options = self._checked.enter_context(memory_options(kind_of(worker)))
         slab_bytes, device = worker.slabs.slab_bytes, worker.pool.kv.device.type
-        borrow = partial(BorrowedMemory, [f"ipc://{tmp_path}/peers"], "master", NUM_SLABS, slab_bytes, **options)
+        borrow = partial(
+            BorrowedMemory, [f"ipc://{tmp_path}/peers"], "master", SlabsConfig(NUM_SLABS, slab_bytes, **options)
+        )
         # Less than two prompts on the device, less than one on the host.
         self.engine = LocalEngine(
             model_config, num_device_pages=50, num_host_pages=20, page_size=PAGE, borrow=borrow, device=device
@@ -105,7 +112,7 @@ class Master:
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         def holds() -> object:
-            self.worker.here()
+            self.worker.poll_mapped()
             self.engine._turn(0.01, [], [], lambda decision: None)
             return condition()
 
@@ -115,14 +122,14 @@ class Master:
 
     def lend(self, *slabs: int) -> None:
         before = self.num_here
-        self.worker.left(slabs)
+        self.worker.lend(slabs)
         self.until(lambda: self.num_here == before + len(slabs), "what is lent does not come")
 
     @property
     def num_here(self) -> int:
-        ledger = self.engine.scheduler.slabs
+        ledger = self.engine.scheduler.cache.borrowed
         assert ledger is not None
-        return sum(state.name == "HERE" for state in ledger.states)
+        return sum(state.name == "MAPPED" for state in ledger.states)
 
     def ask(self, prompt: np.ndarray) -> tuple[list[int], int]:
         (answer,) = self.engine.generate([prompt], PARAMS)
@@ -214,8 +221,8 @@ def test_what_is_asked_back_goes_home_empty_and_answers_stay(
     assert master.engine.scheduler.cache.tree.resident_pages(Tier.PEER) > 0
     # The worker's own memory, seen from the worker: what the master has written there.
     assert any(worker.slabs.slab(slab).any() for slab in (4, 5))
-    worker.wanted(2)
-    master.until(lambda: worker.here().mapped == b"\1" * NUM_SLABS, "what is asked back does not come home")
+    worker.recall(2)
+    master.until(lambda: worker.poll_mapped().mapped == b"\1" * NUM_SLABS, "what is asked back does not come home")
     assert master.num_here == 0 and master.engine.scheduler.cache.tree.resident_pages(Tier.PEER) == 0
     assert not any(worker.slabs.slab(slab).any() for slab in range(NUM_SLABS)), "it is not scrubbed"
     assert [master.ask(text)[0] for text in texts] == wanted
@@ -227,12 +234,12 @@ def test_what_is_asked_back_goes_home_empty_and_answers_stay(
 def test_a_slab_of_another_size_is_given_back(
     model_config: ModelConfig, worker: LentMemory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    borrow = partial(BorrowedMemory, [f"ipc://{tmp_path}/peers"], "master", NUM_SLABS, 2 * SLAB_BYTES)
+    borrow = partial(BorrowedMemory, [f"ipc://{tmp_path}/peers"], "master", SlabsConfig(NUM_SLABS, 2 * SLAB_BYTES))
     engine = LocalEngine(model_config, 50, 20, page_size=PAGE, borrow=borrow)
-    worker.left([5])
+    worker.lend([5])
 
     def is_said() -> bool:
-        worker.here()
+        worker.poll_mapped()
         engine._turn(0.01, [], [], lambda decision: None)
         return "--peer-slab-size" in caplog.text
 
@@ -248,7 +255,7 @@ def test_answers_stay_when_strict_slabs_go_home_without_a_word_from_the_master(
     model_config: ModelConfig, worker: LentMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The master's loads fail in the middle of its requests, and what it thought it had is gone."""
-    monkeypatch.setattr(lent_memory, "RECLAIM_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(lent_memory, "RECALL_TIMEOUT_S", 0.0)
     texts = prompts(7)
     wanted = computed(model_config, texts)
     master = Master(model_config, worker, tmp_path)
@@ -257,8 +264,8 @@ def test_answers_stay_when_strict_slabs_go_home_without_a_word_from_the_master(
         for text in texts:
             master.ask(text)
         assert master.engine.scheduler.cache.tree.resident_pages(Tier.PEER) > 0
-        worker.wanted(3)
-        wait_until(lambda: worker.here().mapped == b"\1" * NUM_SLABS, "all slabs to come home")
+        worker.recall(3)
+        wait_until(lambda: worker.poll_mapped().mapped == b"\1" * NUM_SLABS, "all slabs to come home")
         for slab in (3, 4, 5):
             worker.slabs.slab(slab)[:] = 0x7F  # NaN to whoever reads it
         assert [master.ask(text)[0] for text in texts] == wanted
@@ -271,21 +278,21 @@ def test_answers_stay_when_strict_slabs_go_home_without_a_word_from_the_master(
 def test_what_nobody_borrows_waits_and_comes_home_when_it_is_asked_for(
     model_config: ModelConfig, worker: LentMemory, tmp_path: Path
 ) -> None:
-    worker.left([5, 4, 3])
+    worker.lend([5, 4, 3])
     worker.slabs.slab(0)[:] = 7
 
     def is_idle() -> bool:
-        assert worker.here().mapped == b"\1\1\1\0\0\0"
-        return worker._idle == {3, 4, 5}
+        assert worker.poll_mapped().mapped == b"\1\1\1\0\0\0"
+        return worker._unborrowed == {3, 4, 5}
 
     wait_until(is_idle, "slabs that nobody takes")
     assert worker.state()["slabs"] == slabs_of_worker(home=3, offered=3)
-    worker.wanted(1)
-    assert worker.here().mapped == b"\1\1\1\1\0\0", "the lowest of them, at once"
+    worker.recall(1)
+    assert worker.poll_mapped().mapped == b"\1\1\1\1\0\0", "the lowest of them, at once"
     master = Master(model_config, worker, tmp_path)
     master.until(lambda: master.num_here == 2, "the others are not offered to who comes later")
-    worker.wanted(1)
-    master.until(lambda: worker.here().mapped == b"\1\1\1\1\1\0", "one is asked for")
+    worker.recall(1)
+    master.until(lambda: worker.poll_mapped().mapped == b"\1\1\1\1\1\0", "one is asked for")
     assert master.num_here == 1 and (worker.slabs.slab(0) == 7).all()
     master.close()
 
@@ -293,18 +300,18 @@ def test_what_nobody_borrows_waits_and_comes_home_when_it_is_asked_for(
 def test_what_a_master_keeps_too_long_shows_as_quarantined_until_it_comes_back(
     model_config: ModelConfig, worker: LentMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lent_memory, "RECLAIM_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(lent_memory, "RECALL_TIMEOUT_S", 0.0)
     master = Master(model_config, worker, tmp_path)
     master.lend(5, 4)
-    worker.wanted(1)
+    worker.recall(1)
     late = slabs_of_worker(home=4, lent=1, quarantined=1)
-    wait_until(lambda: [worker.here(), worker.state()["slabs"] == late][1], "the alarm")
-    assert worker.here().num_late == 1
+    wait_until(lambda: [worker.poll_mapped(), worker.state()["slabs"] == late][1], "the alarm")
+    assert worker.poll_mapped().num_late == 1
     borrowed = master.engine.borrowed
     assert borrowed is not None
     asked = {"held": 1, "asked_back": 1}
-    wait_until(lambda: [borrowed.here(), master.lender()["slabs"] == asked][1], "the master to hear of it")
-    master.until(lambda: worker.here().mapped == b"\1\1\1\1\1\0", "the master does not give it back")
+    wait_until(lambda: [borrowed.poll_mapped(), master.lender()["slabs"] == asked][1], "the master to hear of it")
+    master.until(lambda: worker.poll_mapped().mapped == b"\1\1\1\1\1\0", "the master does not give it back")
     assert worker.state()["slabs"] == slabs_of_worker(home=5, lent=1)
     assert master.lender()["slabs"] == {"held": 1, "asked_back": 0}
     master.close()
@@ -319,33 +326,38 @@ def test_a_slab_that_other_ranks_lack_goes_home_when_it_is_asked_for(worker: Len
     options = checked.enter_context(memory_options(kind_of(worker)))
     slab_bytes, page_bytes = worker.slabs.slab_bytes, 2 * 4 * 3 * PAGE * 2 * 8
     memory = BorrowedMemory(
-        [f"ipc://{tmp_path}/peers"], "rank", NUM_SLABS, slab_bytes, page_bytes, shape, torch.float32, **options
+        [f"ipc://{tmp_path}/peers"],
+        "rank",
+        SlabsConfig(NUM_SLABS, slab_bytes, **options),
+        page_bytes,
+        shape,
+        torch.float32,
     )
 
     def until(slabs_here: int, others_have: bytes, home: bytes) -> None:
         """Steps, as a rank's engine takes them."""
 
         def is_so() -> bool:
-            mine, at_home = memory.here().mapped, worker.here().mapped
-            memory.agreed(bytes(a & b for a, b in zip(mine, others_have, strict=True)))
+            mine, at_home = memory.poll_mapped().mapped, worker.poll_mapped().mapped
+            memory.mark_in_use(bytes(a & b for a, b in zip(mine, others_have, strict=True)))
             return (sum(mine), at_home) == (slabs_here, home)
 
         wait_until(is_so, f"{slabs_here} slabs here, {home!r} at home")
 
     # Into places 0, 1 and 2.
     for i, slab in enumerate((5, 4, 3)):
-        worker.left([slab])
+        worker.lend([slab])
         until(1 + i, b"\0\0\0\0\0\0", b"\1" * slab + b"\0" * (6 - slab))
-    memory.agreed(b"\1\1\0\0\0\0")
-    worker.wanted(1)
+    memory.mark_in_use(b"\1\1\0\0\0\0")
+    worker.recall(1)
     until(2, b"\1\1\0\0\0\0", b"\1\1\1\1\0\0")
-    memory.agreed(b"\1\1\0\0\0\0")
-    memory.left([0])
-    memory.agreed(b"\0\1\0\0\0\0")
-    assert sum(memory.here().mapped) == 2, "what another rank has lost stays here"
-    worker.wanted(2)
+    memory.mark_in_use(b"\1\1\0\0\0\0")
+    memory.give_back([0])
+    memory.mark_in_use(b"\0\1\0\0\0\0")
+    assert sum(memory.poll_mapped().mapped) == 2, "what another rank has lost stays here"
+    worker.recall(2)
     until(0, b"\0\1\0\0\0\0", b"\1\1\1\1\0\1")
-    memory.left([1])
+    memory.give_back([1])
     until(0, b"\0\0\0\0\0\0", b"\1\1\1\1\1\1")
     memory.close()
     checked.close()
@@ -356,18 +368,23 @@ def test_a_worker_that_is_gone_is_one_line_with_the_number_of_its_slabs(
 ) -> None:
     endpoint, slab_bytes = f"ipc://{tmp_path}/peers", worker.slabs.slab_bytes
     memory = BorrowedMemory(
-        [endpoint], "master", NUM_SLABS, slab_bytes, 2 * 4 * 3 * PAGE * 2 * 8, (3, PAGE, 2, 8), torch.float32
+        [endpoint],
+        "master",
+        SlabsConfig(NUM_SLABS, slab_bytes),
+        2 * 4 * 3 * PAGE * 2 * 8,
+        (3, PAGE, 2, 8),
+        torch.float32,
     )
-    worker.left([0, 2, 3])
+    worker.lend([0, 2, 3])
 
     def all_came() -> bool:
-        worker.here()
-        return sum(memory.here().mapped) == 3
+        worker.poll_mapped()
+        return sum(memory.poll_mapped().mapped) == 3
 
     wait_until(all_came, "what is lent does not come")
-    lost = [Lost(*lease) for lease in memory._leases if lease is not None]
+    lost = [SlabLost(*lease) for lease in memory._leases if lease is not None]
     with mock.patch.object(memory.coordinator, "poll", return_value=lost):
-        assert sum(memory.here().mapped) == 0
+        assert sum(memory.poll_mapped().mapped) == 0
     lines = [record.getMessage() for record in caplog.records if "is gone" in record.getMessage()]
     assert lines == [f"the worker at {endpoint} is gone, and 3 slabs of its memory with it"]
     memory.close()

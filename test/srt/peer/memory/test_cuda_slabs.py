@@ -29,7 +29,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.peer.memory import cuda_driver, cuda_slabs
 from sglang.srt.peer.memory.cuda_driver import CudaDriver
-from sglang.srt.peer.memory.cuda_slabs import CudaSlabRange, reserve_slabs
+from sglang.srt.peer.memory.cuda_slabs import CudaSlabRange, SlabsConfig, reserve_slabs
 from sglang.srt.peer.memory.elastic_pool import ElasticPool
 from sglang.srt.peer.memory.slabs import SlabError, SlabRange, allocate_slab
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -303,12 +303,12 @@ def test_slabs_of_the_other_kind_are_refused(driver: FakeCudaDriver):
 
 
 def test_the_device_decides_which_kind_it_is(driver: FakeCudaDriver):
-    on_cpu = reserve_slabs(torch.device("cpu"), 2, 8192, 12288)
+    on_cpu = reserve_slabs(SlabsConfig(2, 8192), 12288)
     assert type(on_cpu) is SlabRange and on_cpu.stride_bytes == 12288
-    on_gpu = reserve_slabs(GPU, 2, SLAB, 3 << 12, driver)
+    on_gpu = reserve_slabs(SlabsConfig(2, SLAB, GPU, driver), 3 << 12)
     assert type(on_gpu) is CudaSlabRange and on_gpu.stride_bytes == 3 * PIECE
     with pytest.raises(SlabError, match=r"mapped in pieces of 65,536 bytes, .*--peer-slab-size"):
-        reserve_slabs(GPU, 2, 8192, 4096, driver)
+        reserve_slabs(SlabsConfig(2, 8192, GPU, driver), 4096)
 
 
 # -- pools and engines ------------------------------------------------------------------------------------------
@@ -332,7 +332,9 @@ def pool_in_slabs(driver: CudaDriver | None, num_pages: int, *shape: Any) -> Ela
     """Of as many pages at least."""
     page_bytes = MHATokenToKVPool.page_bytes(*shape[:5])
     slab_bytes = SLAB if driver is not None else 2 << 20
-    slabs = reserve_slabs(GPU, -(-num_pages // (slab_bytes // page_bytes)), slab_bytes, page_bytes, driver)
+    slabs = reserve_slabs(
+        SlabsConfig(-(-num_pages // (slab_bytes // page_bytes)), slab_bytes, GPU, driver), page_bytes
+    )
     slabs.allocate_all()
     return ElasticPool(slabs, *shape[:5])
 

@@ -245,7 +245,7 @@ def test_a_lent_slab_shows_nothing_and_comes_back_clean():
     # And back.
     slabs.unmap(1)
     lender.slabs.scrub(3)
-    table.take_back(lender.frames_of(3))
+    table.reclaim(lender.frames_of(3))
     lender.resize(4)
     table.check_invariants()
     again = table.allocate(2, 2)

@@ -39,7 +39,7 @@ class Master:
 
     def check(self, seen: Counter[str]) -> None:
         """What is here is zeros at first, then what this master wrote."""
-        here = set(np.flatnonzero(np.frombuffer(self.memory.here().mapped, np.uint8)).tolist())
+        here = set(np.flatnonzero(np.frombuffer(self.memory.poll_mapped().mapped, np.uint8)).tolist())
         for place in sorted(here):
             try:
                 if place not in self.held:
@@ -56,8 +56,8 @@ class Master:
                 seen["refused"] += 1
 
     def give_back(self) -> None:
-        here = self.memory.here().mapped
-        self.memory.left([place for place in range(NUM_SLABS) if not here[place]])
+        here = self.memory.poll_mapped().mapped
+        self.memory.give_back([place for place in range(NUM_SLABS) if not here[place]])
         self.held = {place for place in self.held if here[place]}
 
     @property
@@ -98,7 +98,7 @@ class World:
 
     def look(self) -> None:
         """What comes home is zeros, and becomes the worker's own; what is at home stays so."""
-        for slab, is_home in enumerate(self.worker.here().mapped):
+        for slab, is_home in enumerate(self.worker.poll_mapped().mapped):
             memory = self.worker.slabs.slab(slab)
             if is_home and not self.is_home[slab]:
                 assert not memory.any(), "a slab comes home with what others wrote"
@@ -115,7 +115,7 @@ class World:
         coordinator = self.worker.coordinator
         coordinator._submit(coordinator._lender.check_invariants)
         for master in self.masters:
-            for each in master.memory.coordinator._workers.values():
+            for each in master.memory.coordinator._links.values():
                 master.memory.coordinator._submit(each.borrower.check_invariants)
 
     def step(self) -> None:
@@ -123,11 +123,11 @@ class World:
         if dice < 0.15:
             home = [slab for slab in range(NUM_SLABS) if self.is_home[slab]]
             leaving = self.rng.sample(home, self.rng.randint(0, len(home)))
-            self.worker.left(leaving)
+            self.worker.lend(leaving)
             for slab in leaving:
                 self.is_home[slab] = False
         elif dice < 0.3:
-            self.worker.wanted(self.rng.randrange(NUM_SLABS + 1))
+            self.worker.recall(self.rng.randrange(NUM_SLABS + 1))
         elif dice < 0.5:
             self.rng.choice(self.masters).give_back()
         elif dice < 0.52:
@@ -147,10 +147,10 @@ class World:
             self.stop_or_go_on()
 
         def all_home() -> bool:
-            self.worker.wanted(NUM_SLABS)
+            self.worker.recall(NUM_SLABS)
             for master in self.masters:
                 master.give_back()
-            return self.worker.here().mapped == HOME
+            return self.worker.poll_mapped().mapped == HOME
 
         wait_until(all_home, "all slabs to come home")
         self.look()
@@ -167,7 +167,7 @@ class World:
 @pytest.mark.parametrize("steps", [500, pytest.param(5000, marks=pytest.mark.slow)])
 def test_random_schedules(steps: int, strict: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o700)
-    monkeypatch.setattr(lent_module, "RECLAIM_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(lent_module, "RECALL_TIMEOUT_S", 0.05)
     seed = int(os.environ.get("SEED", 0))
     print(f"seed {seed}")
     is_long = steps > 1000

@@ -24,6 +24,7 @@ from sglang.srt.peer.memory import borrowed_pool, copy_session, slab_channel
 from sglang.srt.peer.memory import lent_memory as lent_module
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.copy_session import CopySession, StrictSlab
+from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
 from sglang.srt.peer.memory.lent_memory import LentMemory
 from sglang.srt.peer.memory.slabs import SlabRange
 from sglang.srt.peer.protocol.messages import BorrowerId, Copied, Copy, CopyRefused, Refused, Stage, Staged
@@ -66,19 +67,19 @@ class Rig:
         }
         self._seqs = dict.fromkeys(self.links, 0)
 
-    def here(self) -> list[int]:
+    def mapped(self) -> list[int]:
         for lender in self.lenders.values():
-            lender.here()
-        return np.flatnonzero(np.frombuffer(self.memory.here().mapped, np.uint8)).tolist()
+            lender.poll_mapped()
+        return np.flatnonzero(np.frombuffer(self.memory.poll_mapped().mapped, np.uint8)).tolist()
 
     def lend(self, slabs: int) -> None:
         for lender in self.lenders.values():
-            lender.left(range(slabs))
-        wait_until(lambda: len(self.here()) == slabs * len(self.lenders), "what is lent does not come")
+            lender.lend(range(slabs))
+        wait_until(lambda: len(self.mapped()) == slabs * len(self.lenders), "what is lent does not come")
 
     def frames(self) -> np.ndarray:
         """All that the lenders have lent."""
-        return np.concatenate([self.memory.pool.frames_of(place) for place in self.here()])
+        return np.concatenate([self.memory.pool.frames_of(place) for place in self.mapped()])
 
     def copy(self, name: str, pages: np.ndarray, frames: np.ndarray) -> OpResult:
         """pages: of the device."""
@@ -168,7 +169,7 @@ def test_a_strict_slab_is_not_mapped_and_a_page_of_it_is_where_it_would_be(make_
     """A lender that scrubs or reads a page finds it where a borrower with a mapping would have put it."""
     rig = make_rig()
     rig.lend(1)
-    (place,) = rig.here()
+    (place,) = rig.mapped()
     assert not rig.memory.slabs.is_mapped(place) and rig.memory.pool.is_strict(place)
     rig.device.kv.copy_(torch.arange(rig.device.kv.numel()).view(rig.device.kv.shape))
     frames = rig.memory.pool.frames_of(place)[[3, 0]]
@@ -221,8 +222,8 @@ def test_copies_that_are_not_this_borrowers_or_not_in_bounds_are_refused(
     rig.lend(1)
     other = borrowed_memory([endpoint], "other", 1)
     wait_until(lambda: lender.state()["borrowers"] == 2, "the other borrower")
-    lender.left([1])
-    wait_until(lambda: [rig.here(), other.here().mapped == b"\1"][1], "the other's slab")
+    lender.lend([1])
+    wait_until(lambda: [rig.mapped(), other.poll_mapped().mapped == b"\1"][1], "the other's slab")
     lender.slabs.slab(1)[:] = OWN
     mine, others = grant_of(lender, 0), grant_of(lender, 1)
 
@@ -264,7 +265,7 @@ def test_copies_that_are_not_this_borrowers_or_not_in_bounds_are_refused(
         for to_slab in (True, False):
             for fields in wrong:
                 answer = ask(sock, msgspec.structs.replace(right, to_slab=to_slab, **fields))
-                assert isinstance(answer, CopyRefused) and answer.sequence == 4 and answer.why, fields
+                assert isinstance(answer, CopyRefused) and answer.sequence == 4 and answer.reason, fields
         assert np.array_equal(memory(), before) and (staging.slab(0) == 9).all()
         wait_until(lambda: lender.state()["copies"]["refused"] == 2 * len(wrong), "the alarm")
         assert ask(sock, right) == Copied(4)
@@ -316,16 +317,16 @@ def test_a_borrower_that_does_not_answer_is_not_waited_for(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes on asking for copies, and gives nothing back."""
-    monkeypatch.setattr(lent_module, "RECLAIM_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(lent_module, "RECALL_TIMEOUT_S", 0.0)
     rig = make_rig()
     rig.lend(2)
     (lender,) = rig.lenders.values()
-    frames = np.concatenate([rig.memory.pool.frames_of(place) for place in rig.here()])
+    frames = np.concatenate([rig.memory.pool.frames_of(place) for place in rig.mapped()])
     of_slab = frames.reshape(2, -1)[:, :5]
     rig.device.kv.fill_(FOREIGN)
     assert rig.copy(D2P, arange(10), of_slab.ravel().copy()).ok
-    lender.wanted(1)
-    wait_until(lambda: lender.here().mapped[0], "the slab to come home")
+    lender.recall(1)
+    wait_until(lambda: lender.poll_mapped().mapped[0], "the slab to come home")
     assert not lender.slabs.slab(0).any(), "it is not scrubbed"
     lender.slabs.slab(0)[:] = OWN
     assert lender.state()["slabs"]["quarantined"] == 0
@@ -340,26 +341,26 @@ def test_a_borrower_that_does_not_answer_is_not_waited_for(
     assert sorted(oks) == [False, False, True, True] and oks[:2] == oks[2:]
     assert (lender.slabs.slab(0) == OWN).all()
     wait_until(lambda: lender.state()["copies"]["refused"] >= 2, "the alarm")
-    wait_until(lambda: len(rig.here()) == 1, "the borrower to hear of it")
-    rig.memory.left(range(NUM_SLABS))
+    wait_until(lambda: len(rig.mapped()) == 1, "the borrower to hear of it")
+    rig.memory.give_back(range(NUM_SLABS))
     assert rig.memory.state()["lenders"][0]["slabs"] == {"held": 1, "asked_back": 0}
-    lender.left([0])
-    wait_until(lambda: len(rig.here()) == 2, "it is lent anew")
+    lender.lend([0])
+    wait_until(lambda: len(rig.mapped()) == 2, "it is lent anew")
     assert rig.copy(D2P, arange(5), of_slab[oks.index(False)].copy()).ok
 
 
 def test_a_borrower_that_stands_still_costs_no_slab(
     private: Path, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lent_module, "RECLAIM_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(lent_module, "RECALL_TIMEOUT_S", 0.0)
     endpoint = f"ipc://{private}/peers"
     lender = lent_memory(endpoint, private)
     child = start(borrow, endpoint)
-    lender.left(range(NUM_SLABS))
-    wait_until(lambda: [lender.here(), ["has", NUM_SLABS] in child.said][1], "the child to borrow")
+    lender.lend(range(NUM_SLABS))
+    wait_until(lambda: [lender.poll_mapped(), ["has", NUM_SLABS] in child.said][1], "the child to borrow")
     child.stop()
-    lender.wanted(2)
-    wait_until(lambda: lender.here().mapped == b"\1\1\0", "slabs to come home from who stands still")
+    lender.recall(2)
+    wait_until(lambda: lender.poll_mapped().mapped == b"\1\1\0", "slabs to come home from who stands still")
     assert lender.state()["slabs"] == {"home": 2, "offered": 0, "lent": 1, "asked_back": 0, "quarantined": 0}
     for slab in (0, 1):
         assert not lender.slabs.slab(slab).any()
@@ -371,8 +372,8 @@ def test_a_borrower_that_stands_still_costs_no_slab(
     assert child.is_alive
     assert all((lender.slabs.slab(slab) == OWN).all() for slab in (0, 1))
     child.kill()
-    lender.wanted(1)
-    wait_until(lambda: lender.here().mapped == b"\1\1\1", "the last one to come home")
+    lender.recall(1)
+    wait_until(lambda: lender.poll_mapped().mapped == b"\1\1\1", "the last one to come home")
     lender.close()
 
 
@@ -384,7 +385,7 @@ def test_when_a_lease_has_ended_nothing_is_copied_for_it_any_more(make_rig: Call
     rig = make_rig()
     rig.lend(1)
     (lender,) = rig.lenders.values()
-    (place,) = rig.here()
+    (place,) = rig.mapped()
     pool, device = rig.memory.pool, rig.device
     device.kv.fill_(FOREIGN)
     frames = torch.from_numpy(pool.frames_of(place)).long()[:DEVICE_PAGES]
@@ -407,17 +408,17 @@ def test_when_a_lease_has_ended_nothing_is_copied_for_it_any_more(make_rig: Call
     copier = lender.coordinator._copier
     try:
         # The lender's own thread says so too; the same thing, so that here it does not matter which is first.
-        grants = lender.coordinator._lender.grants()
-        monotone = lender.coordinator._lender.grants
+        grants = lender.coordinator._lender.copy_grants()
+        monotone = lender.coordinator._lender.copy_grants
         for _ in range(20):
             more_than(done, rng.randrange(3))
-            lender.coordinator._lender.grants = dict  # type: ignore[method-assign, assignment]
-            copier.allow({})
+            lender.coordinator._lender.copy_grants = dict  # type: ignore[method-assign, assignment]
+            copier.set_grants({})
             lender.slabs.slab(0)[:] = OWN
             more_than(refused, 2)
             assert (lender.slabs.slab(0) == OWN).all()
-            lender.coordinator._lender.grants = monotone  # type: ignore[method-assign]
-            copier.allow(grants)
+            lender.coordinator._lender.copy_grants = monotone  # type: ignore[method-assign]
+            copier.set_grants(grants)
     finally:
         is_over.set()
         writer.join()
@@ -435,7 +436,7 @@ def borrow_from_child(private: Path, start: Callable[..., Child], name: str = "p
     rig.memory = borrowed_memory([endpoint], "here")
     for link in rig.links.values():
         link.host_pool = link._copier = rig.memory.pool
-    wait_until(lambda: len(rig.here()) == NUM_SLABS, "slabs")
+    wait_until(lambda: len(rig.mapped()) == NUM_SLABS, "slabs")
     return rig, child
 
 
@@ -457,10 +458,10 @@ def test_a_lender_that_is_killed_fails_what_waits_for_it_at_once(
     waiting.join()
     assert not results[0].ok and "has gone" in results[0].error
     assert not rig.copy(D2P, arange(5), frames).ok
-    wait_until(lambda: rig.here() == [], "the slabs to be lost")
-    rig.memory.left(range(NUM_SLABS))
+    wait_until(lambda: rig.mapped() == [], "the slabs to be lost")
+    rig.memory.give_back(range(NUM_SLABS))
     start(lend, f"ipc://{private}/peers", private)
-    wait_until(lambda: len(rig.here()) == NUM_SLABS, "the lender's next life")
+    wait_until(lambda: len(rig.mapped()) == NUM_SLABS, "the lender's next life")
     rig.device.kv.fill_(FOREIGN)
     assert rig.copy(D2P, arange(5), rig.frames()[:5]).ok
     rig.close()
@@ -556,10 +557,12 @@ def test_a_master_that_streams_layers_gives_strict_slabs_back(
 ) -> None:
     endpoint = f"ipc://{private}/peers"
     lender = lent_memory(endpoint, private)
-    master = BorrowedMemory([endpoint], "here", 2, SLAB_BYTES, PAGE_BYTES, SHAPE, torch.float32, maps_only=True)
-    lender.left([0, 1])
-    wait_until(lambda: [lender.here(), master.here(), "--peer-strict" in caplog.text][2], "the error")
-    wait_until(lambda: [lender.here(), lender.state()["slabs"]["offered"] == 2][1], "slabs to be given back")
-    assert master.here().mapped == b"\0\0"
+    master = BorrowedMemory(
+        [endpoint], "here", SlabsConfig(2, SLAB_BYTES), PAGE_BYTES, SHAPE, torch.float32, maps_only=True
+    )
+    lender.lend([0, 1])
+    wait_until(lambda: [lender.poll_mapped(), master.poll_mapped(), "--peer-strict" in caplog.text][2], "the error")
+    wait_until(lambda: [lender.poll_mapped(), lender.state()["slabs"]["offered"] == 2][1], "slabs to be given back")
+    assert master.poll_mapped().mapped == b"\0\0"
     master.close()
     lender.close()

@@ -1,4 +1,8 @@
-"""From the words of a user to memory that one rank lends or borrows."""
+"""From a user's options to the memory that one rank lends or borrows.
+
+Owns the sizes: how many slabs, where, of how many bytes. A worker (`--peer-role worker`) is a lender, a master a
+borrower.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import torch
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.peer.endpoint import PeerError, of_rank
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
 from sglang.srt.peer.memory.lent_memory import LentMemory
 from sglang.srt.peer.memory.slabs import SlabError
 from sglang.srt.server_args import ServerArgs
@@ -19,7 +24,7 @@ from sglang.srt.utils.child_process import StartupError
 
 logger = logging.getLogger(__name__)
 
-# Of a page: page size, layers, KV heads, head size.
+# Of a page: page size in tokens, layers, KV heads, head size.
 PageShape = tuple[int, int, int, int]
 
 
@@ -33,8 +38,8 @@ def borrow_memory(
     notify: Callable[[], None],
     device: torch.device,
 ) -> BorrowedMemory:
-    """Of a master's rank, from the same rank of each worker; memory of the kind that the device has. Raises
-    StartupError."""
+    """The memory that a borrower's rank borrows from the same rank of each lender, of the kind that `device` has.
+    Raises StartupError."""
     assert args.peer_endpoint is not None
     slab_bytes = args.peer_slab_size << 20
     num_slabs = max(1, int(args.peer_size * 1e9 / num_ranks) // slab_bytes)
@@ -44,14 +49,12 @@ def borrow_memory(
         memory = BorrowedMemory(
             endpoints,
             name,
-            num_slabs,
-            slab_bytes,
+            SlabsConfig(num_slabs, slab_bytes, device),
             config.page_bytes,
             shape,
             dtype,
             notify,
             maps_only=args.layer_stream > 0,
-            device=device,
         )
     except (PeerError, SlabError, ValueError) as error:
         raise StartupError(str(error)) from error
@@ -69,7 +72,8 @@ def lend_memory(
     notify: Callable[[], None],
     device: torch.device,
 ) -> LentMemory:
-    """A worker's device pool, of as many pages, in whole slabs. directory: a private one. Raises StartupError."""
+    """A lender's device pool, in whole slabs: of config.num_device_pages, or more to fill the last slab. directory: a
+    private one. Raises StartupError."""
     assert args.peer_endpoint is not None
     slab_bytes, page_bytes = args.peer_slab_size << 20, config.page_bytes
     if slab_bytes < page_bytes:
@@ -77,9 +81,8 @@ def lend_memory(
     num_slabs = -(-config.num_device_pages // (slab_bytes // page_bytes))
     endpoint = of_rank(args.peer_endpoint, rank)
     try:
-        memory = LentMemory(
-            endpoint, directory, num_slabs, slab_bytes, page_bytes, shape, dtype, notify, args.peer_strict, device
-        )
+        slabs = SlabsConfig(num_slabs, slab_bytes, device)
+        memory = LentMemory(endpoint, directory, slabs, page_bytes, shape, dtype, notify, args.peer_strict)
     except (PeerError, SlabError, ValueError) as error:
         raise StartupError(str(error)) from error
     logger.info("peers: %d slabs of %d MiB, to be lent at %s", num_slabs, args.peer_slab_size, endpoint)

@@ -1,7 +1,8 @@
-"""`BorrowedMemory`: a master's pool of slabs that workers lend it, on one rank.
+"""`BorrowedMemory`: a borrower's pool of slabs that lenders lend it, on one rank.
 
-Owns the addresses that slabs are mapped at, and who lent which. Decides nothing: the coordinator says what was lent
-and asked back, the scheduler (`SlabLedger`) when nobody uses a slab any more.
+Owns the places (ranges of addresses) that slabs are mapped at, and knows which lease each place belongs to. Decides
+nothing: the coordinator tells what was lent and recalled, the scheduler (`SlabLedger`) which slabs no request uses
+any more.
 """
 
 from __future__ import annotations
@@ -16,93 +17,92 @@ import numpy as np
 import torch
 
 from sglang.srt.mem_cache.slab_ledger import SlabReport
-from sglang.srt.peer.coordinator import BorrowerCoordinator
+from sglang.srt.peer.borrower_coordinator import BorrowerCoordinator
 from sglang.srt.peer.memory.borrowed_pool import BorrowedPool
 from sglang.srt.peer.memory.copy_session import StrictSlab
-from sglang.srt.peer.memory.cuda_driver import CudaDriver
-from sglang.srt.peer.memory.cuda_slabs import reserve_slabs
+from sglang.srt.peer.memory.cuda_slabs import SlabsConfig, reserve_slabs
 from sglang.srt.peer.memory.slabs import SlabError
-from sglang.srt.peer.protocol.borrower import AskedBack, Lent, Lost
+from sglang.srt.peer.protocol.borrower import SlabLent, SlabLost, SlabRecalled
 from sglang.srt.peer.protocol.messages import LeaseId
-from sglang.srt.utils.device import CPU
 
 logger = logging.getLogger(__name__)
 
 
 class BorrowedMemory:
-    """`BorrowedSlabs` (mem_cache/slab_ledger.py): num_slabs places for slabs of slab_bytes, which lenders must agree
-    on.
+    """`BorrowedSlabs` (mem_cache/slab_ledger.py): config.num_slabs places. Lenders must have slabs of the same size.
 
-    pool: the pages in them, of the shape that is given as for `ElasticPool`. endpoints, name, notify: see
-    `BorrowerCoordinator`. maps_only: what a lender does not let be mapped (strict mode) is given back; on a GPU it
-    always is. device, driver: see `reserve_slabs`. Raises PeerError, SlabError, and ValueError where a slab has no
-    room for a page.
+    pool: the pages in the places, of the shape that is given as for `ElasticPool`. endpoints, name, notify: see
+    `BorrowerCoordinator`. maps_only: slabs that a lender does not let be mapped (strict mode) are given back at once;
+    on a GPU they always are. Raises PeerError, SlabError, and ValueError where a slab has no room for a page.
     """
 
     def __init__(
         self,
         endpoints: Sequence[str],
         name: str,
-        num_slabs: int,
-        slab_bytes: int,
+        config: SlabsConfig,
         page_bytes: int,
         shape: tuple[int, int, int, int],
         dtype: torch.dtype,
         notify: Callable[[], None] = lambda: None,
         maps_only: bool = False,
-        device: torch.device = CPU,
-        driver: CudaDriver | None = None,
     ) -> None:
-        self._maps_only = maps_only or device.type != "cpu"
-        self.slabs = reserve_slabs(device, num_slabs, slab_bytes, page_bytes, driver)
+        self._maps_only = maps_only or config.device.type != "cpu"
+        self.slabs = reserve_slabs(config, page_bytes)
         self.pool = BorrowedPool(self.slabs, *shape, dtype)
-        # Place -> lender and lease; None where nothing is.
-        self._leases: list[tuple[str, LeaseId] | None] = [None] * num_slabs
-        self._here = bytearray(num_slabs)
-        # Places that all ranks have had since they left last.
+        # Place -> lender and lease; None: the place is free.
+        self._leases: list[tuple[str, LeaseId] | None] = [None] * config.num_slabs
+        # A byte per place, see `SlabReport`.
+        self._mapped = bytearray(config.num_slabs)
+        # Places that all ranks have had mapped since `give_back` named them last.
         self._in_use: set[int] = set()
-        # Places that lenders want back, or whose lenders are gone.
-        self._going: set[int] = set()
+        # Places to be given back: recalled by their lenders, or lost.
+        self._ending: set[int] = set()
+        # Those whose lenders are gone.
         self._lost: set[int] = set()
         self.coordinator = BorrowerCoordinator(endpoints, name, page_bytes, notify)
         for endpoint in endpoints:
-            self.coordinator.want(endpoint, num_slabs * slab_bytes)
+            self.coordinator.set_demand(endpoint, config.num_slabs * config.slab_bytes)
 
-    def here(self) -> SlabReport:
+    def poll_mapped(self) -> SlabReport:
+        """See `SlabSource`."""
         lost: Counter[tuple[str, bool]] = Counter()
         for event in self.coordinator.poll():
-            if isinstance(event, Lent):
-                self._take(event)
+            if isinstance(event, SlabLent):
+                self._borrow(event)
                 continue
             place = next((i for i, lease in enumerate(self._leases) if lease == (event.lender, event.lease)), None)
             if place is None:
                 continue  # it was given back at once
-            self._here[place] = 0
-            self._going.add(place)
-            if isinstance(event, Lost):
+            self._mapped[place] = 0
+            self._ending.add(place)
+            if isinstance(event, SlabLost):
                 self._lost.add(place)
                 lost[event.lender, self.pool.is_strict(place)] += 1
             else:
-                assert isinstance(event, AskedBack)
+                assert isinstance(event, SlabRecalled)
         for (lender, is_strict), count in lost.items():
             slabs = "1 slab" if count == 1 else f"{count} slabs"
             if is_strict:
-                logger.warning("the worker at %s has taken %s back, or is gone", lender, slabs)
+                logger.warning("the worker at %s has reclaimed %s, or is gone", lender, slabs)
             else:
                 logger.warning("the worker at %s is gone, and %s of its memory with it", lender, slabs)
-        return SlabReport(bytes(self._here))
+        return SlabReport(bytes(self._mapped))
 
-    def agreed(self, here: bytes) -> None:
-        self._in_use.update(np.flatnonzero(np.frombuffer(here, np.uint8)).tolist())
-        self._give_back()
+    def mark_in_use(self, mapped: bytes) -> None:
+        """See `BorrowedSlabs`."""
+        self._in_use.update(np.flatnonzero(np.frombuffer(mapped, np.uint8)).tolist())
+        self._give_back_unused()
 
-    def left(self, slabs: Sequence[int]) -> None:
-        # What goes only on another rank stays here: it is used again with the next that that rank is lent.
+    def give_back(self, slabs: Sequence[int]) -> None:
+        """See `BorrowedSlabs`. A slab that only another rank gives back stays here: it is used again when that rank
+        is lent another one in its place."""
         self._in_use.difference_update(slabs)
-        self._give_back()
+        self._give_back_unused()
 
-    def _give_back(self) -> None:
-        for place in self._going - self._in_use:
+    def _give_back_unused(self) -> None:
+        """Unmap places that are ending and not in use, and tell their lenders."""
+        for place in self._ending - self._in_use:
             lease = self._leases[place]
             assert lease is not None
             if self.pool.is_strict(place):
@@ -110,28 +110,28 @@ class BorrowedMemory:
             else:
                 self.slabs.unmap(place)
             self._leases[place] = None
-            self._going.discard(place)
+            self._ending.discard(place)
             if place in self._lost:
                 self._lost.discard(place)
             else:
-                self.coordinator.unmapped(*lease)
+                self.coordinator.give_back(*lease)
 
     def state(self) -> dict[str, Any]:
         """For people, as docs/reference/state.md lists it."""
         held = Counter(lease[0] for lease in self._leases if lease is not None)
-        going = Counter(lease[0] for i in self._going if (lease := self._leases[i]) is not None)
+        ending = Counter(lease[0] for i in self._ending if (lease := self._leases[i]) is not None)
         lenders = [
             {
                 "endpoint": lender,
                 "connected": connected,
-                "slabs": {"held": held[lender] - going[lender], "asked_back": going[lender]},
+                "slabs": {"held": held[lender] - ending[lender], "asked_back": ending[lender]},
             }
             for lender, connected in self.coordinator.connected().items()
         ]
         return {"role": "master", "slab_bytes": self.slabs.slab_bytes, "lenders": lenders}
 
     def disconnect(self) -> None:
-        """Before the process ends, which gives back what is mapped. The links may still be using it."""
+        """Called before the process ends, which unmaps all. The links may still use what is mapped."""
         self.coordinator.close()
 
     def close(self) -> None:
@@ -139,8 +139,8 @@ class BorrowedMemory:
         self.disconnect()
         self.pool.close()
 
-    def _take(self, event: Lent) -> None:
-        """Map what was lent, unless its lender copies for itself; give it back at once if that cannot be."""
+    def _borrow(self, event: SlabLent) -> None:
+        """Map a slab, or have its lender copy it (strict mode). A slab that is of no use is given back at once."""
         try:
             free = next((i for i, lease in enumerate(self._leases) if lease is None), None)
             if free is None:
@@ -152,23 +152,23 @@ class BorrowedMemory:
             if event.fd is not None:
                 self.slabs.map(free, event.fd)
             else:
-                self._take_strictly(free, event)
+                self._borrow_strict(free, event)
         except SlabError as error:
             logger.error(
                 "a slab from %s cannot be used: %s (see --peer-slab-size, on both sides)", event.lender, error
             )
-            self.coordinator.unmapped(event.lender, event.lease)
+            self.coordinator.give_back(event.lender, event.lease)
             return
         finally:
             if event.fd is not None:
                 os.close(event.fd)
         self._leases[free] = (event.lender, event.lease)
-        self._here[free] = 1
+        self._mapped[free] = 1
 
-    def _take_strictly(self, place: int, event: Lent) -> None:
-        """Raises SlabError if it is of no use."""
+    def _borrow_strict(self, place: int, event: SlabLent) -> None:
+        """Raises SlabError if the slab is of no use."""
         if self._maps_only:
-            self.coordinator.want(event.lender, 0)
+            self.coordinator.set_demand(event.lender, 0)
             raise SlabError("its worker has --peer-strict; a GPU, and --layer-stream, use what they map alone")
         slab = StrictSlab(event.slab_socket, self.coordinator.id, event.lease, event.token)
         self.pool.reach_by_copies(place, slab)

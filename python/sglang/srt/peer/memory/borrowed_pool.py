@@ -1,8 +1,8 @@
-"""`BorrowedPool`: the pages of slabs that a master was lent. Those that it has mapped are copied like a host's; those
-that it must not map (strict mode) their lender copies, to and from staging memory of this process.
+"""`BorrowedPool`: the pages of borrowed slabs. Pages of mapped slabs are copied like a host's. Pages of slabs that
+must not be mapped (strict mode) are copied by their lender, to and from staging memory of this process.
 
-Owns the sessions with lenders, one per lender's life and direction, each of its link's thread. Who lent what is told
-by `BorrowedMemory`; nothing here decides.
+Owns the sessions with lenders, one per lender's life and direction, each used by its link's thread only. Decides
+nothing: `BorrowedMemory` tells which lender lent which slab.
 """
 
 from __future__ import annotations
@@ -31,35 +31,39 @@ from sglang.srt.peer.memory.slab_channel import ChannelError
 from sglang.srt.peer.memory.slabs import GRANULARITY, SlabError, Slabs
 from sglang.srt.peer.protocol.messages import MAX_COPY_PAGES, Copy
 
-# Of a session; a page's size where that is more. What is larger goes through it in rounds.
+# Of a session; a page's size where that is more. A larger operation goes through the memory in rounds.
 STAGING_BYTES = 8 << 20
-# A lender that did not answer is asked again after so long; what needs it meanwhile fails at once.
+# A lender that did not answer is asked again after this time. Operations that need it before fail at once.
 RETRY_S = 5.0
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class _Round:
-    """What goes through the staging memory of one lender at a time. slabs: each with the pages in it, one slab after
-    the other. positions: of these pages in the operation, (n,) int64."""
+    """The pages that go through the staging memory of one lender at a time."""
 
     slab_socket: str
+    # Each slab with the numbers of the pages in it, one slab after the other.
     slabs: list[tuple[StrictSlab, np.ndarray]] = field(default_factory=list)
+    # Where these pages stand in the operation: (n,) int64 per slab.
     positions: list[np.ndarray] = field(default_factory=list)
     num_pages: int = 0
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Of the operation whose page numbers are `frames`. mapped: positions of pages within reach; None: all are."""
+    """How one operation is carried out."""
 
+    # The operation's page numbers.
     frames: torch.Tensor
+    # Where mapped pages stand in it; None: all are mapped.
     mapped: torch.Tensor | None
+    # The other pages, each round with where its pages stand.
     rounds: list[tuple[_Round, torch.Tensor]]
 
 
 class BorrowedPool(ElasticPool):
-    """As `ElasticPool`; kv is not to be touched where a slab is strict. On a GPU none is."""
+    """As `ElasticPool`, but kv must not be touched where a slab is strict. On a GPU no slab is."""
 
     def __init__(
         self,
@@ -76,21 +80,21 @@ class BorrowedPool(ElasticPool):
         self._loads = _Direction(self._strict, self._staging_bytes)
         self._backups = _Direction(self._strict, self._staging_bytes)
 
-    # -- from whoever borrows -----------------------------------------------------------------------------------
+    # -- from `BorrowedMemory` ----------------------------------------------------------------------------------
 
     def is_strict(self, place: int) -> bool:
         return self._strict[place] is not None
 
     def reach_by_copies(self, place: int, slab: StrictSlab) -> None:
-        """From now on the pages at a place are those of a slab that its lender copies."""
+        """From now on, a place stands for a slab that its lender copies."""
         self._strict[place] = slab
 
     def forget(self, place: int) -> None:
-        """Nobody uses these pages any more."""
+        """No operation uses the pages of this place any more."""
         self._strict[place] = None
 
     def close(self) -> None:
-        """End all sessions. No operation is under way."""
+        """End all sessions. No operation may be under way."""
         self._loads.close()
         self._backups.close()
 
@@ -126,7 +130,7 @@ class BorrowedPool(ElasticPool):
             self._backups.copy(part, self._requests(part, 0, self.page_bytes // 2, to_slab=True))
 
     def poison(self, frames: torch.Tensor) -> None:
-        """What is mapped of them."""
+        """Poison those of the pages that are mapped."""
         strict = [slab is not None for slab in self._strict]
         if any(strict):
             frames = frames[~torch.tensor(strict)[frames // self._stride_pages]]
@@ -141,7 +145,7 @@ class BorrowedPool(ElasticPool):
     def _new_plan(self, frames: torch.Tensor, round_pages: int) -> _Plan:
         all_strict = np.array([slab is not None for slab in self._strict])
         if not all_strict.any():
-            # Page numbers may be on a GPU, where nobody waits for them.
+            # Page numbers may be on a GPU, and are not read from there: that would wait for it.
             return _Plan(frames, None, [])
         places = (frames // self._stride_pages).numpy()
         strict = all_strict[places]
@@ -183,18 +187,19 @@ class BorrowedPool(ElasticPool):
 
 
 class _Direction:
-    """Loads, or backups: sessions by lender's life. plan: of the operation at hand. strict: the pool's."""
+    """Loads, or backups. plan: of the present operation. strict: the pool's slabs, by place."""
 
     def __init__(self, strict: list[StrictSlab | None], staging_bytes: int) -> None:
         self.plan: _Plan | None = None
         self._strict = strict
         self._staging_bytes = staging_bytes
+        # By slab socket, that is, by lender's life.
         self._sessions: dict[str, CopySession] = {}
-        # Lenders that did not answer, and until when they are not asked again.
+        # Slab sockets of lenders that did not answer, and until when they are not asked again.
         self._silent: dict[str, float] = {}
 
     def session(self, part: _Round) -> CopySession:
-        """With the lender of a round. Raises LoadFailedError."""
+        """The session with the lender of a round. Raises LoadFailedError."""
         where = part.slab_socket
         if where in self._sessions:
             return self._sessions[where]
@@ -208,14 +213,14 @@ class _Direction:
         return self._sessions[where]
 
     def copy(self, part: _Round, requests: list[Callable[[int], Copy]]) -> CopySession:
-        """Have them done. Raises LoadFailedError."""
+        """Have the lender of a round carry out requests. Raises LoadFailedError."""
         session = self.session(part)
         try:
-            why = session.copy(requests)
+            reason = session.copy(requests)
         except ChannelError as error:
             raise self._failed(part.slab_socket, error) from error
-        if why is not None:
-            raise LoadFailedError(f"the worker that has it refuses a copy: {why}")
+        if reason is not None:
+            raise LoadFailedError(f"the worker that has it refuses a copy: {reason}")
         return session
 
     def close(self) -> None:
@@ -225,7 +230,7 @@ class _Direction:
         self._sessions.clear()
 
     def _failed(self, where: str, error: Exception) -> LoadFailedError:
-        """What was asked for may still be under way: this session's memory is not used again."""
+        """End a session: its requests may still be under way, so its memory must not be used again."""
         if where in self._sessions:
             self._sessions.pop(where).close()
         if isinstance(error, SilentLenderError):
@@ -234,7 +239,7 @@ class _Direction:
         return LoadFailedError(f"the worker that has it cannot be asked for copies: {error}")
 
     def _forget_old(self) -> None:
-        """Lives of lenders of which nothing is borrowed any more."""
+        """Forget lenders' lives of which nothing is borrowed any more."""
         used = {slab.slab_socket for slab in self._strict if slab is not None}
         for where in self._sessions.keys() - used:
             self._sessions.pop(where).close()

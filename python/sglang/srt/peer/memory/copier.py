@@ -4,9 +4,9 @@ mode). Owns the connections over which it is asked to, and its mappings of slabs
     borrower's device pool ◄── its own copy ──► staging memory ◄── the copier's ──► slab
                                   (the borrower's, mapped by both)
 
-Every request is checked. Who has hung up has given up what it asked for: it is not done any more, so nothing that a
-borrower has written off is written after what it asks for over its next connection. One request at a time, of at most
-a staging memory's size; `allow` waits for that one.
+Every request is checked. A borrower that has hung up has given up its requests: they are not carried out any more.
+Thus no request that the borrower has given up is carried out after one of its next connection. The copier carries out
+one request at a time, of at most a staging memory's size; `set_grants` waits for that one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import socket
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -28,8 +28,8 @@ import torch
 from sgl_kernel.kvcacheio import KVPages, copy_pages
 from sglang.srt.peer.memory import slab_channel
 from sglang.srt.peer.memory.slab_channel import ChannelError
-from sglang.srt.peer.memory.slabs import SlabError, SlabRange
-from sglang.srt.peer.protocol.lender import Grant
+from sglang.srt.peer.memory.slabs import SlabError, SlabFiles, SlabRange
+from sglang.srt.peer.protocol.lender import CopyGrant
 from sglang.srt.peer.protocol.messages import BorrowerId, Copied, Copy, CopyRefused
 
 _CLOSE_TIMEOUT_S = 10.0
@@ -48,16 +48,18 @@ class _Session:
 
 
 class Copier:
-    """Slabs as of `SlabRange`; slab_fd: slab -> file descriptor of its memory, which stays the callee's. counters:
-    "copied_bytes"; "refused_copies" are alarms, but for those that come when a lease has just ended. The thread
-    begins with the first connection."""
+    """The thread begins with the first connection.
 
-    def __init__(self, num_slabs: int, slab_bytes: int, slab_fd: Callable[[int], int]) -> None:
+    counters: "copied_bytes"; "refused_copies", which are alarms, but for those that come when a lease has just
+    ended."""
+
+    def __init__(self, slabs: SlabFiles) -> None:
         self.counters = Counter(copied_bytes=0, refused_copies=0)
-        self._slab_fd = slab_fd
-        self._slabs = SlabRange(num_slabs, slab_bytes)
-        self._lock = threading.Lock()  # held while something is copied
-        self._grants: Mapping[int, Grant] = {}
+        self._slab_fd = slabs.fileno
+        self._slabs = SlabRange(slabs.num_slabs, slabs.slab_bytes)
+        # Held while something is copied.
+        self._lock = threading.Lock()
+        self._grants: Mapping[int, CopyGrant] = {}
         self._sessions: dict[int, _Session] = {}
         self._new: queue.SimpleQueue[_Session] = queue.SimpleQueue()
         self._poll = select.poll()
@@ -72,14 +74,15 @@ class Copier:
     def num_sessions(self) -> int:
         return len(self._sessions) + self._new.qsize()
 
-    def allow(self, grants: Mapping[int, Grant]) -> None:
-        """By number of the lease. When it returns, nothing is copied for any other lease any more."""
+    def set_grants(self, grants: Mapping[int, CopyGrant]) -> None:
+        """grants: by number of the lease. When it returns, nothing is copied for any other lease any more."""
         if grants != self._grants:
             with self._lock:
                 self._grants = grants
 
     def adopt(self, sock: socket.socket, borrower: BorrowerId, staging: SlabRange) -> None:
-        """Copy for a borrower over this connection. Both are the copier's from now on. staging: one slab, mapped."""
+        """Copy for a borrower over this connection. staging: one slab, mapped. The copier owns connection and staging
+        memory from now on."""
         session = _Session(sock, borrower, staging)
         if self._is_closing:
             session.close()
@@ -107,11 +110,11 @@ class Copier:
                         os.eventfd_read(self._wake)
                         self._take_new()
                     elif events & (select.POLLHUP | select.POLLERR):
-                        self._end(fd, "it has hung up")
+                        self._end(fd, "the borrower has hung up")
                     else:
                         self._serve(fd)
         except BaseException:
-            logger.exception("the copier has died: borrowers have no way to what this worker has lent")
+            logger.exception("the copier has died: borrowers cannot reach what this worker has lent")
         finally:
             self._is_closing = True
             self._take_new()
@@ -133,7 +136,7 @@ class Copier:
                 os.close(stray)
             answer = self._answer(session, message)
             if not slab_channel.send(session.sock, answer):
-                raise ChannelError("it does not take answers")
+                raise ChannelError("the borrower does not take answers")
         except BlockingIOError:
             pass
         except ChannelError as error:
@@ -141,18 +144,19 @@ class Copier:
 
     def _answer(self, session: _Session, message: Copy) -> Copied | CopyRefused:
         with self._lock:
-            why = self._why_not(session, message)
-            if why is None:
+            reason = self._refusal(session, message)
+            if reason is None:
                 try:
                     self._copy(session, message)
                     return Copied(message.sequence)
                 except SlabError as error:
-                    why = str(error)  # not host memory: a GPU's worker copies for nobody
+                    reason = str(error)  # not host memory: a lender on a GPU copies for no borrower
         self.counters["refused_copies"] += 1
-        logger.warning("a copy for %s is refused: %s", session.borrower.name, why)
-        return CopyRefused(message.sequence, why)
+        logger.warning("a copy for %s is refused: %s", session.borrower.name, reason)
+        return CopyRefused(message.sequence, reason)
 
-    def _why_not(self, session: _Session, message: Copy) -> str | None:
+    def _refusal(self, session: _Session, message: Copy) -> str | None:
+        """Why a request must not be carried out; None: it may be."""
         grant = self._grants.get(message.number)
         if grant is None or grant.borrower != session.borrower or not hmac.compare_digest(grant.token, message.token):
             return f"lease {message.number} is not this borrower's, or has ended"
@@ -189,11 +193,11 @@ class Copier:
             copy_pages(inside, outside, pages, in_turn)
         self.counters["copied_bytes"] += num_bytes
 
-    def _end(self, fd: int, why: object) -> None:
+    def _end(self, fd: int, reason: object) -> None:
         self._poll.unregister(fd)
         session = self._sessions.pop(fd)
         session.close()
-        logger.debug("no more copies for %s: %s", session.borrower.name, why)
+        logger.debug("no more copies for %s: %s", session.borrower.name, reason)
 
 
 def _as_pages(runs: np.ndarray) -> KVPages:

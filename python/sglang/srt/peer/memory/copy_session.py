@@ -1,5 +1,5 @@
 """`CopySession`: a borrower's end of a connection over which a lender is asked for copies (strict mode, `copier.py`).
-Owns the connection and the staging memory; knows no pools.
+Owns the connection and the staging memory. Knows no pools.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from sglang.srt.peer.memory.slab_channel import ChannelError
 from sglang.srt.peer.memory.slabs import SlabRange
 from sglang.srt.peer.protocol.messages import BorrowerId, Copied, Copy, CopyRefused, LeaseId, Refused, Stage, Staged
 
-# A lender that stands still for so long fails what waits for it.
+# A request that a lender has not answered after this time has failed.
 COPY_TIMEOUT_S = 5.0
-# Requests that are under way at a time: the lender is never out of work, and neither side's socket fills up.
+# How many requests are under way at a time. The lender always has work, and neither side's socket fills up.
 _WINDOW = 16
 
 
 class SilentLenderError(ChannelError):
-    """It may do what it was asked for yet, or have done it."""
+    """The lender has not answered in time. It may have carried out the request, or may do so later."""
 
 
 class StrictSlab(NamedTuple):
-    """What a borrower needs to have a slab copied. slab_socket: of the lender's life."""
+    """What a borrower needs to have a slab copied."""
 
+    # Path of the slab channel of the lender's life.
     slab_socket: str
     borrower: BorrowerId
     lease: LeaseId
@@ -72,10 +73,11 @@ class CopySession:
         return self._staging.slab(0)
 
     def copy(self, requests: Sequence[Callable[[int], Copy]]) -> str | None:
-        """requests: sequence number -> request. Returns when all are answered: why the first of those that were
-        refused was, or None. Raises as above; then nothing is known, and the session is of no use."""
+        """requests: each makes a request from its sequence number. Returns when all are answered: the reason of the
+        first refusal, or None. Raises ChannelError and SilentLenderError as above; then it is not known which
+        requests were carried out, and the session must not be used again."""
         first = self._next_sequence
-        why = None
+        reason = None
         for answered in range(len(requests)):
             deadline = time.monotonic() + self._timeout_s
             while self._next_sequence < first + min(answered + _WINDOW, len(requests)):
@@ -83,10 +85,10 @@ class CopySession:
                 self._next_sequence += 1
             answer = self._receive(Copied | CopyRefused, deadline)
             if answer.sequence != first + answered:
-                raise ChannelError(f"the answer to {answer.sequence} came where {first + answered} was asked")
+                raise ChannelError(f"request {first + answered} got the answer to request {answer.sequence}")
             if isinstance(answer, CopyRefused):
-                why = why or answer.why
-        return why
+                reason = reason or answer.reason
+        return reason
 
     def close(self) -> None:
         self._sock.close()

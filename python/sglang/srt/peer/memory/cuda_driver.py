@@ -1,8 +1,8 @@
 """`CudaDriver`: the part of the CUDA driver that slabs of GPU memory need: its virtual memory management, as of
 cuda.h 13.0. Has not run on a GPU.
 
-Owns the binding to libcuda. A method is one call of the driver, nearly under its name there; one that fails raises
-SlabError with the function's and the error's name. Called within `on`.
+Owns the binding to libcuda. A method is one call of the driver, nearly under its name there. A call that fails raises
+SlabError with the names of the function and of the error. Methods are called within `on`.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 def load_libcuda() -> Any:
-    """Raises SlabError where there is no driver."""
+    """Raises SlabError if there is no driver."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
         for name, takes in SIGNATURES.items():
@@ -110,8 +110,8 @@ def load_libcuda() -> Any:
 
 
 class CudaDriver:
-    """libcuda: functions under the names of SIGNATURES; tests have their own. device: its number for CUDA, as torch
-    counts too. Raises SlabError, like all methods."""
+    """libcuda: functions under the names of SIGNATURES; None: the system's. Methods take a device by its number for
+    CUDA, as torch counts too. Raises SlabError, like all methods."""
 
     def __init__(self, libcuda: Any = None) -> None:
         self._libcuda = libcuda or load_libcuda()
@@ -120,7 +120,8 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def on(self, device: int) -> Iterator[None]:
-        """On this thread, in the device's primary context, which is torch's too. It is never given up."""
+        """The device's primary context, which is torch's too, is the current one on this thread. It is never
+        released."""
         if device not in self._contexts:
             context = ctypes.c_void_p()
             self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._handle(device))
@@ -143,7 +144,7 @@ class CudaDriver:
                 raise SlabError(f"GPU {device} has no {what}, which slabs need; use --device cpu")
 
     def granularity(self, device: int) -> int:
-        """What sizes and places have to be multiples of."""
+        """In bytes: sizes and addresses have to be multiples of it."""
         size = ctypes.c_size_t()
         prop = allocation(device)
         with self.on(device):
@@ -157,12 +158,12 @@ class CudaDriver:
         return address.value
 
     def free(self, address: int, size_bytes: int) -> None:
-        """What was reserved; nothing is mapped there."""
+        """Give up reserved addresses, at which nothing is mapped."""
         self._call("cuMemAddressFree", address, size_bytes)
 
     def create(self, size_bytes: int, device: int) -> int:
-        """A handle of new memory, of whatever bytes; to be released. The memory is there while it is mapped, has
-        handles, or file descriptors stand for it."""
+        """A handle of new memory, of undefined content, which the caller releases. The memory exists while it is
+        mapped, or has a handle or a file descriptor."""
         handle = ctypes.c_ulonglong()
         prop = allocation(device)
         self._call("cuMemCreate", ctypes.byref(handle), size_bytes, ctypes.byref(prop), 0)
@@ -172,14 +173,14 @@ class CudaDriver:
         self._call("cuMemRelease", handle)
 
     def export(self, handle: int) -> int:
-        """A file descriptor, the caller's to close, that no child inherits."""
+        """A file descriptor, which the caller closes and no child inherits."""
         fd = ctypes.c_int(-1)
         self._call("cuMemExportToShareableHandle", ctypes.byref(fd), handle, POSIX_FILE_DESCRIPTOR, 0)
         os.set_inheritable(fd.value, False)
         return fd.value
 
     def import_fd(self, fd: int) -> int:
-        """A handle of memory that another process exported; to be released. fd stays the caller's."""
+        """A handle of memory that another process exported; the caller releases it. fd stays the caller's."""
         if self.is_host_memory(fd):
             raise SlabError("a slab of host memory: its worker does not run on a GPU")
         handle = ctypes.c_ulonglong()
@@ -188,20 +189,20 @@ class CudaDriver:
         return handle.value
 
     def map(self, address: int, size_bytes: int, handle: int) -> None:
-        """All of it, or its beginning; nobody has access yet."""
+        """Map the first size_bytes of a handle's memory, without access."""
         self._call("cuMemMap", address, size_bytes, 0, handle, 0)
 
     def set_access(self, address: int, size_bytes: int, device: int) -> None:
-        """The device may read and write what is mapped there, also memory of another one that it reaches."""
+        """Let the device read and write what is mapped there, also if it is another device's memory."""
         access = MemAccessDesc(MemLocation(ON_DEVICE, device), READ_WRITE)
         self._call("cuMemSetAccess", address, size_bytes, ctypes.byref(access), 1)
 
     def unmap(self, address: int, size_bytes: int) -> None:
-        """What was mapped by one call."""
+        """Unmap what one call mapped."""
         self._call("cuMemUnmap", address, size_bytes)
 
     def stream_create(self) -> int:
-        """One that waits for no other."""
+        """A stream that waits for no other."""
         stream = ctypes.c_void_p()
         self._call("cuStreamCreate", ctypes.byref(stream), STREAM_NON_BLOCKING)
         return stream.value or 0
@@ -213,12 +214,12 @@ class CudaDriver:
         self._call("cuMemsetD8Async", address, value, size_bytes, stream)
 
     def synchronize(self, stream: int) -> None:
-        """Wait for the device, without Python's lock."""
+        """Wait for the stream, without Python's lock."""
         self._call("cuStreamSynchronize", stream)
 
     def tensor(self, address: int, size_bytes: int, device: int, owner: Any) -> torch.Tensor:
         """See `raw_tensor`."""
-        torch.cuda.init()  # it would not know by itself that it is needed
+        torch.cuda.init()  # a tensor made from an address does not do it
         return raw_tensor(address, size_bytes, torch.device("cuda", device), owner)
 
     def is_host_memory(self, fd: int) -> bool:
@@ -242,5 +243,5 @@ class CudaDriver:
 
 
 def allocation(device: int) -> MemAllocationProp:
-    """Memory of a device, for others to map."""
+    """Properties of a device's memory that other processes can map."""
     return MemAllocationProp(PINNED, POSIX_FILE_DESCRIPTOR, MemLocation(ON_DEVICE, device))

@@ -9,29 +9,30 @@ As `slabs.py` says, by the driver's virtual memory management:
 
 - The borrower's own device gets access. Where the memory is another GPU's and the two do not reach each other, or the
   borrower does not see that GPU (CUDA_VISIBLE_DEVICES), the driver refuses, and the slab goes back.
-- Nobody can ask how large the memory behind a descriptor is. Mapping more than there is fails in the driver; so what
-  is mapped is of the agreed size or larger, and of a larger one no more than that is within reach. No allocation
-  changes its size, so there is nothing to seal.
-- Addresses belong to the range, memory does not: handles are released as soon as it is mapped and exported, and it
-  lives on by that.
+- There is no way to ask how large the memory behind a descriptor is. Mapping more than there is fails in the driver.
+  What is mapped is therefore of the agreed size or larger, and of a larger one no more than that is within reach. No
+  allocation changes its size, so there is nothing to seal.
+- The range owns addresses, not memory. A handle is released as soon as its memory is mapped and exported; mappings
+  and descriptors keep the memory alive.
 
-**Why nothing touches a slab that changes hands.** A device does its work later than the host enqueues it, and nothing
-here waits for other streams. It need not:
+**Why nothing touches a slab that is lent or given back.** A device does its work later than the host enqueues it, and
+nothing here waits for other streams. It need not:
 
-1. A slab leaves, at a lender and at a borrower, when all its frames are LENT (`SlabLedger.take_left`). A frame is
-   pinned by every transfer that names it, and its owner's launches are its fence.
+1. A slab is drained, at a lender and at a borrower, when all its frames are LENT (`SlabLedger.take_drained`). A frame
+   is pinned by every transfer that names it, and its owner's launches are its fence.
 2. A transfer is over for the scheduler when its link has reported it, a launch when the executor has; both report
    from `Stream.when_done`, so after the device is done with all that was enqueued for it, failed and cancelled
    operations and void launches included. A launch waits on its stream for every copy that it streamed, also where it
    failed, so these end with it.
-3. So when a slab has left, the device is done with it, and nobody enqueues more: the lender overwrites it, a borrower
-   unmaps it and then says so. What a device has done before an event has passed, every other device sees.
-4. Overwriting runs on a stream of its own, for which the host waits: before the slab is offered, so before its
-   descriptor can be asked for, and before the frames are FREE again at home. Mapping and access are complete when the
-   calls return, before the frames are FREE at the borrower.
-5. A borrower that was killed uses nothing any more when its pidfd says that it has ended: Linux closes the files of a
-   process first, and the driver ends its work on the device as the last of them is closed. That no driver puts that
-   off is not known; `test_cuda_slabs.py` looks, on a GPU.
+3. When a slab is drained, the device is thus done with it, and no work on it is enqueued any more. The lender
+   overwrites it; a borrower unmaps it and then gives it back. What a device has done before an event has passed,
+   every other device sees.
+4. Overwriting runs on a stream of its own, for which the host waits: before the slab is lent, thus before a borrower
+   can ask for its descriptor, and before its frames are FREE again at the lender. Mapping and access are complete
+   when the calls return, before the frames are FREE at the borrower.
+5. A borrower that was killed uses nothing any more when its pidfd is readable: Linux closes the files of a process
+   first, and the driver ends the process's work on the device as the last of them is closed. It is not known whether
+   some driver does that later; `test_cuda_slabs.py` tests it on a GPU.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -46,6 +48,7 @@ import torch
 from sglang.srt.peer.memory.cuda_driver import CudaDriver
 from sglang.srt.peer.memory.slabs import GRANULARITY, SlabError, SlabRange, Slabs
 from sglang.srt.peer.protocol.elastic_units import stride_bytes
+from sglang.srt.utils.device import CPU
 
 
 class CudaSlabRange(Slabs):
@@ -85,7 +88,7 @@ class CudaSlabRange(Slabs):
             finally:
                 driver.release(handle)
             undo.callback(self._addresses.unmap, offset)
-            # The driver says nothing of what is in new memory.
+            # The driver does not promise what is in new memory.
             self._addresses.zero(offset, self.slab_bytes)
             undo.pop_all()
         return fd
@@ -109,8 +112,8 @@ class CudaSlabRange(Slabs):
 
 
 class _Addresses:
-    """size_bytes of addresses without memory behind them, and what is mapped at them. The driver's again when nothing
-    refers to them; what is still mapped is unmapped then. But for that, called in the device's context."""
+    """size_bytes of addresses without memory behind them, and what is mapped at them. They are the driver's again
+    when nothing refers to them; what is still mapped is unmapped then. Methods are called in the device's context."""
 
     def __init__(self, driver: CudaDriver, device: int, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -159,18 +162,28 @@ def _give_up(
 
 @cache
 def cuda_driver() -> CudaDriver:
-    """This machine's. Raises SlabError."""
+    """This machine's driver. Raises SlabError."""
     return CudaDriver()
 
 
-def reserve_slabs(
-    device: torch.device, num_slabs: int, slab_bytes: int, page_bytes: int, driver: CudaDriver | None = None
-) -> Slabs:
-    """Places for slabs of a device's memory, so far apart that all pages have one stride. Only here it matters what
-    kind of memory that is. Raises ValueError for sizes that cannot be, SlabError for what cannot be had."""
+@dataclass(frozen=True)
+class SlabsConfig:
+    """How many slabs, and of what memory."""
+
+    num_slabs: int
+    slab_bytes: int
+    device: torch.device = CPU
+    # Of a GPU; None: this machine's.
+    driver: CudaDriver | None = None
+
+
+def reserve_slabs(config: SlabsConfig, page_bytes: int) -> Slabs:
+    """Places for slabs, so far apart that all pages have one stride. Other code need not know what kind of memory the
+    slabs are. Raises ValueError for impossible sizes, SlabError for memory that is not available."""
+    num_slabs, slab_bytes, device = config.num_slabs, config.slab_bytes, config.device
     if device.type == "cpu":
         return SlabRange(num_slabs, slab_bytes, stride_bytes(slab_bytes, page_bytes, GRANULARITY))
-    driver = driver or cuda_driver()
+    driver = config.driver or cuda_driver()
     granularity = driver.granularity(device.index)
     if slab_bytes % granularity:
         raise SlabError(

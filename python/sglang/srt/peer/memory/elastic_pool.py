@@ -1,7 +1,7 @@
 """`ElasticPool`: a device pool whose end can be lent, slab by slab, without moving a byte (SwiftCache 3.4, Figure 6).
 
-Owns how pages lie in a range of slabs. Which page is whose, and which slab is lent, is the frame table's and the
-coordinator's business; the memory itself is the range's.
+Owns how pages lie in a range of slabs. The frame table knows which page is whose, the ledger which slab is lent; the
+range owns the memory itself.
 
 Block-major: all layers of a page lie together, in the order of the host pool's pages, so that a page is one run of
 bytes on both sides of a copy, and a slab holds whole pages and nothing of any other:
@@ -10,8 +10,8 @@ bytes on both sides of a copy, and a slab holds whole pages and nothing of any o
     | page 0 | page 1 | page 2 . | page 4 | page 5 | page 6 . |       .  padding: the numbers 3 and 7
                                                                          are no pages
 
-Stands in for `MHATokenToKVPool`: attention, links and executor read both through the strides of `KVView`. The same
-class is the borrower's pool over the slabs that it has mapped, with its own page size and shape.
+Replaces `MHATokenToKVPool`: attention, links and executor read both through the strides of `KVView`. The same class
+is a borrower's pool over the slabs that it has mapped, with the borrower's page size and shape.
 """
 
 from __future__ import annotations
@@ -65,11 +65,12 @@ class ElasticPool:
 
     @property
     def boundary(self) -> int:
-        """The first page that is not, or not for certain, this engine's."""
+        """The first page that another engine has, or may have."""
         return self.num_own_slabs * self._stride_pages
 
     def resize(self, num_own_slabs: int) -> None:
-        """Move the boundary: O(1), no data moves. To shrink, drain what is above first; to grow, scrub it."""
+        """Move the boundary: O(1), no data moves. Before it shrinks, the slabs above have to be drained; before it
+        grows, scrubbed."""
         assert 0 <= num_own_slabs <= self.slabs.num_slabs, f"{num_own_slabs} of {self.slabs.num_slabs} slabs"
         self.num_own_slabs = num_own_slabs
 
@@ -85,7 +86,7 @@ class ElasticPool:
         return tuple((first, first + self.slab_pages) for first in firsts)
 
     def padding(self) -> np.ndarray:
-        """(n,) int32, the numbers without a page behind them: a frame table lends them for good."""
+        """(n,) int32, the numbers that are no pages: a frame table lends them for good."""
         pages = np.arange(self.num_pages, dtype=np.int32)
         return pages[pages % self._stride_pages >= self.slab_pages]
 

@@ -1,8 +1,8 @@
-"""`LentMemory`: a worker's own pool, of slabs that it can lend, on one rank.
+"""`LentMemory`: a lender's device pool, in slabs that it can lend, on one rank.
 
-Owns the memory and says which slabs are at home. Decides nothing: the scheduler (`SlabLedger`) says which slabs
-leave and how many come home, the coordinator to whom they go and when they are back. What nobody borrows waits here
-for somebody who would. Slabs are overwritten with zeros on both ways.
+Owns the memory and knows which slabs this rank may use. Decides nothing: the scheduler (`DeviceLending`) chooses the
+slabs to lend and how many to recall, the coordinator which borrower gets them. Slabs that no borrower takes wait here
+for one that would. A slab is overwritten with zeros before it is lent and after it was given back.
 """
 
 from __future__ import annotations
@@ -15,66 +15,63 @@ from typing import Any
 import torch
 
 from sglang.srt.mem_cache.slab_ledger import SlabReport
-from sglang.srt.peer.coordinator import LenderCoordinator
-from sglang.srt.peer.memory.cuda_driver import CudaDriver
-from sglang.srt.peer.memory.cuda_slabs import reserve_slabs
+from sglang.srt.peer.lender_coordinator import LenderCoordinator
+from sglang.srt.peer.memory.cuda_slabs import SlabsConfig, reserve_slabs
 from sglang.srt.peer.memory.elastic_pool import ElasticPool
-from sglang.srt.peer.protocol.lender import Offered, Quarantined, ToScrub
-from sglang.srt.utils.device import CPU
+from sglang.srt.peer.memory.slabs import SlabFiles
+from sglang.srt.peer.protocol.lender import LendOutcome, SlabGivenBack, SlabQuarantined
 
 logger = logging.getLogger(__name__)
 
-# What a borrower has to give a slab back, which takes it some launches and copies.
-RECLAIM_TIMEOUT_S = 30.0
+# The deadline of a recall. To give a slab back takes a borrower some launches and copies.
+RECALL_TIMEOUT_S = 30.0
 
 
 class LentMemory:
-    """A `SlabSource` (mem_cache/slab_ledger.py) of num_slabs slabs of slab_bytes, all at home at first.
+    """`LentSlabs` (mem_cache/slab_ledger.py).
 
-    pool: the engine's device pool in them, of the shape that is given as for `ElasticPool`. endpoint, directory,
-    notify: see `LenderCoordinator`. strict: nobody maps what is lent, this process copies for them, in host memory.
-    device, driver: see `reserve_slabs`. Raises PeerError, SlabError, and ValueError where a slab has no room for a
-    page.
+    pool: the engine's device pool in the slabs, of the shape that is given as for `ElasticPool`. endpoint, directory,
+    notify: see `LenderCoordinator`. strict: borrowers map nothing, this process copies for them, in host memory.
+    Raises PeerError, SlabError, and ValueError where a slab has no room for a page.
     """
 
     def __init__(
         self,
         endpoint: str,
         directory: Path,
-        num_slabs: int,
-        slab_bytes: int,
+        config: SlabsConfig,
         page_bytes: int,
         shape: tuple[int, int, int, int],
         dtype: torch.dtype,
         notify: Callable[[], None] = lambda: None,
         strict: bool = False,
-        device: torch.device = CPU,
-        driver: CudaDriver | None = None,
     ) -> None:
-        assert not strict or device.type == "cpu", "copies for others are made in host memory"
-        self.slabs = reserve_slabs(device, num_slabs, slab_bytes, page_bytes, driver)
+        assert not strict or config.device.type == "cpu", "copies for borrowers are made in host memory"
+        self.slabs = reserve_slabs(config, page_bytes)
         self.slabs.allocate_all()
         self.pool = ElasticPool(self.slabs, *shape, dtype)
-        self._here = bytearray(b"\1" * num_slabs)
-        # Slabs that have left: those that nobody has borrowed yet, or any more, and those that were asked for.
-        self._idle: set[int] = set()
-        self._asked_for: set[int] = set()
+        # A byte per slab, see `SlabReport`.
+        self._mapped = bytearray(b"\1" * config.num_slabs)
+        # Unmapped slabs that no borrower has.
+        self._unborrowed: set[int] = set()
+        # Unmapped slabs that the scheduler has recalled.
+        self._recalled: set[int] = set()
         # What borrowers would like to have beyond what they have.
         self._unmet_bytes = 0
-        self.coordinator = LenderCoordinator(
-            endpoint, directory, num_slabs, slab_bytes, self.slabs.fileno, notify, strict
-        )
+        files = SlabFiles(config.num_slabs, config.slab_bytes, self.slabs.fileno)
+        self.coordinator = LenderCoordinator(endpoint, directory, files, notify, strict)
 
-    def here(self) -> SlabReport:
+    def poll_mapped(self) -> SlabReport:
+        """See `SlabSource`. Also lends slabs that no borrower has, as soon as one would take them."""
         for event in self.coordinator.poll():
-            if isinstance(event, Offered):
+            if isinstance(event, LendOutcome):
                 for slab in event.kept:
-                    self._came_back(slab)
-            elif isinstance(event, ToScrub):
+                    self._get_back(slab)
+            elif isinstance(event, SlabGivenBack):
                 self.slabs.scrub(event.slab)
-                self.coordinator.scrubbed(event.slab)
-                self._came_back(event.slab)
-            elif isinstance(event, Quarantined):
+                self.coordinator.reclaim(event.slab)
+                self._get_back(event.slab)
+            elif isinstance(event, SlabQuarantined):
                 logger.error(
                     "%s has not given back a slab in time: %d bytes are lost until it does, or ends",
                     event.borrower.name,
@@ -82,50 +79,54 @@ class LentMemory:
                 )
             else:
                 self._unmet_bytes = event.unmet_bytes
-        if self._unmet_bytes and self._idle:
-            # The highest first: the lowest are the first to be asked for.
-            self.coordinator.offer(sorted(self._idle, reverse=True))
-            self._idle.clear()
-        late = self.coordinator.status()["quarantined_slabs"]
-        borrowable = -(-self._unmet_bytes // self.slabs.slab_bytes)
-        return SlabReport(bytes(self._here), borrowable, late)
+        if self._unmet_bytes and self._unborrowed:
+            self.coordinator.lend(sorted(self._unborrowed, reverse=True))
+            self._unborrowed.clear()
+        return SlabReport(
+            mapped=bytes(self._mapped),
+            num_borrowable=-(-self._unmet_bytes // self.slabs.slab_bytes),
+            num_late=self.coordinator.status()["quarantined_slabs"],
+        )
 
-    def left(self, slabs: Sequence[int]) -> None:
+    def lend(self, slabs: Sequence[int]) -> None:
+        """See `LentSlabs`."""
         for slab in slabs:
-            self._here[slab] = 0
+            self._mapped[slab] = 0
             self.slabs.scrub(slab)
-        self.coordinator.offer(slabs)
+        self.coordinator.lend(slabs)
 
-    def wanted(self, num_slabs: int) -> None:
-        """So many more should come home, the lowest of those that have left and were not asked for."""
-        away = (slab for slab, is_here in enumerate(self._here) if not is_here and slab not in self._asked_for)
-        lowest = [slab for slab, _ in zip(away, range(num_slabs))]
-        self._asked_for.update(lowest)
-        idle = self._idle.intersection(lowest)
-        for slab in idle:
-            self._idle.discard(slab)
-            self._came_back(slab)
-        self.coordinator.reclaim(len(lowest) - len(idle), RECLAIM_TIMEOUT_S)
+    def recall(self, num_slabs: int) -> None:
+        """See `LentSlabs`. A slab that no borrower has is mapped again at once."""
+        unmapped = (
+            slab for slab, is_mapped in enumerate(self._mapped) if not is_mapped and slab not in self._recalled
+        )
+        lowest = [slab for slab, _ in zip(unmapped, range(num_slabs))]
+        self._recalled.update(lowest)
+        unborrowed = self._unborrowed.intersection(lowest)
+        for slab in unborrowed:
+            self._unborrowed.discard(slab)
+            self._get_back(slab)
+        self.coordinator.recall(len(lowest) - len(unborrowed), RECALL_TIMEOUT_S)
 
-    def _came_back(self, slab: int) -> None:
-        """Nobody has borrowed it, or any more: it is zeros, and home if it was asked for."""
-        if slab in self._asked_for:
-            self._asked_for.discard(slab)
-            self._here[slab] = 1
+    def _get_back(self, slab: int) -> None:
+        """No borrower has the slab, which holds zeros. It is mapped again if it was recalled."""
+        if slab in self._recalled:
+            self._recalled.discard(slab)
+            self._mapped[slab] = 1
         else:
-            self._idle.add(slab)
+            self._unborrowed.add(slab)
 
     def state(self) -> dict[str, Any]:
         """For people, as docs/reference/state.md lists it. Each slab counts once."""
-        home, status = sum(self._here), self.coordinator.status()
+        num_mapped, status = sum(self._mapped), self.coordinator.status()
         slabs = {
-            "home": home,
-            "lent": status["lent_slabs"],
-            "asked_back": status["reclaiming_slabs"],
+            "home": num_mapped,
+            "lent": status["granted_slabs"] + status["held_slabs"],
+            "asked_back": status["recalled_slabs"],
             "quarantined": status["quarantined_slabs"],
         }
-        # The coordinator's counts are as new as its last event: whatever it counts has left here before.
-        slabs["offered"] = len(self._here) - sum(slabs.values())
+        # The coordinator's counts are as new as its last event: every slab that it counts is unmapped here.
+        slabs["offered"] = len(self._mapped) - sum(slabs.values())
         return {
             "role": "worker",
             "slab_bytes": self.slabs.slab_bytes,
@@ -135,5 +136,5 @@ class LentMemory:
         }
 
     def close(self) -> None:
-        """Ends the coordinator. What is lent stays the borrowers' until they let go of it or end."""
+        """Ends the coordinator. Borrowers keep what they have until they give it back or end."""
         self.coordinator.close()

@@ -1,9 +1,9 @@
 """The slab channel: a Unix socket over which a lender gives a borrower the memory of a lease, and over which each
-learns which process the other is. Owns how such sockets are made; who is given what is the coordinator's.
+learns which process the other is. Owns how such sockets are made. The coordinators decide what is sent to whom.
 
-One datagram is one message (`Fetch`; `Slab` or `Refused`). A process's end is seen at its pidfd: only that proves
-that its mappings are gone, the end of a connection does not. So a borrower neither passes the memory on nor lets
-children inherit the mapping (MADV_DONTFORK). In strict mode copies are asked for here too (`copier.py`).
+One datagram is one message (`Fetch`; `Slab` or `Refused`). The end of a process is seen at its pidfd. Only that
+proves that its mappings are gone; the end of a connection does not. A borrower therefore neither passes the memory on
+nor lets children inherit the mapping (MADV_DONTFORK). In strict mode, copies are asked for here too (`copier.py`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class ChannelError(Exception):
-    """The other side has gone, is not who it should be, or says what nobody can understand."""
+    """The other side has gone, is another user's process, or sends what is no message."""
 
 
 class Process:
-    """Another process on this machine. pidfd: readable once it has ended; open as long as this object is there."""
+    """Another process on this machine. pidfd: readable once the process has ended; open as long as this object
+    exists."""
 
     def __init__(self, pid: int) -> None:
-        """Raises ChannelError if there is none."""
+        """Raises ChannelError if there is no such process."""
         self.pid = pid
         try:
             self.pidfd = os.pidfd_open(pid)
@@ -47,7 +48,7 @@ def listen(path: str) -> socket.socket:
     try:
         listener.setblocking(False)
         listener.bind(path)
-        os.chmod(path, 0o600)  # before `listen`, nobody can connect
+        os.chmod(path, 0o600)  # no process can connect before `listen`
         listener.listen()
     except OSError:
         listener.close()
@@ -63,15 +64,15 @@ def connect(path: str) -> socket.socket:
         sock.connect(path)
     except OSError as error:
         sock.close()
-        raise ChannelError(f"nobody listens on {path}: {error}") from error
+        raise ChannelError(f"no process listens on {path}: {error}") from error
     return sock
 
 
 def peer_process(sock: socket.socket) -> Process:
-    """Who connected, or listened. Raises ChannelError, also for another user's.
+    """The process that connected, or listened. Raises ChannelError, also for another user's process.
 
-    If it ends, and its number is given to another, before it can be watched, that other is watched: then a slab comes
-    back late, never early, because who has ended maps nothing."""
+    The process may end, and its number go to another process, before it can be watched. Then the other process is
+    watched. A slab thus comes back late, never early, because a process that has ended maps nothing."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(credentials)
     if uid != os.geteuid():
@@ -80,7 +81,7 @@ def peer_process(sock: socket.socket) -> Process:
 
 
 def send(sock: socket.socket, message: msgspec.Struct, fd: int | None = None) -> bool:
-    """False: there is no room just now. Raises ChannelError."""
+    """fd: sent along; it stays the caller's. False: the socket has no room now. Raises ChannelError."""
     try:
         socket.send_fds(sock, [_encoder.encode(message)], [] if fd is None else [fd])
     except BlockingIOError:
@@ -91,8 +92,8 @@ def send(sock: socket.socket, message: msgspec.Struct, fd: int | None = None) ->
 
 
 def receive(sock: socket.socket, kind: Any) -> tuple[Any, int | None]:
-    """The next message, and the file descriptor that came with it, the caller's to close. kind: of the message, or a
-    union. Raises BlockingIOError if there is none yet, and ChannelError, also for another kind."""
+    """The next message, and the file descriptor that came with it, which the caller closes. kind: the message's type,
+    or a union. Raises BlockingIOError if there is no message yet, and ChannelError, also for another type."""
     fds: list[int] = []
     try:
         data, fds, _, _ = socket.recv_fds(sock, _MAX_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)

@@ -1,20 +1,20 @@
-"""Memory that is shared slab by slab, in one range of addresses: `Slabs`, whatever it is memory of, and `SlabRange`,
+"""Memory that is shared slab by slab, in one range of addresses: `Slabs`, of any kind of memory, and `SlabRange`, of
 host memory. `cuda_slabs.py` has a GPU's. Needs Linux.
 
-Owns its addresses and the slabs that it has allocated. Knows no pages, and not who borrows what. Every slab is memory
-of its own (here a memfd), so that whoever is sent the file descriptor of one can reach that one and nothing else:
+Owns its addresses and the slabs that it has allocated. Knows no pages and no borrowers. Every slab is memory of its
+own (here a memfd): a process that is sent the file descriptor of one slab can reach that slab and nothing else:
 
-    lender      | slab 0 | slab 1 | slab 2 | slab 3 |      its own, all mapped
+    lender      | slab 0 | slab 1 | slab 2 | slab 3 |      all allocated and mapped
                                        |  fileno(2): a file descriptor over a Unix socket
                                        v
     borrower    | ------ | slab   . | ------ | ------ |    mapped at 1; the stride may be larger than the slab
 
 - Reading or writing what is not mapped, or between the end of a slab and the next stride, ends the process (here by
   SIGSEGV; a GPU's context is of no use any more).
-- The lender keeps a lent slab mapped and does not touch it until it has come back. No lender can revoke a mapping:
+- The lender keeps a lent slab mapped and does not touch it until it is given back. No lender can revoke a mapping:
   memory is safe to use again once the borrower has unmapped it or is dead.
-- A slab is scrubbed before it is lent and before its lender uses it again. All calls here have taken effect when they
-  return, on a GPU too.
+- A slab is scrubbed before it is lent and before its lender uses it again. Every call here has taken effect when it
+  returns, on a GPU too.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ import os
 import sys
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -42,15 +44,25 @@ GRANULARITY = mmap.PAGESIZE
 
 
 class SlabError(RuntimeError):
-    """A slab cannot be had or mapped; the message says why."""
+    """A slab cannot be allocated or mapped; the message has the reason."""
+
+
+@dataclass(frozen=True)
+class SlabFiles:
+    """The file descriptors of slabs that can be lent."""
+
+    num_slabs: int
+    slab_bytes: int
+    # Slab -> file descriptor of its memory, which stays the callee's. Called from other threads.
+    fileno: Callable[[int], int]
 
 
 class Slabs(ABC):
     """Places for num_slabs slabs of slab_bytes each, stride_bytes apart; none is mapped yet.
 
-    memory: (num_slabs * stride_bytes,) uint8, all addresses, mapped or not, as numpy has it or, of a GPU, as torch
-    does. They stay reserved for as long as anything refers to memory, even after `close`. granularity: sizes are
-    multiples of it. Raises ValueError on others, SlabError where the system has no addresses.
+    memory: (num_slabs * stride_bytes,) uint8, all addresses, mapped or not: a numpy array, or of a GPU a torch
+    tensor. The addresses stay reserved for as long as anything refers to memory, even after `close`. granularity:
+    sizes must be multiples of it. Raises ValueError on other sizes, SlabError where the system has no addresses.
     """
 
     memory: Any
@@ -64,22 +76,22 @@ class Slabs(ABC):
             or stride_bytes % granularity
         ):
             raise ValueError(
-                f"{num_slabs} slabs of {slab_bytes} bytes every {stride_bytes}: there has to be one, and both sizes "
-                f"are multiples of {granularity}, the stride no less than the slab"
+                f"{num_slabs} slabs of {slab_bytes} bytes, one every {stride_bytes}: there must be at least one, "
+                f"both sizes must be multiples of {granularity}, and the stride must not be below the slab"
             )
         self.num_slabs = num_slabs
         self.slab_bytes = slab_bytes
         self.stride_bytes = stride_bytes
         self.granularity = granularity
-        # None: not mapped; -1: another's; else the file descriptor of our own.
+        # Per slab: None if it is not mapped, -1 if another process allocated it, else its file descriptor.
         self._fds: list[int | None] = [None] * num_slabs
         weakref.finalize(self, _close_all, self._fds)
 
-    # -- of each kind: offset is a place's, in bytes ------------------------------------------------------------
+    # -- of each kind of memory; offset: of a slab, in bytes ----------------------------------------------------
 
     @abstractmethod
     def _allocate(self, offset: int) -> int:
-        """Map new memory, of zeros. Returns a file descriptor that stands for it."""
+        """Map new memory, of zeros. Returns a file descriptor of it."""
 
     @abstractmethod
     def _map(self, offset: int, fd: int) -> None: ...
@@ -93,29 +105,30 @@ class Slabs(ABC):
 
     @abstractmethod
     def tensor(self) -> torch.Tensor:
-        """memory as torch has it, on its device."""
+        """memory as a torch tensor, on its device."""
 
-    # -- of all -------------------------------------------------------------------------------------------------
+    # -- of all kinds -------------------------------------------------------------------------------------------
 
     def allocate(self, index: int) -> None:
-        """A new slab of our own, of zeros, mapped at `index`. Raises SlabError."""
+        """Allocate a slab, of zeros, mapped at `index`. Raises SlabError."""
         self._check_place(index)
         self._fds[index] = self._allocate(index * self.stride_bytes)
 
     def allocate_all(self) -> None:
-        """A lender's: every slab its own. Raises SlabError."""
+        """Allocate every slab. Raises SlabError."""
         for index in range(self.num_slabs):
             self.allocate(index)
 
     def map(self, index: int, fd: int) -> None:
-        """Map another's slab; fd stays the caller's, who may close it. Raises SlabError for what is no slab of this
-        size: whose size could be changed by the other side would be a crash to come."""
+        """Map a slab that another process allocated. fd stays the caller's, who may close it. Raises SlabError for
+        what is no slab of this size. That includes memory whose size the other side could change: reading beyond its
+        end would crash."""
         self._check_place(index)
         self._map(index * self.stride_bytes, fd)
         self._fds[index] = -1
 
     def unmap(self, index: int) -> None:
-        """Let go of a slab. The memory is the system's again when the last one who maps it has let go."""
+        """Unmap a slab. Its memory is the system's again when the last process has unmapped it."""
         fd = self._fds[index]
         assert fd is not None, f"slab {index} is not mapped"
         self._unmap(index * self.stride_bytes)
@@ -133,9 +146,9 @@ class Slabs(ABC):
         return self.memory[start : start + self.slab_bytes]
 
     def fileno(self, index: int) -> int:
-        """The file descriptor of a slab of our own, to be sent to a borrower; it stays ours."""
+        """The file descriptor of a slab that was allocated here, to be sent to a borrower; it stays this object's."""
         fd = self._fds[index]
-        assert fd is not None and fd >= 0, f"slab {index} is not our own"
+        assert fd is not None and fd >= 0, f"slab {index} was not allocated here"
         return fd
 
     def scrub(self, index: int) -> None:
@@ -150,11 +163,13 @@ class Slabs(ABC):
                 self.unmap(index)
 
     def _check_place(self, index: int) -> None:
-        assert 0 <= index < self.num_slabs and self._fds[index] is None, f"slab {index} is mapped already, or none"
+        assert 0 <= index < self.num_slabs and self._fds[index] is None, (
+            f"slab {index} is mapped already, or there is no such slab"
+        )
 
 
 class SlabRange(Slabs):
-    """In host memory."""
+    """Slabs of host memory."""
 
     memory: np.ndarray
 
@@ -165,7 +180,7 @@ class SlabRange(Slabs):
 
     @classmethod
     def owned(cls, num_slabs: int, slab_bytes: int, stride_bytes: int | None = None) -> SlabRange:
-        """A lender's: every slab its own, mapped and zero."""
+        """With every slab allocated, mapped and zero."""
         slabs = cls(num_slabs, slab_bytes, stride_bytes)
         slabs.allocate_all()
         return slabs
@@ -194,7 +209,7 @@ class SlabRange(Slabs):
 
 
 def allocate_slab(size_bytes: int) -> int:
-    """A file descriptor of size_bytes of zeros whose size nobody can change. Raises SlabError."""
+    """A file descriptor of size_bytes of zeros whose size no process can change. Raises SlabError."""
     if not hasattr(os, "memfd_create"):
         raise SlabError(f"memory cannot be shared slab by slab on {sys.platform}: it needs memfd_create, of Linux")
     try:
@@ -211,7 +226,7 @@ def _check_slab(fd: int, size_bytes: int) -> None:
     if size != size_bytes:
         raise SlabError(f"a slab of {size:,} bytes, where {size_bytes:,} were agreed on")
     if seals & SIZE_SEALS != SIZE_SEALS:
-        raise SlabError("a slab whose size is not sealed: its owner could make it shorter while it is mapped")
+        raise SlabError("a slab whose size is not sealed: its lender could make it shorter while it is mapped")
 
 
 def _close_all(fds: list[int | None]) -> None:
@@ -221,7 +236,7 @@ def _close_all(fds: list[int | None]) -> None:
 
 
 class _Reservation:
-    """size_bytes of addresses without memory behind them, the system's again when nothing refers to them."""
+    """size_bytes of addresses without memory behind them. They are the system's again when nothing refers to them."""
 
     def __init__(self, size_bytes: int) -> None:
         self._libc = _libc()

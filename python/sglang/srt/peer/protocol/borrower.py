@@ -1,121 +1,119 @@
-"""`Borrower`: what a master has been lent by one worker, and what it has to give back.
+"""`Borrower`: what one borrower has borrowed from one lender, and what it has to give back.
 
 A pure state machine: messages, deaths and the time are passed in; events for the engine and heartbeats come out.
 Never touches memory, a socket or a clock.
 
-          the lender's view has a new lease       fetched               asked back
-    (none) ------------------------------> OFFERED ------> HELD ---------------------> DRAINING
-                                              |             |                             |
-                                   asked back |             | unmapped                    | unmapped
-                                              v             v                             |
-    (none) <----------------------------- RELEASED <--------------------------------------+
-              the lender's view has it not
+          the lender's view has a new lease       hold              the lender recalls it
+    (none) ------------------------------> GRANTED ------> HELD ----------------------> RECALLED
+                                              |             |                              |
+                                     recalled |             | give_back                    | give_back
+                                              v             v                              |
+    (none) <---------------------------- GIVEN_BACK <--------------------------------------+
+           the lease is not in the lender's view any more
 
-A silent lender keeps what it has lent usable: without the release it cannot use the memory itself. Its death, or its
-next life (a higher epoch), ends every lease: the engine is told that it is lost, from any state above.
+A silent lender's slabs stay usable: the lender cannot use the memory itself before it is given back. The lender's
+death, or its next life (a higher epoch), ends every lease: the engine is told that the slab is lost, from any state
+above.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
-from sglang.srt.peer.protocol.messages import BorrowerHeartbeat, LeaseId, Lend, LenderHeartbeat, Register
-
-
-class LeaseState(Enum):
-    """OFFERED: to be fetched. RELEASED: never touched again, until the lender knows."""
-
-    OFFERED = 0
-    HELD = 1
-    DRAINING = 2
-    RELEASED = 3
+from sglang.srt.peer.protocol.leases import LeaseState
+from sglang.srt.peer.protocol.messages import BorrowerHeartbeat, Lease, LeaseId, LenderHeartbeat, Register
 
 
 @dataclass(frozen=True)
-class Lent:
-    """A slab may be used. fd: its memory, which is the engine's to map and to close; None in strict mode: then copies
-    are asked for at slab_socket, with the token."""
+class SlabLent:
+    """The engine may use a slab."""
 
+    # The endpoint of the lender.
     lender: str
     lease: LeaseId
     slab: int
     size_bytes: int
+    # The slab's memory, which the engine maps and closes. None in strict mode.
     fd: int | None
+    # In strict mode: copies are asked for at slab_socket, with the token.
     token: bytes = b""
     slab_socket: str = ""
 
 
 @dataclass(frozen=True)
-class AskedBack:
-    """Move or drop what is in the slab, unmap it, then say `unmapped`, before the deadline."""
+class SlabRecalled:
+    """The engine has to move or drop what is in the slab, unmap it, and call `give_back`."""
 
     lender: str
     lease: LeaseId
+    # In seconds of the clock that `receive` is told.
     deadline: float
 
 
 @dataclass(frozen=True)
-class Lost:
-    """What is in the slab is gone, now: drop its pages, unmap it."""
+class SlabLost:
+    """What is in the slab is gone now. The engine has to drop its pages and unmap it."""
 
     lender: str
     lease: LeaseId
 
 
-BorrowerEvent = Lent | AskedBack | Lost
+BorrowerEvent = SlabLent | SlabRecalled | SlabLost
 
 
 @dataclass
-class _Lease:
-    lend: Lend
-    state: LeaseState = LeaseState.OFFERED
+class _BorrowedLease:
+    terms: Lease
+    state: LeaseState
+
+
+@dataclass(frozen=True)
+class BorrowerConfig:
+    """What a lender is told of a borrower; see `Register`."""
+
+    name: str
+    incarnation: int
+    page_bytes: int
+    strict: bool = False
+    # A heartbeat is repeated after so many seconds.
+    heartbeat_s: float = 0.5
 
 
 class Borrower:
-    """One life of a master, and one worker.
+    """One life of a borrower, towards one lender. lender: the name of the lender in events. Times are seconds of one
+    monotonic clock."""
 
-    lender: what events call it. name, incarnation: see `BorrowerId`. page_bytes, strict: see `Register`. Times are
-    seconds of one monotonic clock."""
-
-    def __init__(
-        self,
-        lender: str,
-        name: str,
-        incarnation: int,
-        page_bytes: int,
-        strict: bool = False,
-        heartbeat_s: float = 0.5,
-    ) -> None:
+    def __init__(self, lender: str, config: BorrowerConfig) -> None:
         self.lender = lender
-        self.name = name
-        self.incarnation = incarnation
+        self.config = config
         self.epoch = 0
-        self._page_bytes = page_bytes
-        self._strict = strict
-        self._heartbeat_s = heartbeat_s
-        self._want_bytes = 0
-        self._leases: dict[int, _Lease] = {}  # of this epoch, by number
-        self._oldest_epoch = 1  # earlier ones are not believed
-        self._heard_sequence = -1
-        self._next_sequence = 0
+        self._demand_bytes = 0
+        # Of this epoch, by number.
+        self._leases: dict[int, _BorrowedLease] = {}
+        # Messages of earlier epochs are ignored.
+        self._oldest_epoch = 1
+        self._received_sequence = -1
+        self._sent_sequence = 0
         self._sent_at = 0.0
-        self._is_told = False
+        # Whether the newest heartbeat holds today's view.
+        self._is_sent = False
         self._slab_socket = ""
         self._events: list[BorrowerEvent] = []
 
     # -- from the engine ----------------------------------------------------------------------------------------
 
-    def want(self, size_bytes: int) -> None:
-        """How much it would like to have from this lender, all in all. Less than it has gives nothing back."""
-        self._want_bytes = size_bytes
-        self._is_told = False
+    def set_demand(self, size_bytes: int) -> None:
+        """How much the engine would like to borrow from this lender in all. A demand below what it has gives nothing
+        back."""
+        self._demand_bytes = size_bytes
+        self._is_sent = False
 
-    def unmapped(self, lease: LeaseId) -> None:
-        """The engine will not touch the slab again, asked or not. Nothing happens if the lease is lost."""
-        if lease.epoch == self.epoch and self.state(lease.number) in (LeaseState.HELD, LeaseState.DRAINING):
-            self._leases[lease.number].state = LeaseState.RELEASED
-            self._is_told = False
+    def give_back(self, lease: LeaseId) -> None:
+        """The engine will not touch the slab again, whether it was recalled or not. Does nothing if the lease is
+        lost."""
+        if lease.epoch == self.epoch and self.state(lease.number) in (LeaseState.HELD, LeaseState.RECALLED):
+            self._leases[lease.number].state = LeaseState.GIVEN_BACK
+            self._is_sent = False
 
     def take_events(self) -> list[BorrowerEvent]:
         events, self._events = self._events, []
@@ -124,71 +122,70 @@ class Borrower:
     # -- from outside -------------------------------------------------------------------------------------------
 
     def receive(self, message: LenderHeartbeat, now: float) -> bool:
-        """Whether the message was news: for this life, not of an earlier life of the lender, not older than
-        another."""
-        if message.incarnation != self.incarnation or message.epoch < self._oldest_epoch:
+        """Whether the message is used. It is ignored if it is for another life of the borrower, of an earlier life of
+        the lender, or older than a message that came before."""
+        if message.incarnation != self.config.incarnation or message.epoch < self._oldest_epoch:
             return False
         if message.epoch > self.epoch:
             self._begin_epoch(message.epoch)
-        if message.sequence <= self._heard_sequence:
+        if message.sequence <= self._received_sequence:
             return False
-        self._heard_sequence = message.sequence
+        self._received_sequence = message.sequence
         self._slab_socket = message.slab_socket
-        for number in self._leases.keys() - {lend.number for lend in message.lends}:
+        for number in self._leases.keys() - {terms.number for terms in message.leases}:
             self._forget(number)
-        for lend in message.lends:
-            lease = self._leases.setdefault(lend.number, _Lease(lend))
-            if lend.strict and lease.state == LeaseState.OFFERED:
-                self.fetched(LeaseId(self.epoch, lend.number), None)
-            if lend.reclaim_in_s is not None:
-                self._asked_back(lease, now + lend.reclaim_in_s)
+        for terms in message.leases:
+            lease = self._leases.setdefault(terms.number, _BorrowedLease(terms, LeaseState.GRANTED))
+            if terms.strict and lease.state == LeaseState.GRANTED:
+                self.hold(LeaseId(self.epoch, terms.number), None)
+            if terms.due_in_s is not None:
+                self._recall(lease, now + terms.due_in_s)
         return True
 
-    def to_fetch(self) -> list[Lend]:
-        """Leases whose memory is to be asked for."""
-        return [lease.lend for lease in self._leases.values() if lease.state == LeaseState.OFFERED]
+    def leases_to_fetch(self) -> list[Lease]:
+        """The leases whose memory the borrower has to ask for."""
+        return [lease.terms for lease in self._leases.values() if lease.state == LeaseState.GRANTED]
 
-    def fetched(self, lease: LeaseId, fd: int | None) -> bool:
-        """The memory has come. False: it comes too late; close it, and never map it."""
-        if lease.epoch != self.epoch or self.state(lease.number) != LeaseState.OFFERED:
+    def hold(self, lease: LeaseId, fd: int | None) -> bool:
+        """The memory of a lease has come. False: it comes too late; the caller closes it and never maps it."""
+        if lease.epoch != self.epoch or self.state(lease.number) != LeaseState.GRANTED:
             return False
         found = self._leases[lease.number]
         found.state = LeaseState.HELD
-        lend = found.lend
-        access = (lend.token, self._slab_socket) if lend.strict else ()
-        self._events.append(Lent(self.lender, lease, lend.slab, lend.size_bytes, fd, *access))
+        terms = found.terms
+        access = (terms.token, self._slab_socket) if terms.strict else ()
+        self._events.append(SlabLent(self.lender, lease, terms.slab, terms.size_bytes, fd, *access))
         return True
 
-    def lender_died(self, epoch: int) -> None:
+    def on_lender_death(self, epoch: int) -> None:
         """The process of the lender's life `epoch` is proven to have ended."""
         self._oldest_epoch = max(self._oldest_epoch, epoch + 1)
         if epoch == self.epoch:
-            self._lose_all()
+            self._forget_all()
 
-    def outgoing(self, now: float) -> BorrowerHeartbeat | None:
+    def take_outgoing(self, now: float) -> BorrowerHeartbeat | None:
         """The view, if it has changed or is to be repeated."""
-        if self._is_told and now - self._sent_at < self._heartbeat_s:
+        if self._is_sent and now - self._sent_at < self.config.heartbeat_s:
             return None
-        self._is_told, self._sent_at = True, now
-        self._next_sequence += 1
+        self._is_sent, self._sent_at = True, now
+        self._sent_sequence += 1
+        held = self._numbers_in(LeaseState.HELD, LeaseState.RECALLED)
         return BorrowerHeartbeat(
-            sequence=self._next_sequence,
+            sequence=self._sent_sequence,
             register=Register(
-                name=self.name,
-                incarnation=self.incarnation,
-                page_bytes=self._page_bytes,
-                want_bytes=self._want_bytes,
-                strict=self._strict,
+                name=self.config.name,
+                incarnation=self.config.incarnation,
+                page_bytes=self.config.page_bytes,
+                demand_bytes=self._demand_bytes,
+                strict=self.config.strict,
             ),
             epoch=self.epoch,
-            mapped=tuple(
-                n for n in self._in(LeaseState.HELD, LeaseState.DRAINING) if not self._leases[n].lend.strict
-            ),
-            released=tuple(self._in(LeaseState.RELEASED)),
+            mapped=tuple(number for number in held if not self._leases[number].terms.strict),
+            given_back=tuple(self._numbers_in(LeaseState.GIVEN_BACK)),
         )
 
     def state(self, number: int) -> LeaseState | None:
-        """Of a lease of this epoch; None: there is none."""
+        """Of a lease of this epoch; None: there is no such lease."""
         lease = self._leases.get(number)
         return None if lease is None else lease.state
 
@@ -197,34 +194,36 @@ class Borrower:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _in(self, *states: LeaseState) -> list[int]:
+    def _numbers_in(self, *states: LeaseState) -> list[int]:
         return [number for number, lease in self._leases.items() if lease.state in states]
 
     def _begin_epoch(self, epoch: int) -> None:
-        self._lose_all()
+        self._forget_all()
         self.epoch = self._oldest_epoch = epoch
-        self._heard_sequence = -1
-        self._is_told = False
+        self._received_sequence = -1
+        self._is_sent = False
 
-    def _lose_all(self) -> None:
+    def _forget_all(self) -> None:
         for number in list(self._leases):
             self._forget(number)
 
     def _forget(self, number: int) -> None:
-        if self._leases.pop(number).state in (LeaseState.HELD, LeaseState.DRAINING):
-            self._events.append(Lost(self.lender, LeaseId(self.epoch, number)))
+        """The lease has ended. A slab that the engine has is lost."""
+        if self._leases.pop(number).state in (LeaseState.HELD, LeaseState.RECALLED):
+            self._events.append(SlabLost(self.lender, LeaseId(self.epoch, number)))
 
-    def _asked_back(self, lease: _Lease, deadline: float) -> None:
-        if lease.state == LeaseState.OFFERED:
-            lease.state = LeaseState.RELEASED
-            self._is_told = False
+    def _recall(self, lease: _BorrowedLease, deadline: float) -> None:
+        if lease.state == LeaseState.GRANTED:
+            lease.state = LeaseState.GIVEN_BACK
+            self._is_sent = False
         elif lease.state == LeaseState.HELD:
-            lease.state = LeaseState.DRAINING
-            self._events.append(AskedBack(self.lender, LeaseId(self.epoch, lease.lend.number), deadline))
+            lease.state = LeaseState.RECALLED
+            self._events.append(SlabRecalled(self.lender, LeaseId(self.epoch, lease.terms.number), deadline))
 
     def check_invariants(self) -> None:
         assert self.epoch == 0 or self._oldest_epoch in (self.epoch, self.epoch + 1)
         assert not self._leases or self._oldest_epoch == self.epoch, "leases of a lender that is dead"
         for number, lease in self._leases.items():
-            assert lease.lend.number == number
-            assert not (lease.lend.strict and lease.state == LeaseState.OFFERED)
+            assert lease.terms.number == number
+            assert lease.state not in (LeaseState.FREE, LeaseState.QUARANTINED), f"lease {number} is {lease.state}"
+            assert not (lease.terms.strict and lease.state == LeaseState.GRANTED)

@@ -2,7 +2,7 @@
 
 Owns no memory and reads no clock: the caller passes the time.
 
-The *lender* is the paper's worker, the *borrower* its master; a page is the paper's block, all layers, K and V.
+The *lender* is the paper's worker, the *borrower* its master. A page is the paper's block, all layers, K and V.
 What differs from the paper:
 
 - Units are counted in bytes, not in elements (Eq. 6-9): the paper leaves out K and V and the dtype, in which models
@@ -26,10 +26,10 @@ WINDOW_S = 60.0
 
 @dataclass(frozen=True)
 class ElasticUnit:
-    """A slab, what each side makes of it, and what each cannot use. All sizes in bytes.
+    """A slab, the pages of each side that it holds, and the padding that each side cannot use. All sizes in bytes.
 
-    A lender with borrowers of several page sizes still has slabs of one size: `ElasticUnit(slab_bytes, own page,
-    another borrower's page)` is what that one gets from a slab.
+    A lender with borrowers of several page sizes still has slabs of one size. Each borrower then has a unit of its
+    own, with the same slab_bytes and lender_page_bytes.
     """
 
     slab_bytes: int
@@ -74,7 +74,7 @@ def elastic_unit(
     """The unit in which a lender and a borrower exchange memory: SwiftCache Eq. 8 and 9, in bytes.
 
     granularity: what can be mapped on its own: 2 MiB on GPUs, a page of the system on the CPU. Where the least
-    common multiple of all three is at most max_slab_bytes, that is the slab, and nobody has padding. Else the slab
+    common multiple of all three is at most max_slab_bytes, that is the slab, without padding. Else the slab
     is a multiple of lcm(lender page, granularity), so that only the borrower has padding, less than one page of its
     own; or, where even one such multiple is too large, of the granularity alone. It is the smallest one of at least
     padded_slab_bytes and one page of each, or the largest one that is permitted. Raises ValueError where no slab
@@ -109,7 +109,7 @@ def scale_up(num_pages: int, needed_pages: int, unit: ElasticUnit) -> tuple[int,
     """Pages that the lender gets back and the borrower gives up, in whole units (Algorithm 1, SCALEUP).
 
     num_pages: what the lender has now. needed_pages: of its requests at the same time, the new one included. The
-    result may be more than is lent: that is the caller's to know.
+    result may be more than is lent; the caller has to check that.
     """
     return _whole_units(-(-max(0, needed_pages - num_pages) // unit.lender_pages), unit)
 
@@ -126,19 +126,19 @@ def scale_down(num_pages: int, peak_pages: int, unit: ElasticUnit) -> tuple[int,
 class DemandWindow:
     """The most pages that requests needed at the same time in the last window_s seconds.
 
-    Demand is what it was last said to be, until something else is said: what has not changed for longer than the
-    window still counts. Seconds of one clock that never goes back. O(1) per call, amortised.
+    A demand holds from one call of `add` to the next: one that has not changed for longer than the window still
+    counts. Times are seconds of one clock that never goes back. O(1) per call, amortised.
     """
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self.window_s = window_s
-        # (until when it was the demand, pages), pages descending: what is smaller than something later can never be
-        # the peak again. The last one is the demand now.
+        # (until when it was the demand, pages), pages descending: a demand below a later one can never be the peak
+        # again. The last entry is the demand now.
         self._peaks: deque[tuple[float, int]] = deque()
         self._now = -math.inf
 
     def add(self, now: float, pages: int) -> None:
-        """From now on, requests need so many pages: those in use and those that wait for a place."""
+        """From now on, requests need so many pages: running ones, and those that wait for memory."""
         self._advance(now)
         if self._peaks:
             self._peaks[-1] = (now, self._peaks[-1][1])
@@ -147,7 +147,7 @@ class DemandWindow:
         self._peaks.append((math.inf, pages))
 
     def peak(self, now: float) -> int:
-        """0 where nothing was ever said."""
+        """The largest demand in the window; 0 if there was none yet."""
         self._advance(now)
         while self._peaks and self._peaks[0][0] + self.window_s <= now:
             self._peaks.popleft()
@@ -155,7 +155,7 @@ class DemandWindow:
 
     @property
     def falls_at(self) -> float | None:
-        """When the peak falls, if nothing else is said; None if never."""
+        """When the peak falls, if the demand does not change; None if never."""
         until = self._peaks[0][0] if self._peaks else math.inf
         return until + self.window_s if until < math.inf else None
 

@@ -1,13 +1,14 @@
-"""What lenders and borrowers of slabs say to each other: msgspec structs, no pickle, no KV.
+"""The messages between lenders and borrowers of slabs: msgspec structs, no pickle, no KV.
 
-Over ZeroMQ there is one message each way, a heartbeat, and it is the sender's whole view: sent as soon as the view
-changes, and again every so often. So nothing is acknowledged by itself, and what was lost is repaired by the next
-one; `sequence` tells which of two views is the newer, and the older is dropped, be it late or doubled.
+Over ZeroMQ there is one message in each direction, a heartbeat, which holds the sender's whole view. A heartbeat is
+sent as soon as the view changes, and again at an interval. No message is acknowledged by itself: the next heartbeat
+repairs what was lost. `sequence` tells which of two views is newer. The older one is dropped, whether it came late or
+twice.
 
-- register: `Register`, in every BorrowerHeartbeat.
-- lend: a `Lend` that the borrower did not know.
-- reclaim: its `reclaim_in_s`.
-- acknowledge: `released` in a BorrowerHeartbeat, until the LenderHeartbeat has no such lease any more.
+- Register: `Register`, in every BorrowerHeartbeat.
+- Lend: a `Lease` that the borrower did not know.
+- Recall: its `due_in_s`.
+- Give back: `given_back` in a BorrowerHeartbeat, until the LenderHeartbeat has no such lease any more.
 
 Over the slab channel (a Unix socket, `slab_channel.py`) a borrower asks for a slab's memory: Fetch, answered by Slab
 or Refused. For strict leases it sends memory of its own instead: Stage, answered by Staged or Refused. From then on
@@ -22,75 +23,84 @@ import msgspec
 
 # Room for thousands of leases.
 MAX_HEARTBEAT_BYTES = 1 << 20
+# Of one Copy.
+MAX_COPY_PAGES = 8192
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 _Number = Annotated[int, msgspec.Meta(ge=0)]
 _Token = Annotated[bytes, msgspec.Meta(max_length=64)]
-# Of one Copy.
-MAX_COPY_PAGES = 8192
 
 
 class BorrowerId(NamedTuple):
-    """One life of a borrower. A name's next life has a higher incarnation, and tells nothing of the former one's
-    end."""
+    """One life of a borrower, that is, one process. A higher incarnation of a name does not prove that the lower one
+    has ended."""
 
     name: str
     incarnation: int
 
 
 class LeaseId(NamedTuple):
-    """epoch: the lender's life that made the lease; a lender's next life has a higher one, and memory of its own."""
+    """A lease, among all that a lender's name ever granted."""
 
+    # The lender's life that granted the lease. A lender's next life has a higher epoch, and memory of its own.
     epoch: int
     number: int
 
 
 class Register(msgspec.Struct, frozen=True, kw_only=True):
-    """page_bytes: what a slab must at least have room for. want_bytes: how much it would like to have, all in all.
-    strict: it maps nothing, the lender executes the copies."""
+    """Who a borrower is, and how much it would borrow."""
 
     name: _Name
     incarnation: _Number
+    # Of the borrower's pages. A slab must have room for one.
     page_bytes: Annotated[int, msgspec.Meta(ge=1)]
-    want_bytes: _Number
+    # How much the borrower would like to have from this lender in all, what it has included.
+    demand_bytes: _Number
+    # The borrower maps no slab: the lender copies for it.
     strict: bool = False
 
 
 class BorrowerHeartbeat(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """epoch: of the lender whose leases these are, 0 before it is known. mapped: numbers of leases whose memory the
-    borrower may use. released: of those it will not touch again."""
+    """A borrower's view of its leases with one lender."""
 
     sequence: _Number
     register: Register
+    # Of the lender whose leases these are; 0 before the borrower knows it.
     epoch: _Number
+    # Numbers of the leases whose memory the borrower may have mapped.
     mapped: tuple[_Number, ...]
-    released: tuple[_Number, ...]
+    # Numbers of the leases whose slabs the borrower will not touch again.
+    given_back: tuple[_Number, ...]
 
 
-class Lend(msgspec.Struct, frozen=True, kw_only=True):
-    """token: to be shown for the memory. reclaim_in_s: the lease is asked back, and this many seconds are left from
-    the sending of the message; None: it is not."""
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """A lease, as its lender describes it."""
 
     number: _Number
     slab: _Number
     size_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    # A secret. Whoever asks for the memory, or for copies, has to show it.
     token: _Token
+    # The lender copies for the borrower, which gets no memory.
     strict: bool
-    reclaim_in_s: Annotated[float, msgspec.Meta(ge=0)] | None
+    # Seconds from the sending of the message until a recalled slab is due; None: the slab is not recalled.
+    due_in_s: Annotated[float, msgspec.Meta(ge=0)] | None
 
 
 class LenderHeartbeat(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """incarnation: of the borrower it is for. lends: every lease of that borrower. slab_socket: path of the slab
-    channel."""
+    """A lender's view of its leases with one borrower."""
 
     sequence: _Number
     epoch: Annotated[int, msgspec.Meta(ge=1)]
+    # Of the borrower that the message is for.
     incarnation: _Number
-    lends: tuple[Lend, ...]
+    # All leases of that borrower.
+    leases: tuple[Lease, ...]
+    # Path of the slab channel.
     slab_socket: Annotated[str, msgspec.Meta(max_length=107)] = ""
 
 
 class Fetch(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """I want to map a lease's slab."""
+    """A borrower asks for the memory of a lease's slab, to map it."""
 
     name: _Name
     incarnation: _Number
@@ -100,19 +110,20 @@ class Fetch(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Slab(msgspec.Struct, tag=True, frozen=True):
-    """The memory's file descriptor comes with this message."""
+    """The answer to Fetch. The memory's file descriptor comes with this message."""
 
     number: _Number
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """There is no such lease, or it is asked back."""
+    """The answer to Fetch or Stage where the borrower has no such lease, or the slab is recalled."""
 
     number: _Number
 
 
 class Stage(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """I have such a strict lease. Copies go through memory of mine, whose file descriptor comes with this message."""
+    """A borrower with a strict lease offers staging memory, through which copies go. The memory's file descriptor
+    comes with this message."""
 
     name: _Name
     incarnation: _Number
@@ -123,36 +134,37 @@ class Stage(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Staged(msgspec.Struct, tag=True, frozen=True):
-    """Copies may be asked for."""
+    """The answer to Stage: the borrower may ask for copies."""
 
 
 class Copy(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Copy two runs of bytes of each page of a slab: run_bytes at first_byte of its first half, and as many at the
-    same place of its second half, which are K and V of some layers.
-
-    to_slab: from the staging memory, else to it. number, token: of the lease. page_bytes: of a page; page p begins at
-    p * page_bytes of the slab. pages: (n,) int32, as bytes. staging_byte: where the n pairs of runs lie in the
-    staging memory, one after the other."""
+    """Copy two runs of bytes of each page of a slab: run_bytes at first_byte of the page's first half, and as many at
+    the same place of its second half. They are K and V of some layers."""
 
     sequence: _Number
+    # From the staging memory to the slab, else from the slab.
     to_slab: bool
+    # Of the lease.
     number: _Number
     token: _Token
+    # Of a page. Page p begins at p * page_bytes of the slab.
     page_bytes: Annotated[int, msgspec.Meta(ge=2)]
     first_byte: _Number
     run_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    # Where the pairs of runs lie in the staging memory, one after the other in the order of `pages`.
     staging_byte: _Number
+    # (n,) int32, as bytes: numbers of pages within the slab.
     pages: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_COPY_PAGES)]
 
 
 class Copied(msgspec.Struct, tag=True, frozen=True):
-    """It is done."""
+    """The answer to Copy: it is done."""
 
     sequence: _Number
 
 
 class CopyRefused(msgspec.Struct, tag=True, frozen=True):
-    """Nothing was copied."""
+    """The answer to Copy: nothing was copied."""
 
     sequence: _Number
-    why: Annotated[str, msgspec.Meta(max_length=400)]
+    reason: Annotated[str, msgspec.Meta(max_length=400)]
