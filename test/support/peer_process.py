@@ -1,4 +1,4 @@
-"""An engine of one kind, as a `Child`: it says what happens to it."""
+"""A lender or a borrower, as a `Child`, which reports what happens to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Say = Callable[..., None]
 
 
 def borrow(say: Say, name: str, demand_bytes: int, endpoint: str) -> None:
-    """Maps what it is lent, fills it with the first letter of its name, gives back what it is asked for."""
+    """Maps what it is lent, fills it with the first letter of its name, and gives back recalled slabs."""
     is_news = threading.Event()
     coordinator = BorrowerCoordinator([endpoint], name, 4096, notify=is_news.set, heartbeat_s=HEARTBEAT_S)
     coordinator.set_demand(endpoint, demand_bytes)
@@ -50,7 +50,7 @@ def borrow(say: Say, name: str, demand_bytes: int, endpoint: str) -> None:
 
 
 def lend(say: Say, directory: Path, num_slabs: int, endpoint: str) -> None:
-    """Offers what it has."""
+    """Lends what it has."""
     is_news = threading.Event()
     slabs = [SharedMemory.allocate(SLAB_BYTES, "slab") for _ in range(num_slabs)]
     coordinator = LenderCoordinator(

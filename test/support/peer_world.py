@@ -1,9 +1,9 @@
-"""Workers and masters as whole processes on a virtual clock and a bad network, with the real `Lender` and `Borrower`
-in them. Knows what they cannot know: which process has mapped which slab, and what lies in it.
+"""Lenders and borrowers as whole processes on a virtual clock and a bad network, with the real `Lender` and
+`Borrower` in them. Knows what they cannot know: which process has mapped which slab, and what lies in it.
 
-A process lives, stands still (SIGSTOP: what is sent to it waits) or is dead. A name's next life may begin while the
-former one still lives. Heartbeats are lost, doubled, late and out of order, and may reach another life than the one
-they were for; requests for memory end with their connection, but not before they have wandered about.
+A process lives, stands still (SIGSTOP: messages to it wait) or is dead. A name's next life may begin while the former
+one still lives. Heartbeats are lost, doubled, late and out of order, and may reach another life than the one they
+were for. A request for memory ends with its connection, but may be late before.
 """
 
 from __future__ import annotations
@@ -33,24 +33,27 @@ class Process:
 
 
 @dataclass(kw_only=True)
-class Worker(Process):
-    """foreign: slabs that others may have written to since they were last overwritten. to_scrub: what the lender
-    said. alarms: slabs it was told are quarantined."""
-
+class LenderSide(Process):
     lender: Lender
+    # Slabs that borrowers may have written to since they were last overwritten.
     foreign: set[int] = field(default_factory=set)
+    # Slabs that were given back, and are not overwritten yet.
     to_scrub: set[int] = field(default_factory=set)
+    # Slabs with an alarm.
     alarms: set[int] = field(default_factory=set)
 
 
 @dataclass(kw_only=True)
-class Master(Process):
-    """borrowers: by worker. mapped: (worker, lease) -> slab. draining: what was asked back. unmapping: what
-    was lost, and is still mapped."""
+class BorrowerSide(Process):
+    """Keys are (lender, lease)."""
 
+    # By lender.
     borrowers: dict[str, Borrower]
+    # Key -> slab.
     mapped: dict[tuple[str, LeaseId], int] = field(default_factory=dict)
+    # Slabs that were recalled.
     draining: set[tuple[str, LeaseId]] = field(default_factory=set)
+    # Slabs that were lost, and are still mapped.
     unmapping: set[tuple[str, LeaseId]] = field(default_factory=set)
 
     @property
@@ -60,7 +63,7 @@ class Master(Process):
 
 @dataclass(frozen=True)
 class SlabReply:
-    worker: str
+    lender: str
     lease: LeaseId
 
 
@@ -82,48 +85,49 @@ class World:
         self._lives = itertools.count(1)
         self._tokens = itertools.count()
         self._in_flight: list[tuple[float, int, str, int | None, Any]] = []
-        self.seen: set[str] = set()  # what has happened at least once
-        self.workers: dict[str, Worker] = {}
-        self.masters: list[Master] = []
+        # What has happened at least once.
+        self.seen: set[str] = set()
+        self.lender_sides: dict[str, LenderSide] = {}
+        self.borrower_sides: list[BorrowerSide] = []
         for name in ("w0", "w1"):
-            self.start_worker(name)
+            self.start_lender_side(name)
         for name in ("m0", "m1"):
-            self.start_master(name)
+            self.start_borrower_side(name)
 
     # -- lives --------------------------------------------------------------------------------------------------
 
-    def start_worker(self, name: str) -> None:
+    def start_lender_side(self, name: str) -> None:
         life = next(self._lives)
         lender = self.lender_class(life, NUM_SLABS, SLAB_BYTES, self._token, timing=TIMING, slab_socket=name)
-        self.workers[name] = Worker(name, life, lender=lender)
+        self.lender_sides[name] = LenderSide(name, life, lender=lender)
 
-    def start_master(self, name: str) -> None:
+    def start_borrower_side(self, name: str) -> None:
         life, strict = next(self._lives), self.rng.random() < 0.2
         borrowers = {w: self.borrower_class(w, BorrowerConfig(name, life, SLAB_BYTES, strict)) for w in ("w0", "w1")}
-        self.masters.append(Master(name, life, borrowers=borrowers))
+        self.borrower_sides.append(BorrowerSide(name, life, borrowers=borrowers))
         for borrower in borrowers.values():
             borrower.set_demand(self.rng.randrange(7 * SLAB_BYTES))
 
-    def kill_worker(self, name: str) -> None:
-        dead = self.workers[name]
-        for master in self.masters:
-            if any(worker == name and lease.epoch == dead.life for worker, lease in master.mapped):
-                self._post(self.rng.random() * 3, master.name, master.life, Death(name, dead.life))
-        self.start_worker(name)
-        self.seen.add("worker died")
+    def kill_lender_side(self, name: str) -> None:
+        dead = self.lender_sides[name]
+        for borrower_side in self.borrower_sides:
+            if any(lender_side == name and lease.epoch == dead.life for lender_side, lease in borrower_side.mapped):
+                self._post(self.rng.random() * 3, borrower_side.name, borrower_side.life, Death(name, dead.life))
+        self.start_lender_side(name)
+        self.seen.add("lender died")
 
-    def kill_master(self, master: Master) -> None:
-        self.masters.remove(master)
-        for worker in self.workers.values():
-            states, leases = worker.lender.states, worker.lender._leases.values()
+    def kill_borrower_side(self, borrower_side: BorrowerSide) -> None:
+        self.borrower_sides.remove(borrower_side)
+        for lender_side in self.lender_sides.values():
+            states, leases = lender_side.lender.states, lender_side.lender._leases.values()
             fetched = [each for each in leases if not each.strict and states[each.slab] != LeaseState.GRANTED]
-            if any(lease.borrower == master.id for lease in fetched):
-                self._tell_death(worker, master.id)
-        self.seen.add("master died")
+            if any(lease.borrower == borrower_side.id for lease in fetched):
+                self._tell_death(lender_side, borrower_side.id)
+        self.seen.add("borrower died")
 
-    def _tell_death(self, worker: Worker, dead: BorrowerId) -> None:
-        """Only of who has fetched something does the lender have a pidfd; of such, always."""
-        self._post(self.rng.random() * 3, worker.name, worker.life, Death(dead.name, dead.incarnation))
+    def _tell_death(self, lender_side: LenderSide, dead: BorrowerId) -> None:
+        """A lender has a pidfd of every borrower that has fetched something, and of no other."""
+        self._post(self.rng.random() * 3, lender_side.name, lender_side.life, Death(dead.name, dead.incarnation))
 
     def _token(self) -> bytes:
         return b"%d" % next(self._tokens)
@@ -131,7 +135,7 @@ class World:
     # -- network ------------------------------------------------------------------------------------------------
 
     def _post(self, delay_s: float, to: str, life: int | None, message: Any) -> None:
-        """life: of the receiver, the only one that may have it; None: any may."""
+        """life: of the receiver, the only one that may receive it; None: any life may."""
         heapq.heappush(self._in_flight, (self.now + delay_s, next(self._order), to, life, message))
 
     def send(self, to: str, life: int | None, message: Any) -> None:
@@ -148,213 +152,221 @@ class World:
     def deliver(self) -> None:
         while self._in_flight and self._in_flight[0][0] <= self.now:
             _, _, to, life, message = heapq.heappop(self._in_flight)
-            lives: list[Process] = [m for m in self.masters if m.name == to]
-            if to in self.workers:
-                lives = [self.workers[to]]
+            lives: list[Process] = [m for m in self.borrower_sides if m.name == to]
+            if to in self.lender_sides:
+                lives = [self.lender_sides[to]]
             lives = [p for p in lives if life is None or p.life == life]
             if lives:
                 self.rng.choice(lives).inbox.append(message)
 
     # -- what a process does ------------------------------------------------------------------------------------
 
-    def run_worker(self, worker: Worker) -> None:
-        lender = worker.lender
-        inbox, worker.inbox = worker.inbox, []
+    def run_lender_side(self, lender_side: LenderSide) -> None:
+        lender = lender_side.lender
+        inbox, lender_side.inbox = lender_side.inbox, []
         for message in inbox:
             if isinstance(message, BorrowerHeartbeat):
                 lender.receive(message, self.now)
             elif isinstance(message, Death):
                 lender.on_borrower_death(BorrowerId(message.name, message.life))
             else:
-                self._answer(worker, message)
+                self._answer(lender_side, message)
         lender.tick(self.now)
-        self.take_lender_events(worker)
+        self.take_lender_events(lender_side)
         for borrower, heartbeat in lender.take_outgoing(self.now):
             self.send(borrower.name, None if self.is_faulty else borrower.incarnation, heartbeat)
 
-    def _answer(self, worker: Worker, message: Fetch) -> None:
-        slab = worker.lender.allow_fetch(message)
+    def _answer(self, lender_side: LenderSide, message: Fetch) -> None:
+        slab = lender_side.lender.allow_fetch(message)
         if slab is not None:
-            worker.foreign.add(slab)
-            reply = SlabReply(worker.name, LeaseId(message.epoch, message.number))
+            lender_side.foreign.add(slab)
+            reply = SlabReply(lender_side.name, LeaseId(message.epoch, message.number))
             self.send(message.name, message.incarnation, reply)
-            if not any(m.id == (message.name, message.incarnation) for m in self.masters):
-                self._tell_death(worker, BorrowerId(message.name, message.incarnation))
+            if not any(m.id == (message.name, message.incarnation) for m in self.borrower_sides):
+                self._tell_death(lender_side, BorrowerId(message.name, message.incarnation))
                 self.seen.add("fetched after death")
         else:
             self.seen.add("refused")
 
-    def take_lender_events(self, worker: Worker) -> None:
-        for event in worker.lender.take_events():
+    def take_lender_events(self, lender_side: LenderSide) -> None:
+        for event in lender_side.lender.take_events():
             if isinstance(event, SlabGivenBack):
-                assert event.slab not in worker.to_scrub
-                worker.to_scrub.add(event.slab)
-                if event.slab in worker.alarms:
-                    worker.alarms.remove(event.slab)
+                assert event.slab not in lender_side.to_scrub
+                lender_side.to_scrub.add(event.slab)
+                if event.slab in lender_side.alarms:
+                    lender_side.alarms.remove(event.slab)
                     self.seen.add("quarantine ended")
             elif isinstance(event, SlabQuarantined):
-                worker.alarms.add(event.slab)
+                lender_side.alarms.add(event.slab)
                 self.seen.add("quarantined")
             elif isinstance(event, LendOutcome) and event.lent:
                 self.seen.add("lent")
 
-    def run_master(self, master: Master) -> None:
-        inbox, master.inbox = master.inbox, []
+    def run_borrower_side(self, borrower_side: BorrowerSide) -> None:
+        inbox, borrower_side.inbox = borrower_side.inbox, []
         for message in inbox:
             if isinstance(message, LenderHeartbeat):
                 # Sockets belong to one lender each; here it is told apart by its slab socket.
-                if not master.borrowers[message.slab_socket].receive(message, self.now):
+                if not borrower_side.borrowers[message.slab_socket].receive(message, self.now):
                     self.seen.add("stale")
             elif isinstance(message, Death):
-                master.borrowers[message.name].on_lender_death(message.life)
+                borrower_side.borrowers[message.name].on_lender_death(message.life)
             else:
                 # Any number stands for a file descriptor.
-                if not master.borrowers[message.worker].hold(message.lease, 7):
+                if not borrower_side.borrowers[message.lender].hold(message.lease, 7):
                     self.seen.add("slab came too late")
-        for name, borrower in master.borrowers.items():
+        for name, borrower in borrower_side.borrowers.items():
             for lend in borrower.leases_to_fetch():
                 if not self.is_faulty or self.rng.random() < 0.3:
                     fetch = Fetch(
-                        name=master.name,
-                        incarnation=master.life,
+                        name=borrower_side.name,
+                        incarnation=borrower_side.life,
                         epoch=borrower.epoch,
                         number=lend.number,
                         token=lend.token,
                     )
                     self.send(name, borrower.epoch, fetch)
-            self._take_borrower_events(master, borrower)
+            self._take_borrower_events(borrower_side, borrower)
             heartbeat = borrower.take_outgoing(self.now)
             if heartbeat is not None:
                 self.send(name, None, heartbeat)
 
-    def _take_borrower_events(self, master: Master, borrower: Borrower) -> None:
+    def _take_borrower_events(self, borrower_side: BorrowerSide, borrower: Borrower) -> None:
         for event in borrower.take_events():
             key = (event.lender, event.lease)
             if isinstance(event, SlabLent):
                 if event.fd is not None:
-                    master.mapped[key] = event.slab
+                    borrower_side.mapped[key] = event.slab
                 self.seen.add("held" if event.fd is not None else "held strictly")
             elif isinstance(event, SlabRecalled):
-                master.draining.add(key)
+                borrower_side.draining.add(key)
             elif isinstance(event, SlabLost):
-                is_alive = self.workers[event.lender].life == event.lease.epoch
-                assert not is_alive or key not in master.mapped, f"{event}, but its lender lives and has not"
-                master.draining.discard(key)
-                if key in master.mapped:
-                    master.unmapping.add(key)
+                is_alive = self.lender_sides[event.lender].life == event.lease.epoch
+                assert not is_alive or key not in borrower_side.mapped, f"{event}, but its lender lives and has not"
+                borrower_side.draining.discard(key)
+                if key in borrower_side.mapped:
+                    borrower_side.unmapping.add(key)
 
-    def unmap(self, master: Master, key: tuple[str, LeaseId]) -> None:
-        master.mapped.pop(key, None)
-        master.draining.discard(key)
-        master.unmapping.discard(key)
-        master.borrowers[key[0]].give_back(key[1])
+    def unmap(self, borrower_side: BorrowerSide, key: tuple[str, LeaseId]) -> None:
+        borrower_side.mapped.pop(key, None)
+        borrower_side.draining.discard(key)
+        borrower_side.unmapping.discard(key)
+        borrower_side.borrowers[key[0]].give_back(key[1])
 
-    def scrub(self, worker: Worker, slab: int) -> None:
-        worker.foreign.discard(slab)
-        worker.to_scrub.remove(slab)
-        worker.lender.reclaim(slab)
+    def scrub(self, lender_side: LenderSide, slab: int) -> None:
+        lender_side.foreign.discard(slab)
+        lender_side.to_scrub.remove(slab)
+        lender_side.lender.reclaim(slab)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
     def run(self, seconds: float) -> None:
         self.now += seconds
         self.deliver()
-        for process in [*self.workers.values(), *self.masters]:
+        for process in [*self.lender_sides.values(), *self.borrower_sides]:
             if not process.is_stopped:
-                self.run_worker(process) if isinstance(process, Worker) else self.run_master(process)
+                self.run_lender_side(process) if isinstance(process, LenderSide) else self.run_borrower_side(process)
         self.check_invariants()
 
     def step(self) -> None:
         """Anything may happen."""
         rng = self.rng
-        worker = rng.choice(list(self.workers.values()))
-        master = rng.choice(self.masters)
+        lender_side = rng.choice(list(self.lender_sides.values()))
+        borrower_side = rng.choice(self.borrower_sides)
         dice = rng.random()
         if dice < 0.01:
-            process = rng.choice([worker, master])
+            process = rng.choice([lender_side, borrower_side])
             process.is_stopped = not process.is_stopped
         elif dice < 0.013:
-            self.kill_worker(worker.name)
+            self.kill_lender_side(lender_side.name)
         elif dice < 0.02:
-            self.kill_master(master)
-        elif not worker.is_stopped and dice < 0.3:
-            rng.choice([self._offer, self._reclaim, self._scrub_one])(worker)
-        elif not master.is_stopped and dice < 0.5:
-            self._unmap_one(master)
+            self.kill_borrower_side(borrower_side)
+        elif not lender_side.is_stopped and dice < 0.3:
+            rng.choice([self._lend, self._recall, self._scrub_one])(lender_side)
+        elif not borrower_side.is_stopped and dice < 0.5:
+            self._unmap_one(borrower_side)
         elif dice < 0.53:
-            rng.choice(list(master.borrowers.values())).set_demand(rng.randrange(7 * SLAB_BYTES))
+            rng.choice(list(borrower_side.borrowers.values())).set_demand(rng.randrange(7 * SLAB_BYTES))
         for name in ("m0", "m1"):
-            lives = [m for m in self.masters if m.name == name]
+            lives = [m for m in self.borrower_sides if m.name == name]
             if not lives or (len(lives) == 1 and lives[0].is_stopped and rng.random() < 0.02):
-                self.start_master(name)
+                self.start_borrower_side(name)
         self.run(rng.random() * (3 if rng.random() < 0.02 else 0.3))
 
-    def _offer(self, worker: Worker) -> None:
-        worker.lender.lend([s for s in range(NUM_SLABS) if worker.lender.states[s] == LeaseState.FREE], self.now)
+    def _lend(self, lender_side: LenderSide) -> None:
+        lender_side.lender.lend(
+            [s for s in range(NUM_SLABS) if lender_side.lender.states[s] == LeaseState.FREE], self.now
+        )
 
-    def _reclaim(self, worker: Worker) -> None:
-        worker.lender.recall(self.rng.randrange(4), self.now + self.rng.random() * 8)
+    def _recall(self, lender_side: LenderSide) -> None:
+        lender_side.lender.recall(self.rng.randrange(4), self.now + self.rng.random() * 8)
 
-    def _scrub_one(self, worker: Worker) -> None:
-        if worker.to_scrub:
-            self.scrub(worker, self.rng.choice(sorted(worker.to_scrub)))
+    def _scrub_one(self, lender_side: LenderSide) -> None:
+        if lender_side.to_scrub:
+            self.scrub(lender_side, self.rng.choice(sorted(lender_side.to_scrub)))
 
-    def _unmap_one(self, master: Master) -> None:
-        voluntary = list(master.mapped) if self.rng.random() < 0.1 else []
-        keys = sorted({*master.draining, *master.unmapping, *voluntary})
+    def _unmap_one(self, borrower_side: BorrowerSide) -> None:
+        voluntary = list(borrower_side.mapped) if self.rng.random() < 0.1 else []
+        keys = sorted({*borrower_side.draining, *borrower_side.unmapping, *voluntary})
         if keys:
-            self.unmap(master, self.rng.choice(keys))
+            self.unmap(borrower_side, self.rng.choice(keys))
 
     def settle(self, seconds: float) -> None:
-        """The network behaves, who is not stopped does at once what it should."""
+        """The network behaves, and processes that are not stopped do at once what they should."""
         self.is_faulty = False
         for _ in range(round(seconds / 0.25)):
             self.run(0.25)
-            for worker in self.workers.values():
-                if not worker.is_stopped:
-                    for slab in sorted(worker.to_scrub):
-                        self.scrub(worker, slab)
-            for master in self.masters:
-                if not master.is_stopped:
-                    for key in sorted({*master.draining, *master.unmapping}):
-                        self.unmap(master, key)
+            for lender_side in self.lender_sides.values():
+                if not lender_side.is_stopped:
+                    for slab in sorted(lender_side.to_scrub):
+                        self.scrub(lender_side, slab)
+            for borrower_side in self.borrower_sides:
+                if not borrower_side.is_stopped:
+                    for key in sorted({*borrower_side.draining, *borrower_side.unmapping}):
+                        self.unmap(borrower_side, key)
 
     # -- what must always hold ----------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
-        for worker in self.workers.values():
-            worker.lender.check_invariants()
-            self.take_lender_events(worker)
-            states = worker.lender.states
-            assert {s for s in range(NUM_SLABS) if states[s] == LeaseState.GIVEN_BACK} == worker.to_scrub
-            assert {s for s in range(NUM_SLABS) if states[s] == LeaseState.QUARANTINED} == worker.alarms
+        for lender_side in self.lender_sides.values():
+            lender_side.lender.check_invariants()
+            self.take_lender_events(lender_side)
+            states = lender_side.lender.states
+            assert {s for s in range(NUM_SLABS) if states[s] == LeaseState.GIVEN_BACK} == lender_side.to_scrub
+            assert {s for s in range(NUM_SLABS) if states[s] == LeaseState.QUARANTINED} == lender_side.alarms
             free = {s for s in range(NUM_SLABS) if states[s] == LeaseState.FREE}
-            assert not free & worker.foreign, "a slab is the engine's own, with what others wrote"
+            assert not free & lender_side.foreign, "a slab is the engine's own, with what others wrote"
             mappers: dict[int, BorrowerId] = {}
-            for master in self.masters:
-                for (name, lease), slab in master.mapped.items():
-                    if name == worker.name and lease.epoch == worker.life:
-                        assert slab not in free and slab not in worker.to_scrub, f"{master.id} has mapped {slab}"
-                        assert slab not in mappers, f"{master.id} and {mappers[slab]} have mapped {slab}"
-                        mappers[slab] = master.id
-        for master in self.masters:
-            for borrower in master.borrowers.values():
+            for borrower_side in self.borrower_sides:
+                for (name, lease), slab in borrower_side.mapped.items():
+                    if name == lender_side.name and lease.epoch == lender_side.life:
+                        assert slab not in free and slab not in lender_side.to_scrub, (
+                            f"{borrower_side.id} has mapped {slab}"
+                        )
+                        assert slab not in mappers, f"{borrower_side.id} and {mappers[slab]} have mapped {slab}"
+                        mappers[slab] = borrower_side.id
+        for borrower_side in self.borrower_sides:
+            for borrower in borrower_side.borrowers.values():
                 borrower.check_invariants()
 
     def check_settled(self) -> None:
         """Views agree, and only borrowers that stand still cost capacity."""
-        living = {master.id: master for master in self.masters}
-        for worker in self.workers.values():
-            for slab, state in enumerate(worker.lender.states):
+        living = {borrower_side.id: borrower_side for borrower_side in self.borrower_sides}
+        for lender_side in self.lender_sides.values():
+            for slab, state in enumerate(lender_side.lender.states):
                 if state not in (LeaseState.FREE, LeaseState.GRANTED, LeaseState.HELD):
-                    borrower = living.get(worker.lender._leases[slab].borrower)
+                    borrower = living.get(lender_side.lender._leases[slab].borrower)
                     is_waited_for = state in (LeaseState.QUARANTINED, LeaseState.RECALLED)
                     assert is_waited_for and borrower is not None and borrower.is_stopped, (
                         f"capacity is lost: {state}"
                     )
-            for master in self.masters:
-                if not master.is_stopped:
-                    lent = {lease.number for lease in worker.lender._leases.values() if lease.borrower == master.id}
-                    borrower = master.borrowers[worker.name]
+            for borrower_side in self.borrower_sides:
+                if not borrower_side.is_stopped:
+                    lent = {
+                        lease.number
+                        for lease in lender_side.lender._leases.values()
+                        if lease.borrower == borrower_side.id
+                    }
+                    borrower = borrower_side.borrowers[lender_side.name]
                     held = {number: borrower.state(number) for number in borrower._leases}
-                    assert held == dict.fromkeys(lent, LeaseState.HELD), f"{master.id}: {held}, lent {lent}"
+                    assert held == dict.fromkeys(lent, LeaseState.HELD), f"{borrower_side.id}: {held}, lent {lent}"

@@ -1,5 +1,5 @@
-"""Borrowers of slabs, of the host's memory and of a GPU's, as a `Child`. Slabs come by a socket, and then a byte
-whenever it may go on."""
+"""Borrowers of slabs, of the host's memory and of a GPU's, as a `Child`. Slabs come over a socket, and then a byte
+for each step that it may take."""
 
 from __future__ import annotations
 

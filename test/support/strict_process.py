@@ -1,4 +1,4 @@
-"""A lender or a borrower in strict mode, as a `Child`: it says what happens to it."""
+"""A lender or a borrower in strict mode, as a `Child`, which reports what happens to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def borrowed_memory(endpoints: list[str], name: str, num_slabs: int = NUM_SLABS)
 
 
 def lent_memory(endpoint: str, directory: Path, strict: bool = True) -> LentMemory:
-    """Of a lender with pages of another shape."""
+    """A lender's memory, with pages of another shape."""
     shape = (2, 5, 1, 24)
     page_bytes = MHATokenToKVPool.page_bytes(*shape, torch.bfloat16)
     return LentMemory(
@@ -46,7 +46,7 @@ def lend(say: Callable[..., None], endpoint: str, directory: Path) -> None:
 
 
 def borrow(say: Callable[..., None], endpoint: str) -> None:
-    """Writes sevens to what it is lent and reads it, again and again, and gives back what is wanted."""
+    """Writes sevens to what it is lent and reads it, again and again, and gives back recalled slabs."""
     # More threads than one would wait for each other.
     torch.set_num_threads(1)
     memory = borrowed_memory([endpoint], "child")
@@ -55,17 +55,17 @@ def borrow(say: Callable[..., None], endpoint: str) -> None:
     pages = torch.arange(memory.pool.slab_pages)
     said: list[object] = []
     while True:
-        is_here = np.frombuffer(memory.poll_mapped().mapped, np.uint8)
-        here = np.flatnonzero(is_here)
-        memory.give_back(np.flatnonzero(is_here == 0).tolist())
+        is_mapped = np.frombuffer(memory.poll_mapped().mapped, np.uint8)
+        mapped = np.flatnonzero(is_mapped)
+        memory.give_back(np.flatnonzero(is_mapped == 0).tolist())
         try:
-            for place in here.tolist():
+            for place in mapped.tolist():
                 frames = torch.from_numpy(memory.pool.frames_of(place)).long()
                 memory.pool.back_up(device.kv_pages, pages, frames, "auto")
                 for layer in range(device.num_layers):
                     memory.pool.load_layer(layer, device.view(layer), frames, pages, "auto")
                 assert (device.kv == FOREIGN).all(), "what comes back is not what was written"
-            found: list[object] = ["has", len(here)]
+            found: list[object] = ["has", len(mapped)]
         except LoadFailedError:
             found = ["failed"]
         time.sleep(0.002)

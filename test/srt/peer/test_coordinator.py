@@ -53,7 +53,7 @@ def start() -> Iterator[Callable[..., Child]]:
         yield start_one
 
 
-class Worker:
+class LenderSide:
     """A lender in this process. events: all so far. Silence is not meant to matter."""
 
     def __init__(self, directory: Path, endpoint: str = TCP, num_slabs: int = 2, **options: Any) -> None:
@@ -97,19 +97,19 @@ def private(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def make_worker(private: Path) -> Iterator[Callable[..., Worker]]:
-    workers: list[Worker] = []
+def make_lender_side(private: Path) -> Iterator[Callable[..., LenderSide]]:
+    lender_sides: list[LenderSide] = []
 
-    def make(**options: Any) -> Worker:
-        workers.append(Worker(private, **options))
-        return workers[-1]
+    def make(**options: Any) -> LenderSide:
+        lender_sides.append(LenderSide(private, **options))
+        return lender_sides[-1]
 
     yield make
-    for worker in workers:
-        worker.coordinator.close()
+    for lender_side in lender_sides:
+        lender_side.coordinator.close()
 
 
-class Master:
+class BorrowerSide:
     """A borrower in this process."""
 
     def __init__(self, endpoint: str, name: str = "here") -> None:
@@ -135,77 +135,79 @@ class Master:
 
 
 @pytest.fixture
-def make_master() -> Iterator[Callable[..., Master]]:
-    masters: list[Master] = []
+def make_borrower_side() -> Iterator[Callable[..., BorrowerSide]]:
+    borrower_sides: list[BorrowerSide] = []
 
-    def make(endpoint: str, name: str = "here") -> Master:
-        masters.append(Master(endpoint, name))
-        return masters[-1]
+    def make(endpoint: str, name: str = "here") -> BorrowerSide:
+        borrower_sides.append(BorrowerSide(endpoint, name))
+        return borrower_sides[-1]
 
     yield make
-    for master in masters:
-        master.coordinator.close()
+    for borrower_side in borrower_sides:
+        borrower_side.coordinator.close()
 
 
 # -- processes ---------------------------------------------------------------------------------------------------
 
 
-def test_two_masters_want_the_same_slab_and_the_one_that_has_it_is_killed(make_worker, start):
-    worker = make_worker(num_slabs=1)
-    anna, bert = (start(borrow, name, SLAB_BYTES, worker.coordinator.endpoint) for name in ("anna", "bert"))
-    worker.wait_for(DemandChanged(2 * SLAB_BYTES))
-    worker.coordinator.lend([0])
-    worker.wait_for(LendOutcome((0,), ()))
+def test_two_borrowers_compete_for_a_slab_and_the_one_that_has_it_is_killed(make_lender_side, start):
+    lender_side = make_lender_side(num_slabs=1)
+    anna, bert = (start(borrow, name, SLAB_BYTES, lender_side.coordinator.endpoint) for name in ("anna", "bert"))
+    lender_side.wait_for(DemandChanged(2 * SLAB_BYTES))
+    lender_side.coordinator.lend([0])
+    lender_side.wait_for(LendOutcome((0,), ()))
     anna.wait_for("lent", 0, 0)
-    wait_until(lambda: bytes(worker.slabs[0].memory) == b"a" * SLAB_BYTES, "what the borrower wrote")
+    wait_until(lambda: bytes(lender_side.slabs[0].memory) == b"a" * SLAB_BYTES, "what the borrower wrote")
     assert bert.said == []
     anna.kill()
-    worker.wait_for(SlabGivenBack(0))
-    worker.scrub(0)
-    worker.coordinator.lend([0])
-    worker.wait_for(LendOutcome((0,), ()))
+    lender_side.wait_for(SlabGivenBack(0))
+    lender_side.scrub(0)
+    lender_side.coordinator.lend([0])
+    lender_side.wait_for(LendOutcome((0,), ()))
     bert.wait_for("lent", 0, 0)
 
 
-def test_a_stopped_borrower_costs_its_slab_until_it_goes_on(make_worker, start, private: Path):
-    worker = make_worker(endpoint=f"ipc://{private}/peers")
-    borrower = start(borrow, "anna", 2 * SLAB_BYTES, worker.coordinator.endpoint)
-    worker.wait_for(DemandChanged(2 * SLAB_BYTES))
-    worker.coordinator.lend([0, 1])
+def test_a_stopped_borrower_costs_its_slab_until_it_goes_on(make_lender_side, start, private: Path):
+    lender_side = make_lender_side(endpoint=f"ipc://{private}/peers")
+    borrower = start(borrow, "anna", 2 * SLAB_BYTES, lender_side.coordinator.endpoint)
+    lender_side.wait_for(DemandChanged(2 * SLAB_BYTES))
+    lender_side.coordinator.lend([0, 1])
     borrower.wait_for("lent", 0)
     borrower.wait_for("lent", 1)
-    worker.coordinator.recall(1, DEADLINE_S)
-    worker.wait_for(SlabGivenBack(0))
+    lender_side.coordinator.recall(1, DEADLINE_S)
+    lender_side.wait_for(SlabGivenBack(0))
     borrower.wait_for("unmapped")  # it says so after it has told the lender
     borrower.stop()
-    worker.coordinator.recall(1, 0.1)
-    wait_until(worker.quarantined, "the alarm")
-    assert worker.coordinator.status()["quarantined_slabs"] == worker.coordinator.status()["quarantined"] == 1
-    assert SlabGivenBack(1) not in worker.events and borrower.said.count(["unmapped"]) == 1
+    lender_side.coordinator.recall(1, 0.1)
+    wait_until(lender_side.quarantined, "the alarm")
+    assert (
+        lender_side.coordinator.status()["quarantined_slabs"] == lender_side.coordinator.status()["quarantined"] == 1
+    )
+    assert SlabGivenBack(1) not in lender_side.events and borrower.said.count(["unmapped"]) == 1
     borrower.go_on()
-    worker.wait_for(SlabGivenBack(1))
+    lender_side.wait_for(SlabGivenBack(1))
     wait_until(lambda: borrower.said.count(["unmapped"]) == 2, "the borrower's word")
     for slab in (0, 1):
-        worker.scrub(slab)
-    wait_until(lambda: worker.coordinator.status()["free_slabs"] == 2, "the engine's own slabs")
+        lender_side.scrub(slab)
+    wait_until(lambda: lender_side.coordinator.status()["free_slabs"] == 2, "the engine's own slabs")
 
 
-def test_a_stopped_lender_keeps_its_leases_and_a_killed_one_ends_them(make_master, start, private: Path):
+def test_a_stopped_lender_keeps_its_leases_and_a_killed_one_ends_them(make_borrower_side, start, private: Path):
     endpoint = f"ipc://{private}/peers"
     lender = start(lend_all, private, 1, endpoint)
     lender.wait_for("ready")
-    master = make_master(endpoint)
-    first = master.next(SlabLent)
+    borrower_side = make_borrower_side(endpoint)
+    first = borrower_side.next(SlabLent)
     lender.stop()
     memory = SharedMemory(first.fd, SLAB_BYTES).memory
     memory[:] = 1
-    sent = master.heartbeats
-    wait_until(lambda: master.heartbeats > sent + 10, "heartbeats that nobody answers")
-    assert master.coordinator.poll() == []
+    sent = borrower_side.heartbeats
+    wait_until(lambda: borrower_side.heartbeats > sent + 10, "heartbeats without an answer")
+    assert borrower_side.coordinator.poll() == []
     lender.kill()
-    assert master.next(SlabLost) == SlabLost(endpoint, first.lease)
+    assert borrower_side.next(SlabLost) == SlabLost(endpoint, first.lease)
     start(lend_all, private, 1, endpoint)
-    second = master.next(SlabLent)
+    second = borrower_side.next(SlabLent)
     assert second.lease.epoch > first.lease.epoch
     os.close(second.fd)
 
@@ -213,75 +215,75 @@ def test_a_stopped_lender_keeps_its_leases_and_a_killed_one_ends_them(make_maste
 # -- in one process ----------------------------------------------------------------------------------------------
 
 
-def lend_one(worker: Worker, master: Master) -> SlabLent:
-    worker.wait_for(DemandChanged(SLAB_BYTES))
-    worker.coordinator.lend([0])
-    return master.next(SlabLent)
+def lend_one(lender_side: LenderSide, borrower_side: BorrowerSide) -> SlabLent:
+    lender_side.wait_for(DemandChanged(SLAB_BYTES))
+    lender_side.coordinator.lend([0])
+    return borrower_side.next(SlabLent)
 
 
-def test_from_lending_to_reclaiming(make_worker, make_master):
-    worker = make_worker()
-    master = make_master(worker.coordinator.endpoint)
-    lent = lend_one(worker, master)
-    assert worker.notified.is_set() and lent.slab == 0 and lent.size_bytes == SLAB_BYTES
+def test_a_slab_is_lent_recalled_and_given_back(make_lender_side, make_borrower_side):
+    lender_side = make_lender_side()
+    borrower_side = make_borrower_side(lender_side.coordinator.endpoint)
+    lent = lend_one(lender_side, borrower_side)
+    assert lender_side.notified.is_set() and lent.slab == 0 and lent.size_bytes == SLAB_BYTES
     SharedMemory(lent.fd, SLAB_BYTES).memory[:] = 9
-    assert (worker.slabs[0].memory == 9).all()
-    worker.coordinator.recall(1, DEADLINE_S)
-    asked = master.next(SlabRecalled)
-    assert asked.lease == lent.lease and 0 < asked.deadline - time.monotonic() <= DEADLINE_S
-    master.coordinator.give_back(master.endpoint, lent.lease)
-    worker.wait_for(SlabGivenBack(0))
+    assert (lender_side.slabs[0].memory == 9).all()
+    lender_side.coordinator.recall(1, DEADLINE_S)
+    recalled = borrower_side.next(SlabRecalled)
+    assert recalled.lease == lent.lease and 0 < recalled.deadline - time.monotonic() <= DEADLINE_S
+    borrower_side.coordinator.give_back(borrower_side.endpoint, lent.lease)
+    lender_side.wait_for(SlabGivenBack(0))
 
 
-def test_strict_leases_come_without_memory(make_worker, make_master):
-    worker = make_worker(strict=True)
-    master = make_master(worker.coordinator.endpoint)
-    assert lend_one(worker, master).fd is None
-    assert master.coordinator.status()["held_leases"] == 1
+def test_strict_leases_come_without_memory(make_lender_side, make_borrower_side):
+    lender_side = make_lender_side(strict=True)
+    borrower_side = make_borrower_side(lender_side.coordinator.endpoint)
+    assert lend_one(lender_side, borrower_side).fd is None
+    assert borrower_side.coordinator.status()["held_leases"] == 1
 
 
-def test_the_end_of_a_connection_is_not_the_end_of_a_process(make_worker, make_master):
-    worker = make_worker()
-    master = make_master(worker.coordinator.endpoint)
-    lent = lend_one(worker, master)
+def test_the_end_of_a_connection_is_not_the_end_of_a_process(make_lender_side, make_borrower_side):
+    lender_side = make_lender_side()
+    borrower_side = make_borrower_side(lender_side.coordinator.endpoint)
+    lent = lend_one(lender_side, borrower_side)
     os.close(lent.fd)
-    master.coordinator.close()
-    wait_until(lambda: not worker.coordinator._connections, "the connection to end")
-    worker.coordinator.recall(1, 0.0)
-    wait_until(worker.quarantined, "the alarm")
-    assert SlabGivenBack(0) not in worker.events
+    borrower_side.coordinator.close()
+    wait_until(lambda: not lender_side.coordinator._connections, "the connection to end")
+    lender_side.coordinator.recall(1, 0.0)
+    wait_until(lender_side.quarantined, "the alarm")
+    assert SlabGivenBack(0) not in lender_side.events
 
 
-def test_what_was_not_taken_is_closed(make_worker, make_master):
-    worker = make_worker()
-    master = make_master(worker.coordinator.endpoint)
-    worker.wait_for(DemandChanged(SLAB_BYTES))
-    worker.coordinator.lend([0])
-    wait_until(lambda: master.coordinator._events, "the slab")
-    fd = master.coordinator._events[0].fd
+def test_what_was_not_taken_is_closed(make_lender_side, make_borrower_side):
+    lender_side = make_lender_side()
+    borrower_side = make_borrower_side(lender_side.coordinator.endpoint)
+    lender_side.wait_for(DemandChanged(SLAB_BYTES))
+    lender_side.coordinator.lend([0])
+    wait_until(lambda: borrower_side.coordinator._events, "the slab")
+    fd = borrower_side.coordinator._events[0].fd
     os.fstat(fd)
-    master.coordinator.close()
+    borrower_side.coordinator.close()
     with pytest.raises(OSError):
         os.fstat(fd)
 
 
-def test_poll_raises_when_the_thread_has_died(make_worker, make_master):
-    worker = make_worker(slab_fd=lambda slab: {}[slab])
-    master = make_master(worker.coordinator.endpoint)
-    worker.wait_for(DemandChanged(SLAB_BYTES))
-    worker.coordinator.lend([0])
-    wait_until(lambda: not worker.coordinator._thread.is_alive(), "the thread's death")
+def test_poll_raises_when_the_thread_has_died(make_lender_side, make_borrower_side):
+    lender_side = make_lender_side(slab_fd=lambda slab: {}[slab])
+    borrower_side = make_borrower_side(lender_side.coordinator.endpoint)
+    lender_side.wait_for(DemandChanged(SLAB_BYTES))
+    lender_side.coordinator.lend([0])
+    wait_until(lambda: not lender_side.coordinator._thread.is_alive(), "the thread's death")
     with pytest.raises(RuntimeError, match="peer-lender has died"):
-        worker.coordinator.poll()
-    assert master.coordinator.poll() == []
+        lender_side.coordinator.poll()
+    assert borrower_side.coordinator.poll() == []
 
 
 # -- strangers ---------------------------------------------------------------------------------------------------
 
 
-def fetch_of(worker: Worker, slab: int = 0, **fields: Any) -> Fetch:
+def fetch_of(lender_side: LenderSide, slab: int = 0, **fields: Any) -> Fetch:
     """A right one, but for `fields`."""
-    lender = worker.coordinator._lender
+    lender = lender_side.coordinator._lender
     lease = lender._leases[slab]
     right = {"name": lease.borrower.name, "incarnation": lease.borrower.incarnation, "epoch": lender.epoch}
     return Fetch(**(right | {"number": lease.number, "token": lease.token} | fields))
@@ -306,69 +308,69 @@ def ask(sock: socket.socket, message: Fetch) -> Slab | Refused:
     return answers[0]
 
 
-def test_only_the_right_token_from_the_right_process_opens_a_slab(make_worker, start):
-    worker = make_worker()
-    borrower = start(borrow, "anna", SLAB_BYTES, worker.coordinator.endpoint)
-    worker.wait_for(DemandChanged(SLAB_BYTES))
+def test_only_the_right_token_from_the_right_process_opens_a_slab(make_lender_side, start):
+    lender_side = make_lender_side()
+    borrower = start(borrow, "anna", SLAB_BYTES, lender_side.coordinator.endpoint)
+    lender_side.wait_for(DemandChanged(SLAB_BYTES))
     borrower.stop()
-    worker.coordinator.lend([0])
-    worker.wait_for(LendOutcome((0,), ()))
-    path = worker.coordinator._slab_socket
+    lender_side.coordinator.lend([0])
+    lender_side.wait_for(LendOutcome((0,), ()))
+    path = lender_side.coordinator._slab_socket
     assert os.stat(path).st_mode & 0o777 == 0o600
     with slab_channel.connect(path) as sock:
-        assert ask(sock, fetch_of(worker, token=b"?" * 16)) == Refused(0)
-        assert ask(sock, fetch_of(worker, incarnation=3)) == Refused(0)
+        assert ask(sock, fetch_of(lender_side, token=b"?" * 16)) == Refused(0)
+        assert ask(sock, fetch_of(lender_side, incarnation=3)) == Refused(0)
         borrower.go_on()
         borrower.wait_for("lent", 0)
-        assert ask(sock, fetch_of(worker)) == Refused(0), "another process has fetched as this borrower"
-    wait_until(lambda: worker.coordinator.status()["refused"] == 3, "refusals to be counted")
+        assert ask(sock, fetch_of(lender_side)) == Refused(0), "another process has fetched as this borrower"
+    wait_until(lambda: lender_side.coordinator.status()["refused"] == 3, "refusals to be counted")
 
 
-def test_one_connection_is_one_borrower(make_worker, make_master):
-    worker = make_worker()
-    endpoint = worker.coordinator.endpoint
-    masters = [make_master(endpoint, "anna"), make_master(endpoint, "bert")]
-    worker.wait_for(DemandChanged(2 * SLAB_BYTES))
-    worker.coordinator.lend([0, 1])
-    for master in masters:
-        os.close(master.next(SlabLent).fd)
-    with slab_channel.connect(worker.coordinator._slab_socket) as sock:
-        assert ask(sock, fetch_of(worker, slab=1)) == Slab(0), "the same process, connected anew"
-        assert ask(sock, fetch_of(worker, slab=0)) == Refused(1), "another borrower's slab"
+def test_one_connection_is_one_borrower(make_lender_side, make_borrower_side):
+    lender_side = make_lender_side()
+    endpoint = lender_side.coordinator.endpoint
+    borrower_sides = [make_borrower_side(endpoint, "anna"), make_borrower_side(endpoint, "bert")]
+    lender_side.wait_for(DemandChanged(2 * SLAB_BYTES))
+    lender_side.coordinator.lend([0, 1])
+    for borrower_side in borrower_sides:
+        os.close(borrower_side.next(SlabLent).fd)
+    with slab_channel.connect(lender_side.coordinator._slab_socket) as sock:
+        assert ask(sock, fetch_of(lender_side, slab=1)) == Slab(0), "the same process, connected anew"
+        assert ask(sock, fetch_of(lender_side, slab=0)) == Refused(1), "another borrower's slab"
 
 
-def test_garbage_is_ignored_and_counted(make_worker, make_master):
-    worker = make_worker()
-    path = worker.coordinator._slab_socket
+def test_garbage_is_ignored_and_counted(make_lender_side, make_borrower_side):
+    lender_side = make_lender_side()
+    path = lender_side.coordinator._slab_socket
 
     def rejected(times: int) -> bool:
-        return worker.coordinator.status()["rejected"] == times
+        return lender_side.coordinator.status()["rejected"] == times
 
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 0)
-        stranger.connect(worker.coordinator.endpoint)
+        stranger.connect(lender_side.coordinator.endpoint)
         stranger.send(b"\xc1 not msgpack")
         stranger.send_multipart([b"", b"more", b"frames"])
         stranger.send(msgspec.msgpack.encode({"type": "BorrowerHeartbeat", "sequence": -1}))
         wait_until(lambda: rejected(3), "garbage to be counted")
 
-        lent = lend_one(worker, make_master(worker.coordinator.endpoint))
+        lent = lend_one(lender_side, make_borrower_side(lender_side.coordinator.endpoint))
         os.close(lent.fd)
-        me = worker.coordinator._lender._leases[0].borrower
+        me = lender_side.coordinator._lender._leases[0].borrower
         register = Register(name=me.name, incarnation=me.incarnation, page_bytes=1, demand_bytes=0)
         forged = BorrowerHeartbeat(
             sequence=1 << 40, register=register, epoch=lent.lease.epoch, mapped=(), given_back=(lent.lease.number,)
         )
         stranger.send(msgspec.msgpack.encode(forged))
-        wait_until(lambda: rejected(4), "a forged release to be counted")
-    assert worker.coordinator.status()["held_slabs"] == 1
+        wait_until(lambda: rejected(4), "a forged heartbeat to be counted")
+    assert lender_side.coordinator.status()["held_slabs"] == 1
 
     for data in (b"garbage", b"x" * 100_000, b""):
         with slab_channel.connect(path) as sock:
             sock.send(data)
             wait_until(lambda: is_closed(sock), "the connection to be closed")
-    worker.coordinator.lend([1])
-    worker.wait_for(LendOutcome((), (1,)))
+    lender_side.coordinator.lend([1])
+    lender_side.wait_for(LendOutcome((), (1,)))
 
 
 def is_closed(sock: socket.socket) -> bool:
@@ -433,8 +435,8 @@ def terms(number: int, due_in_s: float | None = None) -> Lease:
     return Lease(number=number, slab=0, size_bytes=SLAB_BYTES, token=b"t", strict=False, due_in_s=due_in_s)
 
 
-def test_a_borrower_watches_asks_again_and_never_maps_what_comes_too_late(false_lender, make_master):
-    master = make_master(false_lender.endpoint)
+def test_a_borrower_watches_asks_again_and_never_maps_what_comes_too_late(false_lender, make_borrower_side):
+    borrower_side = make_borrower_side(false_lender.endpoint)
     false_lender.hear()
     false_lender.router.send_multipart([false_lender.route, b"garbage"])
     false_lender.say()
@@ -445,18 +447,18 @@ def test_a_borrower_watches_asks_again_and_never_maps_what_comes_too_late(false_
     false_lender.say(terms(0))
     assert false_lender.asked().number == 0
     false_lender.say(terms(0, due_in_s=1.0))
-    wait_until(lambda: false_lender.hear().given_back == (0,), "a release")
+    wait_until(lambda: false_lender.hear().given_back == (0,), "the slab to be given back")
     read_end, write_end = os.pipe()
     slab_channel.send(false_lender.sock, Slab(0), read_end)
     os.close(read_end)
     wait_until(lambda: is_broken(write_end), "the memory to be closed")
     os.close(write_end)
-    assert master.coordinator.poll() == []
-    assert master.coordinator.status()["rejected"] == 1
+    assert borrower_side.coordinator.poll() == []
+    assert borrower_side.coordinator.status()["rejected"] == 1
 
 
-def test_the_next_life_of_a_lender_is_connected_to_anew(false_lender, make_master):
-    master = make_master(false_lender.endpoint)
+def test_the_next_life_of_a_lender_is_connected_to_anew(false_lender, make_borrower_side):
+    borrower_side = make_borrower_side(false_lender.endpoint)
     false_lender.hear()
     false_lender.say(terms(0))
     false_lender.accept()
@@ -467,7 +469,7 @@ def test_the_next_life_of_a_lender_is_connected_to_anew(false_lender, make_maste
     assert false_lender.asked().epoch == 1001
     wait_until(lambda: is_closed(old), "the former connection to be closed")
     old.close()
-    assert master.coordinator.poll() == []
+    assert borrower_side.coordinator.poll() == []
 
 
 def is_broken(write_end: int) -> bool:
@@ -518,7 +520,7 @@ def test_a_directory_of_another_user_is_refused(private: Path, monkeypatch):
 
 
 @pytest.mark.parametrize(("endpoint", "says"), [(TCP, "cannot listen on"), ("ipc://{}/peers", "another worker")])
-def test_an_endpoint_that_is_taken_is_said(make_worker, private: Path, endpoint: str, says: str):
-    worker = make_worker(endpoint=endpoint.format(private))
+def test_an_endpoint_that_is_taken_is_refused(make_lender_side, private: Path, endpoint: str, says: str):
+    lender_side = make_lender_side(endpoint=endpoint.format(private))
     with pytest.raises(PeerError, match=says):
-        make_worker(endpoint=worker.coordinator.endpoint)
+        make_lender_side(endpoint=lender_side.coordinator.endpoint)

@@ -1,4 +1,4 @@
-"""Random schedules of lending, reclaiming, faults and deaths, and a proof that these tests catch bugs."""
+"""Random schedules of lending, recalling, faults and deaths, and a proof that these tests catch bugs."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ def play(world: World, steps: int = STEPS) -> None:
     """Chaos, then peace; in the end every slab can be had back."""
     for _ in range(steps):
         world.step()
-    for worker in world.workers.values():
-        worker.is_stopped = False
-    stopped = world.masters[0]
-    for master in world.masters:
-        master.is_stopped = master is stopped
-        for borrower in master.borrowers.values():
+    for lender_side in world.lender_sides.values():
+        lender_side.is_stopped = False
+    stopped = world.borrower_sides[0]
+    for borrower_side in world.borrower_sides:
+        borrower_side.is_stopped = borrower_side is stopped
+        for borrower in borrower_side.borrowers.values():
             borrower.set_demand(2 * NUM_SLABS * SLAB_BYTES)
     world.settle(30)
     world.check_settled()
-    for worker in world.workers.values():
-        worker.lender.recall(NUM_SLABS, world.now + 2)
+    for lender_side in world.lender_sides.values():
+        lender_side.lender.recall(NUM_SLABS, world.now + 2)
     world.settle(10)
     world.check_settled()
     assert all(
-        not {LeaseState.GRANTED, LeaseState.HELD} & set(worker.lender.states) for worker in world.workers.values()
+        not {LeaseState.GRANTED, LeaseState.HELD} & set(lender_side.lender.states)
+        for lender_side in world.lender_sides.values()
     )
     stopped.is_stopped = False
     world.settle(10)
-    for worker in world.workers.values():
-        assert set(worker.lender.states) == {LeaseState.FREE}, "capacity is lost"
-        worker.lender.lend(range(NUM_SLABS), world.now)
-        assert set(worker.lender.states) <= {LeaseState.GRANTED, LeaseState.HELD}
+    for lender_side in world.lender_sides.values():
+        assert set(lender_side.lender.states) == {LeaseState.FREE}, "capacity is lost"
+        lender_side.lender.lend(range(NUM_SLABS), world.now)
+        assert set(lender_side.lender.states) <= {LeaseState.GRANTED, LeaseState.HELD}
     world.settle(5)
     world.check_settled()
 
@@ -56,7 +57,7 @@ def test_random_schedules():
         play(world)
         seen |= world.seen
     everything = {"lent", "held", "held strictly", "lost", "stale", "refused", "slab came too late"}
-    everything |= {"quarantined", "quarantine ended", "master died", "worker died", "fetched after death"}
+    everything |= {"quarantined", "quarantine ended", "borrower died", "lender died", "fetched after death"}
     assert seen == everything, "what these schedules are to show does not happen in them"
 
 
@@ -123,16 +124,16 @@ class MapsWhatComesTooLate(Borrower):
         return super().hold(lease, fd)
 
 
-class SaysOnlyOnceThatItReleased(Borrower):
-    said: frozenset[int] = frozenset()
+class GivesBackInOneHeartbeatOnly(Borrower):
+    sent: frozenset[int] = frozenset()
 
     def take_outgoing(self, now: float) -> BorrowerHeartbeat | None:
         message = super().take_outgoing(now)
         if message is None:
             return None
-        released = set(message.given_back) - self.said
-        self.said |= released
-        return msgspec.structs.replace(message, given_back=tuple(released))
+        given_back = set(message.given_back) - self.sent
+        self.sent |= given_back
+        return msgspec.structs.replace(message, given_back=tuple(given_back))
 
 
 MAPPED = "has mapped"
@@ -148,7 +149,7 @@ BORROWER_BUGS = [
     (BelievesEarlierEpochs, LOST),
     (TakesLateMessagesForNews, LOST),
     (MapsWhatComesTooLate, MAPPED),
-    (SaysOnlyOnceThatItReleased, "capacity is lost"),
+    (GivesBackInOneHeartbeatOnly, "capacity is lost"),
 ]
 
 

@@ -1,6 +1,6 @@
-"""`EngineCore`: one rank's scheduler with its executor and links, and the way between them.
+"""`EngineCore`: one rank's scheduler with its executor and links.
 
-Owns the order in which a decision is carried out and the account of what has completed. Takes no decisions, reads no
+Owns the order in which a decision is carried out, and the account of what has completed. Takes no decisions, reads no
 clock, opens no socket: the scheduler process, the tests and the simulator each bring their own.
 """
 
@@ -49,20 +49,24 @@ class EngineCore:
         self.slabs = slabs
         self._borrowed = slabs if isinstance(slabs, BorrowedSlabs) else None
         self.num_steps = 0
+        # Launches and operations that have completed, and those of them that failed and are not consumed.
         self._completed = dict.fromkeys(COUNTED, 0)
         self._failures: dict[str, list[int]] = {name: [] for name in COUNTED}
+        # What has completed on this rank and is not consumed; see Progress.
         self._results: dict[int, bytes] = {}
         self._logprobs: dict[int, LaunchLogprobs] = {}
         self._counts: dict[str, list[int]] = {name: [] for name in STORAGE_LINKS}
         self._far_counts: list[int] = []
         self._cost: dict[str, dict[int, float]] = {name: {} for name in _MEASURED}
+        # What the last `progress` found (done, failed, slabs), and what the last step was taken on.
         self._seen: tuple[dict[str, int], dict[str, int], SlabReport] = (dict(self._completed), {}, SlabReport())
         self._stepped_on = self._seen
+        # Launches below it are void.
         self._reset_mark = 0
         self._launched_last = False
 
     def progress(self) -> Progress:
-        """Poll, and say what has completed here and is not consumed."""
+        """Poll the executor and the links. Returns what has completed on this rank and is not consumed."""
         # The executor first: what made a launch fail is then seen together with it, never after.
         for result in self.executor.poll():
             assert result.seq == self._completed[EXEC], "launches complete in order"
@@ -112,9 +116,9 @@ class EngineCore:
         )
 
     def has_work(self, now: float) -> bool:
-        """Whether a step could do anything without new requests: something completed here since the last one, as the
-        last `progress` found, or that step launched, so that another launch may follow at once, or a request has
-        waited long enough. now: seconds, of the clock that `step` is told."""
+        """Whether a step could do anything without new requests. It can if the last `progress` found that something
+        completed since the last step, if that step launched, so that another launch may follow at once, or if a
+        request has waited long enough. now: seconds of the clock that `step` is passed."""
         if self._launched_last or self._seen != self._stepped_on:
             return True
         wake_at = self.scheduler.wake_at
@@ -129,7 +133,7 @@ class EngineCore:
         flush: Sequence[str] = (),
         storage: Sequence[StorageRequest] = (),
     ) -> BatchDecision:
-        """One step on reduced progress, carried out."""
+        """Take one step, on reduced progress, and carry its decision out."""
         inputs = StepInputs(
             step=self.num_steps,
             now=now,
@@ -160,12 +164,12 @@ class EngineCore:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is queued, running or on its way."""
+        """Whether no request is queued or running, and no operation in flight."""
         return self.scheduler.num_reqs == 0 and not self.has_outstanding
 
     @property
     def has_outstanding(self) -> bool:
-        """Some launch or operation has not been consumed yet, so that inputs will come by themselves."""
+        """Whether some launch or operation has not been consumed yet, so that inputs will come by themselves."""
         return self.scheduler.is_under_way
 
     def _consume(self, progress: Progress, decision: BatchDecision) -> None:
@@ -184,7 +188,7 @@ class EngineCore:
             seqs = self._failures[name]
             self._failures[name] = [s for s in seqs if s > first]
         if decision.reset is not None:
-            # Launches below the mark are void: what failed there does not matter any more, now or when it completes.
+            # Launches below the mark are void: their failures do not matter any more.
             self._reset_mark = decision.reset
             self._failures[EXEC] = [s for s in self._failures[EXEC] if s >= decision.reset]
 
@@ -247,8 +251,8 @@ class ReplayMismatchError(RuntimeError):
 
 def replay(file: BinaryIO) -> int:
     """Run a recorded run's inputs through a fresh scheduler. Returns the number of steps that agree; raises
-    ReplayMismatchError at the first decision that differs, ValueError if the file is no record, and whatever a step
-    raises. A record may be cut off anywhere.
+    ReplayMismatchError at the first decision that differs, ValueError if the file is no record of this version, and
+    anything that a step raises. A record may be cut off anywhere after its configuration.
     """
 
     def frame() -> bytes | None:

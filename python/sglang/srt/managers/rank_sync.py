@@ -1,8 +1,9 @@
 """`RankSync`: how the ranks of one model step together. Owns the sockets between ranks and the reduction.
 
-Rank 0 hears the requests and the clock. For every step it sends each other rank one `Tick`, and all ranks meet in one
-reduction of fixed shape; then all know the same and decide alike. A rank without a tick sleeps on its socket. A rank
-whose work completes pokes rank 0, through a named pipe that wakes its poller, since nobody else starts a step.
+Rank 0 receives the requests and reads the clock. For every step it sends each other rank one `Tick`, and all ranks
+meet in one reduction of fixed shape. Then all have the same inputs and decide alike. A rank without a tick sleeps on
+its socket. A rank
+whose work completes pokes rank 0, through a named pipe that wakes its poller, since only rank 0 starts steps.
 """
 
 from __future__ import annotations
@@ -24,27 +25,30 @@ from sglang.srt.utils.child_process import open_pull, open_push
 
 
 class Tick(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 tells the others for one step; results, logprobs and cost are those that it has and has not
-    consumed."""
+    """What rank 0 sends the other ranks for one step; see `StepInputs`."""
 
     now: float
     new: tuple[TokenizedGenerateReqInput, ...] = ()
     aborts: tuple[str, ...] = ()
     flush: tuple[str, ...] = ()
     storage: tuple[StorageRequest, ...] = ()
+    # What rank 0 has measured or sampled and not consumed.
     results: dict[int, bytes] = {}
     logprobs: dict[int, LaunchLogprobs] = {}
     cost: dict[str, dict[int, float]] = {}
 
 
 class RankSync:
-    """directory: the server's own; holds the sockets `rank_<n>_in` and the pipe `poke`, which the parent made."""
+    """directory: the server's own, with the sockets `rank_<n>_in` and the pipe `poke`, which the parent made.
+
+    socket: where a rank other than 0 receives ticks; None at rank 0. poke_fd: the pipe's end; None with one rank."""
 
     def __init__(self, group: TensorParallelGroup, context: zmq.Context, directory: str) -> None:
         self._group = group
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Tick).decode
-        self._peers: list[zmq.Socket] = []
+        # To the other ranks; at rank 0 only.
+        self._followers: list[zmq.Socket] = []
         self.socket: zmq.Socket | None = None
         self.poke_fd: int | None = None
         pipe = f"{directory}/poke"
@@ -53,14 +57,15 @@ class RankSync:
         if group.rank == 0:
             # Read and write, so that the pipe never ends while a rank is not there.
             self.poke_fd = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
-            self._peers = [open_push(context, f"ipc://{directory}/rank_{r}_in") for r in range(1, group.size)]
+            self._followers = [open_push(context, f"ipc://{directory}/rank_{r}_in") for r in range(1, group.size)]
         else:
             self.poke_fd = os.open(pipe, os.O_WRONLY)
             os.set_blocking(self.poke_fd, False)
             self.socket = open_pull(context, f"ipc://{directory}/rank_{group.rank}_in")
 
     def poke(self) -> None:
-        """Something completed here: rank 0 should step. Called from any thread; a full pipe says the same."""
+        """Something completed here: rank 0 should step. Called from any thread. If the pipe is full, rank 0 has pokes
+        to take anyway."""
         try:
             os.write(self.poke_fd, b"\0")  # type: ignore[arg-type]
         except BlockingIOError:
@@ -76,16 +81,16 @@ class RankSync:
             return False
 
     def lead(self, tick: Tick, progress: Progress) -> Progress:
-        """Rank 0: start a step on all ranks. Returns the progress that all agree on."""
-        if not self._peers:
+        """Rank 0: start a step on all ranks. Returns the progress that all ranks agree on."""
+        if not self._followers:
             return progress
         message = self._encode(tick)
-        for peer in self._peers:
-            peer.send(message)
+        for follower in self._followers:
+            follower.send(message)
         return self._agree(progress, tick)
 
     def follow(self, message: bytes, progress: Callable[[], Progress]) -> tuple[Tick, Progress]:
-        """Other ranks: join the step that `message` starts. progress: asked for when it has come."""
+        """Other ranks: join the step that the message starts. progress: called once the message has come."""
         tick = self._decode(message)
         return tick, self._agree(progress(), tick)
 

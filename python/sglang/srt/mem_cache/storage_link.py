@@ -57,13 +57,15 @@ class StoreSlot:
 
 @dataclass
 class _Begun:
-    """An operation from its start until it is reported. at: seconds, when it began; None if it never did. give_up:
-    hints that nobody wants it any more; a store that is still starting it is told when it has."""
+    """An operation from its start until it is reported."""
 
     seq: int
+    # When it began, in seconds; None: it was cancelled before.
     at: float | None = None
     result: OpResult | None = None
+    # Hints to the store that the result is not needed any more; None while the store is still starting the operation.
     give_up: Callable[[], None] | None = None
+    # Whether it was cancelled after it began. A store that is still starting it gets the hint once it has started.
     is_unwanted: bool = False
 
 

@@ -117,7 +117,7 @@ class OpResult:
     error: str = ""
     # Of a storage operation, see StorageOp.
     count: int = 0
-    # Of a probe: how many of these blocks, the last ones, lie on the second storage tier.
+    # Of a probe: how many of the blocks that it counts, the last ones, lie on the second storage tier.
     far_count: int = 0
     # From its first byte to its end, as far as measured. For links that work on several operations at once, from the
     # end of the operation before.

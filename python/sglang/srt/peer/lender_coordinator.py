@@ -90,7 +90,7 @@ class LenderCoordinator(Coordinator[LenderEvent]):
         # Of borrowers that have shown a lease.
         self._processes: dict[BorrowerId, Process] = {}
         self._router = self._open(zmq.ROUTER)
-        # A route is a secret that a borrower chooses: whoever connects anew with it is that borrower.
+        # A route is a secret that a borrower chooses: a new connection with the same route is the same borrower.
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         try:
             self._router.bind(endpoint)

@@ -59,7 +59,7 @@ class DeviceLending:
         self._drain_at: float | None = None
         # Slabs that were recalled and are not mapped yet.
         self._recalled: list[int] = []
-        # How many of these `take_num_recalled` has not returned yet.
+        # How many were recalled since the last call of `take_num_recalled`.
         self._num_new_recalled = 0
         self._num_borrowable = self._num_late = 0
         self.wake_at: float | None = None

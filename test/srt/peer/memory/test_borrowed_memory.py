@@ -1,4 +1,4 @@
-"""A master with a real model borrows real slabs from workers over real sockets; and what becomes of them. Slabs of
+"""A borrower with a real model borrows real slabs from lenders over real sockets; and what becomes of them. Slabs of
 GPU memory are those of an emulated device, under a driver that is not there.
 """
 
@@ -52,8 +52,8 @@ def model_config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 
 @pytest.fixture
-def worker(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LentMemory]:
-    """Of another shape than the master: its pages and the master's do not divide each other, nor the slab. The
+def lender(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LentMemory]:
+    """Of another shape than the borrower: its pages and the borrower's do not divide each other, nor the slab. The
     parameter is the kind of its slabs."""
     tmp_path.chmod(0o700)
     shape = (2, 5, 1, 24)
@@ -89,30 +89,30 @@ def memory_options(kind: str) -> Iterator[dict[str, Any]]:
         yield {"device": torch.device("cuda", 0)} if kind == "gpu" else {}
 
 
-def kind_of(worker: LentMemory) -> str:
+def kind_of(lender: LentMemory) -> str:
     """Of what others map."""
-    if isinstance(worker.slabs, CudaSlabRange):
-        return "emulated" if isinstance(worker.slabs._driver, FakeCudaDriver) else "gpu"
+    if isinstance(lender.slabs, CudaSlabRange):
+        return "emulated" if isinstance(lender.slabs._driver, FakeCudaDriver) else "gpu"
     return "mapped"
 
 
-class Master:
-    def __init__(self, model_config: ModelConfig, worker: LentMemory, tmp_path: Path) -> None:
+class BorrowingEngine:
+    def __init__(self, model_config: ModelConfig, lender: LentMemory, tmp_path: Path) -> None:
         self._checked = contextlib.ExitStack()
-        options = self._checked.enter_context(memory_options(kind_of(worker)))
-        slab_bytes, device = worker.slabs.slab_bytes, worker.pool.kv.device.type
+        options = self._checked.enter_context(memory_options(kind_of(lender)))
+        slab_bytes, device = lender.slabs.slab_bytes, lender.pool.kv.device.type
         borrow = partial(
-            BorrowedMemory, [f"ipc://{tmp_path}/peers"], "master", SlabsConfig(NUM_SLABS, slab_bytes, **options)
+            BorrowedMemory, [f"ipc://{tmp_path}/peers"], "borrower", SlabsConfig(NUM_SLABS, slab_bytes, **options)
         )
         # Less than two prompts on the device, less than one on the host.
         self.engine = LocalEngine(
             model_config, num_device_pages=50, num_host_pages=20, page_size=PAGE, borrow=borrow, device=device
         )
-        self.worker = worker
+        self.lender = lender
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         def holds() -> object:
-            self.worker.poll_mapped()
+            self.lender.poll_mapped()
             self.engine._turn(0.01, [], [], lambda decision: None)
             return condition()
 
@@ -121,12 +121,12 @@ class Master:
         self.engine.scheduler.check_invariants()
 
     def lend(self, *slabs: int) -> None:
-        before = self.num_here
-        self.worker.lend(slabs)
-        self.until(lambda: self.num_here == before + len(slabs), "what is lent does not come")
+        before = self.num_mapped
+        self.lender.lend(slabs)
+        self.until(lambda: self.num_mapped == before + len(slabs), "lent slabs are not mapped")
 
     @property
-    def num_here(self) -> int:
+    def num_mapped(self) -> int:
         ledger = self.engine.scheduler.cache.borrowed
         assert ledger is not None
         return sum(state.name == "MAPPED" for state in ledger.states)
@@ -136,8 +136,8 @@ class Master:
         self.engine.settle()
         return answer.tokens, answer.cached_tokens_details["peer"]
 
-    def lender(self) -> dict[str, Any]:
-        """What the master says of the worker."""
+    def lender_state(self) -> dict[str, Any]:
+        """The borrower's view of the lender."""
         assert self.engine.borrowed is not None
         (lender,) = self.engine.borrowed.state()["lenders"]
         return lender
@@ -149,7 +149,7 @@ class Master:
         self._checked.close()
 
 
-def slabs_of_worker(**counts: int) -> dict[str, int]:
+def slabs_of_lender(**counts: int) -> dict[str, int]:
     return {"home": 0, "offered": 0, "lent": 0, "asked_back": 0, "quarantined": 0} | counts
 
 
@@ -167,13 +167,13 @@ def computed(model_config: ModelConfig, texts: list[np.ndarray], kind: str = "ma
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 ALL_KINDS = pytest.mark.parametrize(
-    "worker", ["mapped", "strict", "emulated", pytest.param("gpu", marks=ON_GPU)], indirect=True
+    "lender", ["mapped", "strict", "emulated", pytest.param("gpu", marks=ON_GPU)], indirect=True
 )
 
 
 # Of the emulated device, what the next test does is enough, unless all tests run.
 @pytest.mark.parametrize(
-    "worker",
+    "lender",
     [
         "mapped",
         "strict",
@@ -182,64 +182,64 @@ ALL_KINDS = pytest.mark.parametrize(
     ],
     indirect=True,
 )
-def test_what_leaves_the_device_comes_back_from_the_worker(
-    model_config: ModelConfig, worker: LentMemory, tmp_path: Path
+def test_pages_that_the_device_evicts_are_loaded_from_the_lender(
+    model_config: ModelConfig, lender: LentMemory, tmp_path: Path
 ) -> None:
     texts = prompts(1)[:2]
-    wanted = computed(model_config, texts, kind_of(worker))
-    master = Master(model_config, worker, tmp_path)
-    assert [master.ask(text) for text in texts] == [(tokens, 0) for tokens in wanted], "nothing is lent yet"
-    assert worker.state()["slabs"] == slabs_of_worker(home=6)
-    master.lend(5, 4, 3, 2)
-    lent = slabs_of_worker(home=2, lent=4)
-    master.until(lambda: worker.state()["slabs"] == lent, "the worker does not hear that they have come")
-    assert worker.state()["borrowers"] == 1
-    assert master.lender() == {
+    wanted = computed(model_config, texts, kind_of(lender))
+    borrower = BorrowingEngine(model_config, lender, tmp_path)
+    assert [borrower.ask(text) for text in texts] == [(tokens, 0) for tokens in wanted], "nothing is lent yet"
+    assert lender.state()["slabs"] == slabs_of_lender(home=6)
+    borrower.lend(5, 4, 3, 2)
+    lent = slabs_of_lender(home=2, lent=4)
+    borrower.until(lambda: lender.state()["slabs"] == lent, "the lender does not hear that they are mapped")
+    assert lender.state()["borrowers"] == 1
+    assert borrower.lender_state() == {
         "endpoint": f"ipc://{tmp_path}/peers",
         "connected": True,
         "slabs": {"held": 4, "asked_back": 0},
     }
     for text in texts:
-        master.ask(text)
-    again = [master.ask(text) for text in texts]
+        borrower.ask(text)
+    again = [borrower.ask(text) for text in texts]
     assert [tokens for tokens, _ in again] == wanted
     assert all(found >= 10 * PAGE for _, found in again), again
-    assert (worker.state()["copies"]["bytes"] > 0) == worker.coordinator._lender.strict
-    master.close()
+    assert (lender.state()["copies"]["bytes"] > 0) == lender.coordinator._lender.strict
+    borrower.close()
 
 
 @ALL_KINDS
-def test_what_is_asked_back_goes_home_empty_and_answers_stay(
-    model_config: ModelConfig, worker: LentMemory, tmp_path: Path
+def test_recalled_slabs_are_given_back_empty_and_answers_stay(
+    model_config: ModelConfig, lender: LentMemory, tmp_path: Path
 ) -> None:
     texts = prompts(2)[:2]
-    wanted = computed(model_config, texts, kind_of(worker))
-    master = Master(model_config, worker, tmp_path)
-    master.lend(5, 4)
+    wanted = computed(model_config, texts, kind_of(lender))
+    borrower = BorrowingEngine(model_config, lender, tmp_path)
+    borrower.lend(5, 4)
     for text in texts * 2:
-        master.ask(text)
-    assert master.engine.scheduler.cache.tree.resident_pages(Tier.PEER) > 0
-    # The worker's own memory, seen from the worker: what the master has written there.
-    assert any(worker.slabs.slab(slab).any() for slab in (4, 5))
-    worker.recall(2)
-    master.until(lambda: worker.poll_mapped().mapped == b"\1" * NUM_SLABS, "what is asked back does not come home")
-    assert master.num_here == 0 and master.engine.scheduler.cache.tree.resident_pages(Tier.PEER) == 0
-    assert not any(worker.slabs.slab(slab).any() for slab in range(NUM_SLABS)), "it is not scrubbed"
-    assert [master.ask(text)[0] for text in texts] == wanted
-    master.lend(1)
-    assert [master.ask(text)[0] for text in texts * 2] == wanted * 2
-    master.close()
+        borrower.ask(text)
+    assert borrower.engine.scheduler.cache.tree.resident_pages(Tier.PEER) > 0
+    # The lender's own memory, seen from the lender: what the borrower has written there.
+    assert any(lender.slabs.slab(slab).any() for slab in (4, 5))
+    lender.recall(2)
+    borrower.until(lambda: lender.poll_mapped().mapped == b"\1" * NUM_SLABS, "recalled slabs are not given back")
+    assert borrower.num_mapped == 0 and borrower.engine.scheduler.cache.tree.resident_pages(Tier.PEER) == 0
+    assert not any(lender.slabs.slab(slab).any() for slab in range(NUM_SLABS)), "it is not scrubbed"
+    assert [borrower.ask(text)[0] for text in texts] == wanted
+    borrower.lend(1)
+    assert [borrower.ask(text)[0] for text in texts * 2] == wanted * 2
+    borrower.close()
 
 
 def test_a_slab_of_another_size_is_given_back(
-    model_config: ModelConfig, worker: LentMemory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model_config: ModelConfig, lender: LentMemory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    borrow = partial(BorrowedMemory, [f"ipc://{tmp_path}/peers"], "master", SlabsConfig(NUM_SLABS, 2 * SLAB_BYTES))
+    borrow = partial(BorrowedMemory, [f"ipc://{tmp_path}/peers"], "borrower", SlabsConfig(NUM_SLABS, 2 * SLAB_BYTES))
     engine = LocalEngine(model_config, 50, 20, page_size=PAGE, borrow=borrow)
-    worker.lend([5])
+    lender.lend([5])
 
     def is_said() -> bool:
-        worker.poll_mapped()
+        lender.poll_mapped()
         engine._turn(0.01, [], [], lambda decision: None)
         return "--peer-slab-size" in caplog.text
 
@@ -250,81 +250,81 @@ def test_a_slab_of_another_size_is_given_back(
     engine.borrowed.close()
 
 
-@pytest.mark.parametrize("worker", ["strict"], indirect=True)
-def test_answers_stay_when_strict_slabs_go_home_without_a_word_from_the_master(
-    model_config: ModelConfig, worker: LentMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lender", ["strict"], indirect=True)
+def test_answers_stay_when_strict_slabs_go_home_without_a_word_from_the_borrower(
+    model_config: ModelConfig, lender: LentMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The master's loads fail in the middle of its requests, and what it thought it had is gone."""
+    """The borrower's loads fail in the middle of its requests, and what it thought it had is gone."""
     monkeypatch.setattr(lent_memory, "RECALL_TIMEOUT_S", 0.0)
     texts = prompts(7)
     wanted = computed(model_config, texts)
-    master = Master(model_config, worker, tmp_path)
+    borrower = BorrowingEngine(model_config, lender, tmp_path)
     for _ in range(3):
-        master.lend(5, 4, 3)
+        borrower.lend(5, 4, 3)
         for text in texts:
-            master.ask(text)
-        assert master.engine.scheduler.cache.tree.resident_pages(Tier.PEER) > 0
-        worker.recall(3)
-        wait_until(lambda: worker.poll_mapped().mapped == b"\1" * NUM_SLABS, "all slabs to come home")
+            borrower.ask(text)
+        assert borrower.engine.scheduler.cache.tree.resident_pages(Tier.PEER) > 0
+        lender.recall(3)
+        wait_until(lambda: lender.poll_mapped().mapped == b"\1" * NUM_SLABS, "all slabs to be given back")
         for slab in (3, 4, 5):
-            worker.slabs.slab(slab)[:] = 0x7F  # NaN to whoever reads it
-        assert [master.ask(text)[0] for text in texts] == wanted
-        master.until(lambda: master.num_here == 0, "the master does not hear of it")
-        assert all((worker.slabs.slab(slab) == 0x7F).all() for slab in (3, 4, 5)), "the master still wrote"
-    assert worker.state()["slabs"] == slabs_of_worker(home=6)
-    master.close()
+            lender.slabs.slab(slab)[:] = 0x7F  # NaN to whoever reads it
+        assert [borrower.ask(text)[0] for text in texts] == wanted
+        borrower.until(lambda: borrower.num_mapped == 0, "the borrower does not hear of it")
+        assert all((lender.slabs.slab(slab) == 0x7F).all() for slab in (3, 4, 5)), "the borrower still wrote"
+    assert lender.state()["slabs"] == slabs_of_lender(home=6)
+    borrower.close()
 
 
-def test_what_nobody_borrows_waits_and_comes_home_when_it_is_asked_for(
-    model_config: ModelConfig, worker: LentMemory, tmp_path: Path
+def test_slabs_that_no_borrower_takes_wait_and_are_mapped_again_when_recalled(
+    model_config: ModelConfig, lender: LentMemory, tmp_path: Path
 ) -> None:
-    worker.lend([5, 4, 3])
-    worker.slabs.slab(0)[:] = 7
+    lender.lend([5, 4, 3])
+    lender.slabs.slab(0)[:] = 7
 
     def is_idle() -> bool:
-        assert worker.poll_mapped().mapped == b"\1\1\1\0\0\0"
-        return worker._unborrowed == {3, 4, 5}
+        assert lender.poll_mapped().mapped == b"\1\1\1\0\0\0"
+        return lender._unborrowed == {3, 4, 5}
 
-    wait_until(is_idle, "slabs that nobody takes")
-    assert worker.state()["slabs"] == slabs_of_worker(home=3, offered=3)
-    worker.recall(1)
-    assert worker.poll_mapped().mapped == b"\1\1\1\1\0\0", "the lowest of them, at once"
-    master = Master(model_config, worker, tmp_path)
-    master.until(lambda: master.num_here == 2, "the others are not offered to who comes later")
-    worker.recall(1)
-    master.until(lambda: worker.poll_mapped().mapped == b"\1\1\1\1\1\0", "one is asked for")
-    assert master.num_here == 1 and (worker.slabs.slab(0) == 7).all()
-    master.close()
+    wait_until(is_idle, "slabs that no borrower takes")
+    assert lender.state()["slabs"] == slabs_of_lender(home=3, offered=3)
+    lender.recall(1)
+    assert lender.poll_mapped().mapped == b"\1\1\1\1\0\0", "the lowest of them, at once"
+    borrower = BorrowingEngine(model_config, lender, tmp_path)
+    borrower.until(lambda: borrower.num_mapped == 2, "the others are not offered to who comes later")
+    lender.recall(1)
+    borrower.until(lambda: lender.poll_mapped().mapped == b"\1\1\1\1\1\0", "one is recalled")
+    assert borrower.num_mapped == 1 and (lender.slabs.slab(0) == 7).all()
+    borrower.close()
 
 
-def test_what_a_master_keeps_too_long_shows_as_quarantined_until_it_comes_back(
-    model_config: ModelConfig, worker: LentMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_a_borrower_keeps_too_long_shows_as_quarantined_until_it_comes_back(
+    model_config: ModelConfig, lender: LentMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lent_memory, "RECALL_TIMEOUT_S", 0.0)
-    master = Master(model_config, worker, tmp_path)
-    master.lend(5, 4)
-    worker.recall(1)
-    late = slabs_of_worker(home=4, lent=1, quarantined=1)
-    wait_until(lambda: [worker.poll_mapped(), worker.state()["slabs"] == late][1], "the alarm")
-    assert worker.poll_mapped().num_late == 1
-    borrowed = master.engine.borrowed
+    borrower = BorrowingEngine(model_config, lender, tmp_path)
+    borrower.lend(5, 4)
+    lender.recall(1)
+    late = slabs_of_lender(home=4, lent=1, quarantined=1)
+    wait_until(lambda: [lender.poll_mapped(), lender.state()["slabs"] == late][1], "the alarm")
+    assert lender.poll_mapped().num_late == 1
+    borrowed = borrower.engine.borrowed
     assert borrowed is not None
     asked = {"held": 1, "asked_back": 1}
-    wait_until(lambda: [borrowed.poll_mapped(), master.lender()["slabs"] == asked][1], "the master to hear of it")
-    master.until(lambda: worker.poll_mapped().mapped == b"\1\1\1\1\1\0", "the master does not give it back")
-    assert worker.state()["slabs"] == slabs_of_worker(home=5, lent=1)
-    assert master.lender()["slabs"] == {"held": 1, "asked_back": 0}
-    master.close()
+    wait_until(lambda: [borrowed.poll_mapped(), borrower.lender_state()["slabs"] == asked][1], "the recall to come")
+    borrower.until(lambda: lender.poll_mapped().mapped == b"\1\1\1\1\1\0", "the borrower does not give it back")
+    assert lender.state()["slabs"] == slabs_of_lender(home=5, lent=1)
+    assert borrower.lender_state()["slabs"] == {"held": 1, "asked_back": 0}
+    borrower.close()
 
 
 @ALL_KINDS
-def test_a_slab_that_other_ranks_lack_goes_home_when_it_is_asked_for(worker: LentMemory, tmp_path: Path) -> None:
-    """The scheduler says that a slab has left when one rank may not use it any more: the others may only be asked for
-    theirs later, or may never have had it in use at all."""
+def test_a_slab_that_other_ranks_lack_is_given_back_when_it_is_recalled(lender: LentMemory, tmp_path: Path) -> None:
+    """A slab is drained when one rank may not use it any more. On other ranks it may be recalled later, or may never
+    have been in use at all."""
     shape = (3, PAGE, 2, 8)
     checked = contextlib.ExitStack()
-    options = checked.enter_context(memory_options(kind_of(worker)))
-    slab_bytes, page_bytes = worker.slabs.slab_bytes, 2 * 4 * 3 * PAGE * 2 * 8
+    options = checked.enter_context(memory_options(kind_of(lender)))
+    slab_bytes, page_bytes = lender.slabs.slab_bytes, 2 * 4 * 3 * PAGE * 2 * 8
     memory = BorrowedMemory(
         [f"ipc://{tmp_path}/peers"],
         "rank",
@@ -334,28 +334,28 @@ def test_a_slab_that_other_ranks_lack_goes_home_when_it_is_asked_for(worker: Len
         torch.float32,
     )
 
-    def until(slabs_here: int, others_have: bytes, home: bytes) -> None:
+    def until(slabs_mapped: int, others_have: bytes, home: bytes) -> None:
         """Steps, as a rank's engine takes them."""
 
         def is_so() -> bool:
-            mine, at_home = memory.poll_mapped().mapped, worker.poll_mapped().mapped
+            mine, at_home = memory.poll_mapped().mapped, lender.poll_mapped().mapped
             memory.mark_in_use(bytes(a & b for a, b in zip(mine, others_have, strict=True)))
-            return (sum(mine), at_home) == (slabs_here, home)
+            return (sum(mine), at_home) == (slabs_mapped, home)
 
-        wait_until(is_so, f"{slabs_here} slabs here, {home!r} at home")
+        wait_until(is_so, f"{slabs_mapped} slabs mapped here, {home!r} at the lender")
 
     # Into places 0, 1 and 2.
     for i, slab in enumerate((5, 4, 3)):
-        worker.lend([slab])
+        lender.lend([slab])
         until(1 + i, b"\0\0\0\0\0\0", b"\1" * slab + b"\0" * (6 - slab))
     memory.mark_in_use(b"\1\1\0\0\0\0")
-    worker.recall(1)
+    lender.recall(1)
     until(2, b"\1\1\0\0\0\0", b"\1\1\1\1\0\0")
     memory.mark_in_use(b"\1\1\0\0\0\0")
     memory.give_back([0])
     memory.mark_in_use(b"\0\1\0\0\0\0")
     assert sum(memory.poll_mapped().mapped) == 2, "what another rank has lost stays here"
-    worker.recall(2)
+    lender.recall(2)
     until(0, b"\0\1\0\0\0\0", b"\1\1\1\1\0\1")
     memory.give_back([1])
     until(0, b"\0\0\0\0\0\0", b"\1\1\1\1\1\1")
@@ -363,25 +363,25 @@ def test_a_slab_that_other_ranks_lack_goes_home_when_it_is_asked_for(worker: Len
     checked.close()
 
 
-def test_a_worker_that_is_gone_is_one_line_with_the_number_of_its_slabs(
-    worker: LentMemory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_lender_that_is_gone_is_one_line_with_the_number_of_its_slabs(
+    lender: LentMemory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    endpoint, slab_bytes = f"ipc://{tmp_path}/peers", worker.slabs.slab_bytes
+    endpoint, slab_bytes = f"ipc://{tmp_path}/peers", lender.slabs.slab_bytes
     memory = BorrowedMemory(
         [endpoint],
-        "master",
+        "borrower",
         SlabsConfig(NUM_SLABS, slab_bytes),
         2 * 4 * 3 * PAGE * 2 * 8,
         (3, PAGE, 2, 8),
         torch.float32,
     )
-    worker.lend([0, 2, 3])
+    lender.lend([0, 2, 3])
 
     def all_came() -> bool:
-        worker.poll_mapped()
+        lender.poll_mapped()
         return sum(memory.poll_mapped().mapped) == 3
 
-    wait_until(all_came, "what is lent does not come")
+    wait_until(all_came, "lent slabs are not mapped")
     lost = [SlabLost(*lease) for lease in memory._leases if lease is not None]
     with mock.patch.object(memory.coordinator, "poll", return_value=lost):
         assert sum(memory.poll_mapped().mapped) == 0

@@ -380,7 +380,7 @@ def model_config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 
 @pytest.mark.parametrize("kind", ["emulated", on_gpu])
-def test_a_worker_gives_the_same_tokens(model_config: ModelConfig, kind: str):
+def test_a_lender_gives_the_same_tokens(model_config: ModelConfig, kind: str):
     """Its device pool is in slabs; prompts with a shared prefix, eviction, loads and backups."""
     rng = np.random.default_rng(6)
     prefix = rng.integers(3, 97, 30)

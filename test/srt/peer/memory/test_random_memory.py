@@ -1,8 +1,9 @@
-"""Random schedules with real memory, real sockets and real processes: a worker's own bytes are never anybody else's
-to read, and what others wrote is never the worker's.
+"""Random schedules with real memory, real sockets and real processes: no borrower
+ever reads a lender's bytes, and no lender a borrower's.
 
-What is at home at the worker is full of its own bytes. A master checks that a slab begins as zeros and that it keeps
-what it wrote there. Masters are asked back, stand still, are killed and start anew, in this process and others.
+Slabs that are mapped at the lender are full of its own bytes. A borrower checks that a slab begins as zeros and that
+it keeps what the borrower wrote there. Slabs are recalled; borrowers stand still, are killed and start anew, in this
+process and others.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from support.strict_process import FOREIGN, NUM_SLABS, OWN, borrow, borrowed_mem
 HOME = b"\1" * NUM_SLABS
 
 
-class Master:
+class BorrowerSide:
     """In this process. It holds what it is lent until a step lets it give back."""
 
     def __init__(self, endpoint: str, number: int) -> None:
@@ -38,19 +39,19 @@ class Master:
         self.held: set[int] = set()
 
     def check(self, seen: Counter[str]) -> None:
-        """What is here is zeros at first, then what this master wrote."""
+        """A slab is zeros at first, then what this borrower wrote."""
         here = set(np.flatnonzero(np.frombuffer(self.memory.poll_mapped().mapped, np.uint8)).tolist())
         for place in sorted(here):
             try:
                 if place not in self.held:
                     self.read(place)
-                    assert not self.device.kv.any(), "a slab came with what somebody else had there"
+                    assert not self.device.kv.any(), "a slab came with what another process had there"
                     self.device.kv.fill_(self.own)
                     self.pool.back_up(self.device.kv_pages, self.pages, self.frames(place), "auto")
                     self.held.add(place)
                     seen["lent"] += 1
                 self.read(place)
-                assert (self.device.kv == self.own).all(), "somebody else wrote to a slab that is lent"
+                assert (self.device.kv == self.own).all(), "another process wrote to a slab that is lent"
                 seen["read"] += 1
             except LoadFailedError:
                 seen["refused"] += 1
@@ -77,9 +78,9 @@ class World:
     def __init__(self, directory: Path, strict: bool, seed: int) -> None:
         self.rng = random.Random(seed)
         self.endpoint = f"ipc://{directory}/peers"
-        self.worker = lent_memory(self.endpoint, directory, strict)
+        self.lender = lent_memory(self.endpoint, directory, strict)
         self.is_home = [False] * NUM_SLABS
-        self.masters = [Master(self.endpoint, number) for number in (1, 2)]
+        self.borrowers = [BorrowerSide(self.endpoint, number) for number in (1, 2)]
         self.child = Child(borrow, self.endpoint)
         self.is_stopped = False
         self.seen: Counter[str] = Counter()
@@ -97,39 +98,39 @@ class World:
             self.child.go_on()
 
     def look(self) -> None:
-        """What comes home is zeros, and becomes the worker's own; what is at home stays so."""
-        for slab, is_home in enumerate(self.worker.poll_mapped().mapped):
-            memory = self.worker.slabs.slab(slab)
+        """A slab that is mapped again is zeros, and is filled. One that stays mapped keeps the lender's bytes."""
+        for slab, is_home in enumerate(self.lender.poll_mapped().mapped):
+            memory = self.lender.slabs.slab(slab)
             if is_home and not self.is_home[slab]:
-                assert not memory.any(), "a slab comes home with what others wrote"
+                assert not memory.any(), "a slab comes back with what others wrote"
                 memory[:] = OWN
                 self.seen["home"] += 1
             elif is_home:
-                assert (memory == OWN).all(), "somebody wrote to what is at home"
+                assert (memory == OWN).all(), "a borrower wrote to a slab of the lender"
             self.is_home[slab] = bool(is_home)
-        slabs = self.worker.state()["slabs"]
+        slabs = self.lender.state()["slabs"]
         assert min(slabs.values()) >= 0 and sum(slabs.values()) == NUM_SLABS, slabs
         self.seen["quarantined"] += slabs["quarantined"] > 0
         assert self.child.is_alive, "the child found what it had not written"
         # On its own thread; a failure ends that, and the next `here` raises.
-        coordinator = self.worker.coordinator
+        coordinator = self.lender.coordinator
         coordinator._submit(coordinator._lender.check_invariants)
-        for master in self.masters:
-            for each in master.memory.coordinator._links.values():
-                master.memory.coordinator._submit(each.borrower.check_invariants)
+        for borrower in self.borrowers:
+            for each in borrower.memory.coordinator._links.values():
+                borrower.memory.coordinator._submit(each.borrower.check_invariants)
 
     def step(self) -> None:
         dice = self.rng.random()
         if dice < 0.15:
             home = [slab for slab in range(NUM_SLABS) if self.is_home[slab]]
             leaving = self.rng.sample(home, self.rng.randint(0, len(home)))
-            self.worker.lend(leaving)
+            self.lender.lend(leaving)
             for slab in leaving:
                 self.is_home[slab] = False
         elif dice < 0.3:
-            self.worker.recall(self.rng.randrange(NUM_SLABS + 1))
+            self.lender.recall(self.rng.randrange(NUM_SLABS + 1))
         elif dice < 0.5:
-            self.rng.choice(self.masters).give_back()
+            self.rng.choice(self.borrowers).give_back()
         elif dice < 0.52:
             self.stop_or_go_on()
         elif dice < 0.53 and self.child_has_borrowed:
@@ -137,7 +138,7 @@ class World:
             self.child, self.is_stopped = Child(borrow, self.endpoint), False
             self.seen["killed"] += 1
         else:
-            self.rng.choice(self.masters).check(self.seen)
+            self.rng.choice(self.borrowers).check(self.seen)
         self.look()
         time.sleep(0.001)  # others have a processor, too
 
@@ -147,20 +148,20 @@ class World:
             self.stop_or_go_on()
 
         def all_home() -> bool:
-            self.worker.recall(NUM_SLABS)
-            for master in self.masters:
-                master.give_back()
-            return self.worker.poll_mapped().mapped == HOME
+            self.lender.recall(NUM_SLABS)
+            for borrower in self.borrowers:
+                borrower.give_back()
+            return self.lender.poll_mapped().mapped == HOME
 
-        wait_until(all_home, "all slabs to come home")
+        wait_until(all_home, "all slabs to be given back")
         self.look()
-        assert self.worker.state()["slabs"]["home"] == NUM_SLABS
+        assert self.lender.state()["slabs"]["home"] == NUM_SLABS
 
     def close(self) -> None:
         self.child.kill()
-        for master in self.masters:
-            master.memory.close()
-        self.worker.close()
+        for borrower in self.borrowers:
+            borrower.memory.close()
+        self.lender.close()
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["mapped", "strict"])
@@ -172,7 +173,7 @@ def test_random_schedules(steps: int, strict: bool, tmp_path: Path, monkeypatch:
     print(f"seed {seed}")
     is_long = steps > 1000
     world = World(tmp_path, strict, seed)
-    assert FOREIGN not in (master.own for master in world.masters)
+    assert FOREIGN not in (borrower.own for borrower in world.borrowers)
     try:
         world.look()
         world.child.wait_for("has")
@@ -190,14 +191,14 @@ def test_random_schedules(steps: int, strict: bool, tmp_path: Path, monkeypatch:
         assert "killed" in seen and ("quarantined" in seen) != strict, world.seen
 
 
-def test_a_worker_that_does_not_scrub_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lender_that_does_not_scrub_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the test above would prove nothing."""
     tmp_path.chmod(0o700)
     monkeypatch.setattr(SlabRange, "scrub", lambda slabs, index: None)
     world = World(tmp_path, strict=False, seed=0)
     try:
         world.look()
-        with pytest.raises(AssertionError, match=r"somebody else had there|with what others wrote"):
+        with pytest.raises(AssertionError, match=r"another process had there|with what others wrote"):
             for _ in range(5000):
                 world.step()
     finally:

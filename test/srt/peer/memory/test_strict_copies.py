@@ -54,7 +54,7 @@ def private(tmp_path: Path) -> Path:
 
 
 class Rig:
-    """A master's pools and links, and lenders in this process."""
+    """A borrower's pools and links, and lenders in this process."""
 
     def __init__(self, lenders: dict[str, LentMemory], num_slabs: int = NUM_SLABS) -> None:
         self.lenders = lenders
@@ -75,7 +75,7 @@ class Rig:
     def lend(self, slabs: int) -> None:
         for lender in self.lenders.values():
             lender.lend(range(slabs))
-        wait_until(lambda: len(self.mapped()) == slabs * len(self.lenders), "what is lent does not come")
+        wait_until(lambda: len(self.mapped()) == slabs * len(self.lenders), "lent slabs are not mapped")
 
     def frames(self) -> np.ndarray:
         """All that the lenders have lent."""
@@ -159,7 +159,7 @@ def test_what_goes_there_comes_back(
         for page, frame in zip(to.tolist(), known.tolist()):
             assert torch.equal(rig.device.kv[:, :, page], wanted[frame])
         others = np.setdiff1d(arange(DEVICE_PAGES), to)
-        assert rig.device.kv[:, :, others].isnan().all(), "pages that nobody named were written"
+        assert rig.device.kv[:, :, others].isnan().all(), "pages that no operation named were written"
     for lender, is_strict in zip(rig.lenders.values(), strict):
         copied = lender.state()["copies"]
         assert (copied["bytes"] > 0) == is_strict and copied["refused"] == 0
@@ -326,7 +326,7 @@ def test_a_borrower_that_does_not_answer_is_not_waited_for(
     rig.device.kv.fill_(FOREIGN)
     assert rig.copy(D2P, arange(10), of_slab.ravel().copy()).ok
     lender.recall(1)
-    wait_until(lambda: lender.poll_mapped().mapped[0], "the slab to come home")
+    wait_until(lambda: lender.poll_mapped().mapped[0], "the slab to be mapped again")
     assert not lender.slabs.slab(0).any(), "it is not scrubbed"
     lender.slabs.slab(0)[:] = OWN
     assert lender.state()["slabs"]["quarantined"] == 0
@@ -360,7 +360,7 @@ def test_a_borrower_that_stands_still_costs_no_slab(
     wait_until(lambda: [lender.poll_mapped(), ["has", NUM_SLABS] in child.said][1], "the child to borrow")
     child.stop()
     lender.recall(2)
-    wait_until(lambda: lender.poll_mapped().mapped == b"\1\1\0", "slabs to come home from who stands still")
+    wait_until(lambda: lender.poll_mapped().mapped == b"\1\1\0", "slabs of a borrower that stands still")
     assert lender.state()["slabs"] == {"home": 2, "offered": 0, "lent": 1, "asked_back": 0, "quarantined": 0}
     for slab in (0, 1):
         assert not lender.slabs.slab(slab).any()
@@ -373,7 +373,7 @@ def test_a_borrower_that_stands_still_costs_no_slab(
     assert all((lender.slabs.slab(slab) == OWN).all() for slab in (0, 1))
     child.kill()
     lender.recall(1)
-    wait_until(lambda: lender.poll_mapped().mapped == b"\1\1\1", "the last one to come home")
+    wait_until(lambda: lender.poll_mapped().mapped == b"\1\1\1", "the last slab")
     lender.close()
 
 
@@ -443,7 +443,7 @@ def borrow_from_child(private: Path, start: Callable[..., Child], name: str = "p
 def test_a_lender_that_is_killed_fails_what_waits_for_it_at_once(
     private: Path, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_session, "COPY_TIMEOUT_S", 10 * DEADLINE_S)  # nobody waits for that
+    monkeypatch.setattr(copy_session, "COPY_TIMEOUT_S", 10 * DEADLINE_S)  # longer than the test
     rig, child = borrow_from_child(private, start)
     frames = rig.frames()[:5]
     assert rig.copy(D2P, arange(5), frames).ok and rig.copy(P2D, arange(5), frames).ok
@@ -552,17 +552,17 @@ def test_a_session_that_is_refused_leaves_nothing(make_rig: Callable[..., Rig]) 
     wait_until(lambda: held() == before, f"{before} to be left, not {held()}")
 
 
-def test_a_master_that_streams_layers_gives_strict_slabs_back(
+def test_a_borrower_that_streams_layers_gives_strict_slabs_back(
     private: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     endpoint = f"ipc://{private}/peers"
     lender = lent_memory(endpoint, private)
-    master = BorrowedMemory(
+    borrower = BorrowedMemory(
         [endpoint], "here", SlabsConfig(2, SLAB_BYTES), PAGE_BYTES, SHAPE, torch.float32, maps_only=True
     )
     lender.lend([0, 1])
-    wait_until(lambda: [lender.poll_mapped(), master.poll_mapped(), "--peer-strict" in caplog.text][2], "the error")
+    wait_until(lambda: [lender.poll_mapped(), borrower.poll_mapped(), "--peer-strict" in caplog.text][2], "the error")
     wait_until(lambda: [lender.poll_mapped(), lender.state()["slabs"]["offered"] == 2][1], "slabs to be given back")
-    assert master.poll_mapped().mapped == b"\0\0"
-    master.close()
+    assert borrower.poll_mapped().mapped == b"\0\0"
+    borrower.close()
     lender.close()

@@ -72,7 +72,7 @@ def test_a_slab_that_is_recalled_before_its_memory_came_is_never_used():
     assert not owner.hold(lease(0), 7) and owner.take_events() == []
 
 
-def test_it_may_release_without_being_asked():
+def test_a_slab_may_be_given_back_without_a_recall():
     owner = holding(0, 1)
     owner.give_back(lease(1))
     owner.give_back(lease(1))

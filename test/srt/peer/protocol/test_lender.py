@@ -117,7 +117,7 @@ def test_low_slabs_are_recalled_first_and_scrubbed_before_they_are_free():
     assert owner.states[0] == FREE
 
 
-def test_a_deadline_that_passes_is_an_alarm_and_a_late_release_ends_it():
+def test_a_deadline_that_passes_is_an_alarm_and_a_slab_that_is_given_back_late_ends_it():
     owner = lent_and_fetched(1)
     owner.recall(1, 7.0)
     owner.tick(6.9)

@@ -1,7 +1,7 @@
 """`TieredStore`: a local store (L3) before a remote one (L4), as one `BlockStore`. Owns both.
 
-What the near one has is read there, the rest from the far one; everything is written to both, so that each by itself
-serves a prompt as far as it goes. Either may fail or be empty without the other.
+Blocks that the near store has are read there, the rest from the far one. Every block is written to both: each store
+by itself then serves a prompt as far as its blocks reach. Either may fail or be empty without the other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.block_store import BlockStore, OverlappingStore
 
 
 class TieredStore:
-    """near is asked with every read how much it has, so that has to be quick: an index in memory."""
+    """near: its `exists` is called with every read, and has to be quick, such as an index in memory."""
 
     def __init__(self, near: BlockStore, far: BlockStore) -> None:
         assert near.block_tokens == far.block_tokens
@@ -28,7 +28,7 @@ class TieredStore:
         return sum(self.locate(keys))
 
     def locate(self, keys: Sequence[bytes]) -> tuple[int, int]:
-        """How many of the leading blocks the near store has, and how many that follow the far one."""
+        """How many of the leading blocks the near store has, and how many of the blocks behind them the far one."""
         near = self.near.exists(keys)
         return near, self.far.exists(keys[near:]) if near < len(keys) else 0
 
@@ -51,7 +51,7 @@ class TieredStore:
         return self.far.start_get(*rest, partial(_add, count, on_end))
 
     def set(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
-        """How many leading blocks at least one of them has taken."""
+        """How many leading blocks at least one of the stores has taken."""
         return max(self.near.set(keys, frames), self.far.set(keys, frames))
 
     def clear(self) -> None:
@@ -63,7 +63,7 @@ class TieredStore:
         self.far.close()
 
     def stats(self) -> dict[str, int]:
-        """The near store's; who wants both asks `parts_of`."""
+        """The near store's. For those of both, see `parts_of`."""
         return self.near.stats()
 
     def _get_near(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
@@ -74,7 +74,7 @@ class TieredStore:
 
 
 def parts_of(store: BlockStore) -> list[BlockStore]:
-    """A store's own, nearest first."""
+    """The stores that a store consists of, nearest first."""
     return [store.near, store.far] if isinstance(store, TieredStore) else [store]
 
 

@@ -1,4 +1,4 @@
-"""`Copier`: a lender's thread that copies between slabs and the staging memory of borrowers, who map no slab (strict
+"""`Copier`: a lender's thread that copies between slabs and the staging memory of borrowers that map no slab (strict
 mode). Owns the connections over which it is asked to, and its mappings of slabs and of staging memory.
 
     borrower's device pool ◄── its own copy ──► staging memory ◄── the copier's ──► slab

@@ -1,6 +1,6 @@
 """`CudaSlabRange`: slabs of a GPU's memory, for processes on that GPU or on one that reaches it. Has not run on one.
 
-As `slabs.py` says, by the driver's virtual memory management:
+As in `slabs.py`, but with the driver's virtual memory management:
 
     lender      | slab 0 | slab 1 | slab 2 | slab 3 |      cuMemCreate, each memory of its own
                                        |  cuMemExportToShareableHandle: a file descriptor over a Unix socket

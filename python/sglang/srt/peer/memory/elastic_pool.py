@@ -30,7 +30,7 @@ class ElasticPool:
     mapped slabs only, by name; an operation on all of kv ends the process where a page is not mapped. On the device
     that the slabs are of.
 
-    num_pages: of the whole range, mapped or not, padding included; `frames_of` says which are pages of a slab.
+    num_pages: of the whole range, mapped or not, padding included; `frames_of` has those that are pages of a slab.
     slab_pages: usable pages of one slab. num_own_slabs: slabs 0 to num_own_slabs - 1 are this engine's; those above
     the boundary are, or may be, lent. Raises ValueError where pages of the range have no single stride; see
     `elastic_units.stride_bytes`.

@@ -120,7 +120,7 @@ class Slabs(ABC):
             self.allocate(index)
 
     def map(self, index: int, fd: int) -> None:
-        """Map a slab that another process allocated. fd stays the caller's, who may close it. Raises SlabError for
+        """Map a slab that another process allocated. fd stays the caller's, which may close it. Raises SlabError for
         what is no slab of this size. That includes memory whose size the other side could change: reading beyond its
         end would crash."""
         self._check_place(index)

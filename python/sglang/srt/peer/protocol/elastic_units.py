@@ -1,4 +1,4 @@
-"""How much a worker lends, and in what pieces: pure functions over numbers (SwiftCache 3.2, 3.4).
+"""How much a lender lends, and in what pieces: pure functions over numbers (SwiftCache 3.2, 3.4).
 
 Owns no memory and reads no clock: the caller passes the time.
 
@@ -89,8 +89,8 @@ def elastic_unit(
         return ElasticUnit(exact, lender_page_bytes, borrower_page_bytes)
     larger_page = max(lender_page_bytes, borrower_page_bytes)
     for multiple in (math.lcm(lender_page_bytes, granularity), granularity):
-        wanted = _round_up(max(padded_slab_bytes, larger_page), multiple)
-        slab_bytes = min(wanted, max_slab_bytes // multiple * multiple)
+        smallest = _round_up(max(padded_slab_bytes, larger_page), multiple)
+        slab_bytes = min(smallest, max_slab_bytes // multiple * multiple)
         if slab_bytes >= larger_page:
             return ElasticUnit(slab_bytes, lender_page_bytes, borrower_page_bytes)
     raise ValueError(

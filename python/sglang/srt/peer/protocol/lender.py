@@ -92,7 +92,7 @@ class LenderTiming:
 
 @dataclass(frozen=True)
 class CopyGrant:
-    """A strict lease: its borrower, who knows the token, may have the slab copied from and to."""
+    """A strict lease: its borrower, which knows the token, may have the slab copied from and to."""
 
     slab: int
     borrower: BorrowerId

@@ -47,7 +47,7 @@ class LeaseId(NamedTuple):
 
 
 class Register(msgspec.Struct, frozen=True, kw_only=True):
-    """Who a borrower is, and how much it would borrow."""
+    """A borrower's name, and how much it would borrow."""
 
     name: _Name
     incarnation: _Number
@@ -78,7 +78,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     number: _Number
     slab: _Number
     size_bytes: Annotated[int, msgspec.Meta(ge=1)]
-    # A secret. Whoever asks for the memory, or for copies, has to show it.
+    # A secret, which requests for the memory, or for copies, have to show.
     token: _Token
     # The lender copies for the borrower, which gets no memory.
     strict: bool
@@ -122,7 +122,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Stage(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """A borrower with a strict lease offers staging memory, through which copies go. The memory's file descriptor
+    """A borrower with a strict lease sends staging memory, through which copies go. The memory's file descriptor
     comes with this message."""
 
     name: _Name
