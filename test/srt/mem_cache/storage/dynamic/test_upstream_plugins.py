@@ -23,6 +23,7 @@ import pytest
 import torch
 
 import sglang.srt.mem_cache.storage as storage_package
+import sglang.srt.mem_cache.storage.file as file_package
 import sglang.srt.observability.metrics_collector as metrics_collector
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.mem_cache.storage.registry import create_store
@@ -66,7 +67,9 @@ def upstream(tmp_path_factory) -> Path:
 def imports(upstream, monkeypatch):
     """Modules of the wheel's storage folder can be imported, until the test ends."""
     before = dict(sys.modules)
-    monkeypatch.setattr(storage_package, "__path__", [*storage_package.__path__, str(upstream / "mem_cache/storage")])
+    folder = upstream / "mem_cache" / "storage"
+    monkeypatch.setattr(storage_package, "__path__", [*storage_package.__path__, str(folder)])
+    monkeypatch.setattr(file_package, "__path__", [*file_package.__path__, str(folder / "file")])
     yield
     for name in set(sys.modules) - set(before):
         if name.startswith(("sglang.", "upstream_", "simm")):
