@@ -21,8 +21,8 @@ from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import Node
-from sglang.srt.mem_cache.time_units import LaunchClock
 from sglang.srt.mem_cache.transfer import FETCH, STORE, Tier
+from sglang.srt.utils.time_units import LaunchClock
 
 BLOCK = 64
 HOST_TOKENS = 1 << 20

@@ -24,8 +24,8 @@ from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import Node, Receipt
-from sglang.srt.mem_cache.time_units import LaunchClock
 from sglang.srt.mem_cache.transfer import Tier
+from sglang.srt.utils.time_units import LaunchClock
 
 VOCAB = 128_000
 LENGTHS = {"128": 128, "1 K": 1024, "10.5 K": 10_752, "20 K": 20_480, "128 K": 131_072}

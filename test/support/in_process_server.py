@@ -7,7 +7,6 @@ between them and the processes: messages are encoded, decoded and handed over.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 from unittest import mock
@@ -30,6 +29,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.observability.metrics_collector import MetricsCollector
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.clock import monotonic
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 from support.local_engine import LocalEngine
 
@@ -98,8 +98,8 @@ class _Processes:
                 await self._asked.wait()
             new, self._new, aborts, self._aborts = self._new, [], self._aborts, []
             progress = core.progress()
-            if new or aborts or core.has_work(time.monotonic()):
-                outputs = core.step(time.monotonic(), progress, new, aborts).outputs
+            if new or aborts or core.has_work(monotonic()):
+                outputs = core.step(monotonic(), progress, new, aborts).outputs
                 for output in outputs:
                     if output.finish_reason is not None:
                         self.cached_tokens_details = output.cached_tokens_details

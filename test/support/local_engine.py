@@ -44,9 +44,11 @@ from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.elastic_pool import ElasticPool
 from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.clock import monotonic
 from sglang.srt.utils.cuda_stream import make_stream
 from sglang.srt.utils.device import CPU, settle_memory, to_device
 from sglang.srt.utils.stream import ThreadStream
+from sglang.srt.utils.time_units import Seconds
 from support.faults import FaultyExecutor, FaultyLink
 
 GREEDY = SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True, sampling_seed=0)
@@ -121,7 +123,7 @@ class LocalEngine:
         io_backend: str = "auto",
         load_format: str = "auto",
         graph_batch_size: int = 0,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], Seconds] = monotonic,
         **overrides: Any,
     ) -> None:
         self.model_config = model_config

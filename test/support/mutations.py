@@ -46,11 +46,11 @@ from sglang.srt.mem_cache.link import CopyGate, CopyLink
 from sglang.srt.mem_cache.node import Node, path_of
 from sglang.srt.mem_cache.slab_ledger import SlabLedger, SlabState
 from sglang.srt.mem_cache.storage_link import StorageLink
-from sglang.srt.mem_cache.time_units import NO_LAUNCH
 from sglang.srt.mem_cache.transfer import D2P, FRAME_TIERS, P2D, GateError, Tier
 from sglang.srt.mem_cache.transient_nodes import TransientNodes
 from sglang.srt.model_executor import executor as executor_module
 from sglang.srt.model_executor.executor import ModelExecutor, NonFiniteLogitsError
+from sglang.srt.utils.time_units import NO_LAUNCH
 from support import soak as soak_module
 from support.kv_oracle import OracleError
 from support.soak import ALL_NETS, Soak, SoakConfig, StuckError, WrongTokensError

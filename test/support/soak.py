@@ -54,6 +54,7 @@ from sglang.srt.mem_cache.transfer import (
 from sglang.srt.peer.lending import LendingConfig
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.time_units import Seconds
 from support.coming_and_going import ComingAndGoing, LentOut, padded_slabs
 from support.faults import (
     FaultyExecutor,
@@ -510,7 +511,7 @@ class Soak:
         storage: Sequence[StorageRequest] = (),
     ) -> None:
         self.num_ticks += 1
-        now = self.num_ticks * 1e-3
+        now = Seconds(self.num_ticks * 1e-3)
         ran = 0
         for rank in self.ranks:
             ran += rank.emulator.run(self.random.choice((0, 1, 3, 10, 60)))

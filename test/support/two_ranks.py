@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.engine_core import digest_of
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.progress import reduce_progress
 from sglang.srt.managers.schedule_batch import BatchDecision
+from sglang.srt.utils.clock import monotonic
 from support.local_engine import LocalEngine
 from support.thread_group import thread_groups
 
@@ -31,9 +30,9 @@ class TwoRanks(LocalEngine):
     def _step(self, requests: list[TokenizedGenerateReqInput], aborts: list[str]) -> BatchDecision | None:
         cores = (self.core, self.other.core)
         ranks = [core.progress() for core in cores]
-        if not (requests or aborts or any(core.has_work(time.monotonic()) for core in cores)):
+        if not (requests or aborts or any(core.has_work(monotonic()) for core in cores)):
             return None
-        progress, now = reduce_progress(ranks), time.monotonic()
+        progress, now = reduce_progress(ranks), monotonic()
         mine, theirs = (core.step(now, progress, requests, aborts) for core in cores)
         assert digest_of(mine) == digest_of(theirs)
         for core in cores:

@@ -41,6 +41,7 @@ from sglang.srt.mem_cache.transfer import (
     TransferOp,
 )
 from sglang.srt.model_executor.launch import Launch, LaunchMode
+from sglang.srt.utils.time_units import Seconds
 
 # (operation, when it was submitted, whether the device computes) -> when it ends. May keep an account of what it was
 # asked before.
@@ -90,11 +91,11 @@ class RequestSource(Protocol):
         """When the next request is due, as far as is known; None: none before another one ends."""
         ...
 
-    def take(self, now: float) -> list[TokenizedGenerateReqInput]:
+    def take(self, now: Seconds) -> list[TokenizedGenerateReqInput]:
         """The requests that are sent now, each given out once. They arrive at `now`."""
         ...
 
-    def finished(self, rid: str, now: float) -> None:
+    def finished(self, rid: str, now: Seconds) -> None:
         """The request has its last token."""
         ...
 
@@ -108,13 +109,13 @@ class TimedRequests:
     def next_at(self) -> float | None:
         return self._waiting[0][0] if self._waiting else None
 
-    def take(self, now: float) -> list[TokenizedGenerateReqInput]:
+    def take(self, now: Seconds) -> list[TokenizedGenerateReqInput]:
         due = []
         while self._waiting and self._waiting[0][0] <= now:
             due.append(self._waiting.popleft()[1])
         return due
 
-    def finished(self, rid: str, now: float) -> None:
+    def finished(self, rid: str, now: Seconds) -> None:
         """No later request depends on it."""
 
 
@@ -136,7 +137,7 @@ class Simulation:
     """storage: which blocks are there, if the config has a storage tier; to be filled beforehand, and written to."""
 
     def __init__(self, config: SchedulerConfig, hardware: SimulatedHardware) -> None:
-        self.now = 0.0
+        self.now = Seconds(0.0)
         clock = lambda: self.now  # noqa: E731
         links: dict[str, SimulatedLink | SimulatedStorageLink] = {}
         self.executor = SimulatedExecutor(
@@ -196,7 +197,7 @@ class Simulation:
             if not times:
                 assert self.core.scheduler.num_reqs == 0, "requests wait and nothing is under way"
                 return self.times
-            self.now = min(times)
+            self.now = Seconds(min(times))
 
     def _storage_ends(self, name: str, hardware: SimulatedHardware) -> Callable[[StorageOp, float], float]:
         if name == PROBE:

@@ -12,7 +12,6 @@ from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import Node, Receipt
-from sglang.srt.mem_cache.time_units import LaunchClock, LaunchSeq
 from sglang.srt.mem_cache.transfer import (
     D2H,
     D2P,
@@ -27,6 +26,7 @@ from sglang.srt.mem_cache.transfer import (
     Tier,
     TransferOp,
 )
+from sglang.srt.utils.time_units import LaunchClock, LaunchSeq
 
 DEVICE, PEER, HOST = Tier.DEVICE, Tier.PEER, Tier.HOST
 

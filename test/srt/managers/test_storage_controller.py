@@ -15,7 +15,6 @@ from sglang.srt.mem_cache.block_keys import BlockKeys, to_bytes
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import Node
-from sglang.srt.mem_cache.time_units import LaunchClock, LaunchSeq
 from sglang.srt.mem_cache.transfer import (
     COPY_LINKS,
     D2H,
@@ -26,6 +25,7 @@ from sglang.srt.mem_cache.transfer import (
     Ticket,
     Tier,
 )
+from sglang.srt.utils.time_units import LaunchClock, LaunchSeq
 
 DEVICE, PEER, HOST = Tier.DEVICE, Tier.PEER, Tier.HOST
 NAMES = BlockKeys(b"secret", 4)

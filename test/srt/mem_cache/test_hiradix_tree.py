@@ -12,8 +12,8 @@ from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.eviction import EVICTION_POLICIES
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import Dropped, FilledRun, InsertResult, MatchResult, Node
-from sglang.srt.mem_cache.time_units import NO_LAUNCH
 from sglang.srt.mem_cache.transfer import D2H, D2P, FETCH, H2D, P2D, Ticket, Tier
+from sglang.srt.utils.time_units import NO_LAUNCH
 
 DEVICE, PEER, HOST = Tier.DEVICE, Tier.PEER, Tier.HOST
 

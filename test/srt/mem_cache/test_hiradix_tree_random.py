@@ -17,8 +17,8 @@ import pytest
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import Dropped, FilledRun, Node, Receipt
-from sglang.srt.mem_cache.time_units import NO_LAUNCH
 from sglang.srt.mem_cache.transfer import BACKUP_LINKS, FETCH, FRAME_TIERS, LOAD_LINKS, P2D, Ticket, Tier
+from sglang.srt.utils.time_units import NO_LAUNCH
 
 DEVICE, PEER, HOST = Tier.DEVICE, Tier.PEER, Tier.HOST
 MAX_PAGES = 7

@@ -25,8 +25,8 @@ from sglang.srt.managers.transfer_ledger import TransferLedger
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import FilledRun, Node, is_fetching
-from sglang.srt.mem_cache.time_units import LaunchSeq
 from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2H, D2S, LOAD_LINKS, Ticket, Tier, TransferOp
+from sglang.srt.utils.time_units import LaunchSeq
 
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 # With write_through_selective, pages that so many requests have used go to the host.

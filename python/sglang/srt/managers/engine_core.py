@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.slab_ledger import BorrowedSlabs, LentSlabs, SlabRepor
 from sglang.srt.mem_cache.transfer import EXEC, FETCH, LOAD_LINKS, PROBE, STALL, STORAGE_LINKS, STREAM, Link, Tier
 from sglang.srt.model_executor.executor import Executor
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
+from sglang.srt.utils.time_units import Seconds
 
 _MEASURED = (EXEC, *PARTS_OF_LAUNCHES, *LOAD_LINKS.values(), FETCH)
 # Begins every record. A record of another version has other inputs, which today's scheduler would misread.
@@ -115,7 +116,7 @@ class EngineCore:
             slab_report=report,
         )
 
-    def has_work(self, now: float) -> bool:
+    def has_work(self, now: Seconds) -> bool:
         """Whether a step could do anything without new requests. It can if the last `progress` found that something
         completed since the last step, if that step launched, so that another launch may follow at once, or if a
         request has waited long enough. now: seconds of the clock that `step` is passed."""
@@ -126,7 +127,7 @@ class EngineCore:
 
     def step(
         self,
-        now: float,
+        now: Seconds,
         progress: Progress,
         new: Sequence[TokenizedGenerateReqInput] = (),
         aborts: Sequence[str] = (),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from sglang.srt.managers.cost_model import CostModel
 from sglang.srt.managers.schedule_policy import NO_LOADS, LoadTimes, PrefillWork, stall_seconds
 from sglang.srt.mem_cache.transfer import EXEC, FETCH, H2D, P2D, Ticket
+from sglang.srt.utils.time_units import Seconds
 
 
 @dataclass
@@ -30,12 +31,12 @@ class Forecast:
         self.free_at = 0.0
         self._issued: dict[int, _Issued] = {}
 
-    def begin(self, seq: int, seconds: float, now: float) -> None:
+    def begin(self, seq: int, seconds: float, now: Seconds) -> None:
         """Operation seq is issued, and takes so long once those before it are over."""
         self.free_at = max(now, self.free_at) + seconds
         self._issued[seq] = _Issued(now, seconds, self.free_at)
 
-    def complete(self, done: int, now: float) -> None:
+    def complete(self, done: int, now: Seconds) -> None:
         """Operations below `done` are over, the last of them now: the next ones follow from here."""
         over = [seq for seq in self._issued if seq < done]
         if not over:
@@ -57,7 +58,7 @@ class ExpectedTimes:
     seconds, as in `StepInputs.now`, set at every step."""
 
     def __init__(self, bytes_per_token: float, num_layers: int) -> None:
-        self.now = 0.0
+        self.now = Seconds(0.0)
         self.costs = CostModel(bytes_per_token)
         self.launches = Forecast()
         self.loads = {link: Forecast() for link in (H2D, P2D)}

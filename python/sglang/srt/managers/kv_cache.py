@@ -30,7 +30,6 @@ from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import MatchResult, Node, Receipt
 from sglang.srt.mem_cache.slab_ledger import SlabLedger
-from sglang.srt.mem_cache.time_units import NO_LAUNCH, LaunchClock, LaunchSeq
 from sglang.srt.mem_cache.transfer import (
     BACKUP_LINKS,
     D2S,
@@ -46,6 +45,7 @@ from sglang.srt.mem_cache.transfer import (
     Tier,
 )
 from sglang.srt.model_executor.launch import PageRun
+from sglang.srt.utils.time_units import NO_LAUNCH, LaunchClock, LaunchSeq
 
 # A decoding request inserts many small nodes; they are merged once per so many tokens.
 COMPACT_EVERY_TOKENS = 512

@@ -9,9 +9,9 @@ import numpy as np
 
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import NO_LOADS, PrefillWork
-from sglang.srt.mem_cache.time_units import LaunchSeq
 from sglang.srt.mem_cache.transfer import Ticket
 from sglang.srt.model_executor.launch import Launch, LaunchMode, PageRun, PromptRows, StreamedPrefix
+from sglang.srt.utils.time_units import LaunchSeq
 
 
 @dataclass

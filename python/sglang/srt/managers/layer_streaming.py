@@ -36,9 +36,9 @@ from sglang.srt.managers.schedule_policy import LoadTimes, decode_reserve, pages
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import MatchResult, Node, is_fetching
-from sglang.srt.mem_cache.time_units import NO_LAUNCH
 from sglang.srt.mem_cache.transfer import D2H, Ticket, Tier
 from sglang.srt.model_executor.launch import PageRun, StreamedPrefix
+from sglang.srt.utils.time_units import NO_LAUNCH
 
 # Chunks of a prompt for which the device has room beside what it keeps: one that is computed, one that is spilled,
 # and one that may be launched ahead.

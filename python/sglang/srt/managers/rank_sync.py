@@ -22,12 +22,13 @@ from sglang.srt.managers.progress import Progress, pack_progress, unpack_progres
 from sglang.srt.managers.schedule_batch import StorageRequest
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
 from sglang.srt.utils.child_process import open_pull, open_push
+from sglang.srt.utils.time_units import Seconds
 
 
 class Tick(msgspec.Struct, frozen=True, kw_only=True):
     """What rank 0 sends the other ranks for one step; see `StepInputs`."""
 
-    now: float
+    now: Seconds
     new: tuple[TokenizedGenerateReqInput, ...] = ()
     aborts: tuple[str, ...] = ()
     flush: tuple[str, ...] = ()

@@ -16,10 +16,10 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, TokenOutput
 from sglang.srt.managers.storage_controller import StorageSetup
 from sglang.srt.mem_cache.node import Receipt
 from sglang.srt.mem_cache.slab_ledger import SlabReport
-from sglang.srt.mem_cache.time_units import NO_LAUNCH
 from sglang.srt.mem_cache.transfer import StorageAction, StorageOp, Ticket, TransferOp
 from sglang.srt.model_executor.launch import Launch, SampleSpec
 from sglang.srt.sampling.logprob_types import LaunchLogprobs, TokenLogprob
+from sglang.srt.utils.time_units import NO_LAUNCH, Seconds
 
 
 class SpanSource(IntEnum):
@@ -275,7 +275,7 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     step: int
-    now: float
+    now: Seconds
     new: tuple[TokenizedGenerateReqInput, ...] = ()
     aborts: tuple[str, ...] = ()
     done: dict[str, int]

@@ -43,11 +43,11 @@ from sglang.srt.mem_cache.block_keys import private
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import Node, Receipt
 from sglang.srt.mem_cache.slab_ledger import SlabLedger
-from sglang.srt.mem_cache.time_units import LaunchClock
 from sglang.srt.mem_cache.transfer import COPY_LINKS, EXEC, STORAGE_LINKS, Ticket, Tier
 from sglang.srt.model_executor.launch import Launch
 from sglang.srt.peer.lending import DeviceLending, LendingConfig
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
+from sglang.srt.utils.time_units import LaunchClock, Seconds
 
 # A request ends with an error when launches with it failed too often. A launch that waited for loads counts little:
 # each failed load takes its source out of the cache, so these failures end by themselves.
@@ -269,7 +269,7 @@ class Scheduler:
         self.end_hold(req, EndReason.LOST)
         self._requeue(req)
 
-    def _add(self, msg: TokenizedGenerateReqInput, now: float) -> None:
+    def _add(self, msg: TokenizedGenerateReqInput, now: Seconds) -> None:
         assert msg.rid not in self.queues, f"request id {msg.rid} is in use"
         prompt = bytes_to_ids(msg.input_ids)
         if not 0 < len(prompt) < self.max_total_len:
@@ -514,7 +514,7 @@ class Scheduler:
         cache = pages_for(config.cache_tokens, self.page_size)
         return DeviceLending(config, ledger, self.config.page_bytes, keep, cache)
 
-    def _lend(self, lending: DeviceLending, now: float) -> None:
+    def _lend(self, lending: DeviceLending, now: Seconds) -> None:
         """Before the next launch, which may be the one that lacks what is kept. Of slabs that drain, what is not
         locked is dropped at once, and the rest as soon as it is unlocked: requests are never held up for it."""
         cache = self.cache

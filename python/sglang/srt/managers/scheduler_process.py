@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -79,6 +78,7 @@ from sglang.srt.peer.memory.lent_memory import LentMemory
 from sglang.srt.peer.protocol.elastic_units import layer_stream_sizes
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import ChildArgs, StartupError, open_pull, open_push, run_child, without_stopping
+from sglang.srt.utils.clock import monotonic
 from sglang.srt.utils.cuda_stream import make_stream
 from sglang.srt.utils.device import CPU, settle_memory
 from sglang.srt.utils.startup_progress import SILENT, StartupProgress
@@ -427,7 +427,7 @@ class SchedulerProcess:
         if sync.poke_fd is not None:
             self._poller.register(sync.poke_fd, zmq.POLLIN)
         self._busy_since_check = False
-        self._logged_at = time.monotonic()
+        self._logged_at = monotonic()
         self._slept_s = 0.0
         self._logged: dict[str, int] = {}
         self._logged_stall_s = 0.0
@@ -439,9 +439,9 @@ class SchedulerProcess:
             inbox = self._receive()
             progress = self.core.progress()
             # Both, always: a poke must not be left to wake the poller again.
-            if self.sync.take_pokes() or inbox or self.core.has_work(time.monotonic()):
+            if self.sync.take_pokes() or inbox or self.core.has_work(monotonic()):
                 tick = Tick(
-                    now=time.monotonic(),
+                    now=monotonic(),
                     new=tuple(inbox.new),
                     aborts=tuple(inbox.aborts),
                     flush=tuple(inbox.flush),
@@ -503,7 +503,7 @@ class SchedulerProcess:
     def _sleep(self) -> None:
         """Until something happens, or the next line of the log is due while there is work. After some idle seconds,
         once: check all invariants and put garbage away."""
-        idle, started = self.core.is_idle, time.monotonic()
+        idle, started = self.core.is_idle, monotonic()
         wake_at = self.core.scheduler.wake_at
         due: list[float] = [] if wake_at is None else [wake_at]
         if not idle:
@@ -517,7 +517,7 @@ class SchedulerProcess:
         if not idle:
             self._log_throughput()
             return
-        self._slept_s += time.monotonic() - started
+        self._slept_s += monotonic() - started
         if not ready and wake_at is None:
             self._busy_since_check = False
             self._gen_throughput = 0.0
@@ -538,7 +538,7 @@ class SchedulerProcess:
         return msgspec.json.encode(state)
 
     def _log_throughput(self) -> None:
-        now = time.monotonic()
+        now = monotonic()
         if now - self._logged_at < LOG_EVERY_S:
             return
         # Of the time at work: after an idle hour, one request would look slow.

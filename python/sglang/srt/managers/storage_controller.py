@@ -29,7 +29,6 @@ from sglang.srt.managers.schedule_policy import FETCH_ORDERS, fetch_rank
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import FilledRun, MatchResult, Node
-from sglang.srt.mem_cache.time_units import NO_LAUNCH, Seconds
 from sglang.srt.mem_cache.transfer import (
     D2H,
     D2P,
@@ -43,6 +42,7 @@ from sglang.srt.mem_cache.transfer import (
     Ticket,
     Tier,
 )
+from sglang.srt.utils.time_units import NO_LAUNCH, Seconds
 
 # Links whose operations a fetch may have to wait for before it can begin. When one ends, call `begin_fetches`.
 STALLING_LINKS = (FETCH, D2H, D2P)
@@ -268,7 +268,7 @@ class StorageController:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def begin(self, rid: str, namespace: str, tokens: np.ndarray, now: float) -> None:
+    def begin(self, rid: str, namespace: str, tokens: np.ndarray, now: Seconds) -> None:
         """A request was queued. tokens: int32, all of its prompt that a cache may serve."""
         names = self.tree.names.keys
         if self.limits is None or names is None:
@@ -328,7 +328,7 @@ class StorageController:
         self._unfinished.pop(rid, None)
         self._leave(rid, prefetch)
 
-    def expire(self, now: float) -> None:
+    def expire(self, now: Seconds) -> None:
         """Let requests go whose deadline has passed, with what has come."""
         while (deadline := self.next_deadline) is not None and deadline <= now:
             _, rid = heapq.heappop(self._deadlines)

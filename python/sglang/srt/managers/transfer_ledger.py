@@ -16,8 +16,8 @@ from sglang.srt.mem_cache.block_keys import NO_KEYS
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import Dropped, is_fetching
-from sglang.srt.mem_cache.time_units import NO_LAUNCH, LaunchClock, LaunchSeq
 from sglang.srt.mem_cache.transfer import LINKS, StorageAction, StorageOp, Ticket, Tier, TransferOp
+from sglang.srt.utils.time_units import NO_LAUNCH, LaunchClock, LaunchSeq
 
 NO_FRAMES = np.empty(0, np.int32)
 

@@ -46,9 +46,9 @@ from sglang.srt.mem_cache.node import (
     root_of,
 )
 from sglang.srt.mem_cache.radix import PageKey, common_len, join_keys, page_key_of, put_above, trimmed
-from sglang.srt.mem_cache.time_units import NO_LAUNCH, LaunchSeq
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, Ticket, Tier
 from sglang.srt.mem_cache.transient_nodes import TransientNodes
+from sglang.srt.utils.time_units import NO_LAUNCH, LaunchSeq
 
 _ALIKE_IN_BOTH_HALVES = ("lock", "hits", "priority", "is_lossy", "last_access", "last_use", "last_stream")
 # Plain integers: looking up a member of an enumeration costs as much as the rest of a line.

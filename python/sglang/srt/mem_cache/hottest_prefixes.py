@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.block_keys import BlockKeys, is_private
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import Node, Root
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, TIER_NAMES
+from sglang.srt.utils.time_units import LaunchSeq
 
 # Below this part of the hits at the top of a chain, a node is a prefix of its own.
 _SAME = 0.9
@@ -86,16 +87,16 @@ class HottestPrefixes:
         # By node id. A node keeps its end, and with it its prefix, as long as it lives.
         self._given: dict[int, str] = {}
 
-    def table(self, now: int) -> list[dict[str, Any]]:
-        """now: the next launch. What the fields mean: docs/reference/state.md, /hicache/state."""
+    def table(self, launch: LaunchSeq) -> list[dict[str, Any]]:
+        """launch: the next one. What the fields mean: docs/reference/state.md, /hicache/state."""
         names = self.tree.names.keys or self._own_names
         if names is not self._names:
             self._names, self._given = names, {}
         nodes = hottest(self.tree, self.num_prefixes)
         self._given = {node.id: self._given.get(node.id) or self._hash(self._key_of(node)) for node in nodes}
-        return [self._entry(node, now) for node in nodes]
+        return [self._entry(node, launch) for node in nodes]
 
-    def _entry(self, node: Node, now: int) -> dict[str, Any]:
+    def _entry(self, node: Node, launch: LaunchSeq) -> dict[str, Any]:
         names, storage = self._names, self.tree.names.keys is not None
         tokens = {TIER_NAMES[tier]: 0 for tier in FRAME_TIERS} | ({"storage": 0} if storage else {})
         last_access, step = node.last_access, node
@@ -117,7 +118,7 @@ class HottestPrefixes:
             "tokens_on": tokens,
             "stored": 0 < num_blocks * names.block_tokens == tokens["storage"] if storage else None,
             "locks": node.lock,
-            "idle_launches": 0 if node.lock else max(0, now - last_access),
+            "idle_launches": 0 if node.lock else max(0, launch - last_access),
         }
 
     def _hash(self, key: bytes) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sglang.srt.mem_cache.time_units import NO_LAUNCH, LaunchSeq
 from sglang.srt.mem_cache.transfer import FETCH, FRAME_TIERS, Ticket, Tier
+from sglang.srt.utils.time_units import NO_LAUNCH, LaunchSeq
 
 NUM_TIERS = len(FRAME_TIERS)
 

@@ -25,6 +25,7 @@ from sglang.srt.peer.memory.slab_channel import ChannelError, Process
 from sglang.srt.peer.protocol.borrower import Borrower, BorrowerConfig, BorrowerEvent, SlabLent
 from sglang.srt.peer.protocol.leases import LeaseState
 from sglang.srt.peer.protocol.messages import BorrowerId, Fetch, LeaseId, LenderHeartbeat, Refused, Slab
+from sglang.srt.utils.clock import monotonic
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(LenderHeartbeat)
@@ -108,7 +109,7 @@ class BorrowerCoordinator(Coordinator[BorrowerEvent]):
             except ChannelError as error:
                 logger.debug("%s cannot be asked for slabs: %s", link.borrower.lender, error)
                 self._disconnect(link)
-            message = link.borrower.take_outgoing(time.monotonic())
+            message = link.borrower.take_outgoing(monotonic())
             if message is not None:
                 try:
                     link.dealer.send(_encoder.encode(message), zmq.NOBLOCK)
@@ -133,7 +134,7 @@ class BorrowerCoordinator(Coordinator[BorrowerEvent]):
             except msgspec.DecodeError as error:
                 self._reject(error)
                 continue
-            if not link.borrower.receive(message, time.monotonic()):
+            if not link.borrower.receive(message, monotonic()):
                 continue
             link.slab_socket = message.slab_socket
             # What was refused, and is still granted, is asked for again.

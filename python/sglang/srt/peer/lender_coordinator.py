@@ -29,6 +29,7 @@ from sglang.srt.peer.memory.slabs import SlabError, SlabFiles, SlabRange
 from sglang.srt.peer.protocol.leases import LeaseState
 from sglang.srt.peer.protocol.lender import Lender, LenderEvent, LenderTiming, SlabQuarantined
 from sglang.srt.peer.protocol.messages import BorrowerHeartbeat, BorrowerId, Fetch, Refused, Slab, Stage, Staged
+from sglang.srt.utils.clock import monotonic
 
 # To the slab channel, of strangers too. A borrower needs one, and two more in strict mode.
 _MAX_CONNECTIONS = 64
@@ -105,11 +106,11 @@ class LenderCoordinator(Coordinator[LenderEvent]):
     def lend(self, slabs: Sequence[int]) -> None:
         """See `Lender.lend`. Until a `LendOutcome` keeps them, these slabs are not the engine's."""
         chosen = tuple(slabs)
-        self._submit(lambda: self._lender.lend(chosen, time.monotonic()))
+        self._submit(lambda: self._lender.lend(chosen, monotonic()))
 
     def recall(self, num_slabs: int, timeout_s: float) -> None:
         """See `Lender.recall`."""
-        self._submit(lambda: self._lender.recall(num_slabs, time.monotonic() + timeout_s))
+        self._submit(lambda: self._lender.recall(num_slabs, monotonic() + timeout_s))
 
     def reclaim(self, slab: int) -> None:
         """See `Lender.reclaim`."""
@@ -127,11 +128,11 @@ class LenderCoordinator(Coordinator[LenderEvent]):
         for borrower, process in list(self._processes.items()):
             if ready.get(process.pidfd, 0) & zmq.POLLIN:
                 self._lender.on_borrower_death(borrower)
-        self._lender.tick(time.monotonic())
+        self._lender.tick(monotonic())
         # Before the engine hears of a slab that was given back: nothing is copied to it any more.
         self._copier.set_grants(self._lender.copy_grants())
         self._forget_strangers()
-        for borrower, message in self._lender.take_outgoing(time.monotonic()):
+        for borrower, message in self._lender.take_outgoing(monotonic()):
             # If the borrower is not there, or too much waits for it, the next heartbeat will do.
             self._router.send_multipart([self._routes[borrower], _encoder.encode(message)], zmq.NOBLOCK)
         events = self._lender.take_events()
@@ -161,7 +162,7 @@ class LenderCoordinator(Coordinator[LenderEvent]):
             if self._routes.get(borrower, route) != route:
                 self._reject(f"another sender is {borrower}")
                 continue
-            self._lender.receive(message, time.monotonic())
+            self._lender.receive(message, monotonic())
             if borrower in self._lender.borrowers:
                 self._routes[borrower] = route
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from sglang.srt.mem_cache.slab_ledger import SlabLedger, SlabReport, SlabState
 from sglang.srt.peer.protocol.elastic_units import WINDOW_S, DemandWindow, ElasticUnit, scale_down, scale_up
+from sglang.srt.utils.time_units import Seconds
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class DeviceLending:
         if self._recalled:
             self._recalled = [slab for slab in self._recalled if self.ledger.states[slab] != SlabState.MAPPED]
 
-    def adjust(self, now: float, demand: int) -> list[int]:
+    def adjust(self, now: Seconds, demand: int) -> list[int]:
         """demand: pages that requests need at the same time. Returns the slabs that begin to drain: the caller drops
         the cached pages in them that no request uses."""
         if self._drain_at is None:

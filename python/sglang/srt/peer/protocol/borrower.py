@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from sglang.srt.peer.protocol.leases import LeaseState
 from sglang.srt.peer.protocol.messages import BorrowerHeartbeat, Lease, LeaseId, LenderHeartbeat, Register
+from sglang.srt.utils.time_units import Seconds
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Borrower:
 
     # -- from outside -------------------------------------------------------------------------------------------
 
-    def receive(self, message: LenderHeartbeat, now: float) -> bool:
+    def receive(self, message: LenderHeartbeat, now: Seconds) -> bool:
         """Whether the message is used. It is ignored if it is for another life of the borrower, of an earlier life of
         the lender, or older than a message that came before."""
         if message.incarnation != self.config.incarnation or message.epoch < self._oldest_epoch:
@@ -163,7 +164,7 @@ class Borrower:
         if epoch == self.epoch:
             self._forget_all()
 
-    def take_outgoing(self, now: float) -> BorrowerHeartbeat | None:
+    def take_outgoing(self, now: Seconds) -> BorrowerHeartbeat | None:
         """The view, if it has changed or is to be repeated."""
         if self._is_sent and now - self._sent_at < self.config.heartbeat_s:
             return None

@@ -21,6 +21,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sglang.srt.utils.time_units import Seconds
+
 WINDOW_S = 60.0
 
 
@@ -137,7 +139,7 @@ class DemandWindow:
         self._peaks: deque[tuple[float, int]] = deque()
         self._now = -math.inf
 
-    def add(self, now: float, pages: int) -> None:
+    def add(self, now: Seconds, pages: int) -> None:
         """From now on, requests need so many pages: running ones, and those that wait for memory."""
         self._advance(now)
         if self._peaks:
@@ -146,7 +148,7 @@ class DemandWindow:
             self._peaks.pop()
         self._peaks.append((math.inf, pages))
 
-    def peak(self, now: float) -> int:
+    def peak(self, now: Seconds) -> int:
         """The largest demand in the window; 0 if there was none yet."""
         self._advance(now)
         while self._peaks and self._peaks[0][0] + self.window_s <= now:
@@ -159,7 +161,7 @@ class DemandWindow:
         until = self._peaks[0][0] if self._peaks else math.inf
         return until + self.window_s if until < math.inf else None
 
-    def _advance(self, now: float) -> None:
+    def _advance(self, now: Seconds) -> None:
         assert now >= self._now, f"time went back from {self._now} to {now}"
         self._now = now
 

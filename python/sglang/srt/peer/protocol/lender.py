@@ -35,6 +35,7 @@ from sglang.srt.peer.protocol.messages import (
     Register,
     Stage,
 )
+from sglang.srt.utils.time_units import Seconds
 
 # Heartbeats of more borrowers are ignored.
 MAX_BORROWERS = 64
@@ -167,7 +168,7 @@ class Lender:
 
     # -- from the engine ----------------------------------------------------------------------------------------
 
-    def lend(self, slabs: Collection[int], now: float) -> LendOutcome:
+    def lend(self, slabs: Collection[int], now: Seconds) -> LendOutcome:
         """The engine does not need these FREE slabs, and has overwritten them. Each, the highest first, goes to the
         borrower with the fewest leases among those with unmet demand, by name where they have as many. The result is
         an event too."""
@@ -204,7 +205,7 @@ class Lender:
 
     # -- from outside -------------------------------------------------------------------------------------------
 
-    def receive(self, message: BorrowerHeartbeat, now: float) -> bool:
+    def receive(self, message: BorrowerHeartbeat, now: Seconds) -> bool:
         """Whether the message is used. It is ignored if its borrower is dead, if there are too many borrowers, or if
         it is older than a message that came before."""
         borrower_id = BorrowerId(message.register.name, message.register.incarnation)
@@ -250,7 +251,7 @@ class Lender:
                 self._end_lease(lease)
             del self._borrowers[borrower_id]
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: Seconds) -> None:
         """Time has passed. Messages that have already come are to be received first."""
         # While the lender itself stood still it could hear no borrower.
         if now - self._ticked_at > self.timing.silence_s / 2:
@@ -273,7 +274,7 @@ class Lender:
             self._unmet_bytes = unmet_bytes
             self._events.append(DemandChanged(unmet_bytes))
 
-    def take_outgoing(self, now: float) -> list[tuple[BorrowerId, LenderHeartbeat]]:
+    def take_outgoing(self, now: Seconds) -> list[tuple[BorrowerId, LenderHeartbeat]]:
         """Views that have changed, and those that are to be repeated."""
         messages = []
         for borrower_id, borrower in self._borrowers.items():
@@ -292,7 +293,7 @@ class Lender:
             return None
         return lease
 
-    def _is_silent(self, borrower: _Borrower, now: float) -> bool:
+    def _is_silent(self, borrower: _Borrower, now: Seconds) -> bool:
         return now - borrower.heard_at > self.timing.silence_s
 
     def _is_superseded(self, borrower_id: BorrowerId) -> bool:
@@ -302,7 +303,7 @@ class Lender:
             for other in self._borrowers
         )
 
-    def _unmet_demand(self, borrower_id: BorrowerId, now: float) -> int:
+    def _unmet_demand(self, borrower_id: BorrowerId, now: Seconds) -> int:
         """Bytes that a borrower would like to have and may get. It may get nothing if it cannot use slabs of this
         size, is silent or superseded, or has not given back a slab by its deadline."""
         borrower = self._borrowers[borrower_id]
@@ -346,7 +347,7 @@ class Lender:
         self._events.append(SlabGivenBack(lease.slab))
         borrower.is_sent = False
 
-    def _make_heartbeat(self, incarnation: int, borrower: _Borrower, now: float) -> LenderHeartbeat:
+    def _make_heartbeat(self, incarnation: int, borrower: _Borrower, now: Seconds) -> LenderHeartbeat:
         self._sent_sequence += 1
         return LenderHeartbeat(
             sequence=self._sent_sequence,
