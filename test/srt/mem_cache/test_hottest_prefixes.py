@@ -125,7 +125,7 @@ def test_what_is_said_of_a_prefix():
     world = World(BlockKeys(b"secret", 4))
     node = world.request("abcdefghij")
     table = HottestPrefixes(world.tree)
-    said = table.table(now=5)[0]
+    said = table.table(launch=5)[0]
     assert said | {"hash": ""} == {
         "hash": "",
         "namespace": None,
@@ -138,22 +138,22 @@ def test_what_is_said_of_a_prefix():
     }
     ticket = Ticket(D2H, 0)
     world.tree.begin_fill([node], Tier.DEVICE, Tier.HOST, np.arange(10, dtype=np.int32), ticket)
-    assert table.table(now=5)[0]["tokens_on"]["host"] == 0, "what is on its way is not there"
+    assert table.table(launch=5)[0]["tokens_on"]["host"] == 0, "what is on its way is not there"
     world.tree.commit(ticket, Tier.HOST)
     world.tree.names.name_path(node)
     assert node.stored is not None
     node.stored[0] = True
-    said = table.table(now=5)[0]
+    said = table.table(launch=5)[0]
     assert said["tokens_on"] == {"device": 10, "peer": 0, "host": 10, "storage": 4} and said["stored"] is False
     node.stored[1] = True
-    said = table.table(now=5)[0]
+    said = table.table(launch=5)[0]
     assert said["tokens_on"]["storage"] == 8 and said["stored"] is True
     receipt = world.tree.lock_node(node, 3)
-    said = table.table(now=5)[0]
+    said = table.table(launch=5)[0]
     assert (said["locks"], said["idle_launches"]) == (1, 0)
     world.tree.unlock(receipt, 5, 5)
     world.tree.rename_blocks(None)
-    said = table.table(now=9)[0]
+    said = table.table(launch=9)[0]
     assert said["tokens_on"] == {"device": 10, "peer": 0, "host": 10} and said["stored"] is None
 
 
