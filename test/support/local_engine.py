@@ -39,6 +39,7 @@ from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
 from sglang.srt.mem_cache.swap_file import SwapFile
 from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2S, H2D, LOAD_LINKS, STORAGE_LINKS, StorageAction, Tier
+from sglang.srt.model_executor.executor import ExecutorOptions
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.elastic_pool import ElasticPool
@@ -183,23 +184,25 @@ class LocalEngine:
         executor = FaultyExecutor(
             self.model,
             pool,
-            page_size,
-            c.attn_scale,
-            Sampler(),
             self._streams[0],
             links,
-            config.max_running_requests,
-            c.vocab_size,
-            self._woken.set,
-            check_finite=debug,
+            ExecutorOptions(
+                page_size,
+                c.attn_scale,
+                c.vocab_size,
+                config.max_running_requests,
+                Sampler(),
+                self._woken.set,
+                check_finite=debug,
+                lockstep=group.size > 1,
+                device=where,
+                attention=backend,
+                graph_batch_size=graph_batch_size,
+            ),
+            self.layer_stream,
             seed=seed,
             fail_rate=0.0,
             late_rate=late_rate,
-            lockstep=group.size > 1,
-            layer_stream=self.layer_stream,
-            device=where,
-            attention=backend,
-            graph_batch_size=graph_batch_size,
         )
         self.host_pool: MHATokenToKVPoolHost | None = None
         self.peer_pool: MHATokenToKVPoolHost | ElasticPool | None = self.borrowed.pool if self.borrowed else None

@@ -51,6 +51,7 @@ from sglang.srt.mem_cache.transfer import (
     StorageAction,
     Tier,
 )
+from sglang.srt.model_executor.executor import ExecutorOptions
 from sglang.srt.peer.lending import LendingConfig
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -317,18 +318,20 @@ def build_rank(
     executor = FaultyExecutor(
         model,
         pool,
-        config.page_size,
-        1.0,
-        greedy,
         emulator.stream("compute", RandomClock(config.seed, config.launch_s)),
         links,
-        config.max_running_requests,
-        model.vocab_size,
-        check_finite="poison" in nets,
+        ExecutorOptions(
+            config.page_size,
+            1.0,
+            model.vocab_size,
+            config.max_running_requests,
+            greedy,
+            check_finite="poison" in nets,
+        ),
+        layer_stream,
         seed=config.seed * 10 + rank,
         fail_rate=config.launch_fail_rate,
         late_rate=config.late_rate,
-        layer_stream=layer_stream,
     )
     host_pool = peer_pool = None
     stores: list[MemoryStore] = []

@@ -69,7 +69,7 @@ from sglang.srt.mem_cache.transfer import (
     StorageAction,
     Tier,
 )
-from sglang.srt.model_executor.executor import ModelExecutor
+from sglang.srt.model_executor.executor import ExecutorOptions, ModelExecutor
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.registry import get_model_class
 from sglang.srt.peer.lending import LendingConfig
@@ -317,19 +317,21 @@ def build_core(
     executor = ModelExecutor(
         model,
         pool,
-        config.page_size,
-        model_config.attn_scale,
-        Sampler(),
         make_stream("compute", device, notify),
         links,
-        config.max_running_requests,
-        model_config.vocab_size,
-        notify,
-        lockstep=group.size > 1,
-        layer_stream=layer_stream,
-        device=device,
-        attention=attention,
-        graph_batch_size=graph_batch_size,
+        ExecutorOptions(
+            config.page_size,
+            model_config.attn_scale,
+            model_config.vocab_size,
+            config.max_running_requests,
+            Sampler(),
+            notify,
+            lockstep=group.size > 1,
+            device=device,
+            attention=attention,
+            graph_batch_size=graph_batch_size,
+        ),
+        layer_stream,
     )
     settle_memory(device)
     if graph_batch_size:

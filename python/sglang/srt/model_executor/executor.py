@@ -140,45 +140,55 @@ class LaunchFence:
         return self._run.void or self._run.error is not None
 
 
+@dataclass(frozen=True)
+class ExecutorOptions:
+    page_size: int
+    # Of attention.
+    scale: float
+    vocab_size: int
+    # Slots of the page table: requests that run at a time.
+    max_slots: int
+    # Logits (num_samples, vocab_size) -> tokens (num_samples,).
+    sampler: Callable[[torch.Tensor, SamplingBatchInfo], torch.Tensor]
+    # Called from the stream after every launch.
+    notify: Callable[[], None] = lambda: None
+    # Fail loudly on a logit that is not finite; the tests' poison relies on it.
+    check_finite: bool = False
+    # Other ranks compute the same launches and meet this one in collectives. So a failed or void launch must run to
+    # its end; its values are not read.
+    lockstep: bool = False
+    # The model's and the pool's.
+    device: torch.device = CPU
+    # What the model attends with, if decodes are to be CUDA graphs, of graph_batch_size requests at most; the pool
+    # then has a scratch slot.
+    attention: AttentionBackend | None = None
+    graph_batch_size: int = 0
+
+
 class ModelExecutor:
-    """links: where gates come from. notify: called from the stream after every launch. check_finite: fail loudly on
-    a logit that is not finite; the tests' poison relies on it. lockstep: other ranks compute the same launches and
-    meet this one in collectives, so that a failed or void launch must run to its end; its values are not read.
-    layer_stream: where streamed prefixes go through, if there are any. device: the model's and the pool's. attention:
-    what the model attends with, if decodes are to be CUDA graphs, of graph_batch_size requests at most; the pool then
-    has a scratch slot.
-    """
+    """links: where gates come from. layer_stream: where streamed prefixes go through, if there are any."""
 
     def __init__(
         self,
         model: CausalLM,
         pool: DevicePool,
-        page_size: int,
-        scale: float,
-        sampler: Callable[[torch.Tensor, SamplingBatchInfo], torch.Tensor],
         stream: Stream,
         links: dict[str, Link],
-        max_slots: int,
-        vocab_size: int,
-        notify: Callable[[], None] = lambda: None,
-        check_finite: bool = False,
-        lockstep: bool = False,
+        options: ExecutorOptions,
         layer_stream: LayerStreamCache | None = None,
-        device: torch.device = CPU,
-        attention: AttentionBackend | None = None,
-        graph_batch_size: int = 0,
     ) -> None:
+        max_slots, vocab_size, device = options.max_slots, options.vocab_size, options.device
         self.model = model
         self.pool = pool
-        self.page_size = page_size
-        self.scale = scale
-        self.sampler = sampler
+        self.page_size = options.page_size
+        self.scale = options.scale
+        self.sampler = options.sampler
         self.stream = stream
         self.links = links
         self.vocab_size = vocab_size
-        self.notify = notify
-        self.check_finite = check_finite
-        self.lockstep = lockstep
+        self.notify = options.notify
+        self.check_finite = options.check_finite
+        self.lockstep = options.lockstep
         self._device = device
         self._layer_stream = layer_stream
         # What was streamed last, cut into pieces: the same in most launches, and one request streams at a time.
@@ -187,9 +197,15 @@ class ModelExecutor:
         self._page_table = PageTable(max_slots, device, 64 * max_slots + 4 * pool.num_pages)
         self._last_tokens = torch.zeros(max_slots, dtype=torch.int64, device=device)
         self._graphs: CudaGraphRunner | None = None
-        if attention is not None and graph_batch_size:
+        if options.attention is not None and options.graph_batch_size:
             self._graphs = CudaGraphRunner(
-                model, pool, attention, self._page_table, self._last_tokens, scale, graph_batch_size
+                model,
+                pool,
+                options.attention,
+                self._page_table,
+                self._last_tokens,
+                options.scale,
+                options.graph_batch_size,
             )
         self._penalties = PenaltyTable(max_slots, vocab_size, device)
         self._sampling_plan = SamplingPlan((), vocab_size, device)
