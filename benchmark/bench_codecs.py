@@ -31,6 +31,7 @@ import zstandard
 from common import percentiles, print_table, write_json
 from isal import igzip_lib
 
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.model_loader.embedded_model import ensure_embedded_model
 from sglang.srt.offload.codec import HEADER_BYTES, BlockLayout, Codec, make_codec
 
@@ -75,13 +76,14 @@ def block_of(kv: torch.Tensor, page_size: int, dtype: str) -> tuple[BlockLayout,
     _, layers, tokens, heads, dim = kv.shape
     pages = kv.to(TORCH[dtype]).reshape(2, layers, tokens // page_size, page_size, heads, dim)
     raw = pages.movedim(2, 0).contiguous().view(torch.uint8).numpy().reshape(-1)
-    return BlockLayout(tokens // page_size, layers, page_size, heads, dim, dtype), raw
+    return BlockLayout(tokens // page_size, PageLayout.kv(page_size, layers, heads, dim, dtype)), raw
 
 
 def kv_of(layout: BlockLayout, raw: np.ndarray) -> torch.Tensor:
     """The inverse of `block_of`, in float32."""
-    shape = (layout.num_pages, 2, layout.num_layers, layout.page_size, layout.num_kv_heads, layout.head_dim)
-    pages = torch.from_numpy(raw).view(TORCH[layout.dtype]).reshape(shape).float()
+    page = layout.page
+    shape = (layout.num_pages, 2, page.num_layers, page.page_size, *page.components[0].shape)
+    pages = torch.from_numpy(raw).view(TORCH[page.dtype]).reshape(shape).float()
     return pages.movedim(0, 2).flatten(2, 3)
 
 

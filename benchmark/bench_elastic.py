@@ -23,6 +23,7 @@ import torch
 from common import print_table, write_json
 
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.peer.memory.elastic_pool import ElasticPool
 from sglang.srt.peer.memory.slabs import SlabRange
 from sglang.srt.peer.protocol.elastic_units import elastic_unit
@@ -30,7 +31,7 @@ from sglang.srt.peer.protocol.elastic_units import elastic_unit
 MIB = 1 << 20
 GRANULARITY = 2 * MIB  # as on a GPU
 # A Qwen3-8B's heads and as many layers, pages of 1 token in bfloat16: 144 KiB per page.
-SHAPE = (1, 36, 8, 128, torch.bfloat16)
+LAYOUT = PageLayout.kv(1, 36, 8, 128, torch.bfloat16)
 
 
 class LayerMajorPool:
@@ -68,7 +69,7 @@ class BlockMajor:
     """A full pool whose last slab is lent and taken back, with its frame table."""
 
     def __init__(self, num_slabs: int, slab_bytes: int) -> None:
-        self.pool = ElasticPool(SlabRange.owned(num_slabs, slab_bytes), *SHAPE)
+        self.pool = ElasticPool(SlabRange.owned(num_slabs, slab_bytes), LAYOUT)
         self.table = FrameTable(self.pool.num_pages, lowest_first=True)
         frames = self.table.allocate(self.pool.num_pages, 0)
         assert frames is not None
@@ -118,9 +119,7 @@ class BlockMajor:
 
 
 def measure(pool_bytes: int, rounds: int) -> dict[str, Any]:
-    page_size, num_layers, num_kv_heads, head_dim, dtype = SHAPE
-    run_bytes = page_size * num_kv_heads * head_dim * dtype.itemsize
-    page_bytes = 2 * num_layers * run_bytes
+    num_layers, run_bytes, page_bytes = LAYOUT.num_layers, LAYOUT.run_bytes[0], LAYOUT.page_bytes
     slab_bytes = elastic_unit(page_bytes, page_bytes, GRANULARITY, 64 * MIB, 64 * MIB).slab_bytes
     num_slabs = pool_bytes // slab_bytes
     block = BlockMajor(num_slabs, slab_bytes)

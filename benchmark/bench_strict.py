@@ -22,23 +22,22 @@ import torch
 from common import print_table, write_json
 
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
 from sglang.srt.peer.memory.lent_memory import LentMemory
 
 SLAB_BYTES = 64 << 20
 # A Qwen3-8B's heads and as many layers, pages of 1 token in bfloat16: 144 KiB per page.
-SHAPE = (1, 36, 8, 128)
 DTYPE = torch.bfloat16
-PAGE_BYTES = MHATokenToKVPool.page_bytes(*SHAPE, DTYPE)
+LAYOUT = PageLayout.kv(1, 36, 8, 128, DTYPE)
+PAGE_BYTES = LAYOUT.page_bytes
 KINDS = ("mapped", "strict")
 DEADLINE_S = 60.0
 
 
 def lend(endpoint: str, directory: str, kind: str) -> None:
-    memory = LentMemory(
-        endpoint, Path(directory), SlabsConfig(1, SLAB_BYTES), PAGE_BYTES, SHAPE, DTYPE, strict=kind == "strict"
-    )
+    memory = LentMemory(endpoint, Path(directory), SlabsConfig(1, SLAB_BYTES), LAYOUT, strict=kind == "strict")
     memory.lend([0])
     while True:
         memory.poll_mapped()
@@ -47,21 +46,21 @@ def lend(endpoint: str, directory: str, kind: str) -> None:
 
 class Master:
     def __init__(self, endpoints: list[str]) -> None:
-        self.memory = BorrowedMemory(endpoints, "bench", SlabsConfig(2, SLAB_BYTES), PAGE_BYTES, SHAPE, DTYPE)
+        self.memory = BorrowedMemory(endpoints, "bench", SlabsConfig(2, SLAB_BYTES), LAYOUT)
         deadline = time.monotonic() + DEADLINE_S
         while self.memory.poll_mapped().mapped != b"\1\1":
             assert time.monotonic() < deadline, "nobody lends"
             time.sleep(0.01)
         pool = self.memory.pool
-        self.device = MHATokenToKVPool(pool.slab_pages, *SHAPE, DTYPE)
+        self.device = MHATokenToKVPool(pool.slab_pages, LAYOUT)
         places = {("mapped", "strict")[pool.is_strict(place)]: place for place in (0, 1)}
         self.frames = {kind: torch.from_numpy(pool.frames_of(places[kind])).long() for kind in KINDS}
 
     def load(self, kind: str, pages: torch.Tensor, there: torch.Tensor) -> float:
         frames = self.frames[kind][there]
         start = time.perf_counter()
-        for layer in range(self.device.num_layers):
-            self.memory.pool.load_layer(layer, self.device.view(layer), frames, pages, "auto")
+        for layer in range(LAYOUT.num_layers):
+            self.memory.pool.load_layer(layer, self.device.kv_pages.layer(layer), frames, pages, "auto")
         return time.perf_counter() - start
 
     def back_up(self, kind: str, pages: torch.Tensor, there: torch.Tensor) -> float:
@@ -77,7 +76,7 @@ def measure(master: Master, num_pages: int, rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         pages, there = (torch.from_numpy(rng.permutation(master.device.kv.shape[2])[:num_pages]) for _ in "ab")
         for kind in KINDS:
-            wanted = torch.randn(2, SHAPE[1], num_pages, *SHAPE[:1], *SHAPE[2:]).to(DTYPE)
+            wanted = torch.randn(2, LAYOUT.num_layers, num_pages, *LAYOUT.run_shape(LAYOUT.components[0])).to(DTYPE)
             master.device.kv[:, :, pages] = wanted
             times[f"backup {kind}"].append(master.back_up(kind, pages, there))
             master.device.kv[:, :, pages] = 0

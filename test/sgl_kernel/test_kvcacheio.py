@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sgl_kernel.kvcacheio import transfer_kv_all_layer_lf_pf, transfer_kv_per_layer_pf_lf
+from sgl_kernel.kvcacheio import KVPages, transfer_kv_all_layer_lf_pf, transfer_kv_per_layer_pf_lf
 
 LAYERS, HEADS, DIM = 3, 2, 4
 DEVICE_PAGES, HOST_PAGES = 11, 17
@@ -48,7 +48,8 @@ def test_load_one_layer(page_size: int, dtype: torch.dtype, pages: tuple[list[in
             for kv in range(2):
                 expected[kv, layer, d] = source[h, kv, layer]
         src, dst = torch.tensor(from_host, dtype=torch.int64), torch.tensor(to_device, dtype=torch.int64)
-        transfer_kv_per_layer_pf_lf(host, device[0, layer], device[1, layer], src, dst, layer)
+        to = KVPages.layer_first(device).layer(layer)
+        transfer_kv_per_layer_pf_lf(KVPages.page_first(host), to, src, dst, layer)
         assert np.array_equal(raw(device), expected), "wrong bytes, or bytes of another layer or page were touched"
     assert np.array_equal(raw(host), source)
 
@@ -63,7 +64,7 @@ def test_back_up_all_layers(page_size: int, dtype: torch.dtype, pages: tuple[lis
     for d, h in zip(from_device, to_host):
         expected[h] = source[:, :, d]
     src, dst = torch.tensor(from_device, dtype=torch.int64), torch.tensor(to_host, dtype=torch.int64)
-    transfer_kv_all_layer_lf_pf(device[0], device[1], host, src, dst)
+    transfer_kv_all_layer_lf_pf(KVPages.layer_first(device), KVPages.page_first(host), src, dst)
     assert np.array_equal(raw(host), expected)
     assert np.array_equal(raw(device), source)
 
@@ -72,8 +73,9 @@ def test_a_round_trip_changes_no_byte():
     device, host = buffers(4, torch.bfloat16)
     before = raw(device)
     there, back = torch.tensor([1, 3, 8]), torch.tensor([16, 2, 9])
-    transfer_kv_all_layer_lf_pf(device[0], device[1], host, there, back)
+    on_device, on_host = KVPages.layer_first(device), KVPages.page_first(host)
+    transfer_kv_all_layer_lf_pf(on_device, on_host, there, back)
     device[:, :, there] = 0
     for layer in range(LAYERS):
-        transfer_kv_per_layer_pf_lf(host, device[0, layer], device[1, layer], back, there, layer)
+        transfer_kv_per_layer_pf_lf(on_host, on_device.layer(layer), back, there, layer)
     assert np.array_equal(raw(device), before)

@@ -94,8 +94,8 @@ def test_loading_layer_by_layer_is_loading_all(src_layout: str, dst_layout: str)
     )
     result = expected(src, dst, [5, 1, 2], [0, 6, 7])
     for layer in range(LAYERS):
-        k, v = dst.pages.k[layer], dst.pages.v[layer]
-        kvcacheio.transfer_kv_per_layer_pf_lf(src.pages, k, v, ids([5, 1, 2]), ids([0, 6, 7]), layer)
+        to = dst.pages.layer(layer)
+        kvcacheio.transfer_kv_per_layer_pf_lf(src.pages, to, ids([5, 1, 2]), ids([0, 6, 7]), layer)
     assert np.array_equal(dst.raw(), result)
 
 
@@ -105,20 +105,18 @@ def test_the_named_functions_are_copy_pages():
         Pool("layer_first", 9, LAYERS, 2, torch.float32, 2),
     )
     peer = Pool("block_major", 7, LAYERS, 2, torch.float32, 3)
-    kv = host.buffer.view(8, 2, LAYERS, 2, 2, 4)
-    k, v = device.pages.k, device.pages.v
     result = expected(device, host, [8, 0], [3, 1])
-    kvcacheio.transfer_kv_all_layer_lf_pf(k, v, kv, ids([8, 0]), ids([3, 1]))
+    kvcacheio.transfer_kv_all_layer_lf_pf(device.pages, host.pages, ids([8, 0]), ids([3, 1]))
     assert np.array_equal(host.raw(), result)
     result = expected(host, device, [3, 4], [5, 2])
-    kvcacheio.transfer_kv_all_layer_pf_lf(kv, k, v, ids([3, 4]), ids([5, 2]))
+    kvcacheio.transfer_kv_all_layer_pf_lf(host.pages, device.pages, ids([3, 4]), ids([5, 2]))
     assert np.array_equal(device.raw(), result)
     result = expected(device, peer, [5, 2], [6, 0])
-    kvcacheio.transfer_kv_all_layer(k, v, peer.pages.k, peer.pages.v, ids([5, 2]), ids([6, 0]))
+    kvcacheio.transfer_kv_all_layer(device.pages, peer.pages, ids([5, 2]), ids([6, 0]))
     assert np.array_equal(peer.raw(), result)
     result = expected(peer, device, [6], [1])
     for i in range(LAYERS):
-        kvcacheio.transfer_kv_per_layer(peer.pages.k[i], peer.pages.v[i], k[i], v[i], ids([6]), ids([1]))
+        kvcacheio.transfer_kv_per_layer(peer.pages.layer(i), device.pages.layer(i), ids([6]), ids([1]))
     assert np.array_equal(device.raw(), result)
 
 
@@ -216,10 +214,14 @@ def test_pools_that_do_not_fit_are_named():
         KVPages.page_first(torch.zeros(2, 3, 4, 5, 6, 7))
     with pytest.raises(KVLayoutError, match=r"must be \(num_layers"):
         KVPages(torch.zeros(2, 3), torch.zeros(2, 3))
+    with pytest.raises(KVLayoutError, match="one component at least"):
+        KVPages()
+    with pytest.raises(KVLayoutError, match="2 components in the source and 1 in the destination"):
+        kvcacheio.copy_pages(src, KVPages(src.k), one, one)
     with pytest.raises(KVLayoutError, match="must agree in num_layers"):
         KVPages(torch.zeros(1, 2, 3, 4, 5), torch.zeros(2, 2, 3, 4, 5))
     with pytest.raises(KVLayoutError, match="they must agree"):
-        KVPages(torch.zeros(1, 2, 3, 4, 5), torch.zeros(1, 2, 3, 4, 5, dtype=torch.float64))
+        KVPages(torch.zeros(1, 2, 3, 4, 5), torch.zeros(1, 2, 3, 4, 5, device="meta"))
 
 
 def test_picking_a_backend(monkeypatch: pytest.MonkeyPatch):

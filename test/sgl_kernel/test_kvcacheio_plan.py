@@ -8,8 +8,8 @@ import pytest
 from sgl_kernel.kvcacheio.plan import COPY, Side, plan_copies, plan_staged
 
 RUN, LAYERS, PAGES = 64, 4, 100
-LAYER_FIRST = Side((PAGES * RUN,) * 2, (RUN,) * 2, LAYERS * PAGES * RUN)
-PAGE_FIRST = Side((RUN,) * 2, (2 * LAYERS * RUN,) * 2, LAYERS * RUN)
+LAYER_FIRST = Side((PAGES * RUN,) * 2, (RUN,) * 2, (0, LAYERS * PAGES * RUN))
+PAGE_FIRST = Side((RUN,) * 2, (2 * LAYERS * RUN,) * 2, (0, LAYERS * RUN))
 PAGE = 2 * LAYERS * RUN
 
 
@@ -63,7 +63,7 @@ def test_k_and_v_in_memory_of_their_own_are_two_copies():
 
 
 def test_k_and_v_with_page_strides_of_their_own_are_two_copies():
-    odd = Side((RUN, RUN), (PAGE, 2 * PAGE), LAYERS * RUN)
+    odd = Side((RUN, RUN), (PAGE, 2 * PAGE), (0, LAYERS * RUN))
     assert [c[0] for c in copies([3], [0], odd, PAGE_FIRST)] == [0, 1]
 
 
@@ -91,8 +91,8 @@ def test_every_byte_is_written_once_whatever_the_limits(seed: int):
     for kv, s, d, width, height, src_pitch, dst_pitch in plan.tolist():
         for row in range(height):
             for byte in range(0, width, RUN):
-                source = s + row * src_pitch + byte + (kv and src.v_after_k)
-                target = d + row * dst_pitch + byte + (kv and dst.v_after_k)
+                source = s + row * src_pitch + byte + src.after_first[kv]
+                target = d + row * dst_pitch + byte + dst.after_first[kv]
                 assert target not in moved
                 moved[target] = source
     wanted = {}
@@ -100,7 +100,7 @@ def test_every_byte_is_written_once_whatever_the_limits(seed: int):
         for layer in range(LAYERS):
             for kv in range(2):
                 at = [side.layer_stride[0] * layer + side.page_stride[0] * p for side, p in ((src, a), (dst, b))]
-                wanted[at[1] + kv * dst.v_after_k] = at[0] + kv * src.v_after_k
+                wanted[at[1] + dst.after_first[kv]] = at[0] + src.after_first[kv]
     assert moved == wanted
 
 

@@ -42,6 +42,7 @@ from sglang.srt.mem_cache.block_store import BlockStore
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.model_loader.embedded_model import ensure_embedded_model
 from sglang.srt.offload.proxy import session
@@ -441,7 +442,7 @@ def check_ranks(places: Places, tier: str, a: tuple[int, int], b: tuple[int, int
     """Ranks name a block alike, whatever part of the heads they have. a, b: rank and number of ranks."""
 
     def opened(rank: int, size: int) -> BlockStore:
-        pool = MHATokenToKVPoolHost(MHATokenToKVPool(4, PAGE, 2, 1, 8, torch.float32), 64)
+        pool = MHATokenToKVPoolHost(MHATokenToKVPool(4, PageLayout.kv(PAGE, 2, 1, 8, torch.float32)), 64)
         pool.kv.fill_(rank)
         opener = StorageOpener("model", "name", pool, rank, size, places.root)
         extra = places.storage(tier)

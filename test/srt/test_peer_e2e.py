@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.model_loader.embedded_model import ensure_embedded_model
 from sglang.srt.peer.endpoint import of_rank
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
@@ -33,9 +34,10 @@ NUM_SLABS = 8
 LENDER = """
 import sys, time, torch
 from pathlib import Path
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
 from sglang.srt.peer.memory.lent_memory import LentMemory
-memory = LentMemory(sys.argv[1], Path(sys.argv[2]), SlabsConfig(8, 1 << 20), 4096, (1, 8, 4, 32), torch.bfloat16)
+memory = LentMemory(sys.argv[1], Path(sys.argv[2]), SlabsConfig(8, 1 << 20), PageLayout.kv(1, 8, 4, 32, torch.bfloat16))
 memory.lend(range(8))
 while True:
     memory.poll_mapped()
@@ -86,15 +88,13 @@ def metrics(server: Server) -> str:
 def test_what_is_lent_is_used_and_given_back(tp_size: int, strict: bool, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     endpoint = f"ipc://{tmp_path}/peers"
-    shape = (1, 8, 4, 32)
+    layout = PageLayout.kv(1, 8, 4, 32, torch.bfloat16)
     workers = [
         LentMemory(
             of_rank(endpoint, rank),
             tmp_path,
             SlabsConfig(NUM_SLABS, 1 << 20),
-            4096,
-            shape,
-            torch.bfloat16,
+            layout,
             strict=strict,
         )
         for rank in range(tp_size)

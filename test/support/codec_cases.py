@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from sgl_kernel.kvcodec import reference
-from sglang.srt.offload.codec import BlockLayout, Codec, make_codec
+from sglang.srt.mem_cache.page_layout import PageLayout
+from sglang.srt.offload.codec import MAX_PIECE_BYTES, BlockLayout, Codec, make_codec
 
 KEY = bytes(range(16))
 GUARD = 64
@@ -20,17 +21,35 @@ CONFIGS: dict[str, dict[str, object]] = {
     "binned-zstd": {"codec": "binned", "k_bins": [[1, 32], [None, 16]], "coder": "zstd"},
     "raw": {"codec": "raw"},
 }
-SMALL = BlockLayout(num_pages=4, num_layers=3, page_size=4, num_kv_heads=2, head_dim=16, dtype="bfloat16")
+
+
+def kv_block(
+    num_pages: int,
+    num_layers: int,
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    max_piece_bytes: int = MAX_PIECE_BYTES,
+) -> BlockLayout:
+    """A block of K and V."""
+    return BlockLayout(
+        num_pages, PageLayout.kv(page_size, num_layers, num_kv_heads, head_dim, dtype), max_piece_bytes
+    )
+
+
+SMALL = kv_block(num_pages=4, num_layers=3, page_size=4, num_kv_heads=2, head_dim=16, dtype="bfloat16")
 # A page of SMALL does not fit into a piece of it, nor does a whole number of vectors divide it evenly.
-CUT = BlockLayout(4, 3, 4, 2, 16, "bfloat16", max_piece_bytes=1000)
+CUT = kv_block(4, 3, 4, 2, 16, "bfloat16", max_piece_bytes=1000)
 
 
 def normal_kv(layout: BlockLayout, seed: int = 0, dtype: str | None = None) -> np.ndarray:
     """(block_bytes,) uint8: Gaussian, with a few channels twenty times as large."""
     rng = np.random.default_rng(seed)
-    values = rng.normal(size=(layout.block_bytes // layout.vector_bytes, layout.head_dim)).astype(np.float32)
-    values[:, rng.random(layout.head_dim) < 0.1] *= 20
-    return reference.from_float32(values, dtype or layout.dtype).copy()
+    dim = layout.page.components[0].shape[-1]
+    values = rng.normal(size=(layout.block_bytes // layout.vector_bytes, dim)).astype(np.float32)
+    values[:, rng.random(dim) < 0.1] *= 20
+    return reference.from_float32(values, dtype or layout.page.dtype).copy()
 
 
 def encode(codec: Codec, raw: np.ndarray, piece: int = 0, key: bytes = KEY) -> np.ndarray:

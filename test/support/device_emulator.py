@@ -411,14 +411,14 @@ def _wrap(x: Any) -> Any:
 def _copy_pages(src: KVPages, dst: KVPages, src_pages: Any, dst_pages: Any, **options: Any) -> None:
     """In the place of `kvcacheio.copy_pages`."""
     check_fit(src, dst)
-    if not isinstance(src.k, EmulatedTensor) and not isinstance(dst.k, EmulatedTensor):
+    if not any(isinstance(side.components[0], EmulatedTensor) for side in (src, dst)):
         real_copy_pages(src, dst, src_pages, dst_pages, **options)
         return
     chosen = kvcacheio.pick_backend(options.get("backend", "auto"), max(src.run_bytes), len(src_pages), _DEVICE)
     on_device = chosen in ("kernel", "cuda", "triton")
     for pages in (src_pages, dst_pages):
         assert isinstance(pages, EmulatedTensor) == on_device, f"page numbers for {chosen} lie on the wrong side"
-    src_side, dst_side = (KVPages(_to_host(side.k), _to_host(side.v)) for side in (src, dst))
+    src_side, dst_side = (KVPages(*map(_to_host, side.components)) for side in (src, dst))
     src_there, dst_there = (_to_host(pages) for pages in (src_pages, dst_pages))
 
     def run() -> None:

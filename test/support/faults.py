@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sglang.srt.mem_cache.kv_view import KVView
+from sgl_kernel.kvcacheio import KVPages
 from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache, Piece
 from sglang.srt.mem_cache.link import CopyLink, Fence
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
@@ -49,7 +49,7 @@ class FaultyLink(CopyLink):
     def submit(self, op: TransferOp) -> None:
         fails = self._random.random() < self._fail_rate
         if fails:
-            self._fail_at[op.ticket.seq] = self._random.randrange(self.device_pool.num_layers)
+            self._fail_at[op.ticket.seq] = self._random.randrange(self.device_pool.page_layout.num_layers)
         super().submit(op)
         if fails and self._random.random() < 0.5:
             self.cancel(op.ticket)
@@ -129,11 +129,11 @@ class FaultyLayerStreamCache(LayerStreamCache):
         self._random = random.Random(seed)
         self._fail_rate = fail_rate
 
-    def _copy(self, layer: int, piece: Piece, view: KVView) -> None:
+    def _copy(self, layer: int, piece: Piece, buffer: KVPages) -> None:
         if self._random.random() < self._fail_rate:
-            view.k.fill_(float("nan"))
+            buffer.k.fill_(float("nan"))
             raise LoadFailedError("injected")
-        super()._copy(layer, piece, view)
+        super()._copy(layer, piece, buffer)
 
 
 class Gate:

@@ -35,7 +35,7 @@ def random_bytes(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch
 
 class Pool:
     """A pool of random bytes. k_shape, v_shape: (num_kv_heads, head_dim); they differ only where the layout is
-    page-first (`page_first_uneven`) or K and V are two tensors (layer-first)."""
+    page-first or K and V are two tensors (layer-first)."""
 
     def __init__(
         self,
@@ -68,8 +68,10 @@ class Pool:
                 return KVPages.page_first(buffer.view(self.num_pages, 2, num_layers, *inner))
             return KVPages.block_major(buffer.view(self.num_pages, num_layers, 2, *inner))
         if self.layout == "page_first":
-            by_page = buffer.view(self.num_pages, -1)
-            return KVPages.page_first_uneven(by_page, num_layers, page_size, k_shape, v_shape)
+            k_size = num_layers * page_size * k_shape[0] * k_shape[1]
+            halves = buffer.view(self.num_pages, -1).tensor_split([k_size], dim=1)
+            shapes = [(num_layers, page_size, *shape) for shape in (k_shape, v_shape)]
+            return KVPages(*(half.unflatten(1, shape).transpose(0, 1) for half, shape in zip(halves, shapes)))
         assert self.layout == "layer_first"
         k_size = num_layers * self.num_pages * page_size * k_shape[0] * k_shape[1]
         k = buffer[:k_size].view(num_layers, self.num_pages, page_size, *k_shape)

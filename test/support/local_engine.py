@@ -35,6 +35,7 @@ from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
 from sglang.srt.mem_cache.link import HasPages
 from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
 from sglang.srt.mem_cache.swap_file import SwapFile
@@ -137,12 +138,11 @@ class LocalEngine:
         self.debug = debug
         self.clock = clock
         self.when_idle: Callable[[], None] = lambda: None
-        page_bytes = MHATokenToKVPool.page_bytes(page_size, c.num_layers, num_kv_heads, c.head_dim, c.dtype)
+        layout = PageLayout.kv(page_size, c.num_layers, num_kv_heads, c.head_dim, c.dtype)
         self._woken = threading.Event()
         self.borrowed = None
         if borrow is not None:
-            shape = (page_size, c.num_layers, num_kv_heads, c.head_dim)
-            self.borrowed = borrow(page_bytes=page_bytes, shape=shape, dtype=c.dtype, notify=self._woken.set)
+            self.borrowed = borrow(layout=layout, notify=self._woken.set)
             num_peer_pages = self.borrowed.pool.num_pages
             overrides["slabs"] = self.borrowed.pool.slab_frames
         config = SchedulerConfig(
@@ -150,18 +150,14 @@ class LocalEngine:
             num_device_pages=num_device_pages,
             num_host_pages=num_host_pages,
             num_peer_pages=num_peer_pages,
-            page_bytes=page_bytes,
+            page_bytes=layout.page_bytes,
             context_len=c.context_length,
             eos_token_ids=c.eos_token_ids,
             **{"num_layers": c.num_layers, "load_or_recompute": False, **overrides},
         )
         self.device_pool = pool = make_pool(
             num_device_pages,
-            page_size,
-            c.num_layers,
-            num_kv_heads,
-            c.head_dim,
-            c.dtype,
+            layout,
             where,
             **({"has_scratch": True} if graph_batch_size else {}),
         )
@@ -221,7 +217,7 @@ class LocalEngine:
             poison[tier] = partial(_poison, each)
             linked += [(LOAD_LINKS[tier], each, 0), (BACKUP_LINKS[tier], each, 1)]
         if config.num_swap_pages:
-            sources[Tier.DISK] = SwapFile(tempfile.gettempdir(), config.num_swap_pages, pool)
+            sources[Tier.DISK] = SwapFile(tempfile.gettempdir(), config.num_swap_pages, layout)
             linked.append((D2S, sources[Tier.DISK], 9))
         for name, other, more in linked:
             self._streams.append(make_stream(name, where, urgent=name in LOAD_LINKS.values()))

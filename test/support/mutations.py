@@ -294,9 +294,9 @@ def load_forgets_v() -> Any:
     """A load copies K twice."""
     transfer = link_module.transfer_kv_per_layer_pf_lf
 
-    def patched(host: Any, k: Any, v: Any, src: Any, dst: Any, layer: int, **options: Any) -> None:
-        transfer(host, k, v, src, dst, layer, **options)
-        v.index_copy_(0, dst, k.index_select(0, dst))
+    def patched(host: Any, pages: Any, src: Any, dst: Any, layer: int, **options: Any) -> None:
+        transfer(host, pages, src, dst, layer, **options)
+        pages.v.index_copy_(1, dst, pages.k.index_select(1, dst))
 
     return mock.patch.object(link_module, "transfer_kv_per_layer_pf_lf", patched)
 

@@ -7,15 +7,16 @@ import hashlib
 import numpy as np
 import torch
 
+from sglang.srt.mem_cache.page_layout import PageLayout
+
 
 class FakePool:
     """Page-first, and a dictionary's worth of behaviour."""
 
     def __init__(self, num_pages: int = 256, page_size: int = 16, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.kv = torch.zeros(num_pages, 2, 2, page_size, 2, 4, dtype=dtype)
-        self.page_size = page_size
-        self.page_bytes = self.kv[0].numel() * dtype.itemsize
-        self.bytes = self.kv.view(torch.uint8).numpy().reshape(num_pages, self.page_bytes)
+        self.page_layout = PageLayout.kv(page_size, 2, 2, 4, dtype)
+        self.page_size, self.page_bytes = page_size, self.page_layout.page_bytes
+        self.bytes = np.zeros((num_pages, self.page_bytes), np.uint8)
 
     def copy_out(self, frames: np.ndarray, out: np.ndarray) -> None:
         assert out.flags.c_contiguous and out.nbytes == len(frames) * self.page_bytes

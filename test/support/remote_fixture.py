@@ -11,6 +11,7 @@ import torch
 
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.offload.remote_store import RemoteStore, open_remote_store
 from sglang.srt.offload.store.address import StoreAddress
 from sglang.srt.offload.store.embedded import EmbeddedStore
@@ -35,7 +36,7 @@ class Remote:
     def __init__(
         self, folder: Path, backend: str = "remote", dtype: torch.dtype = torch.bfloat16, **config: Any
     ) -> None:
-        device = MHATokenToKVPool(1, 1, 8, 16, 128, dtype)
+        device = MHATokenToKVPool(1, PageLayout.kv(1, 8, 16, 128, dtype))
         self.pool = MHATokenToKVPoolHost(device, 2 * NUM * BLOCK)
         self.pool.kv[: NUM * BLOCK] = random_blocks((NUM * BLOCK, *self.pool.kv.shape[1:]))
         self.wipe()

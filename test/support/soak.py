@@ -36,6 +36,7 @@ from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.link import HasPages
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.storage.tiered_store import TieredStore, parts_of
 from sglang.srt.mem_cache.storage_link import StoreSlot
 from sglang.srt.mem_cache.swap_file import SwapFile
@@ -294,11 +295,11 @@ def build_rank(
     config: SoakConfig, model: HashModel, rank: int, record: StepRecorder | None, nets: frozenset[str] = ALL_NETS
 ) -> Rank:
     emulator = StreamEmulator(config.seed * 10 + rank)
-    pool = MHATokenToKVPool(config.num_device_pages, config.page_size, model.num_layers, HEADS, DIM, torch.float64)
+    layout = PageLayout.kv(config.page_size, model.num_layers, HEADS, DIM, torch.float64)
+    pool = MHATokenToKVPool(config.num_device_pages, layout)
     empty = float("nan") if "poison" in nets else 0.0
     pool.kv.fill_(empty)
-    page_bytes = pool.page_bytes(config.page_size, model.num_layers, HEADS, DIM, torch.float64)
-    scheduler = Scheduler(scheduler_config(config, page_bytes))
+    scheduler = Scheduler(scheduler_config(config, layout.page_bytes))
     links: dict[str, FaultyLink] = {}
     storage_links: dict[str, LateStorageLink] = {}
     sources: dict[Tier, HasPages] = {}
@@ -345,7 +346,7 @@ def build_rank(
         poison[Tier.HOST] = lambda frames: host.poison(torch.from_numpy(frames).to(torch.int64))
         below: dict[str, HasPages] = {H2D: host, D2H: host}
         if scheduler.config.num_swap_pages:
-            swap = sources[Tier.DISK] = SwapFile(tempfile.gettempdir(), config.num_swap_pages, pool)
+            swap = sources[Tier.DISK] = SwapFile(tempfile.gettempdir(), config.num_swap_pages, layout)
             swap.kv.fill_(empty)
             below[D2S] = swap
         if scheduler.config.num_peer_pages:
@@ -463,7 +464,7 @@ class Soak:
         self.model = HashModel(seed=config.seed % 5)
         self.random = random.Random(config.seed)
         self.record = io.BytesIO()
-        probe = MHATokenToKVPool.page_bytes(config.page_size, self.model.num_layers, HEADS, DIM, torch.float64)
+        probe = PageLayout.kv(config.page_size, self.model.num_layers, HEADS, DIM, torch.float64).page_bytes
         recorder = StepRecorder(self.record, scheduler_config(config, probe))
         self.ranks = [
             build_rank(config, self.model, rank, recorder if rank == 0 else None, nets)

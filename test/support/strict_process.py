@@ -10,29 +10,27 @@ import numpy as np
 import torch
 
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import LoadFailedError
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
 from sglang.srt.peer.memory.lent_memory import LentMemory
 
-SHAPE = (4, 3, 2, 8)
-PAGE_BYTES = MHATokenToKVPool.page_bytes(*SHAPE, torch.float32)
+LAYOUT = PageLayout.kv(4, 3, 2, 8, torch.float32)
+PAGE_BYTES = LAYOUT.page_bytes
 SLAB_BYTES, NUM_SLABS = 1 << 16, 3
 # What a borrower writes, and a lender's own.
 FOREIGN, OWN = 7.0, 0x2A
 
 
 def borrowed_memory(endpoints: list[str], name: str, num_slabs: int = NUM_SLABS) -> BorrowedMemory:
-    return BorrowedMemory(endpoints, name, SlabsConfig(num_slabs, SLAB_BYTES), PAGE_BYTES, SHAPE, torch.float32)
+    return BorrowedMemory(endpoints, name, SlabsConfig(num_slabs, SLAB_BYTES), LAYOUT)
 
 
 def lent_memory(endpoint: str, directory: Path, strict: bool = True) -> LentMemory:
     """A lender's memory, with pages of another shape."""
-    shape = (2, 5, 1, 24)
-    page_bytes = MHATokenToKVPool.page_bytes(*shape, torch.bfloat16)
-    return LentMemory(
-        endpoint, directory, SlabsConfig(NUM_SLABS, SLAB_BYTES), page_bytes, shape, torch.bfloat16, strict=strict
-    )
+    layout = PageLayout.kv(2, 5, 1, 24, torch.bfloat16)
+    return LentMemory(endpoint, directory, SlabsConfig(NUM_SLABS, SLAB_BYTES), layout, strict=strict)
 
 
 def lend(say: Callable[..., None], endpoint: str, directory: Path) -> None:
@@ -50,7 +48,7 @@ def borrow(say: Callable[..., None], endpoint: str) -> None:
     # More threads than one would wait for each other.
     torch.set_num_threads(1)
     memory = borrowed_memory([endpoint], "child")
-    device = MHATokenToKVPool(memory.pool.slab_pages, *SHAPE, torch.float32)
+    device = MHATokenToKVPool(memory.pool.slab_pages, LAYOUT)
     device.kv.fill_(FOREIGN)
     pages = torch.arange(memory.pool.slab_pages)
     said: list[object] = []
@@ -62,8 +60,8 @@ def borrow(say: Callable[..., None], endpoint: str) -> None:
             for place in mapped.tolist():
                 frames = torch.from_numpy(memory.pool.frames_of(place)).long()
                 memory.pool.back_up(device.kv_pages, pages, frames, "auto")
-                for layer in range(device.num_layers):
-                    memory.pool.load_layer(layer, device.view(layer), frames, pages, "auto")
+                for layer in range(LAYOUT.num_layers):
+                    memory.pool.load_layer(layer, device.kv_pages.layer(layer), frames, pages, "auto")
                 assert (device.kv == FOREIGN).all(), "what comes back is not what was written"
             found: list[object] = ["has", len(mapped)]
         except LoadFailedError:

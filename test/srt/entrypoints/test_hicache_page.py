@@ -14,6 +14,7 @@ import httpx
 import pytest
 import torch
 
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
 from sglang.srt.peer.memory.lent_memory import LentMemory
@@ -95,7 +96,7 @@ def test_the_reference_lists_what_the_state_has(state):
 def test_the_reference_lists_what_masters_and_workers_say(tmp_path: Path):
     tmp_path.chmod(0o700)
     endpoint = f"ipc://{tmp_path}/peers"
-    shape: tuple[Any, ...] = (SlabsConfig(2, 1 << 16), 4096, (1, 8, 4, 32), torch.bfloat16)
+    shape = (SlabsConfig(2, 1 << 16), PageLayout.kv(1, 8, 4, 32, torch.bfloat16))
     worker = LentMemory(endpoint, tmp_path, *shape)
     master = BorrowedMemory([endpoint], "master", *shape)
     assert paths({"peers": worker.state()}) | paths({"peers": master.state()}) == PEER_FIELDS

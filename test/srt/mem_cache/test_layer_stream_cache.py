@@ -11,6 +11,7 @@ import torch
 from sglang.srt.mem_cache.layer_stream_cache import FilledPiece, LayerStreamCache
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import LoadFailedError, Tier
 from support.stream_emulator import StreamEmulator
 
@@ -19,7 +20,7 @@ LAYERS, PAGE = 3, 2
 
 def pools() -> dict[Tier, MHATokenToKVPoolHost]:
     """Every value is different: page, K or V, layer and token can be told from it."""
-    device = MHATokenToKVPool(4, PAGE, LAYERS, 1, 2, torch.float64)
+    device = MHATokenToKVPool(4, PageLayout.kv(PAGE, LAYERS, 1, 2, torch.float64))
     found = {}
     for tier in (Tier.PEER, Tier.HOST):
         pool = found[tier] = MHATokenToKVPoolHost(device, 20, "page_first")
@@ -28,7 +29,7 @@ def pools() -> dict[Tier, MHATokenToKVPoolHost]:
 
 
 def cache(emulator: StreamEmulator, num_buffers: int, buffer_pages: int) -> LayerStreamCache:
-    device = MHATokenToKVPool(4, PAGE, LAYERS, 1, 2, torch.float64)
+    device = MHATokenToKVPool(4, PageLayout.kv(PAGE, LAYERS, 1, 2, torch.float64))
     made = LayerStreamCache(num_buffers, buffer_pages, device, pools(), emulator.stream("layer-stream"))
     made.poison()
     return made

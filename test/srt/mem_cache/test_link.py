@@ -16,7 +16,9 @@ import torch
 from sgl_kernel.kvcacheio import dma
 from sglang.srt.mem_cache.link import CopyLink, index_device
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.mem_cache.memory_pool_host import LAYOUTS, MHATokenToKVPoolHost
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.page_layout import PageLayout
+from sglang.srt.mem_cache.page_memory import ORDERS
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.transfer import D2H, H2D, GateError, LoadFailedError, OpResult, Ticket, Tier, TransferOp
 from sglang.srt.utils.stream import Event, ThreadEvent, ThreadStream
@@ -36,12 +38,12 @@ def ids(*frames: int) -> np.ndarray:
 
 class Pools:
     def __init__(self, page_size: int = 2, dtype: torch.dtype = torch.float32, layout: str = "page_first") -> None:
-        self.device = MHATokenToKVPool(DEVICE_PAGES, page_size, LAYERS, HEADS, DIM, dtype)
+        self.device = MHATokenToKVPool(DEVICE_PAGES, PageLayout.kv(page_size, LAYERS, HEADS, DIM, dtype))
         self.host = MHATokenToKVPoolHost(self.device, HOST_PAGES, layout)
         generator = torch.Generator().manual_seed(3)
         for kv in (self.device.kv, self.host.kv):
             kv.copy_(torch.randn(kv.shape, generator=generator))
-        self.page_bytes = self.device.page_bytes(page_size, LAYERS, HEADS, DIM, dtype)
+        self.page_bytes = self.device.page_layout.page_bytes
 
     def load(self, seq: int, src: np.ndarray, dst: np.ndarray) -> TransferOp:
         return TransferOp(Ticket(H2D, seq), Tier.HOST, Tier.DEVICE, src, dst, len(src) * self.page_bytes)
@@ -94,7 +96,7 @@ def settle(stream: ThreadStream | EmulatedStream) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("io_backend", ["auto", "dma", "direct"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ORDERS)
 def test_loads_and_backups_are_exact(stream, layout: str, io_backend: str, page_size: int, dtype: torch.dtype):
     pools = Pools(page_size, dtype, layout)
     device, host = raw(pools.device.kv), raw(pools.host.pages(torch.arange(HOST_PAGES)))

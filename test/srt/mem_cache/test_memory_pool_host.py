@@ -11,19 +11,21 @@ import torch
 
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import (
-    LAYOUTS,
     HostMemoryError,
     MHATokenToKVPoolHost,
     cuda_register,
     pin_memory,
 )
+from sglang.srt.mem_cache.page_layout import PageLayout
+from sglang.srt.mem_cache.page_memory import ORDERS
 
 LAYERS, HEADS, DIM, PAGES = 3, 2, 4, 12
 
 
 def make_pool(layout: str, page_size: int = 2, dtype: torch.dtype = torch.float32) -> MHATokenToKVPoolHost:
     """Every byte random, so that no two pages are alike."""
-    pool = MHATokenToKVPoolHost(MHATokenToKVPool(2, page_size, LAYERS, HEADS, DIM, dtype), PAGES, layout)
+    device = MHATokenToKVPool(2, PageLayout.kv(page_size, LAYERS, HEADS, DIM, dtype))
+    pool = MHATokenToKVPoolHost(device, PAGES, layout)
     raw = pool.kv.view(-1).view(torch.uint8)
     raw.copy_(torch.randint(0, 256, raw.shape, generator=torch.Generator().manual_seed(5)))
     return pool
@@ -71,7 +73,7 @@ def test_buffers_are_the_pages_themselves_and_merge_ascending_neighbours():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ORDERS)
 def test_copies_are_exact_and_canonical(layout: str, page_size: int, dtype: torch.dtype):
     pool = make_pool(layout, page_size, dtype)
     model = canonical(pool)
@@ -89,7 +91,7 @@ def test_copies_are_exact_and_canonical(layout: str, page_size: int, dtype: torc
         assert np.array_equal(canonical(pool), model), "exactly these pages"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ORDERS)
 def test_one_layouts_bytes_are_the_others(layout: str):
     """Blocks that one server stored are read by one with the other layout."""
     source, target = make_pool("page_first"), make_pool(layout)
@@ -103,7 +105,7 @@ def test_one_layouts_bytes_are_the_others(layout: str):
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ORDERS)
 def test_poison_fills_whole_pages_and_no_others(layout: str):
     pool = make_pool(layout, dtype=torch.float64)
     pool.kv.zero_()
@@ -112,7 +114,7 @@ def test_poison_fills_whole_pages_and_no_others(layout: str):
     assert bad.all(1).nonzero().ravel().tolist() == bad.any(1).nonzero().ravel().tolist() == [4, 9]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ORDERS)
 @pytest.mark.parametrize("frames", [ids(PAGES), ids(3, -1), ids(PAGES - 1, PAGES)])
 def test_frames_beyond_the_pool_are_a_bug(layout: str, frames: np.ndarray):
     pool = make_pool(layout)
@@ -128,7 +130,7 @@ def test_frames_beyond_the_pool_are_a_bug(layout: str, frames: np.ndarray):
     assert np.array_equal(canonical(pool), before)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ORDERS)
 def test_bytes_of_another_size_are_a_bug(layout: str):
     pool = make_pool(layout)
     with pytest.raises(ValueError, match="reshape"):
@@ -137,7 +139,7 @@ def test_bytes_of_another_size_are_a_bug(layout: str):
 
 def test_pinning_takes_the_whole_pool_once_and_says_how_long(caplog):
     asked: list[tuple[int, int]] = []
-    device = MHATokenToKVPool(2, 2, LAYERS, HEADS, DIM, torch.float32)
+    device = MHATokenToKVPool(2, PageLayout.kv(2, LAYERS, HEADS, DIM, torch.float32))
     with caplog.at_level("INFO"):
         pool = MHATokenToKVPoolHost(device, PAGES, register=lambda address, size: asked.append((address, size)))
     assert asked == [(pool.kv.data_ptr(), PAGES * pool.page_bytes)]

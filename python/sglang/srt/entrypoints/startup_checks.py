@@ -67,10 +67,14 @@ def _check_storage(args: ServerArgs) -> None:
     if backend is None:
         return
     from sglang.srt.managers.startup.storage import StorageOpener  # with what the scheduler needs
+    from sglang.srt.mem_cache.page_layout import PageLayout
     from sglang.srt.mem_cache.storage.registry import check_dynamic_config
     from sglang.srt.offload.remote_store import REMOTE_BACKENDS, check_remote_config
 
-    pool: Any = SimpleNamespace(page_size=args.page_size, num_pages=_ANY_NUMBER, page_bytes=1)
+    layout = PageLayout.kv(args.page_size, 1, 1, 1, "uint8")
+    pool: Any = SimpleNamespace(
+        page_layout=layout, page_size=layout.page_size, page_bytes=layout.page_bytes, num_pages=_ANY_NUMBER
+    )
     # Makes the folder of the file backend, and reads its secret.
     setup = StorageOpener("", args.model_name, pool, 0, args.tp_size).setup(
         backend,

@@ -44,7 +44,14 @@ from sglang.srt.managers.rank_sync import RankSync, Tick
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Scheduler, SchedulerConfig
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
-from sglang.srt.managers.startup.device import check_device, free_memory, kv_cache_bytes, pick_device, pick_dtype
+from sglang.srt.managers.startup.device import (
+    check_device,
+    free_memory,
+    kv_cache_bytes,
+    page_layout,
+    pick_device,
+    pick_dtype,
+)
 from sglang.srt.managers.startup.peers import borrow_memory, lend_memory
 from sglang.srt.managers.startup.storage import StorageOpener
 from sglang.srt.mem_cache.block_store import StoreError
@@ -98,9 +105,7 @@ def device_pages(
 ) -> tuple[int, int]:
     """How many pages the device gets of the memory that is free now, and their size. Raises StartupError where that
     is too little."""
-    page_bytes = MHATokenToKVPool.page_bytes(
-        args.page_size, model.num_layers, model.kv_heads_per_rank(group.size), model.head_dim, model.dtype
-    )
+    page_bytes = page_layout(model, args.page_size, group.size).page_bytes
     fitting = kv_cache_bytes(args, device, group.size) // page_bytes
     if args.max_total_tokens is not None:
         num_pages = args.max_total_tokens // args.page_size
@@ -270,18 +275,13 @@ def build_core(
     )
     progress.stage("allocating the pools")
     config = build_config(args, model_config, group, device)
-    shape = (
-        config.page_size,
-        model_config.num_layers,
-        model_config.kv_heads_per_rank(group.size),
-        model_config.head_dim,
-    )
+    layout = page_layout(model_config, config.page_size, group.size)
     pool: DevicePool
     borrowed = lent = None
     graph_batch_size = 0
     if args.peer_role == "worker":
         with without_stopping():
-            lent = lend_memory(args, config, shape, model_config.dtype, group.rank, directory, notify, device)
+            lent = lend_memory(args, config, layout, group.rank, directory, notify, device)
             on_exit.callback(lent.close)
         pool = lent.pool
         config = replace(
@@ -292,12 +292,10 @@ def build_core(
         )
     else:
         graph_batch_size = graph_batch_size_for(args, config, device)
-        pool = MHATokenToKVPool(
-            config.num_device_pages, *shape, model_config.dtype, device, has_scratch=graph_batch_size > 0
-        )
+        pool = MHATokenToKVPool(config.num_device_pages, layout, device, has_scratch=graph_batch_size > 0)
     if args.peer_role == "master":
         with without_stopping():
-            borrowed = borrow_memory(args, config, shape, model_config.dtype, group.rank, group.size, notify, device)
+            borrowed = borrow_memory(args, layout, group.rank, group.size, notify, device)
             on_exit.callback(borrowed.disconnect)
         config = replace(config, num_peer_pages=borrowed.pool.num_pages, slabs=borrowed.pool.slab_frames)
     links: dict[str, Link] = {}
@@ -346,7 +344,7 @@ def build_core(
         if config.num_swap_pages:
             assert args.layer_stream_disk_path is not None
             try:
-                swap = SwapFile(args.layer_stream_disk_path, config.num_swap_pages, pool)
+                swap = SwapFile(args.layer_stream_disk_path, config.num_swap_pages, layout)
             except SwapFileError as error:
                 raise StartupError(str(error)) from error
             below[D2S] = streamed_from[Tier.DISK] = swap
@@ -359,7 +357,7 @@ def build_core(
                 name, pool, other, stream, executor.fence, notify, args.hicache_io_backend, limits.get(name)
             )
         opener = StorageOpener(
-            f"{model_config.fingerprint(args.load_format, args.random_seed or 0)} {model_config.dtype}",
+            model_config.fingerprint(args.load_format, args.random_seed or 0),
             args.model_name,
             host_pool,
             group.rank,

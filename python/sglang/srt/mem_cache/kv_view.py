@@ -13,17 +13,36 @@ from typing import overload
 import numpy as np
 import torch
 
+from sgl_kernel.kvcacheio import KVPages
 
-@dataclass(frozen=True)
+
 class KVView:
-    """One layer of a pool.
+    """One layer of a pool, immutable.
 
-    k, v: (num_pages, page_size, num_kv_heads, head_dim), any outer strides: layer-first and block-major pools look
-    alike. The innermost two dimensions are contiguous.
+    components: in the order of the pool's `PageLayout`, (num_pages, page_size, *shape) each, or (num_pages, *shape)
+    where pages hold one per page, with any outer strides: layer-first and block-major pools look alike. Ordinary
+    attention has k and v: (num_pages, page_size, num_kv_heads, head_dim), whose innermost two dimensions are
+    contiguous.
     """
 
-    k: torch.Tensor
-    v: torch.Tensor
+    __slots__ = ("components",)
+
+    def __init__(self, *components: torch.Tensor) -> None:
+        self.components = components
+
+    @staticmethod
+    def of_layer(pages: KVPages) -> KVView:
+        """pages: of one layer."""
+        assert pages.num_layers == 1, f"{pages.num_layers} layers"
+        return KVView(*(each[0] for each in pages.components))
+
+    @property
+    def k(self) -> torch.Tensor:
+        return self.components[0]
+
+    @property
+    def v(self) -> torch.Tensor:
+        return self.components[1]
 
     @property
     def page_size(self) -> int:

@@ -19,16 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from sgl_kernel.kvcacheio import transfer_kv_per_layer_pf_lf
+from sgl_kernel.kvcacheio import KVPages, transfer_kv_per_layer_pf_lf
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView
 from sglang.srt.mem_cache.link import HasPages, index_device
 from sglang.srt.mem_cache.memory_pool import DevicePool
+from sglang.srt.mem_cache.page_memory import PageMemory
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.transfer import FETCH, LOAD_LINKS, LoadFailedError, Tier
 from sglang.srt.utils.device import to_device
@@ -65,7 +66,8 @@ class FilledPiece:
 
 
 class LayerStreamCache:
-    """num_buffers buffers of buffer_pages pages of one layer, shaped like the device pool's.
+    """num_buffers buffers of buffer_pages pages of one layer, in the device pool's layout. kv: all of them, as of
+    `PageMemory`.
 
     sources: the pools below; pages may come from the device's, too. stream: where copies run. rate_limits: by link,
     as for loads.
@@ -91,11 +93,17 @@ class LayerStreamCache:
         self._device_pool = device_pool
         self._io_backend = io_backend
         self._limits = rate_limits or {}
-        like = device_pool.view(0).k
-        # (num_buffers, K and V, buffer_pages, page_size, num_kv_heads, head_dim)
-        self.kv = torch.zeros(num_buffers, 2, buffer_pages, *like.shape[1:], dtype=like.dtype, device=like.device)
-        self._views = [KVView(kv[0], kv[1]) for kv in self.kv]
-        self._pages = torch.arange(buffer_pages, device=like.device)
+        self._layer_bytes = device_pool.page_layout.layer_bytes
+        device = device_pool.kv.device
+        # Buffer i lies where layer i of a pool of buffer_pages pages would.
+        layout = replace(device_pool.page_layout, num_layers=num_buffers)
+        memory = torch.zeros(buffer_pages * layout.page_bytes, dtype=torch.uint8, device=device)
+        buffers = PageMemory(layout, buffer_pages, memory, "layer_first")
+        self.kv = buffers.kv
+        self._memory = memory
+        self._buffers = buffers.kv_pages.layers
+        self._views = [KVView.of_layer(buffer) for buffer in self._buffers]
+        self._pages = torch.arange(buffer_pages, device=device)
         # When what was last in each buffer has been read.
         self._read: list[Event | None] = [None] * num_buffers
         self._next = 0
@@ -123,14 +131,13 @@ class LayerStreamCache:
         self._next += 1
         if (read := self._read[index]) is not None:
             self.stream.wait(read)
-        view = self._views[index]
         segment = KVSegment(self._pages[: piece.num_pages], piece.num_pages * self.page_size)
-        filled = FilledPiece(view, segment)
+        filled = FilledPiece(self._views[index], segment)
 
         def copy() -> None:
             filled.began = self.stream.mark()
             try:
-                self._copy(layer, piece, view)
+                self._copy(layer, piece, self._buffers[index])
             except Exception as error:
                 # It fails the launch that reads it, not the stream.
                 filled.error = f"layer {layer} cannot be streamed: {error or type(error).__name__}"
@@ -151,12 +158,12 @@ class LayerStreamCache:
 
     def poison(self) -> None:
         """Fill the buffers with NaN: whatever is read before it was copied shows (tests)."""
-        self.kv.fill_(float("nan"))
+        self._memory.fill_(255)
 
     def _pool(self, tier: Tier) -> HasPages:
         return self._device_pool if tier == Tier.DEVICE else self._sources[tier]
 
-    def _copy(self, layer: int, piece: Piece, view: KVView) -> None:
+    def _copy(self, layer: int, piece: Piece, buffer: KVPages) -> None:
         if not piece.indices:
             for tier, *pages in piece.copies:
                 where = index_device(self._io_backend, self._pool(tier), self.kv.device)
@@ -164,9 +171,9 @@ class LayerStreamCache:
                 piece.indices.append((src, dst))
         for (tier, _, _), (src, dst) in zip(piece.copies, piece.indices):
             limit = self._limits.get(LOAD_LINKS.get(tier, FETCH))
-            size = len(src) * view.k[0].numel() * view.k.element_size() * 2
+            size = len(src) * self._layer_bytes
             pace: AbstractContextManager[None] = limit.transfer(size) if limit is not None else nullcontext()
             with pace:
                 transfer_kv_per_layer_pf_lf(
-                    self._pool(tier).kv_pages, view.k, view.v, src, dst, layer, backend=self._io_backend
+                    self._pool(tier).kv_pages, buffer, src, dst, layer, backend=self._io_backend
                 )

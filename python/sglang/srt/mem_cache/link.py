@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from sgl_kernel.kvcacheio import KVPages, pick_backend, transfer_kv_all_layer_lf_pf, transfer_kv_per_layer_pf_lf
-from sglang.srt.mem_cache.kv_view import KVView
 from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.transfer import GateError, LoadFailedError, OpResult, Ticket, Tier, TransferOp
@@ -40,11 +39,11 @@ class CopiesPages(HasPages, Protocol):
     """A pool whose memory is not all within reach: it copies for itself. Called on a link's stream, loads and backups
     each from one thread. Both raise LoadFailedError."""
 
-    def load_layer(self, layer: int, view: KVView, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
-        """As `transfer_kv_per_layer_pf_lf`, to a layer of the device pool."""
+    def load_layer(self, layer: int, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
+        """As `transfer_kv_per_layer_pf_lf`. pages: this layer of the device pool."""
         ...
 
-    def back_up(self, kv: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
+    def back_up(self, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
         """As `transfer_kv_all_layer_lf_pf`, from the device pool."""
         ...
 
@@ -128,7 +127,7 @@ class CopyLink:
         operation = self._operations[seq] = _Operation(op.ticket)
         self._operations.pop(seq - _KEPT_OPERATIONS, None)
         if op.dst == Tier.DEVICE:
-            for layer in range(self.device_pool.num_layers):
+            for layer in range(self.device_pool.kv_pages.num_layers):
                 self._enqueue(op, operation, partial(self._load_layer, op, layer=layer))
                 operation.layer_events.append(self.stream.record())
         else:
@@ -165,24 +164,23 @@ class CopyLink:
     # -- on the stream ------------------------------------------------------------------------------------------
 
     def _load_layer(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, layer: int) -> None:
-        view = self.device_pool.view(layer)
-        with self._pace(op.size_bytes // self.device_pool.num_layers):
+        all_layers = self.device_pool.kv_pages
+        pages = all_layers.layer(layer)
+        with self._pace(op.size_bytes // all_layers.num_layers):
             if self._copier is not None:
-                self._copier.load_layer(layer, view, src, dst, self.io_backend)
+                self._copier.load_layer(layer, pages, src, dst, self.io_backend)
                 return
-            transfer_kv_per_layer_pf_lf(
-                self.host_pool.kv_pages, view.k, view.v, src, dst, layer, backend=self.io_backend
-            )
+            transfer_kv_per_layer_pf_lf(self.host_pool.kv_pages, pages, src, dst, layer, backend=self.io_backend)
 
     def _back_up(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, fence: Fence | None) -> None:
         if fence is not None and fence.failed:
             raise LoadFailedError(f"launch {op.after}, which was to write the source, failed")
-        kv = self.device_pool.kv_pages
+        pages = self.device_pool.kv_pages
         with self._pace(op.size_bytes):
             if self._copier is not None:
-                self._copier.back_up(kv, src, dst, self.io_backend)
+                self._copier.back_up(pages, src, dst, self.io_backend)
                 return
-            transfer_kv_all_layer_lf_pf(kv.k, kv.v, self.host_pool.kv_pages, src, dst, backend=self.io_backend)
+            transfer_kv_all_layer_lf_pf(pages, self.host_pool.kv_pages, src, dst, backend=self.io_backend)
 
     def _pace(self, size_bytes: int) -> AbstractContextManager[None]:
         return self.rate_limit.transfer(size_bytes) if self.rate_limit else nullcontext()

@@ -1,6 +1,6 @@
 """`MHATokenToKVPool`: the device pool's memory, layer-first. Which page is whose is the frame table's business.
 
-`DevicePool` is what the engine asks of it; `peer.elastic_pool.ElasticPool` is another.
+`DevicePool` is what the engine asks of it; `peer.memory.elastic_pool.ElasticPool` is another.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import torch
 
 from sgl_kernel.kvcacheio import KVPages
 from sglang.srt.mem_cache.kv_view import KVView
+from sglang.srt.mem_cache.page_layout import PageLayout
+from sglang.srt.mem_cache.page_memory import PageMemory
 from sglang.srt.utils.device import CPU
 
 
@@ -18,18 +20,21 @@ class DevicePool(Protocol):
     """num_pages: of page_size tokens, numbered as in the frame table. kv: all memory; its shape is the pool's own
     business. kv_pages: the same for `sgl_kernel.kvcacheio`. scratch_slot: one that is no page's, if there is one."""
 
+    page_layout: PageLayout
     num_pages: int
     page_size: int
-    num_layers: int
     kv: torch.Tensor
     kv_pages: KVPages
     scratch_slot: int | None
 
     def view(self, layer_id: int) -> KVView: ...
 
-    def store(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k, v: (num_tokens, num_kv_heads, head_dim) into slots loc: (num_tokens,) int64, where slot
-        page * page_size + i is token i of that page."""
+    def store(self, layer_id: int, loc: torch.Tensor, *values: torch.Tensor) -> None:
+        """Write tokens into slots loc: (num_tokens,) int64, where slot page * page_size + i is token i of that page.
+
+        values: one for each component that pages hold per token, (num_tokens, *shape): K and V, each (num_tokens,
+        num_kv_heads, head_dim), of ordinary attention. Components per page are written through `view`.
+        """
         ...
 
     def pages(self, frames: torch.Tensor) -> torch.Tensor:
@@ -37,51 +42,41 @@ class DevicePool(Protocol):
         ...
 
     def poison(self, frames: torch.Tensor) -> None:
-        """Fill pages with NaN: whatever reads them before they are written shows it."""
+        """Fill pages with NaN: reading them before they are written shows."""
         ...
 
 
 class MHATokenToKVPool:
-    """kv: (2, num_layers, num_pages, page_size, num_kv_heads, head_dim). Written by launches, on the compute stream,
-    and by loads, on theirs; the scheduler's fences and tickets keep them apart. has_scratch: one more page behind the
-    others, for what has to be written somewhere and is never read; scratch_slot is in it."""
+    """Pages of any `PageLayout`, zeros at first. Written by launches, on the compute stream, and by loads, on theirs;
+    the scheduler's fences and tickets keep them apart.
+
+    kv: as of `PageMemory`; of K and V, (2, num_layers, num_pages, page_size, num_kv_heads, head_dim). has_scratch:
+    one more page behind the others, for what has to be written somewhere and is never read; scratch_slot is in it.
+    """
 
     def __init__(
-        self,
-        num_pages: int,
-        page_size: int,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device = CPU,
-        has_scratch: bool = False,
+        self, num_pages: int, layout: PageLayout, device: torch.device = CPU, has_scratch: bool = False
     ) -> None:
+        self.page_layout = layout
         self.num_pages = num_pages
-        self.scratch_slot = num_pages * page_size if has_scratch else None
-        self.page_size = page_size
-        self.num_layers = num_layers
-        shape = (2, num_layers, num_pages + has_scratch, page_size, num_kv_heads, head_dim)
-        self.kv = torch.zeros(shape, dtype=dtype, device=device)
-        self.kv_pages = KVPages.layer_first(self.kv)
-        self._views = [KVView(self.kv[0, layer], self.kv[1, layer]) for layer in range(num_layers)]
-        self._slots = [(view.k.flatten(0, 1), view.v.flatten(0, 1)) for view in self._views]
-
-    @staticmethod
-    def page_bytes(page_size: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """K and V of one page, all layers, in bytes."""
-        return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
+        self.page_size = layout.page_size
+        self.scratch_slot = num_pages * layout.page_size if has_scratch else None
+        num_in_memory = num_pages + has_scratch
+        memory = torch.zeros(num_in_memory * layout.page_bytes, dtype=torch.uint8, device=device)
+        self._memory = PageMemory(layout, num_in_memory, memory, "layer_first")
+        self.kv, self.kv_pages = self._memory.kv, self._memory.kv_pages
+        self._views = [KVView.of_layer(pages) for pages in self.kv_pages.layers]
+        self._slots = [[view.components[i].flatten(0, 1) for i in layout.per_token] for view in self._views]
 
     def view(self, layer_id: int) -> KVView:
         return self._views[layer_id]
 
-    def store(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        k_slots, v_slots = self._slots[layer_id]
-        k_slots.index_copy_(0, loc, k)
-        v_slots.index_copy_(0, loc, v)
+    def store(self, layer_id: int, loc: torch.Tensor, *values: torch.Tensor) -> None:
+        for slots, value in zip(self._slots[layer_id], values, strict=True):
+            slots.index_copy_(0, loc, value)
 
     def pages(self, frames: torch.Tensor) -> torch.Tensor:
-        return self.kv.index_select(2, frames).movedim(2, 0).contiguous()
+        return self._memory.pages(frames)
 
     def poison(self, frames: torch.Tensor) -> None:
-        self.kv.index_fill_(2, frames, float("nan"))
+        self._memory.poison(frames)

@@ -1,13 +1,13 @@
 """`MHATokenToKVPoolHost`: the host tier's memory. Which page is whose is the frame table's business.
 
-Owns the memory and knows its layout; nobody outside needs to. Whatever the layout, the bytes of a page that leaves
-for storage are the *canonical* ones, a page-first pool's: (2, num_layers, page_size, num_kv_heads, head_dim).
+Owns the memory and knows its order. Whatever the order, the bytes of a page that leaves for storage are the
+*canonical* ones, a page-first pool's (`page_layout.py`); of K and V (2, num_layers, page_size, num_kv_heads,
+head_dim).
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,28 +15,26 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from sgl_kernel.kvcacheio import KVPages
-from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import DevicePool
+from sglang.srt.mem_cache.page_memory import PageMemory
 from sglang.srt.utils.shared_memory import SharedMemory
 
 # Left for the system when the host pool is sized.
 HOST_MEMORY_RESERVE_BYTES = 2 << 30
 
-LAYOUTS = ("page_first", "layer_first")
-
 logger = logging.getLogger(__name__)
 
 
 class MHATokenToKVPoolHost:
-    """One host pool, like one device pool; pinned where there is a GPU. Written by backups and by reads from storage,
-    read by loads and by writes to storage, each on its link; tickets keep them apart.
+    """One host pool in the device pool's layout; pinned where there is a GPU. Written by backups and by reads from
+    storage, read by loads and by writes to storage, each on its link; tickets keep them apart.
 
-    kv: page-first (num_pages, 2, num_layers, page_size, num_kv_heads, head_dim), or layer-first
-    (2, num_layers, num_pages, page_size, num_kv_heads, head_dim).
-    layout: "page_first" or "layer_first". shared: the memory itself, for another process; it begins at a page of the
-    system, as reads and writes past the page cache and GPUs want it. kv_pages: the same memory for
-    `sgl_kernel.kvcacheio`. page_bytes: K and V of one page, all layers. register: see `pin_memory`; by default CUDA's
-    where the device pool is on a GPU.
+    layout: the order, "page_first" or "layer_first". page_layout: what a page holds; page_bytes: of one page. kv,
+    kv_pages: as of `PageMemory`; of K and V, kv is page-first (num_pages, 2, num_layers, page_size, num_kv_heads,
+    head_dim), or layer-first (2, num_layers, num_pages, page_size, num_kv_heads, head_dim). shared: the memory
+    itself, for another process; it begins at a page of the system, as reads and writes past the page cache and GPUs
+    want it. register: see `pin_memory`; by default CUDA's where the device pool is on a GPU. Raises ValueError for
+    another order.
     """
 
     def __init__(
@@ -46,36 +44,31 @@ class MHATokenToKVPoolHost:
         layout: str = "page_first",
         register: Callable[[int, int], None] | None = None,
     ) -> None:
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout {layout!r} is none of {', '.join(LAYOUTS)}")
-        num_layers, _, page_size, num_kv_heads, head_dim = device_pool.kv_pages.k.shape
-        dtype = device_pool.kv.dtype
+        self.page_layout = device_pool.page_layout
         self.num_pages = num_pages
-        self.page_size = page_size
-        self.page_bytes = MHATokenToKVPool.page_bytes(page_size, num_layers, num_kv_heads, head_dim, dtype)
+        self.page_size = self.page_layout.page_size
+        self.page_bytes = self.page_layout.page_bytes
         self.layout = layout
-        self._page_dim = 0 if layout == "page_first" else 2
-        shape = [2, num_layers, page_size, num_kv_heads, head_dim]
-        shape.insert(self._page_dim, num_pages)
         # Given to the offload proxy, where there is one, which writes what it fetches into it.
-        self.shared = SharedMemory.allocate(math.prod(shape) * dtype.itemsize, "hicache-host-pool")
-        self.kv = torch.from_numpy(self.shared.memory).view(dtype).view(*shape)
+        self.shared = SharedMemory.allocate(num_pages * self.page_bytes, "hicache-host-pool")
+        self._bytes = self.shared.memory
+        memory = torch.from_numpy(self._bytes)
+        self._memory = PageMemory(self.page_layout, num_pages, memory, layout)
+        self.kv, self.kv_pages = self._memory.kv, self._memory.kv_pages
         if register is None and device_pool.kv.is_cuda:
             register = cuda_register
             # CUDA must let go before the memory does.
-            weakref.finalize(self, cuda_unregister, self.kv.data_ptr()).atexit = False
+            weakref.finalize(self, cuda_unregister, memory.data_ptr()).atexit = False
         if register is not None:
-            pin_memory(self.kv, register)
-        self.kv_pages = KVPages.page_first(self.kv) if layout == "page_first" else KVPages.layer_first(self.kv)
-        self._bytes = self.kv.view(-1).view(torch.uint8).numpy()
-        # (num_pages, 2, num_layers, bytes of a run): the canonical order, whatever the strides.
-        shape[3:] = [-1]
-        self._canonical = np.moveaxis(self._bytes.reshape(shape), self._page_dim, 0)
+            pin_memory(memory, register)
+        self._parts = self._canonical_parts()
+        # Of canonical pages; part of the memory only where pages lie in it as they are.
+        self._padding = () if self._memory.page_is_one_run else self.page_layout.padding
 
     def buffers(self, frames: np.ndarray) -> list[memoryview] | None:
         """The memory of pages `frames` (n,) int32 itself, in this order and without a copy: writable, adjacent
-        ascending frames as one buffer. None where a page is not one piece of memory (layer-first)."""
-        if self.layout != "page_first":
+        ascending frames as one buffer. None where a page is not one run of bytes (layer-first)."""
+        if not self._memory.page_is_one_run:
             return None
         size, memory = self.page_bytes, self._bytes.data
         return [memory[first * size : (first + n) * size] for _, first, n in self._runs(frames)]
@@ -83,22 +76,42 @@ class MHATokenToKVPoolHost:
     def copy_out(self, frames: np.ndarray, out: np.ndarray) -> None:
         """Copy pages `frames` (n,) int32 to out: (n * page_bytes,) uint8, page after page."""
         assert out.flags.c_contiguous, "the copy would go to a temporary"
-        pages = out.reshape(len(frames), *self._canonical.shape[1:])
-        for at, first, n in self._runs(frames):
-            np.copyto(pages[at : at + n], self._canonical[first : first + n])
+        pages = out.reshape(len(frames), self.page_bytes)
+        for start, end in self._padding:
+            pages[:, start:end] = 0
+        for mine, start, end in self._parts:
+            part = pages[:, start:end].reshape(len(frames), *mine.shape[1:])
+            for at, first, n in self._runs(frames):
+                np.copyto(part[at : at + n], mine[first : first + n])
 
     def copy_in(self, frames: np.ndarray, data: np.ndarray) -> None:
         """Overwrite pages `frames` (n,) int32, each once, with data: (n * page_bytes,) uint8, page after page."""
-        pages = data.reshape(len(frames), *self._canonical.shape[1:])
-        for at, first, n in self._runs(frames):
-            np.copyto(self._canonical[first : first + n], pages[at : at + n])
+        pages = data.reshape(len(frames), self.page_bytes)
+        for mine, start, end in self._parts:
+            part = pages[:, start:end].reshape(len(frames), *mine.shape[1:])
+            for at, first, n in self._runs(frames):
+                np.copyto(mine[first : first + n], part[at : at + n])
 
     def pages(self, frames: torch.Tensor) -> torch.Tensor:
         """A copy of pages `frames` (n,) int64, page-first."""
-        return self.kv.index_select(self._page_dim, frames).movedim(self._page_dim, 0).contiguous()
+        return self._memory.pages(frames)
 
     def poison(self, frames: torch.Tensor) -> None:
-        self.kv.index_fill_(self._page_dim, frames, float("nan"))
+        self._memory.poison(frames)
+
+    def _canonical_parts(self) -> list[tuple[np.ndarray, int, int]]:
+        """The memory as runs of canonical bytes: views (num_pages, ...) uint8, and the first and last byte of a
+        canonical page that each is."""
+        if self._memory.page_is_one_run:
+            return [(self._bytes.reshape(self.num_pages, self.page_bytes), 0, self.page_bytes)]
+        layout, parts = self.page_layout, []
+        begins = layout.offsets(self.num_pages)
+        for begin, start, run_bytes in zip(begins, layout.offsets(), layout.run_bytes):
+            size = layout.num_layers * run_bytes
+            runs = self._bytes[begin : begin + self.num_pages * size]
+            by_page = runs.reshape(layout.num_layers, self.num_pages, run_bytes).swapaxes(0, 1)
+            parts.append((by_page, start, start + size))
+        return parts
 
     def _runs(self, frames: np.ndarray) -> Iterator[tuple[int, int, int]]:
         """(position in frames, first frame, length) of each run of adjacent ascending frames."""

@@ -9,7 +9,6 @@ start: writing to it later cannot find the disk full.
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import tempfile
@@ -17,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from sgl_kernel.kvcacheio import KVPages
-from sglang.srt.mem_cache.memory_pool import DevicePool
+from sglang.srt.mem_cache.page_layout import PageLayout
+from sglang.srt.mem_cache.page_memory import PageMemory
 
 
 class SwapFileError(RuntimeError):
@@ -26,15 +25,13 @@ class SwapFileError(RuntimeError):
 
 
 class SwapFile:
-    """num_pages pages shaped like the device pool's, in a file in `folder`. Raises SwapFileError.
+    """num_pages pages of `layout` in a file in `folder`. Raises SwapFileError.
 
-    kv: (2, num_layers, num_pages, page_size, num_kv_heads, head_dim), so that a layer of adjacent pages is one run.
+    kv, kv_pages: as of `PageMemory`, layer-first, so that a layer of adjacent pages is one run per component.
     """
 
-    def __init__(self, folder: str | Path, num_pages: int, device_pool: DevicePool) -> None:
-        like = device_pool.view(0).k
-        shape = (2, device_pool.num_layers, num_pages, *like.shape[1:])
-        size_bytes = math.prod(shape) * like.element_size()
+    def __init__(self, folder: str | Path, num_pages: int, layout: PageLayout) -> None:
+        size_bytes = num_pages * layout.page_bytes
         try:
             with tempfile.TemporaryFile(dir=folder) as file:
                 os.posix_fallocate(file.fileno(), 0, size_bytes)
@@ -46,5 +43,5 @@ class SwapFile:
                 "--layer-stream-disk-size or name another folder with --layer-stream-disk-path"
             ) from error
         self.num_pages = num_pages
-        self.kv = torch.frombuffer(memory, dtype=like.dtype).view(shape)
-        self.kv_pages = KVPages.layer_first(self.kv)
+        pages = PageMemory(layout, num_pages, torch.frombuffer(memory, dtype=torch.uint8), "layer_first")
+        self.kv, self.kv_pages = pages.kv, pages.kv_pages

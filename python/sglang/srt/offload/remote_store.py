@@ -22,6 +22,7 @@ import numpy as np
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.offload import wire
 from sglang.srt.offload.codec.binned import BinnedCodec
+from sglang.srt.offload.codec.layout import BlockLayout
 from sglang.srt.offload.proxy.settings import ProxySettings
 from sglang.srt.offload.proxy_client import ProxyClient
 from sglang.srt.offload.proxy_process import InProcessProxy, OtherProxy, OwnProxy, ProxyPlace
@@ -222,22 +223,14 @@ def open_remote_store(
             f"--hicache-storage-backend {backend} writes whole pages into shared memory: use --hicache-mem-layout "
             "page_first, on Linux"
         )
-    _, _, num_layers, page_size, num_kv_heads, head_dim = pool.kv.shape
-    layout = {
-        "num_pages": block_tokens // page_size,
-        "num_layers": num_layers,
-        "page_size": page_size,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "dtype": str(pool.kv.dtype).removeprefix("torch."),
-    }
+    layout = BlockLayout(block_tokens // pool.page_size, pool.page_layout)
     own = settings.proxy
     place = _start_own_proxy(own, directory, num_ranks) if isinstance(own, _OwnProxySettings) else own
     hello = wire.Hello(
         token=place.token,
         num_pages=pool.num_pages,
         pool_bytes=pool.shared.size_bytes,
-        layout=layout,
+        layout=layout.as_dict(),
         codec={"codec": settings.codec} if isinstance(settings.codec, str) else settings.codec,
         namespace=hashlib.blake2b(namespace.encode()).digest(),
     )

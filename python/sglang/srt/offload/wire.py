@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 # A Get of 256 blocks of 256 one-token pages is 270 KB.
 MAX_FRAME_BYTES = 16 << 20
 _LENGTH = struct.Struct("<I")
@@ -22,7 +22,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """token: what the proxy was started with. num_pages: of the host pool, whose memory, pool_bytes of it,
     comes with this message.
 
-    layout: fields of a `BlockLayout`. codec: as for `make_codec`. namespace: what the bytes of a block depend on
+    layout: of `BlockLayout.as_dict`. codec: as for `make_codec`. namespace: what the bytes of a block depend on
     beside its key. is_first: the engine starts, and wants to know whether the store can be reached; later it goes on
     without."""
 

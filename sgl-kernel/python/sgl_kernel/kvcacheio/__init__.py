@@ -1,13 +1,13 @@
 """Transfers of KV pages between pools: device, host, landing buffers, another GPU's pool.
 
 Owns no memory and no order: the caller says when source and destination are ready. Names are SGLang's where the
-meaning is the same (`lf` layer-first, `pf` page-first); the arguments are ours: indices name pages, not tokens, and
-tensors carry their shapes, so that no sizes or strides are passed.
+meaning is the same (`lf` layer-first, `pf` page-first). The arguments are ours: indices name pages, not tokens, and
+`KVPages` carries shapes and strides, so that none are passed.
 
 Contract of every function here:
 
-- One dtype, any; bytes are copied, never values. page_size, num_kv_heads and head_dim of source and destination
-  agree; K and V may differ in the last two. Outer strides (layer, page) are free, see `layout.KVPages`.
+- Bytes are copied, never values; any dtype. Source and destination have the same components, each of the same dtype
+  and shape per page; the components of one page may differ. Outer strides (layer, page) are free, see `KVPages`.
 - src_pages, dst_pages: (n,) int64 or int32, as many of each. In host memory they are checked against the pools; on a
   GPU they are not, since that would wait for the device. `dma` and `direct` need them in host memory.
 - A source page may be named twice. A destination page must not be (not checked: either content may stay), and no
@@ -59,7 +59,7 @@ def copy_pages(
     num_ctas: int = LOAD_CTAS,
     stream: Any = None,
 ) -> None:
-    """dst[layer, dst_pages[i]] = src[layer, src_pages[i]] for all layers of src and dst, K and V.
+    """dst[layer, dst_pages[i]] = src[layer, src_pages[i]] for all layers and components of src and dst.
 
     All other functions are this one with their layouts filled in. backend: see `pick_backend`.
     """
@@ -67,7 +67,7 @@ def copy_pages(
     check_indices(src, dst, src_pages, dst_pages)
     if not len(src_pages) or not src.num_layers:
         return
-    device = dst.k.device if dst.k.is_cuda else src.k.device
+    device = dst.device if dst.is_cuda else src.device
     chosen = pick_backend(backend, max(src.run_bytes), len(src_pages), device)
     if chosen == "reference":
         if device.type != "cpu":
@@ -96,9 +96,8 @@ class CopyOptions(TypedDict, total=False):
 
 
 def transfer_kv_per_layer_pf_lf(
-    host: torch.Tensor | KVPages,
-    dst_k: torch.Tensor,
-    dst_v: torch.Tensor,
+    host: KVPages,
+    dst: KVPages,
     src_pages: torch.Tensor,
     dst_pages: torch.Tensor,
     layer_id: int,
@@ -106,99 +105,58 @@ def transfer_kv_per_layer_pf_lf(
 ) -> None:
     """Load one layer from a page-first pool.
 
-    host: (num_pages, 2, num_layers, page_size, num_kv_heads, head_dim), pinned for a GPU, or `KVPages` of any layout.
-    dst_k, dst_v: the layer's (num_pages, page_size, num_kv_heads, head_dim), any stride between pages.
+    host: all layers, pinned for a GPU; other layouts than page-first will do. dst: one layer of the device pool.
     """
-    copy_pages(
-        _page_first(host).layer(layer_id),
-        KVPages(dst_k[None], dst_v[None]),
-        src_pages,
-        dst_pages,
-        **options,
-    )
+    copy_pages(host.layer(layer_id), dst, src_pages, dst_pages, **options)
 
 
 def transfer_kv_per_layer(
-    src_k: torch.Tensor,
-    src_v: torch.Tensor,
-    dst_k: torch.Tensor,
-    dst_v: torch.Tensor,
+    src: KVPages,
+    dst: KVPages,
     src_pages: torch.Tensor,
     dst_pages: torch.Tensor,
     **options: Unpack[CopyOptions],
 ) -> None:
-    """Copy one layer between pools whose layers are views: a layer-first host pool, another GPU's pool.
-
-    All four: the layer's (num_pages, page_size, num_kv_heads, head_dim), any stride between pages.
-    """
-    copy_pages(
-        KVPages(src_k[None], src_v[None]),
-        KVPages(dst_k[None], dst_v[None]),
-        src_pages,
-        dst_pages,
-        **options,
-    )
+    """Copy between pools of one layer each: a layer of a layer-first host pool, or of another GPU's pool."""
+    copy_pages(src, dst, src_pages, dst_pages, **options)
 
 
 def transfer_kv_all_layer_lf_pf(
-    src_k: torch.Tensor,
-    src_v: torch.Tensor,
-    host: torch.Tensor | KVPages,
+    src: KVPages,
+    host: KVPages,
     src_pages: torch.Tensor,
     dst_pages: torch.Tensor,
     **options: Unpack[CopyOptions],
 ) -> None:
     """Back up all layers to a page-first pool.
 
-    src_k, src_v: (num_layers, num_pages, page_size, num_kv_heads, head_dim), any strides of layers and pages.
-    host: (num_pages, 2, num_layers, page_size, num_kv_heads, head_dim), pinned for a GPU, or `KVPages` of any layout.
+    src: the device pool. host: pinned for a GPU; other layouts than page-first will do.
     """
     options.setdefault("num_ctas", BACKUP_CTAS)
-    copy_pages(KVPages(src_k, src_v), _page_first(host), src_pages, dst_pages, **options)
+    copy_pages(src, host, src_pages, dst_pages, **options)
 
 
 def transfer_kv_all_layer_pf_lf(
-    landing: torch.Tensor | KVPages,
-    dst_k: torch.Tensor,
-    dst_v: torch.Tensor,
+    landing: KVPages,
+    dst: KVPages,
     src_pages: torch.Tensor,
     dst_pages: torch.Tensor,
     **options: Unpack[CopyOptions],
 ) -> None:
-    """Scatter a landing buffer: all layers of pages that arrived in the host page layout, in device memory or pinned.
+    """Scatter a landing buffer: all layers of pages that arrived in the host's page layout, in device memory or
+    pinned.
 
-    Not one of upstream's. landing: as `host` of `transfer_kv_all_layer_lf_pf`; dst_k, dst_v: as its src_k, src_v.
+    Upstream has no such function. landing: page-first. dst: the device pool.
     """
-    copy_pages(
-        _page_first(landing),
-        KVPages(dst_k, dst_v),
-        src_pages,
-        dst_pages,
-        **options,
-    )
+    copy_pages(landing, dst, src_pages, dst_pages, **options)
 
 
 def transfer_kv_all_layer(
-    src_k: torch.Tensor,
-    src_v: torch.Tensor,
-    dst_k: torch.Tensor,
-    dst_v: torch.Tensor,
+    src: KVPages,
+    dst: KVPages,
     src_pages: torch.Tensor,
     dst_pages: torch.Tensor,
     **options: Unpack[CopyOptions],
 ) -> None:
-    """Copy all layers between two pools: to and from a peer's, or a layer-first host pool.
-
-    All four: (num_layers, num_pages, page_size, num_kv_heads, head_dim), any strides of layers and pages.
-    """
-    copy_pages(
-        KVPages(src_k, src_v),
-        KVPages(dst_k, dst_v),
-        src_pages,
-        dst_pages,
-        **options,
-    )
-
-
-def _page_first(host: torch.Tensor | KVPages) -> KVPages:
-    return host if isinstance(host, KVPages) else KVPages.page_first(host)
+    """Copy all layers between two pools: to and from a peer's, or a layer-first host pool."""
+    copy_pages(src, dst, src_pages, dst_pages, **options)

@@ -28,27 +28,37 @@ def copy_pages(
     """See `kvcacheio.copy_pages`. Host memory, on either side, is pinned; the kernel reads it through its mapping."""
     import cupy
 
-    device = dst.k.device if dst.k.is_cuda else src.k.device
+    device = dst.device if dst.is_cuda else src.device
     stream = stream or torch.cuda.current_stream(device)
     with torch.cuda.device(device), torch.cuda.stream(stream):
         # Through the stream's allocator: memory of these two is not reused before the kernel is done.
         indices = [pages.to(device, torch.int64, non_blocking=True).contiguous() for pages in (src_pages, dst_pages)]
-        arguments = kernel_arguments(src, dst, indices, device_address)
-        grid = min(num_ctas, -(-int(arguments[-1]) // (THREADS // 32)))
+        launches = [kernel_arguments(*pair, indices, device_address) for pair in pairs(src, dst)]
         with cupy.cuda.Device(device.index), cupy.cuda.ExternalStream(stream.cuda_stream):
-            _kernel(device.index)((grid,), (THREADS,), arguments)
+            for arguments in launches:
+                grid = min(num_ctas, -(-int(arguments[-1]) // (THREADS // 32)))
+                _kernel(device.index)((grid,), (THREADS,), arguments)
+
+
+def pairs(src: KVPages, dst: KVPages) -> list[tuple[KVPages, KVPages]]:
+    """What one launch copies each: two components, K and V, or the last one alone."""
+    firsts = range(0, len(src.components), 2)
+    return [(KVPages(*src.components[i : i + 2]), KVPages(*dst.components[i : i + 2])) for i in firsts]
 
 
 def kernel_arguments(src: KVPages, dst: KVPages, indices: list[torch.Tensor], address: Any) -> tuple[Any, ...]:
-    """The kernel's arguments in its order; address maps a tensor to the pointer that a kernel may use."""
-    (src_k, src_v), (dst_k, dst_v) = addresses(src), addresses(dst)
-    k_bytes, v_bytes = src.run_bytes
+    """The kernel's arguments in its order, for one or two components, which the kernel calls K and V. Where there is
+    one alone, V has no bytes. address maps a tensor to the pointer that a kernel may use."""
+    # Of one component, the first is the last too.
+    sides = [side[index] for side in (addresses(src), addresses(dst)) for index in (0, -1)]
+    tensors = [side.components[index] for side in (src, dst) for index in (0, -1)]
+    k_bytes, v_bytes = (*src.run_bytes, 0)[:2]
     k_segments, v_segments = -(-k_bytes // SEGMENT_BYTES), -(-v_bytes // SEGMENT_BYTES)
     num_segments = len(indices[0]) * src.num_layers * (k_segments + v_segments)
     if num_segments > _MAX_SEGMENTS:
         raise KVLayoutError(f"{len(indices[0])} pages are too many for one launch: copy them in parts")
-    pointers = [np.uint64(address(t)) for t in (src.k, src.v, dst.k, dst.v, *indices)]
-    strides = [np.int64(s) for side in (src_k, src_v, dst_k, dst_v) for s in (side.layer_stride, side.page_stride)]
+    pointers = [np.uint64(address(t)) for t in (*tensors, *indices)]
+    strides = [np.int64(s) for side in sides for s in (side.layer_stride, side.page_stride)]
     sizes = [np.int64(k_bytes), np.int64(v_bytes)]
     counts = [np.int32(n) for n in (src.num_layers, k_segments, v_segments, SEGMENT_BYTES, num_segments)]
     return (*pointers, *strides, *sizes, *counts)

@@ -5,6 +5,7 @@ Owns no memory; the staging buffer is the caller's. Issuing on a GPU is a loop o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ def copy_pages(
 ) -> None:
     """See `kvcacheio.copy_pages`; merge: adjacent pages become one copy. Index arrays lie in host memory."""
     copies = plan(src, dst, src_pages, dst_pages, merge)
-    if not src.k.is_cuda and not dst.k.is_cuda:
+    if not src.is_cuda and not dst.is_cuda:
         execute(copies, host_bytes(src), host_bytes(dst))
         return
     issue(copies, bases(src), bases(dst), _cuda_stream(stream))
@@ -62,12 +63,10 @@ def copy_pages_staged(
         staging.shape[0],
     )
     for one in rounds:
-        if dst.k.is_cuda:
-            base = (host.data_ptr(), host.data_ptr()), (staging.data_ptr(), staging.data_ptr())
-            issue(one.copies, *base, _cuda_stream(stream))
+        if dst.is_cuda:
+            issue(one.copies, [host.data_ptr()], [staging.data_ptr()], _cuda_stream(stream))
         else:
-            source, target = _bytes_from(host), _bytes_from(staging)
-            execute(one.copies, (source, source), (target, target))
+            execute(one.copies, [_bytes_from(host)], [_bytes_from(staging)])
         n = len(one.dst_pages)
         to = torch.from_numpy(one.dst_pages)
         kvcacheio.copy_pages(landing, dst, torch.arange(n), to, backend="kernel", stream=stream)
@@ -82,14 +81,18 @@ def plan(
 
 
 def side(pages: KVPages) -> Side:
-    k, v = addresses(pages)
-    shared = pages.k.untyped_storage().data_ptr() == pages.v.untyped_storage().data_ptr()
-    return Side((k.layer_stride, v.layer_stride), (k.page_stride, v.page_stride), v.base - k.base if shared else None)
+    where = addresses(pages)
+    is_shared = len({each.untyped_storage().data_ptr() for each in pages.components}) == 1
+    return Side(
+        tuple(each.layer_stride for each in where),
+        tuple(each.page_stride for each in where),
+        tuple(each.base - where[0].base for each in where) if is_shared else None,
+    )
 
 
-def bases(pages: KVPages) -> tuple[int, int]:
-    """Addresses of K and V that a plan's offsets are counted from."""
-    return pages.k.data_ptr(), pages.v.data_ptr()
+def bases(pages: KVPages) -> list[int]:
+    """Addresses of the components that a plan's offsets are counted from."""
+    return [each.data_ptr() for each in pages.components]
 
 
 def host_indices(pages: torch.Tensor) -> np.ndarray:
@@ -98,9 +101,9 @@ def host_indices(pages: torch.Tensor) -> np.ndarray:
     return pages.numpy()
 
 
-def host_bytes(pages: KVPages) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of K and of V in host memory, from their first element to the end of their storage."""
-    return _bytes_from(pages.k), _bytes_from(pages.v)
+def host_bytes(pages: KVPages) -> list[np.ndarray]:
+    """Bytes of each component in host memory, from its first element to the end of its storage."""
+    return [_bytes_from(each) for each in pages.components]
 
 
 def _bytes_from(t: torch.Tensor) -> np.ndarray:
@@ -110,17 +113,17 @@ def _bytes_from(t: torch.Tensor) -> np.ndarray:
     return raw.numpy()
 
 
-def issue(copies: np.ndarray, src: tuple[int, int], dst: tuple[int, int], stream: int) -> None:
-    """Enqueue a plan's copies on a CUDA stream. src, dst: addresses of K and V. Needs CuPy."""
+def issue(copies: np.ndarray, src: Sequence[int], dst: Sequence[int], stream: int) -> None:
+    """Enqueue a plan's copies on a CUDA stream. src, dst: addresses of the components. Needs CuPy."""
     from cupy.cuda import runtime
 
     assert copies.dtype == COPY
-    for kv, s, d, width, height, src_pitch, dst_pitch in copies.tolist():
+    for c, s, d, width, height, src_pitch, dst_pitch in copies.tolist():
         if height == 1:
-            runtime.memcpyAsync(dst[kv] + d, src[kv] + s, width, _MEMCPY_DEFAULT, stream)
+            runtime.memcpyAsync(dst[c] + d, src[c] + s, width, _MEMCPY_DEFAULT, stream)
         else:
             runtime.memcpy2DAsync(
-                dst[kv] + d, dst_pitch, src[kv] + s, src_pitch, width, height, _MEMCPY_DEFAULT, stream
+                dst[c] + d, dst_pitch, src[c] + s, src_pitch, width, height, _MEMCPY_DEFAULT, stream
             )
 
 

@@ -1,59 +1,66 @@
-"""`KVPages`: K and V of a pool as two five-dimensional views, whatever the pool's memory looks like.
+"""`KVPages`: what a pool's pages hold, as one view per component, whatever the pool's memory looks like.
 
-Owns no memory. Knows layouts, shapes and byte strides; never copies a byte and never reads an index array's source.
-Every layout becomes the same thing, so that each backend is written once:
+Owns no memory. Knows shapes and byte strides; never copies a byte and never reads an index array's source.
 
-    k: (num_layers, num_pages, page_size, num_kv_heads, head_dim)     any strides of the first two dimensions
-    v: the same, but for head_dim, which may differ
+A *component* is what a page holds per layer: K, V, a latent vector, scales. Every pool becomes the same thing, so
+that each backend is written once:
+
+    component    (num_layers, num_pages, ...)     any strides of the first two dimensions
+    K, V         (num_layers, num_pages, page_size, num_kv_heads, head_dim)
+
+Where K and V lie in the usual pools:
 
     layer-first  (2, L, P, page_size, heads, dim)    K | L0 p0 p1 p2 | L1 p0 p1 p2 |  V | L0 p0 p1 p2 | L1 p0 p1 p2 |
     page-first   (P, 2, L, page_size, heads, dim)    p0 | K L0 L1 | V L0 L1 |  p1 | K L0 L1 | V L0 L1 |
     block-major  (P, L, 2, page_size, heads, dim)    p0 | L0 K V | L1 K V |    p1 | L0 K V | L1 K V |
 
-A *run* is K or V of one page and one layer: page_size * num_kv_heads * head_dim elements without a gap.
+A *run* is one component of one page and one layer: bytes without a gap.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 
 
 class KVLayoutError(ValueError):
-    """Source, destination or index arrays do not fit each other; the message says what would."""
+    """Source, destination or index arrays do not fit each other; the message tells what would."""
 
 
-@dataclass(frozen=True)
 class KVPages:
-    """k, v: (num_layers, num_pages, page_size, num_kv_heads, head_dim), views that share their pool's memory.
+    """The pages of a pool, immutable.
 
-    One dtype, one device. Where the pool has one layer's view only, num_layers is 1.
+    components: (num_layers, num_pages, ...) each, at least three dimensions, views that share their pool's memory.
+    Each has a dtype of its own; all are on one device and agree in num_layers and num_pages. For one layer of a pool
+    num_layers is 1. Raises KVLayoutError for other shapes.
     """
 
-    k: torch.Tensor
-    v: torch.Tensor
-
-    def __post_init__(self) -> None:
-        k, v = self.k, self.v
-        if k.dim() != 5 or v.dim() != 5:
-            raise KVLayoutError(
-                "K and V must be (num_layers, num_pages, page_size, num_kv_heads, head_dim), "
-                f"not {tuple(k.shape)} and {tuple(v.shape)}"
-            )
-        if k.shape[:3] != v.shape[:3]:
-            raise KVLayoutError(
-                f"K {tuple(k.shape)} and V {tuple(v.shape)} must agree in num_layers, num_pages and page_size"
-            )
-        if k.dtype != v.dtype or k.device != v.device:
-            raise KVLayoutError(f"K is {k.dtype} on {k.device}, V is {v.dtype} on {v.device}: they must agree")
+    def __init__(self, *components: torch.Tensor) -> None:
+        if not components:
+            raise KVLayoutError("pages need one component at least")
+        first = components[0]
+        for each in components:
+            if each.dim() < 3:
+                raise KVLayoutError(
+                    "a component must be (num_layers, num_pages, ...), as K and V are (num_layers, num_pages, "
+                    f"page_size, num_kv_heads, head_dim), not {tuple(each.shape)}"
+                )
+            if each.shape[:2] != first.shape[:2]:
+                raise KVLayoutError(
+                    f"components {tuple(first.shape)} and {tuple(each.shape)} must agree in num_layers and num_pages"
+                )
+            if each.device != first.device:
+                raise KVLayoutError(f"components are on {first.device} and on {each.device}: they must agree")
+        self.components = components
 
     @staticmethod
     def layer_first(kv: torch.Tensor) -> KVPages:
         """kv: (2, num_layers, num_pages, page_size, num_kv_heads, head_dim)."""
         _expect(kv, 0, "layer-first (2, num_layers, num_pages, page_size, num_kv_heads, head_dim)")
-        return KVPages(kv[0], kv[1])
+        return KVPages(*kv)
 
     @staticmethod
     def page_first(kv: torch.Tensor) -> KVPages:
@@ -68,62 +75,75 @@ class KVPages:
         _expect(kv, 2, "block-major (num_pages, num_layers, 2, page_size, num_kv_heads, head_dim)")
         return KVPages(kv[:, :, 0].transpose(0, 1), kv[:, :, 1].transpose(0, 1))
 
-    @staticmethod
-    def page_first_uneven(
-        pages: torch.Tensor, num_layers: int, page_size: int, k_shape: tuple[int, int], v_shape: tuple[int, int]
-    ) -> KVPages:
-        """Page-first where K and V differ in size. pages: (num_pages, elements of one page): K of all layers, then V.
+    @property
+    def k(self) -> torch.Tensor:
+        """The first component, for pools of K and V."""
+        return self.components[0]
 
-        k_shape, v_shape: (num_kv_heads, head_dim).
-        """
-        k_size = num_layers * page_size * k_shape[0] * k_shape[1]
-        v_size = num_layers * page_size * v_shape[0] * v_shape[1]
-        if pages.dim() != 2 or pages.shape[1] != k_size + v_size:
-            raise KVLayoutError(f"pages must be (num_pages, {k_size + v_size}), not {tuple(pages.shape)}")
-        k = pages[:, :k_size].unflatten(1, (num_layers, page_size, *k_shape))
-        v = pages[:, k_size:].unflatten(1, (num_layers, page_size, *v_shape))
-        return KVPages(k.transpose(0, 1), v.transpose(0, 1))
+    @property
+    def v(self) -> torch.Tensor:
+        """The second component, for pools of K and V."""
+        return self.components[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.components[0].device
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.components[0].is_cuda
 
     @property
     def num_layers(self) -> int:
-        return self.k.shape[0]
+        return self.components[0].shape[0]
 
     @property
     def num_pages(self) -> int:
-        return self.k.shape[1]
+        return self.components[0].shape[1]
 
-    @property
-    def run_bytes(self) -> tuple[int, int]:
-        """Bytes of K and of V of one page and one layer."""
-        itemsize = self.k.dtype.itemsize
-        return self.k.shape[2:].numel() * itemsize, self.v.shape[2:].numel() * itemsize
+    @cached_property
+    def run_bytes(self) -> tuple[int, ...]:
+        """Bytes of each component of one page and one layer."""
+        return tuple(each.shape[2:].numel() * each.dtype.itemsize for each in self.components)
+
+    @cached_property
+    def layers(self) -> tuple[KVPages, ...]:
+        """The same pages, layer by layer."""
+        return tuple(
+            KVPages(*(each[layer : layer + 1] for each in self.components)) for layer in range(self.num_layers)
+        )
 
     def layer(self, layer_id: int) -> KVPages:
-        """The same pages, one layer."""
+        """The same pages, one layer. Raises KVLayoutError where there is no such layer."""
         if not 0 <= layer_id < self.num_layers:
             raise KVLayoutError(f"layer {layer_id} of a pool with layers 0 to {self.num_layers - 1}")
-        return KVPages(self.k[layer_id : layer_id + 1], self.v[layer_id : layer_id + 1])
+        return self.layers[layer_id]
+
+    def name(self, index: int) -> str:
+        """Of a component, for messages."""
+        return "KV"[index] if len(self.components) == 2 else f"component {index}"
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the runs of one of K and V lie: address = base + layer * layer_stride + page * page_stride, in bytes."""
+    """Where the runs of one component lie: address = base + layer * layer_stride + page * page_stride, in bytes."""
 
     base: int
     layer_stride: int
     page_stride: int
 
 
-def addresses(pages: KVPages) -> tuple[Addresses, Addresses]:
-    """Of K and V. Raises KVLayoutError where a page of one layer is not one run: only the reference copies those."""
-    return _addresses(pages.k, "K"), _addresses(pages.v, "V")
+def addresses(pages: KVPages) -> tuple[Addresses, ...]:
+    """Of each component. Raises KVLayoutError where a page of one layer is not one run: only the reference copies
+    those."""
+    return tuple(_addresses(each, pages.name(i)) for i, each in enumerate(pages.components))
 
 
 def _addresses(t: torch.Tensor, name: str) -> Addresses:
     if not page_is_one_run(t):
         raise KVLayoutError(
-            f"{name} of a page and layer (page_size, num_kv_heads, head_dim) must be without gaps, but the strides "
-            f"are {t.stride()[2:]}; use the reference backend for such a pool"
+            f"{name} of a page and layer must be without gaps, but the strides are {t.stride()[2:]}; use the "
+            "reference backend for such a pool"
         )
     layer_stride, page_stride = (stride * t.dtype.itemsize for stride in t.stride()[:2])
     return Addresses(t.data_ptr(), layer_stride, page_stride)
@@ -135,15 +155,21 @@ def page_is_one_run(t: torch.Tensor) -> bool:
 
 def check_fit(src: KVPages, dst: KVPages) -> None:
     """Raise KVLayoutError unless pages of src can be copied to pages of dst."""
-    for name, s, d in (("K", src.k, dst.k), ("V", src.v, dst.v)):
+    if len(src.components) != len(dst.components):
+        raise KVLayoutError(
+            f"a page has {len(src.components)} components in the source and {len(dst.components)} in the destination"
+        )
+    for i, (s, d) in enumerate(zip(src.components, dst.components)):
         if s.dtype != d.dtype:
-            raise KVLayoutError(f"{name} is {s.dtype} in the source and {d.dtype} in the destination")
+            raise KVLayoutError(f"{src.name(i)} is {s.dtype} in the source and {d.dtype} in the destination")
         if s.shape[0] != d.shape[0]:
-            raise KVLayoutError(f"{name} has {s.shape[0]} layers in the source and {d.shape[0]} in the destination")
+            raise KVLayoutError(
+                f"{src.name(i)} has {s.shape[0]} layers in the source and {d.shape[0]} in the destination"
+            )
         if s.shape[2:] != d.shape[2:]:
             raise KVLayoutError(
-                f"a page of {name} is (page_size, num_kv_heads, head_dim) = {tuple(s.shape[2:])} in the source and "
-                f"{tuple(d.shape[2:])} in the destination"
+                f"a page of {src.name(i)} is {tuple(s.shape[2:])} in the source and {tuple(d.shape[2:])} in the "
+                "destination"
             )
 
 

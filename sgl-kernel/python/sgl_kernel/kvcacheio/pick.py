@@ -23,7 +23,7 @@ DMA_PIECE_BYTES = 64 << 10
 def pick_backend(requested: str, page_bytes_per_layer: int, num_pages: int, device: torch.device | str) -> str:
     """The backend that carries out a transfer of num_pages pages: reference, kernel, cuda, triton, dma or direct.
 
-    page_bytes_per_layer: K (or V, the larger) of one page and one layer. device: the GPU's, or cpu if no GPU is
+    page_bytes_per_layer: the largest component of one page and one layer. device: the GPU's, or cpu if no GPU is
     involved. On the CPU `auto`, `kernel`, `cuda` and `triton` are the reference; `dma` and `direct` execute their
     plans in numpy. On a GPU, `auto` is `dma` where single pages are 64 KiB and more and CuPy is there to issue
     copies, or where no kernel can be compiled (neither CuPy nor Triton is installed), else `kernel`. num_pages

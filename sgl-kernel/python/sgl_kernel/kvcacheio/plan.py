@@ -4,7 +4,7 @@ Knows addresses, not memory: the same plan is executed by numpy on the CPU (the 
 asynchronous copies on a GPU. Imports no torch.
 
     pages      3 4 5 | 9 | 6 7          `merge`: a run goes on while both sides go up by one
-    to         0 1 2 | 3 | 7 8          -> 3 runs per layer and K/V instead of 6 pages
+    to         0 1 2 | 3 | 7 8          -> 3 runs per layer and component instead of 6 pages
 
 A run of n pages is one linear copy where both sides are layer-first, else one 2-D copy: n rows, one pitch per side.
 Where a run is shorter than the number of layers, rows are layers instead of pages:
@@ -14,15 +14,17 @@ Where a run is shorter than the number of layers, rows are layers instead of pag
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-# One copy per row: `height` rows of `width` bytes. kv: 0 and 1 name the base address of K and of V that src and dst
-# (bytes) are counted from. Rows follow each other at src_pitch and dst_pitch; with height 1 both are the width.
+# One copy per row: `height` rows of `width` bytes. component: from whose base address src and dst (bytes) are
+# counted. Rows follow each other at src_pitch and dst_pitch; with height 1 both are the width.
 COPY = np.dtype(
     [
-        ("kv", np.int32),
+        ("component", np.int32),
         ("src", np.int64),
         ("dst", np.int64),
         ("width", np.int64),
@@ -37,15 +39,13 @@ MAX_PITCH = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class Side:
-    """Strides of one pool in bytes, for K and V: run (kv, layer, page) lies at
-    base[kv] + layer * layer_stride[kv] + page * page_stride[kv].
+    """Where the runs of one pool lie, in bytes: that of component c, of a layer and a page, at
+    base[c] + layer * layer_stride[c] + page * page_stride[c]."""
 
-    v_after_k: base[1] - base[0] where K and V share their memory, else None.
-    """
-
-    layer_stride: tuple[int, int]
-    page_stride: tuple[int, int]
-    v_after_k: int | None = None
+    layer_stride: tuple[int, ...]
+    page_stride: tuple[int, ...]
+    # base[c] - base[0] of each component, where all share one memory.
+    after_first: tuple[int, ...] | None = None
 
 
 def plan_copies(
@@ -53,15 +53,16 @@ def plan_copies(
     dst_pages: np.ndarray,
     src: Side,
     dst: Side,
-    run_bytes: tuple[int, int],
+    run_bytes: tuple[int, ...],
     num_layers: int,
     merge: bool = True,
     max_pitch: int = MAX_PITCH,
 ) -> np.ndarray:
-    """Copies (n,) of type COPY that move K and V of all layers of src_pages to dst_pages, (num_pages,) each.
+    """Copies (n,) of type COPY that move all layers of src_pages to dst_pages, (num_pages,) each.
 
-    merge: adjacent pages become one copy; without it every page is copied alone (`direct`, the papers' baseline).
-    Layers, and K and V, that lie without gaps on both sides are one copy either way.
+    run_bytes: of each component. merge: adjacent pages become one copy; without it every page is copied alone
+    (`direct`, the papers' baseline). Layers, and components, that lie without gaps on both sides are one copy either
+    way.
     """
     if not len(src_pages):
         return np.empty(0, COPY)
@@ -75,24 +76,24 @@ def plan_copies(
     first_src, first_dst = src_pages[starts], dst_pages[starts]
 
     parts = []
-    layers, kvs, widths = num_layers, [0, 1], list(run_bytes)
-    folded = [num_layers == 1 or (src.layer_stride[kv] == dst.layer_stride[kv] == run_bytes[kv]) for kv in kvs]
-    if all(folded):
-        widths = [run_bytes[0] * num_layers, run_bytes[1] * num_layers]
+    layers, components, widths = num_layers, range(len(run_bytes)), list(run_bytes)
+    if num_layers == 1 or src.layer_stride == dst.layer_stride == run_bytes:
+        widths = [each * num_layers for each in run_bytes]
         layers = 1
-        same_pages = src.page_stride[0] == src.page_stride[1] and dst.page_stride[0] == dst.page_stride[1]
-        if src.v_after_k == dst.v_after_k == widths[0] and same_pages:
-            kvs, widths = [0], [sum(widths)]
-    for kv in kvs:
+        one_stride = len(set(src.page_stride)) == len(set(dst.page_stride)) == 1
+        without_gaps = tuple(itertools.accumulate([0, *widths[:-1]]))
+        if src.after_first == dst.after_first == without_gaps and one_stride:
+            components, widths = range(1), [sum(widths)]
+    for c in components:
         parts.append(
             _plan_one(
-                kv,
+                c,
                 first_src,
                 first_dst,
                 lengths,
-                (src.layer_stride[kv], dst.layer_stride[kv]),
-                (src.page_stride[kv], dst.page_stride[kv]),
-                widths[kv],
+                (src.layer_stride[c], dst.layer_stride[c]),
+                (src.page_stride[c], dst.page_stride[c]),
+                widths[c],
                 layers,
                 max_pitch,
             )
@@ -101,7 +102,7 @@ def plan_copies(
 
 
 def _plan_one(
-    kv: int,
+    component: int,
     src_pages: np.ndarray,
     dst_pages: np.ndarray,
     lengths: np.ndarray,
@@ -111,7 +112,7 @@ def _plan_one(
     num_layers: int,
     max_pitch: int,
 ) -> np.ndarray:
-    """Runs of pages of K or of V. Each strides argument: source, destination."""
+    """Runs of pages of one component. Each strides argument: source, destination."""
     linear = page_strides == (width, width)
     rows_of_pages = linear or max(page_strides) <= max_pitch
     rows_of_layers = num_layers > 1 and min(layer_strides) >= width and max(layer_strides) <= max_pitch
@@ -143,7 +144,7 @@ def _plan_one(
         rows["src_pitch"], rows["dst_pitch"] = layer_strides
         parts.append(rows)
     result = np.concatenate(parts)
-    result["kv"] = kv
+    result["component"] = component
     return result
 
 
@@ -170,28 +171,27 @@ def plan_staged(
     """Rounds that bring whole page-first pages through a buffer of staging_pages pages (page-first, without gaps).
 
     Only the source pages have to be adjacent for a large copy; where they go is the scatter's business.
-    page_stride: the source pool's, in bytes; page_bytes: K and V of all layers.
+    page_stride: the source pool's, in bytes; page_bytes: of one page.
     """
     if staging_pages < 1:
         raise ValueError("the staging buffer must hold one page at least")
-    side = Side((0, 0), (page_stride, page_stride))
-    staging = Side((0, 0), (page_bytes, page_bytes))
+    side, staging = Side((0,), (page_stride,)), Side((0,), (page_bytes,))
     rounds = []
     for first in range(0, len(src_pages), staging_pages):
         part = src_pages[first : first + staging_pages]
-        copies = plan_copies(part, np.arange(len(part)), side, staging, (page_bytes, 0), 1)
-        rounds.append(StagedRound(copies[copies["width"] > 0], dst_pages[first : first + staging_pages]))
+        copies = plan_copies(part, np.arange(len(part)), side, staging, (page_bytes,), 1)
+        rounds.append(StagedRound(copies, dst_pages[first : first + staging_pages]))
     return rounds
 
 
-def execute(copies: np.ndarray, src: tuple[np.ndarray, np.ndarray], dst: tuple[np.ndarray, np.ndarray]) -> None:
-    """Carry out a plan in host memory. src, dst: bytes of K and of V, (size,) uint8, from their base address on."""
+def execute(copies: np.ndarray, src: Sequence[np.ndarray], dst: Sequence[np.ndarray]) -> None:
+    """Carry out a plan in host memory. src, dst: bytes of each component, (size,) uint8, from its base address on."""
     strided = np.lib.stride_tricks.as_strided
-    for kv, s, d, width, height, src_pitch, dst_pitch in copies.tolist():
+    for c, s, d, width, height, src_pitch, dst_pitch in copies.tolist():
         if height == 1:
-            dst[kv][d : d + width] = src[kv][s : s + width]
+            dst[c][d : d + width] = src[c][s : s + width]
         else:
             from_last, to_last = s + (height - 1) * src_pitch + width, d + (height - 1) * dst_pitch + width
-            source, target = src[kv][s:from_last], dst[kv][d:to_last]
+            source, target = src[c][s:from_last], dst[c][d:to_last]
             assert len(source) == from_last - s and len(target) == to_last - d, "a copy leaves its pool"
             strided(target, (height, width), (dst_pitch, 1))[...] = strided(source, (height, width), (src_pitch, 1))

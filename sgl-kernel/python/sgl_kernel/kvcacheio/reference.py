@@ -29,15 +29,16 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def copy_pages(src: KVPages, dst: KVPages, src_pages: torch.Tensor, dst_pages: torch.Tensor) -> None:
-    """dst[:, dst_pages] = src[:, src_pages], for K and V. Where a page is named twice in dst_pages, either stays."""
+    """dst[:, dst_pages] = src[:, src_pages], for each component. Where a page is named twice in dst_pages, either
+    stays."""
     run_bytes = max(src.run_bytes)
     if src.num_layers == 1 and len(src_pages) * run_bytes <= _SMALL_BYTES:
         _copy_plainly(src, dst, src_pages, dst_pages)
         return
     if len(src_pages) <= _FEW_PAGES:
         for a, b in zip(src_pages.tolist(), dst_pages.tolist()):
-            dst.k[:, b].copy_(src.k[:, a])
-            dst.v[:, b].copy_(src.v[:, a])
+            for s, d in zip(src.components, dst.components):
+                d[:, b].copy_(s[:, a])
         return
     src_ids, dst_ids = src_pages.numpy(), dst_pages.numpy()
     starts = run_starts(src_ids, dst_ids)
@@ -48,10 +49,10 @@ def copy_pages(src: KVPages, dst: KVPages, src_pages: torch.Tensor, dst_pages: t
         src_ids, dst_ids = src_ids[order], dst_ids[order]
         starts = run_starts(src_ids, dst_ids)
         many_runs = len(starts) > 1 and len(src_ids) * src.num_layers * run_bytes < len(starts) * _SLICE_BYTES
-    if not all(page_is_one_run(t) for t in (src.k, src.v, dst.k, dst.v)):
+    if not all(page_is_one_run(t) for t in (*src.components, *dst.components)):
         _copy_plainly(src, dst, src_pages, dst_pages)
         return
-    for s, d in ((src.k, dst.k), (src.v, dst.v)):
+    for s, d in zip(src.components, dst.components):
         s, d = words(s, d)
         if many_runs:
             _copy_scattered(s, d, src_ids, dst_ids)
@@ -62,7 +63,7 @@ def copy_pages(src: KVPages, dst: KVPages, src_pages: torch.Tensor, dst_pages: t
 def _copy_plainly(src: KVPages, dst: KVPages, src_pages: torch.Tensor, dst_pages: torch.Tensor) -> None:
     """Any strides; the smallest fixed cost, and the slowest per byte."""
     dst_pages = dst_pages.to(torch.int64)
-    for s, d in ((src.k, dst.k), (src.v, dst.v)):
+    for s, d in zip(src.components, dst.components):
         if s.dtype.itemsize == 1:
             s, d = s.view(torch.uint8), d.view(torch.uint8)  # torch does not index every 8-bit float
         for layer in range(s.shape[0]):
@@ -76,8 +77,8 @@ def run_starts(src_ids: np.ndarray, dst_ids: np.ndarray) -> np.ndarray:
 
 
 def words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Each (num_layers, num_pages, page_size, num_kv_heads, head_dim) as (num_layers, num_pages, words): integers, of
-    the widest type that fits all, so that no copy looks at a value."""
+    """Each component (num_layers, num_pages, ...) as (num_layers, num_pages, words): integers, of the widest type
+    that fits all, so that no copy looks at a value."""
     bits = 8
     for t in tensors:
         layer_stride, page_stride, *_ = t.stride()

@@ -3,8 +3,8 @@
 Owns no memory. Values travel as integers, so no bit pattern changes. Byte-exact under Triton's interpreter (that
 checks index arithmetic, not races), compiled for sm_90 in the tests; has not run on a GPU.
 
-Every program takes tiles of rows (runs: K or V of one page and one layer) and words. Loads pass L1 by (`.cg`), stores
-leave L2 first (`.cs`); Triton has no `L1::no_allocate`.
+Every program takes tiles of rows (runs: one component of one page and one layer) and words. Loads pass L1 by (`.cg`),
+stores leave L2 first (`.cs`); Triton has no `L1::no_allocate`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def copy_pages_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """K, or V. Strides and run_words count words of src_ptr's type. Row r is layer r % num_layers of page
+    """One component. Strides and run_words count words of src_ptr's type. Row r is layer r % num_layers of page
     r // num_layers of the index arrays."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     step = tl.num_programs(0).to(tl.int64) * ROWS
@@ -68,10 +68,10 @@ def copy_pages(
 ) -> None:
     """See `kvcacheio.copy_pages`. Host memory, on either side, is pinned; under the interpreter any will do."""
     addresses(src), addresses(dst)
-    if not (src.k.is_cuda or dst.k.is_cuda):
+    if not (src.is_cuda or dst.is_cuda):
         _launch(src, dst, src_pages.to(torch.int64), dst_pages.to(torch.int64), num_ctas)
         return
-    device = dst.k.device if dst.k.is_cuda else src.k.device
+    device = dst.device if dst.is_cuda else src.device
     with torch.cuda.device(device), torch.cuda.stream(stream or torch.cuda.current_stream(device)):
         indices = [pages.to(device, torch.int64, non_blocking=True).contiguous() for pages in (src_pages, dst_pages)]
         _launch(src, dst, indices[0], indices[1], num_ctas)
@@ -79,7 +79,7 @@ def copy_pages(
 
 def _launch(src: KVPages, dst: KVPages, src_pages: torch.Tensor, dst_pages: torch.Tensor, num_ctas: int) -> None:
     num_rows = len(src_pages) * src.num_layers
-    for s, d in ((src.k, dst.k), (src.v, dst.v)):
+    for s, d in zip(src.components, dst.components):
         s, d = words(s, d)
         rows, cols = tile(s.shape[2], s.dtype.itemsize)
         grid = (min(num_ctas, math.ceil(num_rows / rows)),)

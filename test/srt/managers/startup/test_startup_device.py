@@ -103,7 +103,7 @@ def test_weights_kv_and_storage_follow_the_type_that_is_picked(monkeypatch, tmp_
             core, storage = scheduler_process.build_core(server_args, SINGLE_RANK, lambda: None, tmp_path, on_exit)
             weights = {parameter.dtype for parameter in core.executor.model.parameters()}
             pool = storage.opener.pool
-            seen.append((weights, pool.kv.dtype, storage.opener.model, core.scheduler.config.storage.secret))
+            seen.append((weights, pool.kv.dtype, pool.page_layout.dtype, core.scheduler.config.storage.secret))
     assert seen[0] == seen[1] and seen[0][:2] == ({torch.float32}, torch.float32)
     assert seen[2][:2] == ({torch.bfloat16}, torch.bfloat16), "an explicit type is kept"
     assert seen[2][2] != seen[1][2] and seen[2][3] != seen[1][3]

@@ -21,6 +21,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_id
 from sglang.srt.managers.startup import device as device_setup
 from sglang.srt.managers.startup.device import check_device
 from sglang.srt.managers.startup.peers import borrow_memory, lend_memory
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.peer.memory import cuda_slabs
 from sglang.srt.peer.memory.slabs import SlabError
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -31,9 +32,8 @@ from support.device_emulator import emulated_device
 from support.fake_cuda_driver import FakeCudaDriver
 
 GPU = torch.device("cuda", 0)
-SHAPE = (2, 3, 2, 8)
-PAGE_BYTES = 2 * 2 * 3 * 2 * 8 * 4
-CONFIG: Any = SimpleNamespace(page_bytes=PAGE_BYTES, num_device_pages=2000)
+LAYOUT = PageLayout.kv(2, 3, 2, 8, torch.float32)
+CONFIG: Any = SimpleNamespace(num_device_pages=2000)
 
 
 def arguments(more: str, tmp_path: Path) -> ServerArgs:
@@ -51,13 +51,13 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCudaDriver]:
 
 
 def lend(args: ServerArgs, tmp_path: Path) -> Any:
-    return lend_memory(args, CONFIG, SHAPE, torch.float32, 0, tmp_path, lambda: None, GPU)
+    return lend_memory(args, CONFIG, LAYOUT, 0, tmp_path, lambda: None, GPU)
 
 
 def test_a_worker_lends_and_a_master_borrows_the_devices_memory(driver: FakeCudaDriver, tmp_path: Path):
     lent = lend(arguments("--peer-role worker --peer-slab-size 2", tmp_path), tmp_path)
     args = arguments("--peer-role master --hicache --peer-slab-size 2 --peer-size 0.01", tmp_path)
-    borrowed = borrow_memory(args, CONFIG, SHAPE, torch.float32, 0, 1, lambda: None, GPU)
+    borrowed = borrow_memory(args, LAYOUT, 0, 1, lambda: None, GPU)
     try:
         assert lent.pool.kv.is_cuda and lent.slabs.num_slabs * lent.pool.slab_pages >= 2000
         assert borrowed.pool.kv.is_cuda and borrowed.slabs.num_slabs == 4

@@ -17,6 +17,7 @@ from sglang.srt.managers.storage_controller import StorageSetup
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import Tier
 
 
@@ -25,9 +26,14 @@ class Pool:
     page_size: int = 1
     num_pages: int = 4096
     page_bytes: int = 1000
+    dtype: str = "float32"
+
+    @property
+    def page_layout(self) -> PageLayout:
+        return PageLayout.kv(self.page_size, 1, 1, 1, self.dtype)
 
 
-def opener(model: str = "model float32", rank: int = 0, size: int = 1, **pool: int) -> StorageOpener:
+def opener(model: str = "model", rank: int = 0, size: int = 1, **pool: Any) -> StorageOpener:
     return StorageOpener(model, "name", Pool(**pool), rank, size)  # type: ignore[arg-type]
 
 
@@ -144,8 +150,8 @@ def test_ranks_name_blocks_alike_and_other_models_do_not() -> None:
     """What the bytes of a block depend on, and the secret, go into the names; the rank does not."""
     secrets = [
         setup(rank=0, size=2).secret,
-        setup(model="model float16").secret,
-        setup(model="other float32").secret,
+        setup(dtype="float16").secret,
+        setup(model="other").secret,
         setup(page_size=16).secret,
         setup({"block_tokens": 128}).secret,
         setup({"secret": "t"}).secret,
@@ -163,7 +169,7 @@ def test_the_secret_of_a_folder_is_shared_by_all_who_use_it(tmp_path: Path) -> N
 
 
 def real_opener(rank: int = 0, size: int = 1, model: str = "m float32", page_size: int = 16) -> StorageOpener:
-    device = MHATokenToKVPool(4, page_size, 2, 1, 4, torch.float32)
+    device = MHATokenToKVPool(4, PageLayout.kv(page_size, 2, 1, 4, torch.float32))
     return StorageOpener(model, "name", MHATokenToKVPoolHost(device, 64), rank, size)
 
 

@@ -9,22 +9,24 @@ import pytest
 
 from sgl_kernel.kvcodec import reference
 from sglang.srt.offload.codec import HEADER_BYTES, BlockLayout, make_codec
-from support.codec_cases import CONFIGS, CUT, KEY, SMALL, decode, encode, normal_kv, round_trip
+from support.codec_cases import CONFIGS, CUT, KEY, SMALL, decode, encode, kv_block, normal_kv, round_trip
 
 EXACT = [name for name in CONFIGS if not name.startswith("binned")]
 BINNED = [name for name in CONFIGS if name.startswith("binned")]
 LAYOUTS = {
-    "page 1": BlockLayout(64, 3, 1, 2, 32, "bfloat16", 16 << 10),
-    "page 16": BlockLayout(4, 3, 16, 2, 32, "bfloat16", 64 << 10),
-    "page 64": BlockLayout(1, 3, 64, 2, 32, "bfloat16", 128 << 10),
+    "page 1": kv_block(64, 3, 1, 2, 32, "bfloat16", 16 << 10),
+    "page 16": kv_block(4, 3, 16, 2, 32, "bfloat16", 64 << 10),
+    "page 64": kv_block(1, 3, 64, 2, 32, "bfloat16", 128 << 10),
     "pieces smaller than a page": CUT,
-    "one vector": BlockLayout(1, 1, 1, 1, 128, "bfloat16"),
+    "one vector": kv_block(1, 1, 1, 1, 128, "bfloat16"),
 }
 
 
 def with_dtype(layout: BlockLayout, dtype: str) -> BlockLayout:
-    shape = (layout.num_pages, layout.num_layers, layout.page_size, layout.num_kv_heads, layout.head_dim)
-    return BlockLayout(*shape, dtype, layout.max_piece_bytes)
+    page = layout.page
+    return kv_block(
+        layout.num_pages, page.num_layers, page.page_size, *page.components[0].shape, dtype, layout.max_piece_bytes
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -60,7 +62,7 @@ def test_binned_is_off_by_half_a_bin_at_most(name: str, layout: BlockLayout, dty
     raw = normal_kv(layout)
     codec = make_codec(CONFIGS[name], layout)
     exact, decoded = (
-        reference.to_float32(data, dtype).astype(np.float64).reshape(-1, layout.head_dim)
+        reference.to_float32(data, dtype).astype(np.float64).reshape(-1, layout.page.components[0].shape[-1])
         for data in (raw, round_trip(layout, CONFIGS[name], raw))
     )
     is_value, layer = layout.vectors(0, layout.block_bytes)
@@ -125,7 +127,7 @@ def test_encoding_is_deterministic_and_reads_only(name: str):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_stages_run_on_any_thread(name: str):
     """One codec object, all pieces at once, stages on different threads."""
-    layout = BlockLayout(16, 3, 4, 2, 64, "bfloat16", max_piece_bytes=8 << 10)
+    layout = kv_block(16, 3, 4, 2, 64, "bfloat16", max_piece_bytes=8 << 10)
     raw, codec = normal_kv(layout), make_codec(CONFIGS[name], layout)
     expected = round_trip(layout, CONFIGS[name], raw)
     out = np.zeros_like(raw)
@@ -141,7 +143,7 @@ def test_stages_run_on_any_thread(name: str):
 
 
 def test_bins_go_by_layer_and_by_k_and_v():
-    layout = BlockLayout(2, 4, 3, 2, 32, "float32")
+    layout = kv_block(2, 4, 3, 2, 32, "float32")
     config = {"codec": "binned", "k_bins": [[1, 255], [None, 3]], "v_bins": [[3, 5], [1, 255]]}
     raw = normal_kv(layout)
     exact, decoded = (

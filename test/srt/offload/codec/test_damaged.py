@@ -11,10 +11,10 @@ import pytest
 import xxhash
 import zstandard
 
-from sglang.srt.offload.codec import HEADER_BYTES, BlockLayout, Codec, CodecError, PieceHeader, make_codec
+from sglang.srt.offload.codec import HEADER_BYTES, Codec, CodecError, PieceHeader, make_codec
 from sglang.srt.offload.codec.entropy import EntropyCoder
 from sglang.srt.offload.codec.header import write_header
-from support.codec_cases import CONFIGS, CUT, KEY, SMALL, decode, encode, guarded, normal_kv
+from support.codec_cases import CONFIGS, CUT, KEY, SMALL, decode, encode, guarded, kv_block, normal_kv
 
 # The fields of a header that are a reader's to know. What each may be changed to is a lie.
 LIES = [
@@ -130,8 +130,8 @@ def test_no_codec_reads_the_pieces_of_another():
     }
     codecs = {name: make_codec(config, SMALL) for name, config in others.items()}
     # As many bytes, seen as another shape.
-    codecs["another layout"] = make_codec({}, BlockLayout(2, 6, 4, 2, 16, "bfloat16"))
-    codecs["another dtype"] = make_codec({}, BlockLayout(4, 3, 4, 2, 16, "float16"))
+    codecs["another layout"] = make_codec({}, kv_block(2, 6, 4, 2, 16, "bfloat16"))
+    codecs["another dtype"] = make_codec({}, kv_block(4, 3, 4, 2, 16, "float16"))
     assert len({codec.spec for codec in codecs.values()}) == len(codecs) - 2
     for writer in codecs.values():
         stored = encode(writer, raw)

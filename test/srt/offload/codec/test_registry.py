@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sglang.srt.offload.codec import BlockLayout, make_codec
-from support.codec_cases import CONFIGS, SMALL
+from sglang.srt.offload.codec import make_codec
+from support.codec_cases import CONFIGS, SMALL, kv_block
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_the_spec_names_every_setting(config, spec: str):
 
 
 def test_cachegen_is_32_bins_in_the_first_10_of_32_layers_of_k_and_2_of_v():
-    layout = BlockLayout(1, 32, 1, 8, 128, "bfloat16")
+    layout = kv_block(1, 32, 1, 8, 128, "bfloat16")
     assert make_codec({"codec": "binned", "bins": "cachegen"}, layout).spec.startswith(
         "binned-v1 k=10x32,22x16 v=2x32,30x16 "
     )

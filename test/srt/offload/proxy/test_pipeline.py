@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from sglang.srt.offload.codec.layout import BlockLayout
 from sglang.srt.offload.proxy.engines import EmulatedEngine, SoftwareEngine
 from sglang.srt.offload.proxy.pipeline import Fetch, Pipeline, runs_of
 from sglang.srt.offload.proxy.settings import ProxySettings
+from support.codec_cases import kv_block
 from support.fake_source import FakeSource
 
 # 8 pieces of 2 pages in a block.
-LAYOUT = BlockLayout(
+LAYOUT = kv_block(
     num_pages=16, num_layers=2, page_size=1, num_kv_heads=2, head_dim=8, dtype="float32", max_piece_bytes=512
 )
 
@@ -52,11 +52,11 @@ class Asked:
         return self.counts[0]
 
     def got(self, block: int) -> np.ndarray:
-        return self.source.memory.reshape(-1, LAYOUT.page_bytes)[self.pages[block]].ravel()
+        return self.source.memory.reshape(-1, LAYOUT.page.page_bytes)[self.pages[block]].ravel()
 
 
 def ask(source: FakeSource, blocks: list[int], rng: random.Random, runs: bool = False) -> Asked:
-    num_pages = len(source.memory) // LAYOUT.page_bytes
+    num_pages = len(source.memory) // LAYOUT.page.page_bytes
     if runs:
         starts = rng.sample(range(num_pages // LAYOUT.num_pages), len(blocks))
         pages = np.array([[s * LAYOUT.num_pages + i for i in range(LAYOUT.num_pages)] for s in starts])
@@ -89,9 +89,9 @@ def test_blocks_come_whole_and_nothing_else_is_touched(variant, runs):
     assert asked.wait() == 3
     for i, block in enumerate(asked.blocks):
         assert (asked.got(i) == source.expected[block]).all()
-    others = np.ones(len(source.memory) // LAYOUT.page_bytes, bool)
+    others = np.ones(len(source.memory) // LAYOUT.page.page_bytes, bool)
     others[asked.pages] = False
-    assert (source.memory.reshape(-1, LAYOUT.page_bytes)[others] == 0xEE).all()
+    assert (source.memory.reshape(-1, LAYOUT.page.page_bytes)[others] == 0xEE).all()
     assert settled(line)
     stats = line.stats()
     assert stats["receive_pieces"] == stats["deliver_pieces"] == 3 * LAYOUT.num_pieces
@@ -150,7 +150,7 @@ def test_what_is_given_up_ends_and_writes_nothing_afterwards(pipelined):
 
 
 def test_a_fetch_may_be_larger_than_all_buffers():
-    layout = BlockLayout(
+    layout = kv_block(
         num_pages=16,
         num_layers=2,
         page_size=16,
@@ -224,7 +224,7 @@ def test_random_faults(seed):
         value = bytearray(source.pieces[name])
         value[rng.randrange(len(value))] ^= 1 << rng.randrange(8)
         source.pieces[name] = bytes(value)
-    pages = list(range(len(source.memory) // LAYOUT.page_bytes))
+    pages = list(range(len(source.memory) // LAYOUT.page.page_bytes))
     rng.shuffle(pages)
     everyone = []
     for _ in range(4):
@@ -241,4 +241,4 @@ def test_random_faults(seed):
             assert (asked.got(i) == source.expected[asked.blocks[i]]).all()
     assert all(len(asked.counts) == 1 for asked in everyone)
     assert settled(line)
-    assert (source.memory.reshape(-1, LAYOUT.page_bytes)[pages] == 0xEE).all(), "somebody else's pages"
+    assert (source.memory.reshape(-1, LAYOUT.page.page_bytes)[pages] == 0xEE).all(), "somebody else's pages"

@@ -17,6 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.peer.memory import lent_memory
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
@@ -56,8 +57,7 @@ def lender(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LentMemor
     """Of another shape than the borrower: its pages and the borrower's do not divide each other, nor the slab. The
     parameter is the kind of its slabs."""
     tmp_path.chmod(0o700)
-    shape = (2, 5, 1, 24)
-    page_bytes = 2 * 2 * 5 * 1 * 24 * 2
+    layout = PageLayout.kv(2, 5, 1, 24, torch.bfloat16)
     kind = getattr(request, "param", "mapped")
     endpoint = f"ipc://{tmp_path}/peers"
     slab_bytes = 2 << 20 if kind == "gpu" else SLAB_BYTES
@@ -69,9 +69,7 @@ def lender(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LentMemor
                 endpoint,
                 tmp_path,
                 SlabsConfig(NUM_SLABS, slab_bytes, **options),
-                page_bytes,
-                shape,
-                torch.bfloat16,
+                layout,
                 strict=kind == "strict",
             )
             yield memory
@@ -321,17 +319,14 @@ def test_what_a_borrower_keeps_too_long_shows_as_quarantined_until_it_comes_back
 def test_a_slab_that_other_ranks_lack_is_given_back_when_it_is_recalled(lender: LentMemory, tmp_path: Path) -> None:
     """A slab is drained when one rank may not use it any more. On other ranks it may be recalled later, or may never
     have been in use at all."""
-    shape = (3, PAGE, 2, 8)
     checked = contextlib.ExitStack()
     options = checked.enter_context(memory_options(kind_of(lender)))
-    slab_bytes, page_bytes = lender.slabs.slab_bytes, 2 * 4 * 3 * PAGE * 2 * 8
+    slab_bytes, layout = lender.slabs.slab_bytes, PageLayout.kv(3, PAGE, 2, 8, torch.float32)
     memory = BorrowedMemory(
         [f"ipc://{tmp_path}/peers"],
         "rank",
         SlabsConfig(NUM_SLABS, slab_bytes, **options),
-        page_bytes,
-        shape,
-        torch.float32,
+        layout,
     )
 
     def until(slabs_mapped: int, others_have: bytes, home: bytes) -> None:
@@ -371,9 +366,7 @@ def test_a_lender_that_is_gone_is_one_line_with_the_number_of_its_slabs(
         [endpoint],
         "borrower",
         SlabsConfig(NUM_SLABS, slab_bytes),
-        2 * 4 * 3 * PAGE * 2 * 8,
-        (3, PAGE, 2, 8),
-        torch.float32,
+        PageLayout.kv(3, PAGE, 2, 8, torch.float32),
     )
     lender.lend([0, 2, 3])
 

@@ -27,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.peer.memory import cuda_driver, cuda_slabs
 from sglang.srt.peer.memory.cuda_driver import CudaDriver
 from sglang.srt.peer.memory.cuda_slabs import CudaSlabRange, SlabsConfig, reserve_slabs
@@ -328,26 +329,26 @@ def device_of(kind: str) -> Iterator[CudaDriver | None]:
     assert not driver.fake.broken
 
 
-def pool_in_slabs(driver: CudaDriver | None, num_pages: int, *shape: Any) -> ElasticPool:
+def pool_in_slabs(driver: CudaDriver | None, num_pages: int, layout: PageLayout) -> ElasticPool:
     """Of as many pages at least."""
-    page_bytes = MHATokenToKVPool.page_bytes(*shape[:5])
+    page_bytes = layout.page_bytes
     slab_bytes = SLAB if driver is not None else 2 << 20
     slabs = reserve_slabs(
         SlabsConfig(-(-num_pages // (slab_bytes // page_bytes)), slab_bytes, GPU, driver), page_bytes
     )
     slabs.allocate_all()
-    return ElasticPool(slabs, *shape[:5])
+    return ElasticPool(slabs, layout)
 
 
 @pytest.mark.parametrize("kind", ["emulated", on_gpu])
 @pytest.mark.parametrize("page_size", [1, 2, 16])
 def test_store_pages_and_poison_are_those_of_the_other_pool(kind: str, page_size: int):
-    shape = (page_size, LAYERS, HEADS, DIM, torch.float32)
+    layout = PageLayout.kv(page_size, LAYERS, HEADS, DIM, torch.float32)
     with device_of(kind) as driver:
-        pool = pool_in_slabs(driver, 40, *shape)
+        pool = pool_in_slabs(driver, 40, layout)
         usable = np.concatenate([pool.frames_of(slab) for slab in range(pool.slabs.num_slabs)])
         frames = torch.from_numpy(np.random.default_rng(1).permutation(usable)[:40]).long().to(GPU)
-        other = MHATokenToKVPool(40, *shape)
+        other = MHATokenToKVPool(40, layout)
         there = torch.arange(40)
         for layer in range(LAYERS):
             kv = torch.randn(2, 40 * page_size, HEADS, DIM, generator=torch.Generator().manual_seed(layer))
@@ -397,8 +398,8 @@ def test_a_lender_gives_the_same_tokens(model_config: ModelConfig, kind: str):
     with device_of(kind) as driver:
         pools = []
 
-        def in_slabs(*shape: Any, **options: Any) -> ElasticPool:
-            pools.append(pool_in_slabs(driver, *shape))
+        def in_slabs(num_pages: int, layout: PageLayout, device: torch.device, **options: Any) -> ElasticPool:
+            pools.append(pool_in_slabs(driver, num_pages, layout))
             return pools[0]
 
         found, loaded = answers(device="cuda", make_pool=in_slabs)

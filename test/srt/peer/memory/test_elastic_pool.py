@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from sglang.srt.mem_cache.kv_view import KVSegment
 from sglang.srt.mem_cache.link import CopyLink
 from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import D2H, H2D, OpResult, Ticket, Tier, TransferOp
 from sglang.srt.peer.memory.elastic_pool import ElasticPool
 from sglang.srt.peer.memory.slabs import GRANULARITY, SlabRange
@@ -33,10 +33,11 @@ LAYERS, HEADS, DIM = 3, 2, 16
 
 def elastic(num_slabs: int = 4, page_size: int = 2, dtype: torch.dtype = torch.float32) -> ElasticPool:
     """Slabs with padding: the stride is more than the slab, and the slab no multiple of the page."""
-    page_bytes = MHATokenToKVPool.page_bytes(page_size, LAYERS, HEADS, DIM, dtype)
+    layout = PageLayout.kv(page_size, LAYERS, HEADS, DIM, dtype)
+    page_bytes = layout.page_bytes
     slab_bytes = elastic_unit(page_bytes, page_bytes, GRANULARITY, page_bytes + GRANULARITY, 1).slab_bytes
     slabs = SlabRange.owned(num_slabs, slab_bytes, stride_bytes(slab_bytes, page_bytes, GRANULARITY))
-    return ElasticPool(slabs, page_size, LAYERS, HEADS, DIM, dtype)
+    return ElasticPool(slabs, layout)
 
 
 def usable(pool: ElasticPool) -> np.ndarray:
@@ -52,12 +53,12 @@ def random_kv(num_tokens: int, seed: int, dtype: torch.dtype = torch.float32) ->
 def fill(pool: DevicePool, frames: np.ndarray) -> None:
     """The i-th of frames has the same KV in every pool."""
     slots = (torch.from_numpy(frames).long()[:, None] * pool.page_size + torch.arange(pool.page_size)).view(-1)
-    for layer in range(pool.num_layers):
+    for layer in range(pool.page_layout.num_layers):
         pool.store(layer, slots, *random_kv(len(slots), layer, pool.kv.dtype))
 
 
 def layer_first(num_pages: int, page_size: int = 2, dtype: torch.dtype = torch.float32) -> MHATokenToKVPool:
-    return MHATokenToKVPool(num_pages, page_size, LAYERS, HEADS, DIM, dtype)
+    return MHATokenToKVPool(num_pages, PageLayout.kv(page_size, LAYERS, HEADS, DIM, dtype))
 
 
 def test_where_pages_lie():
@@ -73,9 +74,9 @@ def test_where_pages_lie():
 
 def test_pages_need_one_stride():
     with pytest.raises(ValueError, match="let the stride be a multiple of the page"):
-        ElasticPool(SlabRange(2, 4096), 2, LAYERS, HEADS, DIM, torch.float32)
+        ElasticPool(SlabRange(2, 4096), PageLayout.kv(2, LAYERS, HEADS, DIM, torch.float32))
     with pytest.raises(ValueError, match="no room for pages of 12,288"):
-        ElasticPool(SlabRange(2, 4096, 12288), 16, LAYERS, HEADS, DIM, torch.float32)
+        ElasticPool(SlabRange(2, 4096, 12288), PageLayout.kv(16, LAYERS, HEADS, DIM, torch.float32))
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 16])
@@ -99,7 +100,7 @@ def test_store_pages_and_poison_are_those_of_the_other_pool(page_size: int, dtyp
 def test_only_pages_that_are_named_are_touched():
     """Every operation on a pool of which one slab is mapped: any other touch would end the process."""
     unit = SlabRange(5, 4096, 12288)
-    pool = ElasticPool(unit, 2, LAYERS, HEADS, DIM, torch.float32)
+    pool = ElasticPool(unit, PageLayout.kv(2, LAYERS, HEADS, DIM, torch.float32))
     unit.allocate(2)
     frames = pool.frames_of(2)
     fill(pool, frames)
@@ -175,13 +176,12 @@ def test_links_load_and_back_up(layout: str, page_size: int):
     assert torch.equal(pool.pages(torch.from_numpy(frames).long()), before)
 
 
-def engine_pool(num_pages: int, *shape_and_device: Any) -> ElasticPool:
+def engine_pool(num_pages: int, layout: PageLayout, device: torch.device) -> ElasticPool:
     """In slabs that pages fill, so that the engine may use every page, and as many of them as it wants at least."""
-    *shape, _ = shape_and_device
-    page_bytes = MHATokenToKVPool.page_bytes(*shape)
+    page_bytes = layout.page_bytes
     unit = elastic_unit(page_bytes, page_bytes, GRANULARITY, 1 << 20, 1 << 20)
     assert unit.lender_padding == 0 and num_pages % unit.lender_pages == 0
-    return ElasticPool(SlabRange.owned(num_pages // unit.lender_pages, unit.slab_bytes), *shape)
+    return ElasticPool(SlabRange.owned(num_pages // unit.lender_pages, unit.slab_bytes), layout)
 
 
 def test_an_engine_gives_the_same_tokens():
@@ -227,10 +227,10 @@ def test_a_lent_slab_shows_nothing_and_comes_back_clean():
     assert table.allocate(1, 0) is None and table.counts[FrameState.LENT] == 32 - 6
 
     # The borrower has pages of another shape, and its own stride.
-    shape = (1, 2, 1, 40, torch.bfloat16)
-    page_bytes = MHATokenToKVPool.page_bytes(*shape)
+    layout = PageLayout.kv(1, 2, 1, 40, torch.bfloat16)
+    page_bytes = layout.page_bytes
     slabs = SlabRange(2, 4096, stride_bytes(4096, page_bytes, GRANULARITY))
-    borrower = ElasticPool(slabs, *shape)
+    borrower = ElasticPool(slabs, layout)
     slabs.map(1, fd)
     os.close(fd)
     frames = torch.from_numpy(borrower.frames_of(1)).long()

@@ -34,7 +34,7 @@ class BorrowerSide:
     def __init__(self, endpoint: str, number: int) -> None:
         self.memory = borrowed_memory([endpoint], f"m{number}")
         self.pool = self.memory.pool
-        self.device = MHATokenToKVPool(self.pool.slab_pages, self.pool.page_size, 3, 2, 8, torch.float32)
+        self.device = MHATokenToKVPool(self.pool.slab_pages, self.pool.page_layout)
         self.own = float(number)
         self.held: set[int] = set()
 
@@ -70,8 +70,8 @@ class BorrowerSide:
 
     def read(self, place: int) -> None:
         self.device.kv.fill_(float("nan"))
-        for layer in range(self.device.num_layers):
-            self.pool.load_layer(layer, self.device.view(layer), self.frames(place), self.pages, "auto")
+        for layer in range(self.device.page_layout.num_layers):
+            self.pool.load_layer(layer, self.device.kv_pages.layer(layer), self.frames(place), self.pages, "auto")
 
 
 class World:

@@ -32,10 +32,10 @@ from sglang.srt.utils.stream import ThreadStream
 from support.children import DEADLINE_S, Child, children, wait_until
 from support.strict_process import (
     FOREIGN,
+    LAYOUT,
     NUM_SLABS,
     OWN,
     PAGE_BYTES,
-    SHAPE,
     SLAB_BYTES,
     borrow,
     borrowed_memory,
@@ -44,7 +44,7 @@ from support.strict_process import (
 )
 
 DEVICE_PAGES = 24
-NUM_LAYERS = SHAPE[1]
+NUM_LAYERS = LAYOUT.num_layers
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ class Rig:
     def __init__(self, lenders: dict[str, LentMemory], num_slabs: int = NUM_SLABS) -> None:
         self.lenders = lenders
         self.memory = borrowed_memory(list(lenders), "here", num_slabs)
-        self.device = MHATokenToKVPool(DEVICE_PAGES, *SHAPE, torch.float32)
+        self.device = MHATokenToKVPool(DEVICE_PAGES, LAYOUT)
         self.streams = {name: ThreadStream(name) for name in (P2D, D2P)}
         self.links = {
             name: CopyLink(name, self.device, self.memory.pool, stream, lambda launch: None)
@@ -177,7 +177,7 @@ def test_a_strict_slab_is_not_mapped_and_a_page_of_it_is_where_it_would_be(make_
     (lender,) = rig.lenders.values()
     (slab,) = (i for i in range(NUM_SLABS) if lender.slabs.slab(i).any())
     pages = lender.slabs.slab(slab)[: SLAB_BYTES // PAGE_BYTES * PAGE_BYTES].view(np.float32)
-    pages = pages.reshape(-1, 2, SHAPE[1], SHAPE[0], SHAPE[2], SHAPE[3])
+    pages = pages.reshape(-1, 2, NUM_LAYERS, LAYOUT.page_size, *LAYOUT.components[0].shape)
     assert np.array_equal(pages[3], rig.device.kv[:, :, 5].numpy())
     assert np.array_equal(pages[0], rig.device.kv[:, :, 9].numpy())
     assert not pages[[1, 2]].any() and not pages[4:].any()
@@ -239,6 +239,7 @@ def test_copies_that_are_not_this_borrowers_or_not_in_bounds_are_refused(
         number=mine["number"],
         token=mine["token"],
         page_bytes=200,
+        parts=2,
         first_byte=10,
         run_bytes=90,
         staging_byte=0,
@@ -251,6 +252,8 @@ def test_copies_that_are_not_this_borrowers_or_not_in_bounds_are_refused(
         {"number": others["number"], "token": others["token"]},
         {"number": others["number"]},
         {"page_bytes": 201},
+        {"parts": 3},
+        {"parts": 1 << 62},
         {"first_byte": 11},
         {"run_bytes": 1 << 62},
         {"pages": np.array([2, SLAB_BYTES // 200], np.int32).tobytes()},
@@ -557,9 +560,7 @@ def test_a_borrower_that_streams_layers_gives_strict_slabs_back(
 ) -> None:
     endpoint = f"ipc://{private}/peers"
     lender = lent_memory(endpoint, private)
-    borrower = BorrowedMemory(
-        [endpoint], "here", SlabsConfig(2, SLAB_BYTES), PAGE_BYTES, SHAPE, torch.float32, maps_only=True
-    )
+    borrower = BorrowedMemory([endpoint], "here", SlabsConfig(2, SLAB_BYTES), LAYOUT, maps_only=True)
     lender.lend([0, 1])
     wait_until(lambda: [lender.poll_mapped(), borrower.poll_mapped(), "--peer-strict" in caplog.text][2], "the error")
     wait_until(lambda: [lender.poll_mapped(), lender.state()["slabs"]["offered"] == 2][1], "slabs to be given back")

@@ -7,7 +7,9 @@ import logging
 import torch
 
 from sgl_kernel.kvcacheio import why_not
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.attention_registry import pick_attention_backend
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError
 from sglang.srt.utils.device import CPU, cpu_has_instructions_for
@@ -52,6 +54,11 @@ def check_device(args: ServerArgs, device: torch.device) -> str:
         return pick_attention_backend(args.attention_backend, device)
     except ValueError as error:
         raise StartupError(f"--attention-backend: {error}") from error
+
+
+def page_layout(model: ModelConfig, page_size: int, num_ranks: int) -> PageLayout:
+    """What a page of one rank's KV cache holds. page_size: in tokens."""
+    return PageLayout.kv(page_size, model.num_layers, model.kv_heads_per_rank(num_ranks), model.head_dim, model.dtype)
 
 
 def pick_dtype(args: ServerArgs, stored: torch.dtype, device: torch.device) -> torch.dtype:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from sglang.srt.managers.scheduler_config import SchedulerConfig
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.peer.endpoint import PeerError, of_rank
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
@@ -24,15 +25,10 @@ from sglang.srt.utils.child_process import StartupError
 
 logger = logging.getLogger(__name__)
 
-# Of a page: page size in tokens, layers, KV heads, head size.
-PageShape = tuple[int, int, int, int]
-
 
 def borrow_memory(
     args: ServerArgs,
-    config: SchedulerConfig,
-    shape: PageShape,
-    dtype: torch.dtype,
+    layout: PageLayout,
     rank: int,
     num_ranks: int,
     notify: Callable[[], None],
@@ -50,9 +46,7 @@ def borrow_memory(
             endpoints,
             name,
             SlabsConfig(num_slabs, slab_bytes, device),
-            config.page_bytes,
-            shape,
-            dtype,
+            layout,
             notify,
             maps_only=args.layer_stream > 0,
         )
@@ -65,8 +59,7 @@ def borrow_memory(
 def lend_memory(
     args: ServerArgs,
     config: SchedulerConfig,
-    shape: PageShape,
-    dtype: torch.dtype,
+    layout: PageLayout,
     rank: int,
     directory: Path,
     notify: Callable[[], None],
@@ -75,14 +68,14 @@ def lend_memory(
     """A lender's device pool, in whole slabs: of config.num_device_pages, or more to fill the last slab. directory: a
     private one. Raises StartupError."""
     assert args.peer_endpoint is not None
-    slab_bytes, page_bytes = args.peer_slab_size << 20, config.page_bytes
+    slab_bytes, page_bytes = args.peer_slab_size << 20, layout.page_bytes
     if slab_bytes < page_bytes:
         raise StartupError(f"--peer-slab-size {args.peer_slab_size} has no room for a page of {page_bytes:,} bytes")
     num_slabs = -(-config.num_device_pages // (slab_bytes // page_bytes))
     endpoint = of_rank(args.peer_endpoint, rank)
     try:
         slabs = SlabsConfig(num_slabs, slab_bytes, device)
-        memory = LentMemory(endpoint, directory, slabs, page_bytes, shape, dtype, notify, args.peer_strict)
+        memory = LentMemory(endpoint, directory, slabs, layout, notify, args.peer_strict)
     except (PeerError, SlabError, ValueError) as error:
         raise StartupError(str(error)) from error
     logger.info("peers: %d slabs of %d MiB, to be lent at %s", num_slabs, args.peer_slab_size, endpoint)

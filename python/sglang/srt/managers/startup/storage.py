@@ -49,8 +49,8 @@ _OWN_KEYS = (
 
 @dataclass(frozen=True)
 class StorageOpener:
-    """model: what names the KV: the fingerprint of config and weights, and the dtype. pool: this rank's host pool;
-    all ranks' are alike. directory: the server's private one, which is removed when it ends."""
+    """model: the fingerprint of config and weights. pool: this rank's host pool; all ranks' are alike. Both, with the
+    tokens, determine the bytes of a block. directory: the server's private one, which is removed when it ends."""
 
     model: str
     model_name: str
@@ -147,7 +147,7 @@ class StorageOpener:
 
     def _namespace(self, block_tokens: int) -> str:
         """What the bytes of a block depend on beside its tokens: equal on all ranks."""
-        return f"v{_LAYOUT_VERSION} {self.model} page {self.pool.page_size} block {block_tokens}"
+        return f"v{_LAYOUT_VERSION} {self.model} {self.pool.page_layout.fingerprint} block {block_tokens}"
 
     def _chain_secret(self, backend: str, config: dict[str, Any], secret: str, block_tokens: int) -> bytes:
         key = hashlib.blake2b(secret.encode(errors="surrogatepass")).digest()

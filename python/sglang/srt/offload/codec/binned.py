@@ -40,15 +40,23 @@ class BinnedCodec(PieceCodec):
     def __init__(
         self, layout: BlockLayout, k_bins: Bins = 255, v_bins: Bins = 255, coder: EntropyCoder | None = None
     ) -> None:
+        """Raises ValueError for bins that do not make up all layers, and for pages that are not of K and V."""
+        shape = layout.page.kv_shape
+        if shape is None or layout.page.dtype not in kvcodec.ITEM_BYTES:
+            raise ValueError(
+                f"codec {self.name} scales the heads of K and V in {', '.join(kvcodec.ITEM_BYTES)}, and this cache "
+                f"has {layout.page}: use codec lossless or raw"
+            )
+        _, self._head_dim = shape
         self._coder = coder or Deflate()
-        self._bins = np.stack([bins_per_layer(bins, layout.num_layers) for bins in (k_bins, v_bins)])
+        self._bins = np.stack([bins_per_layer(bins, layout.page.num_layers) for bins in (k_bins, v_bins)])
         # (2, num_layers) uint8: the largest code of K and V.
         self._half = ((self._bins - 1) // 2).astype(np.uint8)
         self._half_of_piece = lru_cache(_REMEMBERED_PIECES)(self._half_of_vectors)
         super().__init__(layout)
 
     def mid_bytes(self, raw_bytes: int) -> int:
-        return raw_bytes // self.layout.vector_bytes * (SCALE_BYTES + self.layout.head_dim)
+        return raw_bytes // self.layout.vector_bytes * (SCALE_BYTES + self._head_dim)
 
     def _settings(self) -> dict[str, object]:
         k, v = (_runs(bins) for bins in self._bins)
@@ -58,7 +66,7 @@ class BinnedCodec(PieceCodec):
         mid = np.empty(self.mid_bytes(len(raw)), np.uint8)
         scales, codes = self._parts(mid)
         half = self._half_of_piece(piece)
-        if not kvcodec.bin_vectors(raw, self.layout.dtype, self.layout.head_dim, half, scales, codes):
+        if not kvcodec.bin_vectors(raw, self.layout.page.dtype, self._head_dim, half, scales, codes):
             return None
         return self._coder.compress_into(mid, payload[: len(raw) - 1])
 
@@ -71,10 +79,10 @@ class BinnedCodec(PieceCodec):
         # NaN fails both comparisons.
         if len(values) and not (values.min() >= 0 and values.max() <= kvcodec.LARGEST):
             raise CodecError("a scale is negative, infinite or not a number")
-        kvcodec.unbin_vectors(scales, codes, self.layout.dtype, self.layout.head_dim, out)
+        kvcodec.unbin_vectors(scales, codes, self.layout.page.dtype, self._head_dim, out)
 
     def _parts(self, mid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        num_vectors = len(mid) // (SCALE_BYTES + self.layout.head_dim)
+        num_vectors = len(mid) // (SCALE_BYTES + self._head_dim)
         return mid[: SCALE_BYTES * num_vectors], mid[SCALE_BYTES * num_vectors :].view(np.int8)
 
     def _half_of_vectors(self, piece: int) -> np.ndarray:

@@ -6,70 +6,63 @@ Pure arithmetic over one frozen shape; owns nothing but the small index arrays t
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
+from sglang.srt.mem_cache.page_layout import PageLayout
+
 # What BlueField-3's decompression and DMA engines take at once (ShadowServe 5).
 MAX_PIECE_BYTES = 2 << 20
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The canonical bytes of a block: (num_pages, 2, num_layers, page_size, num_kv_heads, head_dim), little-endian,
-    K before V; pages as the host pool gives them to any storage.
+    """The canonical bytes of a block: num_pages page-first pages, little-endian, as the host pool gives them to any
+    storage; of K and V, (num_pages, 2, num_layers, page_size, num_kv_heads, head_dim). Raises ValueError.
 
-    A *vector* is one head of one token in one layer, K or V: the last dimension. A *piece* is what is compressed and
-    stored by itself: whole pages where one fits into max_piece_bytes, else whole vectors; pieces are of one size but
-    for the last.
+    A *vector* is the last dimension of a component, such as one head of one token in one layer of K. A *piece* is
+    what is compressed and stored by itself: whole pages where one fits into max_piece_bytes, else whole vectors;
+    pieces are of one size but for the last.
     """
 
     num_pages: int
-    num_layers: int
-    page_size: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str
+    page: PageLayout
     max_piece_bytes: int = MAX_PIECE_BYTES
 
     def __post_init__(self) -> None:
-        if self.dtype not in ITEM_BYTES:
-            raise ValueError(f"KV of dtype {self.dtype!r} has no codec: use one of {', '.join(ITEM_BYTES)}")
-        sizes = (self.num_pages, self.num_layers, self.page_size, self.num_kv_heads, self.head_dim)
-        if min(sizes) < 1:
-            raise ValueError(f"a block of {sizes} (pages, layers, page size, KV heads, head size) is empty")
+        if self.num_pages < 1:
+            raise ValueError(f"a block of {self.num_pages} pages is empty")
         if self.max_piece_bytes < self.vector_bytes:
             raise ValueError(
                 f"pieces of at most {self.max_piece_bytes} bytes cannot hold a vector of {self.vector_bytes}: "
                 "raise max_piece_bytes"
             )
 
-    @property
-    def item_bytes(self) -> int:
-        return ITEM_BYTES[self.dtype]
+    @cached_property
+    def value_bytes(self) -> int:
+        """Of one value, where all have 2 bytes or all have 4; else 1, as if each byte were a value."""
+        sizes = {each.item_bytes for each in self.page.components}
+        return sizes.pop() if sizes in ({2}, {4}) else 1
 
-    @property
+    @cached_property
     def vector_bytes(self) -> int:
-        return self.head_dim * self.item_bytes
-
-    @property
-    def vectors_per_page(self) -> int:
-        return 2 * self.num_layers * self.page_size * self.num_kv_heads
-
-    @property
-    def page_bytes(self) -> int:
-        return self.vectors_per_page * self.vector_bytes
+        """The smallest piece. Where components have vectors of different sizes, it is what pages are aligned to."""
+        sizes = {each.shape[-1] * each.item_bytes for each in self.page.components}
+        return sizes.pop() if len(sizes) == 1 and not self.page.padding else self.page.alignment
 
     @property
     def block_bytes(self) -> int:
-        return self.num_pages * self.page_bytes
+        return self.num_pages * self.page.page_bytes
 
     @cached_property
     def piece_bytes(self) -> int:
         """Of every piece but the last: as few pieces as fit, all about as large."""
-        unit = self.page_bytes if self.page_bytes <= self.max_piece_bytes else self.vector_bytes
+        page_bytes = self.page.page_bytes
+        unit = page_bytes if page_bytes <= self.max_piece_bytes else self.vector_bytes
         num_units = self.block_bytes // unit
         num_pieces = math.ceil(num_units / (self.max_piece_bytes // unit))
         return math.ceil(num_units / num_pieces) * unit
@@ -89,15 +82,34 @@ class BlockLayout:
         return end - start
 
     def vectors(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of each vector in bytes start..end of the block (at borders of vectors): is_value (n,) bool, V rather than
-        K, and layer (n,) int32."""
+        """Of each vector in bytes start..end of a block of K and V (at borders of vectors): is_value (n,) bool, V
+        rather than K, and layer (n,) int32."""
+        assert self.page.kv_shape is not None, f"{self.page}: no K and V"
+        num_heads, _ = self.page.kv_shape
+        num_layers = self.page.num_layers
         assert start % self.vector_bytes == 0 and end % self.vector_bytes == 0, f"{start}..{end} cuts a vector"
         index = np.arange(start // self.vector_bytes, end // self.vector_bytes)
-        run = index // (self.page_size * self.num_kv_heads)
-        return run // self.num_layers % 2 == 1, (run % self.num_layers).astype(np.int32)
+        run = index // (self.page.page_size * num_heads)
+        return run // num_layers % 2 == 1, (run % num_layers).astype(np.int32)
 
     @property
     def spec(self) -> str:
         """All of it in one line; two layouts are the same if and only if these are."""
-        shape = (self.num_pages, 2, self.num_layers, self.page_size, self.num_kv_heads, self.head_dim)
-        return f"{'x'.join(map(str, shape))} {self.dtype} in {self.max_piece_bytes}"
+        page = self.page
+        if page.kv_shape is None:
+            return f"{self.num_pages} of {page} in {self.max_piece_bytes}"
+        shape = (self.num_pages, len(page.components), page.num_layers, page.page_size, *page.kv_shape)
+        return f"{'x'.join(map(str, shape))} {page.dtype} in {self.max_piece_bytes}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a message to another process; `from_dict` is the inverse."""
+        return {"num_pages": self.num_pages, "page": self.page.as_dict(), "max_piece_bytes": self.max_piece_bytes}
+
+    @staticmethod
+    def from_dict(fields: Mapping[str, Any]) -> BlockLayout:
+        """Raises ValueError where the fields are others."""
+        try:
+            page = PageLayout.from_dict(fields["page"])
+            return BlockLayout(int(fields["num_pages"]), page, int(fields["max_piece_bytes"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"these are no fields of a block's layout: {error!r}") from error

@@ -8,6 +8,7 @@
     mid       exponents, n bytes
 
 float32 has its exponent alone in a byte likewise; of float16 the byte holds 5 bits of exponent and 3 of mantissa.
+Values of one byte, and pages with values of several sizes, are not taken apart: every byte goes through the coder.
 Every bit comes back, those of NaNs too.
 """
 
@@ -31,15 +32,17 @@ class LosslessCodec(PieceCodec):
         super().__init__(layout)
 
     def mid_bytes(self, raw_bytes: int) -> int:
-        return raw_bytes // self.layout.item_bytes
+        return raw_bytes // self.layout.value_bytes
 
     def _settings(self) -> dict[str, object]:
         return {"coder": self._coder.name, "level": self._coder.level}
 
     def _compress(self, raw: np.ndarray, piece: int, payload: np.ndarray) -> int | None:
-        exponents = np.empty(self.mid_bytes(len(raw)), np.uint8)
-        rest_bytes = len(raw) - len(exponents)
-        kvcodec.split_planes(raw, self.layout.item_bytes, exponents, payload[:rest_bytes])
+        rest_bytes = len(raw) - self.mid_bytes(len(raw))
+        exponents = raw
+        if rest_bytes:
+            exponents = np.empty(self.mid_bytes(len(raw)), np.uint8)
+            kvcodec.split_planes(raw, self.layout.value_bytes, exponents, payload[:rest_bytes])
         coded_bytes = self._coder.compress_into(exponents, payload[rest_bytes : len(raw) - 1])
         return None if coded_bytes is None else rest_bytes + coded_bytes
 
@@ -48,4 +51,7 @@ class LosslessCodec(PieceCodec):
 
     def _dequantize(self, payload: np.ndarray, header: PieceHeader, mid: np.ndarray, out: np.ndarray) -> None:
         rest = payload[: header.raw_bytes - header.mid_bytes]
-        kvcodec.merge_planes(mid, rest, self.layout.item_bytes, out)
+        if len(rest):
+            kvcodec.merge_planes(mid, rest, self.layout.value_bytes, out)
+        else:
+            np.copyto(out, mid)

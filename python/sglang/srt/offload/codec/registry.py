@@ -38,7 +38,7 @@ def make_codec(config: Mapping[str, Any], layout: BlockLayout) -> Codec:
         return RawCodec(layout)
     if name == "lossless":
         return LosslessCodec(layout, _coder(settings, "zstd"))
-    k_bins, v_bins = _bins(settings, layout.num_layers)
+    k_bins, v_bins = _bins(settings, layout.page.num_layers)
     return BinnedCodec(layout, k_bins, v_bins, _coder(settings, "deflate"))
 
 

@@ -336,7 +336,7 @@ class Pipeline:
         source, stored, header = piece.fetch.source, piece.stored, piece.header
         assert stored is not None and header is not None
         start, end = source.layout.piece(piece.index)
-        piece.runs = runs_of(source.memory, source.layout.page_bytes, piece.fetch.pages[piece.block], start, end)
+        piece.runs = runs_of(source.memory, source.layout.page.page_bytes, piece.fetch.pages[piece.block], start, end)
         if self.settings.direct and len(piece.runs) == 1:
             out = piece.runs.pop()
         else:

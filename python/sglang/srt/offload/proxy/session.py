@@ -137,7 +137,7 @@ class Session:
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             raise SessionRefusedError("the token is not this proxy's")
         try:
-            self.layout = BlockLayout(**hello.layout)
+            self.layout = BlockLayout.from_dict(hello.layout)
             self.codec = make_codec(hello.codec, self.layout)
         except (TypeError, ValueError) as error:
             raise SessionRefusedError(str(error)) from error
@@ -149,7 +149,7 @@ class Session:
                 f"without pipelining a block of {self.layout.num_pieces} pieces has to fit into the buffers: raise "
                 "their sizes"
             )
-        if not pools or pools[0] is None or pools[0].size_bytes != hello.num_pages * self.layout.page_bytes:
+        if not pools or pools[0] is None or pools[0].size_bytes != hello.num_pages * self.layout.page.page_bytes:
             raise SessionRefusedError("the memory that came with the first message is not the pool that it names")
         self.memory, self._num_pages = pools[0].memory, hello.num_pages
         namespace = hashlib.blake2b(self.codec.spec.encode(), key=hello.namespace[:64], digest_size=16).digest()

@@ -99,7 +99,7 @@ class Writer:
         for index in range(layout.num_pieces):
             self._give_way()
             start, end = layout.piece(index)
-            runs = runs_of(sink.memory, layout.page_bytes, write.pages[block], start, end)
+            runs = runs_of(sink.memory, layout.page.page_bytes, write.pages[block], start, end)
             data = runs[0] if len(runs) == 1 else np.concatenate(runs, out=raw[: end - start])
             size = sink.codec.encode(data, index, write.keys[block], coded[at:])
             pieces.append([coded.data[at : at + size]])

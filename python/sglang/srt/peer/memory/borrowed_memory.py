@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.slab_ledger import SlabReport
 from sglang.srt.peer.borrower_coordinator import BorrowerCoordinator
 from sglang.srt.peer.memory.borrowed_pool import BorrowedPool
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class BorrowedMemory:
     """`BorrowedSlabs` (mem_cache/slab_ledger.py): config.num_slabs places. Lenders must have slabs of the same size.
 
-    pool: the pages in the places, of the shape that is given as for `ElasticPool`. endpoints, name, notify: see
+    pool: the pages in the places, of the given layout. endpoints, name, notify: see
     `BorrowerCoordinator`. maps_only: slabs that a lender does not let be mapped (strict mode) are given back at once;
     on a GPU they always are. Raises PeerError, SlabError, and ValueError where a slab has no room for a page.
     """
@@ -41,15 +41,13 @@ class BorrowedMemory:
         endpoints: Sequence[str],
         name: str,
         config: SlabsConfig,
-        page_bytes: int,
-        shape: tuple[int, int, int, int],
-        dtype: torch.dtype,
+        layout: PageLayout,
         notify: Callable[[], None] = lambda: None,
         maps_only: bool = False,
     ) -> None:
         self._maps_only = maps_only or config.device.type != "cpu"
-        self.slabs = reserve_slabs(config, page_bytes)
-        self.pool = BorrowedPool(self.slabs, *shape, dtype)
+        self.slabs = reserve_slabs(config, layout.page_bytes)
+        self.pool = BorrowedPool(self.slabs, layout)
         # Place -> lender and lease; None: the place is free.
         self._leases: list[tuple[str, LeaseId] | None] = [None] * config.num_slabs
         # A byte per place, see `SlabReport`.
@@ -60,7 +58,7 @@ class BorrowedMemory:
         self._ending: set[int] = set()
         # Those whose lenders are gone.
         self._lost: set[int] = set()
-        self.coordinator = BorrowerCoordinator(endpoints, name, page_bytes, notify)
+        self.coordinator = BorrowerCoordinator(endpoints, name, layout.page_bytes, notify)
         for endpoint in endpoints:
             self.coordinator.set_demand(endpoint, config.num_slabs * config.slab_bytes)
 

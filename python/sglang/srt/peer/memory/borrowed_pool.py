@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 
@@ -23,7 +23,8 @@ from sgl_kernel.kvcacheio import (
     transfer_kv_all_layer_lf_pf,
     transfer_kv_per_layer_pf_lf,
 )
-from sglang.srt.mem_cache.kv_view import KVView
+from sglang.srt.mem_cache.page_layout import PageLayout
+from sglang.srt.mem_cache.page_memory import PageMemory
 from sglang.srt.mem_cache.transfer import LoadFailedError
 from sglang.srt.peer.memory.copy_session import CopySession, SilentLenderError, StrictSlab
 from sglang.srt.peer.memory.elastic_pool import ElasticPool
@@ -65,16 +66,10 @@ class _Plan:
 class BorrowedPool(ElasticPool):
     """As `ElasticPool`, but kv must not be touched where a slab is strict. On a GPU no slab is."""
 
-    def __init__(
-        self,
-        slabs: Slabs,
-        page_size: int,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__(slabs, page_size, num_layers, num_kv_heads, head_dim, dtype)
+    def __init__(self, slabs: Slabs, layout: PageLayout) -> None:
+        super().__init__(slabs, layout)
+        self._one_layer = replace(layout, num_layers=1)
+        self._spans = [layer_spans(layout, layer) for layer in range(layout.num_layers)]
         self._strict: list[StrictSlab | None] = [None] * slabs.num_slabs
         self._staging_bytes = -(-max(STAGING_BYTES, self.page_bytes) // GRANULARITY) * GRANULARITY
         self._loads = _Direction(self._strict, self._staging_bytes)
@@ -100,34 +95,38 @@ class BorrowedPool(ElasticPool):
 
     # -- from links, on their streams ---------------------------------------------------------------------------
 
-    def load_layer(self, layer: int, view: KVView, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
+    def load_layer(self, layer: int, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
         """See `CopiesPages`."""
-        run = self.page_bytes // (2 * self.num_layers)
-        plan = self._plan(self._loads, src, self._staging_bytes // (2 * run))
+        plan = self._plan(self._loads, src, self._staging_bytes // self._one_layer.page_bytes)
         if plan.mapped is None:
-            transfer_kv_per_layer_pf_lf(self.kv_pages, view.k, view.v, src, dst, layer, backend=backend)
+            transfer_kv_per_layer_pf_lf(self.kv_pages, pages, src, dst, layer, backend=backend)
             return
         near = plan.mapped
-        transfer_kv_per_layer_pf_lf(self.kv_pages, view.k, view.v, src[near], dst[near], layer, backend=backend)
-        whole = KVPages(view.k[None], view.v[None])
+        transfer_kv_per_layer_pf_lf(self.kv_pages, pages, src[near], dst[near], layer, backend=backend)
+        # One span brings whole pages of one layer, several bring one component each.
+        order = "page_first" if len(self._spans[layer]) == 1 else "layer_first"
         for part, positions in plan.rounds:
-            session = self._loads.copy(part, self._requests(part, layer * run, run, to_slab=False))
-            staged = self._staged(session, part.num_pages, 1)
-            copy_pages(staged, whole, torch.arange(part.num_pages), dst[positions], backend=backend)
+            starts = self._one_layer.offsets(part.num_pages)
+            requests = []
+            for span, start in zip(self._spans[layer], starts):
+                requests += self._requests(part, span, start, to_slab=False)
+            staged = self._staged(self._loads.copy(part, requests), part.num_pages, self._one_layer, order)
+            copy_pages(staged, pages, torch.arange(part.num_pages), dst[positions], backend=backend)
 
-    def back_up(self, kv: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
+    def back_up(self, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
         """See `CopiesPages`."""
         plan = self._plan(self._backups, dst, self._staging_bytes // self.page_bytes)
         if plan.mapped is None:
-            transfer_kv_all_layer_lf_pf(kv.k, kv.v, self.kv_pages, src, dst, backend=backend)
+            transfer_kv_all_layer_lf_pf(pages, self.kv_pages, src, dst, backend=backend)
             return
         near = plan.mapped
-        transfer_kv_all_layer_lf_pf(kv.k, kv.v, self.kv_pages, src[near], dst[near], backend=backend)
+        transfer_kv_all_layer_lf_pf(pages, self.kv_pages, src[near], dst[near], backend=backend)
+        whole = Span(1, 0, self.page_bytes)
         for part, positions in plan.rounds:
             session = self._backups.session(part)
-            staged = self._staged(session, part.num_pages, self.num_layers)
-            copy_pages(kv, staged, src[positions], torch.arange(part.num_pages), backend=backend)
-            self._backups.copy(part, self._requests(part, 0, self.page_bytes // 2, to_slab=True))
+            staged = self._staged(session, part.num_pages, self.page_layout, "page_first")
+            copy_pages(pages, staged, src[positions], torch.arange(part.num_pages), backend=backend)
+            self._backups.copy(part, self._requests(part, whole, 0, to_slab=True))
 
     def poison(self, frames: torch.Tensor) -> None:
         """Poison those of the pages that are mapped."""
@@ -169,21 +168,37 @@ class BorrowedPool(ElasticPool):
         with_positions = [(part, torch.from_numpy(np.concatenate(part.positions))) for part in rounds]
         return _Plan(frames, torch.from_numpy(np.flatnonzero(~strict)), with_positions)
 
-    def _requests(self, part: _Round, first: int, run: int, to_slab: bool) -> list[Callable[[int], Copy]]:
+    def _requests(self, part: _Round, span: Span, start: int, to_slab: bool) -> list[Callable[[int], Copy]]:
+        """A copy per slab, to or from the staging memory from byte `start` on."""
         requests: list[Callable[[int], Copy]] = []
-        staging_byte = 0
         for slab, pages in part.slabs:
-            make = partial(_request, slab, to_slab, self.page_bytes, first, run, staging_byte, pages.tobytes())
-            requests.append(make)
-            staging_byte += 2 * run * len(pages)
+            requests.append(partial(_request, slab, to_slab, self.page_bytes, span, start, pages.tobytes()))
+            start += span.parts * span.run_bytes * len(pages)
         return requests
 
-    def _staged(self, session: CopySession, num_pages: int, num_layers: int) -> KVPages:
-        """The staging memory as pages of so many layers."""
-        shape = (num_pages, 2, num_layers, *self.kv.shape[3:])
-        num_bytes = num_pages * num_layers * (self.page_bytes // self.num_layers)
-        memory = torch.from_numpy(session.staging[:num_bytes]).view(self.kv.dtype)
-        return KVPages.page_first(memory.view(shape))
+    def _staged(self, session: CopySession, num_pages: int, layout: PageLayout, order: str) -> KVPages:
+        """The staging memory as so many pages."""
+        memory = torch.from_numpy(session.staging[: num_pages * layout.page_bytes])
+        return PageMemory(layout, num_pages, memory, order).kv_pages
+
+
+@dataclass(frozen=True)
+class Span:
+    """The bytes of each page that one `Copy` moves, in bytes."""
+
+    # A page is cut into so many equal parts.
+    parts: int
+    # Of each part.
+    first_byte: int
+    run_bytes: int
+
+
+def layer_spans(layout: PageLayout, layer: int) -> list[Span]:
+    """Where a layer of a page-first page lies: one span where the components are alike, else one per component."""
+    if layout.is_uniform:
+        run = layout.run_bytes[0]
+        return [Span(len(layout.components), layer * run, run)]
+    return [Span(1, start + layer * run, run) for start, run in zip(layout.offsets(), layout.run_bytes)]
 
 
 class _Direction:
@@ -251,8 +266,7 @@ def _request(
     slab: StrictSlab,
     to_slab: bool,
     page_bytes: int,
-    first_byte: int,
-    run_bytes: int,
+    span: Span,
     staging_byte: int,
     pages: bytes,
     sequence: int,
@@ -263,8 +277,9 @@ def _request(
         number=slab.lease.number,
         token=slab.token,
         page_bytes=page_bytes,
-        first_byte=first_byte,
-        run_bytes=run_bytes,
+        parts=span.parts,
+        first_byte=span.first_byte,
+        run_bytes=span.run_bytes,
         staging_byte=staging_byte,
         pages=pages,
     )

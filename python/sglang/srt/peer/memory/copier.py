@@ -160,16 +160,16 @@ class Copier:
         grant = self._grants.get(message.number)
         if grant is None or grant.borrower != session.borrower or not hmac.compare_digest(grant.token, message.token):
             return f"lease {message.number} is not this borrower's, or has ended"
-        half = message.page_bytes // 2
-        if message.page_bytes % 2 or message.first_byte + message.run_bytes > half:
-            return f"{message.run_bytes} bytes from {message.first_byte} are not in half a page of {half}"
+        part_bytes, rest = divmod(message.page_bytes, message.parts)
+        if rest or message.first_byte + message.run_bytes > part_bytes:
+            return f"{message.run_bytes} bytes from {message.first_byte} are not in a part of a page of {part_bytes}"
         if len(message.pages) % 4:
             return "page numbers are 4 bytes each"
         pages = np.frombuffer(message.pages, np.int32)
         num_pages = self._slabs.slab_bytes // message.page_bytes
         if len(pages) and (pages.min() < 0 or pages.max() >= num_pages):
             return f"there are pages 0 to {num_pages - 1}, not {pages.min()} to {pages.max()}"
-        end = message.staging_byte + 2 * message.run_bytes * len(pages)
+        end = message.staging_byte + message.parts * message.run_bytes * len(pages)
         if end > session.staging.slab_bytes:
             return f"the staging memory ends at {session.staging.slab_bytes}, not at {end}"
         return None
@@ -180,12 +180,12 @@ class Copier:
             self._slabs.map(slab, self._slab_fd(slab))
         pages = torch.from_numpy(np.frombuffer(message.pages, np.int32).astype(np.int64))
         first, run_bytes = message.first_byte, message.run_bytes
-        num_bytes = 2 * run_bytes * len(pages)
+        num_bytes = message.parts * run_bytes * len(pages)
         staging = session.staging.slab(0)[message.staging_byte : message.staging_byte + num_bytes]
         num_pages = self._slabs.slab_bytes // message.page_bytes
-        halves = self._slabs.slab(slab)[: num_pages * message.page_bytes].reshape(num_pages, 2, -1)
-        inside = _as_pages(halves[:, :, first : first + run_bytes])
-        outside = _as_pages(staging.reshape(len(pages), 2, run_bytes))
+        parts = self._slabs.slab(slab)[: num_pages * message.page_bytes].reshape(num_pages, message.parts, -1)
+        inside = _as_pages(parts[:, :, first : first + run_bytes])
+        outside = _as_pages(staging.reshape(len(pages), message.parts, run_bytes))
         in_turn = torch.arange(len(pages))
         if message.to_slab:
             copy_pages(outside, inside, in_turn, pages)
@@ -201,6 +201,5 @@ class Copier:
 
 
 def _as_pages(runs: np.ndarray) -> KVPages:
-    """runs: (num_pages, K and V, bytes)."""
-    both = torch.from_numpy(runs)
-    return KVPages(both[None, :, 0, None, None], both[None, :, 1, None, None])
+    """runs: (num_pages, parts, bytes)."""
+    return KVPages(*torch.from_numpy(runs)[None].unbind(2))

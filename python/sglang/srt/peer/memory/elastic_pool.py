@@ -19,16 +19,16 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from sgl_kernel.kvcacheio import KVPages
 from sglang.srt.mem_cache.kv_view import KVView
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.page_layout import PageLayout
+from sglang.srt.mem_cache.page_memory import PageMemory
 from sglang.srt.peer.memory.slabs import Slabs
 
 
 class ElasticPool:
-    """kv: (num_pages, 2, num_layers, page_size, num_kv_heads, head_dim), a view of the range's memory. Touch pages of
-    mapped slabs only, by name; an operation on all of kv ends the process where a page is not mapped. On the device
-    that the slabs are of.
+    """Pages of any `PageLayout`, page-first. kv: as of `PageMemory`; of K and V, (num_pages, 2, num_layers,
+    page_size, num_kv_heads, head_dim), a view of the range's memory. Touch pages of mapped slabs only, by name; an
+    operation on all of kv ends the process where a page is not mapped. On the device that the slabs are of.
 
     num_pages: of the whole range, mapped or not, padding included; `frames_of` has those that are pages of a slab.
     slab_pages: usable pages of one slab. num_own_slabs: slabs 0 to num_own_slabs - 1 are this engine's; those above
@@ -36,19 +36,11 @@ class ElasticPool:
     `elastic_units.stride_bytes`.
     """
 
-    def __init__(
-        self,
-        slabs: Slabs,
-        page_size: int,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, slabs: Slabs, layout: PageLayout) -> None:
         self.slabs = slabs
-        self.page_size = page_size
-        self.num_layers = num_layers
-        self.page_bytes = MHATokenToKVPool.page_bytes(page_size, num_layers, num_kv_heads, head_dim, dtype)
+        self.page_layout = layout
+        self.page_size = layout.page_size
+        self.page_bytes = layout.page_bytes
         if slabs.stride_bytes % self.page_bytes or slabs.slab_bytes < self.page_bytes:
             raise ValueError(
                 f"slabs of {slabs.slab_bytes:,} bytes, {slabs.stride_bytes:,} apart, have no room for pages of "
@@ -59,9 +51,9 @@ class ElasticPool:
         self.scratch_slot: int | None = None
         self.num_pages = slabs.num_slabs * self._stride_pages
         self.num_own_slabs = slabs.num_slabs
-        self.kv = slabs.tensor().view(dtype).view(self.num_pages, 2, num_layers, page_size, num_kv_heads, head_dim)
-        self.kv_pages = KVPages.page_first(self.kv)
-        self._views = [KVView(k, v) for k, v in zip(self.kv_pages.k, self.kv_pages.v)]
+        self._memory = PageMemory(layout, self.num_pages, slabs.tensor(), "page_first")
+        self.kv, self.kv_pages = self._memory.kv, self._memory.kv_pages
+        self._views = [KVView.of_layer(pages) for pages in self.kv_pages.layers]
 
     @property
     def boundary(self) -> int:
@@ -93,18 +85,19 @@ class ElasticPool:
     def view(self, layer_id: int) -> KVView:
         return self._views[layer_id]
 
-    def store(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def store(self, layer_id: int, loc: torch.Tensor, *values: torch.Tensor) -> None:
         view = self._views[layer_id]
+        tokens = [view.components[i] for i in self.page_layout.per_token]
         if self.page_size == 1:
-            view.k[:, 0].index_copy_(0, loc, k)
-            view.v[:, 0].index_copy_(0, loc, v)
+            for each, value in zip(tokens, values, strict=True):
+                each[:, 0].index_copy_(0, loc, value)
             return
         where = (loc // self.page_size, loc % self.page_size)
-        view.k.index_put_(where, k)
-        view.v.index_put_(where, v)
+        for each, value in zip(tokens, values, strict=True):
+            each.index_put_(where, value)
 
     def pages(self, frames: torch.Tensor) -> torch.Tensor:
-        return self.kv.index_select(0, frames)
+        return self._memory.pages(frames)
 
     def poison(self, frames: torch.Tensor) -> None:
-        self.kv.index_fill_(0, frames, float("nan"))
+        self._memory.poison(frames)

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.slab_ledger import SlabReport
 from sglang.srt.peer.lender_coordinator import LenderCoordinator
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig, reserve_slabs
@@ -30,7 +29,7 @@ RECALL_TIMEOUT_S = 30.0
 class LentMemory:
     """`LentSlabs` (mem_cache/slab_ledger.py).
 
-    pool: the engine's device pool in the slabs, of the shape that is given as for `ElasticPool`. endpoint, directory,
+    pool: the engine's device pool in the slabs, of the given layout. endpoint, directory,
     notify: see `LenderCoordinator`. strict: borrowers map nothing, this process copies for them, in host memory.
     Raises PeerError, SlabError, and ValueError where a slab has no room for a page.
     """
@@ -40,16 +39,14 @@ class LentMemory:
         endpoint: str,
         directory: Path,
         config: SlabsConfig,
-        page_bytes: int,
-        shape: tuple[int, int, int, int],
-        dtype: torch.dtype,
+        layout: PageLayout,
         notify: Callable[[], None] = lambda: None,
         strict: bool = False,
     ) -> None:
         assert not strict or config.device.type == "cpu", "copies for borrowers are made in host memory"
-        self.slabs = reserve_slabs(config, page_bytes)
+        self.slabs = reserve_slabs(config, layout.page_bytes)
         self.slabs.allocate_all()
-        self.pool = ElasticPool(self.slabs, *shape, dtype)
+        self.pool = ElasticPool(self.slabs, layout)
         # A byte per slab, see `SlabReport`.
         self._mapped = bytearray(b"\1" * config.num_slabs)
         # Unmapped slabs that no borrower has.

@@ -6,7 +6,7 @@ The *lender* is the paper's worker, the *borrower* its master. A page is the pap
 What differs from the paper:
 
 - Units are counted in bytes, not in elements (Eq. 6-9): the paper leaves out K and V and the dtype, in which models
-  differ too. A page's bytes are `MHATokenToKVPool.page_bytes`.
+  differ too. A page's bytes are `PageLayout.page_bytes`.
 - A unit is a *slab*, which is mapped as a whole: it is a multiple of the mapping granularity as well.
 - Where the least common multiple is huge (page sizes without common factors), the slab is padded instead.
 - Demand is what requests needed at the same time, where the paper looks at the longest single request, and so lends

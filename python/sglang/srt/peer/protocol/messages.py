@@ -138,8 +138,8 @@ class Staged(msgspec.Struct, tag=True, frozen=True):
 
 
 class Copy(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Copy two runs of bytes of each page of a slab: run_bytes at first_byte of the page's first half, and as many at
-    the same place of its second half. They are K and V of some layers."""
+    """Copy runs of bytes of each page of a slab. A page is cut into `parts` equal parts. The run is at the same place of
+    each: one layer of K and of V, for instance, where there are two parts."""
 
     sequence: _Number
     # From the staging memory to the slab, else from the slab.
@@ -148,10 +148,12 @@ class Copy(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     number: _Number
     token: _Token
     # Of a page. Page p begins at p * page_bytes of the slab.
-    page_bytes: Annotated[int, msgspec.Meta(ge=2)]
+    page_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    # Of a page, all of one size.
+    parts: Annotated[int, msgspec.Meta(ge=1)]
     first_byte: _Number
     run_bytes: Annotated[int, msgspec.Meta(ge=1)]
-    # Where the pairs of runs lie in the staging memory, one after the other in the order of `pages`.
+    # Where the runs lie in the staging memory, one after the other in the order of `pages`.
     staging_byte: _Number
     # (n,) int32, as bytes: numbers of pages within the slab.
     pages: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_COPY_PAGES)]

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.pool_host import HostKVCache
 from sglang.srt.mem_cache.storage.dynamic.dynamic_store import MAX_REWRITES, PluginStore
 from sglang.srt.mem_cache.storage.registry import create_store
@@ -148,7 +149,7 @@ def test_batches_are_cut_to_the_staging_memory_and_stop_at_the_first_gap(v1):
 @both
 @pytest.mark.parametrize("layout", ["page_first", "layer_first"])
 def test_blocks_come_back_into_the_real_host_pool(layout, v1):
-    device_pool = MHATokenToKVPool(1, 16, 2, 2, 4, torch.bfloat16)
+    device_pool = MHATokenToKVPool(1, PageLayout.kv(16, 2, 2, 4, torch.bfloat16))
     pool = MHATokenToKVPoolHost(device_pool, 64, layout)
     pool.kv.normal_()
     store = PluginStore(Plugin(), "mine", "ns", pool, BLOCK, interface_v1=v1)

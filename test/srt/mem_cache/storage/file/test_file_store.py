@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 
 from sglang.srt.mem_cache.block_store import StoreError
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.storage.file import file_store
 from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
 from sglang.srt.mem_cache.storage.file.folder import storage_secret
@@ -1037,7 +1038,7 @@ def test_the_real_host_pool(tmp_path: Path, layout: str):
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 
-    device = MHATokenToKVPool(4, 16, 2, 2, 8, torch.bfloat16)
+    device = MHATokenToKVPool(4, PageLayout.kv(16, 2, 2, 8, torch.bfloat16))
     host = MHATokenToKVPoolHost(device, 64, layout)
     host.kv.copy_(torch.randn(host.kv.shape))
     frames = np.random.default_rng(0).permutation(64)[:24].astype(np.int32)

@@ -33,6 +33,8 @@ import numpy as np
 import torch
 
 from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE, HiCacheStorageExtraInfo
+from sglang.srt.mem_cache.page_layout import PageLayout
+from sglang.srt.mem_cache.page_memory import torch_dtype
 from sglang.srt.mem_cache.pool_host import HostKVCache, bytes_of
 
 logger = logging.getLogger(__name__)
@@ -57,7 +59,7 @@ _RAISED = object()
 class HostPages(Protocol):
     """What is used of the host pool (`MHATokenToKVPoolHost`)."""
 
-    kv: torch.Tensor
+    page_layout: PageLayout
     page_size: int
     page_bytes: int
 
@@ -101,13 +103,15 @@ class PluginStore:
         self._frames_per_block = block_tokens // pool.page_size
         self._payload_bytes = self._frames_per_block * pool.page_bytes
         identity = [RECORD_VERSION, namespace, tp_rank, tp_size, block_tokens, pool.page_size, self._payload_bytes]
-        self._namespace = json.dumps([*identity, str(pool.kv.dtype)]).encode()
+        self._namespace = json.dumps([*identity, pool.page_layout.contents]).encode()
         self._digest = hashlib.blake2b(self._namespace, digest_size=16).digest()
 
         record_bytes = self._payload_bytes + _TRAILER_BYTES
         self._batch_blocks = min(max(staging_bytes // (2 * record_bytes), 1), STORAGE_BATCH_SIZE)
         # The first half of its pages is for reads, the other for writes: both may run at the same time.
-        self.staging = HostKVCache(2 * self._batch_blocks, block_tokens, record_bytes, pool.kv.dtype)
+        self.staging = HostKVCache(
+            2 * self._batch_blocks, block_tokens, record_bytes, torch_dtype(pool.page_layout.dtype)
+        )
         # Records are checked in here, where a plugin that is late cannot change them any more.
         self._read_scratch = np.zeros(self.staging.page_bytes, np.uint8)
         self._write_scratch = np.zeros(self.staging.page_bytes, np.uint8)
