@@ -153,6 +153,35 @@ def test_pages_with_gaps_inside_are_the_references_alone(num_pages: int, dtype: 
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("num_components", [1, 2, 3, 5])
+def test_any_number_of_components_of_any_type(reference_paths, backend: str, num_components: int):
+    """Page-first with a gap behind each page, layer-first with each component in memory of its own."""
+    rng = np.random.default_rng(num_components)
+    some = rng.permutation(len(DTYPES))[:num_components]
+    shapes = [(int(rng.integers(1, 4)), int(rng.integers(1, 40))) for _ in some]
+    sizes = [DTYPES[i].itemsize * int(np.prod(shape)) for i, shape in zip(some, shapes)]
+    starts = np.cumsum([0, *(-(-LAYERS * size // 8) * 8 for size in sizes)]).tolist()
+    pages = random_bytes((9, starts[-1] + 8), torch.uint8, 1)
+    parts = [
+        pages[:, start : start + LAYERS * size].view(DTYPES[i]).unflatten(1, (LAYERS, *shape)).transpose(0, 1)
+        for i, shape, size, start in zip(some, shapes, sizes, starts)
+    ]
+    src = KVPages(*parts)
+    dst = KVPages(*(random_bytes((LAYERS, 12, *shape), DTYPES[i], 2) for i, shape in zip(some, shapes)))
+    assert src.run_bytes == dst.run_bytes == tuple(sizes)
+    before = pages.clone()
+    for what, src_pages, dst_pages in index_patterns(rng, 9, 12, 6):
+        wanted = [each.clone().view(torch.uint8) for each in dst.components]
+        for of, to in zip(src.components, wanted):
+            for s, d in zip(src_pages, dst_pages):
+                to[:, d] = of[:, s].contiguous().view(torch.uint8)
+        kvcacheio.copy_pages(src, dst, ids(src_pages), ids(dst_pages), backend=backend)
+        assert all(torch.equal(a.view(torch.uint8), b) for a, b in zip(dst.components, wanted)), what
+        kvcacheio.copy_pages(dst, src, ids(dst_pages), ids(src_pages), backend=backend)
+        assert torch.equal(pages, before), "what comes back is what was there, gaps included"
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_k_and_v_may_be_tensors_of_their_own_that_happen_to_touch(backend: str):
     """By their addresses they look like one page; each ends where its own storage does."""
     raw = [np.random.default_rng(seed).integers(0, 256, 2 * 48, dtype=np.uint8) for seed in (1, 2)]

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from sgl_kernel.kvcacheio import KVLayoutError, cuda_kernels
+from sgl_kernel.kvcacheio import KVLayoutError, KVPages, cuda_kernels
 from sgl_kernel.kvcacheio.cuda_kernels import KERNEL, SEGMENT_BYTES, SOURCE, THREADS
-from support.kv_model import DTYPES, ROUTES, Pool, expected, index_patterns
+from support.kv_model import DTYPES, ROUTES, Pool, expected, index_patterns, random_bytes
 
 NVCC = shutil.which("nvcc")
 NVRTC = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
@@ -105,6 +105,30 @@ def test_its_index_arithmetic_reaches_every_byte_once(monkeypatch: pytest.Monkey
             source, target = src.raw(), dst.buffer.view(torch.uint8).numpy()
             run_kernel_model(source, target, src_pages, dst_pages, *(int(a) for a in args))
             assert np.array_equal(dst.raw(), result), what
+
+
+@pytest.mark.parametrize("num_components", [1, 2, 3, 4])
+def test_every_component_is_in_one_launch(num_components: int):
+    """Two in each, and the last one alone: then there is no V to copy."""
+    src, dst = (
+        KVPages(*(random_bytes((3, 5, 2, 7 + i), torch.uint8, seed + i) for i in range(num_components)))
+        for seed in (1, 100)
+    )
+    indices = [torch.tensor([4, 1]), torch.tensor([0, 3])]
+    for one, other in cuda_kernels.pairs(src, dst):
+        args = [int(a) for a in cuda_kernels.kernel_arguments(one, other, indices, lambda t: 0)]
+        sides = [[each.numpy().reshape(-1) for each in side.components] for side in (one, other)]
+        source, target = (np.concatenate(side) for side in sides)
+        if len(sides[0]) == 2:
+            # Where V begins in each.
+            args[1], args[3] = len(sides[0][0]), len(sides[1][0])
+        run_kernel_model(source, target, [4, 1], [0, 3], *args)
+        found = np.split(target, [len(sides[1][0])])
+        for a, b, result in zip(one.components, other.components, found):
+            wanted = b.numpy().copy()
+            wanted[:, [0, 3]] = a.numpy()[:, [4, 1]]
+            assert np.array_equal(result.reshape(b.shape), wanted)
+    assert len(cuda_kernels.pairs(src, dst)) == -(-num_components // 2)
 
 
 def run_kernel_model(

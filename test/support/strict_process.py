@@ -23,8 +23,10 @@ SLAB_BYTES, NUM_SLABS = 1 << 16, 3
 FOREIGN, OWN = 7.0, 0x2A
 
 
-def borrowed_memory(endpoints: list[str], name: str, num_slabs: int = NUM_SLABS) -> BorrowedMemory:
-    return BorrowedMemory(endpoints, name, SlabsConfig(num_slabs, SLAB_BYTES), LAYOUT)
+def borrowed_memory(
+    endpoints: list[str], name: str, num_slabs: int = NUM_SLABS, layout: PageLayout = LAYOUT
+) -> BorrowedMemory:
+    return BorrowedMemory(endpoints, name, SlabsConfig(num_slabs, SLAB_BYTES), layout)
 
 
 def lent_memory(endpoint: str, directory: Path, strict: bool = True) -> LentMemory:

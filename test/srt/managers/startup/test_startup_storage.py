@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
+from sglang.srt.mem_cache.storage.dynamic.dynamic_store import PluginStore
 from sglang.srt.mem_cache.transfer import Tier
+from sglang.srt.offload.codec import BlockLayout, make_codec
 
 
 @dataclass
@@ -166,6 +169,32 @@ def test_the_secret_of_a_folder_is_shared_by_all_who_use_it(tmp_path: Path) -> N
     assert setup(here, rank=0, size=2).secret == setup(here, rank=1, size=2).secret
     assert setup(here).secret != setup(there).secret
     assert setup(here).secret != setup(here, model="other").secret
+
+
+def test_blocks_of_k_and_v_have_the_names_that_they_always_had() -> None:
+    """Else all that was ever stored is unknown after an update."""
+    layout = PageLayout.kv(16, 2, 3, 8, torch.bfloat16)
+    pool = MHATokenToKVPoolHost(MHATokenToKVPool(2, layout), 64)
+    found = StorageOpener("fp", "name", pool, 0, 1)
+    assert found._namespace(64) == "v1 fp torch.bfloat16 page 16 block 64"
+    secret = found._chain_secret("remote", {}, "s", 64)
+    assert secret.hex() == "6f86845176855f016cc7907df4a82d7c00f8879da8244fb8f5079930a428cb41"
+    plugin = PluginStore(mock.Mock(), "plugin", found._namespace(64), pool, 64)
+    assert plugin._digest.hex() == "6e8a662c30863432415402a978212e1e"
+    assert plugin.staging.dtype == torch.bfloat16 and plugin.staging.page_bytes == 16384
+    block = BlockLayout(4, layout)
+    assert block.spec == "4x2x2x16x3x8 bfloat16 in 2097152" and block.piece_bytes == 12288
+    for config, fingerprint in (
+        ({}, 0xEEABAEB153EECDBE),
+        ({"coder": "deflate"}, 0xE37AD58982B4C19D),
+        ({"codec": "raw"}, 0xFA127845629C2FA2),
+        ({"codec": "binned"}, 0x0F9830A14E5B6B65),
+    ):
+        raw = np.zeros(block.block_bytes, np.uint8)
+        codec = make_codec(config, block)
+        stored = np.empty(codec.max_stored_bytes(len(raw)), np.uint8)
+        size = codec.encode(raw, 0, bytes(16), stored)
+        assert codec.parse(stored[:size], 0, bytes(16)).fingerprint == fingerprint, config
 
 
 def real_opener(rank: int = 0, size: int = 1, model: str = "m float32", page_size: int = 16) -> StorageOpener:

@@ -19,6 +19,7 @@ import torch
 
 from sglang.srt.mem_cache.link import CopyLink
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import D2P, P2D, LoadFailedError, OpResult, Ticket, Tier, TransferOp
 from sglang.srt.peer.memory import borrowed_pool, copy_session, slab_channel
 from sglang.srt.peer.memory import lent_memory as lent_module
@@ -30,6 +31,7 @@ from sglang.srt.peer.memory.slabs import SlabRange
 from sglang.srt.peer.protocol.messages import BorrowerId, Copied, Copy, CopyRefused, Refused, Stage, Staged
 from sglang.srt.utils.stream import ThreadStream
 from support.children import DEADLINE_S, Child, children, wait_until
+from support.page_layouts import LAYOUTS, are_equal, contents, fill
 from support.strict_process import (
     FOREIGN,
     LAYOUT,
@@ -56,10 +58,12 @@ def private(tmp_path: Path) -> Path:
 class Rig:
     """A borrower's pools and links, and lenders in this process."""
 
-    def __init__(self, lenders: dict[str, LentMemory], num_slabs: int = NUM_SLABS) -> None:
+    def __init__(
+        self, lenders: dict[str, LentMemory], num_slabs: int = NUM_SLABS, layout: PageLayout = LAYOUT
+    ) -> None:
         self.lenders = lenders
-        self.memory = borrowed_memory(list(lenders), "here", num_slabs)
-        self.device = MHATokenToKVPool(DEVICE_PAGES, LAYOUT)
+        self.memory = borrowed_memory(list(lenders), "here", num_slabs, layout)
+        self.device = MHATokenToKVPool(DEVICE_PAGES, layout)
         self.streams = {name: ThreadStream(name) for name in (P2D, D2P)}
         self.links = {
             name: CopyLink(name, self.device, self.memory.pool, stream, lambda launch: None)
@@ -85,10 +89,11 @@ class Rig:
         """pages: of the device."""
         ticket = Ticket(name, self._seqs[name])
         self._seqs[name] += 1
+        size = len(pages) * self.memory.pool.page_bytes
         if name == P2D:
-            op = TransferOp(ticket, Tier.PEER, Tier.DEVICE, frames, pages, len(pages) * PAGE_BYTES)
+            op = TransferOp(ticket, Tier.PEER, Tier.DEVICE, frames, pages, size)
         else:
-            op = TransferOp(ticket, Tier.DEVICE, Tier.PEER, pages, frames, len(pages) * PAGE_BYTES)
+            op = TransferOp(ticket, Tier.DEVICE, Tier.PEER, pages, frames, size)
         self.links[name].submit(op)
         results: list[OpResult] = []
         wait_until(lambda: results.extend(self.links[name].poll()) or results, "the operation to end")
@@ -106,10 +111,10 @@ class Rig:
 def make_rig(private: Path) -> Iterator[Callable[..., Rig]]:
     rigs: list[Rig] = []
 
-    def make(*strict: bool) -> Rig:
+    def make(*strict: bool, layout: PageLayout = LAYOUT) -> Rig:
         lenders = {f"ipc://{private}/peers{len(rigs)}{i}": each for i, each in enumerate(strict or (True,))}
         made = {endpoint: lent_memory(endpoint, private, each) for endpoint, each in lenders.items()}
-        rigs.append(Rig(made, NUM_SLABS * len(made)))
+        rigs.append(Rig(made, NUM_SLABS * len(made), layout))
         return rigs[-1]
 
     yield make
@@ -163,6 +168,26 @@ def test_what_goes_there_comes_back(
     for lender, is_strict in zip(rig.lenders.values(), strict):
         copied = lender.state()["copies"]
         assert (copied["bytes"] > 0) == is_strict and copied["refused"] == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_pages_of_any_layout_go_there_and_come_back(
+    make_rig: Callable[..., Rig], layout: PageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(borrowed_pool, "STAGING_BYTES", 1)
+    seed = 6
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    rig = make_rig(True, False, layout=layout)
+    rig.lend(2)
+    frames = rng.permutation(rig.frames())[:DEVICE_PAGES]
+    pages, back = (rng.permutation(DEVICE_PAGES)[: len(frames)].astype(np.int32) for _ in "ab")
+    fill(rig.device, rng)
+    wanted = contents(layout, rig.device, pages)
+    assert rig.copy(D2P, pages, frames).ok
+    fill(rig.device, rng)
+    assert rig.copy(P2D, back, frames).ok
+    assert are_equal(contents(layout, rig.device, back), wanted)
 
 
 def test_a_strict_slab_is_not_mapped_and_a_page_of_it_is_where_it_would_be(make_rig: Callable[..., Rig]) -> None:
