@@ -38,6 +38,7 @@ class KVView:
 
     @property
     def k(self) -> torch.Tensor:
+        """Of ordinary attention, as `v`."""
         return self.components[0]
 
     @property

@@ -72,7 +72,9 @@ class MHATokenToKVPool:
         return self._views[layer_id]
 
     def store(self, layer_id: int, loc: torch.Tensor, *values: torch.Tensor) -> None:
-        for slots, value in zip(self._slots[layer_id], values, strict=True):
+        components = self._slots[layer_id]
+        assert len(values) == len(components), f"{len(values)} values for {len(components)} components"
+        for slots, value in zip(components, values):
             slots.index_copy_(0, loc, value)
 
     def pages(self, frames: torch.Tensor) -> torch.Tensor:

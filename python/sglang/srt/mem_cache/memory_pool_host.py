@@ -79,17 +79,19 @@ class MHATokenToKVPoolHost:
         pages = out.reshape(len(frames), self.page_bytes)
         for start, end in self._padding:
             pages[:, start:end] = 0
+        runs = list(self._runs(frames))
         for mine, start, end in self._parts:
             part = pages[:, start:end].reshape(len(frames), *mine.shape[1:])
-            for at, first, n in self._runs(frames):
+            for at, first, n in runs:
                 np.copyto(part[at : at + n], mine[first : first + n])
 
     def copy_in(self, frames: np.ndarray, data: np.ndarray) -> None:
         """Overwrite pages `frames` (n,) int32, each once, with data: (n * page_bytes,) uint8, page after page."""
         pages = data.reshape(len(frames), self.page_bytes)
+        runs = list(self._runs(frames))
         for mine, start, end in self._parts:
             part = pages[:, start:end].reshape(len(frames), *mine.shape[1:])
-            for at, first, n in self._runs(frames):
+            for at, first, n in runs:
                 np.copyto(mine[first : first + n], part[at : at + n])
 
     def pages(self, frames: torch.Tensor) -> torch.Tensor:
@@ -105,6 +107,9 @@ class MHATokenToKVPoolHost:
         if self._memory.page_is_one_run:
             return [(self._bytes.reshape(self.num_pages, self.page_bytes), 0, self.page_bytes)]
         layout, parts = self.page_layout, []
+        if layout.is_uniform:
+            shape = (len(layout.components), layout.num_layers, self.num_pages, layout.run_bytes[0])
+            return [(np.moveaxis(self._bytes.reshape(shape), 2, 0), 0, self.page_bytes)]
         begins = layout.offsets(self.num_pages)
         for begin, start, run_bytes in zip(begins, layout.offsets(), layout.run_bytes):
             size = layout.num_layers * run_bytes

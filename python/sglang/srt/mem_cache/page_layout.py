@@ -12,6 +12,15 @@ per page. A *run* is one component of one page and one layer. Runs lie in memory
 
 A page-first page is the layer-first memory of a single page. Padding exists only where dtypes of different sizes
 meet.
+
+Who takes which layouts:
+
+    pools, links, transfers, slabs, swap file, buffers of streamed layers    any
+    file store, plugins (opaque records in two halves), the remote tier      any
+    codecs raw and lossless                                                  any
+    codec binned                  K and V with heads; refuses others with ValueError, at start-up with StoreError
+    kvcacheio.dma.copy_pages_staged    K and V of one shape; refuses others with KVLayoutError
+    attention backends            K and V with heads, as `KVView.k` and `KVView.v`
 """
 
 from __future__ import annotations

@@ -88,12 +88,13 @@ class ElasticPool:
     def store(self, layer_id: int, loc: torch.Tensor, *values: torch.Tensor) -> None:
         view = self._views[layer_id]
         tokens = [view.components[i] for i in self.page_layout.per_token]
+        assert len(values) == len(tokens), f"{len(values)} values for {len(tokens)} components"
         if self.page_size == 1:
-            for each, value in zip(tokens, values, strict=True):
+            for each, value in zip(tokens, values):
                 each[:, 0].index_copy_(0, loc, value)
             return
         where = (loc // self.page_size, loc % self.page_size)
-        for each, value in zip(tokens, values, strict=True):
+        for each, value in zip(tokens, values):
             each.index_put_(where, value)
 
     def pages(self, frames: torch.Tensor) -> torch.Tensor:
