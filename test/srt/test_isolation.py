@@ -415,12 +415,16 @@ def test_deployments_that_differ(places: Places, part: str, tier: str) -> None:
 PART_MUTANTS: dict[str, tuple[Mutant, ...]] = {
     "config": (Mutant(ModelConfig, "fingerprint", "json.dumps(config_json, sort_keys=True).encode()", "b''"),),
     "weights": (Mutant(ModelConfig, "fingerprint", "_digest_safetensors(path, digest)", "pass"),),
-    "dtype": (Mutant(scheduler_process, "build_core", " {model_config.dtype}", ""),),
+    "dtype": (
+        Mutant(StorageOpener, "_namespace", "{self.pool.page_layout.fingerprint}", "page {self.pool.page_size}"),
+    ),
     "rotary factors": (Mutant(ModelConfig, "fingerprint", _FACTORS, "True"),),
     "dummy weights": (Mutant(ModelConfig, "fingerprint", "dummy {seed}", "dummy"),),
     "layout version": (Mutant(StorageOpener, "_namespace", "v{_LAYOUT_VERSION}", ""),),
     # The file store has the shape of a block in its own names.
-    "page size": (Mutant(StorageOpener, "_namespace", " page {self.pool.page_size}", "", ("remote",)),),
+    "page size": (
+        Mutant(StorageOpener, "_namespace", "page_layout.fingerprint", "page_layout.contents", ("remote",)),
+    ),
     "secret": (Mutant(StorageOpener, "_chain_secret", 'secret.encode(errors="surrogatepass")', "b''"),),
     "codec": (Mutant(session.Session, "_begin", "self.codec.spec.encode()", "b''"),),
 }
