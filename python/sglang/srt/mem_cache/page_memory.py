@@ -5,6 +5,8 @@ Owns no memory: lays views over what it is given. Which page is whose is the fra
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from sgl_kernel.kvcacheio import KVPages
@@ -43,7 +45,16 @@ class PageMemory:
                 part = memory[start : start + num_pages * size].view(dtype)
                 components.append(part.view(layout.num_layers, num_pages, *run))
         self.kv_pages = KVPages(*components)
-        self.kv = self._as_one_tensor()
+
+    @cached_property
+    def kv(self) -> torch.Tensor:
+        """See the class. Made when first asked for."""
+        layout, first = self.layout, self.layout.components[0]
+        if not layout.is_uniform:
+            return self._rows if self.page_is_one_run else self.memory
+        shape = [len(layout.components), layout.num_layers, *layout.run_shape(first)]
+        shape.insert(0 if self.page_is_one_run else 2, self.num_pages)
+        return self.memory.view(torch_dtype(first.dtype)).view(shape)
 
     @property
     def page_is_one_run(self) -> bool:
@@ -76,14 +87,6 @@ class PageMemory:
             return
         for component in self.kv_pages.components:
             _as_bytes(component).index_fill_(1, frames, 255)
-
-    def _as_one_tensor(self) -> torch.Tensor:
-        layout, first = self.layout, self.layout.components[0]
-        if not layout.is_uniform:
-            return self._rows if self.page_is_one_run else self.memory
-        shape = [len(layout.components), layout.num_layers, *layout.run_shape(first)]
-        shape.insert(0 if self.page_is_one_run else 2, self.num_pages)
-        return self.memory.view(torch_dtype(first.dtype)).view(shape)
 
 
 def torch_dtype(name: str) -> torch.dtype:
