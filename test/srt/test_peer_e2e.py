@@ -37,7 +37,8 @@ from pathlib import Path
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
 from sglang.srt.peer.memory.lent_memory import LentMemory
-memory = LentMemory(sys.argv[1], Path(sys.argv[2]), SlabsConfig(8, 1 << 20), PageLayout.kv(1, 8, 4, 32, torch.bfloat16))
+layout = PageLayout.kv(1, 8, 4, 32, torch.bfloat16)
+memory = LentMemory(sys.argv[1], Path(sys.argv[2]), SlabsConfig(8, 1 << 20), layout)
 memory.lend(range(8))
 while True:
     memory.poll_mapped()

@@ -138,8 +138,8 @@ class Staged(msgspec.Struct, tag=True, frozen=True):
 
 
 class Copy(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Copy runs of bytes of each page of a slab. A page is cut into `parts` equal parts. The run is at the same place of
-    each: one layer of K and of V, for instance, where there are two parts."""
+    """Copy runs of bytes of each page of a slab. A page is cut into `parts` equal parts. The run is at the same place
+    of each: one layer of K and of V, for instance, where there are two parts."""
 
     sequence: _Number
     # From the staging memory to the slab, else from the slab.
