@@ -26,6 +26,7 @@ import sglang.srt.mem_cache.storage as storage_package
 import sglang.srt.mem_cache.storage.file as file_package
 import sglang.srt.observability.metrics_collector as metrics_collector
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from sglang.srt.mem_cache.page_memory import torch_dtype
 from sglang.srt.mem_cache.storage.registry import create_store
 from support.plugin_fixture import Blocks, FakePool, block_keys
 
@@ -302,7 +303,7 @@ def test_hf3fs(pool, tmp_path, monkeypatch):
                 bytes_per_page=storage_config.extra_config["run_bytes"],
                 entries=2,
                 client_timeout=5,
-                dtype=pool.kv.dtype,
+                dtype=torch_dtype(pool.page_layout.dtype),
                 metadata_client=Metadata(),
                 use_mock_client=True,
                 is_page_first_layout=storage_config.is_page_first_layout,
