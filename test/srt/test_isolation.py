@@ -29,11 +29,11 @@ from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.entrypoints import engine as engine_module
 from sglang.srt.entrypoints import native
 from sglang.srt.entrypoints.openai import protocol, serving_chat, serving_completions
-from sglang.srt.managers import scheduler_process
 from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.startup import storage as storage_setup
+from sglang.srt.managers.startup.engine import RankSetup, build_core
 from sglang.srt.managers.startup.storage import StorageOpener
 from sglang.srt.managers.storage_controller import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -380,7 +380,7 @@ class Places:
         )
         with contextlib.ExitStack() as on_exit, pytest.MonkeyPatch.context() as patch:
             patch.setattr(storage_setup, "_LAYOUT_VERSION", deployment.layout)
-            core, storage = scheduler_process.build_core(args, SINGLE_RANK, lambda: None, self.root, on_exit)
+            core, storage = build_core(args, RankSetup(SINGLE_RANK, lambda: None, self.root, on_exit))
             assert storage is not None and storage.slot.store is not None
             for stream in {each.stream for each in (core.executor, *core.links.values())}:
                 on_exit.callback(stream.close)

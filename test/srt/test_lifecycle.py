@@ -20,8 +20,8 @@ import pytest
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.entrypoints.engine import private_directory
-from sglang.srt.managers import scheduler_process
 from sglang.srt.managers.startup import device as device_setup
+from sglang.srt.managers.startup import sizes as startup_sizes
 from sglang.srt.utils.child_process import StartupError, log_uncaught
 from sglang.srt.utils.memory import available_memory
 from support.server_fixture import PATIENCE_S, Server, wait_until
@@ -281,11 +281,11 @@ def test_two_ranks_free_what_clients_leave_and_stop_at_the_second_signal():
 def test_weights_that_do_not_fit_end_start_up_with_a_sentence(monkeypatch, caplog):
     model = ModelConfig.from_pretrained("embedded", "float32", None)
     with caplog.at_level(logging.INFO):
-        scheduler_process.check_weights_fit(model, SINGLE_RANK)
+        startup_sizes.check_weights_fit(model, SINGLE_RANK)
     assert "weights: 0.0" in caplog.text
     monkeypatch.setattr(device_setup, "available_memory", lambda: 1000)
     with pytest.raises(StartupError, match=r"the weights need 0\.\d GB, but 0\.0 GB of memory are free"):
-        scheduler_process.check_weights_fit(model, SINGLE_RANK)
+        startup_sizes.check_weights_fit(model, SINGLE_RANK)
 
 
 def test_a_containers_limit_counts(tmp_path):

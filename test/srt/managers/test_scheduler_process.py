@@ -16,7 +16,8 @@ from sglang.srt.managers import scheduler_process
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.rank_sync import RankSync
 from sglang.srt.managers.scheduler_config import SchedulerConfig
-from sglang.srt.managers.scheduler_process import SchedulerProcess, build_core
+from sglang.srt.managers.scheduler_process import SchedulerProcess
+from sglang.srt.managers.startup.engine import RankSetup, build_core
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError
@@ -71,4 +72,4 @@ def test_an_io_backend_that_needs_a_gpu_is_refused_on_the_cpu():
     """Upstream's default: who asks for it gets told, not something else."""
     args = ServerArgs(model_path="/no/model", enable_hierarchical_cache=True, hicache_io_backend="kernel")
     with pytest.raises(StartupError, match="--hicache-io-backend kernel cannot run here: it needs a GPU; on the CPU"):
-        build_core(args, SINGLE_RANK, lambda: None, Path(), ExitStack())
+        build_core(args, RankSetup(SINGLE_RANK, lambda: None, Path(), ExitStack()))

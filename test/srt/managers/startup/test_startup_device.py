@@ -12,11 +12,12 @@ import torch
 
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.managers import scheduler_process
 from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
 from sglang.srt.managers.startup import device as device_setup
+from sglang.srt.managers.startup import engine as startup_engine
 from sglang.srt.managers.startup.device import check_device, free_memory, kv_cache_bytes, pick_device, pick_dtype
+from sglang.srt.managers.startup.engine import RankSetup
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import device as device_module
@@ -100,7 +101,9 @@ def test_weights_kv_and_storage_follow_the_type_that_is_picked(monkeypatch, tmp_
         extra = json.dumps({"path": str(tmp_path / "kv")})
         server_args = args(**options, dtype=dtype, hicache_storage_backend_extra_config=extra)
         with ExitStack() as on_exit:
-            core, storage = scheduler_process.build_core(server_args, SINGLE_RANK, lambda: None, tmp_path, on_exit)
+            core, storage = startup_engine.build_core(
+                server_args, RankSetup(SINGLE_RANK, lambda: None, tmp_path, on_exit)
+            )
             weights = {parameter.dtype for parameter in core.executor.model.parameters()}
             pool = storage.opener.pool
             seen.append((weights, pool.kv.dtype, pool.page_layout.dtype, core.scheduler.config.storage.secret))
@@ -181,8 +184,8 @@ def test_a_rank_on_a_gpu(gpus, monkeypatch, tmp_path):
 
     def run(device: torch.device, folder: Path) -> list[list[int]]:
         folder.mkdir()
-        core, storage = scheduler_process.build_core(
-            args(**options), SINGLE_RANK, lambda: None, folder, ExitStack(), device
+        core, storage = startup_engine.build_core(
+            args(**options), RankSetup(SINGLE_RANK, lambda: None, folder, ExitStack(), device)
         )
         found = ask(core, prompts) + ask(core, prompts)
         storage.slot.detach()
@@ -190,7 +193,7 @@ def test_a_rank_on_a_gpu(gpus, monkeypatch, tmp_path):
 
     wanted = run(CPU, tmp_path / "cpu")
     monkeypatch.setattr(device_setup, "pick_attention_backend", lambda name, device: "emulated")
-    monkeypatch.setattr(scheduler_process, "make_attention_backend", lambda name, device: TorchNativeAttnBackend())
+    monkeypatch.setattr(startup_engine, "make_attention_backend", lambda name, device: TorchNativeAttnBackend())
     with emulated_device(1) as device:
         assert run(CUDA, tmp_path / "cuda") == wanted
         assert device.streams, "nothing was done on the device"

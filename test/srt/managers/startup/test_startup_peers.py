@@ -15,11 +15,12 @@ import torch
 
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.managers import scheduler_process
 from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
 from sglang.srt.managers.startup import device as device_setup
+from sglang.srt.managers.startup import engine as startup_engine
 from sglang.srt.managers.startup.device import check_device
+from sglang.srt.managers.startup.engine import RankSetup
 from sglang.srt.managers.startup.peers import borrow_memory, lend_memory
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.peer.memory import cuda_slabs
@@ -100,7 +101,9 @@ class Rank:
 
     def __init__(self, args: ServerArgs, tmp_path: Path, device: torch.device) -> None:
         self.core: EngineCore
-        self.core, _ = scheduler_process.build_core(args, SINGLE_RANK, lambda: None, tmp_path, ExitStack(), device)
+        self.core, _ = startup_engine.build_core(
+            args, RankSetup(SINGLE_RANK, lambda: None, tmp_path, ExitStack(), device)
+        )
 
     def turn(self, new: list[TokenizedGenerateReqInput]) -> tuple[list[int], int | None]:
         """Tokens, and once it has ended how many of its prompt's came from a peer."""
@@ -134,7 +137,7 @@ def test_ranks_on_a_gpu_lend_and_borrow(
 ) -> None:
     monkeypatch.setattr(device_setup, "why_not", lambda backend, device: None)
     monkeypatch.setattr(device_setup, "pick_attention_backend", lambda name, device: "emulated")
-    monkeypatch.setattr(scheduler_process, "make_attention_backend", lambda name, device: TorchNativeAttnBackend())
+    monkeypatch.setattr(startup_engine, "make_attention_backend", lambda name, device: TorchNativeAttnBackend())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 2 * 10**9))
     prompts = [np.random.default_rng(i).integers(3, 300, 100).astype(np.int32) for i in range(3)]
     small = "--model embedded --disable-cuda-graph --context-length 120 --peer-slab-size 2"

@@ -1,0 +1,275 @@
+"""`EngineBuilder`: one rank of an engine, from its flags to an `EngineCore`: model, pools, links, storage, scheduler.
+
+Owns the order in which the parts are made. What has to be closed goes to `on_exit`, which is unwound however the
+process ends, also in the middle of the start.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import TensorParallelGroup
+from sglang.srt.layers.attention.attention_registry import make_attention_backend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.managers.engine_core import EngineCore, StepRecorder
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_config import SchedulerConfig
+from sglang.srt.managers.startup.device import check_device, page_layout, pick_dtype
+from sglang.srt.managers.startup.peers import borrow_memory, lend_memory
+from sglang.srt.managers.startup.sizes import build_config, check_weights_fit, device_pages, graph_batch_size_for
+from sglang.srt.managers.startup.storage import StorageOpener
+from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
+from sglang.srt.mem_cache.link import CopyLink, HasPages
+from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.rate_limit import RateLimit
+from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
+from sglang.srt.mem_cache.swap_file import SwapFile, SwapFileError
+from sglang.srt.mem_cache.transfer import D2H, D2P, D2S, H2D, LOAD_LINKS, P2D, STORAGE_LINKS, Link, Tier
+from sglang.srt.model_executor.executor import ExecutorOptions, ModelExecutor
+from sglang.srt.model_loader.loader import load_model
+from sglang.srt.peer.lending import LendingConfig
+from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.memory.lent_memory import LentMemory
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.child_process import StartupError, without_stopping
+from sglang.srt.utils.cuda_stream import make_stream
+from sglang.srt.utils.device import CPU, settle_memory
+from sglang.srt.utils.startup_progress import SILENT, StartupProgress
+from sglang.srt.utils.stream import ThreadStream
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A rank's storage tier."""
+
+    # Makes what a request to attach needs.
+    opener: StorageOpener
+    slot: StoreSlot
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """Where an engine's rank is built."""
+
+    group: TensorParallelGroup
+    # Called from other threads when something completed.
+    notify: Callable[[], None]
+    # The server's private one.
+    directory: Path
+    # Gets what has to be closed before the process ends.
+    on_exit: ExitStack
+    device: torch.device = CPU
+    progress: StartupProgress = SILENT
+
+
+def build_core(args: ServerArgs, rank: RankSetup) -> tuple[EngineCore, Storage | None]:
+    """Load the model and build one rank around it. The storage is None where there is no host tier. Raises
+    StartupError."""
+    return EngineBuilder(args, rank).build()
+
+
+class EngineBuilder:
+    def __init__(self, args: ServerArgs, rank: RankSetup) -> None:
+        self.args = args
+        self.rank = rank
+        self.model: ModelConfig
+        self.config: SchedulerConfig
+        self.pool: DevicePool
+        self.borrowed: BorrowedMemory | None = None
+        self.lent: LentMemory | None = None
+        self._links: dict[str, Link] = {}
+        self._limits = {name: RateLimit(rate) for name, rate in args.rate_limits.items()}
+        # What requests stream from; filled when the tiers below the device are there.
+        self._streamed_from: dict[Tier, HasPages] = {}
+
+    def build(self) -> tuple[EngineCore, Storage | None]:
+        args, rank = self.args, self.rank
+        rank.progress.stage("reading the model's config")
+        attention = self._read_model_config()
+        model = load_model(
+            self.model,
+            args.load_format,
+            attention,
+            args.random_seed or 0,
+            rank.device,
+            group=rank.group,
+            progress=rank.progress,
+        )
+        rank.progress.stage("allocating the pools")
+        self.config = build_config(args, self.model, rank.group, rank.device)
+        graph_batch_size = self._open_device_pool()
+        executor = self._open_executor(model, attention, graph_batch_size)
+        storage = self._open_tiers(executor) if self.config.num_host_pages else None
+        try:
+            scheduler = Scheduler(self.config)
+        except ValueError as error:
+            raise StartupError(str(error)) from error
+        slabs = self.borrowed or self.lent
+        return EngineCore(scheduler, executor, self._links, record=self._open_record(), slabs=slabs), storage
+
+    def _read_model_config(self) -> AttentionBackend:
+        """Also refuse what does not fit before the weights are read. Returns what the model attends with."""
+        args, group, device = self.args, self.rank.group, self.rank.device
+        backend = check_device(args, device)
+        model = ModelConfig.from_pretrained(args.model_path, args.dtype, args.context_length)
+        self.model = replace(model, dtype=pick_dtype(args, model.dtype, device))
+        self.model.check_tensor_parallel(group.size)
+        check_weights_fit(self.model, group, device)
+        # Again once the weights are there; what does not even fit now need not wait for them.
+        device_pages(args, self.model, group, device)
+        return make_attention_backend(backend, device)
+
+    def _open_device_pool(self) -> int:
+        """The device pool, and memory of peers. Returns the largest decode that is a CUDA graph."""
+        args, rank, config = self.args, self.rank, self.config
+        layout = page_layout(self.model, config.page_size, rank.group.size)
+        graph_batch_size = 0
+        if args.peer_role == "worker":
+            with without_stopping():
+                self.lent = lend_memory(
+                    args, config, layout, rank.group.rank, rank.directory, rank.notify, rank.device
+                )
+                rank.on_exit.callback(self.lent.close)
+            self.pool = self.lent.pool
+            self.config = replace(
+                config,
+                num_device_pages=self.lent.pool.num_pages,
+                slabs=self.lent.pool.slab_frames,
+                lending=LendingConfig(window_s=args.peer_window),
+            )
+        else:
+            graph_batch_size = graph_batch_size_for(args, config, rank.device)
+            self.pool = MHATokenToKVPool(
+                config.num_device_pages, layout, rank.device, has_scratch=graph_batch_size > 0
+            )
+        if args.peer_role == "master":
+            with without_stopping():
+                self.borrowed = borrow_memory(
+                    args, layout, rank.group.rank, rank.group.size, rank.notify, rank.device
+                )
+                rank.on_exit.callback(self.borrowed.disconnect)
+            pool = self.borrowed.pool
+            self.config = replace(config, num_peer_pages=pool.num_pages, slabs=pool.slab_frames)
+        return graph_batch_size
+
+    def _open_executor(self, model: Any, attention: AttentionBackend, graph_batch_size: int) -> ModelExecutor:
+        rank, config = self.rank, self.config
+        layer_stream = None
+        if config.layer_stream is not None:
+            layer_stream = LayerStreamCache(
+                config.layer_stream.num_buffers,
+                config.layer_stream.buffer_pages,
+                self.pool,
+                self._streamed_from,
+                make_stream("layer-stream", rank.device, rank.notify, urgent=True),
+                self.args.hicache_io_backend,
+                self._limits,
+            )
+        executor = ModelExecutor(
+            model,
+            self.pool,
+            make_stream("compute", rank.device, rank.notify),
+            self._links,
+            ExecutorOptions(
+                config.page_size,
+                self.model.attn_scale,
+                self.model.vocab_size,
+                config.max_running_requests,
+                Sampler(),
+                rank.notify,
+                lockstep=rank.group.size > 1,
+                device=rank.device,
+                attention=attention,
+                graph_batch_size=graph_batch_size,
+            ),
+            layer_stream,
+        )
+        settle_memory(rank.device)
+        if graph_batch_size:
+            rank.progress.stage(f"capturing CUDA graphs of up to {graph_batch_size} requests")
+        executor.capture_graphs()
+        return executor
+
+    def _open_tiers(self, executor: ModelExecutor) -> Storage:
+        """The tiers below the device, and the links to them."""
+        args, rank, config = self.args, self.rank, self.config
+        host_pool = MHATokenToKVPoolHost(self.pool, config.num_host_pages, args.hicache_mem_layout)
+        for name, limit in self._limits.items():
+            logger.info("hicache: link %s is limited to %g GB/s", name, limit.bytes_per_s / 1e9)
+        below: dict[str, HasPages] = {H2D: host_pool, D2H: host_pool}
+        self._streamed_from[Tier.HOST] = host_pool
+        if config.num_swap_pages:
+            below[D2S] = self._streamed_from[Tier.DISK] = self._open_swap_file()
+        if self.borrowed is not None:
+            below |= {P2D: self.borrowed.pool, D2P: self.borrowed.pool}
+            self._streamed_from[Tier.PEER] = self.borrowed.pool
+        for name, other in below.items():
+            stream = make_stream(name, rank.device, rank.notify, urgent=name in LOAD_LINKS.values())
+            self._links[name] = CopyLink(
+                name,
+                self.pool,
+                other,
+                stream,
+                executor.fence,
+                rank.notify,
+                args.hicache_io_backend,
+                self._limits.get(name),
+            )
+        return self._open_storage(host_pool)
+
+    def _open_swap_file(self) -> SwapFile:
+        path, num_pages = self.args.layer_stream_disk_path, self.config.num_swap_pages
+        assert path is not None
+        try:
+            return SwapFile(path, num_pages, page_layout(self.model, self.config.page_size, self.rank.group.size))
+        except SwapFileError as error:
+            raise StartupError(str(error)) from error
+
+    def _open_storage(self, host_pool: MHATokenToKVPoolHost) -> Storage:
+        """The links to storage, and what is attached from the start."""
+        args, rank = self.args, self.rank
+        opener = StorageOpener(
+            self.model.fingerprint(args.load_format, args.random_seed or 0),
+            args.model_name,
+            host_pool,
+            rank.group.rank,
+            rank.group.size,
+            rank.directory,
+        )
+        slot = StoreSlot(opener.open)
+        # What storage has not written down by then, the next start finds out by itself, only slower.
+        rank.on_exit.callback(slot.detach)
+        for name in STORAGE_LINKS:
+            stream = ThreadStream(name, rank.notify)
+            self._links[name] = StorageLink(name, slot, stream, rank.notify, self._limits.get(name))
+        if args.hicache_storage_backend is not None:
+            rank.progress.stage(f"opening storage: {args.hicache_storage_backend}")
+            setup = opener.setup(
+                args.hicache_storage_backend,
+                args.hicache_storage_backend_extra_config,
+                args.hicache_storage_prefetch_policy,
+                args.hicache_write_policy,
+            )
+            slot.store = opener.open(setup.setup)
+            self.config = replace(self.config, storage=setup)
+        return Storage(opener, slot)
+
+    def _open_record(self) -> StepRecorder | None:
+        path = self.args.record_steps
+        if not path or self.rank.group.rank != 0:
+            return None
+        logger.info("recording every step to %s", path)
+        # Open as long as the process lives.
+        return StepRecorder(open(path, "wb"), self.config)

@@ -1,0 +1,165 @@
+"""How large the pools of an engine are, and whether its weights fit. Owns nothing: it measures free memory, and all
+ranks agree on the least."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import TensorParallelGroup
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.managers.scheduler_config import LayerStreamConfig, SchedulerConfig
+from sglang.srt.managers.startup.device import free_memory, kv_cache_bytes, page_layout
+from sglang.srt.mem_cache.memory_pool_host import host_pages_that_fit
+from sglang.srt.models.registry import get_model_class
+from sglang.srt.peer.protocol.elastic_units import layer_stream_sizes
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.child_process import StartupError
+from sglang.srt.utils.device import CPU
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_RUNNING = 256
+
+
+def device_pages(
+    args: ServerArgs, model: ModelConfig, group: TensorParallelGroup, device: torch.device = CPU
+) -> tuple[int, int]:
+    """How many pages the device gets of the memory that is free now, and their size. Raises StartupError where that
+    is too little."""
+    page_bytes = page_layout(model, args.page_size, group.size).page_bytes
+    fitting = kv_cache_bytes(args, device, group.size) // page_bytes
+    if args.max_total_tokens is not None:
+        num_pages = args.max_total_tokens // args.page_size
+        if num_pages > fitting:
+            raise StartupError(
+                f"--max-total-tokens {args.max_total_tokens} needs {num_pages * page_bytes / 1e9:.1f} GB, but "
+                f"{fitting * args.page_size} tokens fit into the memory that is free; lower it"
+            )
+    elif device.type == "cpu":
+        # Memory is not the CPU's bottleneck: four full contexts, if they fit.
+        num_pages = min(fitting, -(-4 * model.context_length // args.page_size))
+    else:
+        num_pages = fitting
+    if num_pages < 2:
+        raise StartupError(
+            f"the KV cache has {num_pages} pages of {args.page_size} tokens, at least 2 are needed: raise "
+            "--max-total-tokens or lower --page-size"
+        )
+    return num_pages, page_bytes
+
+
+def build_config(
+    args: ServerArgs, model: ModelConfig, group: TensorParallelGroup, device: torch.device = CPU
+) -> SchedulerConfig:
+    """Sizes the pools, alike on all ranks. Raises StartupError where not even one short request would fit."""
+    num_pages, page_bytes = device_pages(args, model, group, device)
+    num_host_pages = 0
+    if args.enable_hierarchical_cache:
+        # The CPU's "device" is in the same memory.
+        taken = num_pages * page_bytes if device.type == "cpu" else 0
+        num_host_pages = _host_pages(args, num_pages, page_bytes, group.size, taken)
+    logger.info(
+        "KV cache: %d tokens on the device (%.2f GB), page size %d",
+        num_pages * args.page_size,
+        num_pages * page_bytes / 1e9,
+        args.page_size,
+    )
+    sizes = group.reduce_min(torch.tensor([num_pages, num_host_pages]))
+    num_pages, num_host_pages = sizes.tolist()
+    layer_stream = None
+    if args.layer_stream:
+        layer_stream, num_pages = layer_stream_sizes_for(args, num_pages, num_host_pages, model.num_layers)
+    chunk = args.chunked_prefill_size if args.chunked_prefill_size > 0 else model.context_length
+    return SchedulerConfig(
+        page_size=args.page_size,
+        num_device_pages=num_pages,
+        num_host_pages=num_host_pages,
+        page_bytes=page_bytes,
+        context_len=model.context_length,
+        eos_token_ids=model.eos_token_ids,
+        max_running_requests=args.max_running_requests or DEFAULT_MAX_RUNNING,
+        chunked_prefill_size=max(chunk, args.page_size),
+        max_prefill_tokens=max(args.max_prefill_tokens, args.page_size),
+        stream_interval=args.stream_interval,
+        max_ahead=1 if args.disable_overlap_schedule else 2,
+        enable_radix_cache=not args.disable_radix_cache,
+        eviction_policy=args.radix_eviction_policy,
+        write_policy=args.hicache_write_policy,
+        num_layers=model.num_layers,
+        schedule_policy=args.schedule_policy,
+        bypass_local=args.hicache_bypass_local,
+        load_ratio=args.load_ratio,
+        bubble_filling=args.hicache_bubble_filling == "on",
+        load_or_recompute=args.hicache_load_or_recompute == "on",
+        insert_at=args.hicache_publish_at,
+        deferral_threshold=args.hicache_deferral_threshold,
+        layer_stream=layer_stream,
+        num_swap_pages=int(args.layer_stream_disk_size * 1e9 / group.size) // page_bytes,
+    )
+
+
+def _host_pages(args: ServerArgs, num_device_pages: int, page_bytes: int, num_ranks: int, taken: int) -> int:
+    """taken: bytes of host memory that the device pool is going to take."""
+    num_pages, limited = host_pages_that_fit(
+        num_device_pages,
+        page_bytes,
+        args.hicache_ratio,
+        args.hicache_size / num_ranks,
+        free_memory(CPU, num_ranks) - taken,
+    )
+    if num_pages < 1:
+        raise StartupError("no host memory is free for --hicache: lower --max-total-tokens or drop --hicache")
+    logger.info(
+        "hicache: host tier of %d tokens (%.2f GB%s), %s, %s",
+        num_pages * args.page_size,
+        num_pages * page_bytes / 1e9,
+        ", limited by free memory" if limited else "",
+        args.hicache_write_policy,
+        f"storage {args.hicache_storage_backend}" if args.hicache_storage_backend else "no storage",
+    )
+    return num_pages
+
+
+def graph_batch_size_for(args: ServerArgs, config: SchedulerConfig, device: torch.device) -> int:
+    """The largest decode that is a CUDA graph; 0 for none."""
+    if device.type != "cuda" or args.disable_cuda_graph:
+        return 0
+    return min(args.cuda_graph_max_bs_decode or config.max_running_requests, config.max_running_requests)
+
+
+def layer_stream_sizes_for(
+    args: ServerArgs, num_pages: int, num_host_pages: int, num_layers: int
+) -> tuple[LayerStreamConfig, int]:
+    """The buffers of the layer stream cache, and the pages that they leave of the device's num_pages."""
+    in_whole_layers, _ = layer_stream_sizes(num_pages * num_layers, [num_host_pages], num_layers, args.layer_stream)
+    buffer_pages = in_whole_layers
+    if args.layer_stream_tokens:
+        buffer_pages = min(buffer_pages, -(-args.layer_stream_tokens // args.page_size))
+    left = (num_pages * num_layers - args.layer_stream * buffer_pages) // num_layers
+    logger.info(
+        "layer stream: %d buffers of %d tokens of a layer, which leaves %d tokens on the device",
+        args.layer_stream,
+        buffer_pages * args.page_size,
+        left * args.page_size,
+    )
+    return LayerStreamConfig(args.layer_stream, buffer_pages, args.layer_stream_max_tpot), left
+
+
+def check_weights_fit(model: ModelConfig, group: TensorParallelGroup, device: torch.device = CPU) -> None:
+    """Log what this rank's weights need, before they are read. Raises StartupError if that is more than is free: the
+    system would kill a process much later, without a reason."""
+    with torch.device("meta"):
+        weights = get_model_class(model.architecture)(model, TorchNativeAttnBackend(), group)
+    size = sum(each.numel() * each.element_size() for each in weights.parameters())
+    # All ranks look before any takes its part.
+    free = int(group.reduce_min(torch.tensor([free_memory(device, group.size)]))[0])
+    if size > free:
+        ranks = f" on each of {group.size} ranks" if group.size > 1 else ""
+        raise StartupError(
+            f"the weights need {size / 1e9:.1f} GB{ranks}, but {free / 1e9:.1f} GB of memory are free: free some, or "
+            "choose a smaller model or --dtype"
+        )
+    logger.info("weights: %.2f GB of %.2f GB of free memory", size / 1e9, free / 1e9)
