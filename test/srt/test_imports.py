@@ -194,3 +194,16 @@ def test_state_is_written_by_its_owner_alone() -> None:
         fields = {name for name, owners in OWNED.items() if path.name not in owners} - COMMON
         bad += [f"{path.relative_to(ROOT)}, {each}" for each in foreign_writes(path.read_text(), fields)]
     assert not bad, "\n".join(bad)
+
+
+@pytest.mark.parametrize("name", ["scheduler", "admission", "load_planner", "batch_builder"])
+def test_the_scheduler_sees_the_cache_through_one_seam(name: str) -> None:
+    """Nothing behind `KVCache` is reached through it, but for storage and what invariants look at."""
+    source = (SRT / "managers" / f"{name}.py").read_text().split("def check_invariants")[0]
+    behind = {"tree", "controller", "ledger", "tables"}
+    found = [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and node.attr in behind and ast.unparse(node.value).endswith("cache")
+    ]
+    assert not found or (name, set(found)) == ("admission", {"self._cache.tables"}), found

@@ -30,7 +30,6 @@ from sglang.srt.managers.schedule_policy import (
     pages_to_admit,
 )
 from sglang.srt.managers.scheduler_config import SchedulerConfig
-from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import MatchResult, Node, Receipt
 from sglang.srt.mem_cache.transfer import TIER_NAMES, Tier
 from sglang.srt.model_executor.launch import PageRun
@@ -54,7 +53,7 @@ class Admission:
         self.counters: Counter[str] = Counter()
         self._cache = cache
         self._storage = cache.storage
-        self._claims = cache.tree.claims
+        self._claims = cache.claims
         self._queues = queues
         self._planner = planner
         self._builder = builder
@@ -210,7 +209,7 @@ class Admission:
             need = streaming.headroom
         else:
             need = pages_for(req.num_known, page) - match.device_len // page
-            available -= self._cache.tree.evictable_pages_in(match)
+            available -= self._cache.evictable_pages_in(match)
         active = queues.active()
         futures = [streaming.future_len(r) for r in active]
         wanted = pages_to_admit(
@@ -223,10 +222,9 @@ class Admission:
 
     def _fills_too_much(self, match: MatchResult) -> bool:
         """Whether loads would be filling too large a share of the device."""
-        device = self._cache.device
         num_load = (match.total_len - match.device_len) // self.page_size
-        filling = device.counts[FrameState.FILLING]
-        most = self.config.max_filling_ratio * device.num_pages
+        filling = self._cache.filling_pages
+        most = self.config.max_filling_ratio * self.config.num_device_pages
         return num_load > 0 and filling > 0 and filling + num_load > most
 
     # -- loading ahead ------------------------------------------------------------------------------------------
@@ -237,7 +235,7 @@ class Admission:
         if not self._cache.make_room((match.total_len - match.device_len) // self.page_size):
             self._cache.unlock(receipt)
             return False
-        self._planner.begin_load(self._lacking_nodes(receipt))
+        self._planner.begin_load(self._cache.lacking_nodes(receipt))
         req.preload = Preload(receipt, match.device_len, match.peer_len, match.total_len)
         return True
 
@@ -283,25 +281,24 @@ class Admission:
         batch.loads = batch.loads.and_also(planner.expected.arrival_of(t for t in loading if t is not None))
         if num_recomputed:
             self._builder.recompute(batch, req, match.device_len, num_recomputed)
-        path = cache.tree.path_of(receipt.node)
+        path = cache.path_of(receipt)
         if num_load * page > num_recomputed:
-            batch.loads = batch.loads.and_also(planner.begin_load(self._lacking_nodes(receipt)))
+            batch.loads = batch.loads.and_also(planner.begin_load(self._cache.lacking_nodes(receipt)))
         # After the load has its source: room for a backup may be made on the host.
-        cache.controller.back_up_reused(receipt.node)
+        cache.back_up_reused(receipt)
         self._plan(req, path, (match.device_len, match.device_len + num_recomputed))
         prefix = [frames for n in path if (frames := n.frames[Tier.DEVICE]) is not None]
         batch.page_runs.append(
             PageRun(req.slot, 0, np.concatenate(prefix) if prefix else np.empty(0, np.int32), fresh=True)
         )
-        own = cache.device.allocate(num_own, req.slot, FrameState.HELD)
-        assert own is not None
+        own = cache.take_free(num_own, req.slot)
         self._queues.begin_prefill(req)
         self._builder.extend(batch, req, chunk, own)
         return chunk + num_recomputed
 
     def _leave_queue(self, req: Req, receipt: Receipt, match: MatchResult) -> None:
         cache = self._cache
-        cache.tree.count_use(receipt.node, req.priority, num_uses=int(req.epoch == 0))
+        cache.count_use(receipt, req)
         self._queues.leave_waiting(req)
         cache.forget_candidate(req)
         req.hold = cache.hold(receipt, match)
@@ -317,10 +314,6 @@ class Admission:
             req.loaded = (req.preload.start, req.preload.end)
             req.loaded_from_peers = (req.preload.start, req.preload.peer_end)
             self.end_preloads([req])
-
-    def _lacking_nodes(self, receipt: Receipt) -> list[Node]:
-        """The nodes of a locked path that the device lacks, top first."""
-        return [n for n in self._cache.tree.path_of(receipt.node) if n.frames[Tier.DEVICE] is None]
 
     def _plan(self, req: Req, path: list[Node], recomputed: tuple[int, int]) -> None:
         """Give the request its plan; count what the cache saved, once per request."""

@@ -36,7 +36,7 @@ class BatchBuilder:
         self.counters: Counter[str] = Counter()
         self._cache = cache
         self._clock = cache.clock
-        self._claims = cache.tree.claims
+        self._claims = cache.claims
         self._queues = queues
         self._expected = expected
         self._streaming = streaming
@@ -152,7 +152,7 @@ class BatchBuilder:
             self._cache.insert_prefix(req, min(req.computed, req.num_known), page_runs)
             batch.insert_at[i] = req.insert_at = req.computed + self._insert_every
         slots = batch.slots[growing]
-        self._cache.device.set_owner(frames, slots)
+        self._cache.set_owner(frames, slots)
         for i, frame in zip(growing.tolist(), frames.tolist()):
             reqs[i].hold.append(frame)  # type: ignore[union-attr]
         for req in reqs:

@@ -43,6 +43,7 @@ from sglang.srt.mem_cache.transfer import (
     StorageOp,
     Ticket,
     Tier,
+    TransferOp,
 )
 from sglang.srt.model_executor.launch import PageRun
 from sglang.srt.utils.time_units import NO_LAUNCH, LaunchClock, LaunchSeq
@@ -59,6 +60,8 @@ class KVCache:
         self.page_size = config.page_size
         self.clock = clock
         self.tree = HiRadixTree(config.page_size, config.eviction_policy)
+        # What requests are about to compute.
+        self.claims = self.tree.claims
         pools = _open_pools(config)
         self.device = pools.device
         self.host = pools.host
@@ -109,6 +112,33 @@ class KVCache:
         """Device pages that are free, or could be."""
         return self.device.num_free + self.tree.evictable_pages(Tier.DEVICE)
 
+    @property
+    def locked_pages(self) -> int:
+        """Device pages that requests have, share or load."""
+        counts = self.device.counts
+        pages = sum(counts[state] for state in (FrameState.HELD, FrameState.FILLING, FrameState.CACHED))
+        return pages - self.tree.evictable_pages(Tier.DEVICE)
+
+    @property
+    def filling_pages(self) -> int:
+        """Device pages that loads are filling."""
+        return self.device.counts[FrameState.FILLING]
+
+    @property
+    def pending_pages(self) -> int:
+        """Device pages that were given up, and are free when launches and transfers have ended."""
+        return self.device.counts[FrameState.PENDING_FREE]
+
+    def evictable_pages_in(self, match: MatchResult) -> int:
+        """Device pages that locking the match takes out of eviction's reach."""
+        return self.tree.evictable_pages_in(match)
+
+    @property
+    def block_tokens(self) -> int:
+        """Of storage's blocks; storage is attached."""
+        assert self.tree.names.keys is not None
+        return self.tree.names.keys.block_tokens
+
     # -- holds --------------------------------------------------------------------------------------------------
 
     def lock(self, match: MatchResult) -> Receipt:
@@ -136,6 +166,27 @@ class KVCache:
         """The hold's path ends with `node` from now on."""
         old = hold.replace_receipt(self.tree.lock_node(node, self.clock.next))
         self.unlock(old)
+
+    def path_of(self, receipt: Receipt) -> list[Node]:
+        """The locked nodes, top first."""
+        return self.tree.path_of(receipt.node)
+
+    def lacking_nodes(self, receipt: Receipt) -> list[Node]:
+        """The nodes of a locked path that the device lacks, top first."""
+        return [n for n in self.path_of(receipt) if n.frames[Tier.DEVICE] is None]
+
+    def count_use(self, receipt: Receipt, req: Req) -> None:
+        """The request starts on a locked path; eviction and writing may go by that. It counts once, also when it
+        starts again."""
+        self.tree.count_use(receipt.node, req.priority, num_uses=int(req.epoch == 0))
+
+    def back_up_reused(self, receipt: Receipt) -> None:
+        """See `HiCacheController.back_up_reused`."""
+        self.controller.back_up_reused(receipt.node)
+
+    def retire(self, namespace: str) -> None:
+        """No request will ask for the namespace again."""
+        self.tree.retire(namespace)
 
     def release(self, hold: ReqHold) -> None:
         """End a hold: give back its frames and its lock. Launches that were issued may still read both."""
@@ -186,8 +237,8 @@ class KVCache:
     def insert_recomputed(self, req: Req, tokens: np.ndarray, start: int, launch: LaunchSeq) -> None:
         """Enter the first tokens of what a request would load, which a launch computes instead, on new device pages.
         start: their place in the prompt, where the part ends that the device has."""
-        frames = self.device.allocate(len(tokens) // self.page_size, req.slot, FrameState.HELD)
-        assert frames is not None and req.hold is not None
+        assert req.hold is not None
+        frames = self.take_free(len(tokens) // self.page_size, req.slot)
         above = next((n for n in self.tree.path_of(req.hold.receipt.node) if n.end == start), None)
         result = self.tree.insert_prefix(req.namespace, above, tokens, frames, launch, self.clock.next, req.priority)
         assert result.end == len(tokens) and not len(result.duplicates)
@@ -211,9 +262,25 @@ class KVCache:
                 self.controller.evict(Tier.DEVICE, lacking)
         return self.device.num_free >= num_pages
 
+    def begin_load(self, nodes: list[Node]) -> list[tuple[Ticket, int]]:
+        """Load a path of nodes (top first) that are not on the device; there is room. Returns the operations and the
+        tokens of each."""
+        tickets = self.controller.begin_load(nodes)
+        return [(ticket, sum(len(n.key) for n in self.tree.nodes_of(ticket))) for ticket in tickets]
+
+    def take_free(self, num_pages: int, owner: int) -> np.ndarray:
+        """HELD device pages of those that are free; the caller has made room."""
+        frames = self.device.allocate(num_pages, owner, FrameState.HELD)
+        assert frames is not None
+        return frames
+
     def allocate(self, num_pages: int, owner: int) -> np.ndarray | None:
         """HELD device pages, (num_pages,) int32; None if there is no room, or not yet."""
         return self.device.allocate(num_pages, owner, FrameState.HELD) if self.make_room(num_pages) else None
+
+    def set_owner(self, frames: np.ndarray, slots: np.ndarray) -> None:
+        """The slots that HELD device pages were allocated for."""
+        self.device.set_owner(frames, slots)
 
     def reap(self) -> None:
         """Free what may be reused, on all tiers."""
@@ -221,6 +288,14 @@ class KVCache:
             table.reap(self.clock.done)
 
     # -- links --------------------------------------------------------------------------------------------------
+
+    def take_ops(self) -> tuple[tuple[TransferOp | StorageOp, ...], tuple[Ticket, ...]]:
+        """Operations begun and tickets cancelled since the last call."""
+        return self.ledger.take_ops()
+
+    def take_freed(self) -> dict[int, np.ndarray]:
+        """Tier -> frames that became free since the last call."""
+        return {tier.value: table.take_freed() for tier, table in self.tables.items()}
 
     @property
     def in_flight(self) -> dict[Ticket, Any]:
@@ -295,6 +370,28 @@ class KVCache:
                         self.controller.drop(node, tier)
         self.reap()
 
+    def nodes_lost_with(self, ticket: Ticket) -> set[int]:
+        """Ids of the nodes that the device will lack if this load has failed."""
+        return {node.id for node in self.tree.nodes_of(ticket) if node.tickets[Tier.DEVICE] == ticket}
+
+    @staticmethod
+    def reads(receipt: Receipt, node_ids: set[int]) -> bool:
+        """Whether a locked path has one of these nodes."""
+        node: Node | None = receipt.node
+        while node is not None and node.id not in node_ids:
+            node = node.parent
+        return node is not None
+
+    def withdraw_from_device(self, slabs: Iterable[np.ndarray]) -> None:
+        """Drop what is cached and not locked in these runs of device frames, which are about to be lent."""
+        withdrawn = False
+        for frames in slabs:
+            self.controller.withdraw(Tier.DEVICE, frames)
+            withdrawn = True
+        if withdrawn:
+            # Perhaps nothing causes another step.
+            self.device.reap(self.clock.done)
+
     def update_borrowed(self, mapped: bytes) -> None:
         """mapped: a byte per slab of the peer pool, 1 if all ranks have it. Pages of other slabs are dropped."""
         if self.borrowed is None:
@@ -304,6 +401,9 @@ class KVCache:
             self.counters["slabs_withdrawn"] += 1
 
     # -- looking ------------------------------------------------------------------------------------------------
+
+    def tree_state(self) -> dict[str, int]:
+        return {"nodes": self.tree.num_nodes, "namespaces": len(self.tree.roots)}
 
     def tiers_state(self) -> dict[str, Any]:
         page = self.page_size

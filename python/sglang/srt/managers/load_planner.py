@@ -147,10 +147,10 @@ class LoadPlanner:
 
     def begin_load(self, nodes: list[Node]) -> LoadTimes:
         """Load a path of nodes (top first) that are not on the device; there is room."""
-        tickets = self._cache.controller.begin_load(nodes)
-        for ticket in tickets:
-            self.expected.begin_load(ticket, sum(len(n.key) for n in self._cache.tree.nodes_of(ticket)))
-        return self.expected.arrival_of(tickets)
+        loads = self._cache.begin_load(nodes)
+        for ticket, num_tokens in loads:
+            self.expected.begin_load(ticket, num_tokens)
+        return self.expected.arrival_of(ticket for ticket, _ in loads)
 
     def load_limit(self) -> LoadLimit:
         if self.config.load_ratio != "auto":
@@ -188,9 +188,9 @@ class LoadPlanner:
 
     def blocks_worth_fetching(self, rid: str, first: int, num_blocks: int, ahead: int) -> int:
         """See `WorthFetching`."""
-        req, limits, names = self._queues.get(rid), self._storage.limits, self._cache.tree.names.keys
-        assert req is not None and limits is not None and names is not None
-        expected, size = self.expected, names.block_tokens
+        req, limits = self._queues.get(rid), self._storage.limits
+        assert req is not None and limits is not None
+        expected, size = self.expected, self._cache.block_tokens
         per_op, chunk = limits.blocks_per_op * size, self.config.chunked_prefill_size
         if expected.fetch_seconds(size, per_op) is None:
             return num_blocks

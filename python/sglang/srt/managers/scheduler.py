@@ -40,10 +40,8 @@ from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.storage_admin import StorageAdmin
 from sglang.srt.managers.storage_controller import STALLING_LINKS
 from sglang.srt.mem_cache.block_keys import private
-from sglang.srt.mem_cache.frame_table import FrameState
-from sglang.srt.mem_cache.node import Node, Receipt
 from sglang.srt.mem_cache.slab_ledger import SlabLedger
-from sglang.srt.mem_cache.transfer import COPY_LINKS, EXEC, STORAGE_LINKS, Ticket, Tier
+from sglang.srt.mem_cache.transfer import COPY_LINKS, EXEC, STORAGE_LINKS, Ticket
 from sglang.srt.model_executor.launch import Launch
 from sglang.srt.peer.lending import DeviceLending, LendingConfig
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
@@ -127,14 +125,14 @@ class Scheduler:
             launch = self._next_launch()
         for req in self._changed:
             self._emit(req, None)
-        ops, cancels = self.cache.ledger.take_ops()
+        ops, cancels = self.cache.take_ops()
         return BatchDecision(
             step=inputs.step,
             reset=reset,
             cancels=cancels,
             ops=ops,
             launch=launch,
-            freed={tier.value: table.take_freed() for tier, table in self.cache.tables.items()},
+            freed=self.cache.take_freed(),
             outputs=tuple(self._outputs),
             replies=tuple(replies),
             slabs_drained=self._take_drained(),
@@ -192,7 +190,7 @@ class Scheduler:
                 self.builder.insert_prefix(req, min(end, req.num_known))
         for req, epoch in record.sampled:
             if req.epoch == epoch:
-                self.cache.tree.claims.release(req.rid)
+                self.cache.claims.release(req.rid)
 
     @staticmethod
     def _take_logprobs(record: LaunchRecord, found: LaunchLogprobs) -> None:
@@ -246,22 +244,15 @@ class Scheduler:
         reader = self.streaming.reader_of(ticket)
         if reader is not None:
             self._lose(reader)
-        nodes = self.cache.tree.nodes_of(ticket)
-        lost = {node.id for node in nodes if node.tickets[Tier.DEVICE] == ticket}
+        cache = self.cache
+        lost = cache.nodes_lost_with(ticket)
         if not lost:
             return
-
-        def reads(receipt: Receipt) -> bool:
-            node: Node | None = receipt.node
-            while node is not None and node.id not in lost:
-                node = node.parent
-            return node is not None
-
         for req in self.queues.active():
             assert req.hold is not None
-            if reads(req.hold.receipt):
+            if cache.reads(req.hold.receipt, lost):
                 self._lose(req)
-        waiting = [r for r in self.queues.waiting if r.preload is not None and reads(r.preload.receipt)]
+        waiting = [r for r in self.queues.waiting if r.preload is not None and cache.reads(r.preload.receipt, lost)]
         self.admission.end_preloads(waiting)
 
     def _lose(self, req: Req) -> None:
@@ -353,9 +344,9 @@ class Scheduler:
 
     def _end(self, req: Req, reason: FinishReason) -> None:
         self.queues.remove(req)
-        self.cache.tree.claims.release(req.rid)
+        self.cache.claims.release(req.rid)
         if self.config.bypass_local:
-            self.cache.tree.retire(req.namespace)
+            self.cache.retire(req.namespace)
         self._emit(req, reason)
 
     def _end_too_long(self, req: Req) -> None:
@@ -479,7 +470,7 @@ class Scheduler:
         # What was given up comes back when launches and transfers end: taking more from others would not help.
         if (
             self.clock.is_running
-            or cache.device.counts[FrameState.PENDING_FREE]
+            or cache.pending_pages
             or any(ticket.link in COPY_LINKS for ticket in cache.in_flight)
         ):
             return False
@@ -517,21 +508,15 @@ class Scheduler:
     def _lend(self, lending: DeviceLending, now: Seconds) -> None:
         """Before the next launch, which may be the one that lacks what is kept. Of slabs that drain, what is not
         locked is dropped at once, and the rest as soon as it is unlocked: requests are never held up for it."""
-        cache = self.cache
         began = lending.adjust(now, self._demand())
-        slabs = lending.draining if cache.take_unlocked() else began
-        for slab in slabs:
-            cache.controller.withdraw(Tier.DEVICE, lending.ledger.frames_of(slab))
-        if slabs:
-            # As in `step`: perhaps nothing causes another one.
-            cache.device.reap(self.clock.done)
+        slabs = lending.draining if self.cache.take_unlocked() else began
+        self.cache.withdraw_from_device(lending.ledger.frames_of(slab) for slab in slabs)
 
     def _demand(self) -> int:
         """Device pages that requests need at the same time: what they have, what those that run may still need at
         most, and the longest of those that wait, which may share nothing."""
-        page, queues, counts = self.page_size, self.queues, self.cache.device.counts
-        pages = sum(counts[state] for state in (FrameState.HELD, FrameState.FILLING, FrameState.CACHED))
-        pages -= self.cache.tree.evictable_pages(Tier.DEVICE)
+        page, queues = self.page_size, self.queues
+        pages = self.cache.locked_pages
         pages += decode_reserve((r.max_len - r.length for r in queues.active()), 1.0, page)
         if queues.prefilling is not None:
             pages += self.builder.pages_to(queues.prefilling, queues.prefilling.num_known)
@@ -562,7 +547,7 @@ class Scheduler:
 
     def state(self) -> dict[str, Any]:
         """What `GET /hicache/state` shows: plain numbers."""
-        storage, claims = self.storage.state(), self.cache.tree.claims
+        storage, claims = self.storage.state(), self.cache.claims
         return {
             "page_size": self.page_size,
             "page_bytes": self.config.page_bytes,
@@ -575,7 +560,7 @@ class Scheduler:
             },
             "storage": storage,
             "launches": {"issued": self.clock.next, "done": self.clock.done},
-            "tree": {"nodes": self.cache.tree.num_nodes, "namespaces": len(self.cache.tree.roots)},
+            "tree": self.cache.tree_state(),
             "stall_seconds": round(self.planner.stall_s, 6),
             "costs": self.planner.expected.costs.state(),
             "transient": {
