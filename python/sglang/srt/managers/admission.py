@@ -130,8 +130,7 @@ class Admission:
         if self._cache.host is None or not self.config.load_ratio:
             yield from ((r, False) for r in ready)
             return
-        queue = [self._cache.candidate(r) for r in ready]
-        for place, came_along in balanced_order(queue, self._planner.load_limit()):
+        for place, came_along in balanced_order(self._cache.candidates(ready), self._planner.load_limit()):
             yield ready[place], came_along
 
     def _can_begin_with(self, first: Req, others: list[Req]) -> bool:
@@ -144,7 +143,8 @@ class Admission:
         # What others have loaded ahead may be what it lacks.
         if self.cancel_preloads([r for r in self._queues.waiting if r is not first]) and self.may_start(first, match):
             return True
-        self._streaming.shrink_stream_for(self._lacking_pages(first, match), others)
+        if self._streaming.req is not None:
+            self._streaming.shrink_stream_for(self._lacking_pages(first, match), others)
         return False
 
     # -- delay hits (Strata 4.3.1) ------------------------------------------------------------------------------

@@ -103,6 +103,11 @@ class KVCache:
             return known
         return self._cursors.find(req.rid, req.namespace, self.cacheable_tokens(req), req.num_known)
 
+    def candidates(self, reqs: Iterable[Req]) -> list[Candidate]:
+        """The same of a long queue, in its order."""
+        known = self._cursors.candidates.get
+        return [known(req.rid) or self.candidate(req) for req in reqs]
+
     def forget_candidate(self, req: Req) -> None:
         """The request waits no more."""
         self._cursors.forget(req.rid)
