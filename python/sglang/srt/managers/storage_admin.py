@@ -26,7 +26,7 @@ class StorageAdmin:
 
     def attach(self, setup: StorageSetup) -> None:
         self._attached()
-        self._storage.attach(setup)
+        self._storage.attach_storage(setup)
 
     def serve(self, requests: Iterable[StorageRequest] = ()) -> None:
         """Take new requests, and begin the next one if it can begin."""

@@ -214,8 +214,8 @@ class StorageController:
 
     # -- attaching ----------------------------------------------------------------------------------------------
 
-    def attach(self, setup: StorageSetup) -> None:
-        """Also after it was emptied."""
+    def attach_storage(self, setup: StorageSetup) -> None:
+        """Storage was opened, or emptied."""
         assert self.controller.has_host, "storage needs a host tier"
         self.setup = setup
         self.controller.set_write_policy(setup.write_policy)
