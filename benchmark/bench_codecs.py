@@ -31,8 +31,8 @@ import zstandard
 from common import percentiles, print_table, write_json
 from isal import igzip_lib
 
+from sglang.srt.configs.embedded_model import ensure_embedded_model
 from sglang.srt.mem_cache.page_layout import PageLayout
-from sglang.srt.model_loader.embedded_model import ensure_embedded_model
 from sglang.srt.offload.codec import HEADER_BYTES, BlockLayout, Codec, make_codec
 
 CODECS: dict[str, dict[str, Any]] = {

@@ -24,7 +24,7 @@ import torch
 from common import print_table, write_json
 from transformers import AutoModelForCausalLM
 
-from sglang.srt.model_loader.embedded_model import ensure_embedded_model
+from sglang.srt.configs.embedded_model import ensure_embedded_model
 
 CONCURRENT, PROMPT_LEN, OUTPUT_LEN = 32, 256, 64
 TTFT_LEN, SHARED = 2048, 0.9

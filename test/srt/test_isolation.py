@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from sglang.srt.configs.embedded_model import ensure_embedded_model
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.entrypoints import engine as engine_module
@@ -44,7 +45,6 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import Tier
-from sglang.srt.model_loader.embedded_model import ensure_embedded_model
 from sglang.srt.offload.proxy import session
 from sglang.srt.offload.store.embedded import EmbeddedStore
 from sglang.srt.sampling.sampling_params import SamplingParams

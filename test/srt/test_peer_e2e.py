@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.configs.embedded_model import ensure_embedded_model
 from sglang.srt.mem_cache.page_layout import PageLayout
-from sglang.srt.model_loader.embedded_model import ensure_embedded_model
-from sglang.srt.peer.endpoint import of_rank
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
 from sglang.srt.peer.memory.lent_memory import LentMemory
+from sglang.srt.utils.peer_endpoint import of_rank
 from support.server_fixture import Server, wait_until
 
 pytestmark = pytest.mark.e2e

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang.srt.mem_cache.kv_view import KVSegment, KVView
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, KVPool
+from sglang.srt.mem_cache.kv_view import KVPool, KVSegment, KVView
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 PRIME = 1_000_003
 HEADS, DIM = 2, 2

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from sglang.srt.model_loader.embedded_model import ensure_embedded_model
+from sglang.srt.configs.embedded_model import ensure_embedded_model
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
 SPECIAL = ["<|begin_of_text|>", "<|im_start|>", "<|im_end|>"]

@@ -15,9 +15,8 @@ import typing
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from sglang.srt.peer.endpoint import PeerError, check_endpoint
+from sglang.srt.utils.peer_endpoint import PeerError, check_endpoint
 
-EMBEDDED_MODEL = "embedded"
 RATE_LIMITED_LINKS = ("h2d", "d2h", "fetch", "store")
 
 

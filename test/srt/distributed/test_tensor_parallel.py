@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 import sglang
+from sglang.srt.configs.embedded_model import ensure_embedded_model
 from sglang.srt.entrypoints.engine import EngineDeadError
-from sglang.srt.model_loader.embedded_model import ensure_embedded_model
 from support.server_fixture import Server, wait_until
 
 pytestmark = pytest.mark.e2e

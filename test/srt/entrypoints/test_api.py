@@ -15,9 +15,9 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
+from sglang.srt.configs.embedded_model import ensure_embedded_model
 from sglang.srt.entrypoints.http_routes import make_app
 from sglang.srt.entrypoints.openai.logprobs import LogprobStream
-from sglang.srt.model_loader.embedded_model import ensure_embedded_model
 from sglang.srt.sampling.logprob_types import TokenLogprob
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.token_texts import TokenTexts

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from sglang.srt.configs.embedded_model import ensure_embedded_model
 from sglang.srt.entrypoints.startup_checks import check_before_start
-from sglang.srt.model_loader.embedded_model import ensure_embedded_model
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError, is_for_the_user
 

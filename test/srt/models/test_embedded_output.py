@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sglang.srt.configs.embedded_model import ensure_embedded_model
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.model_loader.embedded_model import ensure_embedded_model
 from support.tiny_runner import TinyRunner
 
 TEXTS = ("Hello world", "The old man went to the sea", "The old man went to the lake", "def main():\n", "1 2 3")

@@ -16,7 +16,6 @@ import pytest
 import zmq
 
 from sglang.srt.peer.borrower_coordinator import BorrowerCoordinator
-from sglang.srt.peer.endpoint import PeerError, check_endpoint
 from sglang.srt.peer.lender_coordinator import LenderCoordinator
 from sglang.srt.peer.memory import slab_channel
 from sglang.srt.peer.memory.slab_channel import ChannelError
@@ -39,6 +38,7 @@ from sglang.srt.peer.protocol.messages import (
     Register,
     Slab,
 )
+from sglang.srt.utils.peer_endpoint import PeerError, check_endpoint
 from sglang.srt.utils.shared_memory import SharedMemory
 from support.children import DEADLINE_S, Child, children, wait_until
 from support.peer_process import HEARTBEAT_S, SLAB_BYTES, borrow

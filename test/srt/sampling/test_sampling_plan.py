@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from sglang.srt.layers.sampler import Sampler
-from sglang.srt.model_executor.launch import SampleSpec
 from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.sampling.logprobs import LogprobQuery
 from sglang.srt.sampling.penalties import PenaltyTable
+from sglang.srt.sampling.sample_spec import SampleSpec
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.sampling.sampling_plan import SamplingPlan

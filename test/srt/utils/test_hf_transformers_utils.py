@@ -10,7 +10,7 @@ import sys
 import pytest
 from transformers import AutoTokenizer
 
-from sglang.srt.model_loader.embedded_model import ensure_embedded_model
+from sglang.srt.configs.embedded_model import ensure_embedded_model
 from sglang.srt.utils.child_process import StartupError
 from sglang.srt.utils.hf_transformers_utils import _TOKENIZER_CLASSES, get_tokenizer
 

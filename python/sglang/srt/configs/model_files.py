@@ -16,8 +16,11 @@ from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
-from sglang.srt.models.registry import supported_architectures
-from sglang.srt.server_args import EMBEDDED_MODEL
+from sglang.srt.configs.embedded_model import ensure_embedded_model
+from sglang.srt.configs.model_families import MODEL_FAMILIES
+
+# What --model-path names the built-in model by.
+EMBEDDED_MODEL = "embedded"
 
 # Weights and what belongs to the tokenizer; not the other frameworks' copies of the weights.
 _HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
@@ -44,8 +47,6 @@ class ModelConfigError(ValueError):
 def resolve_model_path(model_path: str, revision: str | None = None) -> Path:
     """The directory of a model, downloaded or written first where need be. Raises `ModelConfigError`."""
     if model_path == EMBEDDED_MODEL:
-        from sglang.srt.model_loader.embedded_model import ensure_embedded_model
-
         try:
             return ensure_embedded_model()
         except OSError as e:
@@ -94,14 +95,13 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def pick_architecture(model_path: str, raw: dict[str, Any]) -> str:
-    supported = supported_architectures()
     named = raw.get("architectures") or []
     for architecture in named:
-        if architecture in supported:
+        if architecture in MODEL_FAMILIES:
             return str(architecture)
     raise ModelConfigError(
         f"{model_path!r} has the architecture {', '.join(map(str, named)) or 'unknown'}, which is not supported; "
-        f"supported are {', '.join(supported)}."
+        f"supported are {', '.join(MODEL_FAMILIES)}."
     )
 
 

@@ -23,9 +23,9 @@ from sglang.srt.configs.model_files import (
     resolve_model_path,
 )
 from sglang.srt.mem_cache.block_store import StoreError
-from sglang.srt.peer.endpoint import PeerError, check_endpoint, check_unused, of_rank
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError
+from sglang.srt.utils.peer_endpoint import PeerError, check_endpoint, check_unused, of_rank
 
 logger = logging.getLogger(__name__)
 

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import nn
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionMetadata
 from sglang.srt.layers.attention.merge_state import merge_state
-from sglang.srt.mem_cache.kv_view import KVSegment, KVView
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, KVPool
+from sglang.srt.mem_cache.kv_view import KVPool, KVSegment, KVView
 
 # out (q_len, num_q_heads, head_dim) and lse (q_len, num_q_heads), float32; see `AttentionBackend.partial`.
 PartialState = tuple[torch.Tensor, torch.Tensor]
+
+
+class AttentionBatch(Protocol):
+    """The part of a `ForwardBatch` that attention uses."""
+
+    @property
+    def out_loc(self) -> torch.Tensor: ...
+
+    @property
+    def segments(self) -> Sequence[list[KVSegment]]: ...
+
+    @property
+    def attn(self) -> AttentionMetadata: ...
 
 
 class RadixAttention(nn.Module):
@@ -21,7 +36,7 @@ class RadixAttention(nn.Module):
         self.backend = backend
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch, pool: KVPool
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: AttentionBatch, pool: KVPool
     ) -> torch.Tensor:
         """q: (num_tokens, num_q_heads, head_dim), k, v: (num_tokens, num_kv_heads, head_dim), the batch's own
         tokens; k and v are written to the pool first. Returns q's shape; rows of streamed requests are zero."""

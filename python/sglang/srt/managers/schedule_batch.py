@@ -17,8 +17,9 @@ from sglang.srt.managers.storage_controller import StorageSetup
 from sglang.srt.mem_cache.node import Receipt
 from sglang.srt.mem_cache.slab_ledger import SlabReport
 from sglang.srt.mem_cache.transfer import StorageAction, StorageOp, Ticket, TransferOp
-from sglang.srt.model_executor.launch import Launch, SampleSpec
+from sglang.srt.model_executor.launch import Launch
 from sglang.srt.sampling.logprob_types import LaunchLogprobs, TokenLogprob
+from sglang.srt.sampling.sample_spec import SampleSpec
 from sglang.srt.utils.time_units import NO_LAUNCH, Seconds
 
 

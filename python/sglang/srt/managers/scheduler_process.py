@@ -277,7 +277,7 @@ def tidy_up(core: EngineCore) -> None:
 
 
 def start(child: ChildArgs, on_exit: ExitStack) -> Callable[[], None]:
-    args = child.parsed_server_args()
+    args = ServerArgs(**child.server_args)
     rank, directory = child.extra["tp_rank"], Path(child.extra["directory"])
     progress = StartupProgress(child.stage_file, child.columns, is_leader=rank == 0)
     if args.tp_size > 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import overload
+from typing import Protocol, overload
 
 import numpy as np
 import torch
@@ -129,3 +129,13 @@ def segment_slots(segments: list[KVSegment], page_size: int) -> list[torch.Tenso
         runs.append(slots[base + segment.skip : base + segment.skip + segment.length])
         base += segment.pages.shape[0] * page_size
     return runs
+
+
+class KVPool(Protocol):
+    """The part of a device pool that a model uses."""
+
+    def view(self, layer_id: int) -> KVView: ...
+
+    def store(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write k, v: (num_tokens, num_kv_heads, head_dim) into slots loc: (num_tokens,) int64."""
+        ...

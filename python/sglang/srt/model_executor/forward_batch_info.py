@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
-from sglang.srt.mem_cache.kv_view import KVSegment, KVView
+from sglang.srt.mem_cache.kv_view import KVPool, KVSegment, KVView
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
@@ -69,16 +69,6 @@ class ForwardBatch:
     sampling: SamplingBatchInfo
     gates: list[Any] = field(default_factory=list)
     streamed: list[StreamedRequest] = field(default_factory=list)
-
-
-class KVPool(Protocol):
-    """The part of a device pool that a model uses."""
-
-    def view(self, layer_id: int) -> Any: ...
-
-    def store(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k, v: (num_tokens, num_kv_heads, head_dim) into slots loc: (num_tokens,) int64."""
-        ...
 
 
 class CausalLM(Protocol):

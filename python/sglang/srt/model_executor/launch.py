@@ -9,7 +9,7 @@ import numpy as np
 
 from sglang.srt.mem_cache.transfer import Ticket, Tier
 from sglang.srt.sampling.logprob_types import LogprobSpec
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.sample_spec import SampleSpec
 
 
 class LaunchMode(IntEnum):
@@ -27,17 +27,6 @@ class PageRun:
     frames: np.ndarray
     # The slot has a new request.
     fresh: bool = False
-
-
-@dataclass(frozen=True)
-class SampleSpec:
-    """How a request's tokens are chosen, made once per request."""
-
-    params: SamplingParams
-    # Tokens that end it.
-    stop_ids: tuple[int, ...]
-    num_prompt: int
-    logprobs: LogprobSpec | None = None
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from sglang.srt.layers.radix_attention import PartialState, RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.layers.weights import WeightTarget
-from sglang.srt.mem_cache.kv_view import KVSegment, KVView
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, KVPool
+from sglang.srt.mem_cache.kv_view import KVPool, KVSegment, KVView
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 # Projections that are one matrix here, and in some checkpoints.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

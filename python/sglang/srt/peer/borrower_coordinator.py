@@ -19,13 +19,13 @@ import msgspec
 import zmq
 
 from sglang.srt.peer.coordinator import MESSAGES_PER_TURN, Coordinator
-from sglang.srt.peer.endpoint import check_endpoint
 from sglang.srt.peer.memory import slab_channel
 from sglang.srt.peer.memory.slab_channel import ChannelError, Process
 from sglang.srt.peer.protocol.borrower import Borrower, BorrowerConfig, BorrowerEvent, SlabLent
 from sglang.srt.peer.protocol.leases import LeaseState
 from sglang.srt.peer.protocol.messages import BorrowerId, Fetch, LeaseId, LenderHeartbeat, Refused, Slab
 from sglang.srt.utils.clock import monotonic
+from sglang.srt.utils.peer_endpoint import check_endpoint
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(LenderHeartbeat)

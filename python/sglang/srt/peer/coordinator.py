@@ -32,8 +32,8 @@ from typing import Any, Generic, TypeVar
 
 import zmq
 
-from sglang.srt.peer.endpoint import PeerError
 from sglang.srt.peer.protocol.messages import MAX_HEARTBEAT_BYTES
+from sglang.srt.utils.peer_endpoint import PeerError
 
 _Event = TypeVar("_Event")
 # Messages that one turn takes from one socket: a sender of more does not keep the others waiting.

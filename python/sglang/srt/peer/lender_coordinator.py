@@ -21,7 +21,6 @@ import msgspec
 import zmq
 
 from sglang.srt.peer.coordinator import MESSAGES_PER_TURN, Coordinator
-from sglang.srt.peer.endpoint import PeerError, check_endpoint, check_unused
 from sglang.srt.peer.memory import slab_channel
 from sglang.srt.peer.memory.copier import Copier
 from sglang.srt.peer.memory.slab_channel import ChannelError, Process
@@ -30,6 +29,7 @@ from sglang.srt.peer.protocol.leases import LeaseState
 from sglang.srt.peer.protocol.lender import Lender, LenderEvent, LenderTiming, SlabQuarantined
 from sglang.srt.peer.protocol.messages import BorrowerHeartbeat, BorrowerId, Fetch, Refused, Slab, Stage, Staged
 from sglang.srt.utils.clock import monotonic
+from sglang.srt.utils.peer_endpoint import PeerError, check_endpoint, check_unused
 
 # To the slab channel, of strangers too. A borrower needs one, and two more in strict mode.
 _MAX_CONNECTIONS = 64

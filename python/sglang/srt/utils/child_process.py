@@ -41,7 +41,6 @@ from typing import Any, NoReturn
 import msgspec
 import zmq
 
-from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.log import configure_logging
 
 STOP_SIGNAL = signal.SIGUSR1
@@ -57,22 +56,26 @@ class StartupError(Exception):
 
 
 class ChildArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """ipc: socket name -> address. extra: what only one kind of child needs. parent_pid 0: started by hand.
-    remove_directory: what this child removes if the parent dies. stage_file: where it writes what it is doing while
-    it starts. columns: of the terminal on which the parent shows its stderr; 0 if that is no terminal."""
+    """What the parent passes to a child on its command line."""
 
+    # The fields of `ServerArgs`.
     server_args: dict[str, Any]
+    # Name of a socket -> its address.
     ipc: dict[str, str]
+    # Where the child writes why it cannot start.
     error_file: str = ""
+    # 0: the child was started by hand.
     parent_pid: int = 0
+    # The directory that this child removes if the parent dies.
     remove_directory: str = ""
+    # Put in front of each line of the log.
     log_prefix: str = ""
+    # Where the child writes the step of its start-up.
     stage_file: str = ""
+    # Columns of the terminal on which the parent shows the child's stderr; 0 if that is no terminal.
     columns: int = 0
+    # What only one kind of child needs.
     extra: dict[str, Any] = {}
-
-    def parsed_server_args(self) -> ServerArgs:
-        return ServerArgs(**self.server_args)
 
 
 def open_pull(context: zmq.Context, address: str) -> zmq.Socket:

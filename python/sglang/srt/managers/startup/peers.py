@@ -15,13 +15,13 @@ import torch
 
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.mem_cache.page_layout import PageLayout
-from sglang.srt.peer.endpoint import PeerError, of_rank
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
 from sglang.srt.peer.memory.lent_memory import LentMemory
 from sglang.srt.peer.memory.slabs import SlabError
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError
+from sglang.srt.utils.peer_endpoint import PeerError, of_rank
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from sglang.srt.configs.embedded_model import IM_END, VOCAB_SIZE, ensure_embedded_model
 from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
-from sglang.srt.model_loader.embedded_model import IM_END, VOCAB_SIZE, ensure_embedded_model
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +31,7 @@ def hashes(path):
 
 
 def start(cache, **env):
-    code = (
-        "import sys\nfrom sglang.srt.model_loader.embedded_model import *\nprint(ensure_embedded_model(sys.argv[1]))"
-    )
+    code = "import sys\nfrom sglang.srt.configs.embedded_model import *\nprint(ensure_embedded_model(sys.argv[1]))"
     return subprocess.Popen(
         [sys.executable, "-c", code, str(cache)], env=os.environ | env, stdout=subprocess.PIPE, text=True
     )

@@ -1,0 +1,16 @@
+"""The registry of model families: which architectures of config.json have a native model here.
+
+Owns the list. Imports no model; `models/registry.py` does, when a model is built.
+"""
+
+from __future__ import annotations
+
+# Architecture as config.json names it -> "module:class". A new family is a file in models/ and a line here.
+MODEL_FAMILIES: dict[str, str] = {
+    "LlamaForCausalLM": "sglang.srt.models.llama:LlamaForCausalLM",
+    "MistralForCausalLM": "sglang.srt.models.mistral:MistralForCausalLM",
+    # Its checkpoints hold fused projections and longrope factors; the layers are Mistral's.
+    "Phi3ForCausalLM": "sglang.srt.models.mistral:MistralForCausalLM",
+    "Qwen2ForCausalLM": "sglang.srt.models.qwen2:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "sglang.srt.models.qwen3:Qwen3ForCausalLM",
+}
