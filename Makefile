@@ -103,7 +103,7 @@ bench: setup
 
 # Pages that are made from the code.
 docs: setup
-	$(PY) -m sglang.srt.flag_reference docs/reference/flags.md
+	$(PY) -m sglang.srt.flag_reference docs/reference
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) build bench-out .pytest_cache .ruff_cache .mypy_cache

@@ -45,6 +45,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import Tier
+from sglang.srt.offload import remote_backend
 from sglang.srt.offload.proxy import session
 from sglang.srt.offload.store.embedded import EmbeddedStore
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -483,7 +484,7 @@ def test_ranks(places: Places, tier: str) -> None:
     for (a, b), part in zip(RANKS, (of_rank, of_size)):
         with Mutant(StorageOpener, "open", part, "").planted(), pytest.raises(Leak):
             check_ranks(places, tier, a, b)
-    nothing = Mutant(storage_setup, "open_remote_store", "namespace.encode()", "b''")
+    nothing = Mutant(remote_backend, "open_remote_store", "namespace.encode()", "b''")
     if tier == "remote":
         with nothing.planted(), pytest.raises(Leak):
             check_ranks(places, tier, *RANKS[0])

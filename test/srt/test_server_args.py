@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sglang.srt.flag_reference import render
+from sglang.srt.flag_reference import render_flags, render_storage
 from sglang.srt.server_args import GROUPS, ServerArgs, make_parser
 from sglang.srt.utils.child_process import ChildArgs
 
@@ -170,6 +170,7 @@ def test_help_shows_every_flag_in_its_group():
         assert re.search(rf"^  {flag}\b", sections[field.metadata["group"]], re.MULTILINE), flag
 
 
-def test_the_reference_of_flags_is_up_to_date():
-    page = Path(__file__).parents[2] / "docs" / "reference" / "flags.md"
-    assert page.read_text() == render(), "run make docs"
+def test_the_generated_pages_are_up_to_date():
+    folder = Path(__file__).parents[2] / "docs" / "reference"
+    for page, text in (("flags.md", render_flags()), ("storage.md", render_storage())):
+        assert (folder / page).read_text() == text, "run make docs"

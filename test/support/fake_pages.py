@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sglang.srt.mem_cache.storage.file.file_store import HostPages
+from sglang.srt.mem_cache.storage.file.page_buffers import HostPages
 
 BLOCK_TOKENS = 64
 

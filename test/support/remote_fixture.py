@@ -12,7 +12,8 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
-from sglang.srt.offload.remote_store import RemoteStore, open_remote_store
+from sglang.srt.mem_cache.storage.registry import StoreParams, storage_backend
+from sglang.srt.offload.remote_store import RemoteStore
 from sglang.srt.offload.store.address import StoreAddress
 from sglang.srt.offload.store.embedded import EmbeddedStore
 from sglang.srt.offload.store.resp import RespConnection
@@ -45,7 +46,10 @@ class Remote:
             if isinstance(proxy := config.get("proxy", {}), dict):
                 config["proxy"] = BUFFERS | proxy
         self.folder = folder
-        self.store: RemoteStore = open_remote_store(backend, config, "test", self.pool, BLOCK, folder / "own")
+        params = StoreParams(config, "test", self.pool, BLOCK, model_name="", directory=folder / "own")
+        store = storage_backend(backend).open(params)
+        assert isinstance(store, RemoteStore)
+        self.store = store
 
     def key(self, block: int) -> bytes:
         return block.to_bytes(16, "big")

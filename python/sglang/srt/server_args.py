@@ -12,9 +12,12 @@ import dataclasses
 import math
 import sys
 import typing
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.mem_cache.storage.registry import describe_backends, parse_backends
 from sglang.srt.utils.peer_endpoint import PeerError, check_endpoint
 
 RATE_LIMITED_LINKS = ("h2d", "d2h", "fetch", "store")
@@ -37,12 +40,13 @@ GROUPS = (MODEL, HTTP, DEVICE, SCHEDULING, HICACHE, STORAGE, PEERS, LAYER_STREAM
 def arg(
     group: str,
     default: Any,
-    help: str,
+    help: str | Callable[[], str],
     unset: str = "",
     aliases: tuple[str, ...] = (),
-    choices: tuple[str, ...] = (),
+    choices: Collection[str] = (),
 ) -> Any:
-    """help: one sentence, without its full stop. unset: what the server takes where the default is None."""
+    """help: one sentence, without its full stop, or what makes it from a registry. unset: what the server takes where
+    the default is None. choices: names, or a registry, which is read anew each time."""
     return dataclasses.field(
         default=default,
         metadata={"group": group, "help": help, "unset": unset, "aliases": aliases, "choices": choices},
@@ -113,7 +117,7 @@ class ServerArgs:
         None,
         "the attention kernels",
         unset="torch_native on a CPU; on a GPU triton, or flashinfer without Triton",
-        choices=("torch_native", "triton", "flashinfer"),
+        choices=ATTENTION_BACKENDS,
     )
     disable_cuda_graph: bool = arg(DEVICE, False, "on a GPU, launch each kernel of a decode step by itself")
     cuda_graph_max_bs_decode: int | None = arg(
@@ -228,8 +232,7 @@ class ServerArgs:
     hicache_storage_backend: str | None = arg(
         STORAGE,
         None,
-        "storage below the host: 'file' on a disk, 'remote' in a Redis store, 'bluefield' through an offload proxy "
-        "that you start, 'dynamic' through a plugin, 'file,remote' for a disk and a store",
+        describe_backends,
         unset="no storage",
     )
     hicache_storage_backend_extra_config: str = arg(
@@ -367,13 +370,7 @@ class ServerArgs:
             "between 0 and 1",
         )
         if self.hicache_storage_backend is not None:
-            backends = ("file", "remote", "bluefield", "dynamic")
-            near, _, far = self.hicache_storage_backend.partition(",")
-            require(
-                near in backends if not far else near in ("file", "dynamic") and far in ("remote", "bluefield"),
-                "hicache_storage_backend",
-                "one of " + ", ".join(backends) + ", or a local and a remote one, like file,remote",
-            )
+            parse_backends(self.hicache_storage_backend)
             if not self.enable_hierarchical_cache:
                 raise ValueError("--hicache-storage-backend fills the host tier: add --hicache")
         elif self.hicache_storage_backend_extra_config:
@@ -516,18 +513,24 @@ def make_parser() -> argparse.ArgumentParser:
         options: dict[str, Any] = {
             "dest": field.name,
             "default": field.default,
-            "help": field.metadata["help"] + (f" (default: {default})" if default not in ("", "off") else ""),
+            "help": help_text(field) + (f" (default: {default})" if default not in ("", "off") else ""),
         }
         if base is bool:
             options["action"] = "store_true"
         else:
             options["type"] = base
             if field.metadata["choices"]:
-                options["choices"] = field.metadata["choices"]
+                options["choices"] = tuple(field.metadata["choices"])
             else:
                 options["metavar"] = base.__name__.upper()
         groups[field.metadata["group"]].add_argument(flag_name(field.name), *field.metadata["aliases"], **options)
     return parser
+
+
+def help_text(field: dataclasses.Field[Any]) -> str:
+    """One sentence, without its full stop."""
+    text = field.metadata["help"]
+    return text if isinstance(text, str) else text()
 
 
 def default_text(field: dataclasses.Field[Any]) -> str:

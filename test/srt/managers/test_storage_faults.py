@@ -38,6 +38,7 @@ from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.dynamic.dynamic_store import PluginStore
 from sglang.srt.mem_cache.storage.file.file_store import WRITE_PAUSE_S, HiCacheFile
 from sglang.srt.mem_cache.storage.file.segment import ALIGNMENT, ENTRY_BYTES
+from sglang.srt.mem_cache.storage.registry import StoreParams
 from sglang.srt.mem_cache.transfer import PROBE, StorageAction, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.faults import Gate
@@ -531,7 +532,7 @@ class Plugin(HiCacheStorage):
 
 
 def over(plugin: Any, v1: bool = False) -> OpenStore:
-    return lambda pool: PluginStore(plugin, "mine", "model", pool, BLOCK, interface_v1=v1)
+    return lambda pool: PluginStore(plugin, StoreParams({}, "model", pool, BLOCK, "name"), "mine", v1, 256_000_000)
 
 
 def plugin_with(model: Model, *texts: np.ndarray, v1: bool = False) -> Plugin:

@@ -301,7 +301,7 @@ def test_foreign_bytes_are_no_kv_and_the_block_is_stored_anew(remote):
     [
         ({"url": "http://x"}, "redis://"),
         ({"url": "unix:///nowhere/redis.sock", **PROCESS}, "cannot be used"),
-        ({"url": 7}, "url has to be a string"),
+        ({"url": 7}, "url is 7, but it has to be a string"),
         ({"codec": "mp3"}, "mp3"),
         ({"proxy": {"threads": 3}}, "threads is no setting"),
         ({"no_such_setting": 1}, "no_such_setting"),

@@ -7,7 +7,6 @@ what the server makes anyway: the embedded model's files, the folder of storage 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import socket
@@ -23,11 +22,10 @@ from sglang.srt.configs.model_files import (
     resolve_model_path,
 )
 from sglang.srt.mem_cache.block_store import StoreError
+from sglang.srt.mem_cache.storage.registry import storage_backend
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError
 from sglang.srt.utils.peer_endpoint import PeerError, check_endpoint, check_unused, of_rank
-
-logger = logging.getLogger(__name__)
 
 # Of a host pool whose size is not known yet: nothing is refused for it.
 _ANY_NUMBER = 1 << 60
@@ -66,16 +64,14 @@ def _check_storage(args: ServerArgs) -> None:
     backend = args.hicache_storage_backend
     if backend is None:
         return
-    from sglang.srt.managers.startup.storage import StorageOpener  # with what the scheduler needs
+    from sglang.srt.managers.startup.storage import StorageOpener, split_config  # with what the scheduler needs
     from sglang.srt.mem_cache.page_layout import PageLayout
-    from sglang.srt.mem_cache.storage.registry import check_dynamic_config
-    from sglang.srt.offload.remote_store import REMOTE_BACKENDS, check_remote_config
 
     layout = PageLayout.kv(args.page_size, 1, 1, 1, "uint8")
     pool: Any = SimpleNamespace(
         page_layout=layout, page_size=layout.page_size, page_bytes=layout.page_bytes, num_pages=_ANY_NUMBER
     )
-    # Makes the folder of the file backend, and reads its secret.
+    # With the backend "file" it makes the folder, and reads its secret.
     setup = StorageOpener("", args.model_name, pool, 0, args.tp_size).setup(
         backend,
         args.hicache_storage_backend_extra_config,
@@ -83,45 +79,8 @@ def _check_storage(args: ServerArgs) -> None:
         args.hicache_write_policy,
     )
     config = json.loads(setup.setup)["config"]
-    names = backend.split(",")
-    for name in names:
-        own = config.get(name, {}) if len(names) > 1 else config
-        if name in REMOTE_BACKENDS:
-            check_remote_config(name, own)
-        elif name == "file":
-            _check_file_store(own)
-        elif name == "dynamic":
-            check_dynamic_config(own)
-
-
-def _check_file_store(config: dict[str, Any]) -> None:
-    from sglang.srt.mem_cache.storage.file.file_store import FileSettings
-    from sglang.srt.mem_cache.storage.file.folder import SEGMENT_SUFFIX
-
-    settings = FileSettings.from_config(config)
-    root = settings.root
-    try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.listdir(root)
-    except OSError as error:
-        raise StartupError(
-            f"--hicache-storage-backend file cannot use the folder {root} ({error.strerror}): name one that this "
-            "user can read and write with path in --hicache-storage-backend-extra-config"
-        ) from error
-    free = shutil.disk_usage(root).free
-    if settings.limit_bytes <= free:
-        return
-    # What is stored already counts towards the limit, and need not be free.
-    stored = sum(file.stat().st_size for file in root.glob(f"*/*{SEGMENT_SUFFIX}") if file.exists())
-    if settings.limit_bytes > free + stored:
-        logger.warning(
-            "limit_gb is %.1f, but the file system of %s has %.1f GB left beside %.1f GB of stored KV: less than the "
-            "limit will be kept",
-            settings.limit_bytes / 1e9,
-            root,
-            free / 1e9,
-            stored / 1e9,
-        )
+    for name, own in split_config(backend, config).items():
+        storage_backend(name).check(own)
 
 
 def _check_peers(args: ServerArgs) -> None:

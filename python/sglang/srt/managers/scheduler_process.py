@@ -53,6 +53,7 @@ from sglang.srt.mem_cache.transfer import (
 )
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.lent_memory import LentMemory
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import ChildArgs, open_pull, open_push, run_child
 from sglang.srt.utils.clock import monotonic
 from sglang.srt.utils.startup_progress import StartupProgress

@@ -1,4 +1,4 @@
-"""`BlockStore`: what the storage tier (L3) is to the engine, whoever implements it.
+"""`BlockStore`: what a storage tier is to the engine.
 
 A store keeps *blocks*: the KV of `block_tokens` tokens at a multiple of that offset, all layers, under a key that
 depends on every token before it and on the namespace (see `HiRadixTree`). It is the truth about itself: what the tree
@@ -12,9 +12,10 @@ returns says how far it got, and the store logs why and counts it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class BlockStore(Protocol):

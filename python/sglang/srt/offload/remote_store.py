@@ -20,13 +20,11 @@ import msgspec
 import numpy as np
 
 from sglang.srt.mem_cache.block_store import StoreError
+from sglang.srt.mem_cache.storage.registry import StoreParams
 from sglang.srt.offload import wire
-from sglang.srt.offload.codec.binned import BinnedCodec
 from sglang.srt.offload.codec.layout import BlockLayout
-from sglang.srt.offload.proxy.settings import ProxySettings
 from sglang.srt.offload.proxy_client import ProxyClient
 from sglang.srt.offload.proxy_process import InProcessProxy, OtherProxy, OwnProxy, ProxyPlace
-from sglang.srt.offload.store.address import StoreAddress
 from sglang.srt.offload.store.embedded import EmbeddedStore
 from sglang.srt.utils.memory import available_memory
 
@@ -35,15 +33,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-REMOTE_BACKENDS = ("remote", "bluefield")
 RETRY_S = 1.0
 _LOOK_S = 0.5
 _COMPLAIN_EVERY_S = 60.0
 
 
 class RemoteStore:
-    """hello: the first message, but for the token. fd: the host pool. hang_s: a proxy from which nothing was heard
-    for so long is killed if it is ours; if it is not, its pages stay taken until it moves or ends."""
+    """hello: the first message, but for the token. fd: the host pool. settings: after hang_s without a word a proxy
+    of our own is killed; the pages of another stay taken until it moves or ends."""
 
     def __init__(
         self,
@@ -52,18 +49,17 @@ class RemoteStore:
         place: ProxyPlace,
         hello: wire.Hello,
         fd: int,
-        hang_s: float = 10.0,
-        is_synchronous: bool = False,
+        settings: RemoteSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises StoreError."""
         self.name = name
         self.block_tokens = block_tokens
-        self.is_synchronous = is_synchronous
+        self.is_synchronous = settings.is_synchronous
         self._place = place
         self._hello = hello
         self._fd = fd
-        self._hang_s = hang_s
+        self._hang_s = settings.hang_s
         self._clock = clock
         self._lock = threading.Lock()
         self._retry_at = 0.0
@@ -202,57 +198,10 @@ class RemoteStore:
             logger.warning("%s", what)
 
 
-def open_remote_store(
-    backend: str,
-    config: dict[str, Any],
-    namespace: str,
-    pool: MHATokenToKVPoolHost,
-    block_tokens: int,
-    directory: Path,
-    num_ranks: int = 1,
-) -> RemoteStore:
-    """The remote tier of one rank.
-
-    backend: one of `REMOTE_BACKENDS`. config: --hicache-storage-backend-extra-config. namespace: what the bytes of a
-    block depend on beside its tokens. directory: of our own, removed when the server ends.
-    num_ranks: that share memory and limits. Raises StoreError.
-    """
-    settings = _parse(backend, config)
-    if pool.layout != "page_first" or pool.shared.fd < 0:
-        raise StoreError(
-            f"--hicache-storage-backend {backend} writes whole pages into shared memory: use --hicache-mem-layout "
-            "page_first, on Linux"
-        )
-    layout = BlockLayout(block_tokens // pool.page_size, pool.page_layout)
-    own = settings.proxy
-    place = _start_own_proxy(own, directory, num_ranks) if isinstance(own, _OwnProxySettings) else own
-    hello = wire.Hello(
-        token=place.token,
-        num_pages=pool.num_pages,
-        pool_bytes=pool.shared.size_bytes,
-        layout=layout.as_dict(),
-        codec={"codec": settings.codec} if isinstance(settings.codec, str) else settings.codec,
-        namespace=hashlib.blake2b(namespace.encode()).digest(),
-    )
-    store = RemoteStore(backend, block_tokens, place, hello, pool.shared.fd, settings.hang_s, settings.is_synchronous)
-    logger.info("remote tier: %s, codec %s, blocks of %d tokens", place, store.codec, block_tokens)
-    return store
-
-
-def check_remote_config(backend: str, config: dict[str, Any]) -> None:
-    """Refuses what can be refused before anything is started, as `open_remote_store` does. Raises StoreError."""
-    _parse(backend, config)
-
-
-def is_lossy(codec: Any) -> bool:
-    """Whether a codec, as in the settings, changes what it stores. An unknown one is for `open_remote_store` to
-    refuse."""
-    name = codec.get("codec") if isinstance(codec, dict) else codec
-    return name == BinnedCodec.name
-
-
 @dataclass(frozen=True)
-class _OwnProxySettings:
+class OwnProxySettings:
+    """Of a proxy that the server starts."""
+
     # Of the store; empty for one that is started here.
     url: str
     # For ProxySettings.
@@ -263,51 +212,43 @@ class _OwnProxySettings:
 
 
 @dataclass(frozen=True)
-class _RemoteSettings:
+class RemoteSettings:
+    """What a user has chosen of the remote tier."""
+
     # A name, or an object for the proxy to check.
     codec: Any
     # How long the proxy may be silent.
     hang_s: float
     is_synchronous: bool
-    proxy: _OwnProxySettings | OtherProxy
+    proxy: OwnProxySettings | OtherProxy
 
 
-def _parse(backend: str, config: dict[str, Any]) -> _RemoteSettings:
-    """Starts and connects nothing. Raises StoreError."""
-    config = dict(config)
-    is_synchronous = config.pop("synchronous", False)
-    if not isinstance(is_synchronous, bool):
-        raise StoreError("synchronous in --hicache-storage-backend-extra-config has to be true or false")
-    settings = _RemoteSettings(
-        codec=config.pop("codec", "lossless"),
-        hang_s=_number(config, "hang_timeout_s", 10.0),
-        is_synchronous=is_synchronous,
-        proxy=_other_proxy(config) if backend == "bluefield" else _own_proxy(config),
+def open_remote_store(backend: str, settings: RemoteSettings, params: StoreParams) -> RemoteStore:
+    """The remote tier of one rank. backend: its name. Raises StoreError."""
+    pool: MHATokenToKVPoolHost = params.pool
+    namespace, block_tokens, directory = params.namespace, params.block_tokens, params.directory
+    if pool.layout != "page_first" or pool.shared.fd < 0:
+        raise StoreError(
+            f"--hicache-storage-backend {backend} writes whole pages into shared memory: use --hicache-mem-layout "
+            "page_first, on Linux"
+        )
+    layout = BlockLayout(block_tokens // pool.page_size, pool.page_layout)
+    own = settings.proxy
+    place = _start_own_proxy(own, directory, params.tp_size) if isinstance(own, OwnProxySettings) else own
+    hello = wire.Hello(
+        token=place.token,
+        num_pages=pool.num_pages,
+        pool_bytes=pool.shared.size_bytes,
+        layout=layout.as_dict(),
+        codec={"codec": settings.codec} if isinstance(settings.codec, str) else settings.codec,
+        namespace=hashlib.blake2b(namespace.encode()).digest(),
     )
-    if config:
-        raise StoreError(
-            f"--hicache-storage-backend {backend} has no setting {', '.join(config)} in "
-            "--hicache-storage-backend-extra-config: docs/guides/remote.md lists them"
-        )
-    return settings
+    store = RemoteStore(backend, block_tokens, place, hello, pool.shared.fd, settings)
+    logger.info("remote tier: %s, codec %s, blocks of %d tokens", place, store.codec, block_tokens)
+    return store
 
 
-def _own_proxy(config: dict[str, Any]) -> _OwnProxySettings:
-    url, settings = config.pop("url", ""), config.pop("proxy", {})
-    in_process = config.pop("in_process", False)
-    limit_gb = _number(config, "limit_gb", 0.0)
-    if not isinstance(url, str) or not isinstance(settings, dict) or not isinstance(in_process, bool):
-        raise StoreError(
-            "--hicache-storage-backend remote: url has to be a string, proxy an object, in_process true or false"
-        )
-    # Now rather than from the process, for the sentence.
-    ProxySettings.from_config(settings)
-    if url:
-        StoreAddress.parse(url)
-    return _OwnProxySettings(url, settings, in_process, limit_gb)
-
-
-def _start_own_proxy(own: _OwnProxySettings, directory: Path, num_ranks: int) -> ProxyPlace:
+def _start_own_proxy(own: OwnProxySettings, directory: Path, num_ranks: int) -> ProxyPlace:
     url, embedded = own.url, None
     if not url:
         # All ranks' together, each of which starts one.
@@ -317,27 +258,6 @@ def _start_own_proxy(own: _OwnProxySettings, directory: Path, num_ranks: int) ->
         logger.info("remote tier: no url is given, so a store of %.1f GB is started here", limit_bytes / 1e9)
     kind = InProcessProxy if own.in_process else OwnProxy
     return kind(url, own.settings, embedded)
-
-
-def _other_proxy(config: dict[str, Any]) -> OtherProxy:
-    path, token_file = config.pop("proxy", ""), config.pop("token_file", "")
-    if not isinstance(path, str) or not isinstance(token_file, str) or not path or not token_file:
-        raise StoreError(
-            '--hicache-storage-backend bluefield needs {"proxy": "/path/to/proxy.sock", "token_file": "…"} in '
-            "--hicache-storage-backend-extra-config: the socket of a running sglang.srt.offload.proxy, and its token"
-        )
-    try:
-        token = Path(token_file).read_text().strip()
-    except (OSError, ValueError) as error:
-        raise StoreError(f"--hicache-storage-backend bluefield: token_file cannot be read: {error}") from error
-    return OtherProxy(Path(path), token)
-
-
-def _number(config: dict[str, Any], key: str, default: float) -> float:
-    value = config.pop(key, default)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1e9:
-        raise StoreError(f"{key} in --hicache-storage-backend-extra-config has to be a number from 0, not {value!r}")
-    return float(value)
 
 
 class _Result:

@@ -46,7 +46,7 @@ class Option:
 
     name: str
     kind: Kind
-    # What the entry gets where the option is left out; always accepted.
+    # What the entry gets where the option is left out. A user may give it too, unless it is None.
     default: Any
     # One sentence, without its full stop.
     help: str
@@ -72,14 +72,12 @@ def load_object(path: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def read_options(options: Sequence[Option], config: Mapping[str, Any], owner: str, where: str) -> dict[str, Any]:
-    """The value of every option. owner: whose options they are. where: the flag that holds them; both are for the
-    sentence. Raises OptionError."""
+def read_options(options: Sequence[Option], config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The value of every option. where: how a sentence that refuses one begins. Raises OptionError."""
     known = [option.name for option in options]
     if unknown := sorted(config.keys() - set(known)):
         raise OptionError(
-            f"{where}: {owner} has no option {', '.join(map(repr, unknown))}; its options are "
-            f"{', '.join(known) or 'none'}"
+            f"{where} has no option {', '.join(map(repr, unknown))}; its options are {', '.join(known) or 'none'}"
         )
     return {option.name: read_option(option, config, where) for option in options}
 
@@ -89,7 +87,8 @@ def read_option(option: Option, config: Mapping[str, Any], where: str) -> Any:
     if option.name not in config:
         return option.default
     value = config[option.name]
-    if not option.kind.accepts(value) and not (value == option.default and type(value) is type(option.default)):
+    is_default = value == option.default and not isinstance(value, bool) and value is not None
+    if not option.kind.accepts(value) and not is_default:
         raise OptionError(f"{where}: {option.name} is {shown(value)}, but it has to be {option.kind.words}")
     return value
 

@@ -47,7 +47,7 @@ def test_what_was_asked_for_or_why_not(install):
     for name, device, reason in (
         ("fa4", "cuda", "There is no attention backend 'fa4'; there are torch_native, triton, flashinfer."),
         ("torch_native", "cuda:0", "computes on the CPU only; on cuda, use triton or flashinfer"),
-        ("flashinfer", "cpu", "flashinfer needs an NVIDIA GPU; on cpu, use torch_native"),
+        ("flashinfer", "cpu", "flashinfer computes on an NVIDIA GPU only; on cpu, use torch_native"),
         ("triton", "cuda", "Triton is not installed; pip install triton."),
     ):
         assert reason in (why_not(name, device) or "")
@@ -58,7 +58,7 @@ def test_what_was_asked_for_or_why_not(install):
 
 def test_each_is_made_where_it_can_be():
     assert type(make_attention_backend("torch_native", "cpu")).__name__ == "TorchNativeAttnBackend"
-    for name in ATTENTION_BACKENDS[1:]:
+    for name in list(ATTENTION_BACKENDS)[1:]:
         if why_not(name, "cuda") is None and torch.cuda.is_available():
             assert make_attention_backend(name, "cuda").capturing is False
 

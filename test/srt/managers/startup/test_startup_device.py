@@ -137,7 +137,7 @@ def test_memory(gpus, monkeypatch):
             "--layer-stream-disk-size is not served on a GPU yet",
         ),
         ({"attention_backend": "torch_native"}, CUDA, "torch_native computes on the CPU only"),
-        ({"attention_backend": "triton"}, CPU, "triton needs an NVIDIA GPU"),
+        ({"attention_backend": "triton"}, CPU, "triton computes on an NVIDIA GPU only"),
     ],
 )
 def test_what_a_device_does_not_serve_is_refused(gpus, options, device, words):

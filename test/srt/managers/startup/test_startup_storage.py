@@ -115,7 +115,7 @@ def test_an_operation_is_a_fraction_of_a_second(page_bytes: int, blocks: int) ->
         ('{"prefetch_timeout_base": NaN}', "number of seconds"),
         ('{"prefetch_timeout_per_ki_token": Infinity}', "number of seconds"),
         ({"prefetch_timeout_per_ki_token": False}, "number of seconds"),
-        ({"secret": 5}, "secret has to be a string"),
+        ({"secret": 5}, "secret is 5, but it has to be a string"),
     ],
 )
 def test_what_is_refused(extra: Any, sentence: str) -> None:

@@ -1,52 +1,94 @@
-"""Which attention backends there are, which of them a machine can use, and which it does use if nobody says.
+"""The registry of attention backends: which there are, which of them a machine can use, and which is the default.
 
-Owns nothing, and imports a backend only to make it.
+A new backend is a file with a class like `AttentionBackend`, and one line in `ATTENTION_BACKENDS`. Owns the list, and
+imports a backend only to make it.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from sglang.srt.utils.registry import load_object
 
 if TYPE_CHECKING:
     import torch
 
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-ATTENTION_BACKENDS = ("torch_native", "triton", "flashinfer")
 
-# Triton first: it comes with CUDA builds of torch, compiles in seconds, and a decode's plan costs the host nothing.
-# FlashInfer compiles with nvcc, minutes for each kind of kernel, and plans on the host before each replay of a graph.
-_ON_GPUS = ("triton", "flashinfer")
-_PACKAGES = {"triton": ("Triton", "triton"), "flashinfer": ("FlashInfer", "flashinfer-python")}
+@dataclass(frozen=True)
+class Package:
+    """What has to be installed for a backend."""
+
+    title: str
+    # As Python imports it.
+    module: str
+    # As pip installs it.
+    distribution: str
+
+
+@dataclass(frozen=True)
+class AttentionEntry:
+    """What is known of a backend before it is imported."""
+
+    # "module:class", made without arguments.
+    backend: str
+    # The kind of device that it computes on: "cpu" or "cuda".
+    device: str
+    # None: only torch is needed.
+    package: Package | None = None
+
+
+_ATTENTION = "sglang.srt.layers.attention"
+# The name that --attention-backend takes -> the backend. The first that a device can use is its default.
+# Triton comes before FlashInfer: CUDA builds of torch have it, it compiles in seconds, and a decode's plan costs the
+# host nothing. FlashInfer compiles with nvcc, minutes for each kind of kernel, and plans on the host before each
+# replay of a graph.
+ATTENTION_BACKENDS: dict[str, AttentionEntry] = {
+    "torch_native": AttentionEntry(f"{_ATTENTION}.torch_native_backend:TorchNativeAttnBackend", "cpu"),
+    "triton": AttentionEntry(
+        f"{_ATTENTION}.triton_backend:TritonAttnBackend", "cuda", Package("Triton", "triton", "triton")
+    ),
+    "flashinfer": AttentionEntry(
+        f"{_ATTENTION}.flashinfer_backend:FlashInferAttnBackend",
+        "cuda",
+        Package("FlashInfer", "flashinfer", "flashinfer-python"),
+    ),
+}
+_DEVICE_NAMES = {"cpu": "the CPU", "cuda": "an NVIDIA GPU"}
 
 
 def why_not(name: str, device: torch.device | str) -> str | None:
     """Why a backend cannot be used on a device, a sentence; None where it can."""
-    if name not in ATTENTION_BACKENDS:
+    entry = ATTENTION_BACKENDS.get(name)
+    if entry is None:
         return f"There is no attention backend {name!r}; there are {', '.join(ATTENTION_BACKENDS)}."
     kind = _kind(device)
-    if name == "torch_native":
-        if kind == "cpu":
-            return None
-        return f"The attention backend torch_native computes on the CPU only; on {kind}, use {' or '.join(_ON_GPUS)}."
-    title, package = _PACKAGES[name]
-    if kind != "cuda":
-        return f"The attention backend {name} needs an NVIDIA GPU; on {kind}, use torch_native."
-    if importlib.util.find_spec(name) is None:
-        return f"{title} is not installed; pip install {package}."
+    if kind != entry.device:
+        usable = " or ".join(other for other, its in ATTENTION_BACKENDS.items() if its.device == kind)
+        advice = f"use {usable}" if usable else "there is none"
+        return (
+            f"The attention backend {name} computes on {_DEVICE_NAMES.get(entry.device, entry.device)} only; on "
+            f"{kind}, {advice}."
+        )
+    if entry.package is not None and importlib.util.find_spec(entry.package.module) is None:
+        return f"{entry.package.title} is not installed; pip install {entry.package.distribution}."
     return None
 
 
 def pick_attention_backend(requested: str | None, device: torch.device | str) -> str:
-    """The backend that was asked for, or the device's best: torch_native on the CPU, triton on a GPU, flashinfer
-    where there is no Triton. Raises ValueError where it cannot be used."""
+    """The backend that was asked for, or the first that the device can use. Raises ValueError where it cannot be
+    used."""
     if requested is not None:
         reason = why_not(requested, device)
         if reason is not None:
             raise ValueError(reason)
         return requested
-    candidates = _ON_GPUS if _kind(device) == "cuda" else ("torch_native",)
+    kind = _kind(device)
+    # On a device that no backend knows, the reason is that of the CPU's.
+    candidates = [name for name, entry in ATTENTION_BACKENDS.items() if entry.device == kind] or ["torch_native"]
     reasons = [why_not(name, device) for name in candidates]
     for name, reason in zip(candidates, reasons):
         if reason is None:
@@ -59,17 +101,8 @@ def make_attention_backend(name: str, device: torch.device | str) -> AttentionBa
     reason = why_not(name, device)
     if reason is not None:
         raise ValueError(reason)
-    if name == "triton":
-        from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-
-        return TritonAttnBackend()
-    if name == "flashinfer":
-        from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
-
-        return FlashInferAttnBackend()
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-
-    return TorchNativeAttnBackend()
+    backend: AttentionBackend = load_object(ATTENTION_BACKENDS[name].backend)()
+    return backend
 
 
 def _kind(device: torch.device | str) -> str:

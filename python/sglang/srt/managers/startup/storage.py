@@ -1,7 +1,7 @@
-"""`StorageOpener`: from the words of a user to the storage tier of one rank.
+"""`StorageOpener`: from the settings of a user to the storage tier of one rank.
 
 Owns what all backends have in common: what a block is, what its name depends on, how much may be in flight. The
-backends themselves are opened by `storage/backend_factory.py`.
+backends are those of `mem_cache/storage/registry.py`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,31 @@ from sglang.srt.managers.cache_controller import WRITE_POLICIES
 from sglang.srt.managers.schedule_policy import FETCH_ORDERS
 from sglang.srt.managers.storage_controller import PREFETCH_POLICIES, PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.block_store import BlockStore, StoreError
-from sglang.srt.mem_cache.storage.registry import BACKENDS, create_store
+from sglang.srt.mem_cache.storage.registry import (
+    BACKEND_FLAG,
+    CONFIG_FLAG,
+    STORAGE_BACKENDS,
+    StoreParams,
+    parse_backends,
+    storage_backend,
+)
 from sglang.srt.mem_cache.storage.tiered_store import TieredStore
 from sglang.srt.mem_cache.transfer import Tier
-from sglang.srt.offload.remote_store import REMOTE_BACKENDS, is_lossy, open_remote_store
+from sglang.srt.utils.registry import (
+    STRING,
+    Kind,
+    Option,
+    OptionError,
+    is_number,
+    one_of,
+    read_option,
+    shown,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 
-EXTRA_CONFIG_FLAG = "--hicache-storage-backend-extra-config"
 BLOCK_TOKENS = 64
 # ShadowServe 5, as CacheGen: a block is a piece of work for the network, too.
 REMOTE_BLOCK_TOKENS = 256
@@ -35,15 +51,55 @@ _BYTES_PER_OP = 32 << 20
 _MAX_BLOCKS_PER_OP = 256
 _MAX_TOKENS = 1 << 30
 _MAX_SECONDS = 86400
-# Keys of the extra config that are ours, under upstream's names where it has them; the others are the backend's.
-_OWN_KEYS = (
-    "block_tokens",
-    "fetch_order",
-    "fetch_window_ops",
-    "prefetch_threshold",
-    "prefetch_timeout_base",
-    "prefetch_timeout_per_ki_token",
-    "secret",
+_SECONDS = Kind(
+    f"a number of seconds, {_MAX_SECONDS} at most", lambda value: is_number(value) and 0 <= value <= _MAX_SECONDS
+)
+# Keys of the extra config that every backend has, under upstream's names where it has them.
+COMMON_OPTIONS = (
+    Option(
+        "block_tokens",
+        whole_number(1, _MAX_TOKENS),
+        None,
+        "tokens per block; a quarter of the host pool must hold one block",
+        f"{BLOCK_TOKENS}, with a remote store {REMOTE_BLOCK_TOKENS}; rounded up to whole pages",
+    ),
+    Option(
+        "prefetch_threshold",
+        whole_number(0, _MAX_TOKENS),
+        PrefetchConfig.threshold,
+        "fewer tokens than this are not asked for",
+    ),
+    Option(
+        "prefetch_timeout_base",
+        _SECONDS,
+        PrefetchConfig.timeout_base_s,
+        "seconds that a request waits in any case, with the policy timeout",
+    ),
+    Option(
+        "prefetch_timeout_per_ki_token",
+        _SECONDS,
+        PrefetchConfig.timeout_per_ki_token_s,
+        "more seconds per 1,024 tokens, with the policy timeout",
+    ),
+    Option(
+        "fetch_order",
+        one_of(FETCH_ORDERS),
+        PrefetchConfig.fetch_order,
+        "which request the link serves next: the first one, or the one with the fewest blocks left",
+    ),
+    Option(
+        "fetch_window_ops",
+        whole_number(1, _MAX_TOKENS),
+        StorageLimits.fetch_window_ops,
+        "fetch operations under way at once, about 32 MB each",
+    ),
+    Option(
+        "secret",
+        STRING,
+        "",
+        "the key of the hash chain that names blocks, which servers that share storage share",
+        "with file alone drawn once and kept in its folder, else none",
+    ),
 )
 
 
@@ -62,8 +118,8 @@ class StorageOpener:
     def setup(self, backend: str, extra_config: str, prefetch_policy: str, write_policy: str) -> StorageSetup:
         """What the scheduler has to know of a backend. extra_config: JSON, or @ and a file with it. Raises
         StoreError."""
-        names = _names(backend)
-        is_remote = names[-1] in REMOTE_BACKENDS
+        names = parse_backends(backend)
+        is_remote = STORAGE_BACKENDS[names[-1]].tier == Tier.REMOTE
         if prefetch_policy not in PREFETCH_POLICIES:
             raise StoreError(f"the prefetch policy {prefetch_policy!r} is none of {', '.join(PREFETCH_POLICIES)}")
         if write_policy not in WRITE_POLICIES:
@@ -71,126 +127,113 @@ class StorageOpener:
         config = parse_extra_config(extra_config)
         if len(names) > 1:
             _check_two(config, names)
-        own = {key: config.pop(key) for key in _OWN_KEYS if key in config}
+        own, config = _split(config)
         page_size = self.pool.page_size
         # The smallest whole number of pages that is at least a block.
         usual = REMOTE_BLOCK_TOKENS if is_remote else BLOCK_TOKENS
-        block_tokens = _whole(own, "block_tokens", -(-usual // page_size) * page_size, 1)
+        block_tokens = own["block_tokens"] or -(-usual // page_size) * page_size
         if block_tokens % page_size:
             raise StoreError(
-                f"{EXTRA_CONFIG_FLAG}: block_tokens is {block_tokens}, no multiple of the page size {page_size}"
+                f"{CONFIG_FLAG}: block_tokens is {block_tokens}, no multiple of the page size {page_size}"
             )
         block_pages = block_tokens // page_size
         if block_pages > self.pool.num_pages // 4:
             raise StoreError(
                 f"a block of {block_tokens} tokens is more than a quarter of the host tier: raise --hicache-size, or "
-                f"lower block_tokens in {EXTRA_CONFIG_FLAG}"
-            )
-        secret = own.get("secret", "")
-        if not isinstance(secret, str):
-            raise StoreError(f"{EXTRA_CONFIG_FLAG}: secret has to be a string")
-        fetch_order = own.get("fetch_order", PrefetchConfig.fetch_order)
-        if fetch_order not in FETCH_ORDERS:
-            raise StoreError(
-                f"{EXTRA_CONFIG_FLAG}: fetch_order is {_short(fetch_order)}, but it has to be one of "
-                f"{', '.join(FETCH_ORDERS)}"
+                f"lower block_tokens in {CONFIG_FLAG}"
             )
         return StorageSetup(
             backend=backend,
             setup=json.dumps({"backend": backend, "config": config, "block_tokens": block_tokens}),
-            secret=self._chain_secret(backend, config, secret, block_tokens),
+            secret=self._chain_secret(names, config, own["secret"], block_tokens),
             block_tokens=block_tokens,
             limits=StorageLimits(
                 blocks_per_op=max(1, min(_MAX_BLOCKS_PER_OP, _BYTES_PER_OP // (block_pages * self.pool.page_bytes))),
                 max_fetch_pages=self.pool.num_pages // 2,
                 max_store_pages=self.pool.num_pages // 4,
-                fetch_window_ops=_whole(own, "fetch_window_ops", StorageLimits.fetch_window_ops, 1),
+                fetch_window_ops=own["fetch_window_ops"],
             ),
             prefetch=PrefetchConfig(
                 policy=prefetch_policy,
-                threshold=_whole(own, "prefetch_threshold", PrefetchConfig.threshold, 0),
-                timeout_base_s=_seconds(own, "prefetch_timeout_base", PrefetchConfig.timeout_base_s),
-                timeout_per_ki_token_s=_seconds(
-                    own, "prefetch_timeout_per_ki_token", PrefetchConfig.timeout_per_ki_token_s
-                ),
-                fetch_order=fetch_order,
+                threshold=own["prefetch_threshold"],
+                timeout_base_s=float(own["prefetch_timeout_base"]),
+                timeout_per_ki_token_s=float(own["prefetch_timeout_per_ki_token"]),
+                fetch_order=own["fetch_order"],
             ),
             write_policy=write_policy,
-            is_lossy=is_remote and len(names) == 1 and is_lossy(config.get("codec", "lossless")),
-            tiers=tuple(Tier.REMOTE if name in REMOTE_BACKENDS else Tier.DISK for name in names),
+            is_lossy=len(names) == 1 and storage_backend(names[0]).is_lossy(config),
+            tiers=tuple(STORAGE_BACKENDS[name].tier for name in names),
         )
 
     def open(self, setup: str) -> BlockStore:
         """This rank's store. setup: of a `StorageSetup`. Raises StoreError."""
-        words = json.loads(setup)
-        namespace = f"{self._namespace(words['block_tokens'])} rank {self.tp_rank} of {self.tp_size}"
-        names = _names(words["backend"])
-        if len(names) == 1:
-            return self._open_one(words["backend"], words["config"], namespace, words["block_tokens"])
-        near, far = names
-        store = self._open_one(near, words["config"].get(near, {}), namespace, words["block_tokens"])
+        found = json.loads(setup)
+        namespace = f"{self._namespace(found['block_tokens'])} rank {self.tp_rank} of {self.tp_size}"
+        stores: list[BlockStore] = []
         try:
-            return TieredStore(
-                store, self._open_one(far, words["config"].get(far, {}), namespace, words["block_tokens"])
-            )
+            for name, config in split_config(found["backend"], found["config"]).items():
+                stores.append(self._open_one(name, config, namespace, found["block_tokens"]))
         except StoreError:
-            store.close()
+            for store in stores:
+                store.close()
             raise
+        return stores[0] if len(stores) == 1 else TieredStore(*stores)
 
-    def _open_one(self, backend: str, config: dict[str, Any], namespace: str, block_tokens: int) -> BlockStore:
-        if backend in REMOTE_BACKENDS:
-            directory = self.directory / f"rank{self.tp_rank}"
-            return open_remote_store(backend, config, namespace, self.pool, block_tokens, directory, self.tp_size)
-        return create_store(
-            backend, config, namespace, self.pool, block_tokens, self.model_name, self.tp_rank, self.tp_size
+    def _open_one(self, name: str, config: dict[str, Any], namespace: str, block_tokens: int) -> BlockStore:
+        params = StoreParams(
+            config=config,
+            namespace=namespace,
+            pool=self.pool,
+            block_tokens=block_tokens,
+            model_name=self.model_name,
+            tp_rank=self.tp_rank,
+            tp_size=self.tp_size,
+            directory=self.directory / f"rank{self.tp_rank}",
         )
+        return storage_backend(name).open(params)
 
     def _namespace(self, block_tokens: int) -> str:
         """What the bytes of a block depend on beside its tokens: equal on all ranks."""
         return f"v{_LAYOUT_VERSION} {self.model} {self.pool.page_layout.fingerprint} block {block_tokens}"
 
-    def _chain_secret(self, backend: str, config: dict[str, Any], secret: str, block_tokens: int) -> bytes:
+    def _chain_secret(self, names: tuple[str, ...], config: dict[str, Any], secret: str, block_tokens: int) -> bytes:
         key = hashlib.blake2b(secret.encode(errors="surrogatepass")).digest()
-        if backend == "file" and not secret:
-            from sglang.srt.mem_cache.storage.file.file_store import config_root
-            from sglang.srt.mem_cache.storage.file.folder import storage_secret
-
-            key = storage_secret(config_root(config))
+        if not secret and len(names) == 1:
+            key = storage_backend(names[0]).shared_secret(config) or key
         return hashlib.blake2b(self._namespace(block_tokens).encode(), key=key[:64], digest_size=32).digest()
 
 
-def _names(backend: str) -> list[str]:
-    """Of one backend, or of two: a local one and a remote one. Raises StoreError."""
-    names = backend.split(",")
-    for name in names:
-        if name not in (*BACKENDS, *REMOTE_BACKENDS):
-            raise StoreError(
-                f"--hicache-storage-backend {name} is not built in: it is one of "
-                f"{', '.join((*BACKENDS, *REMOTE_BACKENDS))}, and 'dynamic' loads plugins"
-            )
-    if len(names) > 2 or (len(names) == 2 and [name in REMOTE_BACKENDS for name in names] != [False, True]):
-        raise StoreError(
-            f"--hicache-storage-backend {backend}: two backends are a local and a remote one, in this order, like "
-            "file,remote"
-        )
-    return names
+def split_config(backend: str, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Name -> its own settings, nearest first. backend: one name, or two, which have their settings under their
+    names."""
+    names = parse_backends(backend)
+    return {names[0]: config} if len(names) == 1 else {name: config.get(name, {}) for name in names}
 
 
-def _check_two(config: dict[str, Any], names: list[str]) -> None:
+def _split(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of `COMMON_OPTIONS`, and what belongs to the backend. Raises StoreError."""
+    try:
+        common = {option.name: read_option(option, config, CONFIG_FLAG) for option in COMMON_OPTIONS}
+    except OptionError as error:
+        raise StoreError(str(error)) from None
+    return common, {key: value for key, value in config.items() if key not in common}
+
+
+def _check_two(config: dict[str, Any], names: tuple[str, ...]) -> None:
     """Each backend's settings stand under its name. Raises StoreError."""
-    if unknown := set(config) - {*_OWN_KEYS, *names}:
+    if unknown := set(config) - {*(option.name for option in COMMON_OPTIONS), *names}:
         raise StoreError(
-            f"{EXTRA_CONFIG_FLAG}: {', '.join(sorted(unknown))} belongs to one of {' and '.join(names)}: write "
+            f"{CONFIG_FLAG}: {', '.join(sorted(unknown))} belongs to one of {' and '.join(names)}: write "
             f'{{"{names[0]}": {{…}}, "{names[1]}": {{…}}}}'
         )
     for name in names:
         if not isinstance(config.get(name, {}), dict):
-            raise StoreError(f"{EXTRA_CONFIG_FLAG}: {name} has to be a JSON object with that backend's settings")
-    codec = config.get(names[1], {}).get("codec", "lossless")
-    if is_lossy(codec):
+            raise StoreError(f"{CONFIG_FLAG}: {name} has to be a JSON object with that backend's settings")
+    far = config.get(names[1], {})
+    if storage_backend(names[1]).is_lossy(far):
         raise StoreError(
-            f"{EXTRA_CONFIG_FLAG}: codec {_short(codec)} is lossy, and what came back from it must not be stored as "
-            f"exact by {names[0]}: use a lossless codec, or --hicache-storage-backend {names[1]} alone"
+            f"{CONFIG_FLAG}: codec {shown(far.get('codec'))} is lossy, and what came back from it must not be stored "
+            f"as exact by {names[0]}: use a lossless codec, or {BACKEND_FLAG} {names[1]} alone"
         )
 
 
@@ -200,36 +243,11 @@ def parse_extra_config(text: str) -> dict[str, Any]:
         try:
             text = Path(text[1:]).read_text()
         except (OSError, ValueError) as error:
-            raise StoreError(f"{EXTRA_CONFIG_FLAG}: cannot read {text[1:]}: {error}") from None
+            raise StoreError(f"{CONFIG_FLAG}: cannot read {text[1:]}: {error}") from None
     try:
         config = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
-        raise StoreError(f"{EXTRA_CONFIG_FLAG} has to be JSON, or @ and a file with it: {error}") from None
+        raise StoreError(f"{CONFIG_FLAG} has to be JSON, or @ and a file with it: {error}") from None
     if not isinstance(config, dict):
-        raise StoreError(f'{EXTRA_CONFIG_FLAG} has to be a JSON object, like {{"path": "/var/cache/kv"}}')
+        raise StoreError(f'{CONFIG_FLAG} has to be a JSON object, like {{"path": "/var/cache/kv"}}')
     return config
-
-
-def _whole(config: dict[str, Any], key: str, default: int, least: int) -> int:
-    value = config.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MAX_TOKENS:
-        raise StoreError(
-            f"{EXTRA_CONFIG_FLAG}: {key} is {_short(value)}, but it has to be a whole number from {least} to "
-            f"{_MAX_TOKENS}"
-        )
-    return value
-
-
-def _seconds(config: dict[str, Any], key: str, default: float) -> float:
-    value = config.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MAX_SECONDS:
-        raise StoreError(
-            f"{EXTRA_CONFIG_FLAG}: {key} is {_short(value)}, but it has to be a number of seconds, {_MAX_SECONDS} at "
-            "most"
-        )
-    return float(value)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:80] + "…"

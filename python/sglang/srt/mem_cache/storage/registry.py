@@ -1,194 +1,138 @@
-"""`create_store`: from what --hicache-storage-backend and its extra config say to an open `BlockStore`.
+"""The registry of storage backends: which there are, what they offer, and how one is opened.
 
-Owns the list of backends, and the sentences for what cannot be opened.
+A new backend is a file with a subclass of `StorageBackend`, and one line in `STORAGE_BACKENDS`; the flag, `--help`,
+the checks before the start and docs/reference/storage.md follow. Owns the list, and knows no backend: each is
+imported when it is used. Loads nothing heavy, as the command line is read with it.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import logging
-import math
-import os
-import signal
-import sys
-import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from importlib.machinery import PathFinder
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
 from sglang.srt.mem_cache.block_store import BlockStore, StoreError
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
+from sglang.srt.mem_cache.transfer import Tier
+from sglang.srt.utils.registry import Option, OptionError, load_object, read_options
 
-logger = logging.getLogger(__name__)
-
-BACKENDS = ("file", "dynamic")
-
-_REQUIRED = ("backend_name", "module_path", "class_name")
-_DYNAMIC = "--hicache-storage-backend dynamic"
-_METHODS = ("register_mem_pool_host", "batch_exists", "clear")
+BACKEND_FLAG = "--hicache-storage-backend"
+CONFIG_FLAG = "--hicache-storage-backend-extra-config"
 
 
-def create_store(
-    name: str,
-    config: Mapping[str, Any],
-    namespace: str,
-    pool: Any,
-    block_tokens: int,
-    model_name: str,
-    tp_rank: int,
-    tp_size: int,
-) -> BlockStore:
-    """Open a backend for one rank.
+@dataclass(frozen=True)
+class StorageEntry:
+    """What is known of a backend before it is imported."""
 
-    name: one of `BACKENDS`. config: --hicache-storage-backend-extra-config. namespace: config and weights
-    fingerprint, dtype, layout version, rank. pool: the `MHATokenToKVPoolHost` whose pages are stored. Raises
-    `StoreError`.
+    tier: Tier
+    # Where the KV is, as `--help` puts it.
+    summary: str
+    # "module:class" of a `StorageBackend`.
+    backend: str
+
+
+_STORAGE = "sglang.srt.mem_cache.storage"
+_OFFLOAD = "sglang.srt.offload"
+# The name that --hicache-storage-backend takes -> the backend.
+STORAGE_BACKENDS: dict[str, StorageEntry] = {
+    "file": StorageEntry(Tier.DISK, "on a disk", f"{_STORAGE}.file.backend:FileBackend"),
+    "remote": StorageEntry(Tier.REMOTE, "in a Redis store", f"{_OFFLOAD}.remote_backend:RemoteBackend"),
+    "bluefield": StorageEntry(
+        Tier.REMOTE, "through an offload proxy that you start", f"{_OFFLOAD}.remote_backend:BluefieldBackend"
+    ),
+    "dynamic": StorageEntry(Tier.DISK, "through a plugin", f"{_STORAGE}.dynamic.backend:DynamicBackend"),
+}
+
+
+@dataclass(frozen=True)
+class StoreParams:
+    """What a backend is given to open the store of one rank."""
+
+    # Of --hicache-storage-backend-extra-config, without what `StorageOpener` itself reads.
+    config: Mapping[str, Any]
+    # What the bytes of a block depend on beside its tokens: the model, the layout, the rank.
+    namespace: str
+    # The host pool whose pages are stored, an `MHATokenToKVPoolHost`.
+    pool: Any
+    block_tokens: int
+    model_name: str
+    tp_rank: int = 0
+    # Ranks share memory and limits.
+    tp_size: int = 1
+    # A private directory of this rank, which is removed when the server ends.
+    directory: Path = Path()
+
+
+class StorageBackend(ABC):
+    """What the file of a backend defines. Holds no state.
+
+    options: its settings, keys of --hicache-storage-backend-extra-config. takes_any_key: whether other keys are
+    accepted, for a plugin.
     """
-    if name == "file":
-        from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
 
-        return HiCacheFile.from_config(dict(config), namespace, pool, block_tokens, num_ranks=tp_size)
-    if name == "dynamic":
-        return _create_dynamic(dict(config), namespace, pool, block_tokens, model_name, tp_rank, tp_size)
-    raise StoreError(
-        f"--hicache-storage-backend {name} is not built in (there are: {', '.join(BACKENDS)}); a plugin for it is"
-        " loaded by --hicache-storage-backend dynamic with backend_name, module_path and class_name in"
-        " --hicache-storage-backend-extra-config"
-    )
+    options: ClassVar[tuple[Option, ...]] = ()
+    takes_any_key: ClassVar[bool] = False
 
+    def __init__(self, name: str) -> None:
+        """name: the one in `STORAGE_BACKENDS`."""
+        self.name = name
 
-def check_dynamic_config(config: Mapping[str, Any]) -> None:
-    """What can be refused of a plugin without running its code. Raises StoreError."""
-    missing = [key for key in _REQUIRED if not isinstance(config.get(key), str) or not config[key]]
-    if missing:
-        raise StoreError(
-            f"{_DYNAMIC}: --hicache-storage-backend-extra-config lacks {', '.join(missing)}; it has to be like"
-            ' {"backend_name": "mine", "module_path": "my_package.my_module", "class_name": "MyStorage"}'
-        )
-    staging_mb = config.get("staging_mb", 1)
-    if not isinstance(staging_mb, (int, float)) or isinstance(staging_mb, bool) or not 0 < staging_mb < math.inf:
-        raise StoreError(f"{_DYNAMIC}: staging_mb has to be a positive number of megabytes, not {staging_mb!r}")
-    package = config["module_path"].partition(".")[0]
-    if package not in sys.modules and not _can_be_found(package):
-        raise StoreError(
-            f"{_DYNAMIC}: module {config['module_path']} cannot be imported (No module named {package!r}); install "
-            "it and what it needs, or put its folder on PYTHONPATH"
-        )
+    @property
+    def flag(self) -> str:
+        """How a sentence begins that refuses a setting."""
+        return f"{BACKEND_FLAG} {self.name}"
 
+    def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The value of every option. Raises StoreError."""
+        known = {option.name for option in self.options}
+        own = {key: value for key, value in config.items() if key in known} if self.takes_any_key else config
+        try:
+            return read_options(self.options, own, self.flag)
+        except OptionError as error:
+            raise StoreError(str(error)) from None
 
-def _can_be_found(package: str) -> bool:
-    try:
-        # The scheduler process is started with -m, so it looks into the working directory too.
-        return bool(importlib.util.find_spec(package) or PathFinder.find_spec(package, [os.getcwd()]))
-    except (ValueError, ImportError):
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Refuse what can be refused before any process is started. Loads no torch. Raises StoreError."""
+        self.values(config)
+
+    @abstractmethod
+    def open(self, params: StoreParams) -> BlockStore:
+        """Raises StoreError."""
+
+    def shared_secret(self, config: Mapping[str, Any]) -> bytes | None:
+        """The key of the names of blocks, for all who use the same store, where the user gave none. None: no key.
+        Raises StoreError."""
+        return None
+
+    def is_lossy(self, config: Mapping[str, Any]) -> bool:
+        """Whether what is read may differ from what was written."""
         return False
 
 
-def _create_dynamic(
-    config: dict[str, Any],
-    namespace: str,
-    pool: Any,
-    block_tokens: int,
-    model_name: str,
-    tp_rank: int,
-    tp_size: int,
-) -> BlockStore:
-    from sglang.srt.mem_cache.storage.dynamic.dynamic_store import DEFAULT_STAGING_BYTES, PluginStore
+def storage_backend(name: str) -> StorageBackend:
+    """name: one of `STORAGE_BACKENDS`."""
+    backend: StorageBackend = load_object(STORAGE_BACKENDS[name].backend)(name)
+    return backend
 
-    where = _DYNAMIC
-    check_dynamic_config(config)
-    staging_mb = config.get("staging_mb", DEFAULT_STAGING_BYTES / 1e6)
-    interface_v1 = bool(config.get("interface_v1", 0))
-    plugin_class = _plugin_class(where, config["module_path"], config["class_name"], interface_v1)
 
-    storage_config = HiCacheStorageConfig(
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-        pp_rank=0,
-        pp_size=1,
-        attn_cp_rank=0,
-        attn_cp_size=1,
-        is_mla_model=False,
-        enable_storage_metrics=False,
-        is_page_first_layout=True,
-        model_name=model_name,
-        extra_config=config,
-    )
-    handlers = _signal_handlers()
-    try:
-        plugin = plugin_class(storage_config, {})
-        store = PluginStore(
-            plugin,
-            config["backend_name"],
-            namespace,
-            pool,
-            block_tokens,
-            tp_rank=tp_rank,
-            tp_size=tp_size,
-            interface_v1=interface_v1,
-            staging_bytes=int(staging_mb * 1e6),
+def parse_backends(text: str) -> tuple[str, ...]:
+    """The names in --hicache-storage-backend: one, or a local one and a remote one. Raises StoreError."""
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in STORAGE_BACKENDS:
+            raise StoreError(
+                f"{BACKEND_FLAG} {name} is not built in: it must be one of {', '.join(STORAGE_BACKENDS)}, and "
+                "'dynamic' loads plugins"
+            )
+    if len(names) > 1 and [STORAGE_BACKENDS[name].tier for name in names] != [Tier.DISK, Tier.REMOTE]:
+        raise StoreError(
+            f"{BACKEND_FLAG} {text}: two backends are a local and a remote one, in this order, like file,remote"
         )
-    except (Exception, SystemExit) as error:
-        raise StoreError(
-            f"{where}: {plugin_class.__name__} does not start ({type(error).__name__}: {error}); it is made as"
-            f" {plugin_class.__name__}(storage_config, {{}}) and then gets register_mem_pool_host(pool):"
-            " correct what it says, or its settings in --hicache-storage-backend-extra-config"
-        ) from error
-    finally:
-        _restore_signal_handlers(handlers, config["backend_name"])
-    logger.info(
-        "storage plugin %s: %s.%s, blocks of %d tokens, %d bytes each, interface %s",
-        config["backend_name"],
-        config["module_path"],
-        config["class_name"],
-        block_tokens,
-        store.staging.page_bytes,
-        "v1" if interface_v1 else "generic",
-    )
-    return store
+    return names
 
 
-def _plugin_class(where: str, module_path: str, class_name: str, interface_v1: bool) -> type:
-    try:
-        module = importlib.import_module(module_path)
-    except (Exception, SystemExit) as error:  # it runs the plugin's code
-        if isinstance(error, ImportError) and (error.name or "").startswith("sglang."):
-            hint = "it needs a part of upstream SGLang that this engine does not have"
-        elif isinstance(error, ModuleNotFoundError):
-            hint = "install it and what it needs, or put its folder on PYTHONPATH"
-        else:
-            hint = "correct what it says"
-        raise StoreError(
-            f"{where}: module {module_path} cannot be imported ({type(error).__name__}: {error}); {hint}"
-        ) from error
-    plugin_class = getattr(module, class_name, None)
-    if not isinstance(plugin_class, type):
-        raise StoreError(f"{where}: module {module_path} has no class {class_name}; correct class_name")
-    data = ("batch_get_v1", "batch_set_v1") if interface_v1 else ("batch_get", "batch_set")
-    # A class with the methods will do: the plugin may derive from another installation's HiCacheStorage.
-    lacking = [method for method in (*_METHODS, *data) if not callable(getattr(plugin_class, method, None))]
-    if lacking:
-        raise StoreError(
-            f"{where}: {module_path}.{class_name} is no storage plugin, it lacks {', '.join(lacking)}; derive it from"
-            " sglang.srt.mem_cache.hicache_storage.HiCacheStorage"
-        )
-    if interface_v1 and any(getattr(plugin_class, m) is getattr(HiCacheStorage, m) for m in data):
-        raise StoreError(
-            f"{where}: interface_v1 is set, but {module_path}.{class_name} does not define batch_get_v1 and"
-            " batch_set_v1; leave interface_v1 out"
-        )
-    return plugin_class
-
-
-def _signal_handlers() -> dict[signal.Signals, Any]:
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)}
-
-
-def _restore_signal_handlers(handlers: dict[signal.Signals, Any], plugin_name: str) -> None:
-    """Some plugins take over the signals by which an engine is stopped; `close` is what they wait for."""
-    for number, handler in handlers.items():
-        if signal.getsignal(number) is not handler and handler is not None:
-            signal.signal(number, handler)
-            logger.warning("storage plugin %s took over %s; given back", plugin_name, number.name)
+def describe_backends() -> str:
+    """For `--help`."""
+    each = ", ".join(f"'{name}' {entry.summary}" for name, entry in STORAGE_BACKENDS.items())
+    return f"storage below the host: {each}, 'file,remote' for a disk and a store"

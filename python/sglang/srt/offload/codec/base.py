@@ -12,13 +12,15 @@ piece that is not exactly as expected raises `CodecError`, and nothing outside o
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import xxhash
 
 from sglang.srt.offload.codec.header import HEADER_BYTES, CodecError, PieceHeader, parse_header, write_header
 from sglang.srt.offload.codec.layout import BlockLayout
+from sglang.srt.utils.registry import Option
 
 
 class Codec(Protocol):
@@ -65,14 +67,23 @@ class Codec(Protocol):
 class PieceCodec:
     """A codec but for its two stages: header, checks, and pieces that do not compress.
 
-    A subclass gives codec_id, `_settings` and the three functions below; they see payloads of pieces that are not
-    STORED, and sizes that have been checked.
+    A subclass gives name, codec_id, summary, its options with `from_settings`, `_settings` and the three functions
+    below; they see payloads of pieces that are not STORED, and sizes that have been checked.
     """
 
     name: ClassVar[str]
     codec_id: ClassVar[int]
     lossy: ClassVar[bool] = False
     version: ClassVar[int] = 1
+    # What comes back from it, for the reference.
+    summary: ClassVar[str]
+    options: ClassVar[tuple[Option, ...]] = ()
+
+    @classmethod
+    def from_settings(cls, layout: BlockLayout, settings: Mapping[str, Any]) -> Self:
+        """settings: what a user gave, checked one by one against `options`. ValueError, with what to do, for what
+        does not fit together or does not fit the layout."""
+        return cls(layout)
 
     def __init__(self, layout: BlockLayout) -> None:
         self.layout = layout
@@ -155,6 +166,7 @@ class RawCodec(PieceCodec):
 
     name = "raw"
     codec_id = 1
+    summary = "every bit; nothing is compressed"
 
     def _compress(self, raw: np.ndarray, piece: int, payload: np.ndarray) -> int | None:
         return None

@@ -13,15 +13,18 @@ it is a sign that something is wrong in the engine, and no place to hide it.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from sgl_kernel import kvcodec
 from sglang.srt.offload.codec.base import PieceCodec
-from sglang.srt.offload.codec.entropy import Deflate, EntropyCoder
+from sglang.srt.offload.codec.entropy import Deflate, EntropyCoder, coder_options, make_coder
 from sglang.srt.offload.codec.header import CodecError, PieceHeader
 from sglang.srt.offload.codec.layout import BlockLayout
+from sglang.srt.utils.registry import Kind, Option
 
 SCALE_BYTES = 4
 MIN_BINS, MAX_BINS = 3, 255
@@ -32,10 +35,44 @@ _REMEMBERED_PIECES = 1024
 Bins = int | list[tuple[int | None, int]]
 
 
+def _are_bins(value: Any) -> bool:
+    """Whether it is JSON of `Bins`."""
+    if type(value) is int:
+        return True
+    try:
+        runs = [(count, bins) for count, bins in value]
+    except (TypeError, ValueError):
+        return False
+    good = all(type(bins) is int and (count is None or (type(count) is int and count > 0)) for count, bins in runs)
+    return bool(runs) and good and all(count is not None for count, _ in runs[:-1])
+
+
+_BINS_WORDS = "a number of bins, or runs like [[10, 32], [null, 16]] of [number of layers, bins]"
+_BINS = Kind(_BINS_WORDS, _are_bins)
+_BINS_OR_CACHEGEN = Kind(f'{_BINS_WORDS}, or "cachegen"', lambda value: value == "cachegen" or _are_bins(value))
+
+
 class BinnedCodec(PieceCodec):
     name = "binned"
     codec_id = 3
     lossy = True
+    summary = f"numbers near those that were stored: each vector is scaled into {MIN_BINS} to {MAX_BINS} bins"
+    options = (
+        Option("bins", _BINS_OR_CACHEGEN, MAX_BINS, 'bins of K and V alike, or "cachegen" for CacheGen\'s'),
+        Option("k_bins", _BINS, None, "bins of K", "`bins`"),
+        Option("v_bins", _BINS, None, "bins of V", "`bins`"),
+        *coder_options("deflate"),
+    )
+
+    @classmethod
+    def from_settings(cls, layout: BlockLayout, settings: Mapping[str, Any]) -> BinnedCodec:
+        if "bins" in settings and ("k_bins" in settings or "v_bins" in settings):
+            raise ValueError("bins is for K and V alike: give either bins, or k_bins and v_bins")
+        both = settings.get("bins", MAX_BINS)
+        k_bins, v_bins = (both if settings.get(name) is None else settings[name] for name in ("k_bins", "v_bins"))
+        if both == "cachegen":
+            k_bins, v_bins = cachegen_bins(layout.page.num_layers)
+        return cls(layout, k_bins, v_bins, make_coder(settings, "deflate"))
 
     def __init__(
         self, layout: BlockLayout, k_bins: Bins = 255, v_bins: Bins = 255, coder: EntropyCoder | None = None

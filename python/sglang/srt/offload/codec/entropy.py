@@ -10,7 +10,8 @@ worse (docs/records/experiments.md). Levels from 1 on are the library's.
 from __future__ import annotations
 
 import threading
-from typing import ClassVar, Protocol
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import zstandard
@@ -18,6 +19,7 @@ from isal import igzip_lib
 
 from sgl_kernel import kvcodec
 from sglang.srt.offload.codec.header import CodecError
+from sglang.srt.utils.registry import WHOLE_NUMBER, Option, one_of
 
 # A frame may ask its reader for as much memory; pieces are far smaller.
 _ZSTD_MAX_WINDOW_BYTES = 8 << 20
@@ -112,3 +114,18 @@ def _put(stream: bytes, out: np.ndarray) -> int | None:
 
 
 CODERS: dict[str, type[Zstd] | type[Deflate]] = {"zstd": Zstd, "deflate": Deflate}
+
+
+def coder_options(default: str) -> tuple[Option, ...]:
+    """Of a codec with an entropy coder."""
+    return (
+        Option("coder", one_of(tuple(CODERS)), default, "the entropy coder"),
+        Option(
+            "level", WHOLE_NUMBER, 0, "0 codes entropy only; from 1 on the library's levels, 19 of zstd, 3 of deflate"
+        ),
+    )
+
+
+def make_coder(settings: Mapping[str, Any], default: str) -> EntropyCoder:
+    """settings: checked against `coder_options`. ValueError for a level that the coder does not have."""
+    return CODERS[settings.get("coder", default)](settings.get("level", 0))

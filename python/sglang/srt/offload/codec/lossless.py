@@ -14,11 +14,14 @@ Every bit comes back, those of NaNs too.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from sgl_kernel import kvcodec
 from sglang.srt.offload.codec.base import PieceCodec
-from sglang.srt.offload.codec.entropy import EntropyCoder, Zstd
+from sglang.srt.offload.codec.entropy import EntropyCoder, Zstd, coder_options, make_coder
 from sglang.srt.offload.codec.header import PieceHeader
 from sglang.srt.offload.codec.layout import BlockLayout
 
@@ -26,6 +29,12 @@ from sglang.srt.offload.codec.layout import BlockLayout
 class LosslessCodec(PieceCodec):
     name = "lossless"
     codec_id = 2
+    summary = "every bit"
+    options = coder_options("zstd")
+
+    @classmethod
+    def from_settings(cls, layout: BlockLayout, settings: Mapping[str, Any]) -> LosslessCodec:
+        return cls(layout, make_coder(settings, "zstd"))
 
     def __init__(self, layout: BlockLayout, coder: EntropyCoder | None = None) -> None:
         self._coder = coder or Zstd()

@@ -1,4 +1,4 @@
-"""`PluginStore` and `create_store`: plugins that behave, and all the ways in which they may not."""
+"""`PluginStore` and `DynamicBackend`: plugins that behave, and all the ways in which they may not."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.pool_host import HostKVCache
 from sglang.srt.mem_cache.storage.dynamic.dynamic_store import MAX_REWRITES, PluginStore
-from sglang.srt.mem_cache.storage.registry import create_store
+from sglang.srt.mem_cache.storage.registry import StoreParams, parse_backends, storage_backend
 from support.plugin_fixture import Blocks, FakePool, block_keys
 
 BLOCK = 64
@@ -90,6 +91,9 @@ class Plugin(HiCacheStorage):
         self.closed = True
 
 
+STAGING_BYTES = 256_000_000
+
+
 class Clock:
     now = 0.0
 
@@ -97,9 +101,12 @@ class Clock:
         return self.now
 
 
-def make(plugin, v1=False, pool=None, namespace="ns", **kwargs) -> tuple[PluginStore, Blocks]:
+def make(
+    plugin, v1=False, pool=None, namespace="ns", staging_bytes=STAGING_BYTES, clock=time.monotonic, **ranks
+) -> tuple[PluginStore, Blocks]:
     pool = pool or FakePool()
-    store = PluginStore(plugin, "mine", namespace, pool, BLOCK, interface_v1=v1, **kwargs)
+    params = StoreParams({}, namespace, pool, BLOCK, "a/model", **ranks)
+    store = PluginStore(plugin, params, "mine", v1, staging_bytes, clock)
     return store, Blocks(pool, BLOCK)
 
 
@@ -152,7 +159,7 @@ def test_blocks_come_back_into_the_real_host_pool(layout, v1):
     device_pool = MHATokenToKVPool(1, PageLayout.kv(16, 2, 2, 4, torch.bfloat16))
     pool = MHATokenToKVPoolHost(device_pool, 64, layout)
     pool.kv.normal_()
-    store = PluginStore(Plugin(), "mine", "ns", pool, BLOCK, interface_v1=v1)
+    store = PluginStore(Plugin(), StoreParams({}, "ns", pool, BLOCK, "a/model"), "mine", v1, STAGING_BYTES)
     keys, frames = block_keys(5), np.random.default_rng(0).permutation(64).astype(np.int32)
     written, read = frames[:20], frames[20:40]
     others = torch.from_numpy(np.setdiff1d(np.arange(64), read))
@@ -692,8 +699,8 @@ def test_a_flaky_plugin_never_yields_wrong_bytes(seed, v1):
 # The factory
 
 
-def create(config, name="dynamic", **kwargs):
-    return create_store(name, config, "ns", kwargs.pop("pool", FakePool()), BLOCK, "a/model", 0, 1)
+def create(config, pool=None):
+    return storage_backend("dynamic").open(StoreParams(config, "ns", pool or FakePool(), BLOCK, "a/model"))
 
 
 def mine(class_name, **more):
@@ -763,8 +770,8 @@ not_a_class = 3
         ({}, "lacks backend_name, module_path, class_name; it has to be like"),
         (mine("Plugin") | {"backend_name": ""}, "lacks backend_name;"),
         (mine("Plugin") | {"module_path": 3}, "lacks module_path;"),
-        (mine("Plugin", staging_mb="much"), "staging_mb has to be a positive number of megabytes, not 'much'"),
-        (mine("Plugin", staging_mb=True), "staging_mb has to be a positive number of megabytes, not True"),
+        (mine("Plugin", staging_mb="much"), 'staging_mb is "much", but it has to be a number above 0'),
+        (mine("Plugin", staging_mb=True), "staging_mb is true, but it has to be a number above 0"),
         (
             mine("X") | {"module_path": "no.such.module"},
             "No module named 'no'); install it and what it needs, or put",
@@ -799,14 +806,14 @@ def test_a_wrong_config_is_refused_with_a_sentence(config, sentence):
 def test_a_module_that_breaks_is_refused(tmp_path, monkeypatch):
     (tmp_path / "broken_plugin_module.py").write_text("raise SystemExit('not today')")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(StoreError, match="cannot be imported \\(SystemExit: not today\\); correct what it says"):
+    with pytest.raises(StoreError, match="cannot be imported \\(SystemExit: not today\\); correct the cause"):
         create(mine("X") | {"module_path": "broken_plugin_module"})
 
 
 @pytest.mark.parametrize("name", ["mooncake", "nixl", "hf3fs", "no such thing"])
 def test_a_backend_that_is_not_built_in_is_refused(name):
-    with pytest.raises(StoreError, match=f"{name} is not built in \\(there are: file, dynamic\\); a plugin for it"):
-        create({}, name=name)
+    with pytest.raises(StoreError, match=f"{name} is not built in.*'dynamic' loads plugins"):
+        parse_backends(name)
 
 
 def test_the_plugin_of_the_docs_works(tmp_path, monkeypatch):

@@ -22,12 +22,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sglang.srt.mem_cache.block_store import StoreError
+from sglang.srt.mem_cache.block_store import BlockStore, StoreError
 from sglang.srt.mem_cache.page_layout import PageLayout
-from sglang.srt.mem_cache.storage.file import file_store
+from sglang.srt.mem_cache.storage.file import backend, file_store, segment_index
 from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
 from sglang.srt.mem_cache.storage.file.folder import storage_secret
 from sglang.srt.mem_cache.storage.file.segment import ALIGNMENT, ENTRY_BYTES, SegmentLayout
+from sglang.srt.mem_cache.storage.registry import StoreParams, storage_backend
 from support.children import wait_until
 from support.fake_pages import BLOCK_TOKENS, FakePages, key_of, keys_of
 
@@ -158,7 +159,7 @@ def test_writes_go_past_the_page_cache(
     keys = keys_of(*range(12))
     assert disk.set(store, keys) == disk.get(store, keys) == 12
     assert written[True] == 12 * BLOCK_TOKENS * 4096
-    assert store._staged == (not aligned), "unaligned memory is copied first"
+    assert store._files._staged == (not aligned), "unaligned memory is copied first"
     store.close()
 
 
@@ -243,7 +244,7 @@ def test_neighbours_are_read_at_once(disk: Disk, monkeypatch: pytest.MonkeyPatch
 
 
 def test_many_files_are_read_with_few_open(disk: Disk, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(file_store, "_MAX_OPEN_FILES", 2)
+    monkeypatch.setattr(segment_index, "MAX_OPEN_FILES", 2)
     store = disk.open(segment_bytes=1)
     keys = keys_of(*range(10))
     disk.set(store, keys)
@@ -992,41 +993,45 @@ def test_a_secret_that_is_none_is_refused(tmp_path: Path):
         storage_secret(tmp_path)
 
 
-def test_from_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pool = FakePages(64)
+def opened(config: dict[str, object], tp_size: int = 1) -> BlockStore:
+    params = StoreParams(config, "model A", FakePages(64), BLOCK_TOKENS, model_name="", tp_size=tp_size)
+    return storage_backend("file").open(params)
+
+
+def test_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = json.loads(f'{{"path": "{tmp_path}/here", "limit_gb": 0.5, "segment_mb": 4}}')
-    store = HiCacheFile.from_config(config, "model A", pool, BLOCK_TOKENS)
-    assert store.stats()["limit_bytes"] == 5 * 10**8 and (tmp_path / "here").is_dir()
+    store = opened(config, tp_size=2)
+    assert store.stats()["limit_bytes"] == 25 * 10**7 and (tmp_path / "here").is_dir()
     store.close()
-    monkeypatch.setenv(file_store.ROOT_ENV, str(tmp_path / "there"))
-    store = HiCacheFile.from_config({}, b"model A", pool, BLOCK_TOKENS)
+    monkeypatch.setenv(backend.ROOT_ENV, str(tmp_path / "there"))
+    store = opened({})
     assert store.stats()["limit_bytes"] == 0 and (tmp_path / "there").is_dir()
     store.close()
     for wrong, match in (
-        ({"size": 1}, "'size', which .* does not know"),
+        ({"size": 1}, "no option 'size'"),
         ({"limit_gb": -1}, "limit_gb .* -1"),
-        ({"limit_gb": "5"}, "limit_gb .* '5'"),
+        ({"limit_gb": "5"}, 'limit_gb .* "5"'),
         ({"segment_mb": 0}, "segment_mb .* 0"),
-        ({"path": ""}, "path in"),
-        ({"path": 5}, "path in"),
+        ({"path": ""}, 'path is ""'),
+        ({"path": 5}, "path is 5"),
     ):
         with pytest.raises(StoreError, match=match):
-            HiCacheFile.from_config(wrong, "model A", pool, BLOCK_TOKENS)
+            opened(wrong)
 
 
 def test_the_default_folder_is_not_taken_from_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(file_store.ROOT_ENV, raising=False)
-    monkeypatch.setattr(file_store, "DEFAULT_ROOT", str(tmp_path / "hicache"))
-    assert file_store.config_root({}) == tmp_path / "hicache"
+    monkeypatch.delenv(backend.ROOT_ENV, raising=False)
+    monkeypatch.setattr(backend, "DEFAULT_ROOT", str(tmp_path / "hicache"))
+    assert backend.find_root(None) == tmp_path / "hicache"
     (tmp_path / "hicache").mkdir()
-    assert file_store.config_root({}) == tmp_path / "hicache"
+    assert backend.find_root(None) == tmp_path / "hicache"
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(StoreError, match="belongs to another user"):
-        file_store.config_root({})
+        backend.find_root(None)
 
 
 def test_loads_neither_torch_nor_what_is_above():
-    code = "import sys, json, sglang.srt.mem_cache.storage.file.file_store; print(json.dumps(sorted(sys.modules)))"
+    code = "import sys, json, sglang.srt.mem_cache.storage.file.backend; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     loaded = json.loads(done.stdout)
     assert not [m for m in loaded if m.split(".")[0] in ("torch", "zmq") or m.startswith("sglang.srt.managers")]

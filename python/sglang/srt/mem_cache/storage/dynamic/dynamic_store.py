@@ -36,6 +36,7 @@ from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE, HiCacheStor
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.page_memory import torch_dtype
 from sglang.srt.mem_cache.pool_host import HostKVCache, bytes_of
+from sglang.srt.mem_cache.storage.registry import StoreParams
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,6 @@ MAX_REWRITES = 3
 # Blocks that are remembered as having come wrong.
 MAX_REWRITTEN = 65536
 LOG_INTERVAL_S = 60.0
-DEFAULT_STAGING_BYTES = 256_000_000
 
 # Stands for the answer of a call that raised.
 _RAISED = object()
@@ -71,10 +71,10 @@ class HostPages(Protocol):
 class PluginStore:
     """plugin: an instance of a `HiCacheStorage`, or of a class with the same methods; it is registered here.
 
-    plugin_name: what the log calls it. namespace: blocks stored under another one are never found; what the bytes
-    depend on besides (rank, block and page size, dtype) is added here. interface_v1: call `batch_get_v1` and
-    `batch_set_v1`, which work on the staging memory, and not `batch_get` and `batch_set`. staging_bytes: about how
-    much of it, for reads and for writes together; at least two blocks.
+    params: its pool is a `HostPages`. Blocks stored under another namespace are never found; what the bytes depend
+    on besides (rank, block and page size, dtype) is added here. plugin_name: what the log calls the plugin.
+    interface_v1: call `batch_get_v1` and `batch_set_v1`, which work on the staging memory, and not `batch_get` and
+    `batch_set`. staging_bytes: about how much of it, for reads and for writes together; at least two blocks.
     """
 
     name = "dynamic"
@@ -82,17 +82,15 @@ class PluginStore:
     def __init__(
         self,
         plugin: Any,
+        params: StoreParams,
         plugin_name: str,
-        namespace: str,
-        pool: HostPages,
-        block_tokens: int,
-        *,
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        interface_v1: bool = False,
-        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        interface_v1: bool,
+        staging_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        pool: HostPages = params.pool
+        namespace, block_tokens = params.namespace, params.block_tokens
+        tp_rank, tp_size = params.tp_rank, params.tp_size
         assert block_tokens % pool.page_size == 0
         self.block_tokens = block_tokens
         self._plugin = plugin

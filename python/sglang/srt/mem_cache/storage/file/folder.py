@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang.srt.mem_cache.block_store import StoreError
+from sglang.srt.mem_cache.storage.registry import BACKEND_FLAG, CONFIG_FLAG
 
 SEGMENT_SUFFIX = ".kv"
 SECRET_BYTES = 32
-CONFIG_FLAG = "--hicache-storage-backend-extra-config"
 
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def storage_secret(root: Path) -> bytes:
-    """The 32 random bytes that all ranks and models with this root share; made by whoever comes first.
+    """The 32 random bytes that all ranks and models with this root share; the first to come makes them.
 
     Raises StoreError.
     """
@@ -41,7 +41,7 @@ def storage_secret(root: Path) -> bytes:
             _create_secret(path)
             secret = path.read_bytes()
     except OSError as error:
-        raise StoreError(_cannot_use(root, error)) from error
+        raise StoreError(cannot_use(root, error)) from error
     if len(secret) != SECRET_BYTES:
         raise StoreError(
             f"{path} holds {len(secret)} bytes instead of {SECRET_BYTES}: delete it, and with it what is stored in "
@@ -51,7 +51,7 @@ def storage_secret(root: Path) -> bytes:
 
 
 def _create_secret(path: Path) -> None:
-    """Written under another name and then linked: whoever links first wins, and no one reads half of it."""
+    """Written under another name and then linked: the first to link wins, and no process reads half of it."""
     draft = path.with_name(f"secret.{os.getpid()}.{secrets.token_hex(4)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -105,7 +105,7 @@ def open_namespace(root: Path, digest: bytes, description: str) -> NamespaceFold
                 raise
             lock_fd, writable = _open_if_there(path / "lock"), False
     except OSError as error:
-        raise StoreError(_cannot_use(root, error)) from error
+        raise StoreError(cannot_use(root, error)) from error
     folder = NamespaceFolder(path, writable, lock_fd)
     if lock_fd is not None and _lock(lock_fd, shared=not writable) is False:
         owner = os.pread(lock_fd, 20, 0).decode("ascii", "replace").strip() or "unknown"
@@ -211,8 +211,8 @@ def _open_if_there(path: Path) -> int | None:
         return None
 
 
-def _cannot_use(root: Path, error: OSError) -> str:
+def cannot_use(root: Path, error: OSError) -> str:
     return (
-        f"--hicache-storage-backend file cannot use the folder {root} ({error.strerror}): name one that this user "
+        f"{BACKEND_FLAG} file cannot use the folder {root} ({error.strerror}): name one that this user "
         f"can read and write with path in {CONFIG_FLAG}"
     )

@@ -1,0 +1,104 @@
+"""The storage backend "file": its settings, the folder that they name, and how the disk tier is opened.
+
+Owns the sentences for what cannot be used. The blocks are `HiCacheFile`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.mem_cache.block_store import BlockStore, StoreError
+from sglang.srt.mem_cache.storage.file.file_store import DEFAULT_SEGMENT_BYTES, HiCacheFile
+from sglang.srt.mem_cache.storage.file.folder import SEGMENT_SUFFIX, cannot_use, storage_secret
+from sglang.srt.mem_cache.storage.registry import CONFIG_FLAG, StorageBackend, StoreParams
+from sglang.srt.utils.registry import NAME, POSITIVE_NUMBER, Kind, Option
+
+logger = logging.getLogger(__name__)
+
+ROOT_ENV = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+DEFAULT_ROOT = "/tmp/hicache"
+
+
+class FileBackend(StorageBackend):
+    options = (
+        Option(
+            "path",
+            Kind(NAME.words, lambda value: value is None or NAME.accepts(value)),
+            None,
+            "a folder on a local disk, which several models and ranks may share",
+            f"${ROOT_ENV}, else {DEFAULT_ROOT}",
+        ),
+        Option(
+            "limit_gb",
+            POSITIVE_NUMBER,
+            0,
+            "the most GB (1e9 bytes) that all ranks of the server take together",
+            "90 % of the file system",
+        ),
+        Option(
+            "segment_mb",
+            POSITIVE_NUMBER,
+            DEFAULT_SEGMENT_BYTES / 1e6,
+            "size of a file in MB (1e6 bytes): smaller files evict in finer steps, larger ones start faster",
+        ),
+    )
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Makes the folder."""
+        values = self.values(config)
+        root = find_root(values["path"])
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.listdir(root)
+        except OSError as error:
+            raise StoreError(cannot_use(root, error)) from error
+        _warn_of_little_space(root, int(values["limit_gb"] * 1e9))
+
+    def open(self, params: StoreParams) -> BlockStore:
+        values = self.values(params.config)
+        return HiCacheFile(
+            find_root(values["path"]),
+            params.namespace,
+            params.pool,
+            params.block_tokens,
+            limit_bytes=int(values["limit_gb"] * 1e9) // params.tp_size,
+            segment_bytes=int(values["segment_mb"] * 1e6),
+        )
+
+    def shared_secret(self, config: Mapping[str, Any]) -> bytes:
+        return storage_secret(find_root(self.values(config)["path"]))
+
+
+def find_root(path: str | None) -> Path:
+    """The folder: the option `path`, else upstream's environment variable, else its default. Raises StoreError."""
+    if path is not None:
+        return Path(path).expanduser().absolute()
+    if path := os.environ.get(ROOT_ENV):
+        return Path(path).absolute()
+    root = Path(DEFAULT_ROOT)
+    # Anybody may make a folder there before the server starts, and would then own the KV that it trusts.
+    if root.exists() and root.stat().st_uid != os.geteuid():
+        raise StoreError(f"{root} belongs to another user: name a folder of your own with path in {CONFIG_FLAG}")
+    return root
+
+
+def _warn_of_little_space(root: Path, limit_bytes: int) -> None:
+    free = shutil.disk_usage(root).free
+    if limit_bytes <= free:
+        return
+    # What is stored already counts towards the limit, and need not be free.
+    stored = sum(file.stat().st_size for file in root.glob(f"*/*{SEGMENT_SUFFIX}") if file.exists())
+    if limit_bytes > free + stored:
+        logger.warning(
+            "limit_gb is %.1f, but the file system of %s has %.1f GB left beside %.1f GB of stored KV: less than the "
+            "limit will be kept",
+            limit_bytes / 1e9,
+            root,
+            free / 1e9,
+            stored / 1e9,
+        )

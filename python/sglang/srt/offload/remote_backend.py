@@ -1,0 +1,104 @@
+"""The storage backends "remote" and "bluefield": their settings, and how the remote tier of one rank is opened.
+
+With `remote` the server starts an offload proxy, and a store where no URL is given; with `bluefield` it connects to
+a proxy that somebody else has started. The checks start and connect nothing.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.mem_cache.block_store import BlockStore, StoreError
+from sglang.srt.mem_cache.storage.registry import CONFIG_FLAG, StorageBackend, StoreParams
+from sglang.srt.offload.codec.registry import is_lossy_codec
+from sglang.srt.offload.proxy.settings import ProxySettings
+from sglang.srt.offload.proxy_process import OtherProxy
+from sglang.srt.offload.remote_store import OwnProxySettings, RemoteSettings, open_remote_store
+from sglang.srt.offload.store.address import StoreAddress
+from sglang.srt.utils.registry import BOOLEAN, NUMBER, OBJECT, STRING, Kind, Option
+
+# The proxy checks the rest of it, as it makes the codec.
+_CODEC = Kind("the name of a codec or a JSON object", lambda value: isinstance(value, str | dict))
+_SHARED_OPTIONS = (
+    Option("codec", _CODEC, "lossless", "a codec's name, or an object with its settings, as below"),
+    Option(
+        "hang_timeout_s",
+        NUMBER,
+        10.0,
+        "seconds without a word from the proxy, after which a started one is replaced and another is reported",
+    ),
+    Option("synchronous", BOOLEAN, False, "wait for each read, as a baseline for measurements"),
+)
+
+
+class _ProxyBackend(StorageBackend):
+    """What both have in common."""
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        self.settings(config)
+
+    def open(self, params: StoreParams) -> BlockStore:
+        return open_remote_store(self.name, self.settings(params.config), params)
+
+    def is_lossy(self, config: Mapping[str, Any]) -> bool:
+        return is_lossy_codec(config.get("codec", "lossless"))
+
+    def settings(self, config: Mapping[str, Any]) -> RemoteSettings:
+        """Raises StoreError."""
+        values = self.values(config)
+        return RemoteSettings(
+            codec=values["codec"],
+            hang_s=float(values["hang_timeout_s"]),
+            is_synchronous=values["synchronous"],
+            proxy=self.proxy(values),
+        )
+
+    @abstractmethod
+    def proxy(self, values: dict[str, Any]) -> OwnProxySettings | OtherProxy:
+        """Raises StoreError."""
+
+
+class RemoteBackend(_ProxyBackend):
+    options = (
+        Option("url", STRING, "", "where the store is", "none, so that the server starts a store"),
+        Option(
+            "limit_gb",
+            NUMBER,
+            0.0,
+            "memory in GB (1e9 bytes) of a store that the server starts, over all ranks",
+            "a quarter of the free memory",
+        ),
+        Option("proxy", OBJECT, {}, "settings of the offload proxy"),
+        Option("in_process", BOOLEAN, False, "run the proxy in the scheduler's process, as a baseline"),
+        *_SHARED_OPTIONS,
+    )
+
+    def proxy(self, values: dict[str, Any]) -> OwnProxySettings:
+        # Now rather than from the process, for the sentence.
+        ProxySettings.from_config(values["proxy"])
+        if values["url"]:
+            StoreAddress.parse(values["url"])
+        return OwnProxySettings(values["url"], values["proxy"], values["in_process"], float(values["limit_gb"]))
+
+
+class BluefieldBackend(_ProxyBackend):
+    options = (
+        Option("proxy", STRING, "", "path of the running proxy's socket", "required"),
+        Option("token_file", STRING, "", "the file with the proxy's token", "required"),
+        *_SHARED_OPTIONS,
+    )
+
+    def proxy(self, values: dict[str, Any]) -> OtherProxy:
+        if not values["proxy"] or not values["token_file"]:
+            raise StoreError(
+                f'{self.flag} needs {{"proxy": "/path/to/proxy.sock", "token_file": "…"}} in {CONFIG_FLAG}: the '
+                "socket of a running sglang.srt.offload.proxy, and its token"
+            )
+        try:
+            token = Path(values["token_file"]).read_text().strip()
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{self.flag}: token_file cannot be read: {error}") from error
+        return OtherProxy(Path(values["proxy"]), token)
