@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.managers.schedule_policy import QUEUE_POLICIES
+from sglang.srt.mem_cache.eviction import EVICTION_POLICIES
 from sglang.srt.mem_cache.storage.registry import describe_backends, parse_backends
 from sglang.srt.utils.peer_endpoint import PeerError, check_endpoint
 
@@ -155,14 +157,14 @@ class ServerArgs:
         SCHEDULING,
         "fcfs",
         "order of the queue: first come, first served, or longest cached prefix first",
-        choices=("fcfs", "lpm"),
+        choices=QUEUE_POLICIES,
     )
     radix_eviction_policy: str = arg(
         SCHEDULING,
         "lru",
         "what the cache evicts first: the least recently used, the least frequently used, or what only requests of "
         "low priority used",
-        choices=("lru", "lfu", "priority"),
+        choices=EVICTION_POLICIES,
     )
     disable_radix_cache: bool = arg(SCHEDULING, False, "share no prefix between requests")
     disable_overlap_schedule: bool = arg(

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.node import Node
+if TYPE_CHECKING:
+    # Flags take their choices from here, and load nothing heavy.
+    from sglang.srt.mem_cache.node import Node
 
 Rank = tuple[int, ...]
 # Of a node that no request will ask for again: below every other.

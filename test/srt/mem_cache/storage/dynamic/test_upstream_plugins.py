@@ -27,7 +27,7 @@ import sglang.srt.mem_cache.storage.file as file_package
 import sglang.srt.observability.metrics_collector as metrics_collector
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.mem_cache.page_memory import torch_dtype
-from sglang.srt.mem_cache.storage.registry import create_store
+from sglang.srt.mem_cache.storage.registry import StoreParams, storage_backend
 from support.plugin_fixture import Blocks, FakePool, block_keys
 
 pytestmark = pytest.mark.clients
@@ -98,7 +98,7 @@ def stand_in(name: str, **contents: object) -> types.ModuleType:
 
 def create(module_path: str, class_name: str, pool: FakePool, **config):
     config |= {"backend_name": class_name, "module_path": module_path, "class_name": class_name}
-    return create_store("dynamic", config, "ns", pool, BLOCK, "a/model", 0, 1)
+    return storage_backend("dynamic").open(StoreParams(config, "ns", pool, BLOCK, "a/model"))
 
 
 def check_that_it_stores(store, blocks: Blocks) -> None:
