@@ -60,7 +60,7 @@ class ServerArgs:
     """Settings of one server. None means: chosen at start-up from the model and the machine.
 
     Build one with `from_cli` or by keyword; both end in `check`, so that an instance is always valid. Raises
-    ValueError with a sentence that says what to do.
+    ValueError with a sentence about what to do.
     """
 
     model_path: str = arg(

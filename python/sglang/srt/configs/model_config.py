@@ -42,29 +42,42 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """model_path: as the user gave it. local_path: the directory with config.json. context_length: tokens that a
-    sequence may have. rope_parameters: always with "rope_type", "rope_theta" and "original_max_position_embeddings",
-    and with "factor" where the type has one. eos_token_ids: from config.json and generation_config.json, in that
-    order, each once."""
+    """What the engine needs to know about a model."""
 
+    # As the user gave it.
     model_path: str
+    # The directory with config.json.
     local_path: Path
+    # Of transformers.
     hf_config: Any
+    # One of `MODEL_FAMILIES`.
     architecture: str
+    # Of weights and KV cache.
     dtype: torch.dtype
+    # Tokens that a sequence may have.
     context_length: int
+    # Width of the residual stream.
     hidden_size: int
+    # Width inside the MLP.
     intermediate_size: int
     num_layers: int
+    # Query heads of a layer, over all ranks.
     num_heads: int
+    # KV heads of a layer, over all ranks.
     num_kv_heads: int
+    # Values of a head.
     head_dim: int
     vocab_size: int
     rms_norm_eps: float
+    # Always with "rope_type", "rope_theta" and "original_max_position_embeddings", and with "factor" where the type
+    # has one.
     rope_parameters: dict[str, Any]
+    # Of queries, keys and values.
     attention_bias: bool
     mlp_bias: bool
+    # The head uses the embedding's weights.
     tie_word_embeddings: bool
+    # From config.json and generation_config.json, in that order, each once.
     eos_token_ids: tuple[int, ...]
 
     @classmethod
@@ -127,11 +140,11 @@ class ModelConfig:
         load_format, seed: as given to `load_model`.
 
         Of each weights file it takes the header (names, shapes, dtypes) and 4 KiB from the middle of every tensor:
-        hashing whole files would cost a minute per 100 GB, and whoever trains a model changes all of a tensor.
+        hashing whole files would cost a minute per 100 GB, and training changes all of a tensor.
         """
         digest = hashlib.sha256()
         config_json = json.loads((self.local_path / "config.json").read_text())
-        # Written by whichever library saved it last; says nothing about the model.
+        # Written by the library that saved it last; not a property of the model.
         for key in ("transformers_version", "_name_or_path"):
             config_json.pop(key, None)
         digest.update(json.dumps(config_json, sort_keys=True).encode())
@@ -173,7 +186,7 @@ def _pick_dtype(dtype: str, hf_config: Any) -> torch.dtype:
 
 def _sliding_window(hf_config: Any) -> int | None:
     """Tokens that some layer can look back on, itself included; None for all."""
-    # Only where transformers' model of this family has one: other configs may carry the name and nobody reads it.
+    # Only where transformers' model of this family has one: other configs may carry the name without a reader.
     if not hasattr(type(hf_config), "sliding_window") or not getattr(hf_config, "use_sliding_window", True):
         return None
     if "sliding_attention" not in (getattr(hf_config, "layer_types", None) or ["sliding_attention"]):

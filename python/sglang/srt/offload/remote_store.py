@@ -117,7 +117,7 @@ class RemoteStore:
         self._place.close()
 
     def stats(self) -> dict[str, int]:
-        """Of the proxy and the store as they said last."""
+        """Of the proxy and the store, as of their last answer."""
         client = self._client
         values = {"blocks": 0, "size_bytes": 0, "limit_bytes": 0, **(client.stats if client is not None else {})}
         return {**values, **self._counters}

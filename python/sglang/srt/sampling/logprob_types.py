@@ -9,11 +9,13 @@ import msgspec
 
 
 class LogprobSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """top: how many of the likeliest tokens beside the chosen one. token_ids: tokens whose log-probabilities are
-    wanted wherever they rank. prompt_from: first prompt token that wants one too, None for none of them."""
+    """Which log-probabilities a request wants beside those of the chosen tokens."""
 
+    # How many of the likeliest tokens.
     top: int = 0
+    # Tokens whose log-probabilities are wanted wherever they rank.
     token_ids: tuple[int, ...] = ()
+    # The first prompt token that wants one; None: no prompt token does.
     prompt_from: int | None = None
 
 

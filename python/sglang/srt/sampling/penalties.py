@@ -1,4 +1,4 @@
-"""`PenaltyTable`: how often each running request has said each token. Owned by the executor, on its stream.
+"""`PenaltyTable`: how often each running request has generated each token. Owned by the executor, on its stream.
 
 Frequency, presence and repetition penalties look at the tokens that a request has generated, not at its prompt, as in
 SGLang. Memory is taken only when the first request asks for one: 2 bytes per slot and word of the vocabulary.
@@ -42,12 +42,12 @@ class PenaltyTable:
     ) -> torch.Tensor:
         """logits: (n, vocab_size) float32. The penalties: (n,) float32; 0, 0, 1 change nothing. Returns new logits.
 
-        repetition: positive ones divided, negative ones multiplied, where the token was said (Keskar et al., CTRL);
-        frequency and presence: subtracted, once per time it was said and once at all (OpenAI's API reference).
+        Of tokens that were generated. repetition: positive ones divided, negative ones multiplied (Keskar et al.,
+        CTRL). frequency: subtracted for each time. presence: subtracted once (OpenAI's API reference).
         """
         assert self._counts is not None
         counts = self._counts[slots]
-        said = counts > 0
+        was_generated = counts > 0
         factor = repetition[:, None]
-        logits = torch.where(said, torch.where(logits > 0, logits / factor, logits * factor), logits)
-        return logits - counts * frequency[:, None] - said * presence[:, None]
+        logits = torch.where(was_generated, torch.where(logits > 0, logits / factor, logits * factor), logits)
+        return logits - counts * frequency[:, None] - was_generated * presence[:, None]

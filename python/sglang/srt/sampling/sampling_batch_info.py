@@ -81,7 +81,7 @@ class SamplingBatchInfo:
         return replace(self, positions=positions)
 
     def known_cuts(self, vocab_size: int) -> SamplingCuts:
-        """`cuts`; read off the columns where nobody gave them."""
+        """`cuts`; read off the columns where they were not given."""
         if self.cuts is not None:
             return self.cuts
         host = (self.temperatures, self.top_ps, self.top_ks, self.min_ps)

@@ -56,7 +56,7 @@ class SamplingPlan:
         self, logits: torch.Tensor, slots: torch.Tensor, positions: np.ndarray, penalties: PenaltyTable
     ) -> torch.Tensor:
         """Penalties, biases and minimum lengths. logits: (n, vocab_size) float32, not changed; the same tensor comes
-        back where nobody asks for any. slots: (n,) int64 on the device. positions: as for `info`, on the host."""
+        back where no row asks for any. slots: (n,) int64 on the device. positions: as for `info`, on the host."""
         may_not_stop = self._stop_places(positions)
         if self._penalised is None and self._biased is None and may_not_stop is None:
             return logits
@@ -78,7 +78,7 @@ class SamplingPlan:
             penalties.add(slots.index_select(0, self._penalised), tokens.index_select(0, self._penalised))
 
     def begin_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> LogprobTensors | None:
-        """logits: (n, vocab_size) float32, the model's own. tokens: (n,) int64, drawn. None where nobody asks, else
+        """logits: (n, vocab_size) float32, the model's own. tokens: (n,) int64, drawn. None where no row asks, else
         of `logprob_rows`."""
         if not self.logprob_rows:
             return None
@@ -86,7 +86,7 @@ class SamplingPlan:
         return self._logprob_query.begin(logits.index_select(0, rows), tokens.index_select(0, rows))
 
     def _stop_places(self, positions: np.ndarray) -> _Places | None:
-        """Places of the stop tokens of all rows that have not said enough yet."""
+        """Places of the stop tokens of all rows that have not reached their minimum length."""
         if not len(self._at_least):
             return None
         rows = self._at_least[positions[self._at_least] < self._may_stop_from].tolist()

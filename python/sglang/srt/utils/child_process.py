@@ -1,6 +1,6 @@
 """How a child process of the engine lives and ends. Owns signals, the parent's watch and the start-up report.
 
-The protocol, for whoever writes a child:
+The protocol of a child:
 
     python -m sglang.srt.managers.<child> '<json of ChildArgs>'
 
@@ -10,8 +10,8 @@ The protocol, for whoever writes a child:
   peer binds, so the order of starts does not matter.
 - on_exit, an ExitStack, holds what has to be closed before the process ends. It is unwound however the process ends,
   during start-up too. Then the process exits at once, by `exit_now`.
-- The scheduler says that it is ready by sending SchedulerReady. An error in `start` that a user can mend is raised as
-  ValueError, OSError, StartupError or any exception type of this package, with one sentence that says what to do: it
+- The scheduler sends SchedulerReady when it is ready. An error in `start` that a user can mend is raised as
+  ValueError, OSError, StartupError or any exception type of this package, with one sentence about what to do. It
   is written to `error_file`, the exit code is 1, nothing is printed, and the parent repeats the sentence once. Any
   other exception, and any in `serve`, also logs a traceback: once, of where it happened, in our own frames.
 - SIGINT and SIGTERM mean nothing to a child: the parent drains first, then asks with SIGUSR1, again and again, whose
@@ -45,7 +45,7 @@ from sglang.srt.utils.log import configure_logging
 
 STOP_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
-# What gloo says on one rank when another has gone.
+# Words of gloo on one rank when another has gone.
 _PEER_IS_GONE = ("closed by peer", "reset by peer", "Broken pipe")
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ def _stop(*_: object) -> None:
 
 
 def is_for_the_user(error: BaseException) -> bool:
-    """A start-up error that says what to do; anything else is a bug and deserves its traceback."""
+    """A start-up error with a sentence about what to do; anything else is a bug and deserves its traceback."""
     return isinstance(error, ValueError | OSError) or type(error).__module__.split(".")[0] == "sglang"
 
 
@@ -168,13 +168,13 @@ def one_sentence(error: BaseException) -> str:
 
 
 def log_uncaught(error: BaseException) -> None:
-    """Once, of where it happened: not of whoever heard of it later, nor of the libraries' frames in between. The last
+    """Once, of where it happened: without those that heard of it later, and without the libraries' frames. The last
     line is the error itself."""
     while error.__cause__ is not None:
         error = error.__cause__
     what = "".join(traceback.format_exception_only(error)).rstrip()
     if "gloo" in what and any(words in what for words in _PEER_IS_GONE):
-        logger.warning("another rank is gone: %s", one_sentence(error))  # who says why
+        logger.warning("another rank is gone: %s", one_sentence(error))  # that rank logs why
         return
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if "site-packages" not in frame.filename] or frames

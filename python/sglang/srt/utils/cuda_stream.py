@@ -9,8 +9,8 @@ starts on the device is over later, in the same order:
     completions                                       | when_done(...) |
 
 To wait for another stream's event, the thread waits until that event has been recorded on the device, which is soon,
-and the device until it has been passed. So whatever a closure decided on the host, a failure for one, is known to
-those that wait for its event, before the device is done.
+and the device until it has been passed. What a closure decided on the host, such as a failure, is therefore known
+to those that wait for its event before the device is done.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class CudaStream(ThreadStream):
 def make_stream(
     name: str, device: torch.device, on_death: Callable[[], None] = lambda: None, urgent: bool = False
 ) -> ThreadStream:
-    """A stream of whatever device that is. urgent: on a GPU its kernels, which are few and small, take the next room
+    """A stream of the device. urgent: on a GPU its kernels, which are few and small, take the next room
     there is: the blocks of a large matrix product would keep them waiting."""
     return (
         CudaStream(name, device, on_death, -1 if urgent else 0)

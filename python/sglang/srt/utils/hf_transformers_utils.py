@@ -51,7 +51,7 @@ def _known_tokenizer_class(path: str) -> str | None:
 
 
 def get_context_and_vocab(model_dir: str) -> tuple[int | None, int | None]:
-    """(max_position_embeddings, vocab_size) of the model's config, as far as it says. Raises StartupError."""
+    """(max_position_embeddings, vocab_size) of the model's config; None: it has none. Raises StartupError."""
     try:
         with open(os.path.join(model_dir, "config.json")) as file:
             config = json.load(file)

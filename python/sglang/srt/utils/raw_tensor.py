@@ -44,7 +44,7 @@ class _ManagedTensor(ctypes.Structure):
     _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter))
 
 
-# What torch still refers to, by address: the description, its shape, and whoever keeps the memory.
+# What torch still refers to, by address: the description, its shape, and the object that keeps the memory.
 _alive: dict[int, tuple[Any, ...]] = {}
 
 

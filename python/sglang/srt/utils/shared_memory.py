@@ -1,5 +1,6 @@
-"""`SharedMemory`: memory that another process can be given. It has no name, so nobody else can open it and nothing is
-left behind: whoever holds the file descriptor may map it, and it is gone when the last one has let go.
+"""`SharedMemory`: memory that another process can be given. It has no name, so no other process can
+open it and nothing is left behind. A process that holds the file descriptor may map it. It is gone when the last one
+has let go.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class SharedMemory:
 
 
 def sealed_memfd(size_bytes: int, name: str) -> int:
-    """A file descriptor of memory without a name, whose size nobody can change: whoever maps it may rely on it.
+    """A file descriptor of memory without a name, whose size cannot change: a process that maps it may rely on it.
     Zeros, of which none is taken yet. name: what a person sees in /proc. Raises OSError."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

@@ -1,6 +1,6 @@
 """`Stream` and `Event`: work in order, and order between works. CUDA's semantics, on any device.
 
-Owns the worker thread of a CPU stream. A closure that raises kills its stream: whoever polls it raises too. Work
+Owns the worker thread of a CPU stream. A closure that raises kills its stream: polling it raises too. Work
 that may fail in an expected way catches its own errors.
 
 Work is what gives a device something to do: on a GPU (`CudaStream`) it has run when the device has been told, and the
@@ -75,13 +75,13 @@ class ThreadEvent:
 
 
 class ThreadStream:
-    """A CPU stream: one daemon thread that runs closures in order. on_death: called once, from the thread; whoever
-    sleeps until work completes must wake and poll, for none will."""
+    """A CPU stream: one daemon thread that runs closures in order. on_death: called once, from the thread; a
+    thread that sleeps until work completes must then wake and poll, for no work will."""
 
     def __init__(self, name: str, on_death: Callable[[], None] = lambda: None) -> None:
         self.name = name
         self._on_death = on_death
-        # Work, and whether it runs on a dead stream, too: events still pass, so that nobody waits for ever.
+        # Work, and whether it runs on a dead stream, too: events still pass, so that no thread waits for ever.
         self._queue: SimpleQueue[tuple[Callable[[], None], bool] | None] = SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -47,7 +47,7 @@ class Codec(Protocol):
 
     def encode(self, raw: np.ndarray, piece: int, key: bytes, out: np.ndarray) -> int:
         """Write piece `piece` of the block `key` (16 bytes) to out, (>= max_stored_bytes,). Returns how many bytes,
-        header included. raw: the piece's bytes, as many as the layout says."""
+        header included. raw: the piece's bytes, as many as the layout has."""
         ...
 
     def parse(self, stored: np.ndarray, piece: int, key: bytes) -> PieceHeader:

@@ -1,8 +1,8 @@
 """The header of a stored piece: what wrote it, for which piece of which block, and checksums.
 
 A reader knows what it asked for, so nothing here tells it a size: each field must be what the reader computes, else
-the piece is refused with `CodecError` before anything is decoded. Whoever can write to the store can therefore feed
-wrong values under right checksums, but no size.
+the piece is refused with `CodecError` before anything is decoded. A writer to the store can therefore feed wrong
+values under right checksums, but no size.
 
     offset  bytes  field
     0       4      magic "SGKV"

@@ -23,7 +23,7 @@ from sglang.srt.utils.registry import POSITIVE_NUMBER, STRING, Kind, Option
 logger = logging.getLogger(__name__)
 
 _REQUIRED = ("backend_name", "module_path", "class_name")
-# What every plugin has, whatever its data methods are.
+# What every plugin has, beside its data methods.
 _METHODS = ("register_mem_pool_host", "batch_exists", "clear")
 
 

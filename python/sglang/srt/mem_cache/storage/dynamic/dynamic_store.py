@@ -175,7 +175,7 @@ class PluginStore:
     # Calls of one batch
 
     def _count_existing(self, keys: Sequence[bytes]) -> int:
-        """Leading keys that the plugin says it has."""
+        """Leading keys that the plugin claims to have."""
         names = self._names(keys)
         if not names:
             return 0
@@ -211,7 +211,7 @@ class PluginStore:
         return len(fetched)
 
     def _fetch_v1(self, names: list[str]) -> list[int | torch.Tensor | None] | None:
-        """Staging pages that the plugin says it filled, None for a block that it has not. None: it raised."""
+        """Staging pages that the plugin claims to have filled, None for a block that it has not. None: it raised."""
         for page in range(len(names)):
             self.staging.wipe_end(page, _TRAILER_BYTES)  # it shows if nothing is written
         answer = self._call("read", self._plugin.batch_get_v1, names, self._indices(0, len(names)), _no_info())
@@ -265,7 +265,7 @@ class PluginStore:
                 self._complain("write", f"batch_set stored {stored} of {len(names)} blocks")
             count = stored or 0
         if count < len(names):
-            # Not all: a plugin says only that, or nothing. The leading ones may be there.
+            # Not all: a plugin answers no more than that. The leading ones may be there.
             count = max(count, self._count_existing(keys[: len(names)]))
         with self._lock:
             self._counters["stored"] += count
@@ -322,7 +322,7 @@ class PluginStore:
         return names
 
     def _doubt(self, key: bytes) -> None:
-        """The plugin did not bring a block. If it says nevertheless that it has it, it will not bring it next time
+        """The plugin did not bring a block. If it claims nevertheless to have it, it will not bring it next time
         either, nor store it anew; if it cannot say, the trouble is somewhere else."""
         if self._count_existing([key]) > 0:
             self._rename(key, "exists but did not come")

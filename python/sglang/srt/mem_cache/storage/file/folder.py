@@ -184,7 +184,7 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _try_lock(folder: Path) -> int | None:
-    """The lock of a folder that nobody uses; None: in use, or not ours to touch."""
+    """The lock of a folder that no process uses; None: in use, or not ours to touch."""
     try:
         lock_fd = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
     except OSError:

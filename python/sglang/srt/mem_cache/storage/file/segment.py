@@ -53,7 +53,7 @@ assert _ENTRY.size + _U64.size == ENTRY_BYTES == _ROW.itemsize
 
 
 class SegmentError(Exception):
-    """A file is not a segment of this namespace and version; the message says why."""
+    """A file is not a segment of this namespace and version; the message has the reason."""
 
 
 @dataclass(frozen=True)
