@@ -39,6 +39,7 @@ from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.node import Node
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.storage.registry import (
     STORAGE_BACKENDS,
     StorageBackend,
@@ -140,7 +141,7 @@ def test_a_storage_backend_is_checked_before_the_start(monkeypatch: pytest.Monke
 
 def test_a_storage_backend_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STORAGE_BACKENDS, "drawer", DRAWER)
-    pool = MHATokenToKVPoolHost(MHATokenToKVPool(4, 16, 2, 1, 4, torch.float32), 64)
+    pool = MHATokenToKVPoolHost(MHATokenToKVPool(4, PageLayout.kv(16, 2, 1, 4, torch.float32)), 64)
     opener = StorageOpener("model", "name", pool, 0, 1)
 
     def setup(config: dict[str, Any], backend: str = "drawer") -> Any:

@@ -24,10 +24,10 @@ from sglang.srt.mem_cache.page_memory import ORDERS
 from sglang.srt.mem_cache.pool_host import HostKVCache
 from sglang.srt.mem_cache.storage.dynamic.dynamic_store import PluginStore
 from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
+from sglang.srt.mem_cache.storage.registry import StoreParams, storage_backend
 from sglang.srt.mem_cache.swap_file import SwapFile
 from sglang.srt.mem_cache.transfer import D2H, H2D, Ticket, Tier, TransferOp
 from sglang.srt.offload.codec import BlockLayout, make_codec
-from sglang.srt.offload.remote_store import open_remote_store
 from sglang.srt.peer.memory.elastic_pool import ElasticPool
 from sglang.srt.peer.memory.slabs import GRANULARITY, SlabRange
 from sglang.srt.peer.protocol.elastic_units import stride_bytes
@@ -203,8 +203,9 @@ def store_and_fetch(store: BlockStore, host: MHATokenToKVPoolHost, rng: np.rando
 @each_layout
 @pytest.mark.parametrize("order", ORDERS)
 def test_file_store(layout: PageLayout, order: str, rng: np.random.Generator, tmp_path: Path):
-    store = HiCacheFile(tmp_path, "namespace", host_pool(layout, order), 2 * layout.page_size)
-    store_and_fetch(store, store._pool, rng)  # type: ignore[arg-type]
+    host = host_pool(layout, order)
+    store = HiCacheFile(tmp_path, "namespace", host, 2 * layout.page_size)
+    store_and_fetch(store, host, rng)
     store.close()
 
 
@@ -257,15 +258,8 @@ class Plugin:
 def test_plugin(layout: PageLayout, interface_v1: bool, rng: np.random.Generator):
     for order in ORDERS:
         host = host_pool(layout, order)
-        store = PluginStore(
-            Plugin(),
-            "mine",
-            "namespace",
-            host,
-            2 * layout.page_size,
-            interface_v1=interface_v1,
-            staging_bytes=1 << 16,
-        )
+        params = StoreParams({}, "namespace", host, 2 * layout.page_size, "a/model")
+        store = PluginStore(Plugin(), params, "mine", interface_v1, staging_bytes=1 << 16)
         store_and_fetch(store, host, rng)
 
 
@@ -297,13 +291,15 @@ def test_every_lossless_codec(layout: PageLayout, codec: dict[str, object], rng:
 @pytest.mark.parametrize("name", ["latent 37", "int8 with scales"])
 def test_a_proxy_and_a_store(name: str, rng: np.random.Generator, tmp_path: Path):
     host = host_pool(layouts(3)[name])
-    store = open_remote_store("remote", config_of("lossless"), "namespace", host, 6, tmp_path)
+    store = open_remote("lossless", host, 6, tmp_path)
     store_and_fetch(store, host, rng)
     store.close()
 
 
-def config_of(codec: str) -> dict[str, Any]:
-    return {"in_process": True, "proxy": BUFFERS, "codec": codec}
+def open_remote(codec: str, host: MHATokenToKVPoolHost, block_tokens: int, directory: Path) -> BlockStore:
+    config = {"in_process": True, "proxy": BUFFERS, "codec": codec}
+    params = StoreParams(config, "namespace", host, block_tokens, "a/model", directory=directory)
+    return storage_backend("remote").open(params)
 
 
 @each_layout
@@ -319,4 +315,4 @@ def test_a_lossy_codec_refuses_what_has_no_heads_of_k_and_v(layout: PageLayout):
 def test_a_lossy_codec_is_refused_when_the_engine_starts(tmp_path: Path):
     host = host_pool(layouts(16)["latent 72"])
     with pytest.raises(StoreError, match="latent 72 bfloat16 per token, 3 layers: use codec lossless or raw"):
-        open_remote_store("remote", config_of("binned"), "namespace", host, 16, tmp_path)
+        open_remote("binned", host, 16, tmp_path)

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.storage.dynamic.dynamic_store import PluginStore
+from sglang.srt.mem_cache.storage.registry import StoreParams
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.offload.codec import BlockLayout, make_codec
 
@@ -177,9 +178,10 @@ def test_blocks_of_k_and_v_have_the_names_that_they_always_had() -> None:
     pool = MHATokenToKVPoolHost(MHATokenToKVPool(2, layout), 64)
     found = StorageOpener("fp", "name", pool, 0, 1)
     assert found._namespace(64) == "v1 fp torch.bfloat16 page 16 block 64"
-    secret = found._chain_secret("remote", {}, "s", 64)
+    secret = found._chain_secret(("remote",), {}, "s", 64)
     assert secret.hex() == "6f86845176855f016cc7907df4a82d7c00f8879da8244fb8f5079930a428cb41"
-    plugin = PluginStore(mock.Mock(), "plugin", found._namespace(64), pool, 64)
+    params = StoreParams({}, found._namespace(64), pool, 64, "name")
+    plugin = PluginStore(mock.Mock(), params, "plugin", False, 256_000_000)
     assert plugin._digest.hex() == "6e8a662c30863432415402a978212e1e"
     assert plugin.staging.dtype == torch.bfloat16 and plugin.staging.page_bytes == 16384
     block = BlockLayout(4, layout)

@@ -105,14 +105,17 @@ COMMON_OPTIONS = (
 
 @dataclass(frozen=True)
 class StorageOpener:
-    """model: the fingerprint of config and weights. pool: this rank's host pool; all ranks' are alike. Both, with the
-    tokens, determine the bytes of a block. directory: the server's private one, which is removed when it ends."""
+    """Opens the storage tier of one rank. Model, pool and tokens determine the bytes of a block."""
 
+    # The fingerprint of config and weights.
     model: str
+    # The name that clients ask for.
     model_name: str
+    # This rank's host pool; the pools of all ranks are alike.
     pool: MHATokenToKVPoolHost
     tp_rank: int
     tp_size: int
+    # The server's private one, which is removed when it ends.
     directory: Path = Path()
 
     def setup(self, backend: str, extra_config: str, prefetch_policy: str, write_policy: str) -> StorageSetup:
