@@ -1,7 +1,7 @@
 """`HiCacheStorage`: the class that a storage plugin derives from, under upstream's names and signatures.
 
 Owns only names. A plugin written for SGLang imports them from here and runs unchanged behind
-`storage/dynamic_store.py`, which lists what this engine calls and what it does not.
+`storage/dynamic/dynamic_store.py`, which lists what this engine calls and what it does not.
 """
 
 from __future__ import annotations
