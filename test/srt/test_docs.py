@@ -11,7 +11,17 @@ import yaml
 
 from sglang.srt.entrypoints import request_fields
 from sglang.srt.observability import metrics_collector
-from support.doc_pages import DOCS, PAGES_WITH_COMMANDS, ROOT, USER_PAGES, all_pages, blocks_of, dead_links
+from support.doc_names import missing_names
+from support.doc_pages import (
+    CONTRIBUTOR_PAGES,
+    DOCS,
+    PAGES_WITH_COMMANDS,
+    ROOT,
+    USER_PAGES,
+    all_pages,
+    blocks_of,
+    dead_links,
+)
 from support.doc_reader import MARKERS, Reader
 
 COMMANDS = ("bash", "python", "console")
@@ -30,6 +40,7 @@ NOT_RUN = {
 }
 API = DOCS / "reference" / "api.md"
 MAX_USER_WORDS = 25_000
+MAX_CONTRIBUTOR_WORDS = 15_000
 
 
 def runnable(page: Path) -> list:
@@ -86,9 +97,38 @@ def test_pages_that_the_code_names_exist() -> None:
     assert [(file, page) for file, page in named if not (ROOT / page).exists()] == []
 
 
-def test_user_pages_stay_short() -> None:
-    words = [word for page in USER_PAGES for word in page.read_text().split() if re.search(r"\w", word)]
-    assert len(words) <= MAX_USER_WORDS
+@pytest.mark.parametrize(
+    ("pages", "limit"),
+    [
+        pytest.param(USER_PAGES, MAX_USER_WORDS, id="user"),
+        pytest.param(CONTRIBUTOR_PAGES, MAX_CONTRIBUTOR_WORDS, id="contributor"),
+    ],
+)
+def test_pages_stay_short(pages: list[Path], limit: int) -> None:
+    words = [word for page in pages for word in page.read_text().split() if re.search(r"\w", word)]
+    assert len(words) <= limit
+
+
+@pytest.mark.parametrize("page", CONTRIBUTOR_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_contributor_page_names_exists(page: Path) -> None:
+    assert missing_names(page) == []
+
+
+def test_a_name_that_does_not_exist_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "`mem_cache/no_such_file.py`, `HiRadixTree.no_such_method`, `NoSuchClass`, `no_such_function()`\n"
+        "```\nNoSuchClassInAPicture (link.py)\n```\n"
+        "`mem_cache/link.py`, `HiRadixTree.match`, `LayerStreaming.max_total_len`, `Link`, `make_room()`\n"
+    )
+    assert set(missing_names(page)) == {
+        "mem_cache/no_such_file.py",
+        "HiRadixTree.no_such_method",
+        "no_such_method",
+        "NoSuchClass",
+        "no_such_function",
+        "NoSuchClassInAPicture",
+    }
 
 
 @pytest.mark.parametrize(

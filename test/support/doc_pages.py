@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-# Pages for users. Those for contributors, and the records, are not among them.
+# Pages for users. The records are neither among them nor among those for contributors.
 USER_PAGES = [
     ROOT / "README.md",
     DOCS / "README.md",
@@ -18,6 +18,11 @@ USER_PAGES = [
     *sorted((DOCS / "reference").glob("*.md")),
     DOCS / "glossary.md",
     DOCS / "benchmarks.md",
+]
+CONTRIBUTOR_PAGES = [
+    DOCS / "architecture.md",
+    DOCS / "contributing.md",
+    *sorted((DOCS / "design").glob("*.md")),
 ]
 # Pages at the root that have commands as well.
 PAGES_WITH_COMMANDS = [*USER_PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md"]

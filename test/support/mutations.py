@@ -1,7 +1,7 @@
 """Planted bugs, and which net catches which.
 
     python -m support.mutations          each bug under all nets
-    python -m support.mutations --alone  each bug under each net alone: the table in docs/design/nets.md
+    python -m support.mutations --alone  each bug under each net alone: the table in docs/records/planted_bugs.md
     python -m support.mutations --first-tries stale  write first_tries.json anew where it misses its bug
 
 A mutation changes one line of the engine in a way that somebody could have written. The soak must not survive it.
