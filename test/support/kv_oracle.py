@@ -1,6 +1,6 @@
 """The KV oracle, third of the three nets: recompute every cached path and compare its bytes on every tier.
 
-It catches what tokens, invariants and poison miss: a published token that was never the real one, a page copied from
+It catches what tokens, invariants and poison miss: a inserted token that was never the real one, a page copied from
 the wrong place under the right tokens.
 """
 

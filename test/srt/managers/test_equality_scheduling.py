@@ -18,11 +18,11 @@ MECHANISMS = {
     "bubble filling": {"bubble_filling": True},
     "load or recompute": {"load_or_recompute": True},
     "deferral": {"deferral_threshold": 8},
-    "deferral, published late": {"deferral_threshold": 8, "insert_at": "completion"},
+    "deferral, inserted late": {"deferral_threshold": 8, "insert_at": "completion"},
     "balanced": {"load_ratio": 0.5},
     "longest prefix": {"schedule_policy": "lpm"},
     "all": {"bubble_filling": True, "load_or_recompute": True, "deferral_threshold": 8, "load_ratio": "auto"},
-    "all, published late": {
+    "all, inserted late": {
         "bubble_filling": True,
         "load_or_recompute": True,
         "deferral_threshold": 8,

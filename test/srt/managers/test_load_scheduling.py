@@ -458,7 +458,7 @@ def test_two_who_ask_the_same_at_once(insert_at: str, threshold: int, tokens: in
     assert computed(rig) == tokens and rig.counter("deferred") == deferred
     assert times["a"].ttft == pytest.approx({400: 0.4, 201: 0.2}[tokens], abs=0.0011)
     assert times["b"].cached_tokens_details["device"] == 400 - tokens
-    # Where it is published at launch, one launch does both.
+    # Where it is inserted at launch, one launch does both.
     assert len(rig.prefills()) == (2 if insert_at == "completion" and threshold else 1)
 
 

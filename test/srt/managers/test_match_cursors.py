@@ -24,7 +24,7 @@ class Rig:
         self.num_frames = 0
         self.tickets = 0
 
-    def publish(self, text: str, namespace: str = "") -> Node:
+    def insert(self, text: str, namespace: str = "") -> Node:
         frames = np.arange(self.num_frames, self.num_frames + len(text), dtype=np.int32)
         self.num_frames += len(text)
         return self.tree.insert_prefix(namespace, None, tokens(text), frames, 0, 0).node
@@ -51,7 +51,7 @@ class Rig:
 def test_what_is_cached_is_neither_loaded_nor_computed() -> None:
     rig = Rig()
     assert rig.find() == Candidate(7)
-    node = rig.publish("abcd")
+    node = rig.insert("abcd")
     assert not rig.is_known
     assert rig.find() == Candidate(3, prefix=4)
     rig.back_up(node)
@@ -68,13 +68,13 @@ def test_what_is_cached_is_neither_loaded_nor_computed() -> None:
 
 def test_only_a_child_that_continues_the_match_matters() -> None:
     rig = Rig()
-    rig.publish("abcd")
+    rig.insert("abcd")
     rig.find()
-    rig.publish("abcdxyz")
-    rig.publish("zzz")
-    rig.publish("abcdef", namespace="tenant")
+    rig.insert("abcdxyz")
+    rig.insert("zzz")
+    rig.insert("abcdef", namespace="tenant")
     assert rig.is_known
-    rig.publish("abcdeq")
+    rig.insert("abcdeq")
     assert not rig.is_known
     assert rig.find() == Candidate(2, prefix=5)
 
@@ -82,17 +82,17 @@ def test_only_a_child_that_continues_the_match_matters() -> None:
 def test_the_first_child_of_a_namespace_and_of_another() -> None:
     rig = Rig()
     rig.find()
-    rig.publish("ab", namespace="tenant")
+    rig.insert("ab", namespace="tenant")
     assert rig.is_known
-    rig.publish("ab")
+    rig.insert("ab")
     assert not rig.is_known
 
 
 def test_a_node_that_is_cut_or_evicted_is_matched_again() -> None:
     rig = Rig()
-    rig.publish("abcdefgh")
+    rig.insert("abcdefgh")
     assert rig.find() == Candidate(1, prefix=6)
-    other = rig.publish("abq")
+    other = rig.insert("abq")
     assert not rig.is_known
     rig.find()
     rig.tree.drop(other, Tier.DEVICE)
@@ -104,7 +104,7 @@ def test_a_node_that_is_cut_or_evicted_is_matched_again() -> None:
 
 def test_a_backup_that_arrives_after_the_device_gave_up_its_copy() -> None:
     rig = Rig()
-    node = rig.publish("abcd")
+    node = rig.insert("abcd")
     ticket = rig.back_up(node, commit=False)
     rig.tree.evict(Tier.DEVICE, 4)
     assert rig.find() == Candidate(7), "it is nowhere yet"
@@ -115,7 +115,7 @@ def test_a_backup_that_arrives_after_the_device_gave_up_its_copy() -> None:
 
 def test_who_waits_no_more_leaves_nothing_behind() -> None:
     rig = Rig()
-    rig.publish("abcd")
+    rig.insert("abcd")
     rig.find()
     rig.cursors.forget("r")
     rig.cursors.forget("r")

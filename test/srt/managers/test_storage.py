@@ -304,7 +304,7 @@ def test_attach_clear_and_detach_at_run_time(model_config: ModelConfig) -> None:
     assert engine.administer(StorageAction.ATTACH, SETUP) == (True, "")
     success, message = engine.administer(StorageAction.ATTACH, SETUP)
     assert not success and "detach it first" in message
-    # The next request backs nothing up, as the host has it all: it is stored when something new is published below.
+    # The next request backs nothing up, as the host has it all: it is stored when something new is inserted below.
     engine.generate([np.concatenate((text, text[:40]))], PARAMS)
     engine.settle()
     assert len(engine.scheduler.cache.tree.match("", text).path) and len(engine.store.blocks) == 9

@@ -214,7 +214,7 @@ class Driver:
             page.last_access, page.last_use = self.now, max(page.last_use, fence)
         self.seen["unlock"] += 1
 
-    def publish(self) -> None:
+    def insert(self) -> None:
         key = self.draw()
         loading = [k for k, page in self.model.items() if DEVICE in page.tickets]
         if loading and self.rng.random() < 0.2:
@@ -240,7 +240,7 @@ class Driver:
                 duplicates.append(frame)
                 self.seen["duplicates"] += 1
             else:
-                self.seen["adopted" if page.frames else "published"] += 1
+                self.seen["adopted" if page.frames else "inserted"] += 1
                 self.seen["adopted above a peer"] += PEER in page.frames
                 page.frames[DEVICE], page.fences[DEVICE] = frame, self.now
                 created.append(frame)
@@ -469,7 +469,7 @@ class Driver:
 OPERATIONS = {
     Driver.lock: 4,
     Driver.unlock: 5,
-    Driver.publish: 5,
+    Driver.insert: 5,
     Driver.back_up: 6,
     Driver.commit: 5,
     Driver.fail: 1,
@@ -482,7 +482,7 @@ OPERATIONS = {
     Driver.cancel_fetch: 0.3,
 }
 EXPECTED = {
-    *("load from HOST", "load from PEER", "unlock", "published", "adopted", "duplicates", "stopped at filling"),
+    *("load from HOST", "load from PEER", "unlock", "inserted", "adopted", "duplicates", "stopped at filling"),
     *("backup to HOST", "backup to PEER", "commit", "failed", "drop", "evict", "compact"),
     *("adopted above a peer", "evict from a peer, not by age"),
     *("named", "fetch", "fetched", "fetched in part", "cancelled", "computed meanwhile", "not yet there"),

@@ -19,7 +19,7 @@ def kept_bytes(tree: HiRadixTree) -> int:
     return sum(bases.values())
 
 
-def publish(tree: HiRadixTree, tokens: np.ndarray, frames: np.ndarray) -> None:
+def insert(tree: HiRadixTree, tokens: np.ndarray, frames: np.ndarray) -> None:
     tree.insert_prefix("", None, tokens, frames, 0, 0)
 
 
@@ -29,7 +29,7 @@ def test_a_short_answer_does_not_keep_room_for_the_longest():
     for i in range(20):
         tokens, frames = np.empty(100_000, np.int32), np.empty(100_000, np.int32)
         tokens[:50], frames[:50] = i, np.arange(50 * i, 50 * i + 50)
-        publish(tree, tokens[:50], frames[:50])
+        insert(tree, tokens[:50], frames[:50])
     assert kept_bytes(tree) < 20 * 8 * 1000
 
 
@@ -38,7 +38,7 @@ def test_what_is_left_of_a_long_prompt_does_not_keep_all_of_it():
     for i in range(20):
         tokens = np.arange(100_000, dtype=np.int32)
         tokens[0] = -i
-        publish(tree, tokens, np.arange(100_000 * i, 100_000 * (i + 1), dtype=np.int32))
+        insert(tree, tokens, np.arange(100_000 * i, 100_000 * (i + 1), dtype=np.int32))
         tree.evict(Tier.DEVICE, 99_990)
     assert tree.resident_pages(Tier.DEVICE) == 200
     assert kept_bytes(tree) < 20 * 8 * 1000
@@ -47,6 +47,6 @@ def test_what_is_left_of_a_long_prompt_does_not_keep_all_of_it():
 def test_long_runs_are_not_copied():
     tree = HiRadixTree(1)
     tokens, frames = np.arange(10_000, dtype=np.int32), np.arange(10_000, dtype=np.int32)
-    publish(tree, tokens[:9_000], frames[:9_000])
+    insert(tree, tokens[:9_000], frames[:9_000])
     (node,) = tree.walk()
     assert node.key.base is tokens and node.frames[Tier.DEVICE].base is frames

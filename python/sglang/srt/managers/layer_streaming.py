@@ -1,14 +1,14 @@
 """`LayerStreaming`: one request that is longer than the device, and where each part of it is.
 
-Owns the role, which one request has at a time: two would halve each other's link. Never decides who gets it: the
-scheduler does. Allocates nothing on the device.
+Owns the role, which one request has at a time: two would halve each other's link. `NoLayerStreaming` is the interface
+and its null object. Never decides which request streams: admission does. Allocates nothing on the device.
 
 The request's tokens, from the first to the last:
 
     | on the device, in the tree | the hole: streamed              | going         | HELD    |
     0                        start                              stop                     computed
                                    host, perhaps a peer | swap file  device and there  device
-                                                    published
+                                                    inserted_len
 
 - *Spill*: the oldest HELD pages go to the host, as nodes of the tree that the device does not have; once they are
   there, the device frames are free and launches stream these pages.
@@ -47,13 +47,14 @@ _CHUNKS = 3
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where a request's tokens are, as far as they are in the tree and not being spilled. start, stop: of the hole;
-    equal if there is none. before: frames of what the device has before it. streamed: the nodes in it; the rest of it
-    is in the swap file."""
+    """Where a request's tokens are, as far as they are in the tree and not being spilled."""
 
+    # Of the hole, in tokens; equal if there is none.
     start: int
     stop: int
+    # Frames of what the device has before it.
     before: list[np.ndarray]
+    # The nodes in it; the rest of it is in the swap file.
     streamed: list[Node]
 
 

@@ -5,7 +5,7 @@ never reads the tree (which alone knows *where* a page is), and knows nothing of
 
                 allocate           free_after                  reap: pins 0 and fence passed
     FREE ------------------> HELD ------------> PENDING_FREE -------------------------------------> FREE
-      |                       | publish           ^  ^
+      |                       | insert            ^  ^
       | allocate(FILLING)     v                   |  |
       +-------> FILLING --> CACHED ---------------+  |
                   |  commit         evict, drop      |
@@ -104,7 +104,7 @@ class FrameTable:
         self.owner[frames] = owners
 
     def transition(self, frames: np.ndarray, before: FrameState, after: FrameState) -> None:
-        """Move frames between live states (publish, commit). Asserts that all are in `before`."""
+        """Move frames between live states (insert, commit). Asserts that all are in `before`."""
         where = self._where(frames)
         assert (self.state[where] == before).all(), f"frames are not all {before.name}"
         self.state[where] = after
