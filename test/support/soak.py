@@ -85,23 +85,10 @@ class StuckError(AssertionError):
 
 @dataclass(frozen=True)
 class SoakConfig:
-    """One seed's configuration. Rates are probabilities; steps counts ticks in which requests may arrive.
-
-    num_documents: texts that requests begin with; more than the device holds make loads. whole_rate: share of
-    requests that keep it whole. twin_rate: share of requests that repeat one still running. load_late_rate: as
-    late_rate, for loads alone, so that they stay in flight while other things happen; store_late_rate: for storage.
-    storage: used where there is a host tier. storage_request_rate: how often it is attached, detached or cleared.
-    overlapping_reads: storage has several reads under way at once. A second storage tier always has; near_blocks: the
-    first of two keeps that many.
-    restart_rate: how often nobody asks until all is quiet, and then all is forgotten but what storage has. launch_s,
-    load_s, fetch_s: what the scheduler is told that they take, in seconds, of which a tick has 0.001. lend_rate: how
-    often a slab that is wanted comes home, above 0 where slabs of the device are lent, which then needs no peers;
-    lend_window_s: what was needed in so many seconds is not lent. stream_pages: of each of stream_buffers buffers of
-    the layer stream cache, 0 for none; used where there is a host tier, and nothing is lent. num_swap_pages: of its
-    swap file, beside a host that is then too small.
-    """
+    """One seed's configuration. Rates are probabilities."""
 
     seed: int
+    # Ticks in which requests may arrive.
     steps: int
     page_size: int
     num_device_pages: int
@@ -114,27 +101,38 @@ class SoakConfig:
     abort_rate: float
     link_fail_rate: float
     launch_fail_rate: float
+    # That what has completed is reported later.
     late_rate: float
     max_prompt: int = 48
     max_new_tokens: int = 24
     oracle_every: int = 25
     eviction_policy: str = "lru"
     write_policy: str = "write_through"
+    # Texts that requests begin with; more than the device holds make loads.
     num_documents: int = 1
+    # Share of requests that keep their document whole.
     whole_rate: float = 0.3
+    # As late_rate, for loads alone, so that they stay in flight while other things happen.
     load_late_rate: float = 0.5
+    # Share of requests that repeat one still running.
     twin_rate: float = 0.1
     flush_rate: float = 0.0
     new_token_ratio: float = 0.3
     max_filling_ratio: float = 0.5
     insert_every_tokens: int = 8
     enable_radix_cache: bool = True
+    # Used where there is a host tier.
     storage: StorageSetup | None = None
     store_fail_rate: float = 0.0
+    # As late_rate, for storage.
     store_late_rate: float = 0.0
+    # How often storage is attached, detached or cleared.
     storage_request_rate: float = 0.0
+    # Whether storage has several reads under way at once; a second storage tier always has.
     overlapping_reads: bool = False
+    # Blocks that the first of two storage tiers keeps.
     near_blocks: int = 0
+    # How often no request comes until all is quiet, and then all is forgotten but what storage has.
     restart_rate: float = 0.0
     load_ratio: float | str = 100.0
     bubble_filling: bool = True
@@ -143,17 +141,23 @@ class SoakConfig:
     deferral_threshold: int = 100
     schedule_policy: str = "fcfs"
     bypass_local: bool = False
+    # What the scheduler is told that launches, loads and fetches take, in seconds; a tick has 0.001.
     launch_s: float = 1e-3
     load_s: float = 1e-3
     fetch_s: float = 1e-3
     host_layout: str = "page_first"
     io_backend: str = "auto"
     num_peer_pages: int = 0
+    # How often a borrowed slab comes or is recalled.
     slab_rate: float = 0.0
+    # How often a recalled slab is back; above 0 slabs of the device are lent, which then needs no peers.
     lend_rate: float = 0.0
+    # What was needed in so many seconds is not lent.
     lend_window_s: float = 0.05
+    # Of each buffer of the layer stream cache, 0 for none; used where there is a host tier and nothing is lent.
     stream_pages: int = 0
     stream_buffers: int = 2
+    # Of the swap file, beside a host that is then too small.
     num_swap_pages: int = 0
 
     @property
