@@ -113,11 +113,43 @@ def test_a_storage_backend(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert accepts(flags).hicache_storage_backend == "drawer"
     assert accepts(["--hicache-storage-backend", "drawer,remote"])
     assert "a local and a remote one" in refuses(["--hicache-storage-backend", "remote,drawer"], capsys)
-    assert "bluefield, dynamic, drawer, and" in refuses(["--hicache-storage-backend", "cupboard"], capsys)
+    assert f"{', '.join(STORAGE_BACKENDS)}, or two of" in refuses(["--hicache-storage-backend", "cupboard"], capsys)
     assert "'drawer' in a drawer" in help_text()
     assert "'drawer' in a drawer" in render_flags()
     assert "| `drawer` | disk | In a drawer |" in render_storage()
     assert "| `num_blocks` | a whole number | `4` | Blocks that fit into the drawer. |" in render_storage()
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("no_such_package.backend:Backend", "cannot be imported: No module named 'no_such_package'"),
+        (f"{__name__}:NoBackend", "is not there"),
+        ("no_colon", 'has to be written like "module:attribute"'),
+    ],
+)
+def test_a_storage_backend_that_cannot_be_loaded_is_a_sentence(
+    path: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(STORAGE_BACKENDS, "drawer", StorageEntry(Tier.DISK, "100 % | in a drawer", path))
+    with pytest.raises(StoreError, match="--hicache-storage-backend drawer: .*" + sentence):
+        storage_backend("drawer")
+    with pytest.raises(StartupError, match=sentence):
+        check_before_start(accepts(["--hicache-storage-backend", "drawer"]))
+    assert "100 % | in a drawer" in help_text()
+
+
+class BlurredBackend(DrawerBackend):
+    def is_lossy(self, config: Mapping[str, Any]) -> bool:
+        return True
+
+
+def test_a_lossy_backend_of_two_is_refused_on_either_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = StorageEntry(Tier.DISK, "in a drawer", f"{__name__}:BlurredBackend")
+    monkeypatch.setitem(STORAGE_BACKENDS, "drawer", entry)
+    extra = ["--hicache-storage-backend-extra-config", json.dumps({"drawer": {"label": "kv"}})]
+    with pytest.raises(StartupError, match=r"drawer is lossy, and what came back from it .* by remote"):
+        check_before_start(accepts(["--hicache-storage-backend", "drawer,remote", *extra]))
 
 
 def test_a_storage_backend_is_checked_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

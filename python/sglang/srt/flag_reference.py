@@ -32,7 +32,7 @@ _STORAGE_INTRO = """# Storage options
 Keys of `--hicache-storage-backend-extra-config`, which is JSON, or `@` and the name of a file with JSON. What they
 are for is in [storage](../guides/storage.md), [remote](../guides/remote.md) and [plugins](../guides/plugins.md). With
 two backends the options of each stand under its name. A key that is not listed here is refused, except by `dynamic`,
-which gives all keys to the plugin.
+which gives all keys to the plugin but the options of every backend.
 
 This page is generated: change the options in the code, then run `make docs`.
 """
@@ -97,7 +97,7 @@ def _default_of(option: Option) -> str:
 
 
 def _capitalised(text: str) -> str:
-    return text[0].upper() + text[1:]
+    return (text[0].upper() + text[1:]).replace("|", "\\|")
 
 
 def write_pages(folder: Path) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import math
 import sys
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -53,6 +53,11 @@ def arg(
         default=default,
         metadata={"group": group, "help": help, "unset": unset, "aliases": aliases, "choices": choices},
     )
+
+
+def _policies(what: str, policies: Mapping[str, Callable[..., Any]]) -> str:
+    """Each policy's docstring, by its name."""
+    return f"{what}: " + "; ".join(f"{name}, {policy.__doc__ or 'undescribed'}" for name, policy in policies.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,14 +161,13 @@ class ServerArgs:
     schedule_policy: str = arg(
         SCHEDULING,
         "fcfs",
-        "order of the queue: first come, first served, or longest cached prefix first",
+        lambda: _policies("order of the queue", QUEUE_POLICIES),
         choices=QUEUE_POLICIES,
     )
     radix_eviction_policy: str = arg(
         SCHEDULING,
         "lru",
-        "what the cache evicts first: the least recently used, the least frequently used, or what only requests of "
-        "low priority used",
+        lambda: _policies("what the cache evicts first", EVICTION_POLICIES),
         choices=EVICTION_POLICIES,
     )
     disable_radix_cache: bool = arg(SCHEDULING, False, "share no prefix between requests")
@@ -243,8 +247,8 @@ class ServerArgs:
     hicache_storage_prefetch_policy: str = arg(
         STORAGE,
         "timeout",
-        "how long a queued request waits for storage: not at all, until everything is fetched, or for a time that "
-        "grows with its length",
+        "how long a queued request waits for storage: not beyond its turn, until everything is fetched, or for a "
+        "time that grows with its length",
         choices=("best_effort", "wait_complete", "timeout"),
     )
 
@@ -515,7 +519,9 @@ def make_parser() -> argparse.ArgumentParser:
         options: dict[str, Any] = {
             "dest": field.name,
             "default": field.default,
-            "help": help_text(field) + (f" (default: {default})" if default not in ("", "off") else ""),
+            "help": (help_text(field) + (f" (default: {default})" if default not in ("", "off") else "")).replace(
+                "%", "%%"
+            ),
         }
         if base is bool:
             options["action"] = "store_true"

@@ -1131,3 +1131,14 @@ def test_what_is_in_use_is_not_retired():
     tree.lock(match(tree, "aabb"), 1)
     with pytest.raises(AssertionError, match="in use"):
         tree.retire("")
+
+
+def test_what_is_retired_goes_first_whatever_the_policy(monkeypatch: pytest.MonkeyPatch):
+    """Also with a policy from outside that gives up the newest."""
+    monkeypatch.setitem(EVICTION_POLICIES, "newest", lambda node: (-node.last_access,))
+    tree = HiRadixTree(1, "newest")
+    tree.insert_prefix("gone", None, tokens("abc"), pages(0, 3), 0, 1)
+    insert(tree, "xyz", 3)
+    tree.retire("gone")
+    tree.check_invariants()
+    assert cached(tree.evict(DEVICE, 3)) == [([0, 1, 2], 0)]

@@ -26,6 +26,7 @@ from sglang.srt.managers.schedule_policy import (
     balanced_order,
     chunk_of,
     decode_reserve,
+    first_come_first_served,
     pages_for,
     pages_to_admit,
 )
@@ -58,6 +59,7 @@ class Admission:
         self._planner = planner
         self._builder = builder
         self._streaming = streaming
+        self._rank = QUEUE_POLICIES[config.schedule_policy]
         self._inserts_late = config.insert_at == "completion"
 
     # -- the next prefill ---------------------------------------------------------------------------------------
@@ -112,8 +114,8 @@ class Admission:
     # -- the order of the queue ---------------------------------------------------------------------------------
 
     def iter_admissible(self) -> Iterator[tuple[Req, bool]]:
-        """Waiting requests, in the order in which they fill the batch, and whether each came along with another. None
-        if the first of them cannot start."""
+        """Waiting requests, in the order in which they fill the batch, and whether each came along with another.
+        Yields nothing if the first of them cannot start."""
         ready = list(self._queues.waiting)
         if not self._storage.is_idle:
             ready = [r for r in ready if self._storage.may_start(r.rid)]
@@ -122,9 +124,8 @@ class Admission:
         ready = self._streaming.admissible(ready)
         if not ready:
             return
-        rank = QUEUE_POLICIES[self.config.schedule_policy]
-        if rank is not None:
-            ready.sort(key=lambda r: rank(self._cache.candidate(r)))
+        if self._rank is not first_come_first_served:
+            ready.sort(key=lambda r: self._rank(self._cache.candidate(r)))
         if not self._can_begin_with(ready[0], ready[1:]):
             return
         if self._cache.host is None or not self.config.load_ratio:

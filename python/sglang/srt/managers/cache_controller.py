@@ -103,7 +103,7 @@ class HiCacheController:
             self.begin_backup(step)
 
     def back_up_below(self, nodes: list[Node]) -> None:
-        """The host side of these nodes is decided: what was computed on and below them meanwhile may follow."""
+        """The fetch or load of these nodes has ended: back up what was computed on and below them meanwhile."""
         stack = list(nodes)
         while stack:
             node = stack.pop()

@@ -8,7 +8,7 @@ only by their tokens, their hold and their namespace; never decides which of the
     allocate       device pages for a hold; make_room evicts for them
     insert_prefix  enter what a hold has computed into the tree
     release        end a hold: its pages and its lock
-    complete       what the links have done: commit, or abort
+    complete_copies, complete_storage_ops    what the links have done: commit, or abort
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ class KVCache:
         return [n for n in self.path_of(receipt) if n.frames[Tier.DEVICE] is None]
 
     def count_use(self, receipt: Receipt, req: Req) -> None:
-        """The request starts on a locked path; eviction and writing may go by that. It counts once, also when it
-        starts again."""
+        """The request starts on a locked path; eviction and write policies use the count. It counts once, also when
+        it starts again."""
         self.tree.count_use(receipt.node, req.priority, num_uses=int(req.epoch == 0))
 
     def back_up_reused(self, receipt: Receipt) -> None:

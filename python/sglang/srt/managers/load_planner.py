@@ -27,6 +27,7 @@ from sglang.srt.managers.schedule_policy import (
 from sglang.srt.managers.scheduler_config import DEFAULT_LOAD_RATIO, SchedulerConfig
 from sglang.srt.mem_cache.node import MatchResult, Node
 from sglang.srt.mem_cache.transfer import EXEC, FETCH, LOAD_LINKS, P2D, STALL, STREAM, StorageOp, Ticket
+from sglang.srt.utils.time_units import Seconds
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,11 @@ class LoadPlanner:
         worth = self.blocks_worth_fetching if config.load_or_recompute else None
         self._storage.consult(self.expected.begin_fetch, worth)
 
-    def begin_step(self) -> None:
+    def set_now(self, now: Seconds) -> None:
+        """At the beginning of a step."""
+        self.expected.now = now
+
+    def begin_launch(self) -> None:
         """Before the next launch is built."""
         self.deferred, self._awaited, self._needs_no_load = {}, {}, None
 

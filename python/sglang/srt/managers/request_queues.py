@@ -3,9 +3,10 @@
 Owns the queue, the running batch and the slots of the page table. Decides nothing: admission.py chooses who starts,
 the scheduler who ends. The queue is in the order of arrival; a request that comes back keeps its place.
 
-    add ──► waiting ──► start ──► prefilling ──► join_running ──► running ──► stop ──► remove
-               ▲                                                               │
-               └────────────────────────── requeue ◄───────────────────────────┘
+    add ──► waiting ──► leave_waiting, take_slot, begin_prefill ──► prefilling ──► join_running ──► running
+               ▲                                                                                       │
+               └───────── requeue ◄──────────────────────────────────────── stop ◄─────────────────────┘
+                                                                              └──► remove
 """
 
 from __future__ import annotations

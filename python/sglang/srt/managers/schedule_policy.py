@@ -92,12 +92,21 @@ class Candidate:
         object.__setattr__(self, "pairs", pairs_of(self.prefix, self.compute))
 
 
-# How the queue is ordered: a key of each candidate, the least goes first, equals by age. None keeps the order of
-# arrival.
-QUEUE_POLICIES: dict[str, Callable[[Candidate], float] | None] = {
-    "fcfs": None,
-    # The longest cached prefix first.
-    "lpm": lambda candidate: -candidate.prefix,
+def first_come_first_served(candidate: Candidate) -> float:
+    """first come, first served"""
+    return 0.0
+
+
+def longest_prefix_match(candidate: Candidate) -> float:
+    """longest cached prefix first"""
+    return -candidate.prefix
+
+
+# How the queue is ordered: a key of each candidate, the least goes first, equals by age. `--help` shows the
+# docstrings.
+QUEUE_POLICIES: dict[str, Callable[[Candidate], float]] = {
+    "fcfs": first_come_first_served,
+    "lpm": longest_prefix_match,
 }
 
 

@@ -104,7 +104,7 @@ class Scheduler:
 
     def step(self, inputs: StepInputs) -> BatchDecision:
         self._outputs, self._changed = [], []
-        self.planner.expected.now = inputs.now
+        self.planner.set_now(inputs.now)
         reset = self._take_launches(inputs)
         self._take_operations(inputs)
         for msg in inputs.new:
@@ -384,7 +384,7 @@ class Scheduler:
     # -- the next launch ----------------------------------------------------------------------------------------
 
     def _next_launch(self) -> Launch | None:
-        self.planner.begin_step()
+        self.planner.begin_launch()
         launch = self._prefill_or_decode()
         if launch is not None and self.planner.deferred:
             self._counters["bubbles_filled"] += 1

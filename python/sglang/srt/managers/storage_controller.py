@@ -304,7 +304,7 @@ class StorageController:
         return sum(not prefetch.is_over for prefetch in self._prefetches.values())
 
     def may_start(self, rid: str) -> bool:
-        """Whether the request need not wait for storage (any longer)."""
+        """Whether storage does not hold the request up."""
         return self.config.policy == "best_effort" or rid not in self._prefetches or self._prefetches[rid].is_over
 
     def found(self, rid: str) -> tuple[int, int]:
@@ -433,8 +433,8 @@ class StorageController:
         return start, end
 
     def end_store(self, ticket: Ticket, count: int) -> None:
-        """The first `count` blocks are stored, on every rank. The others are taken for stored as well: a request that
-        misses them computes them, and they are stored then."""
+        """The first `count` blocks are stored, on every rank. The others are marked as stored too, until a request
+        misses them and computes them."""
         op = self.ledger.end(ticket)
         assert isinstance(op, StorageOp)
         self.storing_pages -= len(op.frames)

@@ -1,7 +1,7 @@
 """Which node a tier gives up first: the registry of policies, and the candidates of a tier as a lazy heap.
 
-A policy is a function of a node; the node with the least result goes first. To add one: a function, and one line in
-`EVICTION_POLICIES`. The flag --radix-eviction-policy takes its names.
+A policy is a function of a node; the node with the least result goes first. Its docstring is what `--help` shows. To
+add one: a function, and one line in `EVICTION_POLICIES`. The flag --radix-eviction-policy takes its names.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ RETIRED_PRIORITY = -(1 << 62)
 
 
 def least_recent(node: Node) -> Rank:
-    """What was not used for longest."""
+    """least recently used"""
     return node.last_access, 0
 
 
 def least_frequent(node: Node) -> Rank:
-    """What the fewest requests have used."""
+    """used by the fewest requests"""
     return node.hits, node.last_access
 
 
 def least_important(node: Node) -> Rank:
-    """What only requests of low priority have used."""
+    """used only by requests of low priority"""
     return node.priority, node.last_access
 
 

@@ -43,7 +43,8 @@ class FrameTable:
     """Frames 0..num_pages-1 of one pool.
 
     state: (num_pages,) uint8 of FrameState. pins: (num_pages,) int32, transfers that read or write the frame. owner:
-    (num_pages,) int32, who allocated the frame last (a hold's id, or -1 - seq of the operation that fills it).
+    (num_pages,) int32, who allocated the frame last: a request's slot, or -1 - seq of the
+    operation that fills it; for checks.
     block_pages: above 1, frames are handed out as whole aligned blocks of so many where that is possible.
     lowest_first: the lowest free frames are handed out, for a pool that lends its end; not with block_pages.
     """

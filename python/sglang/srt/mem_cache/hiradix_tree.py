@@ -104,7 +104,7 @@ class HiRadixTree:
             if child.frames[_DEVICE] is None:
                 source = self.source_of(child)
                 if source is None and not (fetching and is_fetching(child)):
-                    break  # its backup, or its fetch, is still on the way: it is nowhere yet
+                    break  # its backup, or its fetch, is still on the way: no tier has it ready yet
                 on_device = False
                 is_near = is_near and source == _PEER
             key = child.key
@@ -686,10 +686,10 @@ class HiRadixTree:
         """What goes first of a tier: the smallest rank of the policy. Of peers before all else what the device has
         as well, so that together they hold different pages. Not so of the host, where pages are written once: what
         the device has and the host gave up would be lost when the device evicts it."""
-        rank = self._rank(node)
+        is_alive = int(node.priority != RETIRED_PRIORITY)
         if tier != _PEER:
-            return rank
-        return int(node.frames[_DEVICE] is None and node.priority != RETIRED_PRIORITY), *rank
+            return is_alive, *self._rank(node)
+        return int(node.frames[_DEVICE] is None) * is_alive, is_alive, *self._rank(node)
 
     def _offer(self, node: Node, tier: int) -> None:
         """Enter a node among the candidates for eviction, if it is one; also when its rank has fallen."""

@@ -1,5 +1,5 @@
 """`Node`: one edge of the radix tree and the pages on it; `Root`: where a namespace begins; and what the tree's
-methods take and return. Plain data: hiradix_tree.py and block_names.py alone write into nodes."""
+methods take and return. Plain data: hiradix_tree.py, block_names.py and radix.py alone write into nodes."""
 
 from __future__ import annotations
 

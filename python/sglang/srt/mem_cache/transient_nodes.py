@@ -1,7 +1,7 @@
 """`TransientNodes`: what requests are about to compute, so that a younger one can wait for it (Strata 4.3.1).
 
 Owns a radix tree over the prompts of requests that have not computed them yet, apart from the resident nodes: neither
-eviction nor publication moves a claim. Never reads the resident tree; never decides who waits.
+eviction nor insertion moves a claim. Never reads the resident tree; never decides who waits.
 
 Each request claims its whole prompt, once, on arrival. A node lists all whose prompts go through it, and the deepest
 node that two prompts share ends where they part, or where one of them ends:

@@ -66,10 +66,21 @@ def whole_number(least: int, most: int) -> Kind:
     return Kind(f"a whole number from {least} to {most}", lambda value: type(value) is int and least <= value <= most)
 
 
+class EntryError(Exception):
+    """What a registry names cannot be loaded; the message names it and the reason."""
+
+
 def load_object(path: str) -> Any:
-    """path: "module:attribute"."""
-    module, _, attribute = path.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    """path: "module:attribute". Raises EntryError."""
+    module, colon, attribute = path.partition(":")
+    if not colon:
+        raise EntryError(f'{path!r} has to be written like "module:attribute"')
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise EntryError(f"{path} cannot be imported: {error}; install what it needs") from error
+    except AttributeError as error:
+        raise EntryError(f"{path} is not there: {error}") from error
 
 
 def read_options(options: Sequence[Option], config: Mapping[str, Any], where: str) -> dict[str, Any]:

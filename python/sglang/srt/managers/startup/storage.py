@@ -164,6 +164,7 @@ class StorageOpener:
                 fetch_order=own["fetch_order"],
             ),
             write_policy=write_policy,
+            # Of two, both are exact: see `_check_two`.
             is_lossy=len(names) == 1 and storage_backend(names[0]).is_lossy(config),
             tiers=tuple(STORAGE_BACKENDS[name].tier for name in names),
         )
@@ -232,12 +233,14 @@ def _check_two(config: dict[str, Any], names: tuple[str, ...]) -> None:
     for name in names:
         if not isinstance(config.get(name, {}), dict):
             raise StoreError(f"{CONFIG_FLAG}: {name} has to be a JSON object with that backend's settings")
-    far = config.get(names[1], {})
-    if storage_backend(names[1]).is_lossy(far):
-        raise StoreError(
-            f"{CONFIG_FLAG}: codec {shown(far.get('codec'))} is lossy, and what came back from it must not be stored "
-            f"as exact by {names[0]}: use a lossless codec, or {BACKEND_FLAG} {names[1]} alone"
-        )
+    for name, other in (names, names[::-1]):
+        own = config.get(name, {})
+        if storage_backend(name).is_lossy(own):
+            what = f"codec {shown(own['codec'])}" if "codec" in own else name
+            raise StoreError(
+                f"{CONFIG_FLAG}: {what} is lossy, and what came back from it must not be stored as exact by {other}: "
+                f"use a lossless codec, or {BACKEND_FLAG} {name} alone"
+            )
 
 
 def parse_extra_config(text: str) -> dict[str, Any]:

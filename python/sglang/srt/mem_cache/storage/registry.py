@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from sglang.srt.mem_cache.block_store import BlockStore, StoreError
 from sglang.srt.mem_cache.transfer import Tier
-from sglang.srt.utils.registry import Option, OptionError, load_object, read_options
+from sglang.srt.utils.registry import EntryError, Option, OptionError, load_object, read_options
 
 BACKEND_FLAG = "--hicache-storage-backend"
 CONFIG_FLAG = "--hicache-storage-backend-extra-config"
@@ -111,8 +111,11 @@ class StorageBackend(ABC):
 
 
 def storage_backend(name: str) -> StorageBackend:
-    """name: one of `STORAGE_BACKENDS`."""
-    backend: StorageBackend = load_object(STORAGE_BACKENDS[name].backend)(name)
+    """name: one of `STORAGE_BACKENDS`. Raises StoreError if its code cannot be loaded."""
+    try:
+        backend: StorageBackend = load_object(STORAGE_BACKENDS[name].backend)(name)
+    except EntryError as error:
+        raise StoreError(f"{BACKEND_FLAG} {name}: {error}") from error
     return backend
 
 
@@ -122,8 +125,8 @@ def parse_backends(text: str) -> tuple[str, ...]:
     for name in names:
         if name not in STORAGE_BACKENDS:
             raise StoreError(
-                f"{BACKEND_FLAG} {name} is not built in: it must be one of {', '.join(STORAGE_BACKENDS)}, and "
-                "'dynamic' loads plugins"
+                f"{BACKEND_FLAG} {name} is not built in: it must be one of {', '.join(STORAGE_BACKENDS)}, or two of "
+                "them like file,remote; 'dynamic' loads plugins"
             )
     if len(names) > 1 and [STORAGE_BACKENDS[name].tier for name in names] != [Tier.DISK, Tier.REMOTE]:
         raise StoreError(
