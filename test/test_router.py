@@ -247,7 +247,7 @@ def test_a_request_names_one_of_the_models() -> None:
         async with running(a, b) as (client, _):
             unknown, none = await client.post(CHAT, json=body("z")), await client.post(CHAT, json=body())
             wrong = await client.post(CHAT, json={"model": 3})
-            assert unknown.status_code == 404 and unknown.json()["message"].endswith("these are: a, b")
+            assert unknown.status_code == 404 and unknown.json()["message"].endswith("the models here are: a, b")
             assert none.status_code == 400 and none.json()["param"] == "model"
             assert wrong.status_code == 400 and (await client.post(CHAT, content=b"[]")).status_code == 400
             assert (await client.post("/flush_cache")).status_code == 404 and not a.requests + b.requests
@@ -277,7 +277,7 @@ def test_servers_that_are_down_are_left_out_until_they_are_back(monkeypatch: pyt
             assert (
                 f"{a.url}: it cannot be reached" in message and f"{b.url}: /health answers with status 503" in message
             )
-            assert "start one of these" in message
+            assert "start a server" in message
             b.health = "200 OK"
             await until(lambda: not router.backends[1].problem)
             assert (await client.post(CHAT, json=body("m"))).status_code == 200 and len(b.requests) == 1

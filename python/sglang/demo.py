@@ -1,9 +1,9 @@
 """`make demo`: conversations with a real server, once with the hierarchical cache and once with none, side by side.
 
-Starts two servers of the embedded model as a user would, talks to both with the `openai` client, prints for each turn
-what the cache saved, and fails unless every answer is the same. The device pool holds about one conversation, so that
-the others wait in host memory for their next turn; then the cached server is stopped and started anew, and finds the
-conversations on disk.
+It starts two servers of the embedded model as a user would and talks to both with the `openai` client. It prints for
+each turn what the cache saved, and fails unless every answer is the same. The device pool holds about one
+conversation, so that the others wait in host memory for their next turn. Then the cached server is stopped and
+started anew, and finds the conversations on disk.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the demos share: servers started as a user would, and conversations with two of them, side by side."""
+"""Parts of the demos: servers started as a user would, and conversations with two of them, side by side."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def free_port() -> int:
 def server(
     *flags: str, module: str = "sglang.launch_server", name: str = "server"
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A server in a process of its own, stopped at the end: (process, URL). It is not ready yet. name: in errors,
-    which come with the end of its log."""
+    """Start a server in a process of its own and stop it at the end: (process, URL). It is not ready yet. name:
+    stands in errors, which end with the last lines of the server's log."""
     port = free_port()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
@@ -156,7 +156,7 @@ def connect(url: str, model: str = "embedded") -> OpenAI:
 
 
 def together(client: OpenAI, conversations: Sequence[Messages]) -> tuple[list[Answer], float]:
-    """All at once: the answers, and the seconds until the last."""
+    """Send all at once. Returns the answers, and the seconds until the last one."""
     start = time.perf_counter()
     with ThreadPoolExecutor(len(conversations)) as pool:
         answers = list(pool.map(lambda messages: ask(client, messages), conversations))
@@ -180,8 +180,8 @@ def row(tiers: Tiers, turn: str, name: str, cold: Answer, warm: Answer) -> str:
 
 
 class Talk:
-    """Conversations that go on on both servers, whoever serves them. tiers: those shown. systems: who -> the prompt
-    that the conversation begins with. pairs: (cold, warm) answers."""
+    """Conversations that go on on both servers. tiers: the tiers that are shown. systems: name -> the prompt that the
+    conversation begins with. pairs: (cold, warm) answers."""
 
     def __init__(self, tiers: Tiers, systems: dict[str, str]) -> None:
         self.tiers = tiers
@@ -191,7 +191,7 @@ class Talk:
         self.pairs: list[tuple[Answer, Answer]] = []
 
     def turn(self, number: int, warm_client: OpenAI, cold_client: OpenAI) -> None:
-        """Everybody's next question, one after another."""
+        """Ask each conversation's next question, one after another."""
         for name in self.conversations:
             self._ask(name, number)
             warm = ask(warm_client, self.conversations[name])
@@ -199,7 +199,7 @@ class Talk:
             self._record(str(number), name, cold, warm)
 
     def turn_together(self, number: int, warm_client: OpenAI, cold_client: OpenAI) -> None:
-        """Everybody's next question at once."""
+        """Ask each conversation's next question, all at once."""
         for name in self.conversations:
             self._ask(name, number)
         warm_answers, warm_s = together(warm_client, list(self.conversations.values()))
@@ -219,13 +219,12 @@ class Talk:
 
 
 def summarise(pairs: Sequence[tuple[Answer, Answer]], tiers: Tiers, expected: Sequence[str]) -> bool:
-    """Prints what the conversations come to. Whether all answers are equal and something came from each expected
-    tier."""
+    """Print the sums over all answers. Returns whether all answers are equal and every expected tier was used."""
     prompt = sum(warm.prompt_tokens for _, warm in pairs)
     found = {tier: sum(warm.tiers.get(tier, 0) for _, warm in pairs) for tier in tiers}
     reused = [(cold, warm) for cold, warm in pairs if 2 * sum(warm.tiers.values()) > warm.prompt_tokens]
     parts = ", ".join(f"{tokens} from the {tier}" for tier, tokens in found.items())
-    print(f"prompt tokens   {prompt}, of these reused: {parts} ({100 * sum(found.values()) / prompt:.0f} %)")
+    print(f"prompt tokens   {prompt}, reused: {parts} ({100 * sum(found.values()) / prompt:.0f} %)")
     if reused:
         cold_ms = statistics.median(cold.ttft_s for cold, _ in reused) * 1e3
         warm_ms = statistics.median(warm.ttft_s for _, warm in reused) * 1e3
@@ -237,12 +236,12 @@ def summarise(pairs: Sequence[tuple[Answer, Answer]], tiers: Tiers, expected: Se
             print(f"  cold   {cold.text!r}\n  cached {warm.text!r}")
     missing = [tier for tier in expected if not found[tier]]
     for tier in missing:
-        print(f"nothing came from the {tier}: the demo expects some")
+        print(f"no tokens came from the {tier}: the demo expects some")
     return same == len(pairs) and not missing
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Ends the process with main's exit code. However it ends, its servers have ended before."""
+    """End the process with main's exit code. Its servers have ended before, however it ends."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:

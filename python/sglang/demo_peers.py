@@ -1,10 +1,10 @@
-"""`make demo-peers`: a master whose conversations outgrow its memory borrows from two workers, and gives it back.
+"""`make demo-peers`: a master whose conversations outgrow its memory borrows from two workers, and gives memory back.
 
-Starts a master with the embedded model, two workers with models of other shapes and a router in front of them, as a
-user would, and a server without a cache to compare with. The workers are idle and lend; the master's conversations
-come back from them; then one worker has much to do and takes its memory back. Who has how much is what the servers'
-states say. Fails unless memory was lent, used and taken back, and all answers of the master are those of the server
-without a cache.
+It starts a master with the embedded model, two workers with models of other shapes and a router in front of them, as
+a user would, and a server without a cache to compare with. The workers are idle and lend. The master's conversations
+come back from the lent memory. Then one worker gets many requests and takes its memory back. The tables show the
+servers' own states. The demo fails unless memory was lent, used and taken back, and all answers of the master equal
+those of the server without a cache.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ BUSY = Worker("busy", shape(6, 8, 4, 16), max_total_tokens=8192, page_size=4)
 
 
 def look(urls: dict[str, str]) -> dict[str, Any]:
-    """Master or worker -> what its state says of peers."""
+    """Master or worker -> the part about peers of its state."""
     return {name: get_json(urls[name] + "/hicache/state")["peers"] for name in ("master", QUIET.name, BUSY.name)}
 
 

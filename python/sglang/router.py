@@ -1,13 +1,14 @@
 """`python -m sglang.router --worker-urls URL URL …`: one address in front of several servers.
 
-A request goes to a server of the model that it names, and of several to the one with the least demand. Owns what is
-known of each server. Never changes a byte of a request's or a reply's body, and keeps none.
+A request goes to a server of the model that it names. Of several such servers, the one with the least demand gets it.
+The router owns its picture of each server. It never changes a byte of a request's or a reply's body, and keeps none.
 
     every LOOK_EVERY_S: /health, /v1/models, /hicache/state ──► up or not, its models, tokens queued and running
-    a request ──► of its model's servers that are up: least demand first ──► the first that takes it ──► relayed
+    a request ──► the servers of its model that are up, least demand first ──► the first that takes it ──► relayed
 
-A server that refuses the connection, or answers 503 (it drains, or its queue is full), has not begun: the next one is
-asked. Whatever else goes wrong is the client's to know, as the request may have been carried out.
+A server that refuses the connection, or answers 503 because it drains or its queue is full, has not begun the
+request. The next server is asked. Any other failure is passed on to the client, because the request may have been
+carried out.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ _FORWARDED = (
     *("/v1/chat/completions", "/v1/completions", "/generate"),
     *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"),
 )
-# How long a prompt is, before anybody has tokenized it.
+# Estimates the length of a prompt that is not tokenized yet.
 _BYTES_PER_TOKEN = 4
-# Of one connection, not of a message (RFC 9110, section 7.6.1).
+# Headers of one connection, not of a message (RFC 9110, section 7.6.1).
 _HOP_BY_HOP = {
     *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"),
     *(b"te", b"trailer", b"transfer-encoding", b"upgrade"),
 }
-# Of the connection to the router, or settled there: it has the whole body.
+# Headers that the client library sets itself, because it has the whole body.
 _SET_ANEW = {b"host", b"content-length", b"expect"}
 
 logger = logging.getLogger(__name__)
@@ -63,21 +64,25 @@ Headers = list[tuple[bytes, bytes]]
 
 @dataclass
 class Backend:
-    """What is known of a server. cards: model -> its entry in /v1/models, as last seen. queued_tokens: there, waiting
-    or running, when it was last asked. sent_tokens: of requests from here that it has not answered to the end, by
-    their size. problem: why nothing is sent there; None while it is up."""
+    """What the router knows of a server."""
 
     url: str
+    # Model -> its entry in /v1/models, as last seen.
     cards: dict[str, Any] = field(default_factory=dict)
+    # Tokens that waited or ran on the server when it was last asked.
     queued_tokens: int = 0
+    # Estimated tokens of the requests that the router sent and that are not answered to the end.
     sent_tokens: int = 0
+    # Requests that the router sent there, ever.
     num_requests: int = 0
+    # Why the server gets no requests; None while it is up.
     problem: str | None = "it has not answered yet"
+    # Health checks in a row that ran out of time.
     misses: int = 0
 
     @property
     def demand(self) -> int:
-        """In tokens. What was sent before it was last asked counts twice, everywhere."""
+        """In tokens. A request that was sent before the server was last asked counts twice, on every server."""
         return self.queued_tokens + self.sent_tokens
 
     @contextmanager
@@ -109,13 +114,15 @@ class Backend:
 
 
 class Router:
-    """urls: of the servers. api_key: theirs, for what the router asks them; who asks the router for the same has to
-    show it too. Clients' requests go on with the clients' own keys. To be entered before `app` is served."""
+    """urls: the servers. api_key: the servers' key, for the router's own questions. The router asks its own clients
+    for the same key where they ask for the same information. Clients' requests are passed on with the clients' own
+    keys. Enter the router before `app` is served."""
 
     def __init__(self, urls: Sequence[str], api_key: str | None = None) -> None:
         self.backends = [Backend(url.rstrip("/")) for url in dict.fromkeys(urls)]
         self._api_key = api_key
-        # Servers close idle connections after KEEP_ALIVE_S: none is used that may be closing. No proxy comes between.
+        # Servers close idle connections after KEEP_ALIVE_S. Half of that is the limit here, so that no closing
+        # connection is used. Proxies of the environment are ignored.
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=LOOK_TIMEOUT_S),
             limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEP_ALIVE_S / 2),
@@ -166,10 +173,10 @@ class Router:
         except httpx.HTTPError as error:
             backend.set_problem(_unreachable(error))
         except (ValueError, KeyError, TypeError):
-            backend.set_problem("its /v1/models is not what an OpenAI-compatible server says")
+            backend.set_problem("its /v1/models does not answer as an OpenAI-compatible server does")
         else:
             backend.set_problem(None)
-            # Its scheduler tells, after its step: long if it has much to do.
+            # The server's scheduler answers after its step, which may take long under load.
             with suppress(httpx.HTTPError):
                 backend.queued_tokens = _queued_tokens(await self._ask(backend, "/hicache/state"))
 
@@ -183,15 +190,17 @@ class Router:
         names = ", ".join(models)
         serving = self.backends
         if model not in (None, "", "default"):
-            # Who has not said yet what it serves may serve it.
+            # A server that has not listed its models yet may serve this one.
             serving = [backend for backend in self.backends if model in backend.cards or not backend.cards]
             if not serving:
-                raise RequestError(f"the model {model!r} is not served here; these are: {names}", 404, param="model")
+                raise RequestError(
+                    f"the model {model!r} is not served here; the models here are: {names}", 404, param="model"
+                )
         elif len(models) > 1:
-            raise RequestError(f"name a model; these are served here: {names}", param="model")
+            raise RequestError(f"name a model; the models here are: {names}", param="model")
         found = sorted((b for b in serving if b.problem is None), key=lambda b: b.demand)
         if not found:
-            raise _nobody(model, [f"{backend.url}: {backend.problem}" for backend in serving])
+            raise _none_usable(model, [f"{backend.url}: {backend.problem}" for backend in serving])
         return found
 
     # -- routes -------------------------------------------------------------------------------------------------
@@ -227,7 +236,7 @@ class Router:
                     refusals.append(f"{backend.url}: it answers with status 503")
                     continue
                 return _Relay(reply, stack.pop_all())
-        raise _nobody(model, refusals)
+        raise _none_usable(model, refusals)
 
     async def _models(self, request: Request) -> Response:
         require(request, self._api_key)
@@ -244,7 +253,7 @@ class Router:
 
 
 class _Relay(Response):
-    """A server's reply, as it comes. stack: closed at the end, whoever ends it."""
+    """A server's reply, relayed as it comes. stack: closed when the reply ends, for any reason."""
 
     def __init__(self, reply: httpx.Response, stack: AsyncExitStack) -> None:
         self._reply = reply
@@ -277,9 +286,9 @@ def _unreachable(error: httpx.HTTPError) -> str:
     return f"it cannot be reached ({str(error) or type(error).__name__})"
 
 
-def _nobody(model: str | None, problems: Sequence[str]) -> RequestError:
+def _none_usable(model: str | None, problems: Sequence[str]) -> RequestError:
     what = f"no server of the model {model!r}" if model else "no server"
-    return RequestError(f"{what} can be used ({'; '.join(problems)}): start one of these, or try again later", 503)
+    return RequestError(f"{what} can be used ({'; '.join(problems)}): start a server, or try again later", 503)
 
 
 def _passed_on(headers: Headers, also_dropped: set[bytes]) -> Headers:

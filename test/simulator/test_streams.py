@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from sglang.simulator.executor import SimulatedExecutor
+from sglang.simulator.executor import LaunchCosts, SimulatedExecutor
 from sglang.simulator.links import SimulatedLink, at_bandwidth
 from sglang.simulator.simulation import SimulatedHardware, Simulation
 from sglang.simulator.streams import PieceCost, SimulatedStream, cut
@@ -129,16 +129,22 @@ LAYERS, PAGE_S, COMPUTE_S = 4, 0.010, 0.2
 class Bench:
     """Launches that stream 10 pages in pieces of 4, 4 and 2; attention is half of what they compute."""
 
-    def __init__(self, num_buffers: int = 2, page_s: float = PAGE_S, link: SimulatedLink | None = None) -> None:
+    def __init__(
+        self,
+        num_buffers: int = 2,
+        page_s: float = PAGE_S,
+        link: SimulatedLink | None = None,
+        interference: Callable[[LaunchMode, str], float] | None = None,
+    ) -> None:
         self.now = 0.0
         self.parts = ((Tier.HOST, np.arange(10)),)
         self.executor = SimulatedExecutor(
             lambda: self.now,
-            LAYERS,
-            lambda launch: COMPUTE_S,
+            LaunchCosts(
+                LAYERS, lambda launch: COMPUTE_S, interference, attention_seconds=lambda launch: COMPUTE_S / 2
+            ),
             {H2D: link} if link is not None else {},
-            stream=SimulatedStream(num_buffers, 4, lambda tier, frames: page_s * len(frames)),
-            attention_seconds=lambda launch: COMPUTE_S / 2,
+            SimulatedStream(num_buffers, 4, lambda tier, frames: page_s * len(frames)),
         )
 
     def launch(self, seq: int = 0, streams: bool = True) -> float:
@@ -209,8 +215,8 @@ def test_loads_take_their_part_of_the_link() -> None:
 
 
 def test_transfer_kernels_slow_what_streams() -> None:
-    bench = Bench(page_s=1e-3, link=SimulatedLink(H2D, lambda: 0.0, at_bandwidth(1.0), 0.0, LAYERS, lambda seq: 0.0))
-    bench.executor._interference = lambda mode, link: 0.5
+    link = SimulatedLink(H2D, lambda: 0.0, at_bandwidth(1.0), 0.0, LAYERS, lambda seq: 0.0)
+    bench = Bench(page_s=1e-3, link=link, interference=lambda mode, link: 0.5)
     bench.launch()
     assert bench.executor.interference_s == pytest.approx(0.5 * 10 * LAYERS * 1e-3)
     assert bench.executor.stream_s == pytest.approx(10 * LAYERS * 1e-3)

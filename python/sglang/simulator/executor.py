@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,43 +18,49 @@ from sglang.srt.mem_cache.transfer import LOAD_LINKS, LoadFailedError
 from sglang.srt.model_executor.executor import StepResult
 from sglang.srt.model_executor.launch import Launch, LaunchMode
 
+# Every request samples this token.
+_TOKEN = 1
+
+
+@dataclass(frozen=True)
+class LaunchCosts:
+    """How long launches take on a simulated machine."""
+
+    num_layers: int
+    # Seconds of a launch without loads.
+    launch_seconds: Callable[[Launch], float]
+    # (mode, link) -> the share by which an operation of the link slows a launch while both run. Operations that are
+    # submitted after the launch slow only the next one.
+    interference: Callable[[LaunchMode, str], float] | None = None
+    # No launch begins while the current operation of this link is under way.
+    blocked_by: str | None = None
+    # The part of launch_seconds in which a launch attends to what it streams; None: attention takes no time of its
+    # own.
+    attention_seconds: Callable[[Launch], float] | None = None
+
 
 class SimulatedExecutor:
-    """Launches run one after the other, layer by layer; a layer starts when the one before has ended and its loads
+    """Launches run one after the other, layer by layer. A layer starts when the one before has ended and its loads
     have arrived.
 
-    now: the virtual clock. launch_seconds: what a launch costs without loads. token: what every request samples.
-    interference: by what share an operation of the named link slows a launch of the mode while both run; operations
-    that are submitted after the launch slow only the next one. blocked_by: a link; no launch begins while the present
-    operation of it is under way. stream: what launches stream comes through it. attention_seconds: of a launch, the
-    part of launch_seconds in which it attends to what it streams; 0 by default.
+    now: the virtual clock. stream: carries what launches stream.
     """
 
     def __init__(
         self,
         now: Callable[[], float],
-        num_layers: int,
-        launch_seconds: Callable[[Launch], float],
+        costs: LaunchCosts,
         links: Mapping[str, SimulatedLink | SimulatedStorageLink],
-        token: int = 1,
-        interference: Callable[[LaunchMode, str], float] | None = None,
-        blocked_by: str | None = None,
         stream: SimulatedStream | None = None,
-        attention_seconds: Callable[[Launch], float] | None = None,
     ) -> None:
         self.stall_s = 0.0
         self.stream_s = 0.0
         self.busy_s = 0.0
         self.interference_s = 0.0
         self._now = now
-        self._num_layers = num_layers
-        self._launch_seconds = launch_seconds
+        self._costs = costs
         self._links = links
-        self._token = token
-        self._interference = interference
-        self._blocked_by = blocked_by
         self._stream = stream
-        self._attention_seconds = attention_seconds
         self._next_seq = 0
         self._free_at = 0.0
         self._ends: dict[int, float] = {}
@@ -68,7 +75,7 @@ class SimulatedExecutor:
         cost = stall = stream_s = 0.0
         failed = False
         if not self._void:
-            cost = self._launch_seconds(launch)
+            cost = self._costs.launch_seconds(launch)
             pieces = self._begin_stream(launch, start)
             slower = self._slow_down(launch.mode, start, cost, pieces)
             self.interference_s += slower
@@ -79,8 +86,8 @@ class SimulatedExecutor:
             elif not gates:
                 time += cost
             else:
-                for layer in range(self._num_layers):
-                    time = max([time, *(gate.ready_at(layer) for gate in gates)]) + cost / self._num_layers
+                for layer in range(self._costs.num_layers):
+                    time = max([time, *(gate.ready_at(layer) for gate in gates)]) + cost / self._costs.num_layers
             self.busy_s += cost
             stall = time - start - cost
             self.stall_s += stall
@@ -91,13 +98,13 @@ class SimulatedExecutor:
                     failed = True
         tokens = b""
         if not (failed or self._void):
-            tokens = np.full(int(launch.samples.sum()), self._token, np.int32).tobytes()
+            tokens = np.full(int(launch.samples.sum()), _TOKEN, np.int32).tobytes()
         self._void = self._void or failed
         self._free_at = self._ends[launch.seq] = time
         self._pending.append(StepResult(launch.seq, tokens, failed, None, cost, stall, stream_s))
 
     def _begin_stream(self, launch: Launch, start: float) -> list[PieceCost]:
-        """What the launch reads in each layer."""
+        """Seconds that each piece costs which the launch reads in each layer."""
         if not launch.streams:
             return []
         assert self._stream is not None, "a launch streams, and there is no layer stream cache"
@@ -108,19 +115,19 @@ class SimulatedExecutor:
         }
         self._stream.begin(self._now(), loads_s)
         (prefix,) = launch.streams
-        attend_s = self._attention_seconds(launch) if self._attention_seconds is not None else 0.0
-        return self._stream.pieces(prefix.parts, attend_s / self._num_layers)
+        attend_s = self._costs.attention_seconds(launch) if self._costs.attention_seconds is not None else 0.0
+        return self._stream.pieces(prefix.parts, attend_s / self._costs.num_layers)
 
     def _stream_layers(
         self, pieces: list[PieceCost], gates: list[Any], cost: float, time: float
     ) -> tuple[float, float]:
-        """All layers of a launch that streams; returns when they are over, and how long copies took."""
+        """Do all layers of a launch that streams. Returns when the last one ends, and the seconds of the copies."""
         assert self._stream is not None
-        rest = cost / self._num_layers - sum(piece.attend_s for piece in pieces)
+        rest = cost / self._costs.num_layers - sum(piece.attend_s for piece in pieces)
         if not gates:
-            return self._stream.layers(pieces, self._num_layers, rest, time)
+            return self._stream.layers(pieces, self._costs.num_layers, rest, time)
         stream_s = 0.0
-        for layer in range(self._num_layers):
+        for layer in range(self._costs.num_layers):
             time = max([time, *(gate.ready_at(layer) for gate in gates)])
             time, copied_s = self._stream.layer(pieces, time)
             stream_s += copied_s
@@ -128,19 +135,21 @@ class SimulatedExecutor:
         return time, stream_s
 
     def _slow_down(self, mode: LaunchMode, start: float, cost: float, pieces: list[PieceCost]) -> float:
-        """Seconds by which transfers make a launch longer, with what it streams itself; reading the disk does not."""
-        if self._interference is None:
+        """Seconds by which transfers, the launch's own copies among them, make a launch longer. Reads of the disk do
+        not."""
+        if self._costs.interference is None:
             return 0.0
         streamed_s: defaultdict[str, float] = defaultdict(float)
         for tier, seconds in (copy for piece in pieces for copy in piece.copy_s):
-            streamed_s[LOAD_LINKS.get(tier, "")] += seconds * self._num_layers
+            streamed_s[LOAD_LINKS.get(tier, "")] += seconds * self._costs.num_layers
         return sum(
-            self._interference(mode, name) * min(cost, link.busy_between(start, start + cost) + streamed_s[name])
+            self._costs.interference(mode, name)
+            * min(cost, link.busy_between(start, start + cost) + streamed_s[name])
             for name, link in self._links.items()
         )
 
     def _blocked_till(self) -> float:
-        link = self._links.get(self._blocked_by or "")
+        link = self._links.get(self._costs.blocked_by or "")
         return (link.next_end() or 0.0) if link is not None else 0.0
 
     def reset(self, mark: int) -> None:
@@ -154,7 +163,7 @@ class SimulatedExecutor:
 
     @property
     def free_at(self) -> float:
-        """When all that was launched will be over."""
+        """When all launches so far will be over."""
         return self._free_at
 
     def launch_end(self, seq: int) -> float:

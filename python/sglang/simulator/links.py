@@ -1,5 +1,5 @@
 """`SimulatedLink`, `SimulatedStorageLink`: links that only take time. They move nothing, and own when operations
-begin and end. `SimulatedStorage`: which blocks are there.
+begin and end. `SimulatedStorage`: the names of the stored blocks.
 
 Every number that comes out of it is simulated.
 """
@@ -46,7 +46,7 @@ class SimulatedGate:
         return timing.start + (timing.end - timing.start) * (layer + 1) / self._num_layers
 
     def wait(self, layer: int, stream: Any) -> None:
-        """Time passes in the executor's account, nothing blocks."""
+        """Time passes in the executor's account; nothing blocks."""
 
     def check(self) -> None:
         if not self._timing.ok:
@@ -54,7 +54,7 @@ class SimulatedGate:
 
 
 def at_bandwidth(bandwidth: float) -> Callable[[TransferOp], float]:
-    """Seconds of an operation's bytes at so many bytes per second."""
+    """Seconds of an operation's bytes at this many bytes per second."""
     return lambda op: op.size_bytes / bandwidth
 
 
@@ -104,7 +104,7 @@ class SimulatedLink:
         self._pending.append(seq)
 
     def cancel(self, ticket: Ticket) -> None:
-        """A hint, not taken: the operation ends as planned."""
+        """A hint that is not taken: the operation ends as planned."""
 
     def gate(self, ticket: Ticket) -> SimulatedGate:
         timing = self._timings.get(ticket.seq)
@@ -136,7 +136,7 @@ class SimulatedLink:
 
 
 class SimulatedStorage:
-    """The names of the blocks that are there; the store of a simulation's storage links."""
+    """The names of the stored blocks; the store of a simulation's storage links."""
 
     def __init__(self) -> None:
         self.blocks: set[bytes] = set()
@@ -146,7 +146,7 @@ class SimulatedStorage:
         self.blocks.update(to_bytes(keys))
 
     def carry_out(self, op: StorageOp) -> int:
-        """What a `StorageOp` counts. Attaching and the like always succeed."""
+        """The count of a `StorageOp`'s result. Attaching, detaching and clearing always succeed."""
         if op.action == StorageAction.SET:
             self.add(op.keys)
         if op.action in (StorageAction.EXISTS, StorageAction.GET):
@@ -158,11 +158,11 @@ class SimulatedStorage:
 
 
 class SimulatedStorageLink:
-    """One of the links to a `SimulatedStorage`. What is there is decided when an operation ends.
+    """One of the links to a `SimulatedStorage`. Its content is looked up when an operation ends.
 
-    ends: (operation, seconds of virtual time at which it was submitted) -> when it ends, asked when the one before it
-    has ended; one that works on several at once may say a time shortly after. Operations that were cancelled by then
-    take no time.
+    ends: (operation, virtual time of its submission in seconds) -> when it ends. It is called when the operation
+    before has ended. A model of storage that works on several operations at once may answer a time shortly after
+    that. Operations that were cancelled by then take no time.
     """
 
     def __init__(
@@ -178,12 +178,12 @@ class SimulatedStorageLink:
         self._storage = storage
         self._ends = ends
         self._next_seq = 0
-        # Of those that are not over: submitted at.
+        # Operations that are not over, with the times of their submission.
         self._waiting: deque[tuple[StorageOp, float]] = deque()
-        # The first of them is under way since, and till.
+        # Beginning and end of the first of them, if it is under way.
         self._current: tuple[float, float] | None = None
         self._free_at = 0.0
-        # What `busy_between` knew of when it was asked.
+        # busy_s, with the part of the current operation, when `busy_between` was last called.
         self._asked = 0.0
         self._cancelled: set[int] = set()
 
@@ -216,8 +216,8 @@ class SimulatedStorageLink:
         return results
 
     def busy_between(self, start: float, end: float) -> float:
-        """Seconds of [start, end) in which operations are under way. Which ones will be is not known beforehand: a
-        time that begins later than now is taken to be like what has passed since the last time that was asked for."""
+        """Seconds of [start, end) in which operations are under way. Operations of the future are not known. For a
+        window that begins later than now, the answer is the busy time since the last call."""
         now = self._now()
         busy_s = self.busy_s + (now - self._current[0] if self._current is not None else 0.0)
         passed, self._asked = busy_s - self._asked, busy_s

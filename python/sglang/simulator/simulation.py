@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from sglang.simulator.executor import SimulatedExecutor
+from sglang.simulator.executor import LaunchCosts, SimulatedExecutor
 from sglang.simulator.links import (
     SimulatedLink,
     SimulatedStorage,
@@ -43,52 +43,53 @@ from sglang.srt.mem_cache.transfer import (
 from sglang.srt.model_executor.launch import Launch, LaunchMode
 from sglang.srt.utils.time_units import Seconds
 
-# (operation, when it was submitted, whether the device computes) -> when it ends. May keep an account of what it was
-# asked before.
+# (operation, when it was submitted, whether the device computes) -> when it ends. It may remember earlier calls.
 FetchTimes = Callable[[StorageOp, float, bool], float]
 
 
 @dataclass(frozen=True)
 class SimulatedHardware:
-    """launch_seconds: cost of a launch without loads. Bandwidths in bytes per second, latencies in seconds.
-
-    op_seconds: how long an operation's bytes take, where that depends on more than their number; the bandwidths are
-    then unused. interference: by what share an operation of the named link slows a launch while both run.
-
-    With a storage tier, probe_s: a question takes so long; fetch: makes what says how long reads take, None for no
-    time; store_bandwidth: of writes. fetch_blocks: reads and launches take turns, as where the engine reads storage
-    itself.
-
-    With a layer stream cache, copy_seconds: of one layer of some pages to a buffer, where that depends on more than
-    their number. attention_seconds: of a launch, the part of launch_seconds in which it attends to what it streams;
-    without it, a layer is computed once all of its pieces have come. swap_bandwidth: of the swap file, each way.
-    """
+    """What a simulated machine does, and how fast. Bandwidths are in bytes per second."""
 
     num_layers: int
+    # Seconds of a launch without loads.
     launch_seconds: Callable[[Launch], float]
+    # Bandwidths of the links between device and host, and device and peer.
     h2d_bandwidth: float = float("inf")
     d2h_bandwidth: float = float("inf")
     p2d_bandwidth: float = float("inf")
     d2p_bandwidth: float = float("inf")
+    # Seconds before an operation's bytes move.
     link_latency_s: float = 0.0
+    # Which loads fail, at their end.
     load_fails: Callable[[TransferOp], bool] = lambda op: False
+    # Seconds of an operation's bytes, where they depend on more than their number; replaces the bandwidths.
     op_seconds: Callable[[TransferOp], float] | None = None
+    # (mode, link) -> the share by which an operation of the link slows a launch while both run.
     interference: Callable[[LaunchMode, str], float] | None = None
+    # Seconds of a probe of storage.
     probe_s: float = 0.0
+    # Makes the model of how long reads of storage take; None: they take no time.
     fetch: Callable[[], FetchTimes] | None = None
+    # Bandwidth of writes to storage.
     store_bandwidth: float = float("inf")
+    # Reads of storage and launches take turns, as where the engine reads storage itself.
     fetch_blocks: bool = False
+    # Seconds to copy one layer of some pages to a stream buffer, where they depend on more than the pages' number.
     copy_seconds: CopySeconds | None = None
+    # The part of launch_seconds in which a launch attends to what it streams; None: attention takes no time of its
+    # own.
     attention_seconds: Callable[[Launch], float] | None = None
+    # Bandwidth of the swap file, each way.
     swap_bandwidth: float = float("inf")
 
 
 @runtime_checkable
 class RequestSource(Protocol):
-    """Where requests come from, if when they come depends on what became of others."""
+    """A source of requests whose times may depend on how other requests went."""
 
     def next_at(self) -> float | None:
-        """When the next request is due, as far as is known; None: none before another one ends."""
+        """When the next request is due; None: no request comes before another one ends."""
         ...
 
     def take(self, now: Seconds) -> list[TokenizedGenerateReqInput]:
@@ -101,7 +102,7 @@ class RequestSource(Protocol):
 
 
 class TimedRequests:
-    """A `RequestSource` whose requests depend on nothing. arrivals: (seconds, request)."""
+    """A `RequestSource` whose times are given beforehand. arrivals: (seconds, request)."""
 
     def __init__(self, arrivals: Iterable[tuple[float, TokenizedGenerateReqInput]]) -> None:
         self._waiting = deque(sorted(arrivals, key=lambda pair: pair[0]))
@@ -121,9 +122,10 @@ class TimedRequests:
 
 @dataclass
 class RequestTimes:
-    """Seconds of virtual time. tokens: when each output token was there."""
+    """Seconds of virtual time."""
 
     arrival: float
+    # When each output token was ready.
     tokens: list[float] = field(default_factory=list)
     finish_reason: str = ""
     cached_tokens_details: dict[str, int] = field(default_factory=dict)
@@ -134,7 +136,8 @@ class RequestTimes:
 
 
 class Simulation:
-    """storage: which blocks are there, if the config has a storage tier; to be filled beforehand, and written to."""
+    """storage: the stored blocks, if the config has a storage tier. It may be filled before the run, and requests
+    write to it."""
 
     def __init__(self, config: SchedulerConfig, hardware: SimulatedHardware) -> None:
         self.now = Seconds(0.0)
@@ -142,13 +145,15 @@ class Simulation:
         links: dict[str, SimulatedLink | SimulatedStorageLink] = {}
         self.executor = SimulatedExecutor(
             clock,
-            hardware.num_layers,
-            hardware.launch_seconds,
+            LaunchCosts(
+                hardware.num_layers,
+                hardware.launch_seconds,
+                hardware.interference,
+                blocked_by=FETCH if hardware.fetch_blocks else None,
+                attention_seconds=hardware.attention_seconds,
+            ),
             links,
-            interference=hardware.interference,
-            blocked_by=FETCH if hardware.fetch_blocks else None,
-            stream=_open_stream(config, hardware),
-            attention_seconds=hardware.attention_seconds,
+            _open_stream(config, hardware),
         )
         bandwidths: dict[str, float] = {}
         if config.num_host_pages:

@@ -13,20 +13,22 @@ import numpy as np
 
 from sglang.srt.mem_cache.transfer import Tier
 
-# (tier, frames there) -> seconds that one layer of these pages takes to a buffer while nothing else is on the link.
+# (tier, frames on it) -> seconds to copy one layer of these pages to a buffer while the link carries nothing else.
 CopySeconds = Callable[[Tier, np.ndarray], float]
-# What differs by less is the same.
+# Differences below this are rounding.
 SAME_S = 1e-10
 Parts = Sequence[tuple[Tier, np.ndarray]]
 
 
 @dataclass(frozen=True)
 class PieceCost:
-    """What a piece of one layer costs. copy_s: by the tier it comes from; alone_s: all of it. attend_s: attention
-    over it."""
+    """Seconds that one piece of a layer costs."""
 
+    # Seconds of the copies, by the tier that they come from.
     copy_s: tuple[tuple[Tier, float], ...]
+    # Seconds of attention over the piece.
     attend_s: float
+    # The sum of copy_s: seconds of all copies while nothing else is on the links.
     alone_s: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -36,27 +38,27 @@ class PieceCost:
 class SimulatedStream:
     """num_buffers buffers of buffer_pages pages of one layer, as in `LayerStreamCache`.
 
-    Pieces are copied one after another, over all layers and launches. Piece n is copied from
+    Pieces are copied one after another, over all layers and launches. The copy of piece n starts at
 
-        max(it was submitted, piece n - 1 has come, piece n - num_buffers was read)
+        max(its submission, the arrival of piece n - 1, the end of reading piece n - num_buffers)
 
-    and is read from the later of its coming and of whatever was computed before. The rest of a layer is computed
-    behind its last piece, while the next ones come.
+    Attention reads a piece from its arrival on, but not before the computation in front of it has ended. The rest of
+    a layer is computed behind its last piece, while the next pieces arrive.
 
     Loads that were submitted before the launch share their link evenly with its copies: a copy takes twice as long
-    until it has left them what they need. They themselves are as fast as ever, and those that are submitted later
-    slow only the next launch, as with all that runs beside it.
+    while such a load is under way. The loads themselves are not slowed. Loads that are submitted later slow only the
+    next launch, as everything does that runs beside a launch.
     """
 
     def __init__(self, num_buffers: int, buffer_pages: int, copy_seconds: CopySeconds) -> None:
         self._buffer_pages = buffer_pages
         self._copy_seconds = copy_seconds
         self._free_at = 0.0
-        # When what was last in each buffer has been read, the next one to be filled first.
+        # When each buffer's last piece has been read; the first entry is the next buffer to fill.
         self._read = deque([0.0] * num_buffers, maxlen=num_buffers)
         self._submitted = 0.0
         self._owed: dict[Tier, float] = {}
-        # The parts that were cut last: long ones are the same launch after launch.
+        # The parts that were cut last, with their pieces: long parts stay the same from launch to launch.
         self._cut: tuple[Parts, list[tuple[int, tuple[tuple[Tier, float], ...]]]] = ((), [])
 
     def pieces(self, parts: Parts, attend_s: float) -> list[PieceCost]:
@@ -76,15 +78,15 @@ class SimulatedStream:
         return [PieceCost(copy_s, attend_s * n / pages) for n, copy_s in self._cut[1]]
 
     def begin(self, submitted: float, loads_s: Mapping[Tier, float]) -> None:
-        """What follows is of one launch, submitted then. loads_s: how long the links of these tiers have loads to
-        carry from its start on."""
+        """Start the account of one launch. loads_s: seconds for which the links of these tiers have loads to carry
+        from the launch's start on."""
         self._submitted = submitted
         self._owed = {tier: seconds for tier, seconds in loads_s.items() if seconds}
 
     def layer(self, pieces: Sequence[PieceCost], time: float) -> tuple[float, float]:
-        """One layer, of which everything before its attention is over at `time`. Returns when all pieces have been
-        read, and how long the copies took, in all."""
-        # A long request has thousands of pieces: no calls where none are needed.
+        """Do one layer whose computation before attention ends at `time`. Returns when all pieces have been read, and
+        the seconds of the copies."""
+        # A long request has thousands of pieces, so this loop makes no calls that it does not need.
         read, copied_s = self._read, 0.0
         free_at = max(self._submitted, self._free_at)
         for piece in pieces:
@@ -99,9 +101,9 @@ class SimulatedStream:
         return time, copied_s
 
     def layers(self, pieces: Sequence[PieceCost], num_layers: int, rest_s: float, time: float) -> tuple[float, float]:
-        """So many layers of which nothing else has to be waited for, each with rest_s behind its pieces. As soon as a
-        layer leaves everything as the one before did, the others are not gone through. Returns when the last one is
-        over, and how long the copies took."""
+        """Do num_layers layers that wait for no loads, each with rest_s behind its pieces. Once a layer leaves the
+        same state as the one before, the remaining layers are computed at once. Returns when the last layer ends, and
+        the seconds of the copies."""
         copied_s, before = 0.0, np.empty(0)
         for done in range(1, num_layers + 1):
             began = time
@@ -119,7 +121,7 @@ class SimulatedStream:
         return time, copied_s
 
     def _shared_seconds(self, piece: PieceCost) -> float:
-        """Of a copy, while loads want their part of its link."""
+        """Seconds of a copy that shares its link with loads."""
         seconds = piece.alone_s
         for tier, alone in piece.copy_s:
             owed = self._owed.pop(tier, 0.0)
@@ -131,7 +133,7 @@ class SimulatedStream:
 
 
 def cut(parts: Parts, buffer_pages: int) -> list[list[tuple[Tier, np.ndarray]]]:
-    """Pieces of buffer_pages pages, the last one perhaps shorter, each of runs of one tier."""
+    """Pieces of buffer_pages pages, each a list of runs of one tier. The last piece may be shorter."""
     pieces: list[list[tuple[Tier, np.ndarray]]] = []
     room = 0
     for tier, frames in parts:

@@ -16,7 +16,7 @@ import torch
 
 from sglang.srt.mem_cache.block_store import BlockStore, StoreError
 from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
-from sglang.srt.mem_cache.link import CopyLink
+from sglang.srt.mem_cache.link import CopyLink, CopyOptions
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
@@ -60,7 +60,12 @@ class Links:
         self.page_bytes = device.page_layout.page_bytes
         self.links = {
             name: CopyLink(
-                name, device, below, self.emulator.stream(name), lambda launch: None, io_backend=io_backend
+                name,
+                device,
+                below,
+                self.emulator.stream(name),
+                lambda launch: None,
+                options=CopyOptions(io_backend=io_backend),
             )
             for name in (D2H, H2D)
         }

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sgl_kernel.kvcacheio import dma
-from sglang.srt.mem_cache.link import CopyLink, index_device
+from sglang.srt.mem_cache.link import CopyLink, CopyOptions, index_device
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
@@ -100,8 +100,8 @@ def settle(stream: ThreadStream | EmulatedStream) -> None:
 def test_loads_and_backups_are_exact(stream, layout: str, io_backend: str, page_size: int, dtype: torch.dtype):
     pools = Pools(page_size, dtype, layout)
     device, host = raw(pools.device.kv), raw(pools.host.pages(torch.arange(HOST_PAGES)))
-    h2d = CopyLink(H2D, pools.device, pools.host, stream, no_fence, io_backend=io_backend)
-    d2h = CopyLink(D2H, pools.device, pools.host, stream, no_fence, io_backend=io_backend)
+    h2d = CopyLink(H2D, pools.device, pools.host, stream, no_fence, options=CopyOptions(io_backend=io_backend))
+    d2h = CopyLink(D2H, pools.device, pools.host, stream, no_fence, options=CopyOptions(io_backend=io_backend))
     ops = [
         pools.load(0, ids(3, 4, 5), ids(0, 1, 2)),
         pools.backup(0, ids(1, 11), ids(19, 0)),
@@ -204,8 +204,8 @@ def test_the_backend_that_was_asked_for_copies(stream, monkeypatch):
     pools = Pools()
     for io_backend, expected in (("auto", []), ("dma", [True]), ("direct", [False])):
         merged.clear()
-        h2d = CopyLink(H2D, pools.device, pools.host, stream, no_fence, io_backend=io_backend)
-        d2h = CopyLink(D2H, pools.device, pools.host, stream, no_fence, io_backend=io_backend)
+        h2d = CopyLink(H2D, pools.device, pools.host, stream, no_fence, options=CopyOptions(io_backend=io_backend))
+        d2h = CopyLink(D2H, pools.device, pools.host, stream, no_fence, options=CopyOptions(io_backend=io_backend))
         h2d.submit(pools.load(0, ids(3, 4), ids(0, 1)))
         d2h.submit(pools.backup(0, ids(0, 1), ids(5, 6)))
         settle(stream)
@@ -232,7 +232,7 @@ def test_a_limited_link_waits_for_each_layer(stream):
     for name, num_waits in ((H2D, LAYERS), (D2H, 1)):
         slept.clear()
         limit = RateLimit(pools.page_bytes, lambda: now[0], sleep)  # a page per second
-        link = CopyLink(name, pools.device, pools.host, stream, no_fence, rate_limit=limit)
+        link = CopyLink(name, pools.device, pools.host, stream, no_fence, options=CopyOptions(rate_limit=limit))
         make = pools.load if name == H2D else pools.backup
         link.submit(make(0, ids(0, 1, 2), ids(3, 4, 5)))
         link.submit(make(1, ids(), ids()))

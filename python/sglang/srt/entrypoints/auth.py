@@ -1,7 +1,7 @@
-"""Who may ask for what: API keys in front of the routes. Stateless; knows no route but by its path.
+"""API keys in front of the routes: which key which path needs. Stateless; knows routes by their paths alone.
 
     --api-key      guards every path but /health, /health_generate and /hicache, a page without data
-    --admin-api-key  guards, in its place, what changes the server or other people's requests
+    --admin-api-key  guards, in its place, the paths that change the server or other users' requests
 
 With --api-key alone it opens those too; with --admin-api-key alone the other paths are open.
 """
@@ -47,7 +47,7 @@ def require_admin(request: Request, args: ServerArgs) -> None:
 
 
 def require_a_key(args: ServerArgs) -> None:
-    """For what is too dangerous to be open: a storage plugin is code that this server runs."""
+    """For actions that must not be open to all: a storage plugin is code that this server runs."""
     if not (args.admin_api_key or args.api_key):
         raise RequestError("storage is changed only on a server that has a key: start it with --admin-api-key", 400)
 
@@ -61,6 +61,6 @@ def _has(request: Request, key: str | None) -> bool:
     if key is None:
         return True
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    # In constant time: how long a refusal takes must not tell how much of the key was right.
+    # Compared in constant time. The time of a refusal must not tell how much of the key was right.
     right = hmac.compare_digest(given.strip().encode(), key.encode())
     return right and scheme.lower() == "bearer"

@@ -6,7 +6,7 @@ Owns the children, the private directory of their sockets, and the tokenizer man
                ^                                          | PUSH detokenizer_in
                +------- PUSH tokenizer_in ------- detokenizer
 
-How a child behaves is written in srt/utils/child_process.py.
+srt/utils/child_process.py describes how a child behaves.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from sglang.srt.utils.hf_transformers_utils import get_context_and_vocab, get_to
 T = TypeVar("T")
 
 SCHEDULER_COMMAND = (sys.executable, "-m", "sglang.srt.managers.scheduler_process")
-# Of one call of Engine.generate: its process has no other clients.
+# The most answers of one call of Engine.generate. Its process has no other clients.
 _MAX_ANSWERS = 1 << 16
 DETOKENIZER_COMMAND = (sys.executable, "-m", "sglang.srt.managers.detokenizer_manager")
 
 _WATCH_INTERVAL_S = 0.1
 _STOP_TIMEOUT_S = 10.0
 _STOP_INTERVAL_S = 0.02
-# Of a start that takes longer, so often a line tells what it is doing.
+# A start that takes longer logs a line about its current stage this often.
 _PROGRESS_INTERVAL_S = 10.0
 # sun_path holds 108 bytes.
 _MAX_SOCKET_PATH = 100
@@ -65,11 +65,11 @@ logger = logging.getLogger(__name__)
 
 
 class EngineDeadError(RuntimeError):
-    """A process of the engine is gone; the message says which and why."""
+    """A process of the engine has ended; the message names the process and the reason."""
 
 
 class Child:
-    """One child process. A thread passes its stderr on and keeps the end, for the day it dies."""
+    """One child process. A thread passes its stderr on and keeps the last lines, which explain its end."""
 
     def __init__(self, name: str, command: Sequence[str], args: ChildArgs) -> None:
         self.name = name
@@ -77,7 +77,7 @@ class Child:
         self._stage_file = args.stage_file
         self._tail = b""
         self._ended_at = math.inf
-        # A session of its own: the terminal's Ctrl-C is for the parent, which drains first.
+        # A session of its own: the terminal's Ctrl-C reaches only the parent, which drains first.
         self.process = subprocess.Popen(
             [*command, msgspec.json.encode(args).decode()],
             stdin=subprocess.DEVNULL,
@@ -102,12 +102,13 @@ class Child:
         return self.process.poll() is not None
 
     def ended_at(self) -> float:
-        """When it ended, by the monotonic clock: one rank's death ends the others, and the first to go says why."""
+        """When it ended, by the monotonic clock. The death of one rank ends the others; the first one names the
+        cause."""
         self._reader.join(0.5)
         return self._ended_at
 
     def stage(self) -> str:
-        """What it is doing while it starts; "" if it shows that itself."""
+        """What it is doing while it starts; "" if it shows its progress itself."""
         try:
             with open(self._stage_file) as file:
                 return file.read()
@@ -122,7 +123,7 @@ class Child:
             return None
 
     def obituary(self) -> str:
-        """One line: who died, and how. What it said last is why, unless a signal cut it short."""
+        """One line: which process ended, and why. The reason is its last line of log, unless a signal ended it."""
         code = self.process.returncode
         if code < 0:
             return f"the {self.name} process was killed by {signal.Signals(-code).name}"
@@ -135,7 +136,7 @@ class Child:
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def log_signal(self) -> None:
-        """What helps to find out who sent the signal that it died of, if it did."""
+        """If a signal ended the process: log what helps to find the sender of the signal."""
         if self.process.returncode < 0:
             hint = "; the kernel sends SIGKILL when memory runs out" if self.process.returncode == -9 else ""
             last = f"its last line of log was {words!r}" if (words := self.last_words()) else "it had logged nothing"
@@ -146,7 +147,7 @@ class Child:
             self.process.send_signal(STOP_SIGNAL)
 
     def end(self) -> None:
-        """Kills it if it still lives, and reaps it."""
+        """Kill it if it still runs, and reap it."""
         if not self.dead():
             self.process.kill()
             self.process.wait()
@@ -156,7 +157,7 @@ class Child:
 
 
 class EngineProcesses:
-    """The children, their sockets, and the tokenizer manager. Belongs to one event loop, whose thread must outlive
+    """The children, their sockets, and the tokenizer manager. It belongs to one event loop, whose thread must outlive
     it: Linux ends a child with the thread that started it."""
 
     def __init__(self, server_args: ServerArgs, scheduler_command: Sequence[str] = SCHEDULER_COMMAND) -> None:
@@ -172,7 +173,8 @@ class EngineProcesses:
         self.ready_info: dict[str, Any] = {}
 
     async def start(self) -> None:
-        """Returns when the first request may come. Raises a typed error with one sentence; then nothing is left."""
+        """Return when the first request may come. Raises a typed error with one sentence; then nothing is left
+        behind."""
         progress = asyncio.create_task(self._report_progress())
         try:
             await self._start()
@@ -231,7 +233,7 @@ class EngineProcesses:
             extra = {"tp_rank": rank, "directory": self._directory}
             prefix = "" if args.tp_size == 1 else f"TP{rank}"
             child(name, self._scheduler_command, ("scheduler_in", "detokenizer_in"), extra, log_prefix=prefix)
-        # Meanwhile; it is ready long before the model is.
+        # The detokenizer starts meanwhile; it is ready long before the model is.
         tokenizer = await asyncio.to_thread(get_tokenizer, args.tokenizer_path or model_dir)
         path = await asyncio.to_thread(self._tokenizer_for_child, tokenizer, args.tokenizer_path or model_dir)
         sockets = ("detokenizer_in", "tokenizer_in")
@@ -276,7 +278,7 @@ class EngineProcesses:
         return min((child for child in self._children if child.dead()), key=Child.ended_at, default=None)
 
     async def wait_for_death(self) -> str:
-        """Returns when a child, or this end of their sockets, is gone: one line that says which and why."""
+        """Return when a child, or this end of the sockets, has ended: one line that names it and the reason."""
         while True:
             if any(child.dead() for child in self._children):
                 dead = await asyncio.to_thread(self._first_dead)
@@ -288,14 +290,15 @@ class EngineProcesses:
             await asyncio.sleep(_WATCH_INTERVAL_S)
 
     async def stop(self) -> None:
-        """Ends the children and removes what they left. May be called twice."""
+        """End the children and remove their files. May be called twice."""
         if self._receive is not None:
             self._receive.cancel()
             await asyncio.gather(self._receive, return_exceptions=True)
             self._receive = None
             self.manager.close()
-        # No helper thread here: an Engine may be ended by atexit, when Python starts none any more. And more than one
-        # signal, as one that comes just before a child goes to sleep on its socket is only seen when it wakes.
+        # No helper thread here: an Engine may be ended by atexit, when Python starts no threads any more. The signal
+        # is sent again and again, because a child that receives it just before it sleeps on its socket sees it only
+        # when it wakes.
         deadline = time.monotonic() + _STOP_TIMEOUT_S
         while time.monotonic() < deadline and not all(child.dead() for child in self._children):
             for child in self._children:
@@ -321,8 +324,8 @@ def _is_terminal(stream: Any) -> bool:
 
 
 def private_directory() -> tuple[str, int]:
-    """A directory that only its owner may enter, so that nobody else can write to the sockets in it; and the
-    descriptor of the lock in it, which says as long as it is open that somebody lives there."""
+    """A directory that only its owner may enter, so that no other user can write to the sockets in it, and the
+    descriptor of the lock in it. While the descriptor is open, the directory is in use."""
     parent = tempfile.gettempdir()
     if len(parent) + len("/sglang-xxxxxxxx/detokenizer_in") > _MAX_SOCKET_PATH:
         parent = "/tmp"
@@ -331,13 +334,13 @@ def private_directory() -> tuple[str, int]:
         path = tempfile.mkdtemp(prefix="sglang-", dir=parent)
         lock = os.open(f"{path}/lock", os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.path.exists(f"{path}/lock"):  # else another server has found it before it was locked
+        if os.path.exists(f"{path}/lock"):  # else another server found it before it was locked
             return path, lock
         os.close(lock)
 
 
 def _remove_deserted(parent: str) -> None:
-    """The directories of servers that were killed together with all their processes: nobody holds their locks."""
+    """Remove the directories of servers that were killed together with all their processes. Their locks are free."""
     for path in glob.glob(f"{glob.escape(parent)}/sglang-*/lock"):
         try:
             lock = os.open(path, os.O_RDWR)
@@ -353,7 +356,7 @@ def _remove_deserted(parent: str) -> None:
 
 
 def refuse_mixed_installation() -> None:
-    """This package replaces upstream's; files of both in one environment would run as neither."""
+    """This package replaces upstream's. An environment with files of both would run neither."""
     for kernels in ("sgl-kernel", "sglang-kernel"):
         try:
             importlib.metadata.distribution(kernels)
@@ -406,9 +409,9 @@ class Engine:
         stream: bool = False,
         **fields: Any,
     ) -> dict[str, Any] | list[dict[str, Any]] | Iterator[dict[str, Any]]:
-        """fields: more of GenerateReqInput's, such as rid, return_logprob or cache_salt. With stream an iterator of
-        dicts, each with the whole text so far. Raises ValueError for a request that is wrong, EngineDeadError if the
-        engine died."""
+        """fields: other fields of GenerateReqInput, such as rid, return_logprob or cache_salt. With stream, an
+        iterator of dicts, each with the whole text so far. Raises ValueError for a request that is wrong,
+        EngineDeadError if the engine died."""
         events = self._events(_request(prompt, sampling_params, input_ids, stream, fields))
         if stream:
             return self._iterate(events)
@@ -457,7 +460,8 @@ class Engine:
             await on_loop(close(events))
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """The requests with this rid, or all: they answer with what they have, and finish reason abort."""
+        """End the requests with this rid, or all. They answer with the tokens that they have, and finish reason
+        abort."""
         self._loop.call_soon_threadsafe(self._processes.manager.abort, None if abort_all else rid)
 
     def flush_cache(self) -> bool:
@@ -471,7 +475,7 @@ class Engine:
         }
 
     def shutdown(self) -> None:
-        """Ends the processes; running requests fail. May be called twice."""
+        """End the processes; running requests fail. May be called twice."""
         atexit.unregister(self.shutdown)
         if not self._thread.is_alive():
             return
@@ -497,7 +501,7 @@ class Engine:
 def _request(
     prompt: Any, sampling_params: Any, input_ids: Any, stream: bool, fields: dict[str, Any]
 ) -> GenerateReqInput:
-    """Checked like a body of /generate, except that a name which nobody knows is an error, as in any call."""
+    """Checked like a body of /generate, except that an unknown name is an error, as in any call of a function."""
     for name in fields:
         if name not in GenerateReqInput.__struct_fields__ and name not in UNSUPPORTED_GENERATE:
             raise TypeError(f"generate() has no argument {name!r}")

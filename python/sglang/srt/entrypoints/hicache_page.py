@@ -1,7 +1,7 @@
-"""`GET /hicache`: the page that shows `GET /hicache/state`, live. Owns the file's bytes and what it may do.
+"""`GET /hicache`: the page that shows `GET /hicache/state`, live. Owns the file's bytes and its content policy.
 
-The page holds no data and is served without a key. The policy that goes with it allows exactly the script and the
-style that are in the file, and requests to this server: nothing that the state says could run, or be sent elsewhere.
+The page holds no data and is served without a key. Its policy allows exactly the script and the style that are in the
+file, and requests to this server. Text of the state can therefore neither run nor be sent to another server.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ Owns the count of bytes that are being received, and a deadline per connection. 
        ^                                                                                                         |
        +------------------------------- KEEP_ALIVE_S, then HEAD_TIMEOUT_S from here -----------------------------+
 
-A deadline that is missed ends the connection (the head's) or the request with 408 (the body's). A client that does
-not read its reply is left to the kernel: READ_TIMEOUT_S on the listening socket, which connections inherit.
+A head that misses its deadline ends the connection. A body that misses its deadline ends the request with 408. The
+kernel deals with a client that does not read its reply: READ_TIMEOUT_S is set on the listening socket, and
+connections inherit it.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sglang.srt.utils.errors import RequestError
 
-# A prompt of a million tokens is some 8 MB as ids, less as text.
+# A prompt of a million tokens has some 8 MB as ids, and less as text.
 MAX_BODY_BYTES = 16 << 20
-# Of all bodies that have not come in whole yet.
+# For all bodies together that have not arrived in whole yet.
 MAX_INCOMING_BYTES = 1 << 30
 HEAD_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 60.0
@@ -43,14 +44,14 @@ logger = logging.getLogger(__name__)
 
 
 def limit_unread_replies(listener: socket.socket) -> None:
-    """Ends connections whose client acknowledges or reads nothing, where the kernel can."""
+    """End connections whose client acknowledges or reads nothing, where the kernel can."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, READ_TIMEOUT_S * 1000)
 
 
 class Front:
-    """In front of the whole application: counts the bodies, and is the last to see what went wrong."""
+    """Wraps the whole application: counts the bytes of bodies, and handles the errors that nothing else handled."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -70,12 +71,12 @@ class Front:
         body = _Body(self, scope, receive)
         try:
             await self._app(scope, body.receive, send_)
-        except asyncio.CancelledError:  # by uvicorn, which waits no longer: not worth its traceback
+        except asyncio.CancelledError:  # uvicorn cancels requests when the drain is over
             if not started:
                 error = RequestError("the server is shutting down", 503)
                 await JSONResponse(error.body(), 503)(scope, receive, send)
         except Exception as error:
-            # A bug, answered already: once in the log, from our first line on.
+            # A bug. The client has its answer; log it once, from the first of our frames on.
             error.__traceback__ = _without_libraries(error.__traceback__)
             logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
         finally:
@@ -83,7 +84,7 @@ class Front:
 
 
 class _Body:
-    """One request's body on its way in. Raises RequestError to whoever reads it."""
+    """One request's body while it arrives. Raises RequestError to its reader."""
 
     def __init__(self, front: Front, scope: Scope, receive: Receive) -> None:
         self._front = front
@@ -129,7 +130,7 @@ class _Body:
 
 
 def _without_libraries(traceback: TracebackType | None) -> TracebackType | None:
-    """From the first frame that is neither this file's nor a library's on; all of it if there is none."""
+    """The traceback from the first frame that is neither this file's nor a library's; all of it if there is none."""
     rest = traceback
     while rest is not None:
         name = rest.tb_frame.f_code.co_filename
@@ -141,7 +142,8 @@ def _without_libraries(traceback: TracebackType | None) -> TracebackType | None:
 
 class LimitedProtocol(H11Protocol):
     """A connection with a deadline for the next request's head. uvicorn's own timer ends with the first byte, so that
-    a client could send a byte now and then for ever; and so it could with the rest of a body that was refused."""
+    a client could keep a connection for ever by sending a byte now and then. The rest of a refused body has the same
+    deadline."""
 
     _head_deadline: asyncio.TimerHandle | None = None
 
@@ -157,7 +159,7 @@ class LimitedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.response_complete:  # else the next request had come already
+        if self.cycle.response_complete:  # else the next request has come already
             self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -175,7 +177,7 @@ class LimitedProtocol(H11Protocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """For bytes that are no HTTP, in the shape of all errors. Says nothing within a reply that has begun."""
+        """Answer bytes that are no HTTP, in the shape of all errors. Within a reply that has begun, send nothing."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = msgspec.json.encode(RequestError("this is no valid HTTP/1.1 request").body())
             headers = [

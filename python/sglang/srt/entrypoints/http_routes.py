@@ -1,4 +1,4 @@
-"""The HTTP server's routes: which path is answered by what. Owns nothing; every answer is somebody else's.
+"""The HTTP server's routes: which function answers which path. Owns nothing.
 
 A reply that takes a while goes through streams.answer, which notices clients that leave.
 """
@@ -43,7 +43,7 @@ from sglang.srt.utils.errors import RequestError
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-# Upstream's, for /health_generate.
+# The timeout of /health_generate, as upstream has it.
 _HEALTH_TIMEOUT_S = 20.0
 
 
@@ -78,8 +78,8 @@ def _check_model(args: ServerArgs, name: str | None) -> None:
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    """The JSON object that was sent. Another type than JSON's is refused: a browser sends a text, but not JSON, for
-    any page that it shows. No type at all is taken as JSON."""
+    """The JSON object that was sent. A content type other than JSON is refused: a web page can make a browser send
+    text to this server, but not JSON. A request without a content type is taken as JSON."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RequestError(f"the body's content type is {kind!r}, but it must be application/json", 415)
@@ -102,7 +102,7 @@ async def _parsed(
 
 
 class WarningHeaders:
-    """Puts a request's warnings into the head of its reply, whether that is a stream, an error or neither."""
+    """Puts a request's warnings into the head of its reply, for a whole reply, a stream and an error alike."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -120,7 +120,8 @@ class WarningHeaders:
 
 
 def warning_header(text: str) -> str:
-    """As Kubernetes warns of unknown fields: RFC 7234's code 299 and a quoted text. text: printable ASCII."""
+    """The header by which Kubernetes warns of unknown fields: RFC 7234's code 299 and a quoted text. text: printable
+    ASCII."""
     quoted = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'299 - "{quoted}"'
 

@@ -31,7 +31,7 @@ from sglang.srt.utils.child_process import StartupError, is_for_the_user, one_se
 from sglang.srt.utils.log import configure_logging
 
 DRAIN_TIMEOUT_S = 60.0
-# What a connection gets to write its last answer.
+# Seconds that a connection gets to write its last answer.
 _GRACE_S = 3
 
 logger = logging.getLogger(__name__)
@@ -44,14 +44,14 @@ class HttpServer(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """The port, taken before anything slow is done. Raises StartupError."""
+    """Take the port before anything slow is done. Raises StartupError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
         raise StartupError(f"--host {host} is no address of this machine: {error.strerror}") from None
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # A restart may follow at once: connections of the last server still linger on the port.
+        # A new server may start at once, while connections of the last one still linger on the port.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         limit_unread_replies(sock)
         sock.bind(address)
@@ -62,7 +62,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def listen(sock: socket.socket, host: str, port: int) -> None:
-    """On what `bind` has returned. Raises StartupError."""
+    """Listen on the socket that `bind` has returned. Raises StartupError."""
     try:
         sock.listen(2048)
     except OSError as error:
@@ -76,12 +76,12 @@ def _cannot_listen(host: str, port: int, error: OSError) -> StartupError:
 
 
 def allow_connections() -> None:
-    """As many open files as the system lets this process have: the usual first limit is 1024 connections."""
+    """Allow as many open files as the system permits. The usual first limit is 1024 connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError):  # macOS knows a hard limit that it does not grant
-        logger.warning("no more than %d open files: connections beyond will wait", soft)
+    except (OSError, ValueError):  # macOS reports a hard limit that it does not grant
+        logger.warning("no more than %d open files are allowed: further connections will wait", soft)
 
 
 async def serve(args: ServerArgs, scheduler_command: Sequence[str], drain_timeout_s: float) -> int:
@@ -160,7 +160,7 @@ async def _serve_until_the_end(
     elif done is serving:
         logger.error("the HTTP server ended unexpectedly: %r", serving.exception() if serving.done() else None)
     await manager.drained(_GRACE_S)  # until each waiter has its error
-    died.cancel()  # from here on children end because they are told to
+    died.cancel()  # from here on children end because the parent stops them
     server.should_exit = True
     await asyncio.gather(serving, return_exceptions=True)
     logger.info("stopped")
@@ -168,7 +168,7 @@ async def _serve_until_the_end(
 
 
 async def _first(*tasks: asyncio.Task[Any]) -> asyncio.Task[Any]:
-    """The task of these that is done first; in the order given if several are."""
+    """Wait for the first task that is done. Of several, return the first in the order given."""
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     return next(task for task in tasks if task.done())
 
@@ -183,13 +183,14 @@ def launch_server(
     scheduler_command: Sequence[str] = SCHEDULER_COMMAND,
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
 ) -> int:
-    """Runs a server in this thread until it ends. Returns the process's exit code; has printed why if it is not 0.
-    The process should end with it at once (`exit_now`): threads may still be reading a tokenizer or a prompt."""
+    """Run a server in this thread until it ends. Returns the process's exit code, and has printed the reason if it is
+    not 0. The caller should then end the process at once (`exit_now`): threads may still be reading a tokenizer or a
+    prompt."""
     configure_logging(args.log_level)
     logger.info("SGLang-compatible engine %s: serving %s", sglang.__version__, args.model_path)
     allow_connections()
     try:
-        # It stays open: closing it would wait for its threads, and give signals back to Python's own handlers.
+        # The loop stays open: closing it would wait for its threads, and return signals to Python's own handlers.
         return uvloop.new_event_loop().run_until_complete(serve(args, scheduler_command, drain_timeout_s))
     except Exception as error:
         if not is_for_the_user(error):

@@ -1,6 +1,6 @@
-"""/generate, SGLang's own endpoint, and what the offline Engine returns: upstream's shape. Stateless.
+"""/generate, SGLang's own endpoint, and the answers of the offline Engine, in upstream's shape. Stateless.
 
-Streamed, each event holds the whole answer so far, as upstream's do.
+In a stream, each event holds the whole answer so far, as upstream's do.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Triple = tuple[float | None, int, str | None]
 
 
 class GenerateReqInput(msgspec.Struct, frozen=True, kw_only=True):
-    """text or input_ids: one prompt or a list. sampling_params, rid and what is asked of log-probabilities: one for
-    all, or a list."""
+    """text or input_ids: one prompt or a list. sampling_params, rid and the fields about log-probabilities: one value
+    for all prompts, or a list."""
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
@@ -63,8 +63,8 @@ class GenerateReqInput(msgspec.Struct, frozen=True, kw_only=True):
 async def serve_generate(
     req: GenerateReqInput, manager: TokenizerManager, max_answers: int = MAX_ANSWERS
 ) -> AsyncIterator[Event | list[Event]]:
-    """One prompt with one answer gives an event, otherwise a list of them, a prompt's answers side by side. Streamed:
-    an event per piece, with its `index` in that list."""
+    """One prompt with one answer gives an event. Several give a list of events, with a prompt's answers side by side.
+    In a stream there is an event per piece, with its `index` in that list."""
     requests = _generate_requests(req, max_answers)
     is_list = req.is_batch() or len(requests) > 1
     texts = manager.token_texts if req.return_text_in_logprobs else None
@@ -134,7 +134,7 @@ def _generate_requests(req: GenerateReqInput, max_answers: int) -> list[Generate
 
 
 def sampling_fields(body: dict[str, Any]) -> SamplingFields:
-    """Unlike elsewhere, a name that nobody knows is an error, as upstream has it."""
+    """Unlike in other bodies, an unknown name is an error, as upstream has it."""
     refuse_unsupported(body, UNSUPPORTED_NATIVE_SAMPLING)
     known = {name: value for name, value in body.items() if name not in UNSUPPORTED_NATIVE_SAMPLING}
     for name in known:
@@ -151,7 +151,7 @@ def _logprob_spec(start: int | None, top: int | None, token_ids: list[int] | Non
     start, top, token_ids = -1 if start is None else start, top or 0, token_ids or []
     if start < -1:
         raise RequestError(
-            f"logprob_start_len is {start}, but it must be a place in the prompt, or -1 for none of it",
+            f"logprob_start_len is {start}, but it must be a place in the prompt, or -1 for no part of it",
             param="logprob_start_len",
         )
     if not 0 <= top <= MAX_TOP_LOGPROBS:
@@ -182,7 +182,7 @@ class _Answer:
         self._logprobs: list[TokenLogprob] = []
 
     def num_logprobs(self, chunk: Chunk) -> int:
-        """Log-probabilities of the event for everything up to this chunk."""
+        """The number of log-probabilities in the event for everything up to this chunk."""
         before = len(self._prompt_logprobs) + len(self._logprobs)
         return before + len(chunk.prompt_logprobs) + len(chunk.logprobs)
 
@@ -222,7 +222,7 @@ class _Answer:
         return found
 
     def _triples(self, entry: TokenLogprob, pairs: list[tuple[float, int]]) -> list[Triple] | None:
-        """None where nothing was predicted: a prompt's first token."""
+        """None where nothing was predicted, as for a prompt's first token."""
         return None if entry.logprob is None else [self._triple(logprob, token) for logprob, token in pairs]
 
     def _triple(self, logprob: float | None, token: int) -> Triple:

@@ -1,8 +1,8 @@
-"""From a JSON body to something checked: decoding, fields we refuse, sampling parameters.
+"""From a JSON body to checked values: decoding, fields that are refused, sampling parameters.
 
-A field that upstream has and this engine does not is refused by name if it asks for something: a value that changes
-nothing passes. A field that is not known at all is ignored, as OpenAI and upstream do, or refused with
---strict-fields; one that looks like a known field is named in a warning.
+A field that upstream has and this engine lacks is refused by name if its value asks for something. A value that
+changes nothing is accepted. An unknown field is ignored, as OpenAI and upstream do, or refused with --strict-fields.
+A warning names an unknown field that looks like a known one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang.srt.utils.errors import RequestError
 
 T = TypeVar("T")
 
-# Field -> the values, beside null, that ask for nothing.
+# Field -> the values, beside null, that change nothing.
 _UNSUPPORTED_SAMPLING: dict[str, tuple[Any, ...]] = {
     "regex": (),
     "ebnf": (),
@@ -118,8 +118,8 @@ UNSUPPORTED_GENERATE = {
     "custom_labels": ({},),
 }
 
-# Upstream's fields that ask for nothing here: they are about logs, tracing and how upstream's own processes talk, or
-# only add to one that is refused.
+# Upstream's fields that change nothing here. They are about logs, tracing and upstream's own processes, or only add
+# to a field that is refused.
 NOTHING_TO_DO = frozenset(
     {
         *("received_time", "http_worker_ipc", "external_trace_header", "log_metrics", "no_logs", "routing_key"),
@@ -136,14 +136,14 @@ MAX_STOP_LENGTH = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_NAME_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 1024
-# Of one request over HTTP, over all its prompts.
+# The most answers of one request over HTTP, over all its prompts.
 MAX_ANSWERS = 2048
-# Of one request's unknown fields: so many are compared with known ones, and so many are named.
+# The most unknown fields of one request that are compared with known ones, and that are named.
 MAX_COMPARED = 32
 MAX_WARNINGS = 8
-# Characters of a field's name that are compared and shown.
+# The most characters of a field's name that are compared and shown.
 _MAX_FIELD_NAME = 64
-# Of 1: how alike two names are, by difflib, if one is taken for the other's misspelling.
+# The likeness of two names (difflib's ratio) from which one is taken for a misspelling of the other.
 _ALIKE = 0.85
 _INT64 = range(-(1 << 63), 1 << 63)
 _FIELD_IN_MESSAGE = re.compile(r"`\$\.([A-Za-z_]+)")
@@ -183,7 +183,7 @@ def check_fields(
     body: Mapping[str, Any], kind: type[msgspec.Struct], unsupported: Mapping[str, Sequence[Any]], strict: bool
 ) -> list[str]:
     """A warning for each unknown field that looks like a known one or belongs in sampling_params, in printable ASCII.
-    strict: raises RequestError for any unknown field."""
+    strict: raise RequestError for any unknown field."""
 
     def likely_field(name: str, known: tuple[str, ...]) -> str:
         if "sampling_params" in kind.__struct_fields__ and name in SamplingFields.__struct_fields__:
@@ -205,7 +205,7 @@ def check_fields(
 def _unknown_fields(
     body: Mapping[str, Any], kind: type[msgspec.Struct], unsupported: Mapping[str, Sequence[Any]]
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each unknown field, of the body and of a table in it, beside the names that are known there."""
+    """Each unknown field of the body, or of a table in it, with the names that are known in its place."""
     fields = kind.__struct_fields__
     for name in body:
         if name not in fields and name not in unsupported and name not in NOTHING_TO_DO:
@@ -218,8 +218,8 @@ def _unknown_fields(
 
 
 def did_you_mean(name: str, known: tuple[str, ...]) -> str:
-    """The end of a sentence about a field that is not known; empty if it looks like none that is."""
-    # Not in the cached function: its cache would keep a name of megabytes.
+    """The end of a sentence about an unknown field; empty if it resembles no known field."""
+    # This function is not cached: a cache would keep names of megabytes.
     return _did_you_mean(name, known) if len(name) <= _MAX_FIELD_NAME else ""
 
 
@@ -229,7 +229,8 @@ def _did_you_mean(name: str, known: tuple[str, ...]) -> str:
     wanted = _plain(name)
 
     def likeness(each: str) -> tuple[float, bool]:
-        """Of two names that are equally alike, the one with the same first letter: stopp is stop and not top_p."""
+        """Of two names that are equally alike, prefer the one with the same first letter: stopp is stop and not
+        top_p."""
         return difflib.SequenceMatcher(None, each, wanted).ratio(), each[:1] == wanted[:1]
 
     near = max(difflib.get_close_matches(wanted, plain, 3, _ALIKE), key=likeness, default=None)
@@ -237,12 +238,12 @@ def _did_you_mean(name: str, known: tuple[str, ...]) -> str:
 
 
 def _plain(name: str) -> str:
-    """As it is compared: maxTokens and max-tokens are max_tokens."""
+    """A name as it is compared: maxTokens and max-tokens become max_tokens."""
     return re.sub("[^a-z0-9.]", "", name.lower())
 
 
 def shown(name: str) -> str:
-    """A name that a client chose, for a message or a header: quoted, printable ASCII, not long."""
+    """A name from a client, for a message or a header: quoted, printable ASCII, shortened."""
     return repr(re.sub("[^ -~]", "?", name[:_MAX_FIELD_NAME]))
 
 
@@ -252,7 +253,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client says of sampling, unchecked, under /generate's names. None means the default."""
+    """A client's sampling fields, unchecked, under /generate's names. None means the default."""
 
     n: int | None = None
     max_new_tokens: int | None = None
@@ -274,8 +275,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sampling_params(fields: SamplingFields, names: Mapping[str, str] = {}) -> SamplingParams:
-    """names: what the client calls a parameter, where that differs. Raises RequestError with the range that was
-    missed."""
+    """names: the client's names of parameters, where they differ. Raises RequestError with the allowed range."""
 
     def require(ok: bool, name: str, value: Any, rule: str) -> None:
         if not ok:
@@ -331,12 +331,12 @@ def sampling_params(fields: SamplingFields, names: Mapping[str, str] = {}) -> Sa
     )
     seed = params.sampling_seed
     require(seed is None or seed in _INT64, "sampling_seed", seed, "a whole number of 64 bits")
-    # Dividing logits by less would overflow, and nobody means it.
+    # Division of logits by a smaller value would overflow.
     return msgspec.structs.replace(params, temperature=0.0 if temperature < 1e-6 else temperature)
 
 
 def check_num_answers(number: int, limit: int = MAX_ANSWERS) -> None:
-    """Each costs time and memory here before the scheduler hears of it."""
+    """Each answer costs time and memory in this process before the scheduler receives it."""
     if number > limit:
         raise RequestError(
             f"this asks for {number} answers, but one request may ask for {limit}: split it into several requests"
@@ -344,7 +344,7 @@ def check_num_answers(number: int, limit: int = MAX_ANSWERS) -> None:
 
 
 def check_prompts(body: Mapping[str, Any], names: Sequence[str], check_length: Callable[[int], None]) -> None:
-    """Refuses too many prompts, and a prompt of too many ids, before each prompt or id is looked at. names: of fields
+    """Refuse too many prompts, and a prompt of too many ids, before each prompt or id is looked at. names: the fields
     that hold prompts. check_length: raises RequestError for a prompt of so many tokens."""
     for name in names:
         prompts = body.get(name)
@@ -372,14 +372,14 @@ def split_prompts(prompt: str | Sequence[Any], name: str) -> list[str | list[int
 
 
 def check_name(value: str | None, name: str) -> str | None:
-    """A name that a client chose: it is kept, and sent back with every piece of an answer."""
+    """Check a name from a client. It is kept, and sent back with every piece of an answer."""
     if value is not None and len(value) > MAX_NAME_LENGTH:
         raise RequestError(f"{name} has {len(value)} characters, at most {MAX_NAME_LENGTH} are allowed", param=name)
     return value
 
 
 def namespace(cache_salt: str | None, extra_key: str | None) -> str:
-    """What keeps the cache of requests apart. Encoded so that no two pairs give the same string."""
+    """The namespace that separates the cached prefixes of requests. No two pairs give the same string."""
     check_name(cache_salt, "cache_salt")
     check_name(extra_key, "extra_key")
     if not cache_salt and not extra_key:

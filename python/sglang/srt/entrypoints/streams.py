@@ -1,6 +1,6 @@
 """Answers that take a while: server-sent events, clients that leave, several answers as one stream.
 
-Every path out of here closes the generators that it was given, which is what aborts their requests.
+Every path out of these functions closes the generators that it was given. Closing them aborts their requests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 async def merge(sources: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
-    """(index of the source, item) as they come. The first error ends all."""
+    """(index of the source, item) as they come. The first error ends all sources."""
     if len(sources) == 1:
         try:
             async for item in sources[0]:
@@ -73,7 +73,7 @@ async def disconnected(receive: Receive) -> None:
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
-    """The work's result, or None once the client has left, which cancels the work."""
+    """The work's result; None once the client has left, after the work is cancelled."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(disconnected(receive))
     try:
@@ -86,7 +86,8 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
 
 
 class EventStream(Response):
-    """Server-sent events, ended by [DONE]. An error after the first event is an event too, as the status is out."""
+    """Server-sent events, ended by [DONE]. An error after the first event is an event too, because the status is
+    sent."""
 
     media_type = "text/event-stream"
 
@@ -124,7 +125,8 @@ def encode_event(event: Event) -> bytes:
 
 
 async def answer(receive: Receive, events: AsyncIterator[Any], stream: bool) -> Response:
-    """events: of JSON values, one if not stream. Raises the RequestError that came before the first event."""
+    """events: JSON values; exactly one unless `stream` is set. Raises the RequestError of an answer that fails before
+    its first event."""
     first = await _first_event(receive, events)
     if first is None:
         return Response(status_code=499)

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: a text or several as token ids, and back. Stateless."""
+"""/tokenize and /detokenize: one text or several as token ids, and back. Stateless."""
 
 from __future__ import annotations
 

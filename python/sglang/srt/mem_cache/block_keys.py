@@ -5,8 +5,8 @@
              0..63     64..127   128..191
 
 A key stands for everything that the block's KV depends on: all tokens before it and, through the root, the namespace
-of the request and whatever the deployment mixes into the secret (model, weights, dtype, layout). Without the secret
-nobody can find out by its name whether a text is stored, or make two texts collide.
+of the request and the facts that the deployment mixes into the secret (model, weights, dtype, layout). Without the
+secret it is impossible to tell from a name whether a text is stored, or to make two texts collide.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 
 KEY_BYTES = 16
 NO_KEYS = np.empty((0, KEY_BYTES), np.uint8)
-# Between a namespace and what makes a part of it private; no namespace that a user gives contains it.
+# Stands between a namespace and the owner of a private part of it. No namespace that a user gives contains it.
 _PRIVATE = "\0"
 
 
 def private(namespace: str, owner: int) -> str:
-    """A namespace of the owner's own, for the tiers that share by comparing tokens. Its blocks have the names that
-    they have in the namespace, so that storage is shared all the same."""
+    """A namespace for one owner, for the tiers that share by comparing tokens. Its blocks keep the names of the
+    original namespace, so that they are still shared in storage."""
     return f"{namespace}{_PRIVATE}{owner}"
 
 
@@ -41,7 +41,7 @@ class BlockKeys:
         self.block_tokens = block_tokens
 
     def root(self, namespace: str) -> bytes:
-        """What the first block of the namespace is chained to."""
+        """The key to which the namespace's first block is chained."""
         shared = namespace.partition(_PRIVATE)[0]
         return hashlib.blake2b(shared.encode(), key=self.secret, digest_size=KEY_BYTES).digest()
 

@@ -1,12 +1,12 @@
-"""`BlockStore`: what a storage tier is to the engine.
+"""`BlockStore`: the interface of a storage tier to the engine.
 
-A store keeps *blocks*: the KV of `block_tokens` tokens at a multiple of that offset, all layers, under a key that
-depends on every token before it and on the namespace (see `HiRadixTree`). It is the truth about itself: what the tree
-believes to be stored is a hint, and a block counts only if its read brings the bytes and the checksum agrees.
+A store keeps *blocks*: the KV of `block_tokens` tokens at a multiple of that offset, all layers. A block's key
+depends on every token before it and on the namespace (see `HiRadixTree`). The tree's view of what is stored is a
+hint. A block counts only if its read brings the bytes and the checksum agrees.
 
 Calls block; `StorageLink` makes them on threads of its own. One `exists`, one `get` and one `set` may run at the same
-time, `clear` and `close` only alone. No call raises for what can go wrong with a medium: the number of blocks that it
-returns says how far it got, and the store logs why and counts it.
+time, `clear` and `close` only alone. No call raises for a failure of the medium. It returns the number of blocks for
+which it succeeded, and the store logs the reason and counts it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class BlockStore(Protocol):
-    """name: what a person calls the backend, as in --hicache-storage-backend. block_tokens: tokens per block, a
-    multiple of the host pool's page size."""
+    """name: the backend's name, as in --hicache-storage-backend. block_tokens: tokens per block, a multiple of the
+    host pool's page size."""
 
     name: str
     block_tokens: int
@@ -30,16 +30,17 @@ class BlockStore(Protocol):
         ...
 
     def get(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
-        """Read blocks into pages of the host pool. Returns how many leading blocks came whole and verified; the pages
-        of the others hold anything. A block that does not verify is forgotten, so that it can be stored anew.
+        """Read blocks into pages of the host pool. Returns how many leading blocks were read whole and verified. The
+        pages of the other blocks hold anything. A block that does not verify is forgotten, so that it can be stored
+        again.
 
         frames: (len(keys) * block_tokens / page_size,) int32, block after block.
         """
         ...
 
     def set(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
-        """Store blocks from pages of the host pool. Returns how many leading ones are stored now, those that were
-        there already included."""
+        """Store blocks from pages of the host pool. Returns how many leading blocks are stored now. Blocks that were
+        stored before are included."""
         ...
 
     def clear(self) -> None:
@@ -47,7 +48,7 @@ class BlockStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Write down what a quick start needs; nothing is called afterwards."""
+        """Write down what a quick start needs. No calls follow."""
         ...
 
     def stats(self) -> dict[str, int]:
@@ -63,10 +64,11 @@ class OverlappingStore(Protocol):
     def start_get(
         self, keys: Sequence[bytes], frames: np.ndarray, on_end: Callable[[int], None]
     ) -> Callable[[], None]:
-        """As `get`, without waiting: on_end(count) follows once, from any thread, perhaps before this returns; the
-        pages are the store's until then. Returns a hint that nobody wants it any more, after which it still ends."""
+        """As `get`, without waiting. on_end(count) follows once, from any thread, perhaps before this returns. The
+        store owns the pages until then. Returns a function that hints that the result is not needed any more; on_end
+        follows all the same."""
         ...
 
 
 class StoreError(ValueError):
-    """A store cannot be opened as asked; one sentence that says what to do."""
+    """A store cannot be opened as asked; the message is one sentence with the remedy."""

@@ -1,11 +1,11 @@
-"""Which free frame comes next: three free lists of a pool's frames. All are deterministic.
+"""Three free lists of a pool's frames, which decide which free frame comes next. All are deterministic.
 
-Own which frames are free, and nothing else of them; a `FrameTable` owns its list.
+They own which frames are free, and no other state of frames. A `FrameTable` owns its list.
 
-    FreeStack    what was freed last, comes first. Cheapest; after a while, frames come scattered.
-    FreeBlocks   aligned blocks of frames, whole ones kept whole. For a pool whose pages leave in blocks: storage and
-                 copy engines move a run of adjacent pages as one piece.
-    FreeLowest   the lowest free frame. For a pool that lends its end to others: what is in use stays low.
+    FreeStack    the frame that was freed last comes first. Cheapest; after a while, frames come scattered.
+    FreeBlocks   aligned blocks of frames; whole blocks stay whole. For a pool whose pages leave in blocks: storage
+                 and copy engines move a run of adjacent pages as one piece.
+    FreeLowest   the lowest free frame comes first. For a pool that lends its end to others: used frames stay low.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _GROUP = 1024
 
 class FreeList(Protocol):
     def take(self, n: int) -> np.ndarray:
-        """(n,) int32 frames, free no more. The caller knows that as many are free."""
+        """Take n frames, (n,) int32. The caller has checked that as many are free."""
         ...
 
     def give(self, frames: np.ndarray) -> None:
-        """Frames (int32) are free again."""
+        """Add frames (int32) that are free again."""
         ...
 
     def remove(self, frames: np.ndarray) -> None:
-        """Frames (int32), each free, are free no more."""
+        """Take these frames (int32), each of which is free."""
         ...
 
     def frames(self) -> np.ndarray:
@@ -51,7 +51,7 @@ class FreeStack:
         self._height += n
 
     def remove(self, frames: np.ndarray) -> None:
-        """Looks at the whole stack."""
+        """Search the whole stack."""
         stack = self.frames()
         kept = stack[~np.isin(stack, frames)]
         self._height = len(kept)
@@ -64,13 +64,13 @@ class FreeStack:
 class FreeBlocks:
     """Frames in aligned blocks of block_pages.
 
-    n frames are n // block_pages whole blocks, and the rest from the block that it fits best:
+    A request for n frames takes n // block_pages whole blocks, and the rest from the broken block that it fits best:
 
         blocks      | . . . . | x x . . | . . . . | . . . . | x . . . |       . free   x in use
         take(10)                  8 9     0 1 2 3   4 5 6 7                   block_pages 4
 
-    The whole blocks are a run of exactly as many free ones, else the front of a longer run, else several runs. The
-    rest breaks a block only where it fits into none that is broken already.
+    The whole blocks are a run of exactly as many free blocks, else the front of a longer run, else several runs. The
+    rest breaks a whole block only where it fits into no broken one.
     """
 
     def __init__(self, num_pages: int, block_pages: int) -> None:
@@ -79,9 +79,9 @@ class FreeBlocks:
         self._is_free = np.zeros((num_blocks, block_pages), np.bool_)
         self._flat = self._is_free.reshape(-1)
         self._flat[:num_pages] = True  # the last block may be short: it is never whole
-        # Free frames per block. Narrow, because every request looks at all of them; unsigned, for `_take_rest`.
+        # Free frames per block. Narrow, because every request looks at all blocks; unsigned, for `_take_rest`.
         self._count = self._is_free.sum(1).astype(np.min_scalar_type(block_pages))
-        # Of the same type: else `np.add.at` takes 20 times as long.
+        # Of the same type as the counts, because `np.add.at` takes 20 times as long with another.
         self._one = self._count.dtype.type(1)
         self._ids = np.arange(num_blocks * block_pages, dtype=np.int32)
 
@@ -108,7 +108,7 @@ class FreeBlocks:
         return np.flatnonzero(self._flat).astype(np.int32)
 
     def _take_blocks(self, n: int) -> list[np.ndarray]:
-        """The frames of n whole blocks, or of as many as there are, in few runs."""
+        """The frames of n whole blocks, or of all whole blocks if there are fewer, in few runs."""
         is_whole = self._count == self._block
         bits = int.from_bytes(np.packbits(is_whole, bitorder="little").tobytes(), "little")  # bit i: block i is whole
         parts = []
@@ -124,7 +124,7 @@ class FreeBlocks:
             bits ^= ((1 << length) - 1) << at
             n -= length
             length = min(length, n)
-        if n and bits:  # scattered: so many short runs are not worth the time
+        if n and bits:  # scattered: a search for so many short runs takes too long
             scattered = np.flatnonzero(self._count == self._block)[:n]
             self._is_free[scattered] = False
             self._count[scattered] = 0
@@ -137,8 +137,10 @@ class FreeBlocks:
         return self._ids[at * self._block : (at + num_blocks) * self._block]
 
     def _take_rest(self, n: int) -> np.ndarray:
-        """n frames, fewer than a block, adjacent if possible: from the block with the fewest free ones that has n."""
-        # What has fewer than n wraps around and is large; a whole block is larger than all broken ones that fit.
+        """n frames, fewer than a block, adjacent if possible, from the block with the fewest free frames that has
+        n."""
+        # A block with fewer than n free frames wraps around to a large number. A whole block counts more than all
+        # broken ones that fit.
         at = int((self._count - self._count.dtype.type(n)).argmin())
         if self._count[at] < n:
             return self._gather(n)
@@ -151,7 +153,7 @@ class FreeBlocks:
         return frames
 
     def _gather(self, n: int) -> np.ndarray:
-        """n frames from as few blocks as possible, where no block has n."""
+        """n frames from as few blocks as possible, where no single block has n."""
         order = np.argsort(self._count, kind="stable")[::-1]
         num_rows = int(np.searchsorted(np.cumsum(self._count[order], dtype=np.int64), n)) + 1
         rows = order[:num_rows]
@@ -162,8 +164,8 @@ class FreeBlocks:
 
 
 class FreeLowest:
-    """Ascending, the lowest free frames first. How many are free is counted per group of _GROUP frames, so that a
-    request looks at one number per group and at the frames of the groups that it takes from, and at no other."""
+    """The lowest free frames first, ascending. Free frames are counted per group of _GROUP frames, so that a request
+    looks at one number per group and at the frames of the groups that it takes from."""
 
     def __init__(self, num_pages: int) -> None:
         self._is_free = np.zeros((-(-num_pages // _GROUP), _GROUP), np.bool_)
@@ -174,7 +176,7 @@ class FreeLowest:
 
     def take(self, n: int) -> np.ndarray:
         lowest = int((self._count != 0).argmax())
-        if n <= self._count[lowest]:  # nearly always, and then so much is enough
+        if n <= self._count[lowest]:  # nearly always, and then one group is enough
             column = np.flatnonzero(self._is_free[lowest])[:n]
             self._is_free[lowest, column] = False
             self._count[lowest] -= n
@@ -200,7 +202,7 @@ class FreeLowest:
 
 
 def _runs_of(bits: int, n: int) -> int:
-    """Where n set bits follow each other: bit i stands for i to i + n - 1."""
+    """A bit set where n set bits follow each other: bit i stands for i to i + n - 1."""
     have = 1
     while have < n:
         step = min(have, n - have)

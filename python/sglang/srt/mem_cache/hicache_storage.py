@@ -1,7 +1,7 @@
 """`HiCacheStorage`: the class that a storage plugin derives from, under upstream's names and signatures.
 
 Owns only names. A plugin written for SGLang imports them from here and runs unchanged behind
-`storage/dynamic/dynamic_store.py`, which lists what this engine calls and what it does not.
+`storage/dynamic/dynamic_store.py`, which lists the methods that this engine calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ STORAGE_BATCH_SIZE = 128
 
 @dataclass
 class HiCacheStorageConfig:
-    """What a plugin learns about the engine. extra_config: --hicache-storage-backend-extra-config as it was given."""
+    """The facts about the engine that a plugin gets. extra_config: --hicache-storage-backend-extra-config as it was
+    given."""
 
     tp_rank: int
     tp_size: int
@@ -42,7 +43,7 @@ class HiCacheStorageConfig:
 
 @dataclass
 class HiCacheStorageExtraInfo:
-    """prefix_keys: the keys before those of the call, from the start of the prompt, or None: not known here."""
+    """prefix_keys: the keys before those of the call, from the start of the prompt; None where they are not known."""
 
     prefix_keys: list[str] | None = None
     extra_info: dict | None = None
@@ -89,7 +90,7 @@ class PoolTransferResult:
 
 
 class HiCacheStorage(ABC):
-    """A key-value store of pages. Keys are strings; a page is what `mem_pool_host` calls one.
+    """A key-value store of pages. Keys are strings; a page is a page of `mem_pool_host`.
 
     Called from several threads: one `batch_exists`, one get and one set may run at the same time.
     """
@@ -125,7 +126,7 @@ class HiCacheStorage(ABC):
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Read each key into the page of `mem_pool_host` that begins at its index; which came.
+        """Read each key into the page of `mem_pool_host` that begins at its index. Returns which keys were read.
 
         host_indices: (len(keys) * page_size,) int64, token indices, page after page.
         """
@@ -134,7 +135,7 @@ class HiCacheStorage(ABC):
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Store pages of `mem_pool_host`; which are stored now. Indices as for `batch_get_v1`."""
+        """Store pages of `mem_pool_host`. Returns which pages are stored now. Indices as for `batch_get_v1`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -146,7 +147,7 @@ class HiCacheStorage(ABC):
     def batch_get(
         self, keys: list[str], target_locations: Any | None = None, target_sizes: Any | None = None
     ) -> list[torch.Tensor | None] | int:
-        """The values, None for a key that is not there. target_locations: one tensor per key, of the size of a page,
+        """The values; None for a key that is not stored. target_locations: one tensor per key, of the size of a page,
         that may be filled and returned."""
         ...
 
@@ -167,7 +168,7 @@ class HiCacheStorage(ABC):
         target_locations: Any | None = None,
         target_sizes: Any | None = None,
     ) -> bool:
-        """Store values: one flat tensor per key, which is the plugin's to keep. Whether all are stored."""
+        """Store values: one flat tensor per key, which the plugin may keep. Returns whether all are stored."""
         ...
 
     @abstractmethod
@@ -181,7 +182,7 @@ class HiCacheStorage(ABC):
         return len(keys)
 
     def clear(self) -> None:
-        """Forget everything. A class without one of its own forgets nothing."""
+        """Forget everything. The default forgets nothing."""
         return None
 
     def get_stats(self) -> Any:

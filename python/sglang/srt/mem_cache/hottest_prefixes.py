@@ -1,12 +1,12 @@
-"""`hottest`: which prefixes the most requests have used; `HottestPrefixes`: what may be shown of them.
+"""`hottest`: the prefixes that the most requests have used; `HottestPrefixes`: the public account of them.
 
-Reads the tree and changes nothing, beside the steps of the scheduler, never inside: what it shows decides nothing.
-Neither tokens nor namespaces leave it, only hashes with a secret that this process draws and tells nobody: whoever
-may look at a server's cache must not learn what others asked it, nor find out by trying. Storage's own secret would
-not do: it is as good as its owner has chosen it.
+Reads the tree beside the steps of the scheduler, and changes nothing. No decision depends on it. Neither tokens nor
+namespaces leave it, only hashes. Their key is a secret that this process draws and never shows. A reader of the state
+of a server must not learn what other users sent, nor check a guess. Storage's own secret is not used here, because
+its owner may have chosen a weak one.
 
-A prefix is what its deepest node ends. Where about the same requests used a node and its parent, the two are one
-prefix, the longer:
+A prefix ends where a node ends. Where about the same requests used a node and its parent, only the longer of the two
+is listed:
 
     [system prompt: 90] --- [rules: 88] --- [Ada's question: 3]      two prefixes: rules (88), Ada's question (3)
                                         \\-- [Ben's question: 1]      and one more (1)
@@ -28,25 +28,26 @@ from sglang.srt.mem_cache.node import Node, Root
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, TIER_NAMES
 from sglang.srt.utils.time_units import LaunchSeq
 
-# Below this part of the hits at the top of a chain, a node is a prefix of its own.
+# A node with less than this part of the hits at the top of its chain is a prefix of its own.
 _SAME = 0.9
-# Nodes that one call looks at, and children of one node: a few milliseconds, however large the tree.
+# The most nodes that one call looks at, and the most children of one node. They take a few milliseconds, however
+# large the tree is.
 _MAX_LOOKS = 4096
 _MAX_CHILDREN = 1024
 
 
 def hottest(tree: HiRadixTree, num_prefixes: int, max_looks: int = _MAX_LOOKS) -> list[Node]:
-    """The ends of the num_prefixes prefixes with most hits, most first.
+    """The ends of the num_prefixes prefixes with the most hits, in descending order.
 
-    Best first from the roots: a request that uses a node uses its parent, so nothing below a node has more hits, and
-    few nodes are expanded. At most max_looks nodes are looked at, and the oldest _MAX_CHILDREN children of each: what
-    lies behind is left out, and a node that could not be expanded ends its prefix. What only one request can ever
-    use is none: private namespaces are left out.
+    The search goes best first from the roots. A request that uses a node uses its parent, so that nothing below a
+    node has more hits, and few nodes are expanded. At most max_looks nodes are looked at, and the oldest
+    _MAX_CHILDREN children of each. Nodes beyond these limits are left out, and a node that could not be expanded ends
+    its prefix. Private namespaces are left out, because only one request can ever use their prefixes.
     """
     # (-hits, order of arrival, node, hits at the top of its chain)
     queue: list[tuple[int, int, Node, int]] = []
     found: list[tuple[int, int, Node]] = []
-    # Hits of the best found, the least of them first.
+    # Hits of the best nodes found, the least first.
     best: list[int] = []
     looks = 0
 
@@ -76,7 +77,7 @@ def hottest(tree: HiRadixTree, num_prefixes: int, max_looks: int = _MAX_LOOKS) -
 
 
 class HottestPrefixes:
-    """Owns the secret, and the hashes that it has given."""
+    """Owns the secret, and the hashes that were computed with it."""
 
     def __init__(self, tree: HiRadixTree, num_prefixes: int = 20) -> None:
         self.tree = tree
@@ -84,11 +85,11 @@ class HottestPrefixes:
         self._secret = secrets.token_bytes(32)
         self._own_names = BlockKeys(self._secret, 64)
         self._names = self._own_names
-        # By node id. A node keeps its end, and with it its prefix, as long as it lives.
+        # Hash by node id. A node keeps its end, and therefore its prefix, as long as it exists.
         self._given: dict[int, str] = {}
 
     def table(self, launch: LaunchSeq) -> list[dict[str, Any]]:
-        """launch: the next one. What the fields mean: docs/reference/state.md, /hicache/state."""
+        """launch: the next one. docs/reference/state.md explains the fields under /hicache/state."""
         names = self.tree.names.keys or self._own_names
         if names is not self._names:
             self._names, self._given = names, {}
@@ -111,7 +112,7 @@ class HottestPrefixes:
         num_blocks = node.end // names.block_tokens
         return {
             "hash": self._given[node.id],
-            # The one without a salt is no secret.
+            # The namespace without a salt is no secret.
             "namespace": self._hash(names.root(step.namespace)) if step.namespace else None,
             "tokens": node.end,
             "hits": node.hits,
@@ -125,7 +126,7 @@ class HottestPrefixes:
         return hashlib.blake2b(key, key=self._secret, digest_size=16).hexdigest()
 
     def _key_of(self, node: Node) -> bytes:
-        """The key of its last block, the part after the last border taken as a block of its own."""
+        """The key of the node's last block. A part after the last block border counts as a block of its own."""
         names, parts, step = self._names, [], node
         last = b""
         while not last and step.parent is not None:

@@ -1,18 +1,18 @@
 """`LayerStreamCache`: buffers of the device that hold a piece of one layer's KV while attention reads it.
 
-Owns the buffers and the order in which they are filled, on a stream of its own. Never decides what is streamed, and
-reads the pools below the device without asking: a launch's fence keeps their pages where they are.
+Owns the buffers and the order in which they are filled, on a stream of its own. Never decides what is streamed. It
+reads the pools below the device without locks, because a launch's fence keeps their pages in place.
 
 A prefix that the device has no room for is read layer by layer, in *pieces* of at most a buffer's pages. Piece n goes
-to buffer n mod num_buffers as soon as piece n - num_buffers has been read there, so that copies run ahead of the
+to buffer n mod num_buffers as soon as piece n - num_buffers has been read from it. Copies therefore run ahead of the
 attention, under the feed-forward part of the layer before:
 
     stream       | layer 0, piece 0 | layer 0, piece 1 | layer 1, piece 0 | layer 1, piece 1 | ...
                           | filled       ^ read                 ^ read
     compute               | attend, rest of layer 0 ... | attend, ...
 
-With buffers as long as the prefix a piece is a layer: the layer stream cache of SwiftCache 3.2. With shorter ones the
-context is bounded by what the pools below hold, not by a layer of it.
+With buffers as long as the prefix, a piece is a layer, as in the layer stream cache of SwiftCache 3.2. With shorter
+buffers, the capacity of the pools below bounds the context, and a layer's size does not.
 """
 
 from __future__ import annotations
@@ -38,24 +38,26 @@ from sglang.srt.utils.stream import Event, Stream
 
 @dataclass(frozen=True)
 class Piece:
-    """Pages of a request that fill a buffer together, from its first page on: per tier, which of its frames and
-    which pages of the buffer, both (n,) int64. num_pages: in all. indices: the same where copies want it, made on the
-    stream by the first of them."""
+    """Pages of a request that fill a buffer together, from its first page on."""
 
+    # Per tier: its frames and the pages of the buffer that they fill, (n,) int64 each.
     copies: tuple[tuple[Tier, np.ndarray, np.ndarray], ...]
+    # Of all tiers together.
     num_pages: int
+    # `copies` as tensors where the copies read them. The first copy makes them, on the stream.
     indices: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
 @dataclass
 class FilledPiece:
-    """A piece of one layer in its buffer, for whoever waits for `ready`. error: why it is not there. began, ended:
-    marks of the cache's stream, around the copy."""
+    """A piece of one layer in its buffer, readable once `ready` has passed."""
 
     view: KVView
     segment: KVSegment
     ready: Event = field(init=False)
+    # Why the copy failed; "" if it did not.
     error: str = field(default="", init=False)
+    # Marks of the cache's stream, around the copy.
     began: Any = field(default=None, init=False)
     ended: Any = field(default=None, init=False)
 
@@ -66,11 +68,11 @@ class FilledPiece:
 
 
 class LayerStreamCache:
-    """num_buffers buffers of buffer_pages pages of one layer, in the device pool's layout. kv: all of them, as of
-    `PageMemory`.
+    """num_buffers buffers of buffer_pages pages of one layer, in the device pool's layout. kv: all buffers, in the
+    layout of `PageMemory`.
 
-    sources: the pools below; pages may come from the device's, too. stream: where copies run. rate_limits: by link,
-    as for loads.
+    sources: the pools below. Pages may come from the device's pool, too. stream: runs the copies. rate_limits: by
+    link, as for loads.
     """
 
     def __init__(
@@ -84,7 +86,9 @@ class LayerStreamCache:
         rate_limits: Mapping[str, RateLimit] | None = None,
     ) -> None:
         if num_buffers < 1 or buffer_pages < 1:
-            raise ValueError(f"{num_buffers} buffers of {buffer_pages} pages: there has to be one, of one page")
+            raise ValueError(
+                f"{num_buffers} buffers of {buffer_pages} pages: at least one buffer of one page is needed"
+            )
         self.num_buffers = num_buffers
         self.buffer_pages = buffer_pages
         self.page_size = device_pool.page_size
@@ -95,7 +99,7 @@ class LayerStreamCache:
         self._limits = rate_limits or {}
         self._layer_bytes = device_pool.page_layout.layer_bytes
         device = device_pool.kv.device
-        # Buffer i lies where layer i of a pool of buffer_pages pages would.
+        # Buffer i lies where layer i of a pool of buffer_pages pages would lie.
         layout = replace(device_pool.page_layout, num_layers=num_buffers)
         memory = torch.zeros(buffer_pages * layout.page_bytes, dtype=torch.uint8, device=device)
         buffers = PageMemory(layout, buffer_pages, memory, "layer_first")
@@ -104,12 +108,12 @@ class LayerStreamCache:
         self._buffers = buffers.kv_pages.layers
         self._views = [KVView.of_layer(buffer) for buffer in self._buffers]
         self._pages = torch.arange(buffer_pages, device=device)
-        # When what was last in each buffer has been read.
+        # For each buffer, the event that passes when its last piece has been read.
         self._read: list[Event | None] = [None] * num_buffers
         self._next = 0
 
     def pieces(self, parts: Sequence[tuple[Tier, np.ndarray]]) -> list[Piece]:
-        """Cut a run of pages into pieces. parts: one after the other, the tier and its frames, int32."""
+        """Cut a run of pages into pieces. parts: the tier and its frames (int32), one part after another."""
         tiers = np.concatenate([np.full(len(frames), tier) for tier, frames in parts])
         frames = np.concatenate([frames for _, frames in parts]).astype(np.int64)
         pieces = []
@@ -117,7 +121,7 @@ class LayerStreamCache:
             of_piece = frames[first : first + self.buffer_pages]
             of_tiers = tiers[first : first + self.buffer_pages]
             copies = []
-            # Runs of one tier, not pages one by one: there may be hundreds of thousands.
+            # Copies runs of one tier, not single pages: there may be hundreds of thousands.
             borders = np.flatnonzero(np.diff(of_tiers)) + 1
             for pos, end in zip((0, *borders.tolist()), (*borders.tolist(), len(of_piece))):
                 copies.append((Tier(int(of_tiers[pos])), of_piece[pos:end], np.arange(pos, end)))
@@ -125,8 +129,8 @@ class LayerStreamCache:
         return pieces
 
     def fill(self, layer: int, piece: Piece) -> FilledPiece:
-        """Enqueue the copy of a piece of a layer to the next buffer. Whoever reads it says so with `has_read`, before
-        anything else is filled."""
+        """Enqueue the copy of a piece of a layer to the next buffer. The reader calls `has_read` before anything else
+        is filled."""
         index = self._next % self.num_buffers
         self._next += 1
         if (read := self._read[index]) is not None:
@@ -139,7 +143,7 @@ class LayerStreamCache:
             try:
                 self._copy(layer, piece, self._buffers[index])
             except Exception as error:
-                # It fails the launch that reads it, not the stream.
+                # The error fails the launch that reads the piece, not the stream.
                 filled.error = f"layer {layer} cannot be streamed: {error or type(error).__name__}"
             filled.ended = self.stream.mark()
 
@@ -148,16 +152,16 @@ class LayerStreamCache:
         return filled
 
     def seconds(self, filled: FilledPiece) -> float:
-        """What its copy took; not before the device is done with it."""
-        assert filled.ended is not None, "the launch is over before what it streamed has come"
+        """Seconds of the copy; callable once the device is done with it."""
+        assert filled.ended is not None, "the launch ended before the piece that it streams was copied"
         return self.stream.seconds(filled.began, filled.ended)
 
     def has_read(self, event: Event) -> None:
-        """What was filled last has been read when the event passes."""
+        """The piece that was filled last has been read when the event passes."""
         self._read[(self._next - 1) % self.num_buffers] = event
 
     def poison(self) -> None:
-        """Fill the buffers with NaN: whatever is read before it was copied shows (tests)."""
+        """Fill the buffers with NaN, so that a read before the copy shows (tests)."""
         self._memory.fill_(255)
 
     def _pool(self, tier: Tier) -> HasPages:

@@ -1,6 +1,6 @@
 """`CopyLink`: a link that copies between the device pool and one below it, in order, on a stream of its own.
 
-Owns the operations it was given until they are polled. Never decides what moves; never touches frame states.
+Owns its operations until they are polled. Never decides what moves; never touches frame states.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -36,8 +37,8 @@ class HasPages(Protocol):
 
 @runtime_checkable
 class CopiesPages(HasPages, Protocol):
-    """A pool whose memory is not all within reach: it copies for itself. Called on a link's stream, loads and backups
-    each from one thread. Both raise LoadFailedError."""
+    """A pool whose memory is partly out of reach, and which therefore copies its pages itself. Called on a link's
+    stream, loads and backups each from one thread. Both methods raise LoadFailedError."""
 
     def load_layer(self, layer: int, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
         """As `transfer_kv_per_layer_pf_lf`. pages: this layer of the device pool."""
@@ -59,12 +60,13 @@ class Fence(Protocol):
 
 
 class _Operation:
-    """What is kept of an operation: its index arrays and events would be gigabytes after thousands of long loads."""
+    """The part of an operation that is kept. Its index arrays and events would be gigabytes after thousands of long
+    loads."""
 
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
         self.layer_events: list[Event] = []
-        # Source and destination, while it runs.
+        # Source and destination, while the operation runs.
         self.frames: tuple[torch.Tensor, torch.Tensor] | None = None
         self.cancelled = False
         self.finished = False
@@ -78,7 +80,7 @@ class CopyGate:
         self._operation = operation
 
     def wait(self, layer: int, stream: Stream) -> None:
-        # In this order: the stream sets `finished`, then drops the events.
+        # The order matters: the stream sets `finished`, then drops the events.
         events = self._operation.layer_events
         if self._operation.finished:
             return
@@ -91,9 +93,22 @@ class CopyGate:
             raise LoadFailedError(f"{self._operation.ticket}: {self._operation.error}")
 
 
+@dataclass(frozen=True)
+class CopyOptions:
+    """How a link copies."""
+
+    # See `kvcacheio.pick_backend`.
+    io_backend: str = "auto"
+    # The link is no faster than this, for experiments.
+    rate_limit: RateLimit | None = None
+
+
 class CopyLink:
-    """fence: launch number -> its fence, None if long over. notify: called from the stream after every operation.
-    io_backend: see `kvcacheio.pick_backend`. rate_limit: the link is no faster than that, for experiments."""
+    """Copies between the device pool and host_pool, which is the host's or the memory of peers.
+
+    fence: launch number -> its fence; None if the launch ended long ago. notify: called from the stream after every
+    operation.
+    """
 
     def __init__(
         self,
@@ -103,8 +118,7 @@ class CopyLink:
         stream: Stream,
         fence: Callable[[int], Fence | None],
         notify: Callable[[], None] = lambda: None,
-        io_backend: str = "auto",
-        rate_limit: RateLimit | None = None,
+        options: CopyOptions = CopyOptions(),
     ) -> None:
         self.name = name
         self.device_pool = device_pool
@@ -113,9 +127,9 @@ class CopyLink:
         self.stream = stream
         self.fence = fence
         self.notify = notify
-        self.io_backend = io_backend
-        self.rate_limit = rate_limit
-        self._index_device = index_device(io_backend, host_pool, device_pool.kv.device)
+        self.io_backend = options.io_backend
+        self.rate_limit = options.rate_limit
+        self._index_device = index_device(options.io_backend, host_pool, device_pool.kv.device)
         self._operations: dict[int, _Operation] = {}
         self._next_seq = 0
         self._results: deque[OpResult] = deque()
@@ -174,7 +188,7 @@ class CopyLink:
 
     def _back_up(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, fence: Fence | None) -> None:
         if fence is not None and fence.failed:
-            raise LoadFailedError(f"launch {op.after}, which was to write the source, failed")
+            raise LoadFailedError(f"launch {op.after}, which writes the source of this backup, failed")
         pages = self.device_pool.kv_pages
         with self._pace(op.size_bytes):
             if self._copier is not None:
@@ -198,7 +212,7 @@ class CopyLink:
             return
         try:
             if operation.frames is None:
-                # Once per operation, not per layer.
+                # Converted once per operation, not per layer.
                 operation.frames = self._indices(op.src_frames), self._indices(op.dst_frames)
             work(*operation.frames)
         except LoadFailedError as error:
@@ -224,6 +238,6 @@ class CopyLink:
 
 
 def index_device(io_backend: str, host_pool: HasPages, device: torch.device) -> torch.device:
-    """Where page numbers must lie: on the GPU for a kernel, in host memory for whoever plans copies there."""
+    """The device on which page numbers must lie: the GPU for a kernel, host memory for the code that plans copies."""
     chosen = pick_backend(io_backend, max(host_pool.kv_pages.run_bytes), 1, device)
     return device if chosen in ("kernel", "cuda", "triton") else torch.device("cpu")

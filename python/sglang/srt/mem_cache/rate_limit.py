@@ -1,8 +1,8 @@
-"""`RateLimit`: makes a link as slow as one asks, for experiments. Owns no thread: the thread that moves bytes waits
+"""`RateLimit`: slows a link down to a given rate, for experiments. Owns no thread: the thread that moves bytes sleeps
 in it.
 
-A transfer takes the longer of what it really takes and its bytes over the rate. Transfers of one link follow each
-other, also where several threads carry them out; time in which nothing moves is lost, as on a real link.
+A transfer takes the longer of its real time and its bytes over the rate. Transfers of one link follow each other,
+even where several threads carry them out. Time in which nothing moves is lost, as on a real link.
 
     rate       |---- a ----|---- b ----|            |---- c ----|
     really     |-a-|.......|--b--|.....|            |-c-|.......|       . asleep
@@ -30,12 +30,13 @@ class RateLimit:
         self._sleep = sleep
         self._lock = threading.Lock()
         self._free_at = clock()
-        # Sleep ends late by some 60 us, as long as 600 KB take at 10 GB/s: the next transfer begins earlier by that.
+        # A sleep ends late by some 60 us, in which 600 KB move at 10 GB/s. The next transfer begins earlier by that
+        # time.
         self._overslept = 0.0
 
     @contextmanager
     def transfer(self, size_bytes: int) -> Iterator[None]:
-        """Move size_bytes within this context; it is left when a link of this rate would have moved them."""
+        """Move size_bytes within this context. It ends when a link of this rate would have moved them."""
         with self._lock:
             begin = max(self._free_at, self._clock() - self._overslept)
             end = self._free_at = begin + size_bytes / self.bytes_per_s

@@ -1,11 +1,11 @@
 """`StorageLink`: operations on a `BlockStore`, in order, on a stream of their own. Three links share one store.
 
-Owns the operations it was given until they are polled, and through its `StoreSlot` what is attached. Never decides
-what moves, never touches frame states. An operation that is cancelled before it starts does nothing; one that raises,
-which no store should, counts as one that brought nothing.
+Owns its operations until they are polled, and the attached store through its `StoreSlot`. Never decides what moves,
+never touches frame states. An operation that is cancelled before it starts does nothing. An operation that raises
+counts 0 blocks; no store should raise.
 
-A store that can have several reads under way (`OverlappingStore`) is given all of them at once. They may end in any
-order, on any thread, and are reported in theirs.
+A store that can have several reads under way (`OverlappingStore`) gets all reads at once. They may end in any order
+and on any thread. The link reports them in the order of their submission.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 class StoreSlot:
     """The store that a rank's storage links use, or None. open_store: setup (see StorageOp) -> a store; raises
-    StoreError. last_error: why the last attachment failed, for the one who asked for it."""
+    StoreError. last_error: the reason why the last attachment failed, for the answer to its request."""
 
     def __init__(self, open_store: Callable[[str], BlockStore], store: BlockStore | None = None) -> None:
         self.store = store
@@ -39,7 +39,7 @@ class StoreSlot:
         self._open_store = open_store
 
     def attach(self, setup: str) -> bool:
-        # One that was opened when other ranks could not; it may hold a lock that the new one needs.
+        # A store that was opened when other ranks could not open theirs. It may hold a lock that the new one needs.
         self.detach()
         try:
             self.store = self._open_store(setup)
@@ -57,22 +57,22 @@ class StoreSlot:
 
 @dataclass
 class _Begun:
-    """An operation from its start until it is reported."""
+    """An operation between its start and its report."""
 
     seq: int
-    # When it began, in seconds; None: it was cancelled before.
+    # Seconds of the clock when it began; None if it was cancelled before.
     at: float | None = None
     result: OpResult | None = None
     # Hints to the store that the result is not needed any more; None while the store is still starting the operation.
     give_up: Callable[[], None] | None = None
-    # Whether it was cancelled after it began. A store that is still starting it gets the hint once it has started.
+    # Whether it was cancelled after it began. A store that is still starting the operation gets the hint afterwards.
     is_unwanted: bool = False
 
 
 class StorageLink:
-    """notify: called from the stream, or a thread of the store, after every operation. rate_limit: of the bytes that
-    move, for experiments; an overlapping store has its own. clock: in seconds; an operation takes what it holds the
-    link for, that is, from its beginning, or the end of the one before it, to its end."""
+    """notify: called after every operation, from the stream or a thread of the store. rate_limit: for the bytes that
+    move, for experiments; an overlapping store has its own. clock: in seconds. The seconds of an operation count from
+    its beginning, or from the end of the operation before if that is later."""
 
     def __init__(
         self,
@@ -163,8 +163,8 @@ class StorageLink:
 
     @property
     def _is_synchronous(self) -> bool:
-        """Whether the scheduler itself waits for each read and decides nothing meanwhile, as the store asks for: to
-        measure what asynchronous fetching is worth (ShadowServe 6.4)."""
+        """Whether the scheduler waits for each read and decides nothing meanwhile. A store asks for this to measure
+        the benefit of asynchronous fetching (ShadowServe 6.4)."""
         return getattr(self.slot.store, "is_synchronous", False)
 
     def _end(self, begun: _Begun, count: int, far_count: int = 0, error: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Tiers, tickets and transfer operations: what the scheduler says and what links do.
+"""Tiers, tickets and transfer operations: the orders that the scheduler gives and links carry out.
 
 Plain data and the `Link` protocol; no torch, no thread, no clock.
 """
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 class Tier(IntEnum):
     """Where KV can be. The device, memory borrowed from peers and the host have frames, and are prefix-closed: a node
-    is resident only if its parent is. What disk and remote store have is known by name (see block_keys.py), and only
-    for sure once it has been read."""
+    is resident only if its parent is. Disk and remote store are asked by name (see block_keys.py). Their content is
+    certain only once it has been read."""
 
     DEVICE = 0
     PEER = 1
@@ -28,32 +28,32 @@ class Tier(IntEnum):
 TIER_NAMES = ("device", "peer", "host", "disk", "remote")
 FRAME_TIERS = (Tier.DEVICE, Tier.PEER, Tier.HOST)
 
-# Operations that a launch waits for (loads) and operations that wait for a launch (backups) never share a link.
+# Loads, which a launch waits for, and backups, which wait for a launch, never share a link.
 H2D = "h2d"
 D2H = "d2h"
 P2D = "p2d"
 D2P = "d2p"
 LOAD_LINKS = {Tier.PEER: P2D, Tier.HOST: H2D}
 BACKUP_LINKS = {Tier.PEER: D2P, Tier.HOST: D2H}
-# To the swap file of a request that streams; nothing is loaded from there, see LayerStreamCache.
+# To the swap file of a request that streams. Nothing is loaded from the file by this link, see LayerStreamCache.
 D2S = "d2s"
 COPY_LINKS = (H2D, D2H, P2D, D2P, D2S)
-# Storage: a long read must not hold up the question what is there, nor a write a read.
+# Links of storage. A long read must not hold up a probe, nor a write a read.
 PROBE = "probe"
 FETCH = "fetch"
 STORE = "store"
 STORAGE_LINKS = (PROBE, FETCH, STORE)
 LINKS = COPY_LINKS + STORAGE_LINKS
-# The executor's launches count like a link's operations, under this name.
+# Launches of the executor count like a link's operations, under this name.
 EXEC = "exec"
-# The part of a launch in which it waits for loads, among measured costs.
+# The part of a launch in which it waits for loads; a name among measured costs.
 STALL = "stall"
-# The copies of what a launch streams, likewise.
+# The copies of what a launch streams; a name among measured costs.
 STREAM = "stream"
 
 
 class Ticket(NamedTuple):
-    """Names one operation: the seq-th of its link. The scheduler numbers, links assert the order."""
+    """Names one operation: the seq-th of its link. The scheduler numbers operations, and links assert the order."""
 
     link: str
     seq: int
@@ -61,18 +61,18 @@ class Ticket(NamedTuple):
 
 @dataclass(frozen=True)
 class TransferOp:
-    """Copy pages src_frames of tier src to dst_frames of tier dst, layers [0, num_layers).
-
-    src_frames, dst_frames: (n,) int32. size_bytes: all layers, K and V. after: a fence, the launch that writes the
-    source (backups), -1 if storage brought it; None when the source is ready.
-    """
+    """Copy all layers of pages from one tier to another."""
 
     ticket: Ticket
     src: Tier
     dst: Tier
+    # (n,) int32 each.
     src_frames: np.ndarray
     dst_frames: np.ndarray
+    # All components of all layers.
     size_bytes: int
+    # Of a backup: the fence, which is the launch that writes the source, or -1 if storage wrote it. None: the source
+    # is ready.
     after: int | None = None
 
 
@@ -89,38 +89,38 @@ class StorageAction(IntEnum):
 
 @dataclass(frozen=True)
 class StorageOp:
-    """An operation on the storage tier. It never fails: the count in its result says how many leading blocks are
-    there (EXISTS), came (GET) or are stored (SET), and 1 or 0 whether the others succeeded.
-
-    keys: (n, 16) uint8, see block_keys.py. frames: host frames (int32), all pages of block after block; none for
-    EXISTS. setup: for ATTACH, what to open, as JSON.
-    """
+    """An operation on the storage tier. It never fails; its result has a count instead. EXISTS, GET and SET count the
+    leading blocks that are stored, that were read, and that are stored now. The others count 1 for success, else
+    0."""
 
     ticket: Ticket
     action: StorageAction
+    # (n, 16) uint8, see block_keys.py.
     keys: np.ndarray
+    # (m,) int32 host frames, all pages of block after block; none for EXISTS.
     frames: np.ndarray
     size_bytes: int
+    # For ATTACH: the store to open, as JSON.
     setup: str = ""
 
     @property
     def after(self) -> None:
-        """Source and destination are ready: it waits for no launch."""
+        """None: source and destination are ready, and no launch is waited for."""
         return None
 
 
 @dataclass(frozen=True)
 class OpResult:
-    """What became of one operation."""
+    """The end of one operation."""
 
     seq: int
     ok: bool
     error: str = ""
-    # Of a storage operation, see StorageOp.
+    # Of a storage operation: see StorageOp.
     count: int = 0
-    # Of a probe: how many of the blocks that it counts, the last ones, lie on the second storage tier.
+    # Of a probe: how many of the last counted blocks lie on the second storage tier.
     far_count: int = 0
-    # From its first byte to its end, as far as measured. For links that work on several operations at once, from the
+    # Measured seconds from its first byte to its end. A link that works on several operations at once counts from the
     # end of the operation before.
     seconds: float = field(default=0.0, compare=False)
 
@@ -138,8 +138,8 @@ class LayerGate(Protocol):
 
 
 class Link(Protocol):
-    """Executes operations (`TransferOp`, `StorageOp`; each link takes one kind) in order. A cancelled operation keeps
-    its number and completes as failed, or completes as if nothing had happened: cancel is a hint."""
+    """Executes operations in order; each link takes either `TransferOp` or `StorageOp`. Cancel is a hint: a cancelled
+    operation keeps its number, and completes as failed or as if it had not been cancelled."""
 
     name: str
 
@@ -155,7 +155,7 @@ class Link(Protocol):
 
 
 class LoadFailedError(RuntimeError):
-    """A launch met a load that did not bring its bytes."""
+    """A launch waited for a load that failed."""
 
 
 class GateError(RuntimeError):

@@ -1,6 +1,6 @@
-"""Log-probabilities in the two shapes of OpenAI's API, and which of them go with which piece of a stream.
+"""Log-probabilities in the two shapes of OpenAI's API, and their distribution over the pieces of a stream.
 
-`LogprobStream` owns how far into a choice's text its tokens have come; the rest are pure functions.
+`LogprobStream` owns how far into a choice's text its tokens have come; the other functions are pure.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Event = dict[str, Any]
 
 
 class LogprobStream:
-    """Log-probabilities of one choice on their way out. A token is held back while its text is: it may be part of a
-    character, or may become a stop string."""
+    """The log-probabilities of one choice that are not sent yet. A token is held back while its text is: the text may
+    be part of a character, or may become a stop string."""
 
     def __init__(self, texts: TokenTexts, skip_special_tokens: bool) -> None:
         self._texts = texts
@@ -29,8 +29,9 @@ class LogprobStream:
         self._held: deque[tuple[int, int, TokenLogprob]] = deque()
 
     def take(self, entries: Sequence[TokenLogprob], text: str, final: bool) -> list[tuple[int, TokenLogprob]]:
-        """entries: new ones. text: what is sent now. Returns those that go with it, each with its place: characters
-        of the choice's text before the token, or before the character that it goes on with."""
+        """entries: new ones. text: the text that is sent now. Returns the entries that belong to it, each with its
+        place: the number of characters of the choice's text before the token, or before the character that the token
+        continues."""
         for entry in entries:
             start = self._num_chars
             if not (self._skip_special_tokens and self._texts.is_special(entry.token)):
@@ -39,7 +40,7 @@ class LogprobStream:
             self._held.append((start, self._num_chars + begun, entry))
         self._num_sent += len(text)
         taken = []
-        # Nothing goes without text, except at the end: there would be no event for it.
+        # Entries are sent only with text, except at the end, because there is no event without text.
         while self._held and (final or (text and self._held[0][1] <= self._num_sent)):
             start, _, entry = self._held.popleft()
             taken.append((start, entry))
@@ -47,7 +48,7 @@ class LogprobStream:
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts) -> Event:
-    """A chat choice's `logprobs`: one item per token, bytes exact also where a token is part of a character."""
+    """A chat choice's `logprobs`: one item per token. `bytes` is exact even where a token is part of a character."""
 
     def item(token: int, logprob: float | None) -> Event:
         return {"token": texts.text(token), "logprob": logprob, "bytes": list(texts.data(token))}
@@ -66,7 +67,7 @@ def completion_logprobs(placed: Sequence[tuple[int, TokenLogprob]], texts: Token
     """A completion choice's `logprobs`. placed: as LogprobStream gives them."""
 
     def likeliest(entry: TokenLogprob) -> dict[str, float] | None:
-        """The likeliest tokens and the one that stands there. Of several with one text, the likeliest."""
+        """The likeliest tokens and the sampled token. Of several tokens with one text, the likeliest is kept."""
         if entry.logprob is None:
             return None
         found: dict[str, float] = {}

@@ -30,7 +30,7 @@ Event = dict[str, Any]
 
 
 class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that both endpoints share. None means the default, as a client may send null for any."""
+    """Fields that both endpoints share. None means the default, because a client may send null for any field."""
 
     model: str | None = None
     n: int | None = None
@@ -98,7 +98,7 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def reply_id(self) -> str:
-        """What the reply is called, and its requests, so that a client can abort by what it sees."""
+        """The id of the reply and of its requests, so that a client can abort by the id that it sees."""
         return check_name(self.rid, "rid") or uuid.uuid4().hex
 
 
@@ -150,8 +150,8 @@ def _check_top_logprobs(name: str, value: int) -> None:
 
 
 class UsageOfChoices:
-    """Counts the tokens of a reply's choices. A prompt with several answers counts once, with what its first answer
-    found in the cache."""
+    """Counts the tokens of a reply's choices. A prompt with several answers counts once, with the cached tokens of
+    its first answer."""
 
     def __init__(self, req: OpenAIRequest) -> None:
         self._choices_per_prompt = req.num_choices
@@ -166,7 +166,7 @@ class UsageOfChoices:
         return self._usage(firsts, sum(chunk.completion_tokens for chunk in self._last.values()))
 
     def of(self, chunk: Chunk) -> Event:
-        """Of one choice so far."""
+        """The usage of one choice so far."""
         return self._usage([chunk], chunk.completion_tokens)
 
     def _usage(self, prompts: list[Chunk], completion_tokens: int) -> Event:
@@ -186,5 +186,5 @@ class UsageOfChoices:
 
 
 def choice_end(reason: FinishReason | None) -> Event:
-    """The fields of a choice that say why it ended."""
+    """The fields of a choice that give the reason of its end."""
     return {"finish_reason": reason and reason.type, "matched_stop": reason and reason.matched}

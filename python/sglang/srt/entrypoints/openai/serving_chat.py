@@ -17,7 +17,7 @@ from sglang.srt.utils.errors import RequestError
 Event = dict[str, Any]
 Chunks = AsyncIterator[tuple[int, Chunk]]
 
-# What the engine itself says to a template, and a template of the client's own: it is a program, and may not end.
+# Arguments that the engine sets itself. A client's own template is refused too: it is a program that may not end.
 _NOT_FOR_CLIENTS = ("chat_template", "tokenize", "add_generation_prompt", "continue_final_message")
 
 
@@ -40,7 +40,7 @@ async def _generate_request(req: ChatCompletionRequest, manager: TokenizerManage
     if not req.messages:
         raise RequestError("messages is empty: give at least one", param="messages")
     limit = req.max_completion_tokens if req.max_completion_tokens is not None else req.max_tokens
-    # Before the template's work: they may refuse.
+    # These checks come before the template's work.
     params, logprobs = req.sampling_params(limit), req.logprob_spec()
     kwargs = req.chat_template_kwargs or {}
     for name in _NOT_FOR_CLIENTS:
@@ -62,7 +62,7 @@ async def _generate_request(req: ChatCompletionRequest, manager: TokenizerManage
 
 
 def _template_message(message: dict[str, Any], at: int) -> dict[str, Any]:
-    """Content as one text, which every template takes; the other fields as they are."""
+    """The message with its content as one text, which every template takes, and its other fields as they are."""
     if not isinstance(message.get("role"), str):
         raise RequestError(f"messages[{at}] has no role", param="messages")
     content = message.get("content")
@@ -82,7 +82,7 @@ def _template_message(message: dict[str, Any], at: int) -> dict[str, Any]:
 
 
 class _Reply:
-    """One reply in the making. common: the fields that its events share."""
+    """Builds one reply. common: the fields that its events share."""
 
     def __init__(self, req: ChatCompletionRequest, manager: TokenizerManager, common: Event) -> None:
         self._req = req

@@ -72,7 +72,7 @@ def _generate_requests(req: CompletionRequest) -> list[GenerateRequest]:
 
 
 class _ChoiceBuilder:
-    """Makes one choice's events of its chunks."""
+    """Makes one choice's events from its chunks."""
 
     def __init__(
         self, index: int, req: CompletionRequest, request: GenerateRequest, manager: TokenizerManager
@@ -85,7 +85,7 @@ class _ChoiceBuilder:
         self._logprobs = LogprobStream(manager.token_texts, request.params.skip_special_tokens)
 
     async def take(self, chunk: Chunk) -> Event | None:
-        """None if nothing is to be sent yet."""
+        """None if there is nothing to send yet."""
         text = await self._echoed() + chunk.text
         final = chunk.finish_reason is not None
         logprobs = None

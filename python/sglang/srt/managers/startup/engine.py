@@ -28,7 +28,7 @@ from sglang.srt.managers.startup.peers import borrow_memory, lend_memory
 from sglang.srt.managers.startup.sizes import build_config, check_weights_fit, device_pages, graph_batch_size_for
 from sglang.srt.managers.startup.storage import StorageOpener
 from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
-from sglang.srt.mem_cache.link import CopyLink, HasPages
+from sglang.srt.mem_cache.link import CopyLink, CopyOptions, HasPages
 from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.rate_limit import RateLimit
@@ -224,8 +224,7 @@ class EngineBuilder:
                 stream,
                 executor.fence,
                 rank.notify,
-                args.hicache_io_backend,
-                self._limits.get(name),
+                CopyOptions(args.hicache_io_backend, self._limits.get(name)),
             )
         return self._open_storage(host_pool)
 
