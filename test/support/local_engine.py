@@ -32,7 +32,7 @@ from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.storage_controller import StorageSetup
 from sglang.srt.mem_cache.block_store import BlockStore
 from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
-from sglang.srt.mem_cache.link import HasPages
+from sglang.srt.mem_cache.link import CopyOptions, HasPages
 from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
@@ -231,8 +231,7 @@ class LocalEngine:
                 seed=seed + more,
                 fail_rate=load_fail_rate if name in (*LOAD_LINKS.values(), D2S) else 0.0,
                 late_rate=late_rate,
-                rate_limit=limits.get(name),
-                io_backend=io_backend,
+                options=CopyOptions(io_backend, limits.get(name)),
             )
         storage_links: dict[str, StorageLink] = {}
         self._slot = StoreSlot(lambda setup: open_store(host)) if open_store is not None else None

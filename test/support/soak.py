@@ -33,7 +33,7 @@ from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Scheduler, Schedu
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.managers.storage_controller import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.frame_table import FrameState
-from sglang.srt.mem_cache.link import HasPages
+from sglang.srt.mem_cache.link import CopyOptions, HasPages
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
@@ -368,7 +368,7 @@ def build_rank(
                 other,
                 emulator.stream(name, RandomClock(config.seed, config.load_s)),
                 executor.fence,
-                io_backend=config.io_backend,
+                options=CopyOptions(config.io_backend),
                 seed=config.seed * 100 + rank * 10 + i,
                 fail_rate=config.link_fail_rate,
                 late_rate=config.load_late_rate if name in LOAD_LINKS.values() else config.late_rate,

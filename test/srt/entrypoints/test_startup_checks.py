@@ -138,7 +138,7 @@ def test_storage(tmp_path: Path) -> None:
     assert "cannot read" in refusal(**args)
     assert "block_tokens is 0" in refusal(**storage("file", path=str(tmp_path / "other"), block_tokens=0))
     assert "belongs to one of file and remote" in refusal(**storage("file,remote", path=str(tmp_path)))
-    assert "a scheme that is not known" in refusal(**storage("remote", url="http://there"))
+    assert "an unknown scheme" in refusal(**storage("remote", url="http://there"))
     assert "receive_threads" in refusal(**storage("remote", proxy={"receive_threads": 0}))
     bluefield = storage("bluefield", proxy=str(tmp_path / "sock"), token_file=str(tmp_path / "absent"))
     assert "token_file cannot be read" in refusal(**bluefield)

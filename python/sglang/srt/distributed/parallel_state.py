@@ -1,7 +1,7 @@
-"""`TensorParallelGroup`: the ranks that share one model, and what they do together. Owns the process groups.
+"""`TensorParallelGroup`: the ranks that share one model, and their collectives. Owns the process groups.
 
-Every rank calls the same collectives in the same order, whatever has happened to it: a launch that failed on one rank
-still takes part, with values that nobody will read. All ranks end a collective with the same bits.
+Every rank calls the same collectives in the same order, whatever has happened to it. A launch that failed on one rank
+still takes part, with values that are never read. All ranks end a collective with the same bits.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from sglang.srt.utils.device import CPU
 
-# A rank that is gone breaks its connections at once; this is for one that hangs.
+# The timeout for a rank that hangs. A rank that has ended breaks its connections at once.
 _TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of a dimension of `full` entries: `size` of them from `start` on. What lies beyond the end is
+    """A rank's part of a dimension of `full` entries: `size` of them from `start` on. Entries beyond the end are
     padding."""
 
     full: int
@@ -45,12 +45,13 @@ class TensorParallelGroup:
     control: Any = None
 
     def shard(self, full: int) -> Shard:
-        """This rank's part where all have equally many, rounded up: the last ranks' may be padding."""
+        """This rank's part if all have the same size, rounded up. The last ranks' parts may be padding."""
         size = -(-full // self.size)
         return Shard(full, self.rank * size, size)
 
     def shard_kv_heads(self, num_kv_heads: int) -> Shard:
-        """A KV head is never cut: where there are fewer than ranks, neighbouring ranks keep the same one."""
+        """This rank's KV heads. A head is never divided: if there are fewer heads than ranks, neighbouring ranks keep
+        the same one."""
         return Shard(num_kv_heads, self.rank * num_kv_heads // self.size, max(1, num_kv_heads // self.size))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,8 +79,9 @@ SINGLE_RANK = TensorParallelGroup()
 
 
 def init_tensor_parallel(rank: int, size: int, store_file: str, device: torch.device = CPU) -> TensorParallelGroup:
-    """Meet the other ranks. store_file: a path in a directory that only this user can enter; the connections stay on
-    the loopback interface. device: this rank's, for the model's collectives; those between GPUs have never run."""
+    """Meet the other ranks. store_file: a path in a directory that only this user can enter. The connections stay on
+    the loopback interface. device: this rank's, for the model's collectives. Collectives between GPUs have never
+    run."""
     if size == 1:
         return SINGLE_RANK
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

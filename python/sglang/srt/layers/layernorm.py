@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
 
 class QKNorm(nn.Module):
     """RMS normalisation of each head of queries and keys by itself. weight: (num_heads + num_kv_heads, head_dim), the
-    queries' for each of their heads, then the keys': so that one operation does for both on the CPU."""
+    queries' for each of their heads, then the keys'. With one weight, one operation serves both on the CPU."""
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()

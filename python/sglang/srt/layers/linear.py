@@ -1,7 +1,8 @@
 """Linear layers, divided over the ranks of a tensor-parallel group. Each owns its rank's part of weight and bias.
 
-A column-parallel layer has some of the outputs; a row-parallel one takes some of the inputs and sums over ranks. One
-after the other they need that one sum: Megatron-LM (Shoeybi et al. 2019), section 3.
+A column-parallel layer has some of the outputs. A row-parallel layer takes some of the inputs and sums over ranks. A
+column-parallel layer followed by a row-parallel one needs only that one sum: Megatron-LM (Shoeybi et al. 2019),
+section 3.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class MergedColumnParallelLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def weight_targets(self, names: Sequence[str]) -> dict[str, WeightTarget]:
-        """Where the checkpoint's separate projections go: "<name>.weight" and "<name>.bias" -> parts of ours."""
+        """The places of the checkpoint's separate projections: "<name>.weight" and "<name>.bias" -> parts of this
+        layer's."""
         assert len(names) == len(self.shards)
         targets = {}
         for kind, fused in (("weight", self.weight), ("bias", self.bias)):
@@ -67,7 +69,7 @@ class RowParallelLinear(nn.Module):
         if self.group.size == 1:
             return F.linear(x, self.weight, self.bias)
         out = self.group.all_reduce(F.linear(x, self.weight))
-        # After the sum: once, not once per rank.
+        # The bias is added after the sum, so that it counts once and not once per rank.
         return out if self.bias is None else out.add_(self.bias)
 
     def weight_targets(self, name: str) -> dict[str, WeightTarget]:

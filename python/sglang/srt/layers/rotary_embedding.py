@@ -1,12 +1,12 @@
 """Rotary position embeddings. Owns one table of cosines and sines, shared by all layers.
 
-Keys stay in the cache as they were rotated once, so a position's rotation may not depend on the length of the
-sequence that it stands in. Where a scaling does depend on it, the context length of the server decides instead:
+Keys are cached after their rotation. A position's rotation must therefore not depend on the length of its sequence.
+Where a scaling does depend on it, the context length of the server decides instead:
 
 - dynamic (NTK, by the length beyond the model's own context): `ModelConfig` ends the context where the scaling would
   begin; up to there it is the default.
-- longrope: its long factors if the server's context is longer than the original one, else its short ones, in all
-  sequences.
+- longrope: in all sequences, its long factors if the server's context is longer than the original one, else its short
+  ones.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ def _yarn_attention_factor(rope_parameters: dict[str, Any]) -> float:
 class RotaryEmbedding(nn.Module):
     """context_length: positions 0 to context_length - 1 can be looked up.
 
-    A table, not a computation per batch: torch's vectorised cos differs in the last bit between the vector body and
-    the tail of a tensor, and a position must give the same bits wherever it stands in a batch. Made on the CPU for
-    any device, whose cos is another one; rounded to `dtype`, in which transformers multiplies, and kept in float32,
-    which the fused kernel reads.
+    It is a table and no computation per batch, because a position must give the same bits wherever it stands in a
+    batch. Torch's vectorised cos differs in the last bit between the vector body and the tail of a tensor. The table
+    is made on the CPU for any device, because other devices compute another cos. It is rounded to `dtype`, in which
+    transformers multiplies, and kept in float32, which the fused kernel reads.
     """
 
     table: torch.Tensor
@@ -130,8 +130,8 @@ class RotaryEmbedding(nn.Module):
 
 
 class Rotation:
-    """The rotation of a batch's rows, the same in all layers. A fused kernel reads the table itself; without one the
-    rows' cosines and sines are looked up once, when the first layer rotates."""
+    """The rotation of a batch's rows, the same in all layers. A fused kernel reads the table itself. Without one, the
+    rows' cosines and sines are looked up when the first layer rotates."""
 
     def __init__(self, rotary: RotaryEmbedding, positions: torch.Tensor) -> None:
         self._rotary = rotary
@@ -145,7 +145,7 @@ class Rotation:
         """qk: (num_tokens, heads of queries and keys, head_dim), at least two heads, any strides of tokens and heads.
         Returns it rotated; the caller's tensor may be overwritten."""
         if elementwise.has_rope_kernel(qk):
-            # The kernel takes queries and keys apart, and does the same to both.
+            # The kernel takes queries and keys as two tensors, and rotates both alike.
             elementwise.apply_rope_with_cos_sin_cache_inplace(
                 self._positions, qk[:, :1], qk[:, 1:], self._rotary.table
             )

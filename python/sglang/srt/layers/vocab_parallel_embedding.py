@@ -1,6 +1,6 @@
 """The vocabulary, divided over the ranks of a tensor-parallel group: embedding and logits. Owns its rank's rows.
 
-Every rank has equally many rows; where the vocabulary does not divide, the last ranks' end in rows of zeros.
+Every rank has the same number of rows. If the vocabulary does not divide, the last ranks' rows end in zeros.
 """
 
 from __future__ import annotations

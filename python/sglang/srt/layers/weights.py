@@ -1,4 +1,4 @@
-"""`WeightTarget`: where a tensor of a checkpoint goes. Owns nothing; layers make them, the loader fills them."""
+"""`WeightTarget`: the place of a checkpoint's tensor. Owns nothing; layers make targets, the loader fills them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 @dataclass(frozen=True)
 class WeightTarget:
-    """shape: the tensor's, in the checkpoint. tensor: the (part of a) parameter that takes it. Its shape is the same
-    except along `dim`, where it takes what stands from `start` on; entries beyond the checkpoint's end are padding.
-    A tensor with more dimensions than `shape` takes it broadcast."""
+    """shape: the tensor's, in the checkpoint. tensor: the parameter, or the part of one, that takes it. Its shape is
+    the same except along `dim`, where it takes the entries from `start` on; entries beyond the checkpoint's end are
+    padding. A tensor with more dimensions than `shape` takes it broadcast."""
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
@@ -35,14 +35,14 @@ class WeightTarget:
         return max(0, min(self.tensor.shape[self.dim], self.shape[self.dim] - self.start))
 
     def index(self, offset: int = 0) -> tuple[slice, ...]:
-        """What to read: an index into the checkpoint's tensor. offset: where the part for this target begins in a
-        tensor that holds several, one below the other."""
+        """An index into the checkpoint's tensor. offset: where the part for this target begins in a tensor that holds
+        several parts, one below the other."""
         assert self.dim == 0 or offset == 0
         begin = offset + self.start
         return (*(slice(None) for _ in range(self.dim)), slice(begin, begin + self.num_read))
 
     def fill(self, source: Any, offset: int = 0) -> None:
-        """source: the checkpoint's tensor, or whatever gives tensors when it is indexed. Padding becomes 0."""
+        """source: the checkpoint's tensor, or an object that gives tensors when it is indexed. Padding becomes 0."""
         if self.is_whole:
             self.tensor.copy_(source[self.index(offset)])
             return

@@ -1,7 +1,7 @@
-"""`CostModel`: what launches, loads and fetches cost, learned from those that were measured.
+"""`CostModel`: the costs of launches, loads and fetches, learned from measured ones.
 
-Owns fits of a few coefficients each. Never reads a clock: seconds come from the caller, and the same samples in the
-same order give the same numbers on every rank, whatever is asked in between.
+Owns fits of a few coefficients each. Never reads a clock: seconds come from the caller. The same samples in the same
+order give the same numbers on every rank, whatever predictions are made in between.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from sglang.srt.mem_cache.transfer import H2D, P2D
 
-# Of a sample, when the next one comes: some 30 launches are remembered.
+# The weight of a sample shrinks by this factor with every later one: some 30 launches are remembered.
 _DECAY = 0.97
-# Samples that are believed whatever they say; later ones may be this many times faster than expected. Slow ones need
-# no limit: their rows are small.
+# The first samples are taken as they are. Later ones may be at most this many times faster than expected. Slow ones
+# need no limit, because their rows are small.
 _BELIEVED = 5
 _FASTER = 3.0
-# So many samples change the fit at once each, later ones in groups of as many.
+# The first samples change the fit one by one, later ones in groups of this size.
 _REFIT_EVERY = 8
 
 
@@ -27,10 +27,11 @@ class _Fit:
 
         minimise  sum_n decay**age_n * (coefficients . features_n / seconds_n - 1)**2 + sum_i ridge_i * scaled_i**2,
 
-    where scaled_i is coefficient i times its feature's root of the decayed sum of squares. Dividing by what was
-    measured makes short launches count as much as long ones, and slow outliers hardly at all.
+    where scaled_i is coefficient i times its feature's root of the decayed sum of squares. Dividing by the measured
+    seconds makes short launches count as much as long ones, and slow outliers hardly at all.
 
-    ridge: where the samples do not tell features apart, as when all are alike, the one with the least gets it all.
+    ridge: where the samples do not tell features apart, as when all are alike, the feature with the least ridge gets
+    all of the cost.
     """
 
     def __init__(self, ridge: Sequence[float]) -> None:
@@ -60,7 +61,7 @@ class _Fit:
 
     def _refit(self) -> None:
         gram = self._gram
-        # A feature that was never there, or so long ago that nothing is left, has no coefficient.
+        # A feature that never occurred, or so long ago that its weight is gone, has no coefficient.
         seen = [i for i in range(len(gram)) if gram[i][i] > 1e-200]
         scale = [math.sqrt(gram[i][i]) for i in seen]
         matrix = [[gram[i][j] / (a * b) for j, b in zip(seen, scale)] for i, a in zip(seen, scale)]
@@ -92,7 +93,7 @@ def non_negative_solution(matrix: list[list[float]], vector: list[float]) -> lis
                 for i, z in zip(free, goal):
                     x[i] = z
                 break
-            # As far towards the goal as nothing becomes negative.
+            # Move towards the goal as far as no coefficient becomes negative.
             step, blocker = min((x[i] / (x[i] - z) if x[i] > 0 else 0.0, i) for i, z in zip(free, goal) if z <= 0)
             for i, z in zip(free, goal):
                 x[i] = max(0.0, x[i] + step * (z - x[i]))
@@ -133,13 +134,13 @@ class LoadLimit:
 
 
 class CostModel:
-    """bytes_per_token: what a token's KV weighs on the link that loads it."""
+    """bytes_per_token: the size of a token's KV on the link that loads it."""
 
     def __init__(self, bytes_per_token: float) -> None:
         if not bytes_per_token > 0:
             raise ValueError(f"bytes per token must be above 0, got {bytes_per_token}")
         self._bytes_per_token = bytes_per_token
-        # Whatever can not be told apart is put down to new tokens, and to bytes.
+        # Costs that the samples do not tell apart are put down to new tokens, and to bytes.
         self._prefill = _Fit(ridge=(1e-3, 1e-6, 1e-3, 1e-3))
         self._decode = _Fit(ridge=(1e-6, 1e-3, 1e-3))
         self._loads = {link: _Fit(ridge=(1e-3, 1e-6)) for link in (H2D, P2D)}
@@ -149,68 +150,69 @@ class CostModel:
         self._longest_prefill = 0.0
 
     def add_prefill(self, new_tokens: int, prefix_tokens: int, pairs: float, seconds: float) -> None:
-        """A prefill launch took so long, without waiting for loads. Over its requests: new tokens, cached tokens that
+        """Seconds of a prefill launch, without waits for loads. Over its requests: new tokens, cached tokens that
         they attend to, and pairs = sum(new * prefix + new * (new + 1) / 2), which attention multiplies."""
         self._prefill.add((1.0, new_tokens, prefix_tokens, pairs), seconds)
         self._longest_prefill = max(new_tokens, _DECAY * self._longest_prefill)
 
     @property
     def known_prefill(self) -> int:
-        """Up to how many new tokens predictions of prefills rest on samples: twice as many as were computed at once,
-        of late. Where only short prefills were measured, it is not known what a long one takes."""
+        """The number of new tokens up to which predictions of prefills rest on samples: twice as many as were
+        recently computed at once. Where only short prefills were measured, the cost of a long one is not known."""
         return int(2 * self._longest_prefill)
 
     def prefill_seconds(self, new_tokens: int, prefix_tokens: int, pairs: float) -> float | None:
         """fixed_s + token_s * new + context_s * prefix + pair_s * pairs: the start of a launch, the matrix products,
-        reading what is cached, attention. None while none was measured."""
+        the reads of cached KV, attention. None while no prefill was measured."""
         if not self._prefill.num_samples:
             return None
         return self._prefill.seconds((1.0, new_tokens, prefix_tokens, pairs))
 
     def add_decode(self, num_reqs: int, context_tokens: int, seconds: float) -> None:
-        """A decode launch for so many requests took so long. context_tokens: that they attend to, in all."""
+        """Seconds of a decode launch of num_reqs requests. context_tokens: the tokens that they attend to, in all."""
         self._last_decode = (1.0, num_reqs, context_tokens)
         self._decode.add(self._last_decode, seconds)
 
     def decode_seconds(self) -> float | None:
-        """What another decode launch like the last one takes, decode_s + decode_req_s * reqs + decode_context_s *
-        context; what fills a bubble is of that kind (Strata 4.3.3). None while none was measured."""
+        """Seconds of another decode launch like the last one: decode_s + decode_req_s * reqs + decode_context_s *
+        context. A launch that fills a bubble is of that kind (Strata 4.3.3). None while no decode was measured."""
         return self._decode.seconds(self._last_decode) if self._decode.num_samples else None
 
     def add_load(self, num_bytes: int, seconds: float, link: str = H2D) -> None:
-        """An operation of a link that loads took so long, from its beginning to its end."""
+        """Seconds of an operation of a link that loads, from its beginning to its end."""
         self._loads[link].add((1.0, num_bytes), seconds)
 
     def load_seconds(self, num_bytes: int, link: str = H2D) -> float | None:
-        """load_latency_s + load_byte_s * bytes. None while none was measured on that link."""
+        """load_latency_s + load_byte_s * bytes. None while no load was measured on that link."""
         fit = self._loads[link]
         return fit.seconds((1.0, num_bytes)) if fit.num_samples else None
 
     def add_stream(self, num_bytes: int, from_disk: int, seconds: float) -> None:
-        """The copies of what a launch streamed took so long, over all layers. from_disk: so many of the bytes."""
+        """Seconds of all copies of a launch that streams, over all layers. from_disk: the part of num_bytes that came
+        from disk."""
         self._stream.add((1.0, num_bytes, from_disk), seconds)
 
     def stream_seconds(self, num_bytes: int, from_disk: int) -> float | None:
-        """stream_latency_s + stream_byte_s * bytes + stream_disk_byte_s * those from disk, per launch. None while
-        none was measured."""
+        """stream_latency_s + stream_byte_s * bytes + stream_disk_byte_s * bytes from disk, per launch. None while no
+        stream was measured."""
         return self._stream.seconds((1.0, num_bytes, from_disk)) if self._stream.num_samples else None
 
     def add_fetch(self, num_bytes: int, seconds: float) -> None:
-        """An operation that read all its bytes from storage held its link for so long."""
+        """Seconds for which an operation that read all its bytes from storage held its link."""
         self._fetch.add((1.0, num_bytes), seconds)
 
     def fetch_seconds(self, num_ops: int, num_bytes: int) -> float | None:
-        """Of operations one after another: fetch_latency_s * ops + fetch_byte_s * bytes. None while none was
-        measured."""
+        """Seconds of operations one after another: fetch_latency_s * ops + fetch_byte_s * bytes. None while no fetch
+        was measured."""
         return self._fetch.seconds((num_ops, num_bytes)) if self._fetch.num_samples else None
 
     def forget_fetches(self) -> None:
-        """Storage is another one."""
+        """Forget the samples of fetches, because the storage has changed."""
         self._fetch = _Fit(ridge=(1e-3, 1e-6))
 
     def prompt_seconds(self, start: int, end: int, chunk: int) -> float | None:
-        """Of computing tokens [start, end) of a prompt, in launches of up to `chunk` tokens. None while such launches
-        have not been measured."""
+        """Seconds to compute tokens [start, end) of a prompt, in launches of up to `chunk` tokens. None while such
+        launches have not been measured."""
         new = end - start
         if not self._prefill.num_samples or min(new, chunk) > self.known_prefill:
             return None
@@ -223,9 +225,9 @@ class CostModel:
 
             loaded * load_token_s = fixed_s + token_s * new + pair_s * pairs,  load_token_s = bytes * load_byte_s.
 
-        Strata 4.3.2 has a constant instead, loaded / new, profiled beforehand. Left out as small: context_s, by which
-        each loaded token hides a little of its own load, and the latency of the link. None while either side is not
-        known, or loads cost nothing by size.
+        Strata 4.3.2 has a constant instead, loaded / new, profiled beforehand. Two small terms are left out:
+        context_s, by which each loaded token hides a little of its own load, and the latency of the link. None while
+        either side is not known, or if the cost of loads does not depend on their size.
         """
         load_token_s = self._bytes_per_token * self._loads[H2D].coefficients[1]
         if load_token_s == 0 or not self._prefill.num_samples:

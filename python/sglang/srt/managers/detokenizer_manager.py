@@ -1,7 +1,7 @@
 """The detokenizer process: token ids in, text out. Owns the text state of every running request, and nothing else.
 
 It never sees prompts (only their last ids), never talks to the scheduler, and passes on every message that is not
-text. The text it sends is final: no character, stop string or special token is taken back later.
+text. The text that it sends is final: no character, stop string or special token is withdrawn later.
 
     ids -> IncrementalDecoder -> whole characters -> StopMatcher -> text that can no longer become a stop string
 """
@@ -30,27 +30,28 @@ from sglang.srt.utils.child_process import ChildArgs, open_pull, open_push, run_
 Decode = Callable[[Sequence[int], bool], str]
 """(ids, skip_special_tokens) -> text, without any clean-up of spaces, which would not be incremental."""
 
-# What a decoder writes for bytes that are not (yet) a character.
+# The character that decoders write for bytes that are not, or not yet, a character.
 _REPLACEMENT = "\ufffd"
 
 
 class IncrementalDecoder:
     """Decodes a growing list of ids in pieces whose concatenation is the decode of the whole list.
 
-    It keeps a window of the last ids and how many characters of the window's text are already out:
+    It keeps a window of the last ids, and counts how many characters of the window's text are sent:
 
         ids     ... | k  k+1  k+2 | k+3 k+4        text of the window: "lo wor" + "ld\ufffd"
                     ^ window        ^ new                               out ^     new ^   held back: may become "é"
 
-    Only characters at the end of the window can change, and only while they are replacement marks (a character whose
-    last bytes are still to come). A window that has grown too long is cut down to its last ids, which stay as
-    context because some tokenizers drop the space before a text's first word. So each id costs a decode of a
-    bounded window: linear in all.
+    Only characters at the end of the window can change, and only while they are replacement marks, which stand for a
+    character whose last bytes are still to come. A window that has grown too long is cut down to its last ids. They
+    stay as context, because some tokenizers drop the space before a text's first word. Each id therefore costs a
+    decode of a bounded window, and the total cost is linear.
     """
 
     MAX_WINDOW = 24
     CONTEXT = 6
-    # Coprime to the two, three or four bytes of a character, each of which may be a token: pieces end on whole ones.
+    # Coprime to the two, three or four bytes of a character, each of which may be a token, so that pieces end on
+    # whole ones.
     PIECE = 5
 
     def __init__(self, decode: Decode, skip_special_tokens: bool = True, prompt_tail: Sequence[int] = ()) -> None:
@@ -58,12 +59,12 @@ class IncrementalDecoder:
         self._skip = skip_special_tokens
         self._window = list(prompt_tail)
         context = decode(self._window, skip_special_tokens) if prompt_tail else ""
-        if context.endswith(_REPLACEMENT):  # a prompt that ends within a character: its bytes are not ours to show
+        if context.endswith(_REPLACEMENT):  # the prompt ends within a character, which is not part of the answer
             self._window, context = [], ""
         self._out = len(context)
 
     def push(self, ids: Sequence[int], final: bool = False) -> str:
-        """The new whole characters; with final, also what was held back."""
+        """The new whole characters. With final, also the text that was held back."""
         new = []
         for start in range(0, max(len(ids), 1), self.PIECE):
             self._window.extend(ids[start : start + self.PIECE])
@@ -79,7 +80,7 @@ class IncrementalDecoder:
 
     def _cut(self, text: str, stable: int) -> str:
         if stable == len(text):
-            # Not from within a character: some decoders give up a whole run of bytes for one that is out of place.
+            # Not from within a character: some decoders give up a whole run of bytes for one that is misplaced.
             for size in range(self.CONTEXT, self.CONTEXT + 4):
                 context = self._decode(self._window[-size:], self._skip)
                 if not context.startswith(_REPLACEMENT):
@@ -88,9 +89,9 @@ class IncrementalDecoder:
             return ""
         if len(self._window) < 2 * self.MAX_WINDOW:
             return ""
-        # So long a run of bytes is no text (a random or broken model): everything before a border between two tokens
-        # is final if decoding both sides apart gives the same. One of the last borders does, as a character has at
-        # most four bytes.
+        # Such a long run of bytes is no text; it comes from a random or broken model. Everything before a border
+        # between two tokens is final if decoding both sides apart gives the same. One of the last borders has this
+        # property, because a character has at most four bytes.
         for at in range(len(self._window) - 1, len(self._window) - 6, -1):
             head = self._decode(self._window[:at], self._skip)
             if head + self._decode(self._window[at:], self._skip) == text:
@@ -105,7 +106,8 @@ class IncrementalDecoder:
 class StopMatcher:
     """Finds stop strings in a text that comes in pieces, and holds back an end that may become one.
 
-    The string whose match ends first wins, of those the longest: the same whatever the pieces are.
+    Of the strings that match, the one whose match ends first wins, then the longest. The result does not depend on
+    the pieces.
     """
 
     def __init__(self, stop: Sequence[str], no_stop_trim: bool = False) -> None:
@@ -129,7 +131,7 @@ class StopMatcher:
         return text[:split]
 
     def _possible_stop(self, text: str) -> int:
-        """Length of the longest end of text that begins a stop string."""
+        """Length of the longest end of the text with which a stop string begins."""
         longest = 0
         for stop in self._stop:
             at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
@@ -142,7 +144,7 @@ class StopMatcher:
 
 
 class RequestText:
-    """One request's way from ids to text."""
+    """One request's text, from its ids."""
 
     def __init__(self, req: DetokenizeReq, decode: Decode) -> None:
         tail = bytes_to_ids(req.prompt_tail).tolist()
@@ -155,7 +157,7 @@ class RequestText:
     def process(self, output: TokenOutput) -> StrOutput:
         ids = bytes_to_ids(output.output_ids).tolist()
         reason = output.finish_reason
-        # The id that ended the request is counted, but it is not text.
+        # The id that ended the request is counted, but it is not part of the text.
         hidden = int(
             bool(ids)
             and reason is not None
@@ -165,8 +167,8 @@ class RequestText:
         )
         shown = ids[: len(ids) - hidden]
         text = ""
-        # One by one, if stop strings have to be looked for: the answer ends, and is counted, at the token that
-        # completes the string.
+        # One by one, if stop strings are searched for: the answer ends, and is counted, at the token that completes
+        # the string.
         pieces = [shown] if not self._has_stops else [[token] for token in shown] or [[]]
         for i, piece in enumerate(pieces):
             final = reason is not None and i == len(pieces) - 1
@@ -191,7 +193,7 @@ class RequestText:
 
 
 class DetokenizerManager:
-    """Turns messages into messages; the sockets are outside, so that a test needs none."""
+    """Turns messages into messages. It owns no sockets, so that a test needs none."""
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
@@ -213,7 +215,7 @@ class DetokenizerManager:
                 result = request.process(output)
             elif output.finish_reason is not None and output.finish_reason.type == "abort":
                 result = RequestText(DetokenizeReq(rid=output.rid), self._decode).process(output)
-            else:  # it ended at a stop string, and the scheduler has not heard of that yet
+            else:  # it ended at a stop string, and the scheduler does not know that yet
                 continue
             if result.finish_reason is not None:
                 self._requests.pop(output.rid, None)

@@ -1,7 +1,7 @@
 """`EngineCore`: one rank's scheduler with its executor and links.
 
-Owns the order in which a decision is carried out, and the account of what has completed. Takes no decisions, reads no
-clock, opens no socket: the scheduler process, the tests and the simulator each bring their own.
+Owns the order in which a decision is carried out, and the account of completed launches and operations. Takes no
+decisions, reads no clock, opens no socket: the scheduler process, the tests and the simulator each bring their own.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from sglang.srt.sampling.logprob_types import LaunchLogprobs
 from sglang.srt.utils.time_units import Seconds
 
 _MEASURED = (EXEC, *PARTS_OF_LAUNCHES, *LOAD_LINKS.values(), FETCH)
-# Begins every record. A record of another version has other inputs, which today's scheduler would misread.
+# The first bytes of every record. A record of another version has other inputs, which this scheduler would misread.
 _RECORD_FORMAT = b"sglang-steps-2"
 
 
 class EngineCore:
-    """links may be empty (no host tier). poison: tier -> fills freed frames with NaN (tests). record: takes every
-    step's inputs and the digest of its decision. slabs: the memory that is lent or borrowed, if any."""
+    """links may be empty (no host tier). poison: tier -> a function that fills freed frames with NaN (tests). record:
+    takes every step's inputs and the digest of its decision. slabs: lent or borrowed memory, if any."""
 
     def __init__(
         self,
@@ -50,25 +50,25 @@ class EngineCore:
         self.slabs = slabs
         self._borrowed = slabs if isinstance(slabs, BorrowedSlabs) else None
         self.num_steps = 0
-        # Launches and operations that have completed, and those of them that failed and are not consumed.
+        # Numbers of completed launches and operations, and of failed ones that no step has taken yet.
         self._completed = dict.fromkeys(COUNTED, 0)
         self._failures: dict[str, list[int]] = {name: [] for name in COUNTED}
-        # What has completed on this rank and is not consumed; see Progress.
+        # Results that completed on this rank and that no step has taken yet; see Progress.
         self._results: dict[int, bytes] = {}
         self._logprobs: dict[int, LaunchLogprobs] = {}
         self._counts: dict[str, list[int]] = {name: [] for name in STORAGE_LINKS}
         self._far_counts: list[int] = []
         self._cost: dict[str, dict[int, float]] = {name: {} for name in _MEASURED}
-        # What the last `progress` found (done, failed, slabs), and what the last step was taken on.
+        # The result of the last `progress` (done, failed, slabs), and the result on which the last step was taken.
         self._seen: tuple[dict[str, int], dict[str, int], SlabReport] = (dict(self._completed), {}, SlabReport())
         self._stepped_on = self._seen
-        # Launches below it are void.
+        # Launches below this number are void.
         self._reset_mark = 0
         self._launched_last = False
 
     def progress(self) -> Progress:
         """Poll the executor and the links. Returns what has completed on this rank and is not consumed."""
-        # The executor first: what made a launch fail is then seen together with it, never after.
+        # The executor first. Then the cause of a failed launch is seen together with the launch, and never after it.
         for result in self.executor.poll():
             assert result.seq == self._completed[EXEC], "launches complete in order"
             self._completed[EXEC] += 1
@@ -222,8 +222,9 @@ class EngineCore:
 
 
 class StepRecorder:
-    """Writes a run to a file: the format, the scheduler's configuration, then for every step its inputs, before it is
-    taken, and its decision's digest. A step that ends the process is thus the last in the file."""
+    """Writes a run to a file: the format, the scheduler's configuration, then every step. The inputs of a step are
+    written before it is taken, its decision's digest after it. A step that ends the process is therefore the last one
+    in the file."""
 
     def __init__(self, file: BinaryIO, config: SchedulerConfig) -> None:
         self._file = file
@@ -251,10 +252,9 @@ class ReplayMismatchError(RuntimeError):
 
 
 def replay(file: BinaryIO) -> int:
-    """Run a recorded run's inputs through a fresh scheduler. Returns the number of steps that agree; raises
+    """Run a recorded run's inputs through a fresh scheduler. Returns the number of steps that agree. Raises
     ReplayMismatchError at the first decision that differs, ValueError if the file is no record of this version, and
-    anything that a step raises. A record may be cut off anywhere after its configuration.
-    """
+    any error that a step raises. A record may be cut off anywhere after its configuration."""
 
     def frame() -> bytes | None:
         size = int.from_bytes(file.read(4), "little")

@@ -2,8 +2,9 @@
 
     tokenizer manager --ToScheduler--> scheduler --ToDetokenizer--> detokenizer --ToTokenizer--> tokenizer manager
 
-The scheduler answers control requests, and reports that it is ready, through the detokenizer, which passes on what is
-not text. Every message is one tagged struct; `encode` and the three decoders below are the only codecs.
+The scheduler's answers to control requests, and its report that it is ready, go through the detokenizer. It passes on
+messages that are not text. Every message is one tagged struct; `encode` and the three decoders below are the only
+codecs.
 """
 
 from __future__ import annotations
@@ -33,27 +34,29 @@ class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class TokenizedGenerateReqInput(Message, frozen=True):
-    """input_ids: int32 bytes. extra_key: namespace; requests with different keys share no cache. priority: of what it
-    leaves in the cache, for --radix-eviction-policy priority. The sender sets sampling_params.sampling_seed, so that
-    the scheduler draws nothing."""
+    """A request, as the scheduler gets it."""
 
     rid: str
+    # int32 bytes.
     input_ids: bytes
+    # The sender sets sampling_seed, so that the scheduler draws no numbers.
     sampling_params: SamplingParams
+    # The namespace. Requests with different namespaces share no cache.
     extra_key: str = ""
+    # Of the KV that the request leaves in the cache, for --radix-eviction-policy priority.
     priority: int = 0
     stream: bool = False
     logprobs: LogprobSpec | None = None
 
 
 class DetokenizeReq(Message, frozen=True):
-    """The scheduler tells the detokenizer of a request before its first tokens: `detokenize_req` makes it.
-    prompt_tail: the prompt's last ids, for tokenizers that drop the space of a text's first word."""
+    """Announces a request to the detokenizer before its first tokens; `detokenize_req` makes it."""
 
     rid: str
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+    # The prompt's last ids (int32 bytes), for tokenizers that drop the space of a text's first word.
     prompt_tail: bytes = b""
 
 
@@ -69,7 +72,7 @@ def detokenize_req(req: TokenizedGenerateReqInput) -> DetokenizeReq:
 
 
 class AbortReq(Message, frozen=True):
-    """Ends a request wherever it is; unknown rids are ignored. The scheduler answers with a last BatchTokenIDOutput
+    """Ends a request wherever it is. Unknown rids are ignored. The scheduler answers with a last BatchTokenIDOutput
     entry whose finish reason is `abort`, unless the request had already finished."""
 
     rid: str
@@ -80,7 +83,7 @@ class FlushCacheReqInput(Message, frozen=True):
 
 
 class AttachHiCacheStorageReqInput(Message, frozen=True):
-    """As the flags of the same names say; extra_config: JSON."""
+    """The fields have the meaning of the flags with the same names. extra_config: JSON."""
 
     id: str
     backend: str
@@ -94,7 +97,7 @@ class DetachHiCacheStorageReqInput(Message, frozen=True):
 
 
 class ClearHiCacheReqInput(Message, frozen=True):
-    """Forget everything that the storage backend has of this model."""
+    """Forget all blocks of this model in the storage backend."""
 
     id: str
 
@@ -119,7 +122,7 @@ class GetInternalStateReqOutput(Message, frozen=True):
 
 
 class SchedulerReady(Message, frozen=True):
-    """Sent once, when the first request may come. max_req_input_len: longest prompt that can ever be served."""
+    """Sent once, when the first request may come. max_req_input_len: the longest prompt that can ever be served."""
 
     max_total_num_tokens: int
     max_req_input_len: int
@@ -127,27 +130,34 @@ class SchedulerReady(Message, frozen=True):
 
 
 class FinishReason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """type: stop, length or abort. matched: the token id or string that ended it. message, status_code: aborts."""
+    """Why a request ended."""
 
+    # stop, length or abort.
     type: str
+    # Of stop: the token id or string that ended the request.
     matched: int | str | None = None
+    # Of length: the number of tokens.
     length: int | None = None
+    # Of abort, with the status code for the client.
     message: str | None = None
     status_code: int | None = None
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """New tokens of one request since its last output. cached_tokens_details: tier -> prompt tokens found there.
-    logprobs: one per new token, if asked for; prompt_logprobs: in the first output, for the prompt's."""
+    """New tokens of one request since its last output."""
 
     rid: str
+    # int32 bytes.
     output_ids: bytes
     finish_reason: FinishReason | None
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    # Tier -> prompt tokens that were found there.
     cached_tokens_details: dict[str, int] = {}
+    # One per new token, if requested.
     logprobs: list[TokenLogprob] = []
+    # The prompt's, in the first output, if requested.
     prompt_logprobs: list[TokenLogprob] = []
 
 
@@ -156,7 +166,7 @@ class BatchTokenIDOutput(Message, frozen=True):
 
 
 class StrOutput(TokenOutput, frozen=True, kw_only=True):
-    """text: new text only. A request that ended by a stop string ends here, whatever the scheduler still sends."""
+    """text: new text only. A request that a stop string has ended ends with this output. Later tokens are ignored."""
 
     text: str
 

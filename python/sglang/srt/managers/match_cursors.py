@@ -1,9 +1,10 @@
-"""`MatchCursors`: what each queued request has to load and to compute, kept until the tree changes where it matters.
+"""`MatchCursors`: the tokens that each queued request has to load and to compute, kept until the tree changes on its
+path.
 
-Matching 2,000 queued prompts anew for every batch would take longer than the batch. Owns what the last match of each
-request came to, and which nodes that depends on; the tree tells of every change (`HiRadixTree.watch`).
+Matching 2,000 queued prompts again for every batch would take longer than the batch. Owns the result of each
+request's last match, and the nodes on which it depends. The tree reports every change (`HiRadixTree.watch`).
 
-A match depends on the nodes that it goes through, and on there being no child that would continue it.
+A match depends on the nodes that it goes through, and on the absence of a child that would continue it.
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ from sglang.srt.mem_cache.transfer import Tier
 
 
 class MatchCursors:
-    """rids name the requests; those that wait no more are to be forgotten. candidates: what is known, by rid;
-    to be read only."""
+    """rids name the requests. A request that waits no more must be forgotten. candidates: the results by rid, to be
+    read only."""
 
     def __init__(self, tree: HiRadixTree) -> None:
         self.candidates: dict[str, Candidate] = {}
         self._tree = tree
-        # What each depends on: a node (its id), or that a node (for a root: its namespace) has no child for a page.
+        # The dependencies of each match: a node (its id), or that a node (for a root: its namespace) has no child for
+        # a page.
         self._depends: dict[str, tuple[Hashable, ...]] = {}
         self._dependants: dict[Hashable, dict[str, None]] = {}
         tree.watch(self._changed, self._grown)
 
     def find(self, rid: str, namespace: str, tokens: np.ndarray, num_tokens: int) -> Candidate:
-        """Match a request, of num_tokens tokens in all, and remember what came of it. tokens: int32, those that a
-        cache may serve."""
+        """Match a request of num_tokens tokens in all, and remember the result. tokens: int32, the ones that a cache
+        may serve."""
         self.forget(rid)
         candidate, depends = self._match(namespace, tokens, num_tokens)
         self.candidates[rid], self._depends[rid] = candidate, depends
@@ -50,14 +52,14 @@ class MatchCursors:
                 del self._dependants[each]
 
     def check_invariants(self, waiting: Mapping[str, tuple[str, np.ndarray, int]]) -> None:
-        """waiting: rid -> what `find` is called with. Everything known is what a fresh match would say."""
+        """waiting: rid -> the arguments of `find`. Every remembered result must equal that of a fresh match."""
         for each, rids in self._dependants.items():
             assert rids and all(each in self._depends[rid] for rid in rids)
         for rid, candidate in self.candidates.items():
             assert candidate == self._match(*waiting[rid])[0], f"{rid}: {candidate} is stale"
 
     def _match(self, namespace: str, tokens: np.ndarray, num_tokens: int) -> tuple[Candidate, tuple[Hashable, ...]]:
-        """What the match comes to, and what that depends on."""
+        """The result of the match, and its dependencies."""
         match = self._tree.match(namespace, tokens)
         end = match.path[-1] if match.path else None
         loads = [

@@ -1,7 +1,7 @@
-"""`Progress`: what has completed on a rank, and how ranks agree on it.
+"""`Progress`: the launches and operations that have completed on a rank, and how ranks agree on them.
 
-Owns the columns that ranks reduce, and nothing else. Ranks take the minimum of every column, so each column holds a
-number whose minimum is what all ranks may rely on.
+Owns the columns that ranks reduce, and nothing else. Ranks take the minimum of every column. Each column therefore
+holds a number whose minimum holds for all ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.slab_ledger import SlabReport
 from sglang.srt.mem_cache.transfer import EXEC, LINKS, PROBE, STALL, STORAGE_LINKS, STREAM
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
 
-# What is counted: launches, and the operations of each link.
+# The names of all counts: launches, and the operations of each link.
 COUNTED = (EXEC, *LINKS)
 # Costs of parts of launches, under the launches' numbers.
 PARTS_OF_LAUNCHES = (STALL, STREAM)
@@ -86,7 +86,7 @@ class _Columns:
 
 
 def pack_progress(progress: Progress) -> np.ndarray:
-    """(n,) int64: what a rank brings to the reduction. n depends on the number of slabs alone."""
+    """(n,) int64: a rank's part of the reduction. n depends on the number of slabs alone."""
     report = progress.slab_report
     columns = _Columns(len(report.mapped))
     values = np.zeros(columns.width, np.int64)
@@ -103,8 +103,9 @@ def pack_progress(progress: Progress) -> np.ndarray:
 
 
 def unpack_progress(least: np.ndarray, rank_0: Progress) -> Progress:
-    """least: the minimum over ranks of what they packed. rank_0: its results, log-probabilities and costs are taken,
-    as far as all ranks have completed them, and `consumed` and the number of slabs, which are alike on all ranks."""
+    """least: the minimum over ranks of their packed progress. rank_0: its results, log-probabilities and costs are
+    taken, as far as all ranks have completed them, and `consumed` and the number of slabs, which are alike on all
+    ranks."""
     columns = _Columns(len(rank_0.slab_report.mapped))
     done = dict(zip(COUNTED, columns.of(least, "done").tolist()))
     first_failed = zip(COUNTED, columns.of(least, "first_failed").tolist())
@@ -112,7 +113,7 @@ def unpack_progress(least: np.ndarray, rank_0: Progress) -> Progress:
     end = done[EXEC]
     return Progress(
         done=done,
-        # A failure that some rank has not reached yet is reported once all have.
+        # A failure that some rank has not reached yet is reported once all ranks have.
         failed={name: first for name, first in first_failed if first < done[name]},
         results={seq: tokens for seq, tokens in rank_0.results.items() if seq < end},
         logprobs={seq: logprobs for seq, logprobs in rank_0.logprobs.items() if seq < end},
@@ -134,5 +135,5 @@ def unpack_progress(least: np.ndarray, rank_0: Progress) -> Progress:
 
 
 def reduce_progress(ranks: Sequence[Progress]) -> Progress:
-    """What all ranks agree on: see `unpack_progress`."""
+    """The progress on which all ranks agree: see `unpack_progress`."""
     return unpack_progress(np.min([pack_progress(rank) for rank in ranks], axis=0), ranks[0])

@@ -2,8 +2,8 @@
 
 Rank 0 receives the requests and reads the clock. For every step it sends each other rank one `Tick`, and all ranks
 meet in one reduction of fixed shape. Then all have the same inputs and decide alike. A rank without a tick sleeps on
-its socket. A rank
-whose work completes pokes rank 0, through a named pipe that wakes its poller, since only rank 0 starts steps.
+its socket. A rank whose work completes pokes rank 0 through a named pipe that wakes its poller, because only rank 0
+starts steps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     aborts: tuple[str, ...] = ()
     flush: tuple[str, ...] = ()
     storage: tuple[StorageRequest, ...] = ()
-    # What rank 0 has measured or sampled and not consumed.
+    # Costs and results of rank 0 that no step has taken yet.
     results: dict[int, bytes] = {}
     logprobs: dict[int, LaunchLogprobs] = {}
     cost: dict[str, dict[int, float]] = {}
@@ -48,7 +48,7 @@ class RankSync:
         self._group = group
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Tick).decode
-        # To the other ranks; at rank 0 only.
+        # Sockets to the other ranks; at rank 0 only.
         self._followers: list[zmq.Socket] = []
         self.socket: zmq.Socket | None = None
         self.poke_fd: int | None = None
@@ -56,7 +56,7 @@ class RankSync:
         if group.size == 1:
             return
         if group.rank == 0:
-            # Read and write, so that the pipe never ends while a rank is not there.
+            # Opened for reading and writing, so that the pipe never ends while a rank is not there.
             self.poke_fd = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
             self._followers = [open_push(context, f"ipc://{directory}/rank_{r}_in") for r in range(1, group.size)]
         else:
@@ -65,8 +65,8 @@ class RankSync:
             self.socket = open_pull(context, f"ipc://{directory}/rank_{group.rank}_in")
 
     def poke(self) -> None:
-        """Something completed here: rank 0 should step. Called from any thread. If the pipe is full, rank 0 has pokes
-        to take anyway."""
+        """Work completed on this rank: rank 0 should step. Called from any thread. If the pipe is full, rank 0 has
+        pokes to read anyway."""
         try:
             os.write(self.poke_fd, b"\0")  # type: ignore[arg-type]
         except BlockingIOError:

@@ -1,9 +1,9 @@
-"""Replays a run that `--record-steps` has written, and tells whether every decision comes out the same.
+"""Replays a run that `--record-steps` has written, and reports whether every decision is the same.
 
     python -m sglang.srt.managers.replay FILE
 
-Needs no model: the record holds the scheduler's configuration and every step's inputs. What a step raises, this
-raises too, with its traceback.
+It needs no model: the record holds the scheduler's configuration and every step's inputs. An error that a step raises
+is raised here too, with its traceback.
 """
 
 from __future__ import annotations

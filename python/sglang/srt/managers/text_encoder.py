@@ -2,8 +2,8 @@
 
     text --cut at special tokens--> segments --found in TokenReuse, else tokenised--> ids of each --> ids
 
-The ids are those of the tokenizer's own `encode`, always: a text is cut only where `tokenizer_parts` has proven that
-this changes nothing. Methods are called on helper threads, several at once.
+The ids always equal those of the tokenizer's own `encode`: a text is cut only where `tokenizer_parts` has proven that
+the cut changes nothing. Methods are called on helper threads, several at once.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from sglang.srt.utils.errors import RequestError
 from sglang.srt.utils.tokenizer_parts import cut_tokens, ids_around, longest_token
 
 REUSE_BYTES = 64 << 20
-# Characters. Shorter ones are not worth an entry of the table.
+# Characters. Shorter segments are not worth an entry of the table.
 _MIN_SEGMENT = 256
-# What a client can make of one text; the rest is the last segment.
+# The most segments of one text. The rest of the text is part of the last one.
 _MAX_SEGMENTS = 2048
 
 
 @dataclass(frozen=True)
 class EncodedText:
-    """ids: int32; None if there are more than was asked for. reused: tokens that were not tokenised this time."""
+    """ids: int32; None if there are more than requested. reused: tokens that came from the table."""
 
     num_tokens: int
     ids: np.ndarray | None
@@ -46,7 +46,8 @@ class TextEncoder:
         self._reuse = TokenReuse(reuse_bytes)
         if self._backend is None:
             return
-        # As transformers' own encode does: a file may ask for either, which is for training.
+        # A tokenizer file may ask for truncation or padding, which are for training. Transformers' own encode turns
+        # them off too.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._longest = longest_token(self._backend)
@@ -55,7 +56,7 @@ class TextEncoder:
             self._cuts = cut_tokens(self._backend, _chat_template(tokenizer))
 
     def min_tokens(self, text: str) -> int:
-        """A lower bound of a text's tokens, at once; 0 where none is known."""
+        """A lower bound of a text's tokens, computed at once; 0 where none is known."""
         return -(-len(text) // self._longest) if self._longest else 0
 
     def encode(
@@ -66,8 +67,9 @@ class TextEncoder:
         namespace: str | None = None,
         max_tokens: int | None = None,
     ) -> EncodedText:
-        """namespace: what keeps the requests of tenants apart; None neither reuses nor keeps anything. max_tokens:
-        of more than these only the number is wanted. Raises RequestError for what is no text."""
+        """namespace: separates the requests of tenants; None neither reuses nor keeps anything. max_tokens: for a
+        text with more tokens, only their number is returned. Raises RequestError for a text that is no valid
+        Unicode."""
         try:
             return self._encode(text, add_special_tokens, namespace, max_tokens)
         except (TypeError, UnicodeEncodeError):
@@ -101,11 +103,11 @@ class TextEncoder:
         return EncodedText(num_tokens, np.concatenate([*parts, np.array(behind, np.int32)]), reused)
 
     def _segments(self, text: str) -> list[str]:
-        """The text in pieces, each but the first from a special token on. Two texts with the same beginning have the
-        same pieces there. The last piece may grow in a conversation's next turn, the others are complete."""
+        """The text in pieces, each but the first beginning with a special token. Two texts with the same beginning
+        have the same pieces there. The last piece may grow in a conversation's next turn; the others are complete."""
         segments: list[str] = []
         start = 0
-        # Where each token is next: every stretch of the text is searched once per token.
+        # The next place of each token. Every stretch of the text is searched once per token.
         places = dict.fromkeys(self._cuts, -1)
         while len(segments) < _MAX_SEGMENTS - 1:
             for token, place in places.items():
@@ -127,7 +129,7 @@ class TextEncoder:
         )
 
     def forget(self) -> None:
-        """Every text of an earlier request."""
+        """Drop the texts of all earlier requests."""
         self._reuse.clear()
 
 
@@ -138,7 +140,7 @@ def _ids(encoding: Any) -> np.ndarray:
 
 
 def _encoded(encoding: Any, max_tokens: int | None) -> EncodedText:
-    """Counts first: turning millions of ids into Python's integers takes the interpreter lock."""
+    """Counts first, because turning millions of ids into Python's integers takes the interpreter lock."""
     fits = max_tokens is None or len(encoding) <= max_tokens
     return EncodedText(len(encoding), _ids(encoding) if fits else None)
 

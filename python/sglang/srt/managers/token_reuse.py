@@ -1,7 +1,7 @@
 """Token ids of texts that were tokenised before. Owns a bounded table, text -> ids; knows no tokenizer.
 
 The table is divided by the requests' namespaces (`cache_salt`, `extra_key`): the time that a request takes must not
-tell one tenant what another has sent. Texts are compared whole. Any thread may call.
+tell one tenant about the texts of another. Texts are compared whole. Any thread may call.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-# Of an entry beside its text and ids: the key, the array's head, the table's slot.
+# Bytes of an entry beside its text and ids: the key, the array's head, the table's slot.
 _ENTRY_BYTES = 400
 
 
@@ -25,7 +25,7 @@ class TokenReuse:
         self.size_bytes = 0
 
     def find(self, namespace: str, texts: Sequence[str]) -> list[np.ndarray | None]:
-        """The ids of each text, int32, not to be written; None where they are not there."""
+        """The ids of each text, int32, not to be written; None for a text that is not in the table."""
         keys = [(namespace, text) for text in texts]
         with self._lock:
             found = [self._ids.get(key) for key in keys]
@@ -35,7 +35,8 @@ class TokenReuse:
         return found
 
     def keep(self, namespace: str, entries: Iterable[tuple[str, np.ndarray]]) -> None:
-        """Keeps these, and gives up what was not used for longest. One entry may take an eighth of the limit."""
+        """Keep these, and drop the entries that were not used for the longest time. One entry may take an eighth of
+        the limit."""
         with self._lock:
             for text, ids in entries:
                 size = _size_bytes(namespace, text, ids)

@@ -1,8 +1,8 @@
 """The front of the engine, in the HTTP process: text in, text out. Owns every request from its arrival to its end.
 
-Tokenises off the event loop and without Python's lock, checks lengths, numbers requests, hands pieces of text to the
-request's caller, and tells the scheduler when the caller has left. All methods belong to one event loop. Knows no
-HTTP: it raises RequestError.
+It tokenises off the event loop and without Python's lock, checks lengths, numbers requests, and passes pieces of text
+to the request's caller. It tells the scheduler when the caller has left. All methods belong to one event loop. It
+knows no HTTP: it raises RequestError.
 
     generate() --TokenizedGenerateReqInput--> scheduler -> detokenizer --BatchStrOutput--> _on_output -> generate()
     closed early, or ended by a stop string: AbortReq --> scheduler
@@ -52,12 +52,12 @@ from sglang.srt.utils.token_texts import TokenTexts
 _CONTROL_TIMEOUT_S = 30.0
 _METRICS_TIMEOUT_S = 0.8
 _PRIORITIES = range(-(1 << 31), 1 << 31)
-# Characters. Longer texts take half a second and more, and wait for each other instead of holding up the short ones.
+# Characters. Longer texts take half a second and more. They wait for each other, so that short ones need not wait.
 _LONG_TEXT = 1 << 20
-# Tokens. Python takes milliseconds for the log-probabilities of so many.
+# Tokens. Python takes milliseconds for the log-probabilities of this many.
 _MANY_TOKENS = 256
 
-# Ids that numpy takes in a few milliseconds, in which no other thread runs.
+# Ids that numpy converts in a few milliseconds, in which no other thread runs.
 _IDS_AT_ONCE = 1 << 16
 
 T = TypeVar("T")
@@ -77,21 +77,23 @@ def _as_array(ids: Sequence[int], name: str) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """prompt: text or token ids. fill_context: generate up to the context's end instead of max_new_tokens. rid: the
-    client's name for it, by which `abort` finds it; several may have the same."""
+    """A request of one prompt and one answer."""
 
+    # Text or token ids.
     prompt: str | Sequence[int]
     params: SamplingParams
     logprobs: LogprobSpec | None = None
+    # Generate up to the context's end instead of max_new_tokens.
     fill_context: bool = False
     add_special_tokens: bool = True
+    # The client's name for the request, by which `abort` finds it. Several requests may have the same.
     rid: str | None = None
     extra_key: str = ""
     priority: int | None = None
     stream: bool = False
 
     def copies(self, n: int) -> list[GenerateRequest]:
-        """n answers to one prompt: a request each, drawn from seed, seed + 1 and so on if there is one."""
+        """n requests for one prompt, for n answers. If there is a seed, they use seed, seed + 1 and so on."""
         seed = self.params.sampling_seed
         if seed is None:
             return [self] * n
@@ -101,37 +103,46 @@ class GenerateRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """What is new since the chunk before. finish_reason is set in the last one; latency_s counts from arrival.
-    logprobs: one per output id, if asked for; prompt_logprobs: in the first chunk."""
+    """The part of an answer that is new since the chunk before."""
 
     rid: str
     text: str
     output_ids: list[int]
+    # Set in the last chunk.
     finish_reason: FinishReason | None
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     cached_tokens_details: Mapping[str, int]
+    # Since the request's arrival.
     latency_s: float
+    # One per output id, if requested.
     logprobs: list[TokenLogprob]
+    # In the first chunk, if requested.
     prompt_logprobs: list[TokenLogprob]
 
 
 @dataclass(kw_only=True)
 class ReqState:
-    """rid: on the wire, always a new one: a client may use its own for the next request before the engine has
-    forgotten the last. arrived, last: seconds of a monotonic clock. changed: there is something to read.
-    sent: the scheduler knows it. aborting: a client asked for its end, so that an abort is an answer and no error."""
+    """A request that is under way."""
 
+    # The name in messages. It is always new, because a client may reuse its own name before the engine has forgotten
+    # it.
     rid: str
+    # The client's name.
     client_rid: str | None
     stream: bool
+    # Seconds of a monotonic clock.
     arrived: float
+    # Whether the scheduler knows the request.
     sent: bool = False
+    # A client requested the end, so that the abort is an answer and no error.
     aborting: bool = False
+    # When the last output came, in seconds of the same clock.
     last: float | None = None
     unread: list[StrOutput] = field(default_factory=list)
     unread_tokens: int = 0
+    # Set when there is something to read.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     finished: bool = False
     error: RequestError | None = None
@@ -145,7 +156,7 @@ class _Together:
         self._complete = asyncio.Event()
 
     async def wait(self) -> None:
-        """Until `number` requests have come here. They go on in the order in which they came."""
+        """Wait until `number` requests have come here. They go on in the order in which they came."""
         self._missing -= 1
         if self._missing > 0:
             await self._complete.wait()
@@ -173,11 +184,11 @@ class TokenizerManager:
         send: Callable[[bytes], Any],
         metrics: MetricsCollector,
     ) -> None:
-        """send: hands one encoded message to the scheduler's socket, without blocking."""
+        """send: passes one encoded message to the scheduler's socket, without blocking."""
         self._args = server_args
         self._tokenizer = tokenizer
         self._encoder = TextEncoder(tokenizer)
-        # Prompts that are being tokenised: (text, add_special_tokens, namespace). Several answers share one.
+        # Prompts that are being tokenised: (text, add_special_tokens, namespace). Several requests may share one.
         self._encoding: dict[tuple[str, bool, str], _Encoding] = {}
         self.token_texts = TokenTexts(tokenizer)
         self._vocab_size = vocab_size
@@ -191,7 +202,7 @@ class TokenizerManager:
         )
         self._states: dict[str, ReqState] = {}
         self._num_active = 0
-        # Of them, those without a token so far.
+        # The requests among them without a token so far.
         self._num_waiting = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -203,13 +214,13 @@ class TokenizerManager:
     # Requests
 
     def generate_all(self, requests: Sequence[GenerateRequest]) -> list[AsyncIterator[Chunk]]:
-        """`generate` for the requests of one body, to be read at the same time. None is sent before all are found
-        valid; the reader of the first error closes the others."""
+        """`generate` for the requests of one body, to be read at the same time. No request is sent before all are
+        found valid. The reader of the first error closes the others."""
         together = _Together(len(requests))
         return [self.generate(req, together) for req in requests]
 
     async def generate(self, req: GenerateRequest, together: _Together | None = None) -> AsyncIterator[Chunk]:
-        """Pieces of the answer if req.stream, else one piece. Closing this early aborts the request. together: the
+        """Pieces of the answer if req.stream, else one piece. An early close aborts the request. together: the
         requests that are sent with this one. Raises RequestError, also in mid-stream."""
         if self._refusal is not None:
             raise self._refusal
@@ -225,7 +236,7 @@ class TokenizerManager:
             message = await self._tokenized(state.rid, req)
             if together is not None:
                 await together.wait()
-            if self._refusal is not None:  # while it was tokenised
+            if self._refusal is not None:  # set while the prompt was tokenised
                 raise self._refusal
             self._send(encode(message))
             state.sent = True
@@ -319,7 +330,7 @@ class TokenizerManager:
             )
 
     def _prompt_limit(self) -> tuple[int, str]:
-        """Tokens that a prompt must stay below, and what sets them."""
+        """The number of tokens that a prompt must stay below, and the reason for it."""
         ready = self.ready.result()
         if ready.max_req_input_len + 1 < self.context_length:
             limit = ready.max_req_input_len + 1
@@ -362,7 +373,7 @@ class TokenizerManager:
             encoding.num_waiting -= 1
             if encoding.num_waiting == 0:
                 del self._encoding[key]
-                # Where it is not done, all have left: a text that no thread has begun is dropped.
+                # If it is not done, all requests have left. A text that no thread has begun is dropped.
                 encoding.task.cancel()
         self.check_prompt_length(encoded.num_tokens)
         assert encoded.ids is not None
@@ -414,14 +425,14 @@ class TokenizerManager:
             )
         except RequestError:
             raise
-        except Exception as error:  # a template may raise anything over messages it does not like
+        except Exception as error:  # a template may raise anything over messages that it does not support
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from None
 
     async def off_loop(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
 
     async def off_loop_if_many(self, num_tokens: int, function: Callable[..., T], *args: Any) -> T:
-        """What Python does for each of so many tokens: here if they are few, beside the event loop if not."""
+        """Python's work for each of num_tokens tokens: here if they are few, off the event loop if they are many."""
         return await self.off_loop(function, *args) if num_tokens > _MANY_TOKENS else function(*args)
 
     # Answers
@@ -441,7 +452,8 @@ class TokenizerManager:
     def _on_output(self, output: StrOutput, now: float) -> None:
         state = self._states.get(output.rid)
         if state is None or state.finished:
-            # Also an abort that crossed the text whose stop string had ended the request: its reader may be slow.
+            # The request has ended. An abort may also cross the text whose stop string had ended it, if its reader is
+            # slow.
             return
         reason = output.finish_reason
         num_tokens = len(output.output_ids) // 4
@@ -474,7 +486,8 @@ class TokenizerManager:
     # Control
 
     def abort(self, rid: str | None) -> None:
-        """Ends the requests to which their clients gave this rid; None ends all. They answer with what they have."""
+        """End the requests to which their clients gave this rid; None ends all. They answer with the tokens that they
+        have."""
         for state in self._states.values():
             if (rid is None or state.client_rid == rid or state.rid == rid) and not state.finished:
                 state.aborting = True
@@ -541,7 +554,7 @@ class TokenizerManager:
         return self._refusal is None
 
     def refuse(self) -> None:
-        """No new requests; those that run go on."""
+        """Refuse new requests. Running requests go on."""
         if self._refusal is None:
             self._refusal = RequestError("the server is shutting down", 503)
 
@@ -553,7 +566,7 @@ class TokenizerManager:
             return False
 
     def fail_all(self, message: str, status_code: int = 500) -> None:
-        """Ends whatever waits, now and from now on."""
+        """End all waiting requests, now and from now on."""
         self._refusal = RequestError(message, status_code)
         for state in self._states.values():
             if not state.finished:

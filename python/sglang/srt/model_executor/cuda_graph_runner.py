@@ -1,8 +1,8 @@
 """`CudaGraphRunner`: decodes as CUDA graphs, one per batch size. Has not run on a GPU.
 
 Owns the graphs and the memory that they read their inputs from. A decode starts some ten kernels per layer, which
-takes the host longer than the GPU takes for a small batch; a graph starts all of them at once. Captured are the
-model's forward pass and logits; what is sampled, and how, is not. Used on the executor's stream only.
+takes the host longer than the GPU takes for a small batch; a graph starts all of them at once. The model's forward
+pass and logits are captured. Sampling is not. Used on the executor's stream only.
 
 A batch that is smaller than its graph is filled up with rows that have no keys and write to the pool's scratch slot.
 """
@@ -34,26 +34,28 @@ _WARM_UPS = 2
 
 @dataclass(frozen=True)
 class _Captured:
-    """inputs: (6, batch size) int64 on the device, what the graph reads: the first six of `BatchNumbers`. logits:
-    (batch size, vocab_size) float32, overwritten by each replay. version: of the page table."""
+    """A captured decode of one batch size."""
 
     graph: torch.cuda.CUDAGraph
+    # (6, batch size) int64 on the device, the graph's inputs: the first six of `BatchNumbers`.
     inputs: torch.Tensor
     batch: ForwardBatch
     segments: PagedSegments
+    # (batch size, vocab_size) float32, overwritten by each replay.
     logits: torch.Tensor
+    # Of the page table.
     version: int
 
 
 def batch_sizes(largest: int) -> list[int]:
-    """Those that are captured: few rows of padding, few graphs."""
+    """The batch sizes that are captured. They keep both the rows of padding and the number of graphs small."""
     sizes = [1, 2, 4, 8, *range(16, min(largest, 256) + 1, 8), *range(288, largest + 1, 32)]
     return sorted({size for size in sizes if size < largest} | {largest})
 
 
 class CudaGraphRunner:
-    """attention: what the model attends with. last_tokens: (max_slots,) int64, of every slot, on the device.
-    max_batch_size: larger batches have no graph."""
+    """attention: the model's backend. last_tokens: (max_slots,) int64, of every slot, on the device. max_batch_size:
+    larger batches have no graph."""
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class CudaGraphRunner:
         self._last_tokens = last_tokens
         self._scale = scale
         self._sizes = batch_sizes(max_batch_size)
-        # Of a row without a request.
+        # The values of a row without a request.
         self._padding = np.array([0, 0, pool.scratch_slot, 0, 0, 0])[:, None]
         self._captured: dict[int, _Captured] = {}
         # Memory that all graphs use in turn.
@@ -85,7 +87,7 @@ class CudaGraphRunner:
         return self._sizes[-1]
 
     def capture_all(self) -> None:
-        """Before the first request, who would wait for it."""
+        """Capture all graphs before the first request, which would wait for them otherwise."""
         began = time.monotonic()
         # The largest first: the others fit into its memory.
         for size in reversed(self._sizes):
@@ -99,9 +101,9 @@ class CudaGraphRunner:
         plan: SamplingPlan,
         to_device: Callable[[list[np.ndarray]], list[torch.Tensor]],
     ) -> tuple[torch.Tensor, ForwardBatch]:
-        """A decode of n requests, one token each. plan: how they are sampled. to_device: copies, and with it what
-        else the device lacks. Returns logits (n, vocab_size) float32, and a batch of which sample_slots and
-        `sampling` are true; the next replay overwrites both."""
+        """A decode of n requests, one token each. plan: how they are sampled. to_device: copies arrays, and with them
+        the changes that the device lacks. Returns logits (n, vocab_size) float32, and a batch of which only
+        sample_slots and `sampling` are valid; the next replay overwrites both."""
         n = len(numbers.slots)
         size = self._sizes[bisect_left(self._sizes, n)]
         captured = self._captured.get(size)
@@ -130,7 +132,7 @@ class CudaGraphRunner:
         return captured.logits[:n], batch
 
     def _capture(self, size: int) -> _Captured:
-        """On the current stream."""
+        """Capture on the current stream."""
         table = self._page_table
         rows = np.tile(self._padding, size)
         inputs = torch.from_numpy(rows).to(self._last_tokens.device)
@@ -171,7 +173,7 @@ class CudaGraphRunner:
                 for _ in range(_WARM_UPS):
                     forward()
                 graph = torch.cuda.CUDAGraph()
-                # Other threads go on with theirs.
+                # Other threads may make CUDA calls meanwhile.
                 with torch.cuda.graph(
                     graph,
                     pool=self._memory,

@@ -48,15 +48,18 @@ _KEPT_FENCES = 256
 
 @dataclass(frozen=True)
 class StepResult:
-    """One completed launch. tokens: int32 bytes, one per sampled request; empty when it failed or was void. seconds:
-    what it took, without stall_s, in which it waited for loads. stream_s: what it took to copy what it streamed."""
+    """One completed launch."""
 
     seq: int
+    # int32 bytes, one per sampled request; empty if it failed or was void.
     tokens: bytes = b""
     failed: bool = False
     logprobs: LaunchLogprobs | None = None
+    # Its time on the device, without stall_s.
     seconds: float = 0.0
+    # Seconds in which it waited for loads.
     stall_s: float = 0.0
+    # Seconds of the copies of what it streamed.
     stream_s: float = 0.0
 
 
@@ -97,7 +100,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _OnItsWay:
-    """Log-probabilities, and their copy in host memory, which is there once the device is done."""
+    """Log-probabilities, with their copy in host memory, which is complete once the device is done."""
 
     tensors: LogprobTensors
     copy: torch.Tensor
@@ -112,13 +115,15 @@ class _OnItsWay:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """What a launch tells the host, in host memory once the device is done. tokens: (num_samples,) int32.
-    logprob_rows: the samples whose log-probabilities were asked for. is_finite: a bool, if it was asked for."""
+    """A launch's results for the host, in host memory once the device is done."""
 
+    # (num_samples,) int32.
     tokens: torch.Tensor
+    # The samples whose log-probabilities were requested.
     logprob_rows: tuple[int, ...]
     logprobs: _OnItsWay | None
     prompt_logprobs: dict[int, _OnItsWay]
+    # A bool, if it was requested.
     is_finite: torch.Tensor | None
 
     def found(self) -> LaunchLogprobs | None:
@@ -130,7 +135,7 @@ class _Sampled:
 
 @dataclass(frozen=True)
 class LaunchFence:
-    """What a backup waits for: the end of the launch that writes its source."""
+    """The event for which a backup waits: the end of the launch that writes its source."""
 
     event: Event
     _run: _Run = field(repr=False)
@@ -166,7 +171,7 @@ class ExecutorOptions:
 
 
 class ModelExecutor:
-    """links: where gates come from. layer_stream: where streamed prefixes go through, if there are any."""
+    """links: they give the gates. layer_stream: carries streamed prefixes, if there are any."""
 
     def __init__(
         self,
@@ -191,9 +196,11 @@ class ModelExecutor:
         self.lockstep = options.lockstep
         self._device = device
         self._layer_stream = layer_stream
-        # What was streamed last, cut into pieces: the same in most launches, and one request streams at a time.
+        # The prefix that was streamed last, cut into pieces. It is the same in most launches, and one request streams
+        # at a time.
         self._pieces: tuple[tuple[tuple[Tier, np.ndarray], ...], list[Piece]] = ((), [])
-        # On a GPU with room for every page several times over: CUDA graphs are captured anew when it grows.
+        # On a GPU the table starts with room for every page several times over, because CUDA graphs are captured
+        # again when it grows.
         self._page_table = PageTable(max_slots, device, 64 * max_slots + 4 * pool.num_pages)
         self._last_tokens = torch.zeros(max_slots, dtype=torch.int64, device=device)
         self._graphs: CudaGraphRunner | None = None
@@ -213,7 +220,7 @@ class ModelExecutor:
         self._reset_pending = False
         self._fences: dict[int, LaunchFence] = {}
         self._results: deque[StepResult] = deque()
-        # Touched on the stream only: a launch failed and no reset has come.
+        # Set on the stream only: a launch failed, and no reset has come.
         self._void = False
 
     def launch(self, launch: Launch) -> None:
@@ -225,7 +232,7 @@ class ModelExecutor:
         stream = self.stream
         stream.enqueue(partial(self._prepare, run))
         if run.is_graph:
-            # Nothing is awaited inside a graph; the last layer comes last.
+            # A graph cannot wait inside. It waits for the last layer, which is loaded last.
             self._wait(run, self.model.num_layers - 1)
             stream.enqueue(partial(self._replay, run))
         else:
@@ -241,7 +248,7 @@ class ModelExecutor:
         self._fences.pop(launch.seq - _KEPT_FENCES, None)
 
     def capture_graphs(self) -> None:
-        """Before the first launch, if decodes are CUDA graphs; returns when that is done."""
+        """Capture the graphs before the first launch, if decodes are CUDA graphs. Returns when that is done."""
         if self._graphs is not None:
             done = threading.Event()
             self.stream.enqueue(self._graphs.capture_all)
@@ -289,7 +296,7 @@ class ModelExecutor:
         self._reset_pending = True
 
     def fence(self, seq: int) -> LaunchFence | None:
-        """The fence of a launch; None once it is long over."""
+        """The fence of a launch; None if the launch ended long ago."""
         assert seq < self._next_seq, f"launch {seq} has not been issued: a backup would read too early"
         return self._fences.get(seq)
 
@@ -360,7 +367,7 @@ class ModelExecutor:
         self._guard(run, lambda batch: self.model.end_layer(layer, run.state, batch))
 
     def _sample(self, run: _Run) -> None:
-        """The end of a launch on the device; what the host wants to see is on its way there."""
+        """The end of a launch on the device. The copy of the results to the host is under way afterwards."""
 
         def logits(batch: ForwardBatch) -> torch.Tensor | None:
             if run.is_graph:
@@ -419,7 +426,7 @@ class ModelExecutor:
 
     def _try(self, run: _Run, work: Callable[[], Any]) -> None:
         """Run a stage, whose result is the launch's state. An error fails the launch, not the stream. In lockstep it
-        ends the rank: the others would wait for it for ever."""
+        ends the rank, because the other ranks would wait for it for ever."""
         if self._skips(run):
             return
         try:
@@ -457,7 +464,7 @@ class ModelExecutor:
             first = int(last_rows[wanted.req] - lens[wanted.req]) + 1 + wanted.first_row
             wanted_rows.append(np.arange(first, first + len(wanted.targets)))
         kv_lens = numbers.kv_lens.copy()
-        # Their keys come by other ways.
+        # The keys of streamed requests do not come from the page table.
         kv_lens[[prefix.req for prefix in launch.streams]] = 0
         input_ids, positions, out_loc, slots, starts, kv_lens_there, sample_rows, sample_slots, ends = (
             self._to_device(
@@ -493,7 +500,7 @@ class ModelExecutor:
         )
 
     def _to_device(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
-        """All of a launch's numbers, and what has changed in the page table, in one copy."""
+        """Copy all of a launch's numbers, and the changes of the page table, at once."""
         *found, where, pages = to_device_together([*arrays, *self._page_table.changes()], self._device)
         self._page_table.write(where, pages)
         return found
@@ -504,7 +511,8 @@ class ModelExecutor:
         for prefix in launch.streams:
             i = prefix.req
             slot, start, length = int(launch.slots[i]), int(launch.starts[i]), int(launch.lens[i])
-            # Without the hole, whose borders are those of pages. A single query sees all of its own segment.
+            # The device's tokens without the hole, whose borders are page borders. A single query sees all of its own
+            # segment.
             runs = [(0, prefix.start, False), (prefix.end, start, False), (start, start + length, True)]
             if length == 1:
                 runs[1:] = [(prefix.end, start + 1, False)]
@@ -519,7 +527,7 @@ class ModelExecutor:
         return found
 
     def _plan_of(self, launch: Launch) -> SamplingPlan:
-        """Steady decoding brings the same tuple every time."""
+        """The plan for sampling a launch. Steady decoding brings the same tuple every time, and reuses the plan."""
         if launch.sampling is not self._sampling_plan.specs:
             self._sampling_plan = SamplingPlan(launch.sampling, self.vocab_size, self._device)
         return self._sampling_plan

@@ -1,4 +1,4 @@
-"""`ForwardBatch`: one launch, as the model sees it. Built by the executor from a `BatchDecision`."""
+"""`ForwardBatch`: one launch, as the model sees it. The executor builds it from a `Launch`."""
 
 from __future__ import annotations
 
@@ -22,66 +22,72 @@ class ForwardMode(IntEnum):
 
 @dataclass(frozen=True)
 class StreamedRequest:
-    """A request whose tokens [start, end) come through the layer stream cache. rows: its rows of the batch. segments:
-    what the device has, those before `start` first."""
+    """A request whose tokens [start, end) come through the layer stream cache."""
 
+    # The request's rows of the batch.
     rows: slice
     start: int
     end: int
+    # The tokens on the device; the ones before `start` come first.
     segments: list[KVSegment]
 
 
 @dataclass(frozen=True)
 class BatchNumbers:
-    """What a launch is made of, on the host, int64. Per token: input_ids (-1 for what the slot's last launch has
-    sampled), positions and out_loc. Per request: slots, starts (where its pages begin in the page table), kv_lens
-    (tokens that it has after the launch) and q_lens (tokens that are computed)."""
+    """The numbers of a launch on the host, int64."""
 
+    # Per token; -1 stands for the token that the slot's last launch has sampled.
     input_ids: np.ndarray
+    # Per token.
     positions: np.ndarray
+    # Per token: where its KV goes.
     out_loc: np.ndarray
+    # Per request.
     slots: np.ndarray
+    # Per request: where its pages begin in the page table.
     starts: np.ndarray
+    # Per request: its tokens after the launch.
     kv_lens: np.ndarray
+    # Per request: the tokens that the launch computes.
     q_lens: np.ndarray
 
 
 @dataclass
 class ForwardBatch:
-    """The rows of all requests stand one after the other.
-
-    input_ids, positions, out_loc: (num_tokens,) int64; out_loc is the slot `page * page_size + offset` that takes
-    the token's KV. segments: per request, see `KVSegment`. sample_rows: (num_samples,) int64, the rows whose logits
-    are wanted: first those that are sampled, one entry each in `sample_slots` (which slots draw, int64) and in
-    `sampling`, then those of prompt log-probabilities. streamed: requests that the device does not have as a whole;
-    their lists in `segments` are empty.
-    """
+    """The tensors of a launch. The rows of all requests stand one after the other."""
 
     seq: int
     mode: ForwardMode
+    # (num_tokens,) int64 each. out_loc is the slot `page * page_size + offset` that takes the token's KV.
     input_ids: torch.Tensor
     positions: torch.Tensor
     out_loc: torch.Tensor
+    # Per request, see `KVSegment`; empty for streamed requests.
     segments: Sequence[list[KVSegment]]
     attn: AttentionMetadata
+    # (num_samples,) int64, the rows whose logits are needed: first the sampled rows, then the rows of prompt
+    # log-probabilities.
     sample_rows: torch.Tensor
+    # (num_sampled,) int64, the slots that sample; `sampling` has their parameters.
     sample_slots: torch.Tensor
     sampling: SamplingBatchInfo
     gates: list[Any] = field(default_factory=list)
+    # Requests that are not on the device as a whole.
     streamed: list[StreamedRequest] = field(default_factory=list)
 
 
 class CausalLM(Protocol):
-    """A model that the executor can run layer by layer, so that a layer's KV may still be on its way when the
-    layers before it run. `state` is whatever the model carries between layers."""
+    """A model that the executor can run layer by layer, so that the KV of later layers may still be on its way.
+    `state` holds the values that the model passes from layer to layer."""
 
     num_layers: int
 
     def embed(self, batch: ForwardBatch) -> Any: ...
 
     def forward_layer(self, layer_id: int, state: Any, batch: ForwardBatch, pool: KVPool) -> Any:
-        """A layer of a batch without streamed requests. With them it goes in parts: `begin_layer`, up to the
-        attention over what the device has; `attend` for every piece of every streamed request; `end_layer`."""
+        """One layer of a batch without streamed requests. With them, the layer runs in parts: `begin_layer`, up to
+        the attention over the tokens on the device; `attend` for every piece of every streamed request;
+        `end_layer`."""
         ...
 
     def begin_layer(self, layer_id: int, state: Any, batch: ForwardBatch, pool: KVPool) -> Any: ...
@@ -89,7 +95,7 @@ class CausalLM(Protocol):
     def attend(
         self, layer_id: int, state: Any, batch: ForwardBatch, place: int, view: KVView, segment: KVSegment
     ) -> Any:
-        """The rows of batch.streamed[place] attend to another piece of its streamed tokens; these come in order."""
+        """The rows of batch.streamed[place] attend to the next piece of its streamed tokens."""
         ...
 
     def end_layer(self, layer_id: int, state: Any, batch: ForwardBatch) -> Any: ...

@@ -1,4 +1,4 @@
-"""`Launch`: what the scheduler tells an executor to run. Plain data over numpy; no torch, thread or clock."""
+"""`Launch`: the scheduler's order to an executor. Plain data over numpy; no torch, thread or clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LaunchMode(IntEnum):
 
 @dataclass(frozen=True)
 class PageRun:
-    """Pages first_page.. of a slot are these frames from now on."""
+    """From now on, the pages of a slot from first_page on are these frames."""
 
     slot: int
     first_page: int
@@ -31,7 +31,7 @@ class PageRun:
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Rows of a request's part of a launch that predict prompt tokens whose log-probabilities are wanted."""
+    """Rows of a request's part of a launch that predict prompt tokens whose log-probabilities are requested."""
 
     # The request's place in the launch.
     req: int
@@ -43,14 +43,14 @@ class PromptRows:
 
 @dataclass(frozen=True)
 class StreamedPrefix:
-    """Tokens [start, end) of a request are not on the device: attention reads them layer by layer through the layer
-    stream cache. Multiples of the page size."""
+    """Tokens [start, end) of a request are not on the device. Attention reads them layer by layer through the layer
+    stream cache. start and end are multiples of the page size."""
 
     # The request's place in the launch.
     req: int
     start: int
     end: int
-    # In order, the tier and the frames there, int32; the same tuple for as long as nothing moves.
+    # In order: the tier and the frames on it, int32. The tuple stays the same object as long as nothing moves.
     parts: tuple[tuple[Tier, np.ndarray], ...]
 
 
@@ -68,15 +68,15 @@ class Launch:
     input_ids: np.ndarray
     # (num_reqs,) bool, whether the request's last row is sampled.
     samples: np.ndarray
-    # How, one per sampled request; the token that it draws has position starts + lens.
+    # How tokens are drawn, one per sampled request. The token that a request draws has position starts + lens.
     sampling: tuple[SampleSpec, ...]
     page_runs: tuple[PageRun, ...]
     # (3, n) int32, single pages: slot, place in the sequence, frame; applied after page_runs.
     page_appends: np.ndarray
     # Loads that the pass waits for, layer by layer.
     gates: tuple[Ticket, ...]
-    # (slot, int32): what requests with penalties have generated before this launch, for slots that begin to sample.
+    # (slot, int32): for slots that begin to sample with penalties, the tokens that were generated before this launch.
     output_ids: tuple[tuple[int, np.ndarray], ...] = ()
     prompt_logprobs: tuple[PromptRows, ...] = ()
-    # Prefixes that the device does not have; the page table has nothing in their place.
+    # Prefixes that are not on the device. The page table has no pages for them.
     streams: tuple[StreamedPrefix, ...] = ()

@@ -1,14 +1,14 @@
-"""`PageTable`: where each slot's pages are. Owned by the executor, changed on its stream only.
+"""`PageTable`: the pages of each slot. Owned by the executor, changed on its stream only.
 
-One array for all slots. A slot's pages stand one after the other from a place on that is its own, with room to grow;
-the array is as long as what is in use asks for, not slots times the longest context:
+One array holds all slots. A slot's pages stand one after the other from a start of its own, with room to grow. The
+array is as long as the slots in use need, not slots times the longest context:
 
     starts[slot]         starts[other]
     |                    |
     | 7 | 3 | 9 |  room  | 4 | 4 |      free      | ...      table
 
-On a GPU the array lies in its memory, where kernels read it, and a copy here. What has changed goes there with the
-next launch's numbers (`changes`, `write`).
+On a GPU the array lies in device memory, where kernels read it, and a copy lies here. Changes go to the device with
+the next launch's numbers (`changes`, `write`).
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ _LEAST_ROOM = 64
 
 class PageTable:
     """table: (n,) pages, int64 in host memory, int32 on a GPU. starts: (max_slots,) int64 numpy, where a slot's pages
-    begin. num_places: how long the table is at first; it grows, and is then another tensor: `version` counts."""
+    begin. num_places: the length of the table at first. When it grows, it becomes another tensor: `version`
+    counts."""
 
     def __init__(self, max_slots: int, device: torch.device, num_places: int) -> None:
         self.starts = np.zeros(max_slots, np.int64)
         self.version = 0
         self._device = device
-        # Powers of two; 0 for a slot that has had no request yet.
+        # The room of each slot, a power of two; 0 for a slot that has had no request yet.
         self._room = np.zeros(max_slots, np.int64)
         self._free: defaultdict[int, list[int]] = defaultdict(list)
         self._end = 0
         self._pages = np.zeros(num_places, np.int64)
-        # Places whose pages the device does not have yet.
+        # Places whose pages are not on the device yet.
         self._changed: list[np.ndarray] = []
         self._is_apart = device.type != "cpu"
         self.table = torch.from_numpy(self._pages)
@@ -45,7 +46,7 @@ class PageTable:
             self.table = torch.zeros(num_places, dtype=torch.int32, device=device)
 
     def apply(self, runs: Sequence[PageRun], appends: np.ndarray) -> None:
-        """appends: (3, n) int32, as in `Launch`; they follow the runs."""
+        """appends: (3, n) int32, as in `Launch`. They are applied after the runs."""
         changed: list[np.ndarray] = []
         for run in runs:
             end = run.first_page + len(run.frames)
@@ -69,11 +70,12 @@ class PageTable:
         """Places whose pages have changed since the last call, and these pages, (n,) int64 each, for `write`."""
         where = np.concatenate(self._changed) if self._changed else np.empty(0, np.int64)
         self._changed = []
-        # What a place holds in the end: one that has changed twice is there twice, with the same value.
+        # The final content of each place. A place that has changed twice is listed twice, with the same value.
         return where, self._pages[where]
 
     def write(self, where: torch.Tensor, pages: torch.Tensor) -> None:
-        """Apply on the device what `changes` returned; both are there, in the order of the current stream."""
+        """Apply on the device what `changes` returned. Both tensors are on the device, in the order of the current
+        stream."""
         if len(where):
             self.table.index_copy_(0, where, pages.to(torch.int32))
 
@@ -92,7 +94,7 @@ class PageTable:
             self._room[slot] = 0
 
     def _reserve(self, slot: int, num_pages: int) -> list[np.ndarray]:
-        """Room for so many pages of a slot. Returns the places that its pages have moved to."""
+        """Reserve room for num_pages pages of a slot. Returns the places to which its pages have moved."""
         old_room, old_start = int(self._room[slot]), int(self.starts[slot])
         if num_pages <= old_room:
             return []

@@ -1,7 +1,7 @@
 """Filling a model with weights, from safetensors or at random.
 
 Owns nothing after it returns. Tensors go straight from the mapped file into the (fused) parameters, one at a time,
-and a rank reads only its part of each, so loading takes no memory beyond the model's.
+and a rank reads only its part of each. Loading therefore takes no memory beyond the model's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
 class ModelLoadError(RuntimeError):
-    """The weights do not fit the model, or there are none; the message names what is wrong."""
+    """The weights do not fit the model, or there are none; the message names the error."""
 
 
 def load_model(
@@ -37,9 +37,9 @@ def load_model(
     progress: StartupProgress = SILENT,
 ) -> Any:
     """A `CausalLM` in config.dtype on `device`, this rank's part of it. load_format: "auto" and "safetensors" read
-    config.local_path, "dummy" draws weights from `seed` (the same on every run and for any number of ranks, but not
-    the same on a GPU as on the CPU; reads only config.json). Raises ModelConfigError if the model does not divide by
-    the group's size, ModelLoadError if the weights do not fit."""
+    config.local_path. "dummy" reads only config.json and draws weights from `seed`. They are the same on every run
+    and for any number of ranks, but not the same on a GPU as on the CPU. Raises ModelConfigError if the model does
+    not divide by the group's size, ModelLoadError if the weights do not fit."""
     if load_format not in LOAD_FORMATS:
         raise ModelLoadError(f"load format {load_format!r} is not supported; choose from {', '.join(LOAD_FORMATS)}.")
     config.check_tensor_parallel(group.size)
@@ -100,7 +100,7 @@ def _load_safetensors(model: Any, path: Path, progress: StartupProgress) -> None
 
 
 def _copy(name: str, file: Any, targets: list[WeightTarget]) -> None:
-    """targets: their tensors stand in the file's one below the other."""
+    """targets: their tensors stand in the file's tensor one below the other."""
     source = file.get_slice(name)
     shape = tuple(source.get_shape())
     rows = sum(target.shape[0] for target in targets)
@@ -108,7 +108,7 @@ def _copy(name: str, file: Any, targets: list[WeightTarget]) -> None:
     if shape != wanted:
         raise ModelLoadError(f"{name!r} has the shape {shape}, but config.json asks for {wanted}.")
     if all(target.is_whole for target in targets):
-        source = file.get_tensor(name)  # of the mapped file, not yet a copy
+        source = file.get_tensor(name)  # a view of the mapped file, not yet a copy
     offset = 0
     for target in targets:
         target.fill(source, offset)
@@ -124,8 +124,9 @@ def _open(file: Path) -> Any:
 
 @torch.inference_mode()
 def _fill_at_random(targets: dict[str, WeightTarget], seed: int) -> None:
-    """Norms are 1; matrices keep the scale of their input, so that activations neither vanish nor blow up. Every rank
-    draws all of a tensor and keeps its part. Drawn where the weights are: a CPU would take minutes for billions."""
+    """Norms are 1. Matrices keep the scale of their input, so that activations neither vanish nor blow up. Every rank
+    draws all of a tensor and keeps its part. The numbers are drawn on the weights' device, because a CPU would take
+    minutes for billions of them."""
     device = next(iter(targets.values())).tensor.device
     generator = torch.Generator(device).manual_seed(seed)
     for name, target in sorted(targets.items()):
@@ -133,7 +134,7 @@ def _fill_at_random(targets: dict[str, WeightTarget], seed: int) -> None:
             target.tensor.fill_(1.0)
         else:
             std = 1.0 if "embed_tokens" in name or len(target.shape) < 2 else target.shape[-1] ** -0.5
-            # On the CPU float32 whatever the model's dtype: the same numbers, rounded.
+            # float32 on the CPU for every dtype of the model: the same numbers, rounded.
             dtype = torch.float32 if device.type == "cpu" else target.tensor.dtype
             drawn = torch.randn(target.shape, generator=generator, dtype=dtype, device=device)
             target.fill(drawn.mul_(std))

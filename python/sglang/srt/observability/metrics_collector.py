@@ -1,7 +1,7 @@
 """Prometheus metrics under upstream's names. Owns the registry of one server; never talks to another process.
 
-What a request tells (latencies, token counts) is counted as it happens. What the scheduler tells (pools, queues,
-totals) is read from its last state, key by key: a key that is missing is a metric that is absent.
+Numbers of requests (latencies, token counts) are counted as they happen. Numbers of the scheduler (pools, queues,
+totals) are read from its last state, key by key. A missing key makes its metric absent.
 """
 
 from __future__ import annotations
@@ -32,14 +32,18 @@ _GAUGES = (
     ("hicache_host_total_tokens", "Tokens of KV cache on the host.", ("tiers", "host", "total_tokens")),
     ("hicache_peer_total_tokens", "Tokens of KV cache in memory that peers lend.", ("tiers", "peer", "total_tokens")),
     ("hicache_peer_slab_bytes", "Bytes of a slab, the unit that peers lend.", ("peers", "slab_bytes")),
-    ("hicache_peer_borrowers", "Masters that borrow from this worker, or would.", ("peers", "borrowers")),
+    ("hicache_peer_borrowers", "Masters that are connected to this worker.", ("peers", "borrowers")),
     ("hicache_storage_tokens", "Tokens of KV cache in storage.", ("storage_tier", "cached_tokens")),
     ("hicache_storage_size_bytes", "Bytes that storage takes.", ("storage_tier", "size_bytes")),
-    ("hicache_storage_limit_bytes", "Bytes that storage may take, 0 if any.", ("storage_tier", "limit_bytes")),
-    ("hicache_storage_read_errors", "Blocks that came damaged or not at all.", ("storage_tier", "read_errors")),
+    (
+        "hicache_storage_limit_bytes",
+        "Bytes that storage may take, 0 without a limit.",
+        ("storage_tier", "limit_bytes"),
+    ),
+    ("hicache_storage_read_errors", "Blocks that were damaged or not read at all.", ("storage_tier", "read_errors")),
     ("hicache_storage_write_errors", "Writes to storage that failed.", ("storage_tier", "write_errors")),
 )
-# metric, help, name among the state's counters, which hold what has happened at least once
+# metric, help, name among the state's counters. A counter appears once it has counted something.
 _COUNTERS = (
     ("evicted_tokens", "Tokens evicted from the device.", "evicted_tokens_device"),
     ("load_back_tokens", "Tokens loaded from the host.", "load_back_tokens"),
@@ -48,8 +52,8 @@ _COUNTERS = (
     ("hicache_dropped_tokens", "Tokens evicted from the host.", "evicted_tokens_host"),
     ("prefetched_tokens", "Tokens brought from storage to the host.", "prefetched_tokens"),
     ("backuped_tokens", "Tokens written to storage.", "backuped_tokens"),
-    ("storage_prefetch_hit_tokens", "Tokens that storage had of prompts that the host lacked.", "storage_hit_tokens"),
-    ("hicache_storage_probes", "Prompts that storage was asked for.", "storage_probes"),
+    ("storage_prefetch_hit_tokens", "Tokens of prompts found in storage and not on the host.", "storage_hit_tokens"),
+    ("hicache_storage_probes", "Prompts that were looked up in storage.", "storage_probes"),
     ("hicache_prefetch_timeouts", "Requests that stopped waiting for storage.", "prefetch_timeouts"),
     (
         "hicache_prefetch_dropped_tokens",
@@ -58,45 +62,45 @@ _COUNTERS = (
     ),
     (
         "hicache_storage_backup_failed_tokens",
-        "Tokens that storage did not take.",
+        "Tokens that storage did not store.",
         "storage_backup_failed_tokens",
     ),
     ("hicache_bundle_hits", "Requests that shared a load with their batch.", "bundle_hits"),
     ("hicache_deprioritised", "Times that a younger request overtook an older one.", "deprioritised"),
     ("hicache_deferred", "Requests that waited for others to compute what they share.", "deferred"),
-    ("hicache_bubbles_filled", "Launches that went before one whose load was not in.", "bubbles_filled"),
-    ("hicache_recomputed_instead", "Requests that computed the front of what they would load.", "recomputed_instead"),
+    ("hicache_bubbles_filled", "Launches that ran while an earlier request's load was under way.", "bubbles_filled"),
+    ("hicache_recomputed_instead", "Requests that computed the front of their load.", "recomputed_instead"),
     ("hicache_recomputed_tokens", "Tokens computed instead of loaded.", "recomputed_instead_tokens"),
     ("layer_stream_requests", "Requests that were longer than the device.", "streamed_reqs"),
     ("layer_stream_tokens", "Tokens read layer by layer, once per launch.", "streamed_tokens"),
     ("layer_stream_spilled_tokens", "Tokens moved to the host by requests that stream.", "spilled_tokens"),
     ("layer_stream_swapped_tokens", "Tokens moved to disk by requests that stream.", "swapped_tokens"),
-    ("layer_stream_demoted_tokens", "Tokens that requests that stream gave up on the device.", "demoted_tokens"),
-    ("layer_stream_promoted_tokens", "Tokens that requests that stream got back to the device.", "promoted_tokens"),
-    ("hicache_fetches_cut", "Requests that computed what storage has, as that was sooner done.", "fetches_cut"),
+    ("layer_stream_demoted_tokens", "Device tokens that streaming requests gave up.", "demoted_tokens"),
+    ("layer_stream_promoted_tokens", "Tokens that streaming requests loaded back to the device.", "promoted_tokens"),
+    ("hicache_fetches_cut", "Requests that computed stored tokens because that was faster.", "fetches_cut"),
     (
         "hicache_fetch_cut_tokens",
-        "Tokens not fetched from storage, as computing was sooner done.",
+        "Stored tokens that were computed because that was faster.",
         "fetch_cut_tokens",
     ),
     ("hicache_peer_load_tokens", "Tokens loaded from peers.", "load_peer_tokens"),
     ("hicache_peer_backup_tokens", "Tokens written to peers.", "peer_backup_tokens"),
-    ("hicache_slabs_withdrawn", "Slabs that peers asked back, or that were lost.", "slabs_withdrawn"),
-    ("hicache_slabs_lent", "Slabs of the device given up for peers.", "slabs_lent"),
-    ("hicache_slabs_asked_back", "Slabs of the device wanted back from peers.", "slabs_asked_back"),
+    ("hicache_slabs_withdrawn", "Borrowed slabs that lenders recalled, or that were lost.", "slabs_withdrawn"),
+    ("hicache_slabs_lent", "Slabs of the device lent to peers.", "slabs_lent"),
+    ("hicache_slabs_asked_back", "Lent slabs of the device recalled from peers.", "slabs_asked_back"),
     ("num_retracted_requests", "Requests taken out of the batch for lack of memory.", "retracted_reqs"),
 )
 # The remote tier's proxy, by stage or buffer of its pipeline: metric, help, label, part -> name in its state, unit.
 _STAGES = ("receive", "decompress", "dequantize", "deliver")
 _BUFFERS = ("compressed", "decompressed", "dequantized")
 _PROXY = (
-    ("remote_stage_bytes", "Bytes that a stage has put out.", "stage", {s: f"{s}_bytes" for s in _STAGES}, 1.0),
+    ("remote_stage_bytes", "Bytes that a stage produced.", "stage", {s: f"{s}_bytes" for s in _STAGES}, 1.0),
     ("remote_stage_seconds", "Seconds of a stage's threads at work.", "stage", {s: f"{s}_us" for s in _STAGES}, 1e-6),
     ("remote_stage_queue", "Pieces that wait for a stage.", "stage", {s: f"{s}_queue" for s in _STAGES[1:]}, 1.0),
     ("remote_buffer_slots", "Slots of a buffer.", "buffer", {b: f"{b}_slots" for b in _BUFFERS}, 1.0),
-    ("remote_buffer_slots_used", "Those that hold a piece.", "buffer", {b: f"{b}_slots_used" for b in _BUFFERS}, 1.0),
+    ("remote_buffer_slots_used", "Slots that hold a piece.", "buffer", {b: f"{b}_slots_used" for b in _BUFFERS}, 1.0),
 )
-# mode, name among the state's counters: tokens as the scheduler goes through them
+# mode, name among the state's counters: tokens by how the scheduler handled them
 _REALTIME = (
     ("prefill_compute", ("prefill_tokens",)),
     ("prefill_cache", tuple(f"hit_tokens_{tier}" for tier in ("device", "peer", "host", "disk", "remote"))),
@@ -133,7 +137,7 @@ class MetricsCollector:
         )
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
         self._reused_ids = self._counter(
-            "tokenizer_reused_tokens", "Prompt tokens that an earlier turn had tokenised already."
+            "tokenizer_reused_tokens", "Prompt tokens whose ids came from an earlier request."
         )
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._requests = self._counter("num_requests", "Requests processed.")
@@ -146,7 +150,7 @@ class MetricsCollector:
             "uncached_prompt_tokens_histogram", "Tokens of a prompt that were not in the cache.", _TOKENS
         )
         self._answer_lengths = self._histogram("generation_tokens_histogram", "Tokens of a whole answer.", _TOKENS)
-        self._registry.register(self)  # type: ignore[arg-type]  # a collector is whatever has `collect`
+        self._registry.register(self)  # type: ignore[arg-type]  # any object with `collect` is a collector
 
     def _counter(self, name: str, help: str) -> Counter:
         return Counter(f"sglang:{name}", help, list(self._labels), registry=self._registry).labels(**self._labels)
@@ -169,7 +173,7 @@ class MetricsCollector:
         self._reused_ids.inc(count)
 
     def tokens(self, count: int, seconds_each: float | None) -> None:
-        """seconds_each: None for the first tokens, which have no predecessor."""
+        """seconds_each: None for an answer's first tokens, which follow no other token."""
         self._generation_tokens.inc(count)
         if seconds_each is not None:
             for _ in range(count):
@@ -203,18 +207,18 @@ class MetricsCollector:
         used = _at(self._state, ("tiers", "device", "used_tokens"))
         total = _at(self._state, ("tiers", "device", "total_tokens"))
         if used is not None and total:
-            for name in ("token_usage", "full_token_usage"):  # upstream's second leaves out other kinds of cache
+            for name in ("token_usage", "full_token_usage"):  # upstream's second one counts only the KV cache
                 yield gauge(name, "Part of the device's KV cache in use.", used / total)
         if (free := _free_tokens(self._state, "device")) is not None:
             yield gauge("kv_available_tokens", "Tokens of KV cache that are free.", free)
         host_total, host_free = _at(self._state, ("tiers", "host", "total_tokens")), _free_tokens(self._state, "host")
-        if host_total is not None and host_free is not None:  # on the host, cached tokens are all there is
+        if host_total is not None and host_free is not None:  # on the host, all used tokens are cached
             yield gauge("hicache_host_used_tokens", "Tokens of KV cache on the host in use.", host_total - host_free)
         if self._prompt_total:
             hit_rate = self._cached_total / self._prompt_total
             yield gauge("cache_hit_rate", "Part of all prompt tokens that were found in the cache.", hit_rate)
         for name, help, label, parts, unit in _PROXY:
-            # Gauges, also where they only grow: they begin anew with each proxy.
+            # Gauges, even where they only grow, because they begin anew with each proxy.
             found = {part: _at(self._state, ("tiers", "remote", key)) for part, key in parts.items()}
             if all(value is not None for value in found.values()):
                 family = GaugeMetricFamily(f"sglang:hicache_{name}", help, labels=[*names, label])
@@ -227,7 +231,9 @@ class MetricsCollector:
                 counter = CounterMetricFamily(f"sglang:{name}", help, labels=names)
                 counter.add_metric(values, _at(self._state, ("counters", key)) or 0)
                 yield counter
-            stall = CounterMetricFamily("sglang:hicache_stall_seconds", "Seconds that launches waited.", labels=names)
+            stall = CounterMetricFamily(
+                "sglang:hicache_stall_seconds", "Seconds that launches waited for loads.", labels=names
+            )
             stall.add_metric(values, _at(self._state, ("stall_seconds",)) or 0)
             yield stall
             realtime = CounterMetricFamily("sglang:realtime_tokens", "Tokens processed.", labels=[*names, "mode"])
@@ -244,7 +250,7 @@ class MetricsCollector:
             yield own
             for key, help in (
                 ("bytes", "Bytes that this worker copied for masters."),
-                ("refused", "Such copies refused."),
+                ("refused", "Copies for masters that this worker refused."),
             ):
                 copies = CounterMetricFamily(f"sglang:hicache_peer_copies_{key}", help, labels=names)
                 copies.add_metric(values, peers["copies"][key])
@@ -252,7 +258,7 @@ class MetricsCollector:
         if "lenders" in peers:
             labels = [*names, "lender"]
             here = GaugeMetricFamily(
-                "sglang:hicache_peer_connected", "1 if the worker is there, else 0.", labels=labels
+                "sglang:hicache_peer_connected", "1 if the worker is connected, else 0.", labels=labels
             )
             borrowed = GaugeMetricFamily(
                 "sglang:hicache_peer_borrowed_slabs", "Slabs that a worker has lent.", labels=[*labels, "state"]

@@ -1,7 +1,7 @@
-"""`ProxyClient`: the engine's end of one session with an offload proxy. Owns the socket and what is not answered.
+"""`ProxyClient`: the engine's end of one session with an offload proxy. Owns the socket and the unanswered messages.
 
-When the stream ends, everything that was not answered has brought nothing: a proxy closes it after its last write,
-and the system closes that of a dead one, so that the pages are the engine's again.
+When the stream ends, all unanswered messages count 0 blocks. A proxy closes the stream after its last write, and the
+system closes the stream of a dead proxy. From then on the pages are the engine's again.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import msgspec
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.offload import wire
 
-# The proxy asks the store first whether it is there.
+# Seconds for the first answer. The proxy asks the store first whether it is up.
 _HELLO_TIMEOUT_S = 30.0
 
 logger = logging.getLogger(__name__)
 
 
 class ProxyClient:
-    """on_lost: called once, from the reading thread, when the session has ended by itself."""
+    """on_lost: called once, from the reading thread, when the session has ended without `shut`."""
 
     def __init__(self, sock: socket.socket, hello: wire.Hello, fd: int, on_lost: Callable[[], None]) -> None:
-        """Raises StoreError if the proxy refuses the session, or is none."""
+        """Raises StoreError if the proxy refuses the session, or if the other side is no proxy."""
         self.last_heard = time.monotonic()
         self.stats: dict[str, int] = {}
         self.is_lost = False
@@ -52,8 +52,8 @@ class ProxyClient:
         threading.Thread(target=self._read, name="proxy-replies", daemon=True).start()
 
     def ask(self, make: Callable[[int], msgspec.Struct], on_end: Callable[[int], None]) -> int:
-        """Send a message; on_end(count) follows, from another thread, or this one if the session is lost. Returns the
-        message's id. make: id -> message."""
+        """Send a message and return its id. on_end(count) follows from another thread, or from this one if the
+        session is lost. make: id -> message."""
         with self._lock:
             id = self._next_id
             self._next_id += 1
@@ -67,22 +67,23 @@ class ProxyClient:
         return id
 
     def tell(self, message: msgspec.Struct, timeout_s: float = -1) -> None:
-        """Send what has no answer of its own; nothing if others are sending for longer than timeout_s."""
+        """Send a message that has no answer of its own. Send nothing if other threads are sending for longer than
+        timeout_s."""
         if not self._send_lock.acquire(timeout=timeout_s):
             return
         try:
             wire.send(self._sock, message)
         except wire.WireError:
-            self.shut()  # the reading thread hears of it
+            self.shut()  # the reading thread sees the end and reports it
         finally:
             self._send_lock.release()
 
     def request_stats(self) -> None:
-        """Whatever the proxy answers shows that it lives."""
+        """Ask for statistics. Any answer shows that the proxy is alive."""
         self.tell(wire.GetStats(), timeout_s=0.1)
 
     def shut(self) -> None:
-        """End the session: what is not answered is so after the proxy's last write."""
+        """End the session. Unanswered messages end after the proxy's last write."""
         try:
             self._sock.shutdown(socket.SHUT_WR)
         except OSError:

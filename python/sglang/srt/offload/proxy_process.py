@@ -1,6 +1,6 @@
-"""How an engine comes to its proxy: `OwnProxy` starts one on cores of the host, `OtherProxy` connects to one that
-runs, `InProcessProxy` runs it on threads of the engine. Each gives out connected sockets, and knows what to do if the
-proxy does not move any more."""
+"""How an engine reaches its proxy: `OwnProxy` starts one on cores of the host, `OtherProxy` connects to a running
+one, `InProcessProxy` runs it on threads of the engine. Each makes connected sockets, and tries to free a proxy that
+hangs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from sglang.srt.offload.store.embedded import EmbeddedStore
 logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 5.0
-# Where the proxy looks for the URL of its store.
+# The environment variable in which the proxy finds the URL of its store.
 STORE_VARIABLE = "SGLANG_OFFLOAD_STORE"
 
 
 class ProxyPlace(Protocol):
-    """token: what the proxy wants to be shown."""
+    """token: the engine shows it to the proxy."""
 
     token: str
 
@@ -35,18 +35,18 @@ class ProxyPlace(Protocol):
         ...
 
     def unblock(self) -> bool:
-        """The proxy does not move any more, and holds on to pages. Whether something could be done about it."""
+        """The proxy hangs and holds on to pages. Returns whether it was stopped."""
         ...
 
     def tend(self) -> None:
-        """From time to time: see that what belongs to it lives."""
+        """Called from time to time: start again what belongs to the proxy and has ended."""
         ...
 
     def close(self) -> None: ...
 
 
 class _Kept:
-    """The store that was started for a proxy, if there is one, kept alive until `close`."""
+    """The store that was started for a proxy, if any. It is kept alive until `close`."""
 
     def __init__(self, store: EmbeddedStore | None) -> None:
         self.store = store
@@ -66,8 +66,8 @@ class _Kept:
 
 
 class OwnProxy:
-    """A child process, and a pair of sockets that has no name: nobody else can connect. Each session has a process of
-    its own, which ends with it. embedded: the store that was started for it, or None."""
+    """A child process, and a pair of sockets without a name, so that no other process can connect. Each session has a
+    process of its own, which ends with it. embedded: the store that was started for it, or None."""
 
     token = ""
 
@@ -91,7 +91,7 @@ class OwnProxy:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "sglang.srt.offload.proxy", *arguments],
-                # In the environment, which others cannot read: the URL may have a password.
+                # Passed in the environment, which other users cannot read: the URL may have a password.
                 env={**os.environ, STORE_VARIABLE: self._store_url},
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
@@ -99,13 +99,13 @@ class OwnProxy:
         return mine
 
     def unblock(self) -> bool:
-        """Kill it: then nobody writes into the pages any more."""
+        """Kill it. A dead proxy writes into no pages."""
         self._stop()
         return True
 
     def tend(self) -> None:
         if self._process is not None:
-            self._process.poll()  # that a dead one is not left as a zombie
+            self._process.poll()  # reaps a dead process
         self._embedded.tend()
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class OwnProxy:
 
 
 class OtherProxy:
-    """One that somebody else runs, on this machine: memory is passed over its socket."""
+    """A proxy that was started separately on this machine. Memory is passed over its socket."""
 
     def __init__(self, path: Path, token: str) -> None:
         self.token = token
@@ -145,7 +145,7 @@ class OtherProxy:
 
 
 class InProcessProxy:
-    """The baseline in which decompression takes the engine's own time and interpreter lock."""
+    """A baseline for measurements: decompression takes the engine's own time and interpreter lock."""
 
     token = ""
 

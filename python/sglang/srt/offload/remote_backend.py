@@ -1,7 +1,7 @@
 """The storage backends "remote" and "bluefield": their settings, and how the remote tier of one rank is opened.
 
-With `remote` the server starts an offload proxy, and a store where no URL is given; with `bluefield` it connects to
-a proxy that somebody else has started. The checks start and connect nothing.
+With `remote` the server starts an offload proxy, and a store where no URL is given. With `bluefield` it connects to a
+proxy that was started separately. The checks start and connect nothing.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class RemoteBackend(_ProxyBackend):
     )
 
     def proxy(self, values: dict[str, Any]) -> OwnProxySettings:
-        # Now rather than from the process, for the sentence.
+        # Checked here rather than in the proxy's process, so that the user gets one sentence.
         ProxySettings.from_config(values["proxy"])
         if values["url"]:
             StoreAddress.parse(values["url"])

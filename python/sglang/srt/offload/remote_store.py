@@ -1,7 +1,7 @@
-"""`RemoteStore`: the remote tier (L4) as a `BlockStore`. The work is the offload proxy's; here it is supervised.
+"""`RemoteStore`: the remote tier (L4) as a `BlockStore`. The offload proxy does the work; this class supervises it.
 
-Owns the session with the proxy: a lost one has brought nothing, and is begun anew when it is next used, not more
-often than every `RETRY_S`. Never touches KV: the proxy writes into the host pool's pages itself.
+Owns the session with the proxy. Operations of a lost session count 0 blocks. The next operation begins a new session,
+at most one every `RETRY_S`. Never touches KV: the proxy writes into the host pool's pages itself.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ _COMPLAIN_EVERY_S = 60.0
 
 
 class RemoteStore:
-    """hello: the first message, but for the token. fd: the host pool. settings: after hang_s without a word a proxy
-    of our own is killed; the pages of another stay taken until it moves or ends."""
+    """hello: the first message, without the token. fd: the host pool's memory. settings.hang_s: a proxy that has been
+    silent for this long is killed if the server has started it; the pages of another proxy stay taken until it moves
+    or ends."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class RemoteStore:
         self, keys: Sequence[bytes], frames: np.ndarray, on_end: Callable[[int], None]
     ) -> Callable[[], None]:
         """As `get`, without waiting: on_end(count) follows, from another thread. Several may be under way; the proxy
-        takes them in order. Returns what gives it up, after which it still ends."""
+        takes them in order. Returns a function that gives the operation up; on_end follows all the same."""
 
         def ended(count: int) -> None:
             if count < len(keys):
@@ -169,7 +170,7 @@ class RemoteStore:
             self._complain("the offload proxy has ended; what it was bringing is computed")
 
     def _watch(self) -> None:
-        """Ask the proxy for its numbers from time to time, and see that it still answers."""
+        """Ask the proxy for its statistics from time to time, and deal with a proxy that does not answer."""
         hanging = False
         while not self._closed.wait(_LOOK_S):
             try:
@@ -213,7 +214,7 @@ class OwnProxySettings:
 
 @dataclass(frozen=True)
 class RemoteSettings:
-    """What a user has chosen of the remote tier."""
+    """A user's settings of the remote tier."""
 
     # A name, or an object for the proxy to check.
     codec: Any
@@ -251,7 +252,7 @@ def open_remote_store(backend: str, settings: RemoteSettings, params: StoreParam
 def _start_own_proxy(own: OwnProxySettings, directory: Path, num_ranks: int) -> ProxyPlace:
     url, embedded = own.url, None
     if not url:
-        # All ranks' together, each of which starts one.
+        # The stores of all ranks together; each rank starts one.
         limit_bytes = (int(own.limit_gb * 1e9) or available_memory() // 4) // num_ranks
         embedded = EmbeddedStore.start(directory / "store", limit_bytes)
         url = str(embedded.address)

@@ -1,7 +1,8 @@
-"""What the engine and its offload proxy say to each other over a Unix socket: descriptors, never KV.
+"""The messages between an engine and its offload proxy over a Unix socket. They carry descriptors, never KV.
 
-Frames of four bytes (length, little-endian) and one msgpack-coded struct. The first one, `Hello`, carries the file
-descriptor of the engine's host pool beside it. Replies come in any order; `Done` has the id of what it answers.
+A frame has four bytes (length, little-endian) and one msgpack-coded struct. The first one, `Hello`, carries the file
+descriptor of the engine's host pool beside it. Replies come in any order; `Done` has the id of the message that it
+answers.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """The session does not begin. reason: a sentence for a person."""
+    """The session does not begin. reason: a sentence for the user."""
 
     reason: str
 
@@ -56,8 +57,8 @@ class Exists(msgspec.Struct, tag=True, frozen=True):
 
 
 class Get(msgspec.Struct, tag=True, frozen=True):
-    """Fetch blocks into pages of the pool. pages: int32, block after block; the proxy may write into them until it
-    has answered, and not after."""
+    """Fetch blocks into pages of the pool. pages: int32, block after block. The proxy may write into them until it
+    has answered."""
 
     id: int
     keys: bytes
@@ -73,7 +74,7 @@ class Put(msgspec.Struct, tag=True, frozen=True):
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
-    """Nobody wants the Get or Put `id` any more; it is answered all the same."""
+    """The result of the Get or Put `id` is not needed any more. It is answered all the same."""
 
     id: int
 
@@ -85,11 +86,11 @@ class Clear(msgspec.Struct, tag=True, frozen=True):
 
 
 class GetStats(msgspec.Struct, tag=True, frozen=True):
-    """Asks for `Stats`, which also show that the proxy lives."""
+    """Asks for `Stats`. The answer also shows that the proxy is alive."""
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """count: how many leading blocks are stored (Exists, Put), or came whole and verified (Get)."""
+    """count: how many leading blocks are stored (Exists, Put), or were read whole and verified (Get)."""
 
     id: int
     count: int
@@ -105,7 +106,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class WireError(Exception):
-    """The other side has gone, or says what nobody can understand."""
+    """The other side has gone, or has sent an invalid message."""
 
 
 def send(sock: socket.socket, message: msgspec.Struct, fds: tuple[int, ...] = ()) -> None:
@@ -121,13 +122,13 @@ def send(sock: socket.socket, message: msgspec.Struct, fds: tuple[int, ...] = ()
 
 
 def receive(sock: socket.socket, kind: Any, max_fds: int = 0) -> tuple[Any, list[int]]:
-    """The next message and the descriptors that came with it, which are the caller's to close. kind: of the message,
-    or a union. Raises WireError, also for another kind."""
+    """The next message, and the descriptors that came with it, which the caller must close. kind: the message's type,
+    or a union. Raises WireError, also for another type."""
     try:
         fds: list[int] = []
         head = b""
         if max_fds:
-            # They come with the first byte.
+            # The descriptors come with the first byte.
             head, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, max_fds)
         head += _exactly(sock, _LENGTH.size - len(head)) if not max_fds or head else b""
         if len(head) < _LENGTH.size:

@@ -1,4 +1,4 @@
-"""The registry of attention backends: which there are, which of them a machine can use, and which is the default.
+"""The registry of attention backends: which exist, which of them a machine can use, and which is the default.
 
 A new backend is a file with a class like `AttentionBackend`, and one line in `ATTENTION_BACKENDS`. Owns the list, and
 imports a backend only to make it.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Package:
-    """What has to be installed for a backend."""
+    """A package that a backend needs."""
 
     title: str
     # As Python imports it.
@@ -31,7 +31,7 @@ class Package:
 
 @dataclass(frozen=True)
 class AttentionEntry:
-    """What is known of a backend before it is imported."""
+    """The facts about a backend that are known before it is imported."""
 
     # "module:class", made without arguments.
     backend: str
@@ -61,7 +61,7 @@ _DEVICE_NAMES = {"cpu": "the CPU", "cuda": "an NVIDIA GPU"}
 
 
 def why_not(name: str, device: torch.device | str) -> str | None:
-    """Why a backend cannot be used on a device, a sentence; None where it can."""
+    """The reason why a backend cannot be used on a device, in a sentence; None where it can be used."""
     entry = ATTENTION_BACKENDS.get(name)
     if entry is None:
         return f"There is no attention backend {name!r}; there are {', '.join(ATTENTION_BACKENDS)}."
@@ -79,8 +79,7 @@ def why_not(name: str, device: torch.device | str) -> str | None:
 
 
 def pick_attention_backend(requested: str | None, device: torch.device | str) -> str:
-    """The backend that was asked for, or the first that the device can use. Raises ValueError where it cannot be
-    used."""
+    """The requested backend, or the first that the device can use. Raises ValueError where it cannot be used."""
     if requested is not None:
         reason = why_not(requested, device)
         if reason is not None:

@@ -13,20 +13,18 @@ from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """What a forward pass needs beside the segments, the same for every layer.
+    """Parameters of a forward pass beside the segments, the same for every layer."""
 
-    q_lens: number of query tokens per request, in the order in which their rows stand in q.
-    scale: factor on q.k, normally head_dim ** -0.5.
-    """
-
+    # Number of query tokens per request, in the order of their rows in q.
     q_lens: tuple[int, ...]
+    # Factor on q.k, normally head_dim ** -0.5.
     scale: float
 
 
 @dataclass(frozen=True)
 class BatchKey:
-    """What a backend's plan was made for, so that all layers of a forward pass but the first find it again. It holds
-    the segments themselves (not their id()): no others can come to lie at the same address."""
+    """The batch for which a backend has made its plan, so that all layers but the first find the plan again. It holds
+    the segments themselves (not their id()), so that no other segments can come to lie at the same address."""
 
     segments: tuple[tuple[KVSegment, ...], ...]
     page_size: int
@@ -51,10 +49,10 @@ class BatchKey:
 
 
 class AttentionBackend(Protocol):
-    """capturing: set by whoever captures a CUDA graph, before the forward passes that warm up for it and until the
-    capture is over. What `forward` does with a `PagedSegments` of one query each then depends on the batch's size
-    only, and may be captured if it has run once before with that very object: memory is allocated then, kernels are
-    compiled, plans are made. False at first."""
+    """capturing: set around the capture of a CUDA graph, and before the forward passes that warm up for it. False at
+    first. While it is set, the work of `forward` with a `PagedSegments` of one query each depends on the batch's size
+    only. It may be captured if it has run once before with the same object: then memory is allocated, kernels are
+    compiled and plans are made."""
 
     capturing: bool
 
@@ -70,9 +68,9 @@ class AttentionBackend(Protocol):
         ...
 
     def before_replay(self, segments: PagedSegments) -> None:
-        """A CUDA graph that a decode's `forward` was captured in is about to be replayed with what segments holds
-        now, the numpy arrays too. What is captured reads kv_lens, starts and table on the device and nothing of them
-        on the host; who plans on the host does so again here."""
+        """Called before a replay of a CUDA graph in which a decode's `forward` was captured, with the current content
+        of segments, the numpy arrays too. The captured work reads kv_lens, starts and table on the device and none of
+        them on the host. A backend that plans on the host plans again in this call."""
         ...
 
     def partial(

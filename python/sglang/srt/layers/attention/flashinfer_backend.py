@@ -1,16 +1,16 @@
 """`FlashInferAttnBackend`: attention on a GPU by FlashInfer's kernels over paged KV.
 
 Owns FlashInfer's wrappers, their workspace, and the plan of the forward batch it is working on. Writes no KV and
-reads none but the pages that the segments name.
+reads only the pages that the segments name.
 
-**It has not run on a GPU.** The tests check its calls against the signatures of FlashInfer 0.6.14, and what it plans
-with a stand-in that computes attention from the very same arguments.
+**It has not run on a GPU.** The tests check its calls against the signatures of FlashInfer 0.6.14, and its plans with
+a stand-in that computes attention from the same arguments.
 
-What FlashInfer asks for (0.6.14, `page.cuh`, `batch_prefill.cu`): 16-bit queries and KV; K and V of one pool with
-equal strides, whole 16-byte words, the values of a head side by side; how far pages and tokens lie apart is free, so
-that block-major pools will do. It plans on the host from lengths that the host knows. A plan names a request's pages
-in one array without gaps, which is gathered on the device; nobody waits for it. A run of segments with borders inside
-of pages is planned as pages of one token, which needs tokens to lie evenly in a pool.
+FlashInfer (0.6.14, `page.cuh`, `batch_prefill.cu`) needs 16-bit queries and KV; K and V of one pool with equal
+strides, whole 16-byte words, the values of a head side by side. The distance between pages and between tokens is
+free, so that block-major pools will do. It plans on the host from lengths that the host knows. A plan names a
+request's pages in one array without gaps, which is gathered on the device without a wait. A run of segments with
+borders inside of pages is planned as pages of one token, which needs tokens to lie evenly in a pool.
 
 All kernels are those of its prefill, for decodes too: its decode kernel divides by zero where a request has no keys.
 """
@@ -31,28 +31,30 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, Bat
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments, segment_slots
 
 _LN_2 = math.log(2)
-# Of a request that streams: one for its pieces, one for the last of them, a few for what the device has. Each has
-# 8 MiB of the device and as much pinned.
+# The plans of partials that are kept. A request that streams has one for its pieces, one for its last piece, and a
+# few for the tokens on the device. Each takes 8 MiB of the device and as much pinned memory.
 _KEPT_PARTIALS = 8
-# For what the parts of split keys leave; FlashInfer says so when it is too little.
+# Memory for the parts of split keys. FlashInfer raises an error when it is too small.
 _WORKSPACE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class _Pages:
-    """A batch's keys as FlashInfer has them. indptr: (num_reqs + 1,) and last_page_lens: (num_reqs,) int32, on the
-    CPU; indices: (indptr[-1],) int32, on the device. A request without keys has no pages, and a last one of 0 tokens.
-    page_size: 1 also where keys are named one by one."""
+    """A batch's keys in FlashInfer's form. A request without keys has no pages, and a last one of 0 tokens."""
 
+    # (num_reqs + 1,) int32, on the CPU.
     indptr: torch.Tensor
+    # (num_reqs,) int32, on the CPU.
     last_page_lens: torch.Tensor
+    # (indptr[-1],) int32, on the device.
     indices: torch.Tensor
+    # 1 also where keys are named one by one.
     page_size: int
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """What else a plan is made for. scale: on q.k."""
+    """The other inputs of a plan. scale: on q.k."""
 
     num_heads: int
     num_kv_heads: int
@@ -69,8 +71,8 @@ class _Shape:
 
 
 class _Planned:
-    """One of FlashInfer's wrappers. A plan is copied to the device from pinned memory of the wrapper's own, which the
-    next plan may not overwrite before: it waits, for the launch before the last."""
+    """One of FlashInfer's wrappers. A plan is copied to the device from the wrapper's own pinned memory. The next
+    plan must not overwrite it before the copy, and therefore waits for the launch before the last."""
 
     def __init__(self, wrapper: Any, device: torch.device) -> None:
         self.run = wrapper.run
@@ -92,7 +94,7 @@ class _Planned:
     def plan_extend(
         self, q_lens: np.ndarray, pages: _Pages, shape: _Shape, causal: bool, out: torch.dtype | None = None
     ) -> None:
-        """out: dtype of what comes out, where it is not the queries'."""
+        """out: dtype of the result, where it is not the queries'."""
         self._plan(
             _indptr(q_lens),
             pages.indptr,
@@ -117,8 +119,8 @@ class _Planned:
 
 @dataclass(frozen=True)
 class _Batch:
-    """The batch that forward works on. source: itself, kept so that no other can come to lie at its address. planned:
-    None where nobody has any keys. by_token: keys are named one by one."""
+    """The batch that forward works on. source: the segments, kept so that no others can come to lie at their address.
+    planned: None if no request has keys. by_token: keys are named one by one."""
 
     source: PagedSegments | BatchKey
     q_lens: tuple[int, ...]
@@ -156,12 +158,13 @@ class FlashInferAttnBackend:
 
     The plan of a batch is made in its first layer and kept until other segments arrive.
 
-    A CUDA graph of a decode: the first `forward` while `capturing` makes a wrapper for this very `PagedSegments`,
-    whose plans lie in buffers of their own; later ones only run it. `before_replay` plans again from its numpy arrays
-    and gathers the pages that its table on the device then holds. At most table.numel() of them.
+    A CUDA graph of a decode: the first `forward` while `capturing` makes a wrapper for the given `PagedSegments`,
+    whose plans lie in buffers of their own. Later ones only run it. `before_replay` plans again from its numpy arrays
+    and gathers the pages that its table on the device then holds, at most table.numel() of them.
 
     flashinfer: the module, which a test replaces. extend_kernels: FlashInfer's name for them; "auto" are fa3 on
-    Hopper, "fa2" those that decodes have compiled anyway."""
+    Hopper, "fa2" are the kernels that decodes have compiled anyway.
+    """
 
     def __init__(
         self, flashinfer: Any = None, workspace_bytes: int = _WORKSPACE_BYTES, extend_kernels: str = "auto"
@@ -174,8 +177,8 @@ class FlashInferAttnBackend:
         self._decode: _Planned | None = None
         self._extend: _Planned | None = None
         self._batch: _Batch | None = None
-        # By id() of the segments, which their batch keeps. Graphs whose tables are one share the pages' buffer: one
-        # of them runs at a time.
+        # By id() of the segments, which their batch keeps. Graphs with the same table share the pages' buffer,
+        # because one of them runs at a time.
         self._graphs: dict[int, _Graph] = {}
         self._graph_indices: dict[int, torch.Tensor] = {}
         self._partials: OrderedDict[tuple[Any, ...], _Partial] = OrderedDict()
@@ -213,7 +216,7 @@ class FlashInferAttnBackend:
         if segment.length == 0 or q.shape[0] == 0:
             return q.new_zeros(q.shape, dtype=torch.float32), lse
         _check(q, view)
-        # FlashInfer knows no tokens to skip.
+        # FlashInfer cannot skip tokens.
         by_token = segment.skip > 0
         names = _rows_of([segment], view) if by_token else segment.pages[: -(-segment.length // view.page_size)]
         key = (q.shape[0], segment.length, segment.causal, by_token, scale)
@@ -275,14 +278,14 @@ class FlashInferAttnBackend:
 
     def _plan_partial(self, q: torch.Tensor, segment: KVSegment, page_size: int, shape: _Shape) -> _Partial:
         if len(self._partials) < _KEPT_PARTIALS:
-            # Those of FlashInfer's older kind write float32, too.
+            # The older kernels (fa2) can write float32, too.
             planned = self._extend_wrapper(q.device, "fa2")
         else:
             planned = self._partials.popitem(last=False)[1].planned
         num_pages = -(-segment.length // page_size)
         indices = torch.empty(num_pages, dtype=torch.int32, device=q.device)
         kv_lens, q_lens = np.array([segment.length]), np.array([q.shape[0]])
-        # FlashInfer keeps the tensor itself, as it is where and what it has to be.
+        # FlashInfer keeps the tensor itself, because it has the right device and dtype.
         pages = _Pages(_indptr(-(-kv_lens // page_size)), _last_page_lens(kv_lens, page_size), indices, page_size)
         planned.plan_extend(q_lens, pages, shape, segment.causal, torch.float32)
         return _Partial(planned, indices)
@@ -297,7 +300,7 @@ class FlashInferAttnBackend:
         return _Planned(make(self._workspace_on(device), "NHD", backend=kernels), device)
 
     def _workspace_on(self, device: torch.device) -> torch.Tensor:
-        """What a kernel leaves there it reads in the same run: all wrappers share it."""
+        """The workspace, shared by all wrappers: a kernel reads only what the same run has written there."""
         if self._workspace is None:
             self._workspace = torch.zeros(self._workspace_bytes, dtype=torch.uint8, device=device)
         return self._workspace
@@ -312,13 +315,13 @@ def _last_page_lens(kv_lens: np.ndarray, page_size: int) -> torch.Tensor:
 
 
 def _pages_of(segments: PagedSegments) -> _Pages:
-    """What the table holds, gathered on its device; the host waits for nothing, as it knows how many they are."""
+    """The table's pages, gathered on its device. The host knows their number and waits for nothing."""
     page_size = segments.page_size
     indptr = _indptr(-(-segments.kv_lens // page_size))
     total = int(indptr[-1])
     assert total <= segments.table.numel(), f"{total} pages in a table of {segments.table.numel()}"
     counts = (segments.device_kv_lens + (page_size - 1)) // page_size
-    # From a page's place among all to its place in the table.
+    # From a page's place among all pages to its place in the table.
     shifts = segments.device_starts - (counts.cumsum(0) - counts)
     places = torch.arange(total, device=counts.device) + shifts.repeat_interleave(counts, output_size=total)
     indices = segments.table[places].to(torch.int32)
@@ -328,7 +331,7 @@ def _pages_of(segments: PagedSegments) -> _Pages:
 def _pages_of_lists(
     segments: Sequence[list[KVSegment]], q_lens: np.ndarray, view: KVView, device: torch.device
 ) -> _Pages:
-    """Each token a page."""
+    """Pages of one token each."""
     for of_req, q_len in zip(segments, q_lens.tolist()):
         if q_len > 1 and any(segment.length for segment in of_req) and not of_req[-1].causal:
             raise ValueError("several queries that all see all keys: FlashInfer's forward has causal ones only")
@@ -339,7 +342,7 @@ def _pages_of_lists(
 
 
 def _rows_of(segments: list[KVSegment], view: KVView) -> torch.Tensor:
-    """(num_tokens,) int64, where tokens lie in what `_tokens_of` makes of their pool."""
+    """(num_tokens,) int64, the places of tokens in the result of `_tokens_of` for their pool."""
     slots = torch.cat(segment_slots(segments, view.page_size))
     return slots + slots // view.page_size * (_tokens_per_page(view) - view.page_size)
 
@@ -356,7 +359,7 @@ def _tokens_of(view: KVView) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _tokens_per_page(view: KVView) -> int:
-    """How many tokens pages lie apart."""
+    """The distance of pages, in tokens."""
     page, token = view.k.stride()[:2]
     if view.page_size == 1:
         return 1
@@ -369,7 +372,7 @@ def _tokens_per_page(view: KVView) -> int:
 
 
 def _check(q: torch.Tensor, view: KVView) -> None:
-    """FlashInfer itself does not look at all of that."""
+    """Raise for inputs that FlashInfer does not check itself."""
     if q.dtype not in (torch.float16, torch.bfloat16) or view.k.dtype != q.dtype:
         raise ValueError(
             f"FlashInfer computes in float16 or bfloat16, not {q.dtype} on KV of {view.k.dtype}: use the attention "

@@ -1,10 +1,10 @@
 """`TorchNativeAttnBackend`: attention on the CPU with torch's own flash kernel.
 
-Owns the gather plan of the forward batch it is working on. Writes no KV and reads none but the slots that the
-segments name: frames of other requests and of nobody may hold NaN.
+Owns the gather plan of the forward batch it is working on. Writes no KV and reads only the slots that the segments
+name: free frames and frames of other requests may hold NaN.
 
-Per layer the keys and values of a request are gathered into one contiguous buffer, so the bits of the result depend
-on the values and the batch alone, never on which frames held them.
+Per layer the keys and values of a request are gathered into one contiguous buffer. The bits of the result therefore
+depend on the values and the batch alone, never on the frames that held them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 # A decode group holds requests whose padded length is at most this much above its shortest member's.
 _PAD_FACTOR = 1.25
 _PAD_TOKENS = 64
-# ... and so many padded tokens at most, so that what was just gathered is still in the cache when it is read.
+# ... and the most padded tokens of a group, so that gathered KV is still in the CPU's cache when it is read.
 _MAX_GROUP_TOKENS = 32768
 
 
@@ -50,8 +50,8 @@ class _TokenIndex:
             token_stride = page_stride
         if token_stride <= 0 or page_stride % token_stride != 0:
             return x[self.slots // page_size, self.slots % page_size]
-        # Pages lie a whole number of tokens apart (1 page in layer-first pools, all layers in block-major ones):
-        # seen as one long array of tokens, one index_select does it, 3 to 4 times faster than a 2-D index.
+        # Pages lie a whole number of tokens apart (1 page in layer-first pools, all layers in block-major ones). One
+        # index_select over the pool as a long array of tokens is 3 to 4 times faster than a 2-D index.
         tokens_per_page = page_stride // token_stride
         num_rows = (num_pages - 1) * tokens_per_page + page_size
         flat = x.as_strided((num_rows, num_heads, head_dim), (token_stride, x.stride(2), x.stride(3)))
@@ -72,7 +72,7 @@ class _DecodeGroup:
     """Requests with one query each, padded to a common length.
 
     rows: (num_reqs,) int64 rows of q, None when the group is the whole batch in order. index: num_reqs * length
-    tokens. padding: (num_reqs, length) bool, None when nobody is padded.
+    tokens. padding: (num_reqs, length) bool, None without padding.
     """
 
     rows: torch.Tensor | None
@@ -94,7 +94,7 @@ class _Extend:
 
 @dataclass
 class _Plan:
-    """Everything about a batch that is the same in every layer."""
+    """The part of a batch's work that is the same in every layer."""
 
     batch: BatchKey
     groups: list[_DecodeGroup]
@@ -122,7 +122,7 @@ class TorchNativeAttnBackend:
     """See `AttentionBackend`. One instance serves one model; calls do not overlap.
 
     The gather plan of a batch is built in its first layer and kept until other segments arrive. A segment is
-    immutable, its pages included: who wants other pages makes another `KVSegment`.
+    immutable, its pages included: other pages need another `KVSegment`.
     """
 
     def __init__(self) -> None:
@@ -193,7 +193,7 @@ def _decode(
     num_kv_heads = view.k.shape[2]
     rows = q if group.rows is None else q.index_select(0, group.rows)
     kv_shape = (group.num_reqs, group.length, num_kv_heads, head_dim)
-    # The query heads that share a KV head stand as rows of one query matrix: each key is read once, not once per
+    # The query heads that share a KV head stand as rows of one query matrix. Each key is then read once, not once per
     # query head (2 times faster in float32, 8 times in bfloat16).
     out, _ = _flash_attention(
         rows.reshape(group.num_reqs, num_kv_heads, num_heads // num_kv_heads, head_dim),
@@ -235,8 +235,8 @@ def _build_plan(segments: Sequence[list[KVSegment]], page_size: int, q_lens: tup
         for segment in of_req:
             if segment.length == 0:
                 continue
-            # Segments of one view need no merging: their tokens are gathered side by side. One query sees all of
-            # its causal segment, so that is no exception.
+            # Segments of one view need no merging: their tokens are gathered side by side. This holds for a causal
+            # segment with one query too, because that query sees all of it.
             if segment.causal and q_len > 1:
                 own = next(runs)
             else:
@@ -284,7 +284,8 @@ def _decode_group(members: list[tuple[int, torch.Tensor]], num_rows: int, page_s
     else:
         padded = torch.nn.utils.rnn.pad_sequence(runs, batch_first=True, padding_value=-1)
         padding = padded < 0
-        # The kernel multiplies masked values by 0, and 0 * NaN is NaN: padding repeats a token of the request.
+        # The kernel multiplies masked values by 0, and 0 * NaN is NaN. Padding therefore repeats a token of the
+        # request.
         slots = torch.where(padding, padded[:, :1], padded).view(-1)
     rows = None
     if len(members) < num_rows:

@@ -1,11 +1,11 @@
 """`TritonAttnBackend`: attention on a GPU, straight from the pages, by the kernels in triton_kernels.py.
 
-Owns the plan of the forward batch it is working on, on the queries' device, and those of the last few partials.
-Writes no KV and reads none but the slots that the segments name. Tested under Triton's interpreter, on the CPU; has
-not run on a GPU, and its tile sizes are unmeasured.
+Owns the plan of the forward batch it is working on, on the queries' device, and the plans of the last few partials.
+Writes no KV and reads only the slots that the segments name. Tested under Triton's interpreter, on the CPU; has not
+run on a GPU, and its tile sizes are unmeasured.
 
-The kernels look pages up in the table of a `PagedSegments` themselves: a decode's plan puts nothing on the device, an
-extend's is one copy to it, from pinned memory, that nobody waits for. Lists of `KVSegment`s become a table of slots.
+The kernels look pages up in the table of a `PagedSegments` themselves. A decode's plan copies nothing to the device.
+An extend's plan is one copy from pinned memory, without a wait. Lists of `KVSegment`s become a table of slots.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments, segme
 from sglang.srt.utils.device import to_device_together
 
 _LOG2_E = math.log2(math.e)
-# Of a decode's keys; each is worth a program of its own.
+# The fewest keys of a decode that are given a program of their own.
 _MIN_SPLIT_TOKENS = 256
 _MAX_SPLITS = 64
-# Of a request that streams: one for its pieces, one for the last of them, a few for what the device has.
+# The plans of partials that are kept. A request that streams has one for its pieces, one for its last piece, and a
+# few for the tokens on the device.
 _KEPT_PARTIALS = 16
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Queries and keys that a program works on at once, powers of two, 16 at least; warps and stages as Triton has
-    them."""
+    """Queries and keys that a program works on at once, powers of two, 16 at least; Triton's warps and stages."""
 
     extend_queries: int = 128
     extend_keys: int = 64
@@ -47,7 +47,7 @@ class Tiles:
 
     @classmethod
     def of(cls, head_dim: int, dtype: torch.dtype) -> Tiles:
-        """What an SM's shared memory, 227 KiB on Hopper, has room for."""
+        """The largest tiles that fit into an SM's shared memory, 227 KiB on Hopper."""
         if triton.next_power_of_2(head_dim) * dtype.itemsize <= 256:
             return cls()
         return cls(extend_queries=64, extend_keys=32, decode_keys=32, num_stages=2)
@@ -55,9 +55,9 @@ class Tiles:
 
 @dataclass(frozen=True)
 class _Extends:
-    """Who has more than one query, and of whom; int32 on the queries' device. Per request: rows, q_lens, before, as
-    triton_kernels.py names them. Per program of an extend: block_reqs, block_firsts. decodes: requests of one query.
-    """
+    """The requests with more than one query; int32 on the queries' device. Per request: rows, q_lens, before, as
+    triton_kernels.py names them. Per program of an extend: block_reqs, block_firsts. decodes: requests of one
+    query."""
 
     rows: torch.Tensor
     q_lens: torch.Tensor
@@ -69,7 +69,7 @@ class _Extends:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Everything about a batch that is the same in every layer, but for the table.
+    """The part of a batch's work that is the same in every layer, without the table.
 
     starts, kv_lens: (num_reqs,), of the table's part per request, on the queries' device. longest_decode: tokens, as
     the host knew them. extends: None where all requests have one query.
@@ -84,7 +84,8 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Table:
-    """Where a batch's keys are, as triton_kernels.py has it. pages: slots if by_slot, on the queries' device."""
+    """The places of a batch's keys, as triton_kernels.py reads them. pages: slots if by_slot, on the queries'
+    device."""
 
     pages: torch.Tensor
     by_slot: bool = False
@@ -93,7 +94,8 @@ class _Table:
 
 @dataclass(frozen=True)
 class _Batch:
-    """The batch that forward works on. source: itself, kept so that no other can come to lie at its address."""
+    """The batch that forward works on. source: the segments, kept so that no others can come to lie at their
+    address."""
 
     source: PagedSegments | BatchKey
     q_lens: tuple[int, ...]
@@ -112,11 +114,12 @@ class TritonAttnBackend:
     The plan of a batch is made in its first layer and kept until other segments arrive. Segments are immutable, but
     for the arrays of a `PagedSegments` of one query each, from which a plan takes no more than the number of splits.
 
-    A CUDA graph of a decode: with `capturing` the grid and the number of splits depend on the batch's size only; each
-    program finds its keys from starts, kv_lens and table on the device, and none where kv_len is 0, whose row is then
-    zero. So a replay needs nothing of the host. Without it, short batches get fewer splits.
+    A CUDA graph of a decode: with `capturing` the grid and the number of splits depend on the batch's size only. Each
+    program finds its keys from starts, kv_lens and table on the device. Where kv_len is 0 it finds none, and the row
+    is zero. A replay therefore needs nothing from the host. Without `capturing`, short batches get fewer splits.
 
-    tiles, num_sms (how many programs run at once): None for what the first queries and their GPU ask for.
+    tiles, num_sms (the number of programs that run at once): None to derive them from the first queries and their
+    GPU.
     """
 
     def __init__(self, tiles: Tiles | None = None, num_sms: int | None = None) -> None:
@@ -124,7 +127,7 @@ class TritonAttnBackend:
         self._tiles = tiles
         self._num_sms = num_sms
         self._batch: _Batch | None = None
-        # By q_len, length and whether it is causal: the pages are read where they are, whatever they are.
+        # By q_len, length and whether it is causal. A plan does not depend on the pages.
         self._partials: OrderedDict[tuple[int, int, bool], _Plan] = OrderedDict()
 
     def forward(
@@ -140,7 +143,7 @@ class TritonAttnBackend:
         return out
 
     def before_replay(self, segments: PagedSegments) -> None:
-        """Nothing is planned on the host that a graph would need."""
+        """Nothing to do: a graph needs no plan from the host."""
 
     def partial(
         self, q: torch.Tensor, view: KVView, segment: KVSegment, scale: float
@@ -192,8 +195,8 @@ class TritonAttnBackend:
         q: torch.Tensor,
         on_device: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> _Plan:
-        """q_lens, kv_lens, before: (num_reqs,) int64. on_device: starts and kv_lens, where the device has them; else
-        the requests' parts of the table lie side by side."""
+        """q_lens, kv_lens, before: (num_reqs,) int64. on_device: starts and kv_lens, where they are on the device;
+        else the requests' parts of the table lie side by side."""
         is_decode = q_lens == 1
         num_decodes, longest = int(is_decode.sum()), int(kv_lens[is_decode].max(initial=0))
         if num_decodes == len(q_lens):
@@ -201,10 +204,10 @@ class TritonAttnBackend:
             return _Plan(starts, lens, num_decodes, longest, None)
         tile = self._tiles_for(q).extend_queries
         extends = np.flatnonzero(q_lens > 1)
-        # The longest first: what begins last should not take long.
+        # The longest first, so that the last programs to begin are short.
         extends = extends[np.argsort(-kv_lens[extends], kind="stable")]
         num_blocks = -(-q_lens[extends] // tile)
-        # Of each block, which of its request it is; later ones see more keys.
+        # The number of each block within its request. Later blocks see more keys.
         firsts = tile * (np.repeat(np.cumsum(num_blocks), num_blocks) - np.arange(num_blocks.sum()) - 1)
         columns = [
             *(np.cumsum(q_lens) - q_lens, q_lens, before),
@@ -305,7 +308,8 @@ class TritonAttnBackend:
         return self._tiles
 
     def _num_splits(self, num_programs: int, longest: int | None, device: torch.device) -> int:
-        """So many that all SMs have work twice over, and each split some. longest: None where kv_lens may change."""
+        """Enough splits that all SMs have work twice over, with enough keys each. longest: None where kv_lens may
+        change."""
         if self._num_sms is None:
             self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         wanted = min(-(-2 * self._num_sms // num_programs), _MAX_SPLITS)

@@ -1,16 +1,16 @@
 """Attention over paged KV in Triton: many queries of a request (`extend_kernel`), and one (`decode_kernel`, its keys
-split among programs, which `merge_splits_kernel` merges). Flash attention's online softmax, in base 2.
+split among programs, whose results `merge_splits_kernel` merges). Flash attention's online softmax, in base 2.
 
-Own no memory. Key n of a request is token (skip + n) % PAGE_SIZE of page table[start + (skip + n) // PAGE_SIZE];
-nothing else of a pool is read, so that other frames may hold NaN. A query sees the keys before its own, or all of
-them where `num_before` says so. Exact to rounding under Triton's interpreter, compiled for sm_90 in the tests; have
+Own no memory. Key n of a request is token (skip + n) % PAGE_SIZE of page table[start + (skip + n) // PAGE_SIZE].
+Nothing else of a pool is read, so that other frames may hold NaN. A query sees the keys before its own, or all of
+them according to `num_before`. Exact to rounding under Triton's interpreter, compiled for sm_90 in the tests; have
 not run on a GPU.
 
 Pointers are to: q, out (num_tokens, num_heads, HEAD_DIM), lse (num_tokens, num_heads) float32 or None; k, v as in
 `KVView`, strides in elements. int32 or int64: table, of pages, or with BY_SLOT of slots (page * PAGE_SIZE + offset),
-one per key; and per request starts, its first entry there, and kv_lens. int32, per request: row_starts (its first row
-in q), q_lens, num_before (keys in front of its first query's own; kv_lens where every query sees all). scale is that
-of q.k times log2(e).
+one per key; and per request starts, its first entry in the table, and kv_lens. int32, per request: row_starts (its
+first row in q), q_lens, num_before (keys in front of its first query's own; kv_lens where every query sees all).
+scale is the factor on q.k times log2(e).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# ln(2), as the lse is of base e.
+# ln(2), because the returned lse is of base e.
 _LN_2 = tl.constexpr(0.6931471805599453)
-# What differs from batch to batch, and no kernel may be compiled again for: numbers, and where these arrays begin.
+# Arguments that differ from batch to batch, and for which no kernel may be compiled again: numbers, and the alignment
+# of these arrays.
 _NUMBERS = ["skip", "num_splits"]
 _ARRAYS = ["table_ptr", "starts_ptr", "kv_lens_ptr", "block_reqs_ptr", "block_firsts_ptr", "row_starts_ptr"]
 _ARRAYS += ["q_lens_ptr", "num_before_ptr", "reqs_ptr"]
@@ -60,8 +61,8 @@ def _attend(
 ):
     """Adds keys first..end of a request to the state of BLOCK_M queries: acc (BLOCK_M, BLOCK_D), highest and total
     (BLOCK_M,) float32. keys: pointers to its part of the table, K and V of its head, the strides of both, and skip.
-    visible (BLOCK_M,): how many keys each query sees; without MASKED each sees all of them, and they are whole
-    blocks."""
+    visible (BLOCK_M,): the number of keys that each query sees. Without MASKED each query sees all keys, and they are
+    whole blocks."""
     acc, highest, total = state
     table_ptr, k_ptr, v_ptr, k_page_stride, k_token_stride, v_page_stride, v_token_stride, skip = keys
     d = tl.arange(0, BLOCK_D)
@@ -83,7 +84,7 @@ def _attend(
         if MASKED:
             scores = tl.where(n_mask[None, :] & (n[None, :] < visible[:, None]), scores, -float("inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
-        # A query that has seen nothing yet: -inf - -inf would be NaN.
+        # For a query that has seen no keys yet: -inf - -inf would be NaN.
         base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(highest - base)
@@ -191,7 +192,7 @@ def extend_kernel(
         skip,
     )
     visible = before + m + 1
-    # Whole blocks that all these queries see, then the rest.
+    # Whole blocks that all queries of the program see, then the rest.
     seen_by_all = tl.maximum(tl.minimum(kv_len, before + first + 1), 0) // BLOCK_N * BLOCK_N
     end = tl.minimum(kv_len, before + first + BLOCK_M)
     out, lse = _attend_all(
@@ -248,10 +249,10 @@ def decode_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Program (i, b, s): the one query of the i-th decode, block b of the query heads, split s of its keys. Its
-    borders are worked out here, as whoever launches may not know kv_len. The heads that share a KV head are rows of
-    one matrix, BLOCK_H at a time, head_blocks per KV head. out (decodes, heads, splits, HEAD_DIM) and lse (decodes,
-    heads, splits), of base 2, float32: -inf where a split has no keys, and out is 0."""
+    """Program (i, b, s): the one query of the i-th decode, block b of the query heads, split s of its keys. The
+    kernel computes the borders of the split, because the host may not know kv_len. The heads that share a KV head are
+    rows of one matrix, BLOCK_H at a time, head_blocks per KV head. out (decodes, heads, splits, HEAD_DIM) and lse
+    (decodes, heads, splits), of base 2, float32: -inf where a split has no keys, and out is 0."""
     index = tl.program_id(0).to(tl.int64)
     head_block = tl.program_id(1)
     split = tl.program_id(2)
@@ -304,8 +305,8 @@ def merge_splits_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Program (i, h): what `decode_kernel` left of the i-th decode and head h, as a row of out and lse, which are
-    contiguous. BLOCK_S: num_splits at least."""
+    """Program (i, h): merges the results of `decode_kernel` for the i-th decode and head h into a row of out and lse,
+    which are contiguous. BLOCK_S: num_splits at least."""
     index = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     _, row = _decode_req(index, reqs_ptr, row_starts_ptr)

@@ -1,13 +1,14 @@
-"""`Codec`: what the pipeline of the remote tier knows of a codec, and `PieceCodec`, what all of them share.
+"""`Codec`: the interface of a codec to the pipeline of the remote tier, and `PieceCodec`, the common part of all
+codecs.
 
-A piece is written by one call, `encode`, and read in two, since the pipeline runs them as two stages, on different
+One call, `encode`, writes a piece. Two calls read it, because the pipeline runs them as two stages, on different
 threads for different pieces:
 
     stored ── parse ──► header ── decompress ──► mid ── dequantize ──► out
               checks, checksum     lossless       the caller's slot     the caller's slot
 
-No codec holds state that calls share, so any thread may call anything. Who reads never trusts what is stored: a
-piece that is not exactly as expected raises `CodecError`, and nothing outside of mid and out is written, ever.
+No codec holds state that calls share, so that any thread may make any call. A reader never trusts stored bytes. A
+piece that is not exactly as expected raises `CodecError`, and nothing outside of mid and out is ever written.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from sglang.srt.utils.registry import Option
 class Codec(Protocol):
     """All buffers are (n,) uint8, contiguous, at any address.
 
-    name: as in settings. lossy: whether what is read may differ from what was written. spec: name, version and all
-    settings; part of the namespace of stored objects, as pieces of another spec cannot be read.
+    name: as in settings. lossy: whether decoded bytes may differ from the encoded ones. spec: name, version and all
+    settings. It is part of the namespace of stored objects, because pieces of another spec cannot be read.
     """
 
     name: ClassVar[str]
@@ -46,13 +47,13 @@ class Codec(Protocol):
         ...
 
     def encode(self, raw: np.ndarray, piece: int, key: bytes, out: np.ndarray) -> int:
-        """Write piece `piece` of the block `key` (16 bytes) to out, (>= max_stored_bytes,). Returns how many bytes,
-        header included. raw: the piece's bytes, as many as the layout has."""
+        """Write piece `piece` of the block `key` (16 bytes) to out, (>= max_stored_bytes,). Returns the number of
+        bytes, header included. raw: the piece's bytes, as many as the layout has."""
         ...
 
     def parse(self, stored: np.ndarray, piece: int, key: bytes) -> PieceHeader:
-        """Check a stored piece, checksum included, and return its header. CodecError if it is not piece `piece` of
-        block `key`, whole, written with this codec, these settings and this layout."""
+        """Check a stored piece, checksum included, and return its header. Raises CodecError unless it is piece
+        `piece` of block `key`, whole, and written with this codec, these settings and this layout."""
         ...
 
     def decompress(self, stored: np.ndarray, header: PieceHeader, mid: np.ndarray) -> None:
@@ -60,29 +61,30 @@ class Codec(Protocol):
         ...
 
     def dequantize(self, stored: np.ndarray, header: PieceHeader, mid: np.ndarray, out: np.ndarray) -> None:
-        """From mid, and stored where a part was kept as it is, to out, (raw_bytes,). Without the GIL."""
+        """From mid to out, (raw_bytes,). Values that were stored without coding come from `stored`. Without the
+        GIL."""
         ...
 
 
 class PieceCodec:
-    """A codec but for its two stages: header, checks, and pieces that do not compress.
+    """A codec without its two stages: header, checks, and pieces that do not compress.
 
     A subclass gives name, codec_id, summary, its options with `from_settings`, `_settings` and the three functions
-    below; they see payloads of pieces that are not STORED, and sizes that have been checked.
+    below. These functions see only payloads of pieces that are not STORED, and sizes that have been checked.
     """
 
     name: ClassVar[str]
     codec_id: ClassVar[int]
     lossy: ClassVar[bool] = False
     version: ClassVar[int] = 1
-    # What comes back from it, for the reference.
+    # The accuracy of decoded values, in words for the reference.
     summary: ClassVar[str]
     options: ClassVar[tuple[Option, ...]] = ()
 
     @classmethod
     def from_settings(cls, layout: BlockLayout, settings: Mapping[str, Any]) -> Self:
-        """settings: what a user gave, checked one by one against `options`. ValueError, with what to do, for what
-        does not fit together or does not fit the layout."""
+        """settings: a user's settings, checked one by one against `options`. Raises ValueError, with the remedy, for
+        settings that contradict each other or do not fit the layout."""
         return cls(layout)
 
     def __init__(self, layout: BlockLayout) -> None:
@@ -151,7 +153,8 @@ class PieceCodec:
         return {}
 
     def _compress(self, raw: np.ndarray, piece: int, payload: np.ndarray) -> int | None:
-        """Write to payload, (raw_bytes,). Returns how many bytes, less than raw_bytes; None if that cannot be."""
+        """Write to payload, (raw_bytes,). Returns the number of bytes, less than raw_bytes; None if that is
+        impossible."""
         raise NotImplementedError
 
     def _decompress(self, payload: np.ndarray, header: PieceHeader, mid: np.ndarray) -> None:
@@ -162,7 +165,7 @@ class PieceCodec:
 
 
 class RawCodec(PieceCodec):
-    """Every piece as it is, with header and checksum: the baseline."""
+    """Stores every piece as it is, with header and checksum: the baseline."""
 
     name = "raw"
     codec_id = 1

@@ -1,13 +1,13 @@
 """Binned: every vector scaled by its largest magnitude into a few integers, then raw Deflate (ShadowServe 5).
 
-Lossy: half of a bin at most, |x - x'| <= scale / 2 with scale = max|x| / half and half = (bins - 1) // 2, and the
-rounding of the result to the KV's dtype. Zeros stay zeros.
+Lossy. The error is at most half of a bin, |x - x'| <= scale / 2 with scale = max|x| / half and half = (bins - 1) //
+2, plus the rounding of the result to the KV's dtype. Zeros stay zeros.
 
     mid       scales, n float32 | codes, n * head_dim int8
     payload   mid, coded
 
-A piece in which a vector holds an infinity, a NaN or a magnitude above 2**126 is STORED, and so comes back exactly:
-it is a sign that something is wrong in the engine, and no place to hide it.
+A piece in which a vector holds an infinity, a NaN or a magnitude above 2**126 is STORED and therefore comes back
+exactly. Such a value shows that something is wrong in the engine, and must not be hidden.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from sglang.srt.utils.registry import Kind, Option
 
 SCALE_BYTES = 4
 MIN_BINS, MAX_BINS = 3, 255
-# Pieces are the same in all blocks, but a block of a large model has hundreds.
+# How many pieces' arrays are remembered. They are the same in all blocks, but a block of a large model has hundreds.
 _REMEMBERED_PIECES = 1024
 
-# bins, or runs of (number of layers, bins) from the first layer on; None layers: all that are left.
+# A number of bins, or runs of (number of layers, bins) from the first layer on; None layers: all layers that are
+# left.
 Bins = int | list[tuple[int | None, int]]
 
 
@@ -147,7 +148,7 @@ def bins_per_layer(bins: Bins, num_layers: int) -> np.ndarray:
 
 
 def cachegen_bins(num_layers: int) -> tuple[Bins, Bins]:
-    """CacheGen's for K and V: 32 bins in the first 10 of 32 layers of K and the first 2 of 32 of V, else 16."""
+    """CacheGen's bins for K and V: 32 bins in the first 10 of 32 layers of K and the first 2 of 32 of V, else 16."""
     return tuple([(math.ceil(num_layers * first / 32), 32), (None, 16)] for first in (10, 2))  # type: ignore[return-value]
 
 

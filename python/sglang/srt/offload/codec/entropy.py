@@ -1,9 +1,9 @@
 """Entropy coders: bytes to fewer bytes, and back into a caller's buffer.
 
-Decoding writes at most the buffer, lets go of the GIL, and ends in `CodecError` unless the stream is valid, whole and
-exactly as long as the buffer. The libraries' objects are not safe to share, so each thread has its own.
+Decoding writes at most the buffer and releases the GIL. It raises `CodecError` unless the stream is valid, whole and
+exactly as long as the buffer. The libraries' objects are not safe to share, so that each thread has its own.
 
-level 0 means *entropy only*: no search for repeated strings. KV has none, and a coder that finds some by chance codes
+Level 0 means *entropy only*: no search for repeated strings. KV has none, and a coder that finds some by chance codes
 worse (docs/records/experiments.md). Levels from 1 on are the library's.
 """
 
@@ -21,12 +21,12 @@ from sgl_kernel import kvcodec
 from sglang.srt.offload.codec.header import CodecError
 from sglang.srt.utils.registry import WHOLE_NUMBER, Option, one_of
 
-# A frame may ask its reader for as much memory; pieces are far smaller.
+# The most memory that a frame may ask its reader for; pieces are far smaller.
 _ZSTD_MAX_WINDOW_BYTES = 8 << 20
 
 
 class EntropyCoder(Protocol):
-    """level: see above; ValueError if there is none such."""
+    """level: see above; ValueError for a level that the coder does not have."""
 
     name: ClassVar[str]
     level: int
@@ -59,7 +59,8 @@ class Zstd:
             decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_MAX_WINDOW_BYTES)
             self._local.decompressor = decompressor
         try:
-            # With room for the whole frame, zstd decodes straight into it. Only a second read shows that it ended.
+            # With room for the whole frame, zstd decodes straight into it. Only a second read shows that the frame
+            # has ended.
             with decompressor.stream_reader(data.data) as reader:
                 num_read = reader.readinto(out)
                 has_more = num_read == len(out) and reader.read(1)
@@ -71,16 +72,16 @@ class Zstd:
     def _parameters(self) -> zstandard.ZstdCompressionParameters:
         if self.level:
             return zstandard.ZstdCompressionParameters.from_level(self.level, write_checksum=False)
-        # The fast strategy with as little of a search as it can have: a table of 64 entries, matches of 7 and more. A
-        # window of 32 KiB means a Huffman code per 32 KiB, so that K and V of a token have codes of their own.
+        # The fast strategy with the least search: a table of 64 entries, matches of 7 bytes and more. A window of 32
+        # KiB gives a Huffman code per 32 KiB, so that K and V of a token have codes of their own.
         return zstandard.ZstdCompressionParameters(
             strategy=zstandard.STRATEGY_FAST, window_log=15, hash_log=6, min_match=7, write_checksum=False
         )
 
 
 class Deflate:
-    """Raw Deflate (RFC 1951, no zlib header): what BlueField-3 decodes. Levels 1 to 3 are ISA-L's, which has
-    no entropy only."""
+    """Raw Deflate (RFC 1951, no zlib header), which BlueField-3 decodes. Levels 1 to 3 are ISA-L's, which has no
+    entropy-only level."""
 
     name: ClassVar[str] = "deflate"
 
@@ -95,7 +96,7 @@ class Deflate:
         return kvcodec.deflate_literals(data, out)
 
     def decompress_into(self, data: np.ndarray, out: np.ndarray) -> None:
-        # ISA-L's binding decodes into memory of its own, at most one byte more than there should be.
+        # ISA-L's binding decodes into memory of its own, at most one byte more than expected.
         decompressor = igzip_lib.IgzipDecompressor(igzip_lib.DECOMP_DEFLATE)
         try:
             decoded = decompressor.decompress(data, len(out) + 1)
@@ -117,7 +118,7 @@ CODERS: dict[str, type[Zstd] | type[Deflate]] = {"zstd": Zstd, "deflate": Deflat
 
 
 def coder_options(default: str) -> tuple[Option, ...]:
-    """Of a codec with an entropy coder."""
+    """The options of a codec with an entropy coder."""
     return (
         Option("coder", one_of(tuple(CODERS)), default, "the entropy coder"),
         Option(

@@ -1,8 +1,8 @@
-"""The header of a stored piece: what wrote it, for which piece of which block, and checksums.
+"""The header of a stored piece: its codec, its block and place in it, and checksums.
 
-A reader knows what it asked for, so nothing here tells it a size: each field must be what the reader computes, else
-the piece is refused with `CodecError` before anything is decoded. A writer to the store can therefore feed wrong
-values under right checksums, but no size.
+A reader knows what it asked for and takes no size from the header. Each field must equal the value that the reader
+computes; otherwise the piece is refused with `CodecError` before anything is decoded. A process that can write to the
+store can therefore feed wrong values under right checksums, but no wrong size.
 
     offset  bytes  field
     0       4      magic "SGKV"
@@ -40,7 +40,7 @@ assert HEADER_BYTES == 64
 
 
 class CodecError(Exception):
-    """A stored piece is not what it should be: damaged, foreign, or written with other settings. Recompute."""
+    """A stored piece is not as expected: damaged, foreign, or written with other settings. Recompute it."""
 
 
 @dataclass(frozen=True)

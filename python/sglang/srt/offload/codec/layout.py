@@ -1,6 +1,6 @@
-"""`BlockLayout`: what the bytes of a block of the remote tier mean, and how they are cut into pieces.
+"""`BlockLayout`: the meaning of the bytes of a block of the remote tier, and how they are cut into pieces.
 
-Pure arithmetic over one frozen shape; owns nothing but the small index arrays that it remembers per piece.
+Pure arithmetic over one frozen shape. Owns nothing but the small index arrays that it remembers per piece.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import numpy as np
 
 from sglang.srt.mem_cache.page_layout import PageLayout
 
-# What BlueField-3's decompression and DMA engines take at once (ShadowServe 5).
+# The most bytes that BlueField-3's decompression and DMA engines take at once (ShadowServe 5).
 MAX_PIECE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
 class BlockLayout:
     """The canonical bytes of a block: num_pages page-first pages, little-endian, as the host pool gives them to any
-    storage; of K and V, (num_pages, 2, num_layers, page_size, num_kv_heads, head_dim). Raises ValueError.
+    storage. For K and V they are (num_pages, 2, num_layers, page_size, num_kv_heads, head_dim). Raises ValueError.
 
     A *vector* is the last dimension of a component, such as one head of one token in one layer of K. A *piece* is
-    what is compressed and stored by itself: whole pages where one fits into max_piece_bytes, else whole vectors;
-    pieces are of one size but for the last.
+    compressed and stored by itself. It consists of whole pages where one page fits into max_piece_bytes, else of
+    whole vectors. All pieces but the last have one size.
     """
 
     num_pages: int
@@ -44,13 +44,15 @@ class BlockLayout:
 
     @cached_property
     def value_bytes(self) -> int:
-        """Of one value, where all have 2 bytes or all have 4; else 1, as if each byte were a value."""
+        """The size of one value, where all values have 2 bytes or all have 4; else 1, as if each byte were a
+        value."""
         sizes = {each.item_bytes for each in self.page.components}
         return sizes.pop() if sizes in ({2}, {4}) else 1
 
     @cached_property
     def vector_bytes(self) -> int:
-        """The smallest piece. Where components have vectors of different sizes, it is what pages are aligned to."""
+        """The smallest size of a piece. Where components have vectors of different sizes, it is the alignment of
+        pages."""
         sizes = {each.shape[-1] * each.item_bytes for each in self.page.components}
         return sizes.pop() if len(sizes) == 1 and not self.page.padding else self.page.alignment
 
@@ -60,7 +62,7 @@ class BlockLayout:
 
     @cached_property
     def piece_bytes(self) -> int:
-        """Of every piece but the last: as few pieces as fit, all about as large."""
+        """The size of every piece but the last: as few pieces as possible, all about as large."""
         page_bytes = self.page.page_bytes
         unit = page_bytes if page_bytes <= self.max_piece_bytes else self.vector_bytes
         num_units = self.block_bytes // unit
@@ -94,7 +96,7 @@ class BlockLayout:
 
     @property
     def spec(self) -> str:
-        """All of it in one line; two layouts are the same if and only if these are."""
+        """The layout in one line. Two layouts are the same if and only if their lines are."""
         page = self.page
         if page.kv_shape is None:
             return f"{self.num_pages} of {page} in {self.max_piece_bytes}"
@@ -107,9 +109,9 @@ class BlockLayout:
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> BlockLayout:
-        """Raises ValueError where the fields are others."""
+        """Raises ValueError for unknown or missing fields."""
         try:
             page = PageLayout.from_dict(fields["page"])
             return BlockLayout(int(fields["num_pages"]), page, int(fields["max_piece_bytes"]))
         except (KeyError, TypeError) as error:
-            raise ValueError(f"these are no fields of a block's layout: {error!r}") from error
+            raise ValueError(f"the fields of a block's layout are wrong: {error!r}") from error

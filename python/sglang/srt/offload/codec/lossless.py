@@ -1,4 +1,4 @@
-"""Lossless: exponents apart from signs and mantissas, which look random and stay as they are.
+"""Lossless: exponents are coded; signs and mantissas look random and are stored as they are.
 
     raw       s eeeeeeee mmmmmmm  (bfloat16)   every value, rotated left by one bit, gives
     exponents   eeeeeeee                        one byte for the entropy coder, and
@@ -7,9 +7,9 @@
     payload   rest, (item_bytes - 1) * n bytes | exponents, coded
     mid       exponents, n bytes
 
-float32 has its exponent alone in a byte likewise; of float16 the byte holds 5 bits of exponent and 3 of mantissa.
-Values of one byte, and pages with values of several sizes, are not taken apart: every byte goes through the coder.
-Every bit comes back, those of NaNs too.
+In float32 the byte holds the exponent alone, too. In float16 it holds 5 bits of exponent and 3 of mantissa. Values of
+one byte, and pages with values of several sizes, are not split: every byte goes through the coder. Every bit comes
+back, including those of NaNs.
 """
 
 from __future__ import annotations

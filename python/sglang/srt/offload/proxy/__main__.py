@@ -2,7 +2,7 @@
 
     python -m sglang.srt.offload.proxy --socket /run/user/1000/kv.sock --token-file token --store redis://10.0.0.2:6379
 
-A server with --hicache-storage-backend remote starts one by itself; one with bluefield connects to one that runs.
+A server with --hicache-storage-backend remote starts one itself. A server with bluefield connects to a running one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
         address = StoreAddress.parse(args.store)
         token = _token(args.token_file) if args.token_file is not None else ""
         if args.fd is not None:
-            # The engine drains first, then closes its end; it does so too when it is killed.
+            # The engine drains first, then closes its end. If it is killed, the system closes its end.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             ProxyServer(settings, address, token).serve(socket.socket(fileno=args.fd))

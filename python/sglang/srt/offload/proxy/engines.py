@@ -1,4 +1,5 @@
-"""`StageEngine`: what does the work of a stage. The pipeline decides what is worked on, when and on which thread.
+"""`StageEngine`: does the work of each stage. The pipeline decides which piece is worked on, when and on which
+thread.
 
 An engine for a SmartNIC implements the same four calls over its accelerators: see docs/design/remote.md.
 """
@@ -21,8 +22,8 @@ class StageEngine(Protocol):
     """Called from several threads at once, for different pieces. Buffers are the caller's, until the call is over."""
 
     def receive(self, reader: PieceReader, buffer: np.ndarray) -> int | None:
-        """The next piece that was asked for, into buffer: (n,) uint8. Its size, or None: not there. Raises the
-        reader's errors."""
+        """Read the next requested piece into buffer, (n,) uint8. Returns its size, or None if it is missing. Raises
+        the reader's errors."""
         ...
 
     def decompress(self, codec: Codec, stored: np.ndarray, header: PieceHeader, mid: np.ndarray) -> None:
@@ -34,12 +35,12 @@ class StageEngine(Protocol):
     ) -> None: ...
 
     def deliver(self, data: np.ndarray, runs: Sequence[np.ndarray]) -> None:
-        """Copy data to runs of the engine's memory, one after another; together they are as long."""
+        """Copy data to runs of the engine's memory, one after another. The runs together have the length of data."""
         ...
 
 
 class SoftwareEngine:
-    """Libraries and loops that run without the interpreter's lock, on whatever cores the threads are on."""
+    """Libraries and loops that run without the interpreter's lock, on the cores of the calling threads."""
 
     def receive(self, reader: PieceReader, buffer: np.ndarray) -> int | None:
         return reader.receive(buffer.data)
@@ -60,11 +61,11 @@ class SoftwareEngine:
 
 
 class EmulatedEngine:
-    """Does the work as `inner` does, and lets each stage take at least as long as an accelerator that does one piece
-    after another: what it shows of a pipeline's shape is emulated, not measured.
+    """Does the work as `inner` does, and makes each stage take at least as long as an accelerator that processes one
+    piece after another. The shape of a pipeline that it shows is emulated, not measured.
 
-    rates: stage -> bytes per second, of what it puts out (receive: takes in); a stage without one is not slowed.
-    poll_s: the accelerator is asked that often whether it is done.
+    rates: stage -> bytes per second of its output (receive: of its input). A stage without a rate is not slowed.
+    poll_s: the time between two questions to the accelerator whether it is done.
     """
 
     def __init__(

@@ -1,16 +1,16 @@
 """`Pipeline`: fetches pieces through four stages at once, each on threads of its own.
 
-Owns the threads, the buffers and the pieces on their way. Knows neither sockets to engines nor who asked.
+Owns the threads, the buffers and the pieces on their way. Knows neither sockets nor engines.
 
     next piece ─► receive ──────► decompress ──────► dequantize ──────► deliver ─► block whole
                   store → slot    slot → slot        slot → slot, or    slot → the engine's pages
                                                      → the pages
                   compressed      decompressed       dequantized
 
-A piece holds a slot of each buffer from the stage that fills it to the stage that has read it. A stage that finds no
-free slot waits for later stages, never the other way round, so that nothing locks up, and a fetch may be larger than
-all buffers: slots are used again piece by piece. (ShadowServe 4.3 fetches in rounds, since there the destination is
-such a buffer; here it is the engine's host pool.)
+A piece holds a slot of each buffer from the stage that fills it to the stage that has read it. A stage without a free
+slot waits for later stages, and never for earlier ones. Therefore the pipeline cannot lock up, and a fetch may be
+larger than all buffers: slots are used again piece by piece. (ShadowServe 4.3 fetches in rounds, because its
+destination is such a buffer. Here it is the engine's host pool.)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """Where the pieces of a session come from, and what they are."""
+    """A session as the pipeline sees it: where its pieces come from, and how they are coded and laid out."""
 
     layout: BlockLayout
     codec: Codec
@@ -56,15 +56,15 @@ class Source(Protocol):
         ...
 
     def incomplete(self, key: bytes) -> None:
-        """A block lacks a piece: the store has evicted it, or the block was never there."""
+        """A block lacks a piece, because the store has evicted it or never had it."""
         ...
 
 
 class Fetch:
     """Blocks on their way, into pages of the engine's pool. Ends once: `on_end(count)`, from any thread.
 
-    keys: 16 bytes each. pages: (len(keys), pages per block) int32. `limit`: blocks from there on are given up; they
-    are not written once `on_end` was called.
+    keys: 16 bytes each. pages: (len(keys), pages per block) int32. `limit`: blocks from this one on are given up.
+    They are not written after `on_end` was called.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Fetch:
         self._missing = [self._num_pieces] * len(keys)
 
     def take(self) -> Piece | None:
-        """The next piece, None if there is none left."""
+        """The next piece; None if there is none left."""
         with self._lock:
             block, index = divmod(self._next, self._num_pieces)
             if block >= self.limit:
@@ -101,7 +101,7 @@ class Fetch:
         self._end_if_over()
 
     def give_up(self) -> None:
-        """What is on its way ends; nothing new begins."""
+        """Let pieces on their way end, and begin no new ones."""
         with self._lock:
             self.limit = 0
         self._end_if_over()
@@ -137,7 +137,8 @@ class Piece:
 
 @dataclass
 class StageCounters:
-    """Of one thread; only that one writes. bytes: what the stage put out. busy_s: at work, not waiting for a slot."""
+    """Counters of one thread, which alone writes them. bytes: the output of the stage. busy_s: seconds at work,
+    without waits for a slot."""
 
     pieces: int = 0
     bytes: int = 0
@@ -157,7 +158,7 @@ class Pipeline:
         self.settings = settings
         self.engine = engine
         make = SlotPool if settings.preallocated else FreshSlots
-        # A piece that does not shrink is kept as it is, with its header in front.
+        # A piece that does not shrink is stored as it is, behind its header.
         slot_bytes = PIECE_BYTES + 4096
         self.slots: dict[str, SlotPool] = {
             "compressed": make(settings.compressed_buffer_bytes // slot_bytes, slot_bytes),
@@ -168,8 +169,8 @@ class Pipeline:
         self._fetches: deque[Fetch] = deque()
         self._more = threading.Condition()
         self._queues: dict[str, queue.SimpleQueue[Piece]] = {stage: queue.SimpleQueue() for stage in STAGES[1:]}
-        # Without pipelining: how many pieces of the one block under way have not ended, those of them that nobody has
-        # taken, and those that wait for the others before the next stage.
+        # Without pipelining: how many pieces of the current block have not ended, the pieces of it that no thread has
+        # taken, and the pieces that wait for the others before the next stage.
         self._under_way = 0
         self._untaken: deque[Piece] = deque()
         self._parked: list[tuple[Piece, str]] = []
@@ -187,7 +188,7 @@ class Pipeline:
                 start_thread(f"{stage}-{i}", settings.cores.get(stage), i, run, *args)
 
     def submit(self, fetch: Fetch) -> None:
-        """Fetches are served in order."""
+        """Fetches are served in the order of submission."""
         with self._more:
             self._fetches.append(fetch)
             self._more.notify_all()
@@ -195,11 +196,11 @@ class Pipeline:
 
     @property
     def is_reading(self) -> bool:
-        """Whether anything waits to be received."""
+        """Whether a piece waits to be received."""
         return bool(self._fetches)
 
     def stats(self) -> dict[str, int]:
-        """Totals since the start, and how full queues and buffers are now."""
+        """Totals since the start, and the current fill of queues and buffers."""
         values = {}
         for stage, threads in self.counters.items():
             values[f"{stage}_bytes"] = sum(c.bytes for c in threads)
@@ -215,12 +216,13 @@ class Pipeline:
     # -- on the threads -----------------------------------------------------------------------------------------
 
     def _receive(self, thread: int, counters: StageCounters) -> None:
-        # What this thread has asked for, in the order in which it comes.
+        # The pieces that this thread has requested, in the order of their arrival.
         asked: deque[tuple[PieceReader, Piece]] = deque()
         slots = self.slots["compressed"]
         while True:
             while len(asked) < self.settings.window:
-                # Whoever has nothing on its way waits for work, and then for room; who has waits for neither.
+                # A thread with nothing in flight waits for work, and then for room. A thread with requests in flight
+                # waits for neither.
                 slot = slots.acquire(block=False) if asked else None
                 piece = self._next_piece(block=not asked) if slot is not None or not asked else None
                 if piece is None:
@@ -266,7 +268,7 @@ class Pipeline:
         self._pass_on(piece, "decompress")
 
     def _forget_lost(self, asked: deque[tuple[PieceReader, Piece]]) -> None:
-        """A reader whose connection failed has nothing in flight any more."""
+        """Forget the requests of readers whose connection failed. Nothing is in flight on them any more."""
         lost = [entry for entry in asked if not entry[0].num_in_flight]
         for entry in lost:
             asked.remove(entry)
@@ -376,7 +378,7 @@ class Pipeline:
                 self._more.notify_all()
 
     def _go_on_together(self) -> None:
-        """Without pipelining: the next stage begins once all pieces of the block have ended the one before."""
+        """Without pipelining: begin the next stage once all pieces of the block have ended the one before."""
         if len(self._parked) == self._under_way:
             parked, self._parked = self._parked, []
             for piece, stage in parked:
@@ -384,9 +386,10 @@ class Pipeline:
 
 
 def runs_of(memory: np.ndarray, page_bytes: int, pages: np.ndarray, start: int, end: int) -> list[np.ndarray]:
-    """Where bytes [start, end) of a block lie.
+    """The places of bytes [start, end) of a block.
 
-    memory: (num_pages * page_bytes,) uint8. pages: int32, of the block in order. Returns views, adjacent ones merged.
+    memory: (num_pages * page_bytes,) uint8. pages: int32, of the block in order. Returns views; adjacent ones are
+    merged.
     """
     first, last = start // page_bytes, (end - 1) // page_bytes
     here = pages[first : last + 1].astype(np.int64)
@@ -411,8 +414,8 @@ def _bytes_out(stage: str, piece: Piece) -> int:
 def start_thread(
     name: str, cores: Sequence[int] | None, index: int, run: Callable[..., None], *args: Any
 ) -> threading.Thread:
-    """A daemon thread, on one of `cores` if there are any. Its death is the process's: a pipeline without one of its
-    threads would answer nobody."""
+    """Start a daemon thread, on one of `cores` if there are any. Its death ends the process, because a pipeline
+    without one of its threads would never answer."""
 
     def body() -> None:
         if cores:

@@ -1,4 +1,4 @@
-"""`ProxyServer`: the proxy's socket and the sessions that come by it. Owns pipeline and writer, which all share."""
+"""`ProxyServer`: the proxy's socket and its sessions. Owns pipeline and writer, which all sessions share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProxyServer:
-    """token: engines have to show it. address: of the store."""
+    """token: engines have to show it. address: the store's."""
 
     def __init__(self, settings: ProxySettings, address: StoreAddress, token: str) -> None:
         self._settings = settings
@@ -30,11 +30,11 @@ class ProxyServer:
         self.writer = Writer(settings, lambda: self.pipeline.is_reading)
 
     def serve(self, sock: socket.socket) -> None:
-        """One engine's session, until it ends. sock: becomes the session's."""
+        """Serve one engine's session until it ends. The session owns sock from then on."""
         Session(sock, self._token, self._address, self.pipeline, self.writer, self._settings.store_timeout_s).run()
 
     def listen(self, path: Path) -> None:
-        """Serve whoever connects, for ever. Raises StoreError if the socket cannot be made."""
+        """Accept connections and serve them, for ever. Raises StoreError if the socket cannot be made."""
         listener = open_listener(path)
         logger.info("offload proxy listens on %s", path)
         while True:
@@ -43,7 +43,7 @@ class ProxyServer:
 
 
 def open_listener(path: Path) -> socket.socket:
-    """Only this user can connect. A socket that a dead proxy left behind is replaced."""
+    """A listening socket to which only this user can connect. It replaces a socket that a dead proxy left behind."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     if path.is_socket():
         try:

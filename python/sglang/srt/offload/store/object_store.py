@@ -1,14 +1,14 @@
 """`ObjectStore`: blocks of KV as objects in a store, a key per piece and a manifest that is written last.
 
-Owns the names of keys, what a manifest says, and the counters. Never looks into a piece: what a value is worth, its
-own header and checksum say (`offload/codec`). Never waits longer than `timeout_s` for one value.
+Owns the names of keys, the content of manifests, and the counters. Never looks into a piece: its own header and
+checksum decide whether it is valid (`offload/codec`). Never waits longer than `timeout_s` for one value.
 
     sglang-kv1:{<namespace><block>}:0   :1   …   :n-1   :m
                  hash of the          pieces, pipelined  manifest: only after every piece was accepted
                  namespace, 32 hex
 
-The braces keep a block on one node of a cluster. A block exists if its manifest does; a store that evicts may drop
-any of its keys at any time, so a piece may be missing all the same, and then its block is not there.
+The braces keep a block on one node of a cluster. A block exists if its manifest does. A store that evicts may drop
+any of its keys at any time. A block whose piece is missing counts as missing.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 DEFAULT_TIMEOUT_S = 2.0
-# After the store refused a piece none is written for so long: a full store costs one block's transfer per pause.
+# After the store has refused a piece, none is written for this many seconds: a full store costs one block's transfer
+# per pause.
 WRITE_PAUSE_S = 10.0
 LOG_INTERVAL_S = 60.0
-# Pieces outlive their manifest, so that nobody finds a block without them.
+# Pieces outlive their manifest by this many seconds, so that a block with a manifest has its pieces.
 _PIECES_OUTLIVE_S = 60
 _MANIFEST = b"m"
 _SCAN_COUNT = 1000
@@ -45,8 +46,8 @@ _COUNTERS = (
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
-    """What is stored of a block, for people and tools; its being there is what counts. codec: the spec string that
-    its pieces were written with. size_bytes: of all pieces, as stored."""
+    """The entry that marks a block as complete. Its existence is what counts; its content serves users and tools.
+    codec: the spec with which its pieces were written. size_bytes: of all pieces, as stored."""
 
     version: int
     num_pieces: int
@@ -57,10 +58,11 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 class ObjectStore:
     """One namespace's blocks in a store, for all threads; each takes a reader or a writer of its own.
 
-    namespace: everything that two engines must have in common to share KV. num_pieces: of every block. codec: what
-    manifests say. ttl_s: after so long a block is gone; 0: never. clock: seconds, for the time between attempts.
+    namespace: everything that two engines must have in common to share KV. num_pieces: of every block. codec: the
+    spec that manifests name. ttl_s: a block disappears after this many seconds; 0: never. clock: seconds, for the
+    time between attempts.
 
-    Opens no connection yet: a store that is away is a store where nothing is found.
+    It opens no connection at first: a store that is down is treated as an empty store.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class ObjectStore:
         self.timeout_s = timeout_s
         self.codec = codec
         self.ttl_s = ttl_s
-        # Blocks of another format or number of pieces are other blocks, whatever their key.
+        # Blocks of another format or another number of pieces have other names, whatever their key.
         shape = b"%d %d " % (FORMAT_VERSION, num_pieces)
         self._prefix = b"sglang-kv1:{" + hashlib.blake2b(shape + namespace, digest_size=16).hexdigest().encode()
         self._clock = clock
@@ -95,17 +97,17 @@ class ObjectStore:
     # -- all blocks -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Is the store there, and does it want us? For the start. Raises StoreFailure."""
+        """Check at the start that the store is up and accepts this client. Raises StoreFailure."""
         with self._lock:
             for connection in self._control.every_node():
                 connection.call("PING")
 
     def leading(self, keys: Sequence[bytes]) -> int:
-        """How many of the leading blocks have a manifest; 0 if the store fails, too. One round trip."""
+        """How many of the leading blocks have a manifest; 0 if the store fails. One round trip."""
         if not keys:
             return 0
-        # TOUCH is EXISTS that counts as a use: what is asked for is soon read, and a store must not evict the
-        # manifest, which nobody ever reads, of a block that is in use.
+        # TOUCH is an EXISTS that counts as a use. A block that is looked up is read soon. Its manifest is never read,
+        # and without TOUCH a store would evict it while the block is in use.
         commands = [(name, (b"TOUCH", name)) for name in (self.name_of(key, _MANIFEST) for key in keys)]
         try:
             with self._lock:
@@ -126,7 +128,7 @@ class ObjectStore:
         return BlockWriter(self)
 
     def manifest(self, key: bytes) -> Manifest | None:
-        """None: the block is not there, or something else is in its place. Raises StoreFailure."""
+        """None: the block is not stored, or its key holds something else. Raises StoreFailure."""
         name = self.name_of(key, _MANIFEST)
         with self._lock:
             reply = self._control.pipeline([(name, (b"GET", name))])[0]
@@ -139,7 +141,7 @@ class ObjectStore:
         return found if found is not None and found.version == FORMAT_VERSION else None
 
     def forget(self, key: bytes) -> None:
-        """For a block that does not verify: drop its manifest, then its pieces, so that it can be stored anew."""
+        """Drop the manifest of a block that does not verify, then its pieces, so that it can be stored again."""
         try:
             with self._lock:
                 reply = self._control.pipeline([(self.name_of(key, _MANIFEST), self.unlink_command(key))])[0]
@@ -154,7 +156,7 @@ class ObjectStore:
         try:
             for connection in connections.every_node():
                 for names in _scan(connection, self._prefix + b"*"):
-                    # One by one: in a cluster the names of a batch lie in many slots.
+                    # Deleted one by one, because in a cluster the names of a batch lie in many slots.
                     replies = connection.pipeline([(b"UNLINK", name) for name in names])
                     error = next((r for r in replies if isinstance(r, ErrorReply) and not is_redirect(r)), None)
                     if error is not None:
@@ -163,8 +165,8 @@ class ObjectStore:
             connections.close()
 
     def usage(self) -> dict[str, int]:
-        """Of the whole store, all namespaces: size_bytes, limit_bytes (0: none, or not told), keys (num_pieces + 1
-        per block), evicted_keys; sums over the nodes of a cluster. Empty if the store fails."""
+        """Of the whole store, all namespaces: size_bytes, limit_bytes (0: no limit, or unknown), keys (num_pieces + 1
+        per block), evicted_keys. They are sums over the nodes of a cluster. Empty if the store fails."""
         total = dict.fromkeys(("size_bytes", "limit_bytes", "keys", "evicted_keys"), 0)
         try:
             with self._lock:
@@ -188,11 +190,11 @@ class ObjectStore:
 
     @property
     def last_failure(self) -> str:
-        """Why the last thing failed that did; "": nothing has."""
+        """The reason of the last failure; "" if there was none."""
         return self._last_failure
 
     def close(self) -> None:
-        """Close the connection of this object; readers and writers are closed by their threads."""
+        """Close the connection of this object. Threads close their readers and writers themselves."""
         with self._lock:
             self._control.close()
 
@@ -203,8 +205,8 @@ class ObjectStore:
         return NodeConnections(self._map, self._connection)
 
     def name_of(self, key: bytes, what: bytes | int) -> bytes:
-        """The store's name for a piece of block `key`, or for its manifest. In hex: a brace or a star in the key
-        would mean something to the store."""
+        """The store's name for a piece of block `key`, or for its manifest. In hex, because a brace or a star in the
+        key would have a meaning for the store."""
         return b"%b%b}:%b" % (self._prefix, key.hex().encode(), what if isinstance(what, bytes) else b"%d" % what)
 
     def unlink_command(self, key: bytes) -> list[bytes]:
@@ -261,7 +263,7 @@ class PieceReader:
         return len(self._in_flight)
 
     def request(self, key: bytes, piece: int) -> None:
-        """Ask for a piece; several may be asked for before the first is received. Raises StoreFailure, as receive."""
+        """Request a piece. Several may be requested before the first is received. Raises StoreFailure, as receive."""
         assert 0 <= piece < self._store.num_pieces
         name = self._store.name_of(key, piece)
         with _Voiding(self):
@@ -270,10 +272,11 @@ class PieceReader:
         self._in_flight.append((connection, name))
 
     def receive(self, buffer: memoryview) -> int | None:
-        """The oldest requested piece, to the start of buffer: its bytes. None: it is not there.
+        """Receive the oldest requested piece to the start of buffer. Returns its number of bytes; None if it is
+        missing.
 
-        buffer: contiguous bytes, written only in here; anything, if this fails. Raises ErrorReply and ValueTooLarge,
-        about this piece, and the other kinds of StoreFailure, after which nothing is in flight.
+        buffer: contiguous bytes, written only in this call; after a failure it may hold anything. Raises ErrorReply
+        and ValueTooLarge, about this piece, and the other kinds of StoreFailure, after which nothing is in flight.
         """
         connection, name = self._in_flight.popleft()
         with _Voiding(self):
@@ -290,7 +293,7 @@ class PieceReader:
         return size
 
     def void(self) -> None:
-        """Forget what is in flight."""
+        """Forget the operations in flight."""
         self._in_flight.clear()
         self._connections.void()
 
@@ -303,7 +306,7 @@ class PieceReader:
 
 
 class _Voiding:
-    """After a failure of the connection, replies that are in flight on others would be taken for the wrong pieces."""
+    """Forgets all replies in flight after a connection has failed. They would be taken for other pieces otherwise."""
 
     def __init__(self, reader: PieceReader) -> None:
         self._reader = reader
@@ -328,9 +331,9 @@ class BlockWriter:
         self._connections = store.connections()
 
     def write(self, key: bytes, pieces: Sequence[Sequence[Buffer]]) -> bool:
-        """Store a block: each piece is the buffers that it consists of, sent as they lie. They may change when this
-        returns. False: the store did not take all of it; why is counted and logged, and a block that was not there
-        before is not there now."""
+        """Store a block. Each piece is a list of buffers, which are sent without a copy and may change when this
+        returns. False: the store did not take all of it. The reason is counted and logged, and no part of a new block
+        stays."""
         store = self._store
         assert len(pieces) == store.num_pieces
         if not store.may_write():
@@ -361,7 +364,7 @@ class BlockWriter:
         self._connections.close()
 
     def _set(self, values: Iterable[tuple[bytes, Sequence[Buffer]]], ttl_s: int) -> ErrorReply | None:
-        """Store values of one block, pipelined. The first error that is no redirect. Raises StoreFailure."""
+        """Store values of one block, pipelined. Returns the first error that is no redirect. Raises StoreFailure."""
         values = list(values)
         connection = self._connections.for_key(values[0][0])
         for name, parts in values:
@@ -375,12 +378,12 @@ class BlockWriter:
         return None
 
     def _give_back(self, key: bytes) -> None:
-        """A store that is full should not be full of pieces without a manifest."""
+        """Remove the pieces of a block that has no manifest. They would only fill the store."""
         command = self._store.unlink_command(key)
         try:
             self._connections.pipeline([(command[1], command)])
         except StoreFailure:
-            pass  # It is the store's to evict now.
+            pass  # The store evicts it in time.
 
 
 def _get(connection: RespConnection, name: bytes, buffer: memoryview) -> int | None:
@@ -407,7 +410,7 @@ def _scan(connection: RespConnection, pattern: bytes) -> Iterable[list[bytes]]:
 
 
 def _info(reply: Reply, name: bytes) -> int:
-    """A line `name:123` of INFO; 0 if the store does not tell."""
+    """The number in a line `name:123` of INFO; 0 if the store does not have it."""
     lines = reply.splitlines() if isinstance(reply, bytes) else []
     value = next((line.partition(b":")[2] for line in lines if line.startswith(name + b":")), b"")
     return int(value) if value.isdigit() else 0

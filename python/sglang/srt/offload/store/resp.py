@@ -1,16 +1,16 @@
 """`RespConnection`: one connection to a server that speaks the Redis protocol (RESP2), for one thread.
 
-Owns its socket and what is in flight on it. A value's bytes go from the socket into the caller's buffer and from the
-caller's buffers into the socket, and nowhere in between. Knows no keys, blocks or clusters.
+Owns its socket and the operations in flight on it. A value's bytes are copied only once, between the socket and the
+caller's buffers. Knows no keys, blocks or clusters.
 
-Each operation (one call of a method) ends within `timeout_s`, however slowly the server drips its bytes. What can
-happen, all of it a `StoreFailure`:
+Each operation (one call of a method) ends within `timeout_s`, however slowly the server sends its bytes. Each failure
+is a `StoreFailure`:
 
     StoreTimeout, StoreLost, StoreRefused   the connection is closed, and with it all that was in flight
     ErrorReply, ValueTooLarge               an answer; the connection goes on
 
-The next use connects again. If that fails too, the uses of the next moments fail at once (at first BACKOFF_S, then
-twice as long, up to MAX_BACKOFF_S), so nobody waits for a store that is away, and none sleeps here.
+The next use connects again. If that fails too, all uses fail at once for a time, at first BACKOFF_S, then twice as
+long, up to MAX_BACKOFF_S. Therefore no caller waits for a store that is down, and no method sleeps.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ Reply: TypeAlias = "bytes | int | list[Reply] | ErrorReply | None"
 
 BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
-# What Redis itself allows, for a value.
+# Redis' own limit for a value.
 MAX_VALUE_BYTES = 512 << 20
-# Of replies that are kept as Python objects: lists of keys and texts, no values.
+# Limits of replies that are kept as Python objects: lists of keys and texts, no values.
 _MAX_REPLY_BYTES = 64 << 20
 _MAX_ELEMENTS = 1 << 20
 _MAX_DEPTH = 8
 _BUFFER_BYTES = 64 << 10
-# What is read at once where a value is expected, to find its length: what is more than that is copied.
+# Bytes that are read at once to find the length of a value. Bytes beyond the length's line are copied.
 _HEADER_BYTES = 32
 # Buffers per sendmsg; Linux takes 1,024.
 _MAX_BUFFERS = 512
-# Zero would mean no limit.
+# A timeout of zero would mean no limit.
 _MIN_TIMEOUT_S = 0.001
-# First words of the replies that waiting does not mend.
+# First words of error replies that persist until a user changes something.
 _REFUSALS = ("NOAUTH", "WRONGPASS", "NOPERM", "DENIED")
 
 
 class StoreFailure(Exception):
-    """A store did not do what was asked."""
+    """A store did not carry out an operation."""
 
 
 class StoreTimeout(StoreFailure):
-    """It did not answer, or not all, within timeout_s."""
+    """The store did not answer, or not completely, within timeout_s."""
 
 
 class StoreLost(StoreFailure):
-    """It is not there, hung up, or speaks another protocol."""
+    """The store is not there, closed the connection, or speaks another protocol."""
 
 
 class StoreRefused(StoreFailure):
-    """It does not want us; the message says what to change."""
+    """The store does not accept this client; the message names the remedy."""
 
 
 class ErrorReply(StoreFailure):
-    """It answered with an error. code: the reply's first word, as in `OOM command not allowed …`."""
+    """The store answered with an error. code: the reply's first word, as in `OOM command not allowed …`."""
 
     @property
     def code(self) -> str:
@@ -73,7 +73,7 @@ class ErrorReply(StoreFailure):
 
 
 class ValueTooLarge(StoreFailure):
-    """A value is larger than the buffer for it. Nothing of it was written there, and the connection goes on."""
+    """A value is larger than the buffer for it. No byte was written to the buffer, and the connection goes on."""
 
 
 class RespConnection:
@@ -93,18 +93,18 @@ class RespConnection:
         assert timeout_s > 0
         self.endpoint = endpoint or address.endpoints[0]
         self.timeout_s = timeout_s
-        # Replies that have not been received yet.
+        # The number of replies that have not been received yet.
         self.pending = 0
         self._address = address
         self._name = name
         self._clock = clock
         self._socket: socket.socket | None = None
-        # Bytes start to end of it were read and not used.
+        # The bytes from start to end were read and not used yet.
         self._bytes = bytearray(_BUFFER_BYTES)
         self._buffer = memoryview(self._bytes)
         self._start = self._end = 0
         self._crlf = memoryview(bytearray(2))
-        # Since the last reply.
+        # Failures in a row since the last reply.
         self._failures = 0
         self._last_failure = ""
         self._not_before = -float("inf")
@@ -112,14 +112,14 @@ class RespConnection:
     # -- commands ---------------------------------------------------------------------------------------------------
 
     def call(self, *args: Arg) -> Reply:
-        """Raises ErrorReply, too."""
+        """Also raises ErrorReply."""
         reply = self.pipeline([args])[0]
         if isinstance(reply, ErrorReply):
             raise reply
         return reply
 
     def pipeline(self, commands: Sequence[Sequence[Arg]]) -> list[Reply]:
-        """One round trip; an ErrorReply stands in its command's place. Large values belong to the methods below."""
+        """One round trip. An ErrorReply stands in its command's place. Use the methods below for large values."""
         assert not self.pending
         with self._operation() as deadline:
             self._send_commands(commands, deadline)
@@ -136,7 +136,7 @@ class RespConnection:
             return self._receive(deadline)
 
     def receive_all(self) -> list[Reply]:
-        """All replies that are still to come, in one operation."""
+        """All replies that are still outstanding, in one operation."""
         with self._operation() as deadline:
             return [self._receive(deadline) for _ in range(self.pending)]
 
@@ -146,10 +146,11 @@ class RespConnection:
         self.send([(b"GET", key)])
 
     def receive_into(self, buffer: memoryview) -> int | None:
-        """The value that a send_get asked for: its bytes, at the start of buffer. None: it is not there.
+        """Receive the value of an earlier send_get to the start of buffer. Returns its number of bytes; None if the
+        key does not exist.
 
-        buffer: contiguous bytes, writable; written up to the value's length, or anything if this fails.
-        Raises ErrorReply and ValueTooLarge, too.
+        buffer: contiguous bytes, writable. It is written up to the value's length; after a failure it may hold
+        anything. Also raises ErrorReply and ValueTooLarge.
         """
         assert self.pending
         with self._operation() as deadline:
@@ -174,7 +175,7 @@ class RespConnection:
             return size
 
     def send_set(self, key: bytes, parts: Sequence[Buffer], ttl_s: int = 0) -> None:
-        """parts: the value's pieces, which are sent as they lie; they may change when this returns."""
+        """parts: the value's pieces, which are sent without a copy. They may change when this returns."""
         views = [memoryview(part).cast("B") for part in parts]
         size = sum(map(len, views))
         tail = (b"PX", ttl_s * 1000) if ttl_s else ()
@@ -185,14 +186,14 @@ class RespConnection:
             self._send_all([memoryview(head), *views, memoryview(b"\r\n" + encode_args(tail))], deadline)
 
     def set(self, key: bytes, parts: Sequence[Buffer], ttl_s: int = 0) -> None:
-        """Raises ErrorReply, too."""
+        """Also raises ErrorReply."""
         self.send_set(key, parts, ttl_s)
         reply = self.receive()
         if isinstance(reply, ErrorReply):
             raise reply
 
     def close(self) -> None:
-        """Forget what is in flight. The next use connects again."""
+        """Forget the operations in flight. The next use connects again."""
         self.pending = 0
         self._start = self._end = 0
         if self._socket is not None:
@@ -203,7 +204,8 @@ class RespConnection:
 
     @contextmanager
     def _operation(self) -> Iterator[float]:
-        """Gives the deadline. Whatever leaves the stream of replies at an unknown place closes the connection."""
+        """Yields the deadline. An error after which the position in the stream of replies is unknown closes the
+        connection."""
         if self._socket is None and (wait_s := self._not_before - self._clock()) > 0:
             raise StoreLost(f"{self._last_failure} (the next attempt is in {wait_s:.1f} s)")
         try:
@@ -225,7 +227,7 @@ class RespConnection:
         self.close()
         self._failures += 1
         self._last_failure = str(error)
-        # A server that was started anew is there at once: the first attempt does not wait.
+        # A restarted server may be up at once, so that the first attempt does not wait.
         if self._failures > 1:
             wait_s = min(BACKOFF_S * 2.0 ** min(self._failures - 2, 30), MAX_BACKOFF_S)
             self._not_before = self._clock() + wait_s
@@ -255,7 +257,7 @@ class RespConnection:
                 raise StoreLost(f"{self.endpoint} answers PING with {reply!r:.40}: it is no Redis server")
 
     def _open(self, deadline: float) -> socket.socket:
-        """A socket that is connected, and blocking from here on."""
+        """A socket that is connected, and blocking from now on."""
         failure: Exception | None = None
         for family, target in self._targets():
             left_s = deadline - time.monotonic()
@@ -337,7 +339,8 @@ class RespConnection:
         return reply
 
     def _parse(self, deadline: float, depth: int, used: list[int]) -> Reply:
-        """One reply. used: its bytes and elements so far, so that one reply cannot take all memory."""
+        """One reply. used: its bytes and elements so far. They are limited, so that one reply cannot take all
+        memory."""
         line = self._line(deadline, _BUFFER_BYTES)
         kind, text = line[:1], line[1:]
         used[0] += len(line)
@@ -367,7 +370,7 @@ class RespConnection:
         raise StoreLost(f"{self.endpoint} speaks another protocol: it sent {bytes(line[:20])!r}")
 
     def _line(self, deadline: float, read_bytes: int) -> bytearray:
-        """Up to the next CRLF. read_bytes: how much to read at once if nothing is here."""
+        """The bytes up to the next CRLF. read_bytes: how many bytes to read at once if none are buffered."""
         while True:
             start, size = self._start, self._end - self._start
             end = self._bytes.find(b"\r\n", start, self._end)
@@ -376,7 +379,7 @@ class RespConnection:
                 return self._bytes[start:end]
             if end == start or size == _BUFFER_BYTES:
                 raise StoreLost(f"{self.endpoint} speaks another protocol: it sent {self._sample()!r}")
-            # What is left of a line goes to the front.
+            # The rest of a line moves to the front.
             self._bytes[:size] = self._bytes[start : self._end]
             self._start, self._end = 0, size
             self._end += self._recv([self._buffer[size : size + read_bytes]], deadline)
@@ -399,7 +402,7 @@ class RespConnection:
         return size
 
     def _read_bulk(self, out: memoryview, deadline: float) -> None:
-        """Fill out, and read the CRLF behind it."""
+        """Fill `out`, and read the CRLF after it."""
         here = min(len(out), self._end - self._start)
         out[:here] = self._buffer[self._start : self._start + here]
         self._start += here
@@ -412,7 +415,7 @@ class RespConnection:
             in_rest = min(count, len(rest))
             rest, ending = rest[in_rest:], ending[count - in_rest :]
         if self._crlf != b"\r\n":
-            raise StoreLost(f"{self.endpoint} sent a value that is longer than it said")
+            raise StoreLost(f"{self.endpoint} sent a value that is longer than the announced length")
 
     def _skip(self, size: int, deadline: float) -> None:
         scratch = memoryview(bytearray(min(size, 1 << 20)))
@@ -428,8 +431,8 @@ class RespConnection:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise self._timeout()
-        # The kernel counts this down over the whole call, also where MSG_WAITALL waits several times: a value comes
-        # in one call, and ends in time.
+        # The kernel counts this down over the whole call, even where MSG_WAITALL waits several times. A value
+        # therefore comes in one call, and ends in time.
         left_s = max(left_s, _MIN_TIMEOUT_S)
         limit = struct.pack("@ll", int(left_s), int(left_s % 1 * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
