@@ -260,7 +260,7 @@ def test_a_request_names_one_of_the_models() -> None:
 
 
 def test_servers_that_are_down_are_left_out_until_they_are_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_module, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(router_module, "CHECK_INTERVAL_S", 0.02)
 
     async def test() -> None:
         a, b = await started(Fake("m", tokens=5), Fake("m"))
@@ -366,7 +366,7 @@ def test_a_busy_machine_may_be_late_now_and_then_and_a_busy_scheduler_for_long(
         (fake,) = await started(Fake("a", tokens=7))
         router = Router([fake.url])
         (backend,) = router.backends
-        await router.look(backend)
+        await router.check(backend)
         assert (backend.problem, backend.demand) == (None, 7)
         ask, late = router._ask, {"/hicache/state"}
 
@@ -377,13 +377,13 @@ def test_a_busy_machine_may_be_late_now_and_then_and_a_busy_scheduler_for_long(
 
         monkeypatch.setattr(router, "_ask", sometimes)
         for _ in range(2 * router_module.MAX_MISSES):
-            await router.look(backend)
+            await router.check(backend)
             assert (backend.problem, backend.demand) == (None, 7)
         late.add("/health")
         for _ in range(router_module.MAX_MISSES - 1):
-            await router.look(backend)
+            await router.check(backend)
             assert backend.problem is None
-        await router.look(backend)
+        await router.check(backend)
         assert backend.problem is not None and "has not answered" in backend.problem
         await fake.stop()
 

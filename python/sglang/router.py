@@ -3,7 +3,7 @@
 A request goes to a server of the model that it names. Of several such servers, the one with the least demand gets it.
 The router owns its picture of each server. It never changes a byte of a request's or a reply's body, and keeps none.
 
-    every LOOK_EVERY_S: /health, /v1/models, /hicache/state ──► up or not, its models, tokens queued and running
+    every CHECK_INTERVAL_S: /health, /v1/models, /hicache/state ──► up or not, its models, tokens queued and running
     a request ──► the servers of its model that are up, least demand first ──► the first that takes it ──► relayed
 
 A server that refuses the connection, or answers 503 because it drains or its queue is full, has not begun the
@@ -40,8 +40,8 @@ from sglang.srt.utils.child_process import StartupError
 from sglang.srt.utils.errors import RequestError
 from sglang.srt.utils.log import configure_logging
 
-LOOK_EVERY_S = 1.0
-LOOK_TIMEOUT_S = 5.0
+CHECK_INTERVAL_S = 1.0
+CHECK_TIMEOUT_S = 5.0
 # A busy machine may be late now and then.
 MAX_MISSES = 3
 _FORWARDED = (
@@ -124,7 +124,7 @@ class Router:
         # Servers close idle connections after KEEP_ALIVE_S. Half of that is the limit here, so that no closing
         # connection is used. Proxies of the environment are ignored.
         self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(None, connect=LOOK_TIMEOUT_S),
+            timeout=httpx.Timeout(None, connect=CHECK_TIMEOUT_S),
             limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEP_ALIVE_S / 2),
             trust_env=False,
         )
@@ -139,8 +139,8 @@ class Router:
         add_errors(self.app)
 
     async def __aenter__(self) -> Router:
-        await asyncio.gather(*(self.look(backend) for backend in self.backends))
-        self._watch = [asyncio.create_task(self._look_again(backend)) for backend in self.backends]
+        await asyncio.gather(*(self.check(backend) for backend in self.backends))
+        self._watch = [asyncio.create_task(self._check_forever(backend)) for backend in self.backends]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -151,13 +151,13 @@ class Router:
 
     # -- servers ------------------------------------------------------------------------------------------------
 
-    async def _look_again(self, backend: Backend) -> None:
+    async def _check_forever(self, backend: Backend) -> None:
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            await self.look(backend)
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            await self.check(backend)
 
-    async def look(self, backend: Backend) -> None:
-        """Ask a server how it is."""
+    async def check(self, backend: Backend) -> None:
+        """Ask a server for its health, models and demand."""
         try:
             health = await self._ask(backend, "/health")
             if health.status_code != 200:
@@ -169,7 +169,7 @@ class Router:
         except httpx.TimeoutException:
             backend.misses += 1
             if backend.misses >= MAX_MISSES:
-                backend.set_problem(f"it has not answered within {LOOK_TIMEOUT_S:g} s, {backend.misses} times")
+                backend.set_problem(f"it has not answered within {CHECK_TIMEOUT_S:g} s, {backend.misses} times")
         except httpx.HTTPError as error:
             backend.set_problem(_unreachable(error))
         except (ValueError, KeyError, TypeError):
@@ -182,9 +182,9 @@ class Router:
 
     async def _ask(self, backend: Backend, path: str) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
-        return await self._client.get(backend.url + path, headers=headers, timeout=LOOK_TIMEOUT_S)
+        return await self._client.get(backend.url + path, headers=headers, timeout=CHECK_TIMEOUT_S)
 
-    def _candidates(self, model: str | None) -> list[Backend]:
+    def _usable_servers(self, model: str | None) -> list[Backend]:
         """Servers of the model that are up, the one with the least demand first. Raises RequestError."""
         models = sorted({name for backend in self.backends for name in backend.cards})
         names = ", ".join(models)
@@ -211,7 +211,7 @@ class Router:
         if not isinstance(model, str | None):
             raise RequestError("model must be a text", param="model")
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        candidates, refusals = self._candidates(model), []
+        candidates, refusals = self._usable_servers(model), []
         for backend in candidates:
             asked = httpx.Request(
                 request.method,

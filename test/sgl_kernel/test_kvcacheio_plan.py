@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sgl_kernel.kvcacheio.plan import COPY, Side, plan_copies, plan_staged
+from sgl_kernel.kvcacheio.plan import COPY, PoolPair, Side, plan_copies, plan_staged
 
 RUN, LAYERS, PAGES = 64, 4, 100
 LAYER_FIRST = Side((PAGES * RUN,) * 2, (RUN,) * 2, (0, LAYERS * PAGES * RUN))
@@ -15,7 +15,7 @@ PAGE = 2 * LAYERS * RUN
 
 def copies(src_pages: list[int], dst_pages: list[int], src: Side, dst: Side, **options) -> list[tuple]:
     layers = options.pop("num_layers", LAYERS)
-    plan = plan_copies(np.array(src_pages), np.array(dst_pages), src, dst, (RUN, RUN), layers, **options)
+    plan = plan_copies(np.array(src_pages), np.array(dst_pages), PoolPair(src, dst, (RUN, RUN), layers), **options)
     assert plan.dtype == COPY
     return plan.tolist()
 
@@ -86,7 +86,7 @@ def test_every_byte_is_written_once_whatever_the_limits(seed: int):
     n = int(rng.integers(1, 30))
     pages = [np.sort(rng.permutation(40)[:n]) if rng.random() < 0.5 else rng.permutation(40)[:n] for _ in range(2)]
     limit = int(rng.choice([RUN, PAGE, PAGES * RUN]))
-    plan = plan_copies(pages[0], pages[1], src, dst, (RUN, RUN), LAYERS, bool(rng.integers(2)), limit)
+    plan = plan_copies(pages[0], pages[1], PoolPair(src, dst, (RUN, RUN), LAYERS), bool(rng.integers(2)), limit)
     moved = {}
     for kv, s, d, width, height, src_pitch, dst_pitch in plan.tolist():
         for row in range(height):

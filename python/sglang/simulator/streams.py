@@ -13,7 +13,7 @@ import numpy as np
 
 from sglang.srt.mem_cache.transfer import Tier
 
-# (tier, frames on it) -> seconds to copy one layer of these pages to a buffer while the link carries nothing else.
+# (tier, frames on it) -> seconds to copy one layer of the pages to a buffer while the link carries nothing else.
 CopySeconds = Callable[[Tier, np.ndarray], float]
 # Differences below this are rounding.
 SAME_S = 1e-10
@@ -78,8 +78,8 @@ class SimulatedStream:
         return [PieceCost(copy_s, attend_s * n / pages) for n, copy_s in self._cut[1]]
 
     def begin(self, submitted: float, loads_s: Mapping[Tier, float]) -> None:
-        """Start the account of one launch. loads_s: seconds for which the links of these tiers have loads to carry
-        from the launch's start on."""
+        """Start the account of one launch. loads_s: by tier, the seconds for which its link has loads to carry from
+        the launch's start on."""
         self._submitted = submitted
         self._owed = {tier: seconds for tier, seconds in loads_s.items() if seconds}
 

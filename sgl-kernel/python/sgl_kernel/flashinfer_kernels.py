@@ -1,7 +1,7 @@
-"""flashinfer's functions, for the modules here that give torch's result where they are not to be had.
+"""flashinfer's functions, for modules that compute with torch where these cannot be used.
 
-Owns the decision, made once per function and device: imported at first use, and tried, because flashinfer compiles a
-function's kernels when it is first called. Never required.
+Owns the decision, made once per function and device. The function is imported and tried at first use, because
+flashinfer compiles a function's kernels when it is first called. flashinfer is never required.
 """
 
 from __future__ import annotations

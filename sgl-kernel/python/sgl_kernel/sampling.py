@@ -1,9 +1,9 @@
-"""Cutting probabilities off on a GPU, without sorting them. flashinfer's, under its names.
+"""Cutting probabilities off on a GPU, without sorting them. The functions are flashinfer's, under its names.
 
 There is no fallback here: a caller asks `has_renorm_kernels` and sorts where there are none. probs: (n, vocab_size)
-float32, contiguous. Both return new tensors of that shape with what was cut off 0 and the rest scaled to sum 1, and
-keep every token that ties with the last one kept. Top-p ends where float32 sums of the probabilities say; the same
-input gives the same bits.
+float32, contiguous. Both functions return new tensors of that shape. Probabilities that are cut off become 0, and the
+rest is scaled to sum 1. Every token that ties with the last kept one is kept. Top-p ends where float32 sums of the
+probabilities reach it; the same input gives the same bits.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def top_k_renorm_probs(probs: torch.Tensor, top_ks: torch.Tensor) -> torch.Tenso
 
 
 def top_p_renorm_probs(probs: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
-    """top_ps: (n,) float32, below 1; 1 may cut off what float32 sums lose."""
+    """top_ps: (n,) float32, below 1; 1 may cut off probabilities that float32 sums lose."""
     kernel = flashinfer_function("top_p_renorm_probs", probs.device)
     assert kernel is not None
-    # Not deterministic would add floats in the order in which threads arrive.
+    # Without `deterministic`, threads would add floats in the order of their arrival.
     return kernel(probs, top_ps, is_deterministic=True)

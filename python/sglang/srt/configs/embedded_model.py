@@ -76,7 +76,8 @@ def ensure_embedded_model(cache_dir: str | os.PathLike[str] | None = None) -> Pa
             try:
                 content.rename(final)
             except OSError:
-                # Somebody was faster, or a cleaner of caches took some of the files: then what is left moves out.
+                # Another process was faster, or a cleaner of caches removed some files. Then the incomplete folder
+                # moves out.
                 if not _is_complete(final):
                     final.rename(ours / "broken")
     finally:

@@ -122,24 +122,26 @@ class Child:
         except OSError:
             return None
 
-    def obituary(self) -> str:
+    def describe_end(self) -> str:
         """One line: which process ended, and why. The reason is its last line of log, unless a signal ended it."""
         code = self.process.returncode
         if code < 0:
             return f"the {self.name} process was killed by {signal.Signals(-code).name}"
-        last = self.last_words()
+        last = self.last_log_line()
         return f"the {self.name} process ended with exit code {code}" + (f": {last}" if last else "")
 
-    def last_words(self) -> str:
+    def last_log_line(self) -> str:
         self._reader.join(0.5)
         lines = self._tail.decode(errors="replace").replace("\r", "\n").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
-    def log_signal(self) -> None:
+    def log_signal_hints(self) -> None:
         """If a signal ended the process: log what helps to find the sender of the signal."""
         if self.process.returncode < 0:
             hint = "; the kernel sends SIGKILL when memory runs out" if self.process.returncode == -9 else ""
-            last = f"its last line of log was {words!r}" if (words := self.last_words()) else "it had logged nothing"
+            last = (
+                f"its last line of log was {words!r}" if (words := self.last_log_line()) else "it had logged nothing"
+            )
             logger.warning("about the %s: %s%s", self.name, last, hint)
 
     def ask_to_stop(self) -> None:
@@ -259,7 +261,7 @@ class EngineProcesses:
         if not self.manager.ready.done():
             dead = await asyncio.to_thread(self._first_dead)
             assert dead is not None
-            raise StartupError(dead.startup_error() or dead.obituary())
+            raise StartupError(dead.startup_error() or dead.describe_end())
         ready = self.manager.ready.result()
         self.ready_info = {
             "max_total_num_tokens": ready.max_total_num_tokens,
@@ -283,8 +285,8 @@ class EngineProcesses:
             if any(child.dead() for child in self._children):
                 dead = await asyncio.to_thread(self._first_dead)
                 assert dead is not None
-                await asyncio.to_thread(dead.log_signal)
-                return await asyncio.to_thread(dead.obituary)
+                await asyncio.to_thread(dead.log_signal_hints)
+                return await asyncio.to_thread(dead.describe_end)
             if self._receive is not None and self._receive.done():
                 return f"the tokenizer manager failed: {self._receive.exception()!r}"
             await asyncio.sleep(_WATCH_INTERVAL_S)

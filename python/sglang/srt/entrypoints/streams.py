@@ -1,6 +1,6 @@
 """Answers that take a while: server-sent events, clients that leave, several answers as one stream.
 
-Every path out of these functions closes the generators that it was given. Closing them aborts their requests.
+Every path out of a function here closes the generators that it was given. Closing them aborts their requests.
 """
 
 from __future__ import annotations

@@ -381,7 +381,7 @@ class KVCache:
 
     @staticmethod
     def reads(receipt: Receipt, node_ids: set[int]) -> bool:
-        """Whether a locked path has one of these nodes."""
+        """Whether a locked path contains any node of the list."""
         node: Node | None = receipt.node
         while node is not None and node.id not in node_ids:
             node = node.parent

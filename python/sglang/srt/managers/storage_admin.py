@@ -59,7 +59,7 @@ class StorageAdmin:
             self._storage.detach_storage()
         elif success and request.what is not None:
             self.attach(request.what)
-        message = "" if success else "the backend did not succeed; the server's log says why"
+        message = "" if success else "the backend did not succeed; the server's log has the reason"
         self._replies.append(ControlReply(request.id, success, message))
         self.serve()
         return True

@@ -76,7 +76,7 @@ class BlockNames:
 
     @staticmethod
     def mark_stored(path: Sequence[Node], num_blocks: int) -> None:
-        """The first blocks of these nodes, which follow each other and have names, are believed stored."""
+        """The first blocks of the path are believed stored. Its nodes follow each other and have names."""
         for node in path:
             assert node.stored is not None
             node.stored[: max(0, num_blocks)] = True

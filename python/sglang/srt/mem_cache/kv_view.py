@@ -73,7 +73,7 @@ class PagedSegments(Sequence[list[KVSegment]]):
     request, made when first asked for.
 
     table: pages of many requests, integers, on the device. starts, kv_lens, q_lens: (num_reqs,) int64 numpy.
-    device_starts, device_kv_lens: the same (num_reqs,) int64 on the table's device. Whoever captures a CUDA graph of
+    device_starts, device_kv_lens: the same (num_reqs,) int64 on the table's device. The owner of a CUDA graph of
     a decode writes to them, and to table, before each replay; q_lens never change.
     """
 

@@ -132,7 +132,7 @@ class MHATokenToKVPoolHost:
 
 
 class HostMemoryError(RuntimeError):
-    """The host pool's memory cannot be had as asked; the message says what to change."""
+    """The host pool's memory cannot be allocated as requested; the message names the remedy."""
 
 
 def pin_memory(

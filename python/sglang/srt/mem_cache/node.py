@@ -58,7 +58,7 @@ class Node:
         self.lock = 0
         # Requests that computed it or found it.
         self.hits = 0
-        # The highest of these requests'; never above the parent's.
+        # The highest priority of those requests; never above the parent's.
         self.priority = 0
         # Whether it came through a codec that changes KV, or was computed from what did.
         self.is_lossy: bool = parent is not None and parent.is_lossy
@@ -70,7 +70,7 @@ class Node:
         self.last_stream = NO_LAUNCH
         # (n, 16) uint8, names of the blocks that end in this node; None until they are asked for.
         self.block_keys: np.ndarray | None = None
-        # (n,) bool, which of these blocks storage is believed to have.
+        # (n,) bool, which blocks storage is believed to have.
         self.stored: np.ndarray | None = None
 
     @property

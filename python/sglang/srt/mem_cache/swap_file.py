@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.page_memory import PageMemory
 
 
 class SwapFileError(RuntimeError):
-    """The file cannot be had; the message says what to change."""
+    """The file cannot be made; the message names the remedy."""
 
 
 class SwapFile:

@@ -99,14 +99,14 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class _OnItsWay:
+class _PendingLogprobs:
     """Log-probabilities, with their copy in host memory, which is complete once the device is done."""
 
     tensors: LogprobTensors
     copy: torch.Tensor
 
     @classmethod
-    def of(cls, tensors: LogprobTensors) -> _OnItsWay:
+    def of(cls, tensors: LogprobTensors) -> _PendingLogprobs:
         return cls(tensors, tensors.packed.to("cpu", non_blocking=True))
 
     def finish(self) -> list[TokenLogprob]:
@@ -121,8 +121,8 @@ class _Sampled:
     tokens: torch.Tensor
     # The samples whose log-probabilities were requested.
     logprob_rows: tuple[int, ...]
-    logprobs: _OnItsWay | None
-    prompt_logprobs: dict[int, _OnItsWay]
+    logprobs: _PendingLogprobs | None
+    prompt_logprobs: dict[int, _PendingLogprobs]
     # A bool, if it was requested.
     is_finite: torch.Tensor | None
 
@@ -547,12 +547,12 @@ class ModelExecutor:
             n = len(rows.targets)
             targets = to_device(rows.targets.astype(np.int64), self._device)
             query = LogprobQuery([rows.spec] * n, self._device)
-            prompt[rows.req] = _OnItsWay.of(query.begin(logits[row : row + n], targets))
+            prompt[rows.req] = _PendingLogprobs.of(query.begin(logits[row : row + n], targets))
             row += n
         return _Sampled(
             next_tokens.to(torch.int32).to("cpu", non_blocking=True),
             plan.logprob_rows,
-            None if asked is None else _OnItsWay.of(asked),
+            None if asked is None else _PendingLogprobs.of(asked),
             prompt,
             torch.isfinite(logits).all().to("cpu", non_blocking=True) if self.check_finite else None,
         )

@@ -51,7 +51,7 @@ class PageTable:
         for run in runs:
             end = run.first_page + len(run.frames)
             if run.fresh:
-                self._give_back(run.slot)
+                self._free_room(run.slot)
             changed += self._reserve(run.slot, end)
             start = self.starts[run.slot]
             self._pages[start + run.first_page : start + end] = run.frames
@@ -88,7 +88,7 @@ class PageTable:
         start = int(self.starts[slot])
         return self.table[start + first : start + end]
 
-    def _give_back(self, slot: int) -> None:
+    def _free_room(self, slot: int) -> None:
         if room := int(self._room[slot]):
             self._free[room].append(int(self.starts[slot]))
             self._room[slot] = 0
@@ -106,7 +106,7 @@ class PageTable:
             self._end += room
             self._grow(self._end)
         self._pages[start : start + old_room] = self._pages[old_start : old_start + old_room]
-        self._give_back(slot)
+        self._free_room(slot)
         self.starts[slot], self._room[slot] = start, room
         return [np.arange(start, start + old_room)] if old_room else []
 

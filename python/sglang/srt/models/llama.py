@@ -130,7 +130,7 @@ class LlamaDecoderLayer(nn.Module):
         return state
 
     def end(self, state: DecoderState, batch: ForwardBatch, rows: torch.Tensor | None) -> DecoderState:
-        """rows: (n,) int64, the rows that anybody reads after this layer; None for all."""
+        """rows: (n,) int64, the rows that are read after this layer; None for all."""
         hidden, attended = state.hidden, state.attended
         assert attended is not None
         for req, (out, _) in zip(batch.streamed, state.partials):
@@ -242,5 +242,5 @@ class LlamaForCausalLM(nn.Module):
         return tuple(".".join((*path, part, kind)) for part in FUSED.get(module, ()))
 
     def ignores_weight(self, name: str) -> bool:
-        """Tensors that checkpoints may carry and nobody needs."""
+        """Tensors that checkpoints may contain and the model does not need."""
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings)

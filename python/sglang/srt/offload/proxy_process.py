@@ -34,25 +34,25 @@ class ProxyPlace(Protocol):
         """A new session's socket. Raises StoreError."""
         ...
 
-    def unblock(self) -> bool:
+    def stop_hung_proxy(self) -> bool:
         """The proxy hangs and holds on to pages. Returns whether it was stopped."""
         ...
 
-    def tend(self) -> None:
+    def keep_alive(self) -> None:
         """Called from time to time: start again what belongs to the proxy and has ended."""
         ...
 
     def close(self) -> None: ...
 
 
-class _Kept:
+class _KeptStore:
     """The store that was started for a proxy, if any. It is kept alive until `close`."""
 
     def __init__(self, store: EmbeddedStore | None) -> None:
         self.store = store
         self._lock = threading.Lock()
 
-    def tend(self) -> None:
+    def keep_alive(self) -> None:
         """Start it again if it has died. Raises StoreError."""
         with self._lock:
             if self.store is not None:
@@ -74,7 +74,7 @@ class OwnProxy:
     def __init__(self, store_url: str, settings: dict[str, Any], embedded: EmbeddedStore | None = None) -> None:
         self._store_url = store_url
         self._settings = settings
-        self._embedded = _Kept(embedded)
+        self._embedded = _KeptStore(embedded)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -98,15 +98,15 @@ class OwnProxy:
             )
         return mine
 
-    def unblock(self) -> bool:
+    def stop_hung_proxy(self) -> bool:
         """Kill it. A dead proxy writes into no pages."""
         self._stop()
         return True
 
-    def tend(self) -> None:
+    def keep_alive(self) -> None:
         if self._process is not None:
             self._process.poll()  # reaps a dead process
-        self._embedded.tend()
+        self._embedded.keep_alive()
 
     def close(self) -> None:
         self._stop()
@@ -134,10 +134,10 @@ class OtherProxy:
         except OSError as error:
             raise StoreError(f'no offload proxy at {self._path} ({error}): start one, or correct "proxy"') from error
 
-    def unblock(self) -> bool:
+    def stop_hung_proxy(self) -> bool:
         return False
 
-    def tend(self) -> None:
+    def keep_alive(self) -> None:
         pass
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class InProcessProxy:
         from sglang.srt.offload.proxy.server import ProxyServer
         from sglang.srt.offload.proxy.settings import ProxySettings
 
-        self._embedded = _Kept(embedded)
+        self._embedded = _KeptStore(embedded)
         self._store_url = store_url
         self._server = ProxyServer(ProxySettings.from_config(settings), StoreAddress.parse(store_url), self.token)
 
@@ -165,11 +165,11 @@ class InProcessProxy:
         threading.Thread(target=self._server.serve, args=(theirs,), name="session", daemon=True).start()
         return mine
 
-    def unblock(self) -> bool:
+    def stop_hung_proxy(self) -> bool:
         return False
 
-    def tend(self) -> None:
-        self._embedded.tend()
+    def keep_alive(self) -> None:
+        self._embedded.keep_alive()
 
     def close(self) -> None:
         self._embedded.close()

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-_LOOK_S = 0.5
-_COMPLAIN_EVERY_S = 60.0
+_CHECK_INTERVAL_S = 0.5
+_WARN_INTERVAL_S = 60.0
 
 
 class RemoteStore:
@@ -64,7 +64,7 @@ class RemoteStore:
         self._clock = clock
         self._lock = threading.Lock()
         self._retry_at = 0.0
-        self._complain_at = 0.0
+        self._warn_at = 0.0
         self._closed = threading.Event()
         self._counters = {"read_errors": 0, "write_errors": 0, "proxy_sessions": 0, "proxy_hangs": 0}
         try:
@@ -151,7 +151,7 @@ class RemoteStore:
                     self._client = self._connect()
                 except StoreError as error:
                     self._retry_at = self._clock() + RETRY_S
-                    self._complain(f"the remote tier is out of reach: {error}")
+                    self._warn(f"the remote tier is out of reach: {error}")
             return self._client
 
     def _connect(self) -> ProxyClient:
@@ -167,16 +167,16 @@ class RemoteStore:
             self._client = None
             self._retry_at = max(self._retry_at, self._clock() + RETRY_S)
         if not self._closed.is_set():
-            self._complain("the offload proxy has ended; what it was bringing is computed")
+            self._warn("the offload proxy has ended; its unfinished reads are computed")
 
     def _watch(self) -> None:
         """Ask the proxy for its statistics from time to time, and deal with a proxy that does not answer."""
         hanging = False
-        while not self._closed.wait(_LOOK_S):
+        while not self._closed.wait(_CHECK_INTERVAL_S):
             try:
-                self._place.tend()
+                self._place.keep_alive()
             except StoreError as error:
-                self._complain(str(error))
+                self._warn(str(error))
             client = self._client
             if client is None or client.is_lost:
                 hanging = False
@@ -188,14 +188,14 @@ class RemoteStore:
                 hanging = True
                 with self._lock:
                     self._counters["proxy_hangs"] += 1
-                helped = self._place.unblock()
+                helped = self._place.stop_hung_proxy()
                 what = "it is started anew" if helped else "its pages stay taken until it moves, or is stopped"
                 logger.error("the offload proxy has not answered for %g s: %s", self._hang_s, what)
 
-    def _complain(self, what: str) -> None:
+    def _warn(self, what: str) -> None:
         now = self._clock()
-        if now >= self._complain_at:
-            self._complain_at = now + _COMPLAIN_EVERY_S
+        if now >= self._warn_at:
+            self._warn_at = now + _WARN_INTERVAL_S
             logger.warning("%s", what)
 
 

@@ -1,6 +1,6 @@
 """`DeviceLending`: which slabs of its own device pool a lender lends, and when it recalls them (SwiftCache 3.4).
 
-Owns the ledger of these slabs, the demand that decides, and which slabs were recalled. Knows numbers alone: no
+Owns the ledger of the slabs, the demand that decides, and which slabs were recalled. Knows numbers alone: no
 request and no tree. In every step the scheduler passes the demand, drops what is cached in slabs that begin to drain,
 and passes on how many slabs to recall.
 

@@ -1,7 +1,7 @@
 """`CudaStream`: a stream of a GPU, and the threads that give it work. Has not run on a GPU.
 
-Owns a CUDA stream, the thread on which work is given to it, and the thread that waits for the device where somebody
-wants to know. Work runs on the host in the order in which it was enqueued, with the CUDA stream current; what it
+Owns a CUDA stream, the thread on which work is given to it, and the thread that waits for the device on request.
+Work runs on the host in the order in which it was enqueued, with the CUDA stream current; what it
 starts on the device is over later, in the same order:
 
     thread      | work 1 | work 2 | record |        | work 3 |      told the device

@@ -9,7 +9,7 @@ from typing import Any
 from sglang.srt.utils.child_process import StartupError, one_sentence
 
 # (tokenizer_class without "Fast", model_type) -> the class that AutoTokenizer would choose. Importing AutoTokenizer
-# imports torch, seconds that a server's start would wait for; importing one of these does not. A LlamaTokenizer of a
+# imports torch, seconds that a server's start would wait for; importing one class does not. A LlamaTokenizer of a
 # Llama is not among them: there AutoTokenizer decides by what the file holds.
 _TOKENIZER_CLASSES = {
     ("LlamaTokenizer", "mistral"): "TokenizersBackend",

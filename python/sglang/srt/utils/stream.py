@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 
 class Event(Protocol):
-    """A point in a stream. `recorded` says that the point has been enqueued, `query` that it has been passed."""
+    """A point in a stream. `recorded`: the point has been enqueued. `query`: it has been passed."""
 
     @property
     def recorded(self) -> bool: ...

@@ -1,10 +1,10 @@
 """A decoder's work between its matrix products: norms, activation, rotation.
 
-Each function decides where it runs: flashinfer's fused kernel for float16 and bfloat16 on a GPU, where flashinfer is
-installed and has the shape; else torch, see `reference`, which says what the result is. The kernels round less often
-in between, so that their results differ from torch's by a rounding. Names are SGLang's; the arguments are ours.
+Each function runs flashinfer's fused kernel for float16 and bfloat16 on a GPU, where flashinfer is installed and
+supports the shape. Otherwise it runs torch; `reference` defines the result. The kernels round less often in between,
+so that their results differ from torch's by a rounding. Names are SGLang's; the arguments are this package's own.
 
-None waits for the device. Nothing here looks at the values of `positions`.
+No function waits for the device or looks at the values of `positions`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = [
     "silu_and_mul",
 ]
 
-# Those of which flashinfer's kernel for rotation is made in every case.
+# Head dimensions for which flashinfer's rotation kernel is always built.
 _ROPE_HEAD_DIMS = (64, 128, 256, 512)
 # The kernels read 16 bytes at once.
 _VECTOR = 8
 
 
 def _kernel(name: str, x: torch.Tensor) -> Callable[..., Any] | None:
-    # No rows, no launch: so it is in the last layer of a batch that samples nothing.
+    # Without rows there is no launch. This happens in the last layer of a batch that samples nothing.
     if not is_on_gpu(x) or x.dtype not in (torch.float16, torch.bfloat16) or not x.shape[0]:
         return None
     return flashinfer_function(name, x.device)
@@ -64,8 +64,8 @@ def qk_rmsnorm(qk: torch.Tensor, weight: torch.Tensor, num_q_heads: int, eps: fl
 def fused_add_rmsnorm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of x + residual, and x + residual. x, residual: (num_tokens, d), contiguous; both are overwritten, and
-    the results may lie in them."""
+    """The norm of x + residual, and x + residual. x, residual: (num_tokens, d), contiguous. Both are overwritten, and
+    may hold the results."""
     kernel = _kernel("fused_add_rmsnorm", x)
     if kernel is None or x.shape[-1] % _VECTOR:
         return reference.fused_add_rmsnorm(x, residual, weight, eps)
@@ -82,7 +82,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def has_rope_kernel(x: torch.Tensor) -> bool:
-    """Whether `apply_rope_with_cos_sin_cache_inplace` takes x: (num_tokens, num_heads, head_dim). Else the caller
+    """Whether `apply_rope_with_cos_sin_cache_inplace` takes x: (num_tokens, num_heads, head_dim). If not, the caller
     looks cosines and sines up, once for all layers, and calls `reference.apply_rope`."""
     return x.shape[-1] in _ROPE_HEAD_DIMS and _kernel("apply_rope_with_cos_sin_cache_inplace", x) is not None
 
@@ -90,8 +90,8 @@ def has_rope_kernel(x: torch.Tensor) -> bool:
 def apply_rope_with_cos_sin_cache_inplace(
     positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos_sin_cache: torch.Tensor
 ) -> None:
-    """Turn the first half of each head with its second half. positions: (num_tokens,) int64. query, key: (num_tokens,
-    heads, head_dim), any strides of tokens and heads; at least one head each, and which are whose does not matter.
+    """Rotate the first half of each head with its second half. positions: (num_tokens,) int64. query, key:
+    (num_tokens, heads, head_dim), any strides of tokens and heads, at least one head each; both are rotated alike.
     cos_sin_cache: (num_positions, head_dim) float32, cosines, then sines."""
     kernel = _kernel("apply_rope_with_cos_sin_cache_inplace", query)
     assert kernel is not None

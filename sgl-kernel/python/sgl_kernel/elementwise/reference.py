@@ -1,4 +1,4 @@
-"""What the functions of `sgl_kernel.elementwise` mean, in torch, for any device. The results on the CPU."""
+"""The functions of `sgl_kernel.elementwise` in torch, for any device. They define the results, and run on the CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x: (num_tokens, num_heads, head_dim); the first half of a head turns with its second half. cos, sin:
-    (num_tokens, 1, head_dim) in x's dtype, the cosines twice and the sines after their negatives: the sign of the
+    """x: (num_tokens, num_heads, head_dim). The first half of a head is rotated with its second half. cos, sin:
+    (num_tokens, 1, head_dim) in x's dtype, the cosines twice and the sines after their negatives. The sign of the
     rotation is in sin, so that a roll stands for rotate-half."""
     return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, dims=-1), sin)

@@ -1,21 +1,21 @@
 """Transfers of KV pages between pools: device, host, landing buffers, another GPU's pool.
 
-Owns no memory and no order: the caller says when source and destination are ready. Names are SGLang's where the
-meaning is the same (`lf` layer-first, `pf` page-first). The arguments are ours: indices name pages, not tokens, and
-`KVPages` carries shapes and strides, so that none are passed.
+Owns no memory and no order: the caller knows when source and destination are ready. Names are SGLang's where the
+meaning is the same (`lf` layer-first, `pf` page-first). The arguments are this package's own: indices name pages, not
+tokens, and `KVPages` carries shapes and strides.
 
 Contract of every function here:
 
 - Bytes are copied, never values; any dtype. Source and destination have the same components, each of the same dtype
   and shape per page; the components of one page may differ. Outer strides (layer, page) are free, see `KVPages`.
-- src_pages, dst_pages: (n,) int64 or int32, as many of each. In host memory they are checked against the pools; on a
-  GPU they are not, since that would wait for the device. `dma` and `direct` need them in host memory.
+- src_pages, dst_pages: (n,) int64 or int32, as many of each. In host memory they are checked against the pools. On a
+  GPU they are not, because the check would wait for the device. `dma` and `direct` need them in host memory.
 - A source page may be named twice. A destination page must not be (not checked: either content may stay), and no
   destination page may share memory with a source page.
 - stream: the `torch.cuda.Stream` to run on, by default the current one; on the CPU the copy is done on return. Until
-  the stream has got there nobody may write the source pages or touch the destination pages. Pages that are not named
-  are neither read nor written.
-- num_ctas: how many blocks of 1,024 threads `kernel` may use (Strata 4.2: 2 for loads, 1 for backups).
+  the stream has passed the copy, the source pages must not be written and the destination pages must not be touched.
+  Other pages are neither read nor written.
+- num_ctas: the number of blocks of 1,024 threads that `kernel` may use (Strata 4.2: 2 for loads, 1 for backups).
 - Bad arguments raise `KVLayoutError` (a ValueError) before a byte has moved.
 """
 

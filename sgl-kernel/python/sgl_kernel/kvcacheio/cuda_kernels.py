@@ -17,7 +17,8 @@ from sgl_kernel.kvcacheio.layout import KVLayoutError, KVPages, addresses
 SOURCE = Path(__file__).resolve().parent.parent / "csrc" / "kvcacheio.cu"
 KERNEL = "sgl_kv_copy_pages"
 THREADS = 1024
-# What a warp copies at a time: long enough to divide its index arithmetic by, short enough to share a few pages out.
+# Bytes that a warp copies at a time: enough to make its index arithmetic cheap, few enough to divide a few pages
+# among warps.
 SEGMENT_BYTES = 4096
 _MAX_SEGMENTS = (1 << 31) - 1
 
@@ -31,7 +32,7 @@ def copy_pages(
     device = dst.device if dst.is_cuda else src.device
     stream = stream or torch.cuda.current_stream(device)
     with torch.cuda.device(device), torch.cuda.stream(stream):
-        # Through the stream's allocator: memory of these two is not reused before the kernel is done.
+        # Allocated in the stream's order: the memory of both is not reused before the kernel is done.
         indices = [pages.to(device, torch.int64, non_blocking=True).contiguous() for pages in (src_pages, dst_pages)]
         launches = [kernel_arguments(*pair, indices, device_address) for pair in pairs(src, dst)]
         with cupy.cuda.Device(device.index), cupy.cuda.ExternalStream(stream.cuda_stream):
@@ -41,15 +42,15 @@ def copy_pages(
 
 
 def pairs(src: KVPages, dst: KVPages) -> list[tuple[KVPages, KVPages]]:
-    """What one launch copies each: two components, K and V, or the last one alone."""
+    """The components that each launch copies: two, K and V, or the last one alone."""
     firsts = range(0, len(src.components), 2)
     return [(KVPages(*src.components[i : i + 2]), KVPages(*dst.components[i : i + 2])) for i in firsts]
 
 
 def kernel_arguments(src: KVPages, dst: KVPages, indices: list[torch.Tensor], address: Any) -> tuple[Any, ...]:
-    """The kernel's arguments in its order, for one or two components, which the kernel calls K and V. Where there is
-    one alone, V has no bytes. address maps a tensor to the pointer that a kernel may use."""
-    # Of one component, the first is the last too.
+    """The kernel's arguments in its order, for one or two components, which the kernel calls K and V. With one
+    component, V has no bytes. address maps a tensor to the pointer that a kernel may use."""
+    # With one component, the first is the last too.
     sides = [side[index] for side in (addresses(src), addresses(dst)) for index in (0, -1)]
     tensors = [side.components[index] for side in (src, dst) for index in (0, -1)]
     k_bytes, v_bytes = (*src.run_bytes, 0)[:2]
@@ -65,7 +66,7 @@ def kernel_arguments(src: KVPages, dst: KVPages, indices: list[torch.Tensor], ad
 
 
 def device_address(t: torch.Tensor) -> int:
-    """Where a kernel finds t: its address on a GPU, or where its pinned host memory is mapped."""
+    """The address of t for a kernel: its address on a GPU, or the mapping of its pinned host memory."""
     if t.is_cuda:
         return t.data_ptr()
     from cupy.cuda import runtime

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sgl_kernel.kvcacheio.layout import KVLayoutError, KVPages, addresses, check_fit, check_indices
-from sgl_kernel.kvcacheio.plan import COPY, Side, execute, plan_copies, plan_staged
+from sgl_kernel.kvcacheio.plan import COPY, PoolPair, Side, execute, plan_copies, plan_staged
 
 _MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the direction follows from the addresses
 
@@ -39,8 +39,9 @@ def copy_pages_staged(
 ) -> None:
     """Load all layers of page-first pages through a device buffer: large copies of whole pages, then a scatter there.
 
-    host: (num_pages, 2, num_layers, page_size, num_kv_heads, head_dim), pages without gaps. staging: the same
-    shape but for num_pages, on dst's device, without gaps; overwritten, and nobody else's until the stream got there.
+    host: (num_pages, 2, num_layers, page_size, num_kv_heads, head_dim), pages without gaps. staging: the same shape
+    except for num_pages, on dst's device, without gaps. It is overwritten, and must not be used elsewhere until the
+    stream has passed the load.
     """
     from sgl_kernel import kvcacheio
 
@@ -77,7 +78,7 @@ def plan(
 ) -> np.ndarray:
     """The copies that `copy_pages` carries out, offsets counted from `bases`."""
     src_indices, dst_indices = host_indices(src_pages), host_indices(dst_pages)
-    return plan_copies(src_indices, dst_indices, side(src), side(dst), src.run_bytes, src.num_layers, merge)
+    return plan_copies(src_indices, dst_indices, PoolPair(side(src), side(dst), src.run_bytes, src.num_layers), merge)
 
 
 def side(pages: KVPages) -> Side:

@@ -1,14 +1,14 @@
-"""`KVPages`: what a pool's pages hold, as one view per component, whatever the pool's memory looks like.
+"""`KVPages`: the pages of a pool as one view per component, for every order in the pool's memory.
 
 Owns no memory. Knows shapes and byte strides; never copies a byte and never reads an index array's source.
 
-A *component* is what a page holds per layer: K, V, a latent vector, scales. Every pool becomes the same thing, so
-that each backend is written once:
+A *component* is the part of a page and layer with one meaning: K, V, a latent vector, scales. Every pool becomes the
+same views, so that each backend is written once:
 
     component    (num_layers, num_pages, ...)     any strides of the first two dimensions
     K, V         (num_layers, num_pages, page_size, num_kv_heads, head_dim)
 
-Where K and V lie in the usual pools:
+K and V in the usual pools:
 
     layer-first  (2, L, P, page_size, heads, dim)    K | L0 p0 p1 p2 | L1 p0 p1 p2 |  V | L0 p0 p1 p2 | L1 p0 p1 p2 |
     page-first   (P, 2, L, page_size, heads, dim)    p0 | K L0 L1 | V L0 L1 |  p1 | K L0 L1 | V L0 L1 |
@@ -27,7 +27,7 @@ import torch
 
 
 class KVLayoutError(ValueError):
-    """Source, destination or index arrays do not fit each other; the message tells what would."""
+    """Source, destination or index arrays do not fit each other; the message describes what would fit."""
 
 
 class KVPages:
@@ -120,13 +120,13 @@ class KVPages:
         return self.layers[layer_id]
 
     def name(self, index: int) -> str:
-        """Of a component, for messages."""
+        """The name of a component, for messages."""
         return "KV"[index] if len(self.components) == 2 else f"component {index}"
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the runs of one component lie: address = base + layer * layer_stride + page * page_stride, in bytes."""
+    """The places of one component's runs: address = base + layer * layer_stride + page * page_stride, in bytes."""
 
     base: int
     layer_stride: int
@@ -134,8 +134,8 @@ class Addresses:
 
 
 def addresses(pages: KVPages) -> tuple[Addresses, ...]:
-    """Of each component. Raises KVLayoutError where a page of one layer is not one run: only the reference copies
-    those."""
+    """One per component. Raises KVLayoutError where a page of one layer is not one run. Only the reference copies
+    such pages."""
     return tuple(_addresses(each, pages.name(i)) for i, each in enumerate(pages.components))
 
 

@@ -1,7 +1,7 @@
 """Which backend carries out a transfer. Pure decisions; imports no backend and starts no device.
 
-`auto` has not been measured on a GPU: its thresholds are read off published numbers and stay conservative until the
-GPU benchmark decides them.
+`auto` has not been measured on a GPU. Its thresholds come from published numbers and stay conservative until the GPU
+benchmark decides them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 
 from sgl_kernel.kvcacheio.layout import KVLayoutError
 
-# What a user may ask for. cuda and triton are the two implementations of kernel.
+# The names that a user may request. cuda and triton are the two implementations of kernel.
 BACKENDS = ("auto", "kernel", "dma", "direct", "cuda", "triton", "reference")
 # Copy engines reach the link's bandwidth with pieces of 64 KiB (published: 28 KiB 40-44 GB/s, 64 KiB 51-52) and take
-# no SM from the model; below that a kernel is ahead.
+# no SM from the model. With smaller pieces a kernel is faster.
 DMA_PIECE_BYTES = 64 << 10
 
 
@@ -25,10 +25,9 @@ def pick_backend(requested: str, page_bytes_per_layer: int, num_pages: int, devi
 
     page_bytes_per_layer: the largest component of one page and one layer. device: the GPU's, or cpu if no GPU is
     involved. On the CPU `auto`, `kernel`, `cuda` and `triton` are the reference; `dma` and `direct` execute their
-    plans in numpy. On a GPU, `auto` is `dma` where single pages are 64 KiB and more and CuPy is there to issue
+    plans in numpy. On a GPU, `auto` is `dma` where single pages are 64 KiB and more and CuPy is installed to issue
     copies, or where no kernel can be compiled (neither CuPy nor Triton is installed), else `kernel`. num_pages
-    decides nothing yet: adjacent pages would make `dma` faster, but whether they are adjacent is known to the plan
-    alone.
+    decides nothing yet: adjacent pages would make `dma` faster, but only the plan knows whether they are adjacent.
     """
     if requested not in BACKENDS:
         raise KVLayoutError(f"backend {requested!r} is none of {', '.join(BACKENDS)}")
@@ -53,9 +52,9 @@ def available_kernel(requested: str) -> str:
 
 
 def why_not(requested: str, device: torch.device | str) -> str | None:
-    """Why a backend that a user asks for cannot run with pools on this device; None if it can.
+    """The reason why a requested backend cannot run with pools on this device; None if it can.
 
-    Stricter than `pick_backend`: nobody who asks for a kernel on the CPU means the reference.
+    It is stricter than `pick_backend`: a user who requests a kernel on the CPU does not mean the reference.
     """
     if requested not in BACKENDS:
         return f"it is none of {', '.join(BACKENDS)}"

@@ -1,4 +1,4 @@
-"""Plans for the copy engines: which bytes go where, as few and large copies as the indices allow. Pure numpy.
+"""Plans for the copy engines: as few and as large copies as the indices allow. Pure numpy.
 
 Knows addresses, not memory: the same plan is executed by numpy on the CPU (the tests, and `dma` without a GPU) and by
 asynchronous copies on a GPU. Imports no torch.
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# One copy per row: `height` rows of `width` bytes. component: from whose base address src and dst (bytes) are
-# counted. Rows follow each other at src_pitch and dst_pitch; with height 1 both are the width.
+# One copy per entry: `height` rows of `width` bytes. src and dst are counted in bytes from the base address of the
+# component. Rows follow each other at src_pitch and dst_pitch. With height 1 both are the width.
 COPY = np.dtype(
     [
         ("component", np.int32),
@@ -39,7 +39,7 @@ MAX_PITCH = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class Side:
-    """Where the runs of one pool lie, in bytes: that of component c, of a layer and a page, at
+    """The places of one pool's runs, in bytes. The run of component c, of a layer and a page, is at
     base[c] + layer * layer_stride[c] + page * page_stride[c]."""
 
     layer_stride: tuple[int, ...]
@@ -48,21 +48,61 @@ class Side:
     after_first: tuple[int, ...] | None = None
 
 
+@dataclass(frozen=True)
+class PoolPair:
+    """The pools that pages are copied between."""
+
+    src: Side
+    dst: Side
+    # Of each component of one page and one layer.
+    run_bytes: tuple[int, ...]
+    num_layers: int
+
+
+@dataclass(frozen=True)
+class _PageRuns:
+    """Runs of pages that are adjacent on both sides: first pages and lengths, (n,) int64 each."""
+
+    src_pages: np.ndarray
+    dst_pages: np.ndarray
+    lengths: np.ndarray
+
+    def only(self, chosen: np.ndarray) -> _PageRuns:
+        """chosen: (n,) bool."""
+        return _PageRuns(self.src_pages[chosen], self.dst_pages[chosen], self.lengths[chosen])
+
+    def single_pages(self) -> _PageRuns:
+        """The same pages in runs of one page each."""
+        lengths = self.lengths
+        within = np.arange(int(lengths.sum()), dtype=np.int64)
+        within -= np.repeat(np.cumsum(lengths) - lengths, lengths)
+        src_pages, dst_pages = (np.repeat(pages, lengths) + within for pages in (self.src_pages, self.dst_pages))
+        return _PageRuns(src_pages, dst_pages, np.ones_like(within))
+
+
+@dataclass(frozen=True)
+class _Component:
+    """One component of both pools. Strides are (source, destination), in bytes."""
+
+    index: int
+    layer_strides: tuple[int, int]
+    page_strides: tuple[int, int]
+    # Bytes of a run.
+    width: int
+    num_layers: int
+
+
 def plan_copies(
     src_pages: np.ndarray,
     dst_pages: np.ndarray,
-    src: Side,
-    dst: Side,
-    run_bytes: tuple[int, ...],
-    num_layers: int,
+    pools: PoolPair,
     merge: bool = True,
     max_pitch: int = MAX_PITCH,
 ) -> np.ndarray:
     """Copies (n,) of type COPY that move all layers of src_pages to dst_pages, (num_pages,) each.
 
-    run_bytes: of each component. merge: adjacent pages become one copy; without it every page is copied alone
-    (`direct`, the papers' baseline). Layers, and components, that lie without gaps on both sides are one copy either
-    way.
+    merge: adjacent pages become one copy. Without it every page is copied alone (`direct`, the papers' baseline).
+    Layers, and components, that lie without gaps on both sides are one copy in both cases.
     """
     if not len(src_pages):
         return np.empty(0, COPY)
@@ -73,62 +113,47 @@ def plan_copies(
     else:
         starts = np.arange(len(src_pages))
     lengths = np.diff(np.append(starts, len(src_pages)))
-    first_src, first_dst = src_pages[starts], dst_pages[starts]
+    runs = _PageRuns(src_pages[starts], dst_pages[starts], lengths)
 
-    parts = []
-    layers, components, widths = num_layers, range(len(run_bytes)), list(run_bytes)
-    if num_layers == 1 or src.layer_stride == dst.layer_stride == run_bytes:
-        widths = [each * num_layers for each in run_bytes]
+    src, dst, run_bytes = pools.src, pools.dst, pools.run_bytes
+    layers, components, widths = pools.num_layers, range(len(run_bytes)), list(run_bytes)
+    if layers == 1 or src.layer_stride == dst.layer_stride == run_bytes:
+        widths = [each * layers for each in run_bytes]
         layers = 1
         one_stride = len(set(src.page_stride)) == len(set(dst.page_stride)) == 1
         without_gaps = tuple(itertools.accumulate([0, *widths[:-1]]))
         if src.after_first == dst.after_first == without_gaps and one_stride:
             components, widths = range(1), [sum(widths)]
+    parts = []
     for c in components:
-        parts.append(
-            _plan_one(
-                c,
-                first_src,
-                first_dst,
-                lengths,
-                (src.layer_stride[c], dst.layer_stride[c]),
-                (src.page_stride[c], dst.page_stride[c]),
-                widths[c],
-                layers,
-                max_pitch,
-            )
+        layer_strides, page_strides = (
+            (src.layer_stride[c], dst.layer_stride[c]),
+            (src.page_stride[c], dst.page_stride[c]),
         )
+        parts.append(_plan_one(_Component(c, layer_strides, page_strides, widths[c], layers), runs, max_pitch))
     return np.concatenate(parts)
 
 
-def _plan_one(
-    component: int,
-    src_pages: np.ndarray,
-    dst_pages: np.ndarray,
-    lengths: np.ndarray,
-    layer_strides: tuple[int, int],
-    page_strides: tuple[int, int],
-    width: int,
-    num_layers: int,
-    max_pitch: int,
-) -> np.ndarray:
-    """Runs of pages of one component. Each strides argument: source, destination."""
+def _plan_one(component: _Component, runs: _PageRuns, max_pitch: int) -> np.ndarray:
+    """The copies of one component."""
+    layer_strides, page_strides = component.layer_strides, component.page_strides
+    width, num_layers = component.width, component.num_layers
     linear = page_strides == (width, width)
     rows_of_pages = linear or max(page_strides) <= max_pitch
     rows_of_layers = num_layers > 1 and min(layer_strides) >= width and max(layer_strides) <= max_pitch
     if not rows_of_pages:
-        # A pitch too large for a 2-D copy: every page alone.
-        src_pages, dst_pages, lengths = _single_pages(src_pages, dst_pages, lengths)
-    # Copies that a run becomes: one per layer, or one per page.
-    by_layer = np.zeros(len(lengths), bool) if not rows_of_layers else lengths < num_layers
+        # The pitch is too large for a 2-D copy, so that every page is copied alone.
+        runs = runs.single_pages()
+    # The runs whose rows are layers, with one copy per page. The others have one copy per layer.
+    by_layer = np.zeros(len(runs.lengths), bool) if not rows_of_layers else runs.lengths < num_layers
     parts: list[np.ndarray] = []
     if not by_layer.all():
-        keep = ~by_layer
-        part = np.empty((num_layers, int(keep.sum())), COPY)
+        kept = runs.only(~by_layer)
+        part = np.empty((num_layers, len(kept.lengths)), COPY)
         layer = np.arange(num_layers, dtype=np.int64)[:, None]
-        part["src"] = layer * layer_strides[0] + src_pages[keep] * page_strides[0]
-        part["dst"] = layer * layer_strides[1] + dst_pages[keep] * page_strides[1]
-        n = lengths[keep]
+        part["src"] = layer * layer_strides[0] + kept.src_pages * page_strides[0]
+        part["dst"] = layer * layer_strides[1] + kept.dst_pages * page_strides[1]
+        n = kept.lengths
         single = (n == 1) | linear
         part["width"] = np.where(single, n * width, width)
         part["height"] = np.where(single, 1, n)
@@ -136,25 +161,16 @@ def _plan_one(
         part["dst_pitch"] = np.where(single, n * width, page_strides[1])
         parts.append(part.reshape(-1))
     if by_layer.any():
-        src_pages, dst_pages, _ = _single_pages(src_pages[by_layer], dst_pages[by_layer], lengths[by_layer])
-        rows = np.empty(len(src_pages), COPY)
-        rows["src"] = src_pages * page_strides[0]
-        rows["dst"] = dst_pages * page_strides[1]
+        pages = runs.only(by_layer).single_pages()
+        rows = np.empty(len(pages.lengths), COPY)
+        rows["src"] = pages.src_pages * page_strides[0]
+        rows["dst"] = pages.dst_pages * page_strides[1]
         rows["width"], rows["height"] = width, num_layers
         rows["src_pitch"], rows["dst_pitch"] = layer_strides
         parts.append(rows)
     result = np.concatenate(parts)
-    result["component"] = component
+    result["component"] = component.index
     return result
-
-
-def _single_pages(
-    src_pages: np.ndarray, dst_pages: np.ndarray, lengths: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Runs taken apart into their pages."""
-    within = np.arange(int(lengths.sum()), dtype=np.int64)
-    within -= np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return np.repeat(src_pages, lengths) + within, np.repeat(dst_pages, lengths) + within, np.ones_like(within)
 
 
 @dataclass(frozen=True)
@@ -170,16 +186,16 @@ def plan_staged(
 ) -> list[StagedRound]:
     """Rounds that bring whole page-first pages through a buffer of staging_pages pages (page-first, without gaps).
 
-    Only the source pages have to be adjacent for a large copy; where they go is the scatter's business.
+    Only the source pages have to be adjacent for a large copy. The scatter brings them to their destinations.
     page_stride: the source pool's, in bytes; page_bytes: of one page.
     """
     if staging_pages < 1:
         raise ValueError("the staging buffer must hold one page at least")
-    side, staging = Side((0,), (page_stride,)), Side((0,), (page_bytes,))
+    pools = PoolPair(Side((0,), (page_stride,)), Side((0,), (page_bytes,)), (page_bytes,), 1)
     rounds = []
     for first in range(0, len(src_pages), staging_pages):
         part = src_pages[first : first + staging_pages]
-        copies = plan_copies(part, np.arange(len(part)), side, staging, (page_bytes,), 1)
+        copies = plan_copies(part, np.arange(len(part)), pools)
         rounds.append(StagedRound(copies, dst_pages[first : first + staging_pages]))
     return rounds
 

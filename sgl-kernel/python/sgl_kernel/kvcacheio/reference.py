@@ -3,8 +3,8 @@
 Owns nothing but a temporary of at most 1 MiB per call. Arguments have been checked (`layout.check_fit`,
 `layout.check_indices`). Runs in the calling thread; it is done when it returns.
 
-What it does is one line per layer, `dst[layer, dst_pages] = src[layer, src_pages]`. How depends on the indices, since
-that line copies everything twice:
+The result is that of one line per layer, `dst[layer, dst_pages] = src[layer, src_pages]`. That line copies everything
+twice, so that the indices decide how the copy is made:
 
     consecutive on both sides, or large pieces   slice copies, per run and layer or per page
     consecutive destination, in any order        one gather per layer, straight to its place
@@ -19,9 +19,9 @@ import torch
 
 from sgl_kernel.kvcacheio.layout import KVPages, page_is_one_run
 
-# Below this a slice copy takes longer to begin (about 1 µs of Python) than to run.
+# A slice copy of fewer bytes takes longer to begin (about 1 µs of Python) than to run.
 _SLICE_BYTES = 16 << 10
-# So little is copied before the rest of this file has made up its mind, which takes 40 µs and more.
+# This many bytes are copied faster than the choice of a method takes, which is 40 µs and more.
 _SMALL_BYTES = 64 << 10
 _FEW_PAGES = 4
 _BLOCK_BYTES = 1 << 20
@@ -44,7 +44,7 @@ def copy_pages(src: KVPages, dst: KVPages, src_pages: torch.Tensor, dst_pages: t
     starts = run_starts(src_ids, dst_ids)
     many_runs = len(starts) > 1 and len(src_ids) * src.num_layers * run_bytes < len(starts) * _SLICE_BYTES
     if many_runs:
-        # Sorted by destination, pages often become runs again: frames are handed out lowest first.
+        # Sorted by destination, pages often become runs again, because frames are handed out lowest first.
         order = np.argsort(dst_ids, kind="stable")
         src_ids, dst_ids = src_ids[order], dst_ids[order]
         starts = run_starts(src_ids, dst_ids)
@@ -71,7 +71,7 @@ def _copy_plainly(src: KVPages, dst: KVPages, src_pages: torch.Tensor, dst_pages
 
 
 def run_starts(src_ids: np.ndarray, dst_ids: np.ndarray) -> np.ndarray:
-    """Where runs begin in which both index arrays go up by one: (number of runs,) int64, the first is 0."""
+    """The beginnings of runs in which both index arrays go up by one: (number of runs,) int64, the first is 0."""
     breaks = (np.diff(src_ids) != 1) | (np.diff(dst_ids) != 1)
     return np.concatenate([np.zeros(1, np.int64), np.flatnonzero(breaks) + 1])
 
@@ -88,7 +88,7 @@ def words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _reinterpret(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Like Tensor.view(dtype), which would insist on aligned strides of dimensions of size 1 too."""
+    """Like Tensor.view(dtype), which would need aligned strides of dimensions of size 1 too."""
     itemsize, width = t.dtype.itemsize, dtype.itemsize
     shape = (*t.shape[:2], t.shape[2:].numel() * itemsize // width)
     strides = (*(stride * itemsize // width for stride in t.stride()[:2]), 1)

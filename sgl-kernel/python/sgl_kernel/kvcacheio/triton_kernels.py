@@ -1,10 +1,10 @@
 """`kernel` in Triton: the same copy where CuPy is missing or the GPU is not NVIDIA's.
 
-Owns no memory. Values travel as integers, so no bit pattern changes. Byte-exact under Triton's interpreter (that
-checks index arithmetic, not races), compiled for sm_90 in the tests; has not run on a GPU.
+Owns no memory. Values travel as integers, so that no bit pattern changes. Byte-exact under Triton's interpreter
+(which checks index arithmetic, not races), compiled for sm_90 in the tests; has not run on a GPU.
 
-Every program takes tiles of rows (runs: one component of one page and one layer) and words. Loads pass L1 by (`.cg`),
-stores leave L2 first (`.cs`); Triton has no `L1::no_allocate`.
+Every program takes tiles of rows (runs: one component of one page and one layer) and words. Loads bypass L1 (`.cg`),
+and stores leave L2 first (`.cs`); Triton has no `L1::no_allocate`.
 """
 
 from __future__ import annotations

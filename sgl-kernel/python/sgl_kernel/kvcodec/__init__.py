@@ -1,11 +1,11 @@
 """The inner loops of the remote tier's codecs, on the CPU: values to byte planes and back, vectors to bins and back.
 
 Owns no memory. Compiled C where there is a compiler, else numpy (`reference.py`, which defines the result). Runs in
-the calling thread without the GIL (in C), done when it returns; no state, so any thread may call.
+the calling thread, in C without the GIL, and is done when it returns. There is no state, so that any thread may call.
 
-Contract of every function: arrays are contiguous, one-dimensional, at any address; every size is checked against the
-others here, before a byte is read or written (`KVCodecError`, a ValueError); outputs overlap nothing; an output is
-written whole, and nothing beside it. dtype: "bfloat16", "float16" or "float32", little-endian.
+Contract of every function: arrays are contiguous, one-dimensional, at any address. Every size is checked against the
+others here, before a byte is read or written (`KVCodecError`, a ValueError). Outputs overlap nothing. A function
+writes its whole output, and nothing beside it. dtype: "bfloat16", "float16" or "float32", little-endian.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class KVCodecError(ValueError):
 
 
 def split_planes(raw: np.ndarray, itemsize: int, first: np.ndarray, rest: np.ndarray) -> None:
-    """Rotate values left by one bit, which puts the sign last and the exponent first, and take their bytes apart.
+    """Rotate values left by one bit, which puts the sign last and the exponent first, and separate their bytes.
 
     raw: (n * itemsize,) uint8, itemsize 2 or 4. first: (n,) uint8, the most significant bytes: the exponents of
     bfloat16 and float32. rest: ((itemsize - 1) * n,) uint8, the other bytes, plane by plane, most significant first.
@@ -62,7 +62,7 @@ def bin_vectors(
 
     raw: (n * dim * item bytes,) uint8. half: (n,) uint8, 1 to 127: codes of vector i lie in -half[i]..half[i].
     scales: (4 * n,) uint8, written with float32. codes: (n * dim,) int8. A vector of zeros gets the scale 0; no other
-    scale is below 2**-126. So |x - code * scale| <= scale / 2, up to the rounding of one float32 division.
+    scale is below 2**-126. Therefore |x - code * scale| <= scale / 2, up to the rounding of one float32 division.
 
     Returns False, outputs undefined, where a vector holds an infinity, a NaN or a magnitude above 2**126.
     """
@@ -76,7 +76,7 @@ def bin_vectors(
 
 def unbin_vectors(scales: np.ndarray, codes: np.ndarray, dtype: str, dim: int, out: np.ndarray) -> None:
     """code * scale in float32, rounded to dtype, to the nearest, ties to even. Shapes as in `bin_vectors`, out is its
-    raw. Scales are finite: the caller has looked."""
+    raw. The caller has checked that scales are finite."""
     _check_vectors(out, dtype, dim, scales, codes)
     _check_writable(out)
     _loops().unbin_vectors(scales, codes, dtype, dim, out)
@@ -85,7 +85,7 @@ def unbin_vectors(scales: np.ndarray, codes: np.ndarray, dtype: str, dim: int, o
 def deflate_literals(data: np.ndarray, out: np.ndarray) -> int | None:
     """Compress to a raw Deflate stream (RFC 1951) without matches: the Huffman codes of its bytes, 32 KiB at a time.
 
-    data: (n,) uint8. Returns the length of the stream, at the front of out, (any,) uint8; what is behind it may be
+    data: (n,) uint8. Returns the length of the stream, at the front of out, (any,) uint8; the bytes behind it may be
     overwritten too. None, out undefined, where out is too small, by some bytes more than the stream.
     """
     _check(data, np.uint8, len(data), "data")

@@ -1,8 +1,8 @@
-"""Compiles `csrc/kvcodec.c` at first use and calls it through ctypes, which lets go of the GIL.
+"""Compiles `csrc/kvcodec.c` at first use and calls it through ctypes, which releases the GIL.
 
 Owns the compiled library and its file in the user's cache. The file's name is a hash of the source, the command, the
-compiler's version and the CPU's features, so another of any of these gets another file. Any number of processes may
-compile at once: each writes a file of its own, and renames it. Arguments have been checked by `kvcodec/__init__.py`.
+compiler's version and the CPU's features; a change to one of them gives another file. Any number of processes may
+compile at once: each writes a file of its own, and renames it. `kvcodec/__init__.py` has checked the arguments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 SOURCE = Path(__file__).resolve().parent.parent / "csrc" / "kvcodec.c"
-# Values stay what IEEE arithmetic makes them: no contraction. What is given up is errno and floating-point traps.
+# IEEE results: no contraction. errno and floating-point traps are given up.
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _COMPILE_TIMEOUT_S = 120
 
@@ -70,7 +70,7 @@ def deflate_literals(data: np.ndarray, out: np.ndarray) -> int | None:
 
 @cache
 def is_available() -> bool:
-    """Whether the library is there, compiled now if it was not. If not, one line in the log says why."""
+    """Whether the library can be used, compiled now if necessary. If not, one line in the log gives the reason."""
     try:
         _library()
     except (OSError, subprocess.SubprocessError, AttributeError) as e:
@@ -85,8 +85,8 @@ def cache_dir() -> Path:
 
 
 def compile_library(directory: Path) -> Path:
-    """The compiled library in `directory`, written first if it is not there. OSError or SubprocessError if it cannot
-    be."""
+    """The compiled library in `directory`, written first if it does not exist. OSError or SubprocessError if that
+    fails."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise OSError("no C compiler found; install gcc or clang, or set CC")
@@ -121,7 +121,7 @@ def _function(name: str) -> ctypes._NamedFuncPointer:
 
 
 def _cpu_features() -> str:
-    """What `-march=native` depends on: a home directory may be shared by machines."""
+    """The features that `-march=native` depends on. Machines may share a home directory."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""The reference in numpy: it defines the result that `csrc/kvcodec.c` must match byte for byte; of `deflate_literals`
-what its stream decodes to, since there are many.
+"""The reference in numpy: it defines the result that `csrc/kvcodec.c` must match byte for byte. For
+`deflate_literals`, which has many valid streams, it defines what the stream decodes to.
 
-Arguments have been checked (`kvcodec/__init__.py`, which says what they are). Allocates temporaries as it goes.
+Arguments have been checked (`kvcodec/__init__.py` describes them). Allocates temporaries as it goes.
 """
 
 from __future__ import annotations

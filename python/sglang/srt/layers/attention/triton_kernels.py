@@ -21,7 +21,7 @@ import triton.language as tl
 # ln(2), because the returned lse is of base e.
 _LN_2 = tl.constexpr(0.6931471805599453)
 # Arguments that differ from batch to batch, and for which no kernel may be compiled again: numbers, and the alignment
-# of these arrays.
+# of the arrays.
 _NUMBERS = ["skip", "num_splits"]
 _ARRAYS = ["table_ptr", "starts_ptr", "kv_lens_ptr", "block_reqs_ptr", "block_firsts_ptr", "row_starts_ptr"]
 _ARRAYS += ["q_lens_ptr", "num_before_ptr", "reqs_ptr"]

@@ -61,7 +61,7 @@ class SlotMap:
     def ready(self) -> bool:
         return not self._stale
 
-    def outdated(self) -> None:
+    def mark_outdated(self) -> None:
         """A node was lost, or redirected a command."""
         self._stale = self.is_cluster is not False
 
@@ -141,7 +141,7 @@ class NodeConnections:
         self._make = make
         self._nodes: dict[Endpoint, RespConnection] = {}
         # For redirected commands and for requests of the map. Nothing stays in flight on these connections.
-        self._asides: dict[Endpoint, RespConnection] = {}
+        self._redirect_connections: dict[Endpoint, RespConnection] = {}
 
     def for_key(self, key: bytes) -> RespConnection:
         """Raises StoreFailure."""
@@ -170,7 +170,7 @@ class NodeConnections:
                 for i, reply in zip(indices, connection.receive_all()):
                     replies[i] = reply
         except BaseException:
-            self.void()
+            self.reset()
             raise
         for i, (_, command) in enumerate(commands):
             reply = replies[i]
@@ -190,7 +190,7 @@ class NodeConnections:
             endpoint, slot = _target(reply, connection.endpoint)
             if reply.code == "MOVED":
                 self._map.moved(slot, endpoint)
-            connection = self._aside(endpoint)
+            connection = self._redirect_connection(endpoint)
             try:
                 if reply.code == "ASK":
                     connection.call("ASKING")
@@ -199,20 +199,20 @@ class NodeConnections:
                 reply = answer
         return reply
 
-    def void(self) -> None:
+    def reset(self) -> None:
         """After a failure: forget everything in flight, and request the map again."""
         for connection in self._nodes.values():
             if connection.pending:
                 connection.close()
-        self._map.outdated()
+        self._map.mark_outdated()
 
     def close(self) -> None:
-        self._close_asides()
+        self._close_redirect_connections()
         for connection in self._nodes.values():
             connection.close()
 
-    def _close_asides(self) -> None:
-        for connection in self._asides.values():
+    def _close_redirect_connections(self) -> None:
+        for connection in self._redirect_connections.values():
             connection.close()
 
     def _for_keys(self, keys: Sequence[bytes]) -> list[RespConnection]:
@@ -223,9 +223,9 @@ class NodeConnections:
 
     def _refresh(self) -> None:
         if not self._map.ready():
-            self._map.refresh(self._aside)
+            self._map.refresh(self._redirect_connection)
             if not self._map.is_cluster:
-                self._close_asides()
+                self._close_redirect_connections()
             if not self._map.nodes:
                 raise StoreLost(f"no node of {self._map.address} serves any slot")
 
@@ -234,10 +234,10 @@ class NodeConnections:
             self._nodes[endpoint] = self._make(endpoint)
         return self._nodes[endpoint]
 
-    def _aside(self, endpoint: Endpoint) -> RespConnection:
-        if endpoint not in self._asides:
-            self._asides[endpoint] = self._make(endpoint)
-        return self._asides[endpoint]
+    def _redirect_connection(self, endpoint: Endpoint) -> RespConnection:
+        if endpoint not in self._redirect_connections:
+            self._redirect_connections[endpoint] = self._make(endpoint)
+        return self._redirect_connections[endpoint]
 
 
 def is_redirect(error: ErrorReply) -> bool:

@@ -266,7 +266,7 @@ class PieceReader:
         """Request a piece. Several may be requested before the first is received. Raises StoreFailure, as receive."""
         assert 0 <= piece < self._store.num_pieces
         name = self._store.name_of(key, piece)
-        with _Voiding(self):
+        with _ResetOnFailure(self):
             connection = self._connections.for_key(name)
             connection.send_get(name)
         self._in_flight.append((connection, name))
@@ -279,7 +279,7 @@ class PieceReader:
         and ValueTooLarge, about this piece, and the other kinds of StoreFailure, after which nothing is in flight.
         """
         connection, name = self._in_flight.popleft()
-        with _Voiding(self):
+        with _ResetOnFailure(self):
             try:
                 size = connection.receive_into(buffer)
             except ErrorReply as error:
@@ -292,10 +292,10 @@ class PieceReader:
         self._store.count(read_pieces=size is not None, missing_pieces=size is None, read_bytes=size or 0)
         return size
 
-    def void(self) -> None:
+    def reset(self) -> None:
         """Forget the operations in flight."""
         self._in_flight.clear()
-        self._connections.void()
+        self._connections.reset()
 
     def close(self) -> None:
         self._in_flight.clear()
@@ -305,7 +305,7 @@ class PieceReader:
         self._store.failed("reading a piece", failure)
 
 
-class _Voiding:
+class _ResetOnFailure:
     """Forgets all replies in flight after a connection has failed. They would be taken for other pieces otherwise."""
 
     def __init__(self, reader: PieceReader) -> None:
@@ -318,7 +318,7 @@ class _Voiding:
         if error is None:
             return
         if not isinstance(error, (ErrorReply, ValueTooLarge)):
-            self._reader.void()
+            self._reader.reset()
         if isinstance(error, StoreFailure):
             self._reader.failed(error)
 
@@ -347,15 +347,15 @@ class BlockWriter:
                 [(store.name_of(key, _MANIFEST), [manifest])], store.ttl_s
             )
         except StoreFailure as failure:
-            self._connections.void()
+            self._connections.reset()
             store.failed("storing a block", failure)
             return False
         except BaseException:
-            self._connections.void()
+            self._connections.reset()
             raise
         if error is not None:
             store.write_refused(error)
-            self._give_back(key)
+            self._remove_pieces(key)
             return False
         store.count(written_blocks=1, written_bytes=size_bytes)
         return True
@@ -377,7 +377,7 @@ class BlockWriter:
                 return reply
         return None
 
-    def _give_back(self, key: bytes) -> None:
+    def _remove_pieces(self, key: bytes) -> None:
         """Remove the pieces of a block that has no manifest. They would only fill the store."""
         command = self._store.unlink_command(key)
         try:

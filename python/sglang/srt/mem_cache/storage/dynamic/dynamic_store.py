@@ -41,7 +41,7 @@ from sglang.srt.mem_cache.storage.registry import StoreParams
 logger = logging.getLogger(__name__)
 
 RECORD_VERSION = 1
-# magic, digest of the namespace, key, bytes of the payload, CRC-32 of the payload and then of these fields.
+# magic, digest of the namespace, key, bytes of the payload, CRC-32 of the payload, CRC-32 of the fields before.
 _HEADER = struct.Struct("<8s16s16sQ")
 _TRAILER_BYTES = 64
 _MAGIC = b"hicache1"

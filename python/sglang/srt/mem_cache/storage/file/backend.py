@@ -81,7 +81,7 @@ def find_root(path: str | None) -> Path:
     if path := os.environ.get(ROOT_ENV):
         return Path(path).absolute()
     root = Path(DEFAULT_ROOT)
-    # Anybody may make a folder there before the server starts, and would then own the KV that it trusts.
+    # Another user may make a folder there before the server starts, and would then own the KV that the server trusts.
     if root.exists() and root.stat().st_uid != os.geteuid():
         raise StoreError(f"{root} belongs to another user: name a folder of your own with path in {CONFIG_FLAG}")
     return root

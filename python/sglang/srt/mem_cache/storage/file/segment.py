@@ -35,9 +35,9 @@ MAX_SLOTS = 1 << 20
 
 _SEGMENT_MAGIC = b"HiCacheS"
 _ENTRY_MAGIC = b"HiCB"
-# magic, version, block_tokens, page_size, num_slots, page_bytes, payload_bytes, namespace; then xxh3_64 of these.
+# magic, version, block_tokens, page_size, num_slots, page_bytes, payload_bytes, namespace; then their xxh3_64.
 _HEADER = struct.Struct("<8sIIIIQQ32s")
-# magic, version, payload_bytes, start of the namespace, key, checksum; then xxh3_64 of these, seeded by the slot.
+# magic, version, payload_bytes, start of the namespace, key, checksum; then their xxh3_64, seeded by the slot.
 _ENTRY = struct.Struct("<4sIQ8s16s16s")
 _U64 = struct.Struct("<Q")
 
