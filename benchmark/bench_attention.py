@@ -1,13 +1,13 @@
-"""Attention over paged KV, beside what the machine can do: prefill against a large product of matrices, decode
-against a large copy in memory.
+"""Attention over paged KV, beside the machine's limits: prefill against a large product of matrices, decode against a
+large copy in memory.
 
     python benchmark/bench_attention.py [--backends triton,flashinfer] [--heads N] [--kv-heads N] [--head-dim N]
                                         [--page-sizes 1,16,64] [--rounds N]
 
-On the CPU: the backend torch_native, small batches, float32. On a GPU: those that are installed, bfloat16. Pages are
-a random permutation of the pool's, in one table. The backends take turns; a turn takes every layer once, so that no
-cache still holds what it reads. Plans are made before, once. Prefill counts the multiplications and additions that
-causal attention needs, decode the bytes of K and V.
+On the CPU: the backend torch_native, small batches, float32. On a GPU: the installed backends, bfloat16. Pages are a
+random permutation of the pool's, in one table. The backends take turns. A turn goes through all layers once, so that
+no cache still holds the KV. Plans are made once, before. Prefill counts the multiplications and additions that causal
+attention needs, decode the bytes of K and V.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.kv_view import KVView, PagedSegments
 
 @dataclass(frozen=True)
 class Batch:
-    """num_reqs requests with num_new tokens each behind a prefix; a decode where that is one."""
+    """num_reqs requests with num_new tokens each behind a prefix. With one new token it is a decode."""
 
     num_reqs: int
     prefix: int
@@ -57,7 +57,7 @@ class Bench:
     def __init__(self, heads: int, kv_heads: int, head_dim: int, device: str, rounds: int) -> None:
         self.heads, self.kv_heads, self.head_dim, self.device = heads, kv_heads, head_dim, device
         self._rounds = rounds
-        # The CPU's own type: products of bfloat16 matrices may be slow for want of instructions.
+        # The CPU's own type: products of bfloat16 matrices may be slow where instructions are missing.
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.num_layers = 4
         batches = GPU_BATCHES if device == "cuda" else CPU_BATCHES
@@ -66,7 +66,7 @@ class Bench:
         self._memory = torch.empty(shape, dtype=self.dtype, device=device).normal_()
 
     def seconds(self, *works: Callable[[], object]) -> list[float]:
-        """Medians, of each work and what it has enqueued; they take turns."""
+        """Medians of each work, with the operations that it enqueued. The works take turns."""
         samples: list[list[float]] = [[] for _ in works]
         for _ in range(self._rounds + 1):
             for work, mine in zip(works, samples):
@@ -146,7 +146,7 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for batch in GPU_BATCHES if device == "cuda" else CPU_BATCHES:
         for page_size in (int(each) for each in args.page_sizes.split(",")):
-            # Beside every batch, as the machine may have others at work.
+            # Measured beside every batch, because the machine may have other work.
             flops, bandwidth = bench.matrix_flops(), bench.memory_bytes_per_s()
             for name, seconds in zip(names, bench.attend(backends, batch, page_size)):
                 row: dict[str, object] = {

@@ -1,20 +1,20 @@
-"""Codecs of the remote tier: how small, how fast on one core, and what the lossy ones do to a model's answers.
+"""Codecs of the remote tier: their size, their speed on one core, and the effect of lossy ones on a model's answers.
 
     python benchmark/bench_codecs.py [--rounds N] [--tokens N] [--prompts N]
 
 KV: *synthetic*, of a Llama-8B's shape (32 layers, 8 KV heads of 128, bfloat16), K with a scale per channel, a few
-outlier channels and neighbouring tokens alike, V near Gaussian; and the *embedded* model's, of this documentation as
-its prompt, in bfloat16 and float32. Its weights are random and have learnt nothing, so its KV has no outlier channels
-and its answers are more easily changed than a trained model's.
+outlier channels and neighbouring tokens alike, V near Gaussian; and the *embedded* model's, with this documentation
+as its prompt, in bfloat16 and float32. Its weights are random. Its KV has no outlier channels, and its answers are
+more easily changed than a trained model's.
 
-Rates are raw bytes (before encoding, after decoding) per second of CPU time of the one thread, so that others at
-work on the machine count less; medians over rounds in which the codecs take turns. *Library*: the decoder alone,
-called on the same coded bytes, into memory of its own. *Copy*: `np.copyto` of as many raw bytes. Both right before
-the stage that they are compared with.
+Rates are raw bytes (before encoding, after decoding) per second of CPU time of the one thread, so that other work on
+the machine matters less. They are medians over rounds in which the codecs take turns. *Library*: the decoder alone,
+called on the same coded bytes, into memory of its own. *Copy*: `np.copyto` of as many raw bytes. Both are measured
+right before the stage that they are compared with.
 
-Quality: the KV of a prompt is replaced by what comes back from the codec, then the model goes on. Its logits at each
-of 32 forced tokens (the greedy answer from the exact KV in bfloat16) against those from the exact KV: mean absolute
-error over the standard deviation of the logits, and how often the greedy token is the same.
+Quality: the KV of a prompt is replaced by the codec's decoded KV, then the model goes on. Its logits at each of 32
+forced tokens (the greedy answer from the exact KV in bfloat16) are compared with those from the exact KV: mean
+absolute error over the standard deviation of the logits, and how often the greedy token is the same.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the cache controller costs per operation and per page: backups, loads, fetches from storage and writes to it.
+"""The cost of the cache controller per operation and per page: backups, loads, fetches from storage and writes to it.
 
 Owns nothing outside the process: a tree, two frame tables and the controller, no memory, link or thread. Each sample
-begins an operation on a new path and ends it; the host pool is large and 90 % full, so that nothing is evicted.
+begins an operation on a new path and ends it. The host pool is large and 90 % full, so that nothing is evicted.
 
     python benchmark/bench_controller.py [--rounds N]
 """
@@ -43,7 +43,7 @@ class Rig:
         if storage:
             limits = StorageLimits(256, self.host.num_pages, self.host.num_pages)
             self.storage.open(limits, self.names)
-        # Others hold most of the host pool; what they gave back lies in runs, as prompts did.
+        # Most of the host pool is in use. Free frames lie in runs, as prompts leave them.
         held = self.host.allocate(self.host.num_pages, 0)
         assert held is not None
         runs = np.array_split(held, HOST_TOKENS // 1500)

@@ -3,16 +3,16 @@
     python benchmark/bench_disk.py [--tokens N] [--layers N] [--rounds N] [--folder PATH] [--page-sizes 1,32]
     python benchmark/bench_disk.py --start-up 1000000
 
-`HiCacheFile` with a page-first and a layer-first host pool, pages in runs (ascending) or scattered (a random
-half of a pool of twice the size). *Piece by piece* is what a store does that knows only layer-first pools: one read
-per page, layer, K and V, without a checksum (Strata, figure 12). The limit is the same bytes in one contiguous buffer
-and one file, 16 MiB per call.
+`HiCacheFile` with a page-first and a layer-first host pool, pages in runs (ascending) or scattered (a random half of
+a pool of twice the size). *Piece by piece* is the way of a store that knows only layer-first pools: one read per
+page, layer, K and V, without a checksum (Strata, figure 12). The limit is the same bytes in one contiguous buffer and
+one file, 16 MiB per call.
 
-Write: until the calls return, the data lies in the page cache, or on the disk where the store writes past it (memory
-here is aligned as pinned memory is; *page cache*: the same store without that); and with the fsync of all files.
-Read cold: after fsync and POSIX_FADV_DONTNEED of all files, which empties the guest's page cache, not the virtual
-disk's host. Read warm: once more. Variants take turns within a round, each right after the limit; medians, also of
-the ratios.
+Write: until the calls return, when the data lies in the page cache, or on the disk where the store bypasses the page
+cache (memory here is aligned as pinned memory is; *page cache*: the same store without the bypass); and with the
+fsync of all files. Read cold: after fsync and POSIX_FADV_DONTNEED of all files, which empties the guest's page cache,
+not the virtual disk's host. Read warm: once more. Variants take turns within a round, each right after the limit. The
+numbers are medians, also of the ratios.
 
 --start-up: opening a store of N blocks whose segments hold tables and no payload (the store reads no payload then).
 """
@@ -41,8 +41,8 @@ KEY_SEED = np.random.default_rng(0)
 
 
 class Pool:
-    """Host pages in memory that is there (written once), in either layout; the layer-first one is seen as
-    (num_pages, 2 * num_layers, bytes of a page's layer)."""
+    """Host pages in memory that has been written once, in either layout. The layer-first one is seen as (num_pages, 2
+    * num_layers, bytes of a page's layer)."""
 
     def __init__(self, memory: np.ndarray, num_layers: int, page_size: int, layer_first: bool) -> None:
         piece_bytes = page_size * HEADS * DIM * ITEM_BYTES
@@ -193,7 +193,7 @@ class Bench:
 
 
 def run(bench: Bench, page_sizes: list[int], rounds: int) -> list[dict[str, object]]:
-    """Each variant right after the limit, as the disk may have others at work."""
+    """Each variant right after the limit, because the disk may have other work."""
     variants = list(bench.variants(page_sizes))
     samples: list[list[tuple[dict[str, float], dict[str, float]]]] = [[] for _ in variants]
     for _ in range(rounds):
@@ -206,7 +206,7 @@ def run(bench: Bench, page_sizes: list[int], rounds: int) -> list[dict[str, obje
             row[f"{what} GB/s"] = percentiles([rates[what] for _, rates in taken], 50)[0]
             row[f"{what} ratio"] = percentiles([rates[what] / limit[what] for limit, rates in taken], 50)[0]
         rows.append(row)
-    # In place of a ratio: the 10th and 90th percentile of the limit itself.
+    # Instead of a ratio: the 10th and 90th percentile of the limit itself.
     limits = [limit for taken in samples for limit, _ in taken]
     row = {"page size": None, "host": "one buffer", "pages": ""}
     for what in limits[0]:

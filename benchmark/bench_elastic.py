@@ -1,10 +1,11 @@
 """Resizing a pool that lends memory: block-major (the elastic pool) against layer-major, over the size of the pool.
 
-A worker with a full pool lends its last slab and gets it back. *Resize* is what the layout costs: for the block-major
-pool, the boundary and the frame table; for the layer-major one, which has to be contiguous (SwiftCache Figure 5), all
-layers but the first move, and it is checked that every page has survived. What has to be done in both, however the
-pool is laid out, is listed apart: drain (give up the pages of the slab and wait for nobody), scrub, and the
-borrower's map and unmap. Fastest of the rounds, since others are at work on the machine; the variants take turns.
+A worker with a full pool lends its last slab and gets it back. *Resize* is the cost of the layout. For the
+block-major pool, that is the boundary and the frame table. For the layer-major one, which has to be contiguous
+(SwiftCache Figure 5), all layers but the first move, and the benchmark checks that every page has survived. The work
+of both layouts is listed apart: drain (drop the pages of the slab, with no transfer to wait for), scrub, and the
+borrower's map and unmap. The numbers are the fastest of the rounds, because the machine has other work. The variants
+take turns.
 
     python benchmark/bench_elastic.py [--quick]
 """
@@ -49,11 +50,12 @@ class LayerMajorPool:
         return used.reshape(2 * self.num_layers, self.num_pages, self.run_bytes)
 
     def resize(self, num_pages: int) -> None:
-        """The first min(old, new) pages stay; what is new is what was there."""
+        """The first min(old, new) pages keep their content. New pages hold the memory's old bytes."""
         before, after = self.num_pages * self.run_bytes, num_pages * self.run_bytes
         base, kept = self.memory.ctypes.data, min(before, after)
         layers = range(1, 2 * self.num_layers)
-        # Downwards from the first, upwards from the last: nothing is overwritten that is still to move.
+        # Shrinking begins at the first layer, growing at the last, so that no layer is overwritten before it has
+        # moved.
         for layer in layers if after < before else reversed(layers):
             ctypes.memmove(base + layer * after, base + layer * before, kept)
         self.num_pages = num_pages

@@ -3,8 +3,8 @@
     python benchmark/bench_end_to_end.py [--rounds N]
 
 Throughput: 32 concurrent requests, new prompts each round. `generate` runs them one after the other, and again as one
-left-padded batch, which a server could only do if all came at once. First token: prompts that share 90 % with one
-that was served before; `generate` has no cache between calls.
+left-padded batch, which a server could only do if all came at once. First token: prompts that share 90 % with a
+prompt that was served before; `generate` has no cache between calls.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ async def run(rounds: int) -> list[dict[str, object]]:
                 ("server first token", server_first),
                 ("transformers first token", transformers_first),
             ):
-                # The threads of the one measured before spin for a while on the cores of the next.
+                # The threads of the last measured variant spin for a while on the cores of the next one.
                 await asyncio.sleep(REST_S)
                 start = time.perf_counter()
                 await work()

@@ -1,8 +1,8 @@
-"""Frames of the host pool after churn: how many blocks of 64 tokens are one run of memory, and what a frame costs.
+"""Frames of the host pool after churn: how many blocks of 64 tokens are one run of memory, and the cost of a frame.
 
-Allocations of realistic sizes are made and given back in random order until every frame has changed hands many
-times, with the free list as a stack and as whole blocks. A block that is one run is read from disk with one buffer,
-and moved to the device as one piece. No tree and no memory: frames alone.
+Allocations of realistic sizes are made and freed in random order until every frame has been used many times, with the
+free list as a stack and as whole blocks. A block that is one run is read from disk with one buffer, and moved to the
+device as one piece. No tree and no memory: frames alone.
 
     python benchmark/bench_frames.py [--quick]
 """
@@ -25,7 +25,7 @@ VARIANTS = {"stack": (1, False), "whole blocks": (BLOCK, False), "cut at borders
 
 
 class Churn:
-    """A table in use. A *piece* is what one request, backup or fetch allocated: frames, and the place of its first
+    """A table in use. A *piece* is the allocation of one request, backup or fetch: frames, and the place of its first
     token within a block."""
 
     def __init__(self, num_pages: int, block_pages: int, tell: bool, used: float, seed: int) -> None:
@@ -63,7 +63,7 @@ class Churn:
         self.pieces.append((frames, offset))
 
     def give_back(self) -> None:
-        """A piece, or its tail: eviction goes from the leaves upwards."""
+        """Free a piece, or its tail, because eviction goes from the leaves upwards."""
         at = self.rng.randrange(len(self.pieces))
         self.pieces[at], self.pieces[-1] = self.pieces[-1], self.pieces[at]
         frames, offset = self.pieces.pop()

@@ -1,18 +1,17 @@
-"""The engine on a GPU, in process, with Llama-3.1-8B's shape and random weights: what a hierarchy is worth
+"""The engine on a GPU, in process, with Llama-3.1-8B's shape and random weights: the benefit of a hierarchy.
 
     python benchmark/bench_gpu_engine.py [--device cpu] [--parts prefill,decode,stream,documents] [--budget-s N]
                                          [--variant-s N] [--documents N] [--document-tokens N]
 
-*Documents*: as LooGLE asks them. Questions about documents that the host holds and the device does not, in rounds;
-a round's questions come at once and in random order, several to a document. Variants: no hierarchy; copies of pages
-of 32 tokens; the kernel alone; scheduling alone; everything. Before the first round every variant has computed all
-documents once and loaded one. *Prefill*: one prompt, beside a product of matrices. *Decode*: a full batch, beside
-what reading the weights and the KV once would take. *Stream*: a request that the device has room for, and one twice
-as long, layer by layer through a stream cache. On the CPU the embedded model's shape, everything tiny: it shows that
-the script runs.
+*Documents*: questions about documents that are on the host and not on the device, in rounds, as in LooGLE. A round's
+questions come at once and in random order, several to a document. Variants: no hierarchy; copies of pages of 32
+tokens; the kernel alone; scheduling alone; everything. Before the first round every variant has computed all
+documents once and loaded one. *Prefill*: one prompt, beside a product of matrices. *Decode*: a full batch, beside the
+time to read the weights and the KV once. *Stream*: a request that fits the device, and one twice as long, layer by
+layer through a stream cache. On the CPU the embedded model's shape, everything tiny: that shows that the script runs.
 
-A variant that takes longer than --variant-s for its rounds is cut off: what it did until then counts, and the row
-says so. A part that fails is a row with its error, and an exit code of 1.
+A variant that takes longer than --variant-s for its rounds is cut off. Its whole rounds until then count, and the row
+is marked. A part that fails is a row with its error, and an exit code of 1.
 """
 
 from __future__ import annotations
@@ -89,13 +88,13 @@ SCHEDULED: dict[str, Any] = {"load_or_recompute": True}
 
 
 class OutOfTime(BaseException):
-    """Not for those who catch whatever fails."""
+    """No `Exception`, so that handlers of failures do not catch it."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens, and numbers of requests. device_documents: as many fit the device together with the questions
-    and what is spare."""
+    """Tokens, and numbers of requests. device_documents: the number of documents that fit the device together with
+    the questions and the spare pages."""
 
     documents: int = 8
     document: int = 12288
@@ -146,7 +145,7 @@ class Variant:
     has_host: bool = True
 
 
-# The most telling first, should the time end.
+# The most important first, in case the time runs out.
 VARIANTS = (
     Variant("everything", 1, "auto", SCHEDULED),
     Variant("direct, page 32", 32, "direct", UNSCHEDULED),
@@ -175,7 +174,7 @@ class Model:
         self._table = c.vocab_size * c.hidden_size
         tables = 1 if c.tie_word_embeddings else 2
         self._body = num_parameters - tables * self._table
-        # What a decode reads: all but the table of embeddings, of which it reads a row per request.
+        # The bytes that a decode reads: all but the table of embeddings, of which it reads a row per request.
         self.weight_bytes = (self._body + self._table) * c.dtype.itemsize
 
     def prefill_flops(self, num_tokens: int) -> float:
@@ -207,8 +206,8 @@ class Model:
 
 @dataclass
 class Served:
-    """first_token_s, cached: of the requests that have as much. answers: None where the time was up. decodes: number
-    and requests of those launches."""
+    """first_token_s, cached: of the requests that got so far. answers: None if the time ran out. decodes: number and
+    requests of those launches."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -221,7 +220,8 @@ class Served:
 
 
 class Rig:
-    """An engine with this model, and what its launches took. io_backend, graph_batch_size: nothing on the CPU."""
+    """An engine with this model, and the times of its launches. io_backend, graph_batch_size: without effect on the
+    CPU."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class Rig:
             **options,
             **overrides,
         )
-        # By launch: what it took, and when it was over.
+        # By launch: its seconds, and when it ended.
         self.results: dict[int, StepResult] = {}
         self.over_at: dict[int, float] = {}
         executor: Any = self.engine.core.executor
@@ -271,7 +271,7 @@ class Rig:
         return [rng.integers(10, min(self.model.config.vocab_size, 100_000) - 100, n) for n in lengths]
 
     def serve(self, prompts: list[np.ndarray], output: int, until: float = float("inf")) -> Served:
-        """until: of time.monotonic(); the engine is of no use after that was reached."""
+        """until: of time.monotonic(). After that time the engine cannot be used any more."""
         served = Served(num_requests=len(prompts))
         sampling = SamplingParams(max_new_tokens=output, temperature=0.0, ignore_eos=True, sampling_seed=0)
         start = time.perf_counter()
@@ -291,7 +291,7 @@ class Rig:
             if time.monotonic() > until:
                 raise OutOfTime
 
-        # Whoever names no end wants to know.
+        # The caller has no deadline, and gets the error.
         with contextlib.suppress(OutOfTime) if until < float("inf") else contextlib.nullcontext():
             served.answers = self.engine.generate(prompts, sampling, after_step=look)
         if served.answers is not None and any(len(a.tokens) != output for a in served.answers):
@@ -301,7 +301,7 @@ class Rig:
         return served
 
     def warm_up(self) -> None:
-        """Whatever is compiled or allocated at first use."""
+        """Run once what is compiled or allocated at first use."""
         rng = np.random.default_rng(99)
         self.serve(self.prompts(rng, 40, 24), 3)
         self.engine.settle()
@@ -316,14 +316,14 @@ class Rig:
         return {**(scheduler.counters + streamed), "stall_s": scheduler.planner.stall_s}
 
     def close(self) -> None:
-        """Nothing of the engine is held afterwards; whoever holds the rig need not let go."""
+        """Free the engine's memory, even while the rig itself is still referenced."""
         self.engine.close()
         del self.engine
 
 
 @contextlib.contextmanager
 def rig_of(*args: Any, **options: Any) -> Iterator[Rig]:
-    """Closed, and its memory given back, at the end."""
+    """Close it and free its memory at the end."""
     rig = Rig(*args, **options)
     try:
         yield rig
@@ -336,7 +336,7 @@ def rig_of(*args: Any, **options: Any) -> Iterator[Rig]:
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raises OutOfTime, also where something waits for ever."""
+    """Raises OutOfTime, even where a call waits for ever."""
 
     def raise_it(*_: object) -> None:
         raise OutOfTime
@@ -355,7 +355,7 @@ def at_most(seconds: float) -> Iterator[None]:
 
 @dataclass
 class Bench:
-    """flops, bytes_per_s: what a product of matrices and a copy in the device's memory reach. deadline: of
+    """flops, bytes_per_s: measured rates of a product of matrices and of a copy in the device's memory. deadline: of
     time.monotonic()."""
 
     model: Model
@@ -519,7 +519,7 @@ class Bench:
         options = {"chunked_prefill_size": s.streaming_chunk, "layer_stream": stream}
         with rig_of(self.model, page, n, 4 * n, **options) as rig:
             rig.warm_up()
-            # Twice: the first of them compiles.
+            # Twice, because the first run compiles.
             for repeat in range(2):
                 for times in (1, 2):
                     length = n - s.streaming_output - 2 * page if times == 1 else 2 * n - s.streaming_output
@@ -547,11 +547,11 @@ PARTS: dict[str, Callable[[Bench], Iterator[dict[str, Any]]]] = {
     "prefill": Bench.prefill,
     "decode": Bench.decode,
     "stream": Bench.stream,
-    # Last, as it takes what time is left.
+    # Last, because it takes the rest of the time.
     "documents": Bench.documents,
 }
 
-# One that hangs leaves the others their time.
+# A part that hangs leaves the other parts their time.
 PART_S = {"prefill": 45.0, "decode": 60.0, "stream": 45.0}
 COLD_S = 45.0
 

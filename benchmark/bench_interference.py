@@ -1,15 +1,16 @@
-"""What a load or a backup costs whoever computes meanwhile, by backend, quota and page size (Strata, Fig. 5)
+"""The cost of a load or a backup for concurrent computation, by backend, quota and page size (Strata, Fig. 5).
 
     python benchmark/bench_interference.py [--device cpu] [--window-s 0.1] [--pairs 3] [--budget-s N]
 
-Three streams of kernels: *prefill*, the matrix products of Llama-8B's layers for two prompts of 4,096; *decode*,
-the same layers for 16 requests that read 4,096 tokens of KV each, with the small kernels in between; *decode, eager*,
-the same launched kernel by kernel from Python, where the others are CUDA graphs, so that it also loses what issuing
-transfers takes from Python. Beside each a thread keeps transfers under way. A sample is a window without and one with
-transfers, one after the other; the loss is the median of their ratios, so that clocks and other work on the machine
-cancel. Rates count what completed within a window. A memcpy of 16 MiB per call is the yardstick of both.
+Three streams of kernels: *prefill*, the matrix products of Llama-8B's layers for two prompts of 4,096; *decode*, the
+same layers for 16 requests that read 4,096 tokens of KV each, with the small kernels in between; *decode, eager*, the
+same kernels launched one by one from Python. The other two are CUDA graphs. The eager one also loses the time that
+Python needs to issue transfers. Beside each stream a thread keeps transfers under way. A sample is a window without
+and one with transfers, one after the other. The loss is the median of their ratios, so that clocks and other work on
+the machine cancel. Rates count transfers that completed within a window. A memcpy of 16 MiB per call is the yardstick
+of both.
 
-On the CPU everything is tiny, the reference copies, and threads share the cores: it shows that the script runs.
+On the CPU everything is tiny, the reference copies, and threads share the cores: that shows that the script runs.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Case:
 
 
 def cases_on(device: str) -> list[Case]:
-    """The most telling first."""
+    """The most important first."""
     by_name = {variant.name: variant for variant in variants_on(device)}
     cases = [Case(None)]
     if device == "cpu":
@@ -112,7 +113,8 @@ def cases_on(device: str) -> list[Case]:
 
 
 class Layers:
-    """Random weights and KV, each layer its own: too much for a cache. bfloat16 on a GPU, float32 on the CPU."""
+    """Random weights and KV, each layer its own, so that no cache holds them. bfloat16 on a GPU, float32 on the
+    CPU."""
 
     def __init__(self, sizes: Sizes, device: str) -> None:
         self.sizes = s = sizes
@@ -173,7 +175,7 @@ class Work:
         self.step_s = self.seconds() / self._num_steps
 
     def seconds(self) -> float:
-        """Of a window. Waits for this stream alone."""
+        """Seconds of a window. Waits for this stream alone."""
         if self.device != "cuda":
             start = time.perf_counter()
             for _ in range(self._num_steps):
@@ -201,7 +203,7 @@ class Traffic:
         self._stop = threading.Event()
         self._under_way = threading.Event()
         self._error: Exception | None = None
-        # Seconds and bytes of what has completed.
+        # Seconds and bytes of completed transfers.
         self.completed: list[tuple[float, int]] = []
 
     def __enter__(self) -> Traffic:
@@ -220,7 +222,7 @@ class Traffic:
             raise self._error
 
     def bytes_per_s(self, since: float, until: float) -> float:
-        """From the first to the last that completed then."""
+        """Bytes per second from the first to the last transfer that completed in the window."""
         done = [each for each in self.completed if since <= each[0] <= until]
         if len(done) < 2:
             return sum(size for _, size in done) / (until - since)
@@ -252,7 +254,7 @@ class Traffic:
 
 
 def operation_of(bench: Bench, case: Case, direction: str, sizes: Sizes) -> Callable[[], int]:
-    """A load is one layer of all pages, a backup all layers of some; each time others."""
+    """A load is one layer of all pages, a backup all layers of some pages. The pages differ each time."""
     if case.variant is None:
         turn = 0
         host, device = (m.view(bench.num_layers, -1) for m in (bench.host_memory, bench.device_memory))
@@ -307,7 +309,7 @@ def measure(
 def rows_of(
     bench: Bench, sizes: Sizes, works: list[Work], window_s: float, pairs: int, deadline: float
 ) -> Iterator[dict[str, Any]]:
-    """Ends early at the deadline. A case that fails is a row that says so."""
+    """Ends early at the deadline. A case that fails is a row with its error."""
     for case in cases_on(bench.device):
         for direction in DIRECTIONS:
             if case.variant is not None and not case.variant.can(direction, "page_first"):

@@ -4,17 +4,17 @@
                                         [--page-sizes 1,16,64,256] [--layouts page_first] [--orders scattered]
                                         [--rounds N] [--budget-s N]
 
-On the CPU: the reference, and the plans of `dma` and `direct` executed in numpy, in one thread; what the torch code
-did before the reference was made to copy once stands beside it. On a GPU: every backend at every quota of blocks,
-between a pinned host pool and the device, page sizes 1 to 1024. There a memcpy is one call for all bytes; times are
-those of CUDA events around all that a variant issues, uploading indices included, and *issuing* is what the host's
-thread spent, of that time. Every variant's bytes are looked at once, a wrong or failing one ends in an exit code of 1
-and not in the others' numbers.
+On the CPU: the reference, and the plans of `dma` and `direct` executed in numpy, in one thread. The torch code that
+was the reference before it copied only once stands beside it. On a GPU: every backend at every quota of blocks,
+between a pinned host pool and the device, page sizes 1 to 1024. There a memcpy is one call for all bytes. Times are
+those of CUDA events around everything that a variant issues, with the upload of indices; *issuing* is the part of
+that time that the host's thread spent. Every variant's bytes are checked once. A wrong or failing variant gives an
+exit code of 1 and does not affect the numbers of the others.
 
-Pages: in runs (page i to page i), random (a permutation of all pages on both sides: some allocator's free list) or
-scattered (random halves of both pools, where no order makes a run). A round takes every layer once, so a layer has
-left the CPU's and the GPU's cache before it comes again; a slow variant takes as much as fits into its time, each
-round another part.
+Pages: in runs (page i to page i), random (a permutation of all pages on both sides, as an allocator's free list may
+have) or scattered (random halves of both pools, where no order makes a run). A round goes through every layer once,
+so that a layer has left the caches of CPU and GPU before it comes again. A slow variant does as much as fits into its
+time, each round another part.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Indices = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Variant:
-    """backend: None for what the reference was. staged: `dma.copy_pages_staged`, whole pages of a page-first pool."""
+    """backend: None for the former reference. staged: `dma.copy_pages_staged`, whole pages of a page-first pool."""
 
     name: str
     backend: str | None = None
@@ -104,7 +104,7 @@ class Bench:
         # Written once, so that every page of memory exists.
         self.host_memory = torch.empty(size, dtype=DTYPE, pin_memory=cuda).fill_(1)
         self.device_memory = torch.empty(size, dtype=DTYPE, device=device).fill_(2)
-        if cuda:  # bytes that say where they were
+        if cuda:  # each byte tells its place
             self.device_memory.view(torch.int16).random_()
             self.host_memory.copy_(self.device_memory)
         self.layer_bytes = num_tokens * 2 * heads * dim * DTYPE.itemsize
@@ -148,8 +148,8 @@ class Bench:
     def transfer(
         self, variant: Variant, direction: str, pools: Pools, pages: Indices, units: int | None = None
     ) -> int:
-        """Move units layers of all pages, as a forward pass needs them, or all layers of units pages where that is
-        one operation (a backup, a staged load). None: all of them. Returns the bytes."""
+        """Move `units` layers of all pages, as a forward pass needs them, or all layers of `units` pages where that
+        is one operation (a backup, a staged load). None: all of them. Returns the bytes."""
         by_layer = direction == "load" and not variant.staged
         total = self.num_layers if by_layer else len(pages[0])
         units = total if units is None else units
@@ -202,7 +202,7 @@ class Bench:
         return size / seconds / 1e9, percentiles(issuing[1:], 50)[0] / seconds
 
     def is_exact(self, variant: Variant, direction: str, pools: Pools, pages: Indices) -> bool:
-        """Of the first and the last page, first and last layer: they are cleared, copied and compared."""
+        """Check the first and the last page in the first and the last layer: clear, copy and compare them."""
         few = tuple(torch.stack((each[0], each[-1])).unique_consecutive() for each in pages)
         src, dst, of = pools.host, pools.device, few
         if direction != "load":
@@ -230,7 +230,7 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_twice(src: KVPages, dst: KVPages, pages: Indices, layers: range | None) -> None:
-    """What the reference was: a gather into a temporary, then `index_copy_`. layers: None for a backup of all."""
+    """The former reference: a gather into a temporary, then `index_copy_`. layers: None for a backup of all."""
     if layers is not None:
         for layer in layers:
             for s, d in ((src.k, dst.k), (src.v, dst.v)):
@@ -243,7 +243,7 @@ def _copy_twice(src: KVPages, dst: KVPages, pages: Indices, layers: range | None
 
 @dataclass
 class Run:
-    """Rows so far, and what went wrong: variant -> why it is not measured any further."""
+    """Rows so far, and the failed variants: variant -> why it is not measured any further."""
 
     device: str
     settings: dict[str, Any]
@@ -266,7 +266,7 @@ class Run:
                     if self.is_late:
                         return
                     pools, pages = bench.pools(page_size, host_layout), bench.indices(page_size, order)
-                    # Beside every variant, as the machine may have others at work.
+                    # Measured beside every variant, because the machine may have other work.
                     limit = bench.memcpy(direction, rounds)
                     row: dict[str, object] = {
                         "shape": shape,
@@ -303,7 +303,7 @@ class Run:
 
 
 def _auto(device: str, direction: str, pools: Pools, num_pages: int) -> str:
-    """The variant that `auto` is."""
+    """The variant that `auto` chooses."""
     chosen = pick_backend("auto", max(pools.host.run_bytes), num_pages, device)
     if chosen != "kernel":
         return chosen
@@ -312,7 +312,7 @@ def _auto(device: str, direction: str, pools: Pools, num_pages: int) -> str:
 
 
 def plan_rows(bench: Bench, page_sizes: list[int], rounds: int) -> list[dict[str, object]]:
-    """What the CPU spends before the first copy of one layer is issued."""
+    """The CPU time before the first copy of one layer is issued."""
     rows: list[dict[str, object]] = []
     for page_size in page_sizes:
         pools = bench.pools(page_size, "page_first")
@@ -329,7 +329,7 @@ def plan_rows(bench: Bench, page_sizes: list[int], rounds: int) -> list[dict[str
 
 
 def printed(rows: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Ratios alone: all columns do not fit a terminal."""
+    """Only the ratios, because all columns do not fit a terminal."""
     columns = list(dict.fromkeys(c for row in rows for c in row if not c.endswith(" issuing")))
     if any(c.startswith("cuda ") for c in columns):
         columns = [c for c in columns if not c.endswith(" GB/s") or c == "memcpy GB/s"]

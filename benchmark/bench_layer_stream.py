@@ -1,10 +1,10 @@
-"""Requests that are longer than the device: how long they may be, and what streaming them costs.
+"""Requests that are longer than the device: their largest length, and the cost of streaming them.
 
     python benchmark/bench_layer_stream.py [--rounds N] [--quick]
 
 In process, the embedded model, real copies between real pools. *Longest*: the server's own sizes for the same memory
-of the device, each served at its full length. *Cost*: one context, of which the device holds less and less; in each
-round the variants take turns, and all ratios are to the device that holds it whole.
+of the device, each served at its full length. *Cost*: one context, of which the device holds less and less. In each
+round the variants take turns. All ratios compare with a device that holds the whole context.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def longest(host: int) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Variant:
-    """share: of the context that the device has no room for. piece: tokens; None: the whole layer. bytes_per_s: of
-    the host's link; None: as fast as it is."""
+    """share: of the context that does not fit the device. piece: tokens; None: the whole layer. bytes_per_s: of the
+    host's link; None: not limited."""
 
     share: float
     buffers: int = 2

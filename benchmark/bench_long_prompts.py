@@ -1,9 +1,10 @@
-"""What one long text costs everybody else: the worst `/health` beside it, and the next turn of a long conversation.
+"""The cost of one long text for other clients: the worst `/health` beside it, and the next turn of a long
+conversation.
 
     python benchmark/bench_long_prompts.py [--rounds N] [--tree DIR]
 
-The server is real, with the embedded model (a context of 32,768 tokens, so the long prompts end with status 400).
-A thread of its own asks `/health` again and again while one request is answered. --tree: another checkout whose
+The server is real, with the embedded model (a context of 32,768 tokens, so that the long prompts end with status
+400). A thread of its own asks `/health` again and again while one request is answered. --tree: another checkout whose
 server is measured instead, for a number before a change.
 """
 
@@ -127,7 +128,7 @@ def beside(server: Server, rounds: int) -> list[dict[str, object]]:
 
 
 def next_turn(rounds: int) -> list[dict[str, object]]:
-    """In process: tokenising a conversation's next turn, with and without what the turns before it have left."""
+    """In process: tokenising a conversation's next turn, with and without the ids of the turns before it."""
     from sglang.srt.configs.embedded_model import ensure_embedded_model
     from sglang.srt.managers.text_encoder import TextEncoder
     from sglang.srt.utils.hf_transformers_utils import get_tokenizer

@@ -1,4 +1,4 @@
-"""The pipeline of the offload proxy: each stage alone, all at once, and the two ways of doing without its ideas.
+"""The pipeline of the offload proxy: each stage alone, all at once, and the two baselines without its ideas.
 
     python benchmark/bench_offload.py [--blocks N] [--rounds N] [--rate GBPS]
 
@@ -7,8 +7,8 @@ fetched by a `Pipeline` in this process into pages that lie in one run, as the h
 
 *software*: the stages do their work on this machine's cores, which they share with each other and with the store.
 *emulated*: the same work, and each stage takes at least as long as a BlueField-3's would (ShadowServe Fig. 13,
-contended), all rates divided so that its network has --rate; what comes out shows the pipeline's shape, and says
-nothing of a BlueField's speed.
+contended), all rates divided so that its network has --rate. The result shows the pipeline's shape. It shows nothing
+about a BlueField's speed.
 
 A stage alone: its threads do nothing else, on pieces that lie ready. The variants take turns within a round; medians
 over rounds, ratios within a round. Bytes moved: written by the stages, per byte delivered.

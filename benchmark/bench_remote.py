@@ -1,20 +1,21 @@
-"""Prompts from a remote store over a slow network, on real servers: first tokens, and what they cost who is decoding.
+"""Prompts from a remote store over a slow network, on real servers: first tokens, and the cost for a decoding
+request.
 
     python benchmark/bench_remote.py [--rates 0.05,0.2,1] [--rounds N] [--tokens N]
 
-The embedded model, one server per variant, all alive at once, of which one is asked at a time, so that ratios hold
-on a noisy machine. In each round a client streams one long answer from a server, and meanwhile sends it prompts, one
-by one, whose KV only the store has (--hicache-bypass-local): time to first token of these prompts, and the time
-per output token of the long answer while they are on their way. *alone*: without prompts.
+The embedded model, one server per variant. All servers are up, and one is asked at a time, so that ratios hold on a
+noisy machine. In each round a client streams one long answer from a server. Meanwhile it sends prompts, one by one,
+whose KV only the store has (--hicache-bypass-local). Measured are the time to first token of the prompts, and the
+time per output token of the long answer while they are on their way. *alone*: without prompts.
 
     recompute       no cache at all
-    raw             fetched as it is
+    raw             fetched without compression
     in the engine   compressed without loss, the proxy's stages on threads of the scheduler process
     synchronous     compressed, a proxy, but the scheduler waits for each fetch ("no AF" in ShadowServe 6.4)
     proxy           compressed, a proxy of its own, fetched while others decode
 
 The network is a token bucket in the proxy's receiving stage (the emulated engine), the store a Redis server on this
-machine. Server, proxy, store and client share its cores: a proxy on cores of its own would cost the decoder less.
+machine. Server, proxy, store and client share its cores. A proxy on cores of its own would cost the decoder less.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Server:
             flags += ["--hicache-storage-backend-extra-config", json.dumps(config)]
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", "embedded", "--port", str(self.port)]
         self.log = open(log, "w")  # noqa: SIM115
-        # One core computes, the other is there for everything else.
+        # One core computes; the other one serves everything else.
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen([*command, *flags], stdout=self.log, stderr=self.log, env=env)
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120)

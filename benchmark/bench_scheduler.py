@@ -1,5 +1,5 @@
-"""What one step of the scheduler costs: decoding with 1, 32 and 256 running requests, alone and with 2,000 queued;
-and what it costs to put a queue of long prompts in order, whose documents lie on the host.
+"""The cost of one step of the scheduler: decoding with 1, 32 and 256 running requests, alone and with 2,000 queued;
+and the cost of ordering a queue of long prompts whose documents lie on the host.
 
     python benchmark/bench_scheduler.py [--steps N]
 
@@ -74,7 +74,7 @@ def measure(running: int, queued: int, queue_waits_for: str, page_size: int, ste
         if step == 0:
             new = requests("run", running, PROMPT_LEN, rng)
         elif step == 10:
-            # First come, first served: what does not fit beside the running keeps all behind it waiting.
+            # First come, first served: a request that does not fit keeps all behind it waiting.
             head = PROMPT_LEN if queue_waits_for == "slot" else (room - 4) * page_size
             new = requests("head", min(queued, 1), head, rng) + requests("wait", queued - 1, PROMPT_LEN, rng)
         inputs = StepInputs(step=step, now=0.0, new=new, done=dict(done), results=results)
@@ -109,7 +109,7 @@ def on_the_host(scheduler: Scheduler, tokens: np.ndarray) -> None:
 
 
 def measure_formation(queued: int, page_size: int) -> list[dict[str, object]]:
-    """A queue over 100 documents of 20 K tokens each, of which the device holds ten; what is loaded never arrives."""
+    """A queue over 100 documents of 20 K tokens each, of which the device holds ten. Loads never arrive."""
     rng = np.random.default_rng(0)
     length, num_documents = 20_480, 100
     scheduler = Scheduler(
@@ -170,7 +170,7 @@ def measure_formation(queued: int, page_size: int) -> list[dict[str, object]]:
         scheduler._launches.pop(before)
         done[EXEC] = scheduler.clock.next
     for _ in range(50):
-        timed("a step that can start nobody", step)
+        timed("a step that can start no request", step)
     gc.unfreeze()
     return [{"what": name, "queued": queued, "page size": page_size, **summary(of)} for name, of in first_of.items()]
 

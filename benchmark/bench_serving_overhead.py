@@ -1,10 +1,10 @@
-"""What serving adds to the model: CPU per token at 64 streams, a request's way to its first step, sampling.
+"""The cost of serving beside the model: CPU per token at 64 streams, a request's way to its first step, sampling.
 
     python benchmark/bench_serving_overhead.py [--rounds N]
 
 The server is real, with the embedded model. CPU time is the operating system's account of each process, so that it
-holds on a machine that others use too. The way to the first step is read from a record of the run: both ends look at
-one monotonic clock.
+holds on a machine with other work too. The way to the first step is read from a record of the run: both ends read one
+monotonic clock.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ async def cpu_per_token(rounds: int) -> list[dict[str, object]]:
 async def first_step() -> list[dict[str, object]]:
     rng = np.random.default_rng(1)
     rows: list[dict[str, object]] = []
-    # Few of the longest, as each also takes seconds to compute.
+    # Few of the longest prompts, because each also takes seconds to compute.
     for length, num_requests in ((16, 60), (1024, 60), (16384, 10)):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "steps"

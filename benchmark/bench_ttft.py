@@ -3,8 +3,8 @@
     python benchmark/bench_ttft.py [--rounds N] [--folder DIR]
 
 In process, the embedded model, real copies between real pools, files in a temporary folder. In each round the four
-variants take turns, so that the ratios hold on a noisy machine. What is read from disk has just been written: the
-store's reads and writes are real, but the system may have the data in memory.
+variants take turns, so that the ratios hold on a noisy machine. The data that is read from disk has just been
+written: the store's reads and writes are real, but the system may have the data in memory.
 """
 
 from __future__ import annotations

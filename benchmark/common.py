@@ -1,7 +1,7 @@
-"""What all benchmarks share: percentiles, tables for the terminal, JSON reports with the hardware and the versions.
+"""Shared parts of all benchmarks: percentiles, tables for the terminal, JSON reports with the hardware and the
+versions.
 
-Owns the folder bench-out/, or the one that BENCH_OUT names. Measures nothing itself, and knows nothing of what is
-measured.
+Owns the folder bench-out/, or the one that BENCH_OUT names. Measures nothing itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def summary(samples_s: Sequence[float]) -> dict[str, float]:
 
 
 def time_each(work: Callable[[Any], Any], items: Sequence[Any], rounds: int) -> list[float]:
-    """Seconds of work(item), one sample per item and round; the items take turns, so that none stays in the cache."""
+    """Seconds of work(item), one sample per item and round. The items take turns, so that none stays in the cache."""
     clock = time.perf_counter
     samples = []
     for _ in range(rounds):
@@ -76,13 +76,13 @@ def environment() -> dict[str, Any]:
 def write_json(
     name: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]], complete: bool = True, **more: Any
 ) -> Path:
-    """Write bench-out/<name>.json and return its path. complete: False for what is there so far, should the benchmark
-    be killed. more: what belongs to no row."""
+    """Write bench-out/<name>.json and return its path. complete: False for an interim report, in case the benchmark
+    is killed. more: values that belong to no row."""
     OUT.mkdir(parents=True, exist_ok=True)
     path = OUT / f"{name}.json"
     report = {"benchmark": name, **environment(), "complete": complete, "settings": settings, **more}
     text = json.dumps(report | {"rows": list(rows)}, indent=1, ensure_ascii=False) + "\n"
-    # At once: whoever is killed while writing leaves the last whole report.
+    # Replaced in one step: a process that is killed while it writes leaves the last whole report.
     scratch = path.with_suffix(".part")
     scratch.write_text(text)
     scratch.replace(path)
@@ -109,13 +109,13 @@ def _cpu_name() -> str:
 
 
 def _gpu_names() -> list[str]:
-    """Of whoever measures with torch."""
+    """For reports of benchmarks that use torch."""
     torch = sys.modules.get("torch")
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch is not None else []
 
 
 def _cuda_version() -> dict[str, str]:
-    """What torch was built for."""
+    """The platform that torch was built for."""
     torch = sys.modules.get("torch")
     return {"cuda": torch.version.cuda} if torch is not None and torch.version.cuda else {}
 

@@ -3,9 +3,9 @@
     python -m benchmark.gpu [--out DIR] [--budget-s 520] [--only kvcacheio,gpu_engine] [--device cpu]
 
 Owns the folder (default: $OUT, or bench-out/) and the processes, one benchmark each with its own limit of time, the
-most important first. One that crashes or is killed costs the others nothing; what it had written counts. What the
-numbers come to is gpu_summary.py's. The exit code is 1 if a part crashed or was killed, and 0 whatever it measured.
-On the CPU everything is as small as it gets: that shows that the script runs.
+most important first. A benchmark that crashes or is killed does not affect the others, and its report so far counts.
+gpu_summary.py makes the table. The exit code is 1 if a part crashed or was killed, and 0 for every measured result.
+On the CPU everything is as small as possible: that shows that the script runs.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from benchmark.gpu_summary import Constants, Outcome, constants, summary
 from benchmark.simulator.profiles import H200
 
 ROOT = Path(__file__).resolve().parent.parent
-# Between being asked to end and being killed.
+# Seconds between the request to end and the kill.
 GRACE_S = 5.0
-# A part ends by itself so long before its limit, where it can.
+# Seconds before its limit at which a part ends by itself, where it can.
 MARGIN_S = 12.0
 
 
 @dataclass(frozen=True)
 class Part:
-    """A benchmark of this name. limit_s: it is killed then. arguments: on a GPU, small: on the CPU. ends_itself: it
-    knows --budget-s."""
+    """A benchmark of this name. limit_s: it is killed after that. arguments: on a GPU. small: arguments on the CPU.
+    ends_itself: it takes --budget-s."""
 
     name: str
     limit_s: float
@@ -55,7 +55,7 @@ class Part:
         return command
 
 
-# Transfers of pages that matter most come first, should the time end.
+# The most important transfers of pages come first, in case the time runs out.
 _PAGE_SIZES = "1,64,16,32,1024,4,256,2,8,128,512"
 PARTS = (
     Part(
@@ -71,9 +71,9 @@ PARTS = (
 
 
 def run_part(part: Part, device: str, out: Path, limit_s: float, log: IO[bytes]) -> Outcome:
-    """limit_s: at most; 0 for no time left."""
+    """limit_s: the most seconds; 0 if no time is left."""
     report = out / f"{part.name}_{device}.json"
-    report.unlink(missing_ok=True)  # whatever is there afterwards is this run's
+    report.unlink(missing_ok=True)  # a report afterwards is this run's
     if limit_s <= 0:
         return Outcome(part.name, None, 0.0)
     command = part.command(device, limit_s)
@@ -91,7 +91,8 @@ def run_part(part: Part, device: str, out: Path, limit_s: float, log: IO[bytes])
 
 
 def _end_of(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
-    """The exit code; None if it had to be killed, with all that it started. It does not outlive who waits, either."""
+    """The exit code; None if the part and its children were killed. The part does not outlive this process,
+    either."""
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -123,7 +124,7 @@ def _last_line(path: Path, begin: int) -> str:
 def run(parts: list[Part], device: str, out: Path, budget_s: float) -> list[Outcome]:
     deadline = time.monotonic() + budget_s
     outcomes = []
-    # Opened for appending as the parts write to it, too, each at its end.
+    # Opened for appending, because the parts write to it, too, each at its end.
     (out / "gpu.log").unlink(missing_ok=True)
     with (out / "gpu.log").open("ab") as log:
         for part in parts:
@@ -167,13 +168,13 @@ def main() -> None:
         parser.error(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     out = Path(args.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    # Asked to end, it ends its part first.
+    # On a signal, the current part ends first.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     began = time.monotonic()
     outcomes = run([part for part in PARTS if part.name in args.only.split(",")], args.device, out, args.budget_s)
     rows, beside = summary(outcomes), constants(outcomes, profile_of_h200())
     parts = [{key: value for key, value in asdict(outcome).items() if key != "report"} for outcome in outcomes]
-    # The children know the GPU and what torch there was; this process starts no device.
+    # The children report the GPU and torch's version; this process starts no device.
     measured: dict[str, Any] = next((outcome.report for outcome in outcomes if outcome.report), {})
     where = environment()
     where |= {key: measured[key] for key in ("hardware", "versions") if key in measured}

@@ -1,8 +1,8 @@
-"""What the reports of a GPU's benchmarks come to: a short table of values and aims, and the simulator's constants
-beside what was measured. Pure functions over parsed JSON; reads no file and starts nothing.
+"""The summary of a GPU's benchmarks: a short table of values and aims, and the simulator's constants beside the
+measured ones. Pure functions over parsed JSON; reads no file and starts nothing.
 
-A part is one benchmark. What it did not measure, because it crashed, was killed or had no time, is in the table as
-such: a value that is absent meets no aim.
+A part is one benchmark. A value that it did not measure, because it crashed, was killed or had no time, stands in the
+table as absent: it meets no aim.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from typing import Any
 Report = dict[str, Any]
 NOT_MEASURED = "not measured"
 
-# Of one large memcpy, and what transfers may cost those who compute: the project's aims (docs/benchmarks.md).
+# Parts of one large memcpy, and the allowed cost of transfers for computation: the project's aims
+# (docs/benchmarks.md).
 LEAST_OF_MEMCPY = 0.95
 MOST_LOSS = 3.0
-# `auto` may be that much behind the best backend.
+# The allowed distance of `auto` from the best backend.
 LEAST_OF_BEST = 0.95
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a part ended. returncode: None where it was killed at its limit, or not begun: seconds is 0 then. report:
-    what it wrote, whole or not. last_line: of its output."""
+    """How a part ended. returncode: None if it was killed at its limit, or not begun; then seconds is 0. report: as
+    far as it was written. last_line: of its output."""
 
     part: str
     returncode: int | None
@@ -38,7 +39,7 @@ class Outcome:
 
     @property
     def complaint(self) -> str:
-        """Empty where all is well."""
+        """Empty if the part succeeded."""
         if self.returncode is None:
             return f"killed after {self.seconds:.0f} s" if self.seconds else "not begun: no time left"
         if self.returncode:
@@ -50,7 +51,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Line:
-    """value: None where it was not measured. least, most: the aim; neither: none. note: behind the value."""
+    """value: None if it was not measured. least, most: the aim; neither: none. note: behind the value."""
 
     what: str
     value: float | None
@@ -61,7 +62,7 @@ class Line:
 
     @property
     def is_met(self) -> bool | None:
-        """None where there is no aim, or nothing to compare with it."""
+        """None without an aim, or without a value to compare with it."""
         if self.value is None or (self.least is None and self.most is None):
             return None
         return (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
@@ -76,7 +77,7 @@ class Line:
 
 
 def summary(outcomes: Sequence[Outcome]) -> list[dict[str, str]]:
-    """Rows of the last table: first what went wrong, then what was found."""
+    """Rows of the last table: failures first, then values."""
     rows = [
         {"what": f"{outcome.part}: {outcome.complaint}", "value": "", "aim": "", "met": "no"}
         for outcome in outcomes

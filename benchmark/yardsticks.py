@@ -19,7 +19,7 @@ def settle(device: str) -> None:
 
 
 def free_memory(device: str) -> None:
-    """Give back what nobody holds any more, pinned memory too."""
+    """Free all unused memory, pinned memory too."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

@@ -4,10 +4,10 @@
     python -m benchmark.papers shadowserve --figure 9|10|11|12|13|14|15|ours|all [the same]
     python -m benchmark.papers swiftcache --figure 1|7|8|9|10|11|table1|table2|ours|all [the same]
 
-Prints what the paper says beside what comes out here, and writes bench-out/papers_<paper>_fig<n>.json and .png.
-Strata's figure 3, ShadowServe's 13 and SwiftCache's 1, 8, 9 and tables are cost models alone, and quick anyway;
+Prints the paper's numbers beside the simulated ones, and writes bench-out/papers_<paper>_fig<n>.json and .png.
+Strata's figure 3, ShadowServe's 13 and SwiftCache's 1, 8, 9 and tables are cost models alone, and quick anyway.
 Strata's 12 is measured; all else is simulated. --quick: a tenth of the queries and less, for Strata with pools that
-are as much smaller: shows that everything runs, not what the figures say.
+are as much smaller. That shows that everything runs; its numbers mean nothing.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from benchmark.papers.sensitivity import CHANGES, Headline, sensitivity
 
 @dataclass(frozen=True)
 class Claim:
-    """paper: what it prints, or says in words. ours: the same, from here. source: section, and the words if few."""
+    """paper: the number or the words that it prints. ours: the same, from the simulator. source: section, and the
+    words if few."""
 
     what: str
     paper: str

@@ -30,7 +30,7 @@ class Panel:
 
 
 def draw(path: Path, title: str, panels: Sequence[Panel]) -> None:
-    """title: says whether the numbers are simulated. A label has the same color in all panels."""
+    """title: states whether the numbers are simulated. A label has the same color in all panels."""
     labels = dict.fromkeys(label for panel in panels for label in panel.series)
     colors = {label: f"C{i}" if len(labels) <= 10 else plt.get_cmap("tab20")(i) for i, label in enumerate(labels)}
     columns = min(COLUMNS, len(panels))

@@ -74,7 +74,7 @@ class RunSettings:
     question: int | None = None
 
     def describe(self) -> dict[str, Any]:
-        """Those that say something: the first five, and what is not as usual."""
+        """The fields that identify a run: the first five, and each field that differs from its default."""
         usual = {f.name: f.default for f in fields(self)}
         always = ("system", "model", "machine", "dataset", "rate")
         values = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -59,7 +59,7 @@ class RemoteSettings:
         return replace(Assumptions(), **{name: value for name, value in changed.items() if value is not None})
 
     def describe(self) -> dict[str, Any]:
-        """Those that say something: the first six, and what is not as usual."""
+        """The fields that identify a run: the first six, and each field that differs from its default."""
         always = ("system", "model", "dataset", "gbps", "output", "rate")
         values = asdict(self)
         usual = {f.name: f.default for f in fields(self)}
@@ -107,7 +107,7 @@ def simulate(settings: RemoteSettings) -> RemoteOutcome:
     workload = DATASETS[settings.dataset].generate(settings.seed, settings.rate, settings.output, queries)
     longest = workload.stats().max_total
     fetches = system.plane is not None
-    # Nothing is written, as nothing is used twice; and nobody stops waiting.
+    # Nothing is written, because no prompt is used twice. No request stops waiting.
     storage = StorageSetup(
         backend="simulated",
         setup="",
@@ -176,7 +176,7 @@ def _machine(settings: RemoteSettings) -> Hardware:
 
 
 def _store(sim: Simulation, workload: Workload, settings: RemoteSettings, partial_hits: bool) -> None:
-    """Fill the storage beforehand. Whoever takes whole prompts or nothing finds no others there."""
+    """Fill the storage beforehand. Without partial_hits it holds whole prompts only."""
     rng = np.random.default_rng(settings.seed)
     names = BlockKeys(SECRET, CHUNK_TOKENS)
     for i, conversation in enumerate(workload.conversations):

@@ -1,7 +1,8 @@
 """ShadowServe's baselines, ablations and ours as configurations of one engine.
 
-Owns the table SYSTEMS. They differ by data plane, where it lands and what it costs the GPU; model, machine and
-kernels are the same. The constants are those of profiles.py: Table 1, Fig. 13 and what the text says of the parts.
+Owns the table SYSTEMS. The systems differ by data plane, by the tier where it delivers, and by its cost for the GPU.
+Model, machine and kernels are the same. The constants are those of profiles.py: Table 1, Fig. 13 and the numbers for
+the parts in the text.
 """
 
 from __future__ import annotations

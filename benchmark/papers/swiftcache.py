@@ -213,9 +213,9 @@ USABLE = 0.9
 
 @dataclass(frozen=True)
 class ContextSettings:
-    """The fields after gib are what a sensitivity table changes. activations: factor for all systems; streaming:
-    again, for those that stream. lent: share of the workers' room. buffers: b of the layer stream cache; the paper
-    has 1. reserved: whoever works in chunks keeps room for a whole one, however short the prompt."""
+    """The fields after gib are changed by a sensitivity table. activations: factor for all systems; streaming:
+    another factor, for those that stream. lent: share of the workers' room. buffers: b of the layer stream cache; the
+    paper has 1. reserved: a system that works in chunks keeps room for a whole one, however short the prompt."""
 
     system: str
     master: str

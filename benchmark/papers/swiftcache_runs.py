@@ -123,7 +123,7 @@ class ServingSettings:
     answers: float = 1.0
 
     def describe(self) -> dict[str, Any]:
-        """Those that say something: the first four, and what is not as usual."""
+        """The fields that identify a run: the first four, and each field that differs from its default."""
         usual = {f.name: f.default for f in fields(self)}
         always = ("system", "model", "dataset", "rate")
         return {name: v for name, v in asdict(self).items() if name in always or v != usual[name]}
@@ -285,8 +285,8 @@ def _machine(settings: ServingSettings) -> Hardware:
 
 
 def _warm_up(sim: Simulation, workload: Workload) -> Workload:
-    """Compute what was said before (5.1: "the initial rounds"), one conversation after another; KV stays wherever
-    that leaves it. Returns the workload, beginning now. The warm-up's requests have the ids of later
+    """Compute the turns so far (5.1: "the initial rounds"), one conversation after another. Their KV stays on the
+    tiers where that leaves it. Returns the workload, beginning now. The warm-up's requests have the ids of later
     ones."""
     said = (Turn(np.empty(0, np.int32), 1),)
     first = tuple(replace(c, start=0.0, turns=said) for c in workload.conversations)

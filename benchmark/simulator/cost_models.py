@@ -162,8 +162,8 @@ def link_rate(link: HostLink, method: Method, piece_bytes: float) -> float:
 def load_seconds(
     model: ModelShape, link: HostLink, method: Method, num_tokens: int, page_size: int, num_runs: int | None = None
 ) -> float:
-    """All layers of num_tokens tokens, in whole pages, between host and one rank's GPU. num_runs: into how many runs
-    of neighbouring pages they fall, for `dma`; None: as the method says."""
+    """Seconds for all layers of num_tokens tokens, in whole pages, between host and one rank's GPU. num_runs: the
+    number of runs of neighbouring pages, for `dma`; None: the method's own."""
     if num_tokens == 0 or method.kind == "infinite":
         return 0.0
     pages = -(-num_tokens // page_size)

@@ -1,11 +1,11 @@
-"""Data planes: how long it takes to bring stored KV over a network to a GPU, chunk by chunk through stages.
+"""Data planes: the time to bring stored KV over a network to a GPU, chunk by chunk through stages.
 
 Owns when each stage of a pipeline is free. Knows no system (papers/shadowserve_systems.py) and no scheduler. Seconds,
 bytes, and bytes per second. All results are simulated.
 
     chunk 0   network | inflate | dequantize | DMA
     chunk 1             network | inflate    | dequantize | DMA          pipelined: the slowest stage sets the pace
-    chunk 1                                                 network | …  one after another: their sum does
+    chunk 1                                                 network | …  one after another: their sum sets the pace
 """
 
 from __future__ import annotations

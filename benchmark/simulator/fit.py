@@ -1,8 +1,9 @@
-"""Fits what nobody publishes on what the papers print of their microbenchmarks, and shows model beside print.
+"""Fits constants that are not published to the papers' printed microbenchmarks, and shows model and print side by
+side.
 
     python -m benchmark.simulator.fit
 
-Uses no end-to-end number. Figures themselves are not readable here: only what the papers say of them in words.
+Uses no end-to-end number. The figures themselves cannot be read here, only the numbers in the papers' text.
 profiles.py holds the results, rounded; a test keeps the two together. All numbers of the model are simulated.
 """
 

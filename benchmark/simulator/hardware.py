@@ -98,8 +98,8 @@ def scheduler_config(
     num_peer_tokens: int = 0,
     **changes: Any,
 ) -> SchedulerConfig:
-    """Pools as large as the machine has them, unless said otherwise; num_host_tokens 0: no hierarchy. One rank holds
-    its share of every token, so its pages are tp times smaller and as many."""
+    """Pools as large as the machine has them, unless given otherwise; num_host_tokens 0: no hierarchy. One rank holds
+    its share of every token. Its pages are therefore tp times smaller, and as many."""
     device = device_tokens(model, hardware.gpu) if num_device_tokens is None else num_device_tokens
     host = host_tokens(model, hardware.host_bytes) if num_host_tokens is None else num_host_tokens
     return SchedulerConfig(

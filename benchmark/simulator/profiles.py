@@ -1,8 +1,8 @@
 """Machines and models in numbers, each with its source.
 
-Sources: *sheet* is the vendor's data sheet, *config* the model's published config.json, *paper* what the paper says
-in words, *fitted* comes out of fit.py, *assumed* is our guess with a range that a sensitivity table should cover.
-Nothing here was chosen for an end-to-end result.
+Sources: *sheet* is the vendor's data sheet, *config* the model's published config.json, *paper* the paper's text,
+*fitted* a result of fit.py, *assumed* our guess with a range that a sensitivity table should cover. No number here
+was chosen for an end-to-end result.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ GH200 = Hardware(
 # part's own 900 GB/s is not what they had); PCIe 4.0 with "a total bandwidth of 32 GB/s that is shared among the four
 # GPUs"; 128 GB of host memory (all of it for the cache: assumed). Fitted: the efficiency, on uncached prefills; its
 # matrix peak is so low that the clock stays up; the usable share of PCIe, on Fig. 1, where it ends at its bound,
-# which favours whoever loads from the host. What a copy costs: as on PCIe 5 (assumed).
+# which favours systems that load from the host. What a copy costs: as on PCIe 5 (assumed).
 _H20_EFFICIENCY = 0.867
 _H20_USABLE = 1.0
 H20X4 = Hardware(
@@ -180,7 +180,7 @@ CHUNK_QUANTIZED_SHARE = 0.5
 # from the network; 2.2 on Fig. 3a: neither it nor decoding can lose less than 30 % while both run.
 GPU_DECOMPRESS_BUSY = 32 * _GBIT
 GPU_DECOMPRESS_LOSS = 0.30
-# Assumed, 1.0 to 1.5: how much larger CacheGen's arithmetic coding leaves a chunk than Deflate (6.2.1 says "better",
+# Assumed, 1.0 to 1.5: how much larger CacheGen's arithmetic coding leaves a chunk than Deflate (6.2.1: "better",
 # and no number).
 CACHEGEN_SIZE = 1.25
 # ShadowServe 4.3: registering memory at run time costs "up to 3x fetching latency".

@@ -1,4 +1,4 @@
-"""Runs LooGLE, scaled down, through the simulation, checks that nothing is lost, and says how fast that went.
+"""Runs LooGLE, scaled down, through the simulation, checks that nothing is lost, and prints how fast that went.
 
     python -m benchmark.simulator.smoke [--counts 0.05] [--lengths 1] [--rate 4] [--method kernel] [--page-size 1]
 

@@ -1,7 +1,7 @@
 """Readers for published files: LooGLE, NarrativeQA, ShareGPT, and production traces in Mooncake's format.
 
-Files are read, never fetched. `encode` turns a text into token ids; any tokenizer's method will do. What a file does
-not say (when queries arrive) comes from the arguments, as for generated workloads.
+Files are read, never fetched. `encode` turns a text into token ids; any tokenizer's method will do. Facts that a file
+lacks (when queries arrive) come from the arguments, as for generated workloads.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def read_narrativeqa(path: Path, encode: Encode, seed: int, rate: float, order: 
 
 
 def read_sharegpt(path: Path, encode: Encode, seed: int, rate: float, think_s: float = 60.0) -> Workload:
-    """ShareGPT as published: a JSON list of `{"conversations": [{"from": "human" | "gpt", "value"}]}`. A turn is what
-    people say up to an answer; what precedes the first human message is the context. rate: queries per second."""
+    """ShareGPT as published: a JSON list of `{"conversations": [{"from": "human" | "gpt", "value"}]}`. A turn is the
+    human's text up to an answer. The text before the first human message is the context. rate: queries per second."""
     rng = np.random.default_rng(seed)
     found: list[tuple[np.ndarray, tuple[Turn, ...]]] = []
     for row in json.loads(Path(path).read_text()):

@@ -170,9 +170,9 @@ class WorkloadSource:
 class QuestionSpec:
     """Questions about documents. mean_in, mean_out, num_contexts, num_queries: Strata, Table 1.
 
-    Assumed, as nobody prints them: lengths of documents and answers are log-normal with the coefficients of variation
-    context_cv and output_cv, documents at most max_context long; a question with its template has mean_question
-    tokens, log-normal too; each question is about a document drawn uniformly.
+    Assumed, because no paper prints them: lengths of documents and answers are log-normal with the coefficients of
+    variation context_cv and output_cv, documents at most max_context long; a question with its template has
+    mean_question tokens, log-normal too; each question is about a document drawn uniformly.
     """
 
     name: str
@@ -389,11 +389,11 @@ def _before(lengths: np.ndarray, first: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class SessionSpec:
-    """Long conversations that have begun: what was said before is the context. Requests come at Poisson times, each
-    of a conversation drawn at random, or when its last answer is there, if that is later.
+    """Long conversations that have begun: their earlier turns are the context. Requests come at Poisson times, each
+    of a conversation drawn at random, or when its last answer has ended, if that is later.
 
-    shortest, longest, num_sessions: of the whole collection, as printed. Assumed: lengths are log-normal, the two
-    being the extremes that so many draws are expected to have. mean_message, mean_out: log-normal, with cv.
+    shortest, longest, num_sessions: of the whole collection, as printed. Assumed: lengths are log-normal, and the two
+    are the extremes to expect of as many draws. mean_message, mean_out: log-normal, with cv.
     """
 
     name: str
