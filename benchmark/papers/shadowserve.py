@@ -178,7 +178,7 @@ def figure10(runs: Runs) -> Result:
         Panel("ShadowServe over CacheGen-Async", "Gbit/s", what, {f"{o} tokens": (GBPS, gain[o]) for o in OUTPUTS})
         for what, gain in (("loaded TPOT, times lower", tpot), ("peak, times higher", peak))
     ]
-    return _result("10", "output lengths and bandwidths", claims, settings, runs, panels, rows, headlines=())
+    return _result("10", "output lengths and bandwidths", claims, settings, runs, panels, table=rows, headlines=())
 
 
 def figure11(runs: Runs) -> Result:
@@ -246,7 +246,7 @@ def figure12(runs: Runs) -> Result:
         ]
     series = {n: (GBPS, [r["TPOT"] for r in rows if r[""] == n]) for n in cases}
     panels = [Panel("32 tokens", "Gbit/s", "loaded TPOT, times lower", series)]
-    return _result("12", "another model and data set", claims, settings, runs, panels, rows, headlines=())
+    return _result("12", "another model and data set", claims, settings, runs, panels, table=rows, headlines=())
 
 
 # -- figures 13 to 15 -----------------------------------------------------------------------------------------------
@@ -426,7 +426,7 @@ def ours(runs: Runs) -> Result:
         settings,
         runs,
         panels,
-        rows,
+        table=rows,
         headlines=(),
     )
 
@@ -438,26 +438,15 @@ def _result(
     settings: Sequence[RemoteSettings],
     runs: Runs,
     panels: Sequence[Panel],
-    table: Sequence[dict[str, Any]] = (),
-    headlines: Sequence[Headline] = HEADLINES,
-    changes: Sequence[tuple[str, dict[str, Any]]] = CHANGES,
-    notes: str = "",
+    **changed: Any,
 ) -> Result:
+    """changed: further fields of the `Result`."""
     name = f"Fig. {number}, {title}" if number.isdigit() else title.capitalize()
     unique = list(dict.fromkeys(settings))
     rows = points(unique, runs(unique))
-    return Result(
-        f"papers_shadowserve_fig{number}" if number.isdigit() else f"papers_shadowserve_{number}",
-        name,
-        "simulated",
-        claims,
-        rows,
-        panels,
-        table,
-        headlines,
-        changes,
-        notes,
-    )
+    file = f"papers_shadowserve_fig{number}" if number.isdigit() else f"papers_shadowserve_{number}"
+    more = {"headlines": HEADLINES, "changes": CHANGES} | changed
+    return Result(file, name, "simulated", claims, rows, panels, **more)
 
 
 FIGURES: dict[str, Callable[[Runs], Result]] = {

@@ -92,14 +92,14 @@ def scheduler_config(
     model: ModelShape,
     hardware: Hardware,
     page_size: int,
-    context_len: int,
     num_device_tokens: int | None = None,
     num_host_tokens: int | None = None,
     num_peer_tokens: int = 0,
     **changes: Any,
 ) -> SchedulerConfig:
-    """Pools as large as the machine has them, unless given otherwise; num_host_tokens 0: no hierarchy. One rank holds
-    its share of every token. Its pages are therefore tp times smaller, and as many."""
+    """Pools as large as the machine has them, unless given otherwise; num_host_tokens 0: no hierarchy. changes:
+    further fields of the configuration, `context_len` among them. One rank holds its share of every token. Its pages
+    are therefore tp times smaller, and as many."""
     device = device_tokens(model, hardware.gpu) if num_device_tokens is None else num_device_tokens
     host = host_tokens(model, hardware.host_bytes) if num_host_tokens is None else num_host_tokens
     return SchedulerConfig(
@@ -108,6 +108,5 @@ def scheduler_config(
         num_host_pages=host // page_size,
         num_peer_pages=num_peer_tokens // page_size,
         page_bytes=page_size * model.kv_bytes_per_token,
-        context_len=context_len,
         **changes,
     )
