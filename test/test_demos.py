@@ -23,7 +23,7 @@ def test_a_demo_fails_if_an_answer_differs_or_a_tier_gave_nothing(capsys: pytest
     warm = replace(COLD, tiers={"device": 10, "peer": 80})
     assert summarise([(COLD, warm)], TIERS, ["device", "peer"])
     assert not summarise([(COLD, warm)], TIERS, ["host"])
-    assert "nothing came from the host" in capsys.readouterr().out
+    assert "no tokens came from the host" in capsys.readouterr().out
     assert not summarise([(COLD, warm), (COLD, replace(warm, text="no"))], TIERS, ["peer"])
     assert "1 of 2 equal" in capsys.readouterr().out
 

@@ -103,7 +103,7 @@ class HiCacheController:
             self.begin_backup(step)
 
     def back_up_below(self, nodes: list[Node]) -> None:
-        """The fetch or load of these nodes has ended: back up what was computed on and below them meanwhile."""
+        """The fetch or load of the nodes has ended: back up what was computed on and below them meanwhile."""
         stack = list(nodes)
         while stack:
             node = stack.pop()
@@ -271,7 +271,7 @@ class HiCacheController:
         self.ledger.free(own, Tier.DEVICE, self._clock.last)
 
     def withdraw(self, tier: Tier, frames: np.ndarray) -> None:
-        """Drop every node that has one of these frames (a run of them, ascending), and what lies below it, off the
+        """Drop every node that has a frame of the run (ascending), and what lies below it, off the
         tier: they are about to go. Copies on other tiers stay, and locked nodes stay on the device."""
         nodes = [n for n in self.tree.walk() if n.frames[tier] is not None and not (tier == Tier.DEVICE and n.lock)]
         if not nodes:
