@@ -334,6 +334,11 @@ class LocalEngine:
         while self.core.has_outstanding:
             self._turn(0.0, [], [], lambda decision: None)
 
+    def step_until(self, true: Callable[[], bool]) -> None:
+        """Take the steps that operations under way cause, until something is true."""
+        while not true():
+            self._turn(0.0, [], [], lambda decision: None)
+
     def close(self) -> None:
         for stream in self._streams:
             stream.close()
