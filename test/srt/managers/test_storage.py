@@ -373,7 +373,7 @@ def test_a_store_that_hangs_does_not_stop_requests_that_need_memory(model_config
     engine = Engine(model_config, storage=setup, num_device_pages=34, new_token_ratio=0.0)
     gate = Gate(engine.store, "set")
     answers = engine.generate(texts, params)
-    assert gate.entered.wait(60)
+    engine.step_until(gate.entered.is_set)
     assert engine.counter("retracted_reqs") > 0
     assert [len(a.tokens) for a in answers] == [60] * 3
     gate.open.set()
