@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 
 from support import decisions
-from support.decisions import decide, first_difference, load, runs
+from support.decisions import decide, entries_of, first_difference, load, runs
 
 
 @pytest.fixture(autouse=True)
@@ -26,20 +26,20 @@ def test_a_run_decides_as_recorded_and_a_difference_is_named() -> None:
     assert recorded.keys() == {name for name, _ in runs()}
     name, config = next(islice(runs(), 4, None))
     decided = decide(config)
-    assert first_difference(recorded[name], decided) is None
+    assert first_difference(entries_of(recorded[name]), decided) is None
     with_launch = next(entry for entry in decided if entry.get("launch"))
     with_launch["launch"]["seq"] += 1
-    assert "launch.seq was" in (first_difference(recorded[name], decided) or "")
+    assert "launch.seq was" in (first_difference(entries_of(recorded[name]), decided) or "")
     assert "entries" in (first_difference(decided, decided[:-1]) or "")
 
 
 def test_a_renamed_field_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "RENAMED", {"ops": "operations"})
-    entry = next(iter(load().values()))[0]
+    entry = entries_of(next(iter(load().values())))[0]
     assert "operations" in entry and "ops" not in entry
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "config"), list(runs()), ids=lambda value: value if isinstance(value, str) else "")
 def test_every_run_decides_as_recorded(name: str, config: decisions.SoakConfig) -> None:
-    assert first_difference(load()[name], decide(config)) is None
+    assert first_difference(entries_of(load()[name]), decide(config)) is None

@@ -76,8 +76,14 @@ def record(path: Path = FILE) -> int:
     return sum(len(entries) - 1 for entries in recorded.values())
 
 
-def load(path: Path = FILE) -> dict[str, list[Any]]:
-    return {name: _renamed(entries) for name, entries in msgspec.msgpack.decode(_unpacked(path)).items()}
+def load(path: Path = FILE) -> dict[str, msgspec.Raw]:
+    """The recorded runs, undecoded; see `entries_of`."""
+    return msgspec.msgpack.decode(_unpacked(path), type=dict[str, msgspec.Raw])
+
+
+def entries_of(run: msgspec.Raw) -> list[Any]:
+    """One entry per decision, then the counters."""
+    return _renamed(msgspec.msgpack.decode(run, strict=False))
 
 
 def first_difference(recorded: list[Any], decided: list[Any]) -> str | None:
@@ -125,7 +131,7 @@ def main() -> int:
         if args.only not in name:
             continue
         decided = decide(config)
-        if difference := first_difference(recorded[name], decided):
+        if difference := first_difference(entries_of(recorded[name]), decided):
             print(f"{name}, {difference}"[:2000], file=sys.stderr)
             return 1
         num_decisions, num_runs = num_decisions + len(decided) - 1, num_runs + 1
