@@ -8,8 +8,6 @@ import threading
 
 import numpy as np
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
@@ -20,6 +18,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from support.faults import Gate
 from support.local_engine import LocalEngine
 from support.memory_store import MemoryStore
+from support.tiny_model import tiny_llama
 
 PAGE = 4
 BLOCK = 16
@@ -37,21 +36,7 @@ PARAMS = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True, samp
 
 @pytest.fixture(scope="module")
 def model_config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        eos_token_id=2,
-    )
-    path = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return ModelConfig.from_pretrained(str(path), dtype="float32")
+    return tiny_llama(tmp_path_factory.mktemp("model"), eos_token_id=2)
 
 
 def prompt(seed: int, n: int) -> np.ndarray:

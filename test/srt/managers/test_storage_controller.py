@@ -619,7 +619,7 @@ def test_those_who_left_or_are_ready_have_no_deadline():
     rig.detach("gone")
     rig.finish(second)
     assert rig.over("ready") == [True]
-    assert rig.storage.next_deadline is None, "nobody has to be woken"
+    assert rig.storage.next_deadline is None, "no request has a deadline"
     rig.begin("gone", TEXT, now=5.0)  # a name may come again
     expire(rig, 2.0)
     assert rig.over("gone") == [False] and rig.storage.next_deadline > 6.0

@@ -1,4 +1,4 @@
-"""Which prefixes are hottest, against a search of the whole tree, and what is said of them."""
+"""Which prefixes are hottest, against a search of the whole tree, and what is shown of them."""
 
 from __future__ import annotations
 
@@ -121,12 +121,12 @@ def test_a_large_tree_is_not_walked(monkeypatch: pytest.MonkeyPatch):
     assert hottest(HiRadixTree(1), 5) == []
 
 
-def test_what_is_said_of_a_prefix():
+def test_what_is_shown_of_a_prefix():
     world = World(BlockKeys(b"secret", 4))
     node = world.request("abcdefghij")
     table = HottestPrefixes(world.tree)
-    said = table.table(launch=5)[0]
-    assert said | {"hash": ""} == {
+    entry = table.table(launch=5)[0]
+    assert entry | {"hash": ""} == {
         "hash": "",
         "namespace": None,
         "tokens": 10,
@@ -143,18 +143,18 @@ def test_what_is_said_of_a_prefix():
     world.tree.names.name_path(node)
     assert node.stored is not None
     node.stored[0] = True
-    said = table.table(launch=5)[0]
-    assert said["tokens_on"] == {"device": 10, "peer": 0, "host": 10, "storage": 4} and said["stored"] is False
+    entry = table.table(launch=5)[0]
+    assert entry["tokens_on"] == {"device": 10, "peer": 0, "host": 10, "storage": 4} and entry["stored"] is False
     node.stored[1] = True
-    said = table.table(launch=5)[0]
-    assert said["tokens_on"]["storage"] == 8 and said["stored"] is True
+    entry = table.table(launch=5)[0]
+    assert entry["tokens_on"]["storage"] == 8 and entry["stored"] is True
     receipt = world.tree.lock_node(node, 3)
-    said = table.table(launch=5)[0]
-    assert (said["locks"], said["idle_launches"]) == (1, 0)
+    entry = table.table(launch=5)[0]
+    assert (entry["locks"], entry["idle_launches"]) == (1, 0)
     world.tree.unlock(receipt, 5, 5)
     world.tree.rename_blocks(None)
-    said = table.table(launch=9)[0]
-    assert said["tokens_on"] == {"device": 10, "peer": 0, "host": 10} and said["stored"] is None
+    entry = table.table(launch=9)[0]
+    assert entry["tokens_on"] == {"device": 10, "peer": 0, "host": 10} and entry["stored"] is None
 
 
 @pytest.mark.parametrize("block_keys", [None, BlockKeys(b"", 4)])
@@ -173,8 +173,8 @@ def test_a_hash_names_a_prefix_and_tells_nothing(block_keys: BlockKeys | None):
                 world.tree.names.name_path(node)
     table._given = {}
     assert [p["hash"] for p in table.table(world.now)] == before
-    said = json.dumps(table.table(world.now))
-    assert "salt" not in said
+    entry = json.dumps(table.table(world.now))
+    assert "salt" not in entry
     # Another process has other names, whatever secret the storage has.
     assert not {p["hash"] for p in HottestPrefixes(world.tree, 100).table(world.now)} & set(before)
     spaces = {p["namespace"] for p in table.table(world.now)}

@@ -101,7 +101,7 @@ def go_there_and_back(
     before = contents(layout, device, others)
     links.copy(H2D, there, back)
     assert are_equal(contents(layout, device, back), wanted)
-    assert are_equal(contents(layout, device, others), before), "pages that nobody named were written"
+    assert are_equal(contents(layout, device, others), before), "pages that were not named were written"
 
 
 def host_pool(layout: PageLayout, order: str = "page_first", num_pages: int = NUM_PAGES) -> MHATokenToKVPoolHost:

@@ -60,7 +60,6 @@ class Admission:
         self._builder = builder
         self._streaming = streaming
         self._rank = QUEUE_POLICIES[config.schedule_policy]
-        self._inserts_late = config.insert_at == "completion"
 
     # -- the next prefill ---------------------------------------------------------------------------------------
 
@@ -168,17 +167,17 @@ class Admission:
         hits, rest = [], []
         for req in ready[1:]:
             is_delayed = req.delay_end > 0 and self._is_delayed(req)
-            if not req.delay_end or (is_delayed and not self._inserts_late):
+            if not req.delay_end or (is_delayed and not self.config.inserts_late):
                 rest.append(req)
             elif not is_delayed:
                 hits.append(req)
-        first = [r for r in ready[:1] if not (self._inserts_late and self._is_delayed(r))]
+        first = [r for r in ready[:1] if not (self.config.inserts_late and self._is_delayed(r))]
         return first + hits + rest
 
     def _is_delayed(self, req: Req) -> bool:
         threshold = self.config.deferral_threshold
         prefix = self._cache.candidate(req).prefix
-        if req.delay_end - prefix <= threshold or not self._inserts_late:
+        if req.delay_end - prefix <= threshold or not self.config.inserts_late:
             return req.delay_end - prefix > threshold
         # The others may have gone, or what they computed.
         stalled = lambda rid: not self._storage.may_start(rid)  # noqa: E731

@@ -40,7 +40,6 @@ class BatchBuilder:
         self._queues = queues
         self._expected = expected
         self._streaming = streaming
-        self._inserts_late = config.insert_at == "completion"
         self._insert_every = max(1, config.insert_every_tokens // config.page_size) * config.page_size
         self._decode_batch: DecodeBatch | None = None
         # For slots whose launch is already built; they go out with the next one.
@@ -97,9 +96,9 @@ class BatchBuilder:
         # Spread over the run, so that requests that start together do not insert together.
         req.insert_at = end + 1 + req.slot * self._insert_every // self.config.max_running_requests
         req.last_launch = batch.seq
-        if not self._inserts_late:
+        if not self.config.inserts_late:
             self.insert_prefix(req, end)
-        if samples and not self._inserts_late:
+        if samples and not self.config.inserts_late:
             self._claims.release(req.rid)
         elif req.rid in self._claims:
             self._claims.begin(req.rid)

@@ -169,7 +169,7 @@ class LoadPlanner:
         `best_recompute_len`. chunk: new tokens that the launch computes; budget: tokens that it may compute
         besides."""
         num_load, from_peers = match.total_len - match.device_len, match.peer_len - match.device_len
-        if not num_load or not self.config.load_or_recompute or self.config.insert_at == "completion":
+        if not num_load or not self.config.load_or_recompute or self.config.inserts_late:
             return 0
         expected, queues = self.expected, self._queues
         is_idle = not batch.reqs and not queues.running and len(queues.waiting) == 1

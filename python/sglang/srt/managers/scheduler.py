@@ -183,7 +183,7 @@ class Scheduler:
         for (req, epoch), token in zip(record.sampled, tokens):
             if req.epoch == epoch:
                 self._take_token(req, token)
-        if self.config.insert_at != "completion":
+        if not self.config.inserts_late:
             return
         for (req, epoch), end in zip(record.reqs, record.ends):
             if req.epoch == epoch and req.hold is not None:

@@ -93,6 +93,11 @@ class SchedulerConfig:
         return sum(end - first for first, end in self.slabs)
 
     @property
+    def inserts_late(self) -> bool:
+        """Whether what a launch computes is inserted when it has completed."""
+        return self.insert_at == "completion"
+
+    @property
     def max_resident_len(self) -> int:
         """The most tokens that a request may have on the device. One page stays free of any single request: the step
         that runs ahead of a finish may ask for it."""

@@ -14,7 +14,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.page_layout import PageLayout
@@ -29,6 +28,7 @@ from support.children import wait_until
 from support.device_emulator import emulated_device
 from support.fake_cuda_driver import FakeCudaDriver
 from support.local_engine import LocalEngine
+from support.tiny_model import tiny_llama
 
 PAGE, SLAB_BYTES, NUM_SLABS = 4, 1 << 16, 6
 PARAMS = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True, sampling_seed=0)
@@ -36,20 +36,7 @@ PARAMS = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True, samp
 
 @pytest.fixture(scope="module")
 def model_config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-    )
-    path = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return ModelConfig.from_pretrained(str(path), dtype="float32")
+    return tiny_llama(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -265,7 +252,7 @@ def test_answers_stay_when_strict_slabs_go_home_without_a_word_from_the_borrower
         lender.recall(3)
         wait_until(lambda: lender.poll_mapped().mapped == b"\1" * NUM_SLABS, "all slabs to be given back")
         for slab in (3, 4, 5):
-            lender.slabs.slab(slab)[:] = 0x7F  # NaN to whoever reads it
+            lender.slabs.slab(slab)[:] = 0x7F  # NaN to its reader
         assert [borrower.ask(text)[0] for text in texts] == wanted
         borrower.until(lambda: borrower.num_mapped == 0, "the borrower does not hear of it")
         assert all((lender.slabs.slab(slab) == 0x7F).all() for slab in (3, 4, 5)), "the borrower still wrote"

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -40,6 +39,7 @@ from support.device_emulator import emulated_device
 from support.fake_cuda_driver import FakeCudaDriver
 from support.local_engine import LocalEngine
 from support.slab_process import hold_cuda
+from support.tiny_model import tiny_llama
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
 
@@ -364,20 +364,7 @@ def test_store_pages_and_poison_are_those_of_the_other_pool(kind: str, page_size
 
 @pytest.fixture(scope="module")
 def model_config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-    )
-    path = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return ModelConfig.from_pretrained(str(path), dtype="float32")
+    return tiny_llama(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize("kind", ["emulated", on_gpu])
