@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.configs.embedded_model import ensure_embedded_model
-from sglang.srt.entrypoints.startup_checks import check_before_start
+from sglang.srt.entrypoints.startup_checks import check_before_start, tokenizer_dir
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError, is_for_the_user
 
@@ -114,8 +114,35 @@ def test_places_without_a_model(model: Callable[..., str], tmp_path: Path) -> No
     assert "is no index of weights" in refusal(model_path=path)
     (Path(path) / "config.json").write_text("{")
     assert "not valid JSON" in refusal(model_path=path)
+
+
+def test_places_without_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
     assert "holds no tokenizer" in refusal(tokenizer_path=str(tmp_path / "empty"))
+    assert "There is no directory '/nowhere/tokenizer'" in refusal(tokenizer_path="/nowhere/tokenizer")
+    (tmp_path / "file").touch()
+    assert "is a file; give the directory that holds the tokenizer's" in refusal(
+        tokenizer_path=str(tmp_path / "file")
+    )
+
+    def download(name: str, allow_patterns: list[str], **kwargs: Any) -> str:
+        assert not any("safetensors" in pattern for pattern in allow_patterns)
+        raise OSError("no such repository")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert "could not be fetched from the Hugging Face hub (no such" in refusal(tokenizer_path="nowhere/tokenizer")
+
+
+def test_a_tokenizer_of_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ensure_embedded_model()
+    (tmp_path / "other").symlink_to(model)
+    args = ServerArgs(model_path=str(model), tokenizer_path="embedded")
+    assert check_before_start(args) == tokenizer_dir(args, model) == model
+    monkeypatch.setenv("HOME", str(tmp_path))
+    args = ServerArgs(model_path=str(model), tokenizer_path="~/other")
+    assert check_before_start(args) == model and tokenizer_dir(args, model) == tmp_path / "other"
+    args = ServerArgs(model_path=str(model))
+    assert tokenizer_dir(args, model) == model
 
 
 def storage(backend: str, **extra: Any) -> dict[str, Any]:
@@ -258,7 +285,7 @@ def test_layer_streaming_without_room_for_two_chunks(flags: dict[str, int], page
 def test_nothing_of_it_needs_torch(tmp_path: Path) -> None:
     code = """
 import sys
-from sglang.srt.entrypoints.startup_checks import check_before_start
+from sglang.srt.entrypoints.startup_checks import check_before_start, tokenizer_dir
 from sglang.srt.server_args import ServerArgs
 flags = ["--hicache", "--layer-stream", "2", "--max-total-tokens", "5000"]
 flags += ["--hicache-storage-backend", "file,remote", "--hicache-storage-backend-extra-config"]

@@ -23,7 +23,8 @@ from sglang.srt.configs.model_families import MODEL_FAMILIES
 EMBEDDED_MODEL = "embedded"
 
 # Weights and what belongs to the tokenizer; not the other frameworks' copies of the weights.
-_HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+_WEIGHTS = "*.safetensors"
+_HUB_PATTERNS = ("*.json", _WEIGHTS, "*.jinja", "*.txt", "tokenizer.model")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 INDEX = "model.safetensors.index.json"
@@ -46,32 +47,40 @@ class ModelConfigError(ValueError):
 
 def resolve_model_path(model_path: str, revision: str | None = None) -> Path:
     """The directory of a model, downloaded or written first where need be. Raises `ModelConfigError`."""
-    if model_path == EMBEDDED_MODEL:
+    return _resolve(model_path, "model", "config.json", _HUB_PATTERNS, revision)
+
+
+def resolve_tokenizer_path(tokenizer_path: str) -> Path:
+    """As `resolve_model_path`, for a tokenizer: no weights are downloaded."""
+    patterns = tuple(pattern for pattern in _HUB_PATTERNS if pattern != _WEIGHTS)
+    return _resolve(tokenizer_path, "tokenizer", "the tokenizer's files", patterns)
+
+
+def _resolve(name: str, what: str, files: str, patterns: Sequence[str], revision: str | None = None) -> Path:
+    if name == EMBEDDED_MODEL:
         try:
             return ensure_embedded_model()
         except OSError as e:
             raise ModelConfigError(f"{str(e)[:1].upper()}{str(e)[1:]}.") from e
-    path = Path(model_path).expanduser()
+    path = Path(name).expanduser()
     if path.is_dir():
         return path
     if path.exists():
-        raise ModelConfigError(f"{model_path!r} is a file; give the directory that holds config.json.")
-    if not _HUB_NAME.fullmatch(model_path):
+        raise ModelConfigError(f"{name!r} is a file; give the directory that holds {files}.")
+    if not _HUB_NAME.fullmatch(name):
         raise ModelConfigError(
-            f"There is no directory {model_path!r}; give a model directory, a hub name such as "
+            f"There is no directory {name!r}; give a {what} directory, a hub name such as "
             f"Qwen/Qwen3-0.6B, or {EMBEDDED_MODEL!r}."
         )
     import huggingface_hub
 
     try:
-        return Path(
-            huggingface_hub.snapshot_download(model_path, revision=revision, allow_patterns=list(_HUB_PATTERNS))
-        )
+        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
     except Exception as e:
         # The hub's own errors span several lines; the first has the reason.
         reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
         raise ModelConfigError(
-            f"{model_path!r} is not a directory here and could not be fetched from the Hugging Face hub ({reason})"
+            f"{name!r} is not a directory here and could not be fetched from the Hugging Face hub ({reason})"
         ) from e
 
 

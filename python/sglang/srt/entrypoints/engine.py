@@ -37,7 +37,7 @@ import zmq.asyncio
 
 from sglang.srt.entrypoints.native import GenerateReqInput, serve_generate
 from sglang.srt.entrypoints.request_fields import UNSUPPORTED_GENERATE, convert
-from sglang.srt.entrypoints.startup_checks import check_before_start
+from sglang.srt.entrypoints.startup_checks import check_before_start, tokenizer_dir
 from sglang.srt.entrypoints.streams import close
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.observability.metrics_collector import MetricsCollector
@@ -197,7 +197,9 @@ class EngineProcesses:
     async def _start(self) -> None:
         args = self._args
         refuse_mixed_installation()
-        model_dir = str(await asyncio.to_thread(check_before_start, args))
+        model_path = await asyncio.to_thread(check_before_start, args)
+        tokenizer_path = str(await asyncio.to_thread(tokenizer_dir, args, model_path))
+        model_dir = str(model_path)
         own_context, vocab_size = get_context_and_vocab(model_dir)
         logger.info("starting %d processes", args.tp_size + 1)
         self._directory, self._lock = private_directory()
@@ -236,8 +238,8 @@ class EngineProcesses:
             prefix = "" if args.tp_size == 1 else f"TP{rank}"
             child(name, self._scheduler_command, ("scheduler_in", "detokenizer_in"), extra, log_prefix=prefix)
         # The detokenizer starts meanwhile; it is ready long before the model is.
-        tokenizer = await asyncio.to_thread(get_tokenizer, args.tokenizer_path or model_dir)
-        path = await asyncio.to_thread(self._tokenizer_for_child, tokenizer, args.tokenizer_path or model_dir)
+        tokenizer = await asyncio.to_thread(get_tokenizer, tokenizer_path)
+        path = await asyncio.to_thread(self._tokenizer_for_child, tokenizer, tokenizer_path)
         sockets = ("detokenizer_in", "tokenizer_in")
         child("detokenizer", DETOKENIZER_COMMAND, sockets, {"tokenizer": path}, remove_directory=self._directory)
 

@@ -20,6 +20,7 @@ from sglang.srt.configs.model_files import (
     check_weight_files,
     read_config_json,
     resolve_model_path,
+    resolve_tokenizer_path,
 )
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.mem_cache.storage.registry import storage_backend
@@ -38,9 +39,7 @@ def check_before_start(args: ServerArgs) -> Path:
     check_config(args.model_path, raw, args.dtype, args.context_length, args.tp_size)
     if args.load_format != "dummy":
         check_weight_files(model_dir)
-    tokenizer_path = Path(args.tokenizer_path or model_dir)
-    if tokenizer_path.is_dir():
-        check_tokenizer_files(tokenizer_path)
+    check_tokenizer_files(tokenizer_dir(args, model_dir))
     try:
         _check_storage(args)
         _check_peers(args)
@@ -58,6 +57,11 @@ def check_before_start(args: ServerArgs) -> Path:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise StartupError(f"--record-steps {args.record_steps}: no file can be made in {folder}; name another")
     return model_dir
+
+
+def tokenizer_dir(args: ServerArgs, model_dir: Path) -> Path:
+    """Raises StartupError, as `check_before_start`."""
+    return resolve_tokenizer_path(args.tokenizer_path) if args.tokenizer_path else model_dir
 
 
 def _check_storage(args: ServerArgs) -> None:
