@@ -187,6 +187,9 @@ PLUGIN = {"backend_name": "mine", "class_name": "Mine"}
         ("remote", {"synchronous": 1}, "synchronous is 1, but it has to be true or false"),
         ("remote", {"codec": 5}, "codec is 5, but it has to be the name of a codec or a JSON object"),
         ("bluefield", {**TOKEN, "foo": 1}, "bluefield has no option 'foo'"),
+        ("remote", {"codec": "lossles"}, "remote: unknown codec 'lossles': use one of lossless, binned, raw"),
+        ("remote", {"codec": {"codec": "binned", "bin": 9}}, "remote: codec binned has no option 'bin'"),
+        ("bluefield", {**TOKEN, "codec": {"level": "x"}}, 'bluefield: codec lossless: level is "x", but it has'),
         (
             "bluefield",
             {"proxy": "/proxy.sock"},

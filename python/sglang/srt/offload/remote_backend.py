@@ -13,14 +13,14 @@ from typing import Any
 
 from sglang.srt.mem_cache.block_store import BlockStore, StoreError
 from sglang.srt.mem_cache.storage.registry import CONFIG_FLAG, StorageBackend, StoreParams
-from sglang.srt.offload.codec.registry import is_lossy_codec
+from sglang.srt.offload.codec.registry import check_codec, is_lossy_codec
 from sglang.srt.offload.proxy.settings import ProxySettings
 from sglang.srt.offload.proxy_process import OtherProxy
 from sglang.srt.offload.remote_store import OwnProxySettings, RemoteSettings, open_remote_store
 from sglang.srt.offload.store.address import StoreAddress
 from sglang.srt.utils.registry import BOOLEAN, NUMBER, OBJECT, STRING, Kind, Option
 
-# The proxy checks the rest of it, as it makes the codec.
+# `check_codec` checks its settings, and the proxy what depends on the model's shape, as it makes the codec.
 _CODEC = Kind("the name of a codec or a JSON object", lambda value: isinstance(value, str | dict))
 _SHARED_OPTIONS = (
     Option("codec", _CODEC, "lossless", "a codec's name, or an object with its settings, as below"),
@@ -49,8 +49,13 @@ class _ProxyBackend(StorageBackend):
     def settings(self, config: Mapping[str, Any]) -> RemoteSettings:
         """Raises StoreError."""
         values = self.values(config)
+        codec = values["codec"]
+        try:
+            check_codec({"codec": codec} if isinstance(codec, str) else codec)
+        except ValueError as error:
+            raise StoreError(f"--hicache-storage-backend {self.name}: {error}") from None
         return RemoteSettings(
-            codec=values["codec"],
+            codec=codec,
             hang_s=float(values["hang_timeout_s"]),
             is_synchronous=values["synchronous"],
             proxy=self.proxy(values),

@@ -33,13 +33,19 @@ def make_codec(config: Mapping[str, Any], layout: BlockLayout) -> Codec:
     codec: one of `CODECS`, `DEFAULT_CODEC` where it is left out. The others are options of the codec's class.
     ValueError, with what to do, for anything else.
     """
+    codec, settings = check_codec(config)
+    return codec.from_settings(layout, settings)
+
+
+def check_codec(config: Mapping[str, Any]) -> tuple[type[PieceCodec], dict[str, Any]]:
+    """The class of a codec and its own settings. Checks what needs no layout of the cache. Raises ValueError."""
     settings = dict(config)
     name = settings.pop("codec", DEFAULT_CODEC)
     if not isinstance(name, str) or name not in CODECS:
         raise ValueError(f"unknown codec {name!r}: use one of {', '.join(CODECS)}")
     codec = codec_class(name)
     read_options(codec.options, settings, f"codec {name}")
-    return codec.from_settings(layout, settings)
+    return codec, settings
 
 
 def is_lossy_codec(config: Any) -> bool:
