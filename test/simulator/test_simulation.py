@@ -315,7 +315,7 @@ def test_what_is_computed_is_stored_when_it_is_written_through() -> None:
     ) is not None:
         sim.now = end
         sim.core.step(sim.now, sim.core.progress())
-    assert {k.tobytes() for k in NAMES.of_prompt("", np.array(text, np.int32))} <= sim.storage.blocks
+    assert {k.tobytes() for k in NAMES.of_prompt("", np.array(text, np.int32))} <= sim.storage.blocks.keys()
 
 
 @pytest.mark.parametrize("write_policy", ["write_through", *(pytest.param(n, marks=pytest.mark.slow) for n in LATE)])

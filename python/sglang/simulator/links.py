@@ -1,5 +1,5 @@
 """`SimulatedLink`, `SimulatedStorageLink`: links that only take time. They move nothing, and own when operations
-begin and end. `SimulatedStorage`: the names of the stored blocks.
+begin and end. `SimulatedStorage`: the names of the stored blocks, and which of them it evicts.
 
 Every number that comes out of it is simulated.
 """
@@ -7,7 +7,7 @@ Every number that comes out of it is simulated.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +58,21 @@ def at_bandwidth(bandwidth: float) -> Callable[[TransferOp], float]:
     return lambda op: op.size_bytes / bandwidth
 
 
+# (operation, when its bytes begin to move, seconds that they usually take) -> when it ends, and whether it succeeds.
+Outcome = Callable[[TransferOp, float, float], tuple[float, bool]]
+
+
+def on_time(op: TransferOp, begin: float, seconds: float) -> tuple[float, bool]:
+    """The `Outcome` of a healthy link."""
+    return begin + seconds, True
+
+
 class SimulatedLink:
     """One operation after another: start when the link is free and the source is ready, then latency_s, then
     seconds(op) for the bytes.
 
-    now: the virtual clock. launch_end: launch number -> when it completes, for backups. fails: decides which
-    operations fail, at their end.
+    now: the virtual clock. launch_end: launch number -> when it completes, for backups. outcome: for a link that is
+    slow, hangs or fails.
     """
 
     def __init__(
@@ -74,7 +83,7 @@ class SimulatedLink:
         latency_s: float,
         num_layers: int,
         launch_end: Callable[[int], float],
-        fails: Callable[[TransferOp], bool] = lambda op: False,
+        outcome: Outcome = on_time,
     ) -> None:
         self.name = name
         self.busy_s = 0.0
@@ -83,7 +92,7 @@ class SimulatedLink:
         self._latency_s = latency_s
         self._num_layers = num_layers
         self._launch_end = launch_end
-        self._fails = fails
+        self._outcome = outcome
         self._free_at = 0.0
         self._next_seq = 0
         self._timings: dict[int, _Timing] = {}
@@ -97,8 +106,8 @@ class SimulatedLink:
         if op.after is not None:
             start = max(start, self._launch_end(op.after))
         start += self._latency_s
-        end = start + self._seconds(op)
-        self._timings[seq] = _Timing(start, end, not self._fails(op))
+        end, succeeds = self._outcome(op, start, self._seconds(op))
+        self._timings[seq] = _Timing(start, end, succeeds)
         self._free_at = end
         self.busy_s += end - start
         self._pending.append(seq)
@@ -136,14 +145,29 @@ class SimulatedLink:
 
 
 class SimulatedStorage:
-    """The names of the stored blocks; the store of a simulation's storage links."""
+    """The names of the stored blocks; the store of a simulation's storage links.
 
-    def __init__(self) -> None:
-        self.blocks: set[bytes] = set()
+    max_blocks: None for no limit. Above it, the least recently written or read block goes. Of one operation the last
+    block is touched first, so that the front of a prompt goes last.
+    """
+
+    def __init__(self, max_blocks: int | None = None) -> None:
+        # In the order of use, the least recent first.
+        self.blocks: dict[bytes, None] = {}
+        self.num_evicted = 0
+        self._max_blocks = max_blocks
 
     def add(self, keys: np.ndarray) -> None:
         """keys: (n, 16) uint8."""
-        self.blocks.update(to_bytes(keys))
+        self._touch(to_bytes(keys))
+        while self._max_blocks is not None and len(self.blocks) > self._max_blocks:
+            del self.blocks[next(iter(self.blocks))]
+            self.num_evicted += 1
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        for key in reversed(keys):
+            self.blocks.pop(key, None)
+            self.blocks[key] = None
 
     def carry_out(self, op: StorageOp) -> int:
         """The count of a `StorageOp`'s result. Attaching, detaching and clearing always succeed."""
@@ -151,7 +175,10 @@ class SimulatedStorage:
             self.add(op.keys)
         if op.action in (StorageAction.EXISTS, StorageAction.GET):
             keys = to_bytes(op.keys)
-            return next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
+            count = next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
+            if op.action == StorageAction.GET:
+                self._touch(keys[:count])
+            return count
         if op.action == StorageAction.CLEAR:
             self.blocks.clear()
         return len(op.keys) if op.action == StorageAction.SET else 1
@@ -160,9 +187,10 @@ class SimulatedStorage:
 class SimulatedStorageLink:
     """One of the links to a `SimulatedStorage`. Its content is looked up when an operation ends.
 
-    ends: (operation, virtual time of its submission in seconds) -> when it ends. It is called when the operation
-    before has ended. A model of storage that works on several operations at once may answer a time shortly after
-    that. Operations that were cancelled by then take no time.
+    ends: (operation, virtual time of its submission in seconds) -> when it ends, and whether it succeeds. It is
+    called when the operation before has ended. A model of storage that works on several operations at once may answer
+    a time shortly after that. Operations that were cancelled by then take no time. One that does not succeed counts
+    no block.
     """
 
     def __init__(
@@ -170,7 +198,7 @@ class SimulatedStorageLink:
         name: str,
         now: Callable[[], float],
         storage: SimulatedStorage,
-        ends: Callable[[StorageOp, float], float],
+        ends: Callable[[StorageOp, float], tuple[float, bool]],
     ) -> None:
         self.name = name
         self.busy_s = 0.0
@@ -180,8 +208,8 @@ class SimulatedStorageLink:
         self._next_seq = 0
         # Operations that are not over, with the times of their submission.
         self._waiting: deque[tuple[StorageOp, float]] = deque()
-        # Beginning and end of the first of them, if it is under way.
-        self._current: tuple[float, float] | None = None
+        # Beginning and end of the first of them, if it is under way, and whether it succeeds.
+        self._current: tuple[float, float, bool] | None = None
         self._free_at = 0.0
         # busy_s, with the part of the current operation, when `busy_between` was last called.
         self._asked = 0.0
@@ -204,11 +232,11 @@ class SimulatedStorageLink:
     def poll(self) -> list[OpResult]:
         results = []
         while self._current is not None and self._current[1] <= self._now():
-            begin, end = self._current
+            begin, end, succeeds = self._current
             op, _ = self._waiting.popleft()
             cancelled = op.ticket.seq in self._cancelled
             self._cancelled.discard(op.ticket.seq)
-            count = 0 if cancelled else self._storage.carry_out(op)
+            count = self._storage.carry_out(op) if succeeds and not cancelled else 0
             self.busy_s += end - begin
             results.append(OpResult(op.ticket.seq, not cancelled, count=count, seconds=end - begin))
             self._free_at, self._current = end, None
@@ -234,5 +262,8 @@ class SimulatedStorageLink:
             return
         op, submitted = self._waiting[0]
         begin = max(self._free_at, submitted)
-        is_idle = op.ticket.seq in self._cancelled
-        self._current = begin, begin if is_idle else max(begin, self._ends(op, submitted))
+        if op.ticket.seq in self._cancelled:
+            self._current = begin, begin, True
+            return
+        end, succeeds = self._ends(op, submitted)
+        self._current = begin, max(begin, end), succeeds

@@ -6,7 +6,7 @@ Owns the clock and the order of arrivals. Every number that comes out of it is s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -14,7 +14,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from sglang.simulator.executor import LaunchCosts, SimulatedExecutor
+from sglang.simulator.health import HEALTHY, LinkHealth
 from sglang.simulator.links import (
+    Outcome,
     SimulatedLink,
     SimulatedStorage,
     SimulatedStorageLink,
@@ -82,6 +84,10 @@ class SimulatedHardware:
     attention_seconds: Callable[[Launch], float] | None = None
     # Bandwidth of the swap file, each way.
     swap_bandwidth: float = float("inf")
+    # Blocks that storage holds, see `SimulatedStorage`.
+    storage_blocks: int | None = None
+    # By link, those that are not healthy all the time.
+    health: Mapping[str, LinkHealth] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -170,9 +176,9 @@ class Simulation:
                 hardware.link_latency_s,
                 hardware.num_layers,
                 self.executor.launch_end,
-                hardware.load_fails if name in LOAD_LINKS.values() else lambda op: False,
+                _outcome(name, hardware),
             )
-        self.storage = SimulatedStorage()
+        self.storage = SimulatedStorage(hardware.storage_blocks)
         for name in STORAGE_LINKS if config.storage is not None else ():
             links[name] = SimulatedStorageLink(name, clock, self.storage, self._storage_ends(name, hardware))
         self.links = links
@@ -184,7 +190,8 @@ class Simulation:
         arrivals: RequestSource | Iterable[tuple[float, TokenizedGenerateReqInput]],
         after_step: Callable[[BatchDecision], None] = lambda decision: None,
     ) -> dict[str, RequestTimes]:
-        """Run until all requests have ended. arrivals: a source, or (seconds, request)."""
+        """Run until all requests have ended, or nothing else will ever end because a link hangs. arrivals: a source,
+        or (seconds, request)."""
         source = arrivals if isinstance(arrivals, RequestSource) else TimedRequests(arrivals)
         while True:
             due = source.take(self.now)
@@ -202,9 +209,17 @@ class Simulation:
             if not times:
                 assert self.core.scheduler.num_reqs == 0, "requests wait and nothing is under way"
                 return self.times
-            self.now = Seconds(min(times))
+            if (upcoming_s := min(times)) == float("inf"):
+                return self.times
+            self.now = Seconds(upcoming_s)
 
-    def _storage_ends(self, name: str, hardware: SimulatedHardware) -> Callable[[StorageOp, float], float]:
+    def _storage_ends(
+        self, name: str, hardware: SimulatedHardware
+    ) -> Callable[[StorageOp, float], tuple[float, bool]]:
+        health, ends = hardware.health.get(name, HEALTHY), self._healthy_storage_ends(name, hardware)
+        return lambda op, submitted: health.outcome(self.now, ends(op, submitted) - self.now)
+
+    def _healthy_storage_ends(self, name: str, hardware: SimulatedHardware) -> Callable[[StorageOp, float], float]:
         if name == PROBE:
             return lambda op, submitted: self.now + hardware.probe_s
         if name == FETCH and hardware.fetch is not None:
@@ -224,6 +239,17 @@ class Simulation:
             if output.finish_reason is not None:
                 times.finish_reason = output.finish_reason.type
                 source.finished(output.rid, self.now)
+
+
+def _outcome(link: str, hardware: SimulatedHardware) -> Outcome:
+    health = hardware.health.get(link, HEALTHY)
+    loads = link in LOAD_LINKS.values()
+
+    def outcome(op: TransferOp, begin: float, seconds: float) -> tuple[float, bool]:
+        end, succeeds = health.outcome(begin, seconds)
+        return end, succeeds and not (loads and hardware.load_fails(op))
+
+    return outcome
 
 
 def _open_stream(config: SchedulerConfig, hardware: SimulatedHardware) -> SimulatedStream | None:
