@@ -99,7 +99,7 @@ fuzz: setup
 	$(SUPPORT_PY) -m support.soak --seed $(SEED) --seeds 40 --steps 2000
 
 bench: setup
-	for script in benchmark/bench_*.py; do $(PY) $$script || exit 1; done
+	for script in benchmark/bench_*.py; do PYTHONPATH=".:$$PYTHONPATH" $(PY) $$script || exit 1; done
 
 # Pages that are made from the code.
 docs: setup
