@@ -26,7 +26,7 @@ HOST ?= 127.0.0.1
 PORT ?= 30000
 MODEL ?= embedded
 
-.PHONY: setup setup-strict demo demo-peers serve check test test-all test-clients test-gpu memcheck-gpu bench-gpu gpu-site fuzz bench docs clean
+.PHONY: setup setup-strict demo demo-peers serve check test test-all test-clients test-gpu memcheck-gpu bench-gpu gpu-site fuzz bench harm docs clean
 
 setup: $(STAMP)
 
@@ -100,6 +100,10 @@ fuzz: setup
 
 bench: setup
 	for script in benchmark/bench_*.py; do PYTHONPATH=".:$$PYTHONPATH" $(PY) $$script || exit 1; done
+
+# Fails if a tier that is added makes a server slower. Minutes, on the virtual clock; JSON in bench-out/harm.json.
+harm: setup
+	$(PY) -m benchmark.harm --jobs 2
 
 # Pages that are made from the code.
 docs: setup

@@ -1,6 +1,6 @@
 """The gate "do no harm": a tier that is added must not make the server slower, whatever its speed and health.
 
-    make harm                     all cases, about ten minutes
+    make harm                     all cases, minutes
     python -m benchmark.harm [--only disk] [--conditions healthy,slow] [--workloads documents] [--jobs 2]
 
 A server with and without one tier gets the same requests on the virtual clock. The exit code is 1 if any case does
@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 from benchmark.common import percentiles, print_table, write_json
-from benchmark.simulator.bounds import Documents
 from benchmark.simulator.small_machine import SmallMachine
 from benchmark.simulator.workloads import Conversation, Turn, Workload, poisson_times, random_tokens
 
@@ -51,6 +50,8 @@ WORKLOADS = ("documents", "chats", "unique")
 NUM_REQUESTS = 300
 RATE = 5.0
 OUTPUT_TOKENS = 16
+DOCUMENT_TOKENS = 512
+CHAT_TURNS, THINK_S = 5, 4.0
 # Documents, over the sum of the tiers with the added one.
 WORKING_SET = 1.5
 FLAPS, FLAP_S, FLAP_EVERY_S = 5, 0.5, 4.0
@@ -85,16 +86,20 @@ class Case:
     # None: the engine's default.
     write_policy: str | None = None
     num_requests: int = NUM_REQUESTS
+    # For short runs: prompts and answers are so many times shorter and come so many times as often, and tiers are
+    # smaller by its square.
+    scale: int = 1
 
     @property
     def name(self) -> str:
         base = "+".join(tier.name.lower() for tier in self.base)
         page = "" if self.page_size == 16 else f", page size {self.page_size}"
+        page += "" if self.scale == 1 else f", scale {self.scale}"
         return f"{base} + {self.added.name.lower()} at {self.speed:g}, {self.condition}, {self.workload}{page}"
 
     @property
     def without(self) -> SmallMachine:
-        sizes = {tier: SIZES[tier] for tier in self.base}
+        sizes = {tier: self._size(tier) for tier in self.base}
         return SmallMachine(sizes, page_size=self.page_size, write_policy=self.write_policy)
 
     @property
@@ -102,17 +107,25 @@ class Case:
         without = self.without
         return replace(
             without,
-            sizes={**without.sizes, self.added: SIZES[self.added]},
+            sizes={**without.sizes, self.added: self._size(self.added)},
             speeds={self.added: self.speed},
             health={self.added: self.health},
         )
 
     @property
+    def half_s(self) -> float:
+        """When the link begins to deviate: half of the requests have come."""
+        return self.num_requests / RATE / self.scale / 2
+
+    @property
     def health(self) -> LinkHealth:
-        return health_of(self.condition, self.added, self.num_requests / RATE / 2)
+        return health_of(self.condition, self.added, self.half_s)
 
     def requests(self) -> Workload:
-        return workload_of(self.workload, self.machine.sum_tokens, self.num_requests)
+        return workload_of(self.workload, self.machine.sum_tokens, self.num_requests, self.scale)
+
+    def _size(self, tier: Tier) -> int:
+        return SIZES[tier] // self.scale**2
 
 
 @dataclass(frozen=True)
@@ -141,7 +154,7 @@ def health_of(condition: str, tier: Tier, half: float) -> LinkHealth:
 
 
 def hangs_of(case: Case) -> list[Hang]:
-    half = case.num_requests / RATE / 2
+    half = case.half_s
     if case.condition == "hung":
         return [Hang(half, TIMEOUTS[case.added])]
     if case.condition == "flapping hangs":
@@ -153,27 +166,29 @@ def hangs_of(case: Case) -> list[Hang]:
 
 
 @cache
-def workload_of(name: str, sum_tokens: int, num_requests: int) -> Workload:
+def workload_of(name: str, sum_tokens: int, num_requests: int, scale: int = 1) -> Workload:
     """documents: uniform reuse, more than the tiers hold. chats: turns of conversations. unique: no reuse."""
     rng = np.random.default_rng(3)
+
+    def text(num_tokens: int) -> np.ndarray:
+        return random_tokens(rng, num_tokens // scale)
+
+    def turns(num_turns: int, message_tokens: int) -> tuple[Turn, ...]:
+        return tuple(Turn(text(message_tokens), OUTPUT_TOKENS // scale) for _ in range(num_turns))
+
     if name == "documents":
-        number = round(WORKING_SET * sum_tokens / Documents.document_tokens)
-        texts = [random_tokens(rng, Documents.document_tokens) for _ in range(number)]
+        number = round(WORKING_SET * sum_tokens * scale / DOCUMENT_TOKENS)
+        texts = [text(DOCUMENT_TOKENS) for _ in range(number)]
         about = rng.integers(0, number, num_requests).tolist()
-        asked = [(texts[i], (Turn(random_tokens(rng, 8), OUTPUT_TOKENS),)) for i in about]
+        asked = [(texts[i], turns(1, 8)) for i in about]
     elif name == "unique":
-        asked = [
-            (random_tokens(rng, 512), (Turn(random_tokens(rng, 8), OUTPUT_TOKENS),)) for _ in range(num_requests)
-        ]
+        asked = [(text(DOCUMENT_TOKENS), turns(1, 8)) for _ in range(num_requests)]
     else:
-        turns = 5
-        asked = [
-            (random_tokens(rng, 128), tuple(Turn(random_tokens(rng, 96), OUTPUT_TOKENS) for _ in range(turns)))
-            for _ in range(num_requests // turns)
-        ]
-    starts = poisson_times(rng, len(asked), RATE * len(asked) / num_requests).tolist()
+        asked = [(text(128), turns(CHAT_TURNS, 96)) for _ in range(num_requests // CHAT_TURNS)]
+    starts = poisson_times(rng, len(asked), RATE * scale * len(asked) / num_requests).tolist()
     talks = [
-        Conversation(start, text, turns, think_s=4.0) for start, (text, turns) in zip(starts, asked, strict=True)
+        Conversation(start, context, said, think_s=THINK_S / scale)
+        for start, (context, said) in zip(starts, asked, strict=True)
     ]
     return Workload(name, tuple(talks), max_in_flight=None)
 
@@ -272,8 +287,8 @@ def judge(case: Case, base: ServerRun, tier: ServerRun) -> list[Verdict]:
     """
     hangs = hangs_of(case)
     longest = max((hang.seconds for hang in hangs), default=0.0)
-    affected = sum(_num_affected(base, hang) * hang.seconds for hang in hangs) / len(base.ttft_s)
-    gaps = OUTPUT_TOKENS - 1
+    gaps = OUTPUT_TOKENS // case.scale - 1
+    affected = sum(_num_affected(base, hang, gaps) * hang.seconds for hang in hangs) / len(base.ttft_s)
     verdicts = []
     for name, value, without, allowance in (
         ("mean TTFT ms", np.mean(tier.ttft_s), np.mean(base.ttft_s), affected),
@@ -295,13 +310,10 @@ def _p99(samples: Iterable[float]) -> float:
     return percentiles(list(samples), 99)[0]
 
 
-def _num_affected(base: ServerRun, hang: Hang) -> int:
+def _num_affected(base: ServerRun, hang: Hang, gaps: int) -> int:
     """Requests that arrive in a hang or in the same time after it, and those that are under way when it begins."""
     ends = zip(base.arrivals_s, base.ttft_s, base.tpot_s, strict=True)
-    return sum(
-        at < hang.begin + 2 * hang.seconds and at + ttft + tpot * (OUTPUT_TOKENS - 1) > hang.begin
-        for at, ttft, tpot in ends
-    )
+    return sum(at < hang.begin + 2 * hang.seconds and at + ttft + tpot * gaps > hang.begin for at, ttft, tpot in ends)
 
 
 @cache
