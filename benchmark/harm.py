@@ -331,6 +331,10 @@ def run_case(case: Case) -> tuple[list[Verdict], ServerRun, ServerRun]:
 # -- all cases ------------------------------------------------------------------------------------------------------
 
 
+# What one process takes at a time; these share the run without the tier.
+CASES_PER_REPORT = len(SPEEDS) * len(CONDITIONS)
+
+
 def all_cases(write_policy: str | None = None) -> Iterator[Case]:
     for base, added in ADDITIONS:
         for workload in WORKLOADS:
@@ -392,10 +396,12 @@ def main() -> int:
     settings = vars(args) | {"write policy": args.policy or SchedulerConfig.write_policy}
     rows, failing = [], []
     with ProcessPoolExecutor(args.jobs) as pool:
-        for found in pool.map(run_case, cases, chunksize=len(SPEEDS) * len(CONDITIONS)):
+        for found in pool.map(run_case, cases, chunksize=CASES_PER_REPORT):
             rows.append(row_of(*found))
             if rows[-1]["does harm"]:
                 failing.append(shown(*found))
+            if len(rows) % CASES_PER_REPORT == 0:
+                write_json("harm", settings, rows, complete=False)
     failing.sort(key=lambda row: -row["above limit %"])
     print_table(f"Simulated: cases that do harm, with {settings['write policy']}; worst metric of each", failing)
     print(f"\n{len(failing)} of {len(cases)} cases do harm (simulated)")
