@@ -3,6 +3,7 @@
     python -m benchmark.papers strata --figure 1|2|3|8|9|10|11|12|13|14|all [--jobs 2] [--quick] [--no-sensitivity]
     python -m benchmark.papers shadowserve --figure 9|10|11|12|13|14|15|ours|all [the same]
     python -m benchmark.papers swiftcache --figure 1|7|8|9|10|11|table1|table2|ours|all [the same]
+    python -m benchmark.papers union [the same]
 
 Prints the paper's numbers beside the simulated ones, and writes bench-out/papers_<paper>_fig<n>.json and .png.
 Strata's figure 3, ShadowServe's 13 and SwiftCache's 1, 8, 9 and tables are cost models alone, and quick anyway.
@@ -23,7 +24,15 @@ from benchmark.papers.runs import Runs
 from benchmark.papers.strata import FIGURES, reproduce
 from benchmark.papers.systems import SYSTEMS
 
-from benchmark.papers import shadowserve, shadowserve_runs, shadowserve_systems, swiftcache, swiftcache_runs
+from benchmark.papers import (
+    shadowserve,
+    shadowserve_runs,
+    shadowserve_systems,
+    swiftcache,
+    swiftcache_runs,
+    union,
+    union_runs,
+)
 
 # By data set, what replaces fields of all settings. A decode step per output token makes ShareGPT slow.
 FULL: dict[str, dict[str, Any]] = {"ShareGPT": {"counts": 0.01}}
@@ -36,6 +45,7 @@ QUICK: dict[str, dict[str, Any]] = {
 SWIFTCACHE_QUICK: dict[str, dict[str, Any]] = {
     name: {"requests": 12, "answers": 0.1} for name in swiftcache_runs.DATASETS
 }
+UNION_QUICK: dict[str, dict[str, Any]] = {"L-Eval": {"share": 0.25, "turns": 2}}
 SHADOWSERVE_QUICK: dict[str, dict[str, Any]] = {name: {"queries": 20} for name in shadowserve_runs.DATASETS}
 
 
@@ -52,7 +62,9 @@ def main() -> None:
     remote.add_argument("--figure", default="all", choices=[*shadowserve.FIGURES, "all"])
     peers = papers.add_parser("swiftcache", help="SwiftCache: KV on other models' GPUs")
     peers.add_argument("--figure", default="all", choices=[*swiftcache.FIGURES, "all"])
-    for each in (strata, remote, peers):
+    together = papers.add_parser("union", help="the three papers' tiers together, and each part of them")
+    together.add_argument("--figure", default="all", choices=[*union.FIGURES, "all"])
+    for each in (strata, remote, peers, together):
         each.add_argument("--jobs", type=int, default=1, help="processes")
         each.add_argument("--quick", action="store_true", help="a tenth of the queries or less, with smaller pools")
         each.add_argument("--no-sensitivity", action="store_true")
@@ -66,6 +78,13 @@ def main() -> None:
         scale, notes = SHADOWSERVE_QUICK if args.quick else {}, notes_of(shadowserve_systems.SYSTEMS)
         runs = Runs(args.jobs, scale, run=shadowserve_runs.simulate)
         figures = shadowserve.FIGURES
+    elif args.paper == "union":
+        scale = UNION_QUICK if args.quick else {}
+        notes = {
+            t.name: {"modelled": t.describe(), "not modelled": union_runs.LACKS} for t in union_runs.TIERS.values()
+        }
+        runs = Runs(args.jobs, scale, run=union_runs.simulate)
+        figures = union.FIGURES
     else:
         scale = SWIFTCACHE_QUICK if args.quick else {}
         notes = {f"figure 9, {name}": said for name, said in notes_of(swiftcache.SYSTEMS).items()}

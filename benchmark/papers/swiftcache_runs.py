@@ -226,7 +226,7 @@ def simulate(settings: ServingSettings) -> ServingOutcome:
     )
     hardware = system.hardware(model, machine, page_size)
     sim = Simulation(config, hardware)
-    workload = _warm_up(sim, workload)
+    workload = warm_up(sim, workload)
     started, before = sim.now, _counters(sim)
     phases = Phases(sim, hardware)
     times = sim.run(workload.source(), after_step=phases)
@@ -284,7 +284,7 @@ def _machine(settings: ServingSettings) -> Hardware:
     return replace(machine, gpu=gpu)
 
 
-def _warm_up(sim: Simulation, workload: Workload) -> Workload:
+def warm_up(sim: Simulation, workload: Workload) -> Workload:
     """Compute the turns so far (5.1: "the initial rounds"), one conversation after another. Their KV stays on the
     tiers where that leaves it. Returns the workload, beginning now. The warm-up's requests have the ids of later
     ones."""

@@ -410,8 +410,7 @@ class SessionSpec:
         """Conversations whose contexts have lengths of [between), about num_tokens in all; every conversation has
         nearly as many turns. rate: requests per second. answers: factor of their lengths."""
         rng = np.random.default_rng(seed)
-        mean = float(self._lengths(np.linspace(0.0005, 0.9995, 1000), between).mean())
-        n = max(1, min(num_requests, round(num_tokens / mean)))
+        n = max(1, min(num_requests, round(num_tokens / self.mean_context(between))))
         # Even quantiles, shuffled: few conversations have the lengths of many.
         lengths = rng.permutation(self._lengths((np.arange(n) + 0.5) / n, between))
         messages = lengths_with_mean(rng, num_requests, self.mean_message, self.cv)
@@ -426,6 +425,10 @@ class SessionSpec:
             for length, said in zip(lengths.tolist(), turns, strict=True)
         ]
         return Workload(self.name, tuple(talks), max_in_flight=None)
+
+    def mean_context(self, between: tuple[int, int]) -> float:
+        """Tokens of a context whose length lies between."""
+        return float(self._lengths(np.linspace(0.0005, 0.9995, 1000), between).mean())
 
     def _lengths(self, ranks: np.ndarray, between: tuple[int, int]) -> np.ndarray:
         """Quantiles, in (0, 1), of what lies between."""
