@@ -84,7 +84,8 @@ def main() -> None:
             t.name: {"modelled": t.describe(), "not modelled": union_runs.LACKS} for t in union_runs.TIERS.values()
         }
         runs = Runs(args.jobs, scale, run=union_runs.simulate)
-        figures = union.FIGURES
+        sizes = union.QUICK_SETS if args.quick else union.WORKING_SETS
+        figures = {name: partial(each, sizes=sizes) for name, each in union.FIGURES.items()}
     else:
         scale = SWIFTCACHE_QUICK if args.quick else {}
         notes = {f"figure 9, {name}": said for name, said in notes_of(swiftcache.SYSTEMS).items()}

@@ -17,6 +17,7 @@ from benchmark.papers.union_runs import MODEL, TIERS, UnionOutcome, UnionSetting
 
 # Over the sum of device, peers and host.
 WORKING_SETS = (0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
+QUICK_SETS = (1.0, 2.0)
 # Requests per second: recomputing every conversation keeps the device about as busy as it can be at the first.
 LIGHT, BUSY = 0.1, 1.0
 RATES = (LIGHT, BUSY)
@@ -26,8 +27,8 @@ PARTS = tuple(tiers for tiers in TIERS.values() if tiers.is_part_of(TIERS["union
 Found = Mapping[tuple[str, float, float], UnionOutcome]
 
 
-def cases() -> list[UnionSettings]:
-    return [UnionSettings(name, size, rate) for rate in RATES for size in WORKING_SETS for name in TIERS]
+def cases(sizes: Sequence[float]) -> list[UnionSettings]:
+    return [UnionSettings(name, size, rate) for rate in RATES for size in sizes for name in TIERS]
 
 
 def best_part(found: Found, size: float, rate: float) -> str:
@@ -35,8 +36,8 @@ def best_part(found: Found, size: float, rate: float) -> str:
     return min((tiers.name for tiers in PARTS), key=lambda name: found[name, size, rate].mean_ttft_s)
 
 
-def figure(runs: Runs) -> Result:
-    settings = cases()
+def figure(runs: Runs, sizes: Sequence[float] = WORKING_SETS) -> Result:
+    settings = cases(sizes)
     outcomes = runs(settings)
     found = {(s.tiers, s.working_set, s.rate): o for s, o in zip(settings, outcomes, strict=True)}
     rows = [_row(s, o) for s, o in zip(settings, outcomes, strict=True)]
@@ -44,9 +45,9 @@ def figure(runs: Runs) -> Result:
         "papers_union",
         f"the union of the tiers, {MODEL} on H20",
         "simulated",
-        [claim for rate in RATES for size in WORKING_SETS for claim in _claims(found, size, rate)],
+        [claim for rate in RATES for size in sizes for claim in _claims(found, size, rate)],
         points(settings, outcomes),
-        _panels(found),
+        _panels(found, sizes),
         rows,
         HEADLINES,
         CHANGES,
@@ -80,9 +81,9 @@ def _claims(found: Found, size: float, rate: float) -> list[Claim]:
     ]
 
 
-def _panels(found: Found) -> list[Panel]:
+def _panels(found: Found, sizes: Sequence[float]) -> list[Panel]:
     def series(rate: float, value: str) -> dict[str, tuple[Sequence[float | str], Sequence[float]]]:
-        return {name: (WORKING_SETS, [getattr(found[name, x, rate], value) for x in WORKING_SETS]) for name in TIERS}
+        return {name: (sizes, [getattr(found[name, x, rate], value) for x in sizes]) for name in TIERS}
 
     x_label = "working set / (device + peers + host)"
     lines = [
@@ -96,11 +97,10 @@ def _panels(found: Found) -> list[Panel]:
             (BUSY, "output_tokens_per_s", "output tokens/s", False),
         )
     ]
-    sizes = [f"{size:g}" for size in WORKING_SETS]
-    tiers = found["union", WORKING_SETS[0], LIGHT].hit_rates
+    names = [f"{size:g}" for size in sizes]
+    tiers = found["union", sizes[0], LIGHT].hit_rates
     by_tier = {
-        f"{tier} hits": (sizes, [100 * found["union", x, LIGHT].hit_rates[tier] for x in WORKING_SETS])
-        for tier in tiers
+        f"{tier} hits": (names, [100 * found["union", x, LIGHT].hit_rates[tier] for x in sizes]) for tier in tiers
     }
     lines.append(Panel("the union's hits by tier", x_label, "% of prompt tokens", by_tier, kind="bars"))
     return lines

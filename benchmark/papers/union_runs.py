@@ -21,7 +21,7 @@ from benchmark.simulator.cost_models import ModelShape
 from benchmark.simulator.profiles import CHUNK_TOKENS as BLOCK_TOKENS
 from benchmark.simulator.profiles import H20X4, L40S_BLUEFIELD3, MODELS, device_tokens, host_tokens
 from benchmark.simulator.smoke import check_answers
-from benchmark.simulator.workloads import L_EVAL, Workload
+from benchmark.simulator.workloads import L_EVAL, Turn, Workload
 
 from benchmark.papers import shadowserve_systems
 from sglang.simulator.simulation import SimulatedHardware, Simulation
@@ -95,7 +95,7 @@ class UnionSettings:
     working_set: float
     # Requests per second.
     rate: float
-    # Of each conversation; every one is equally probable to come next.
+    # Of each conversation on average; every one is equally probable to come next.
     turns: int = 4
     load_ratio: float | str = "auto"
     bubble_filling: str | bool = True
@@ -172,13 +172,29 @@ def capacities(share: float = 1.0) -> Capacities:
 
 
 def workload_of(settings: UnionSettings) -> Workload:
-    """The same for all rows of the figure."""
+    """The same for all rows of the figure. Every conversation is used once at least."""
     wanted = settings.working_set * capacities(settings.share).total
     between = LENGTHS[MODEL]
     growth = settings.turns * (L_EVAL.mean_message + L_EVAL.mean_out)
     n = max(1, round(wanted / (L_EVAL.mean_context(between) + growth)))
     num_tokens = wanted - n * growth
-    return L_EVAL.generate(settings.seed, settings.rate, n * settings.turns, between, num_tokens, 1.0)
+    evenly = L_EVAL.generate(settings.seed, settings.rate, n * settings.turns, between, num_tokens, 1.0)
+    rng = np.random.default_rng(settings.seed)
+    whose = rng.permutation(np.concatenate((np.arange(n), rng.integers(0, n, n * (settings.turns - 1)))))
+    return deal(evenly, whose)
+
+
+def deal(workload: Workload, whose: np.ndarray) -> Workload:
+    """The same turns at the same times. whose: of each turn, in order of time, the conversation that has it now."""
+    turns: list[list[Turn]] = [[] for _ in workload.conversations]
+    by_time = sorted((turn for talk in workload.conversations for turn in talk.turns), key=lambda turn: turn.earliest)
+    for i, turn in zip(whose.tolist(), by_time, strict=True):
+        turns[i].append(turn)
+    talks = [
+        replace(talk, start=own[0].earliest, turns=tuple(own))
+        for talk, own in zip(workload.conversations, turns, strict=True)
+    ]
+    return replace(workload, conversations=tuple(talks))
 
 
 def simulate(settings: UnionSettings) -> UnionOutcome:
