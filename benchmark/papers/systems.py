@@ -26,6 +26,7 @@ class Policy:
     deferral_threshold: int = 0
     load_ratio: float | str = 0.0
     bubble_filling: bool = False
+    holds_batches: bool = False
     load_or_recompute: bool = False
     schedule_policy: str = "fcfs"
     write_policy: str = "write_through"
@@ -64,8 +65,8 @@ class System:
 _FCFS = Policy()
 _DEFERRAL = Policy(deferral_threshold=100)
 _BALANCE = replace(_DEFERRAL, load_ratio=100.0)
-_STRATA = replace(_BALANCE, bubble_filling=True)
-_OURS = replace(_STRATA, insert_at="launch", load_ratio="auto", load_or_recompute=True)
+_STRATA = replace(_BALANCE, bubble_filling=True, holds_batches=True)
+_OURS = replace(_STRATA, holds_batches=False, insert_at="launch", load_ratio="auto", load_or_recompute=True)
 # LMCache and TensorRT move KV by CUDA kernels (Strata 5.3.1), with as many CTAs as there are pieces: the wire's rate.
 _WIDE_KERNEL = Method("kernel", ctas=64)
 
@@ -135,8 +136,8 @@ _ALL = (
     System(
         "Strata",
         "As the paper has it: GPU-assisted I/O, page size 1, deferral 100, load ratio 100, bubble filling.",
-        "Bubble filling is our form of it: a request whose load is not in is not launched while there is something "
-        "else to do; deferral is by the tokens of launches that have not completed.",
+        "A batch that waits takes no request in; the paper does not tell. Deferral is by the tokens of launches that "
+        "have not completed.",
         KERNEL_LOAD,
         1,
         _STRATA,
@@ -144,7 +145,7 @@ _ALL = (
     System(
         "ours",
         "A launched prompt can be shared by the next launch, the load ratio is expected seconds over seconds, bubble "
-        "filling, and the front of what would be loaded is computed while its tail loads.",
+        "filling is decided per request, and the front of what would be loaded is computed while its tail loads.",
         "Nothing: these are the engine's defaults, but for the load ratio, which is 100 there.",
         KERNEL_LOAD,
         1,

@@ -98,7 +98,6 @@ class UnionSettings:
     # Of each conversation on average; every one is equally probable to come next.
     turns: int = 4
     load_ratio: float | str = "auto"
-    bubble_filling: str | bool = True
     write_policy: str = DEFAULT_WRITE_POLICY
     # Factor of all capacities, and so of the number of conversations.
     share: float = 1.0

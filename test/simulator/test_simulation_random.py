@@ -63,6 +63,7 @@ def draw_config(rng: random.Random) -> SchedulerConfig:
         max_running_requests=rng.choice((2, 8)),
         layer_stream=LayerStreamConfig(2, max(2, 20 // page)) if streams else None,
         num_swap_pages=rng.choice((0, 200)) // page if streams else 0,
+        holds_batches=rng.random() < 0.3,
     )
 
 

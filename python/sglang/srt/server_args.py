@@ -213,8 +213,9 @@ class ServerArgs:
     hicache_bubble_filling: str = arg(
         HICACHE,
         "on",
-        "decode or prefill other requests while a request's load is under way",
-        choices=("on", "off"),
+        "decode or prefill other requests while a request's load is under way; 'decode': the whole batch waits, and "
+        "only decode steps run meanwhile",
+        choices=("on", "decode", "off"),
     )
     hicache_load_or_recompute: str = arg(
         HICACHE,

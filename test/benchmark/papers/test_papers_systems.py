@@ -67,14 +67,17 @@ def test_the_steps_of_figure_11_add_one_mechanism_each() -> None:
         io = [name for name in ("load", "page_size") if getattr(before, name) != getattr(after, name)]
         policy = [f.name for f in fields(Policy) if getattr(before.policy, f.name) != getattr(after.policy, f.name)]
         changed.append((*io, *policy))
-    assert changed == [("deferral_threshold",), ("load", "page_size"), ("load_ratio",), ("bubble_filling",)]
+    filling = ("bubble_filling", "holds_batches")
+    assert changed == [("deferral_threshold",), ("load", "page_size"), ("load_ratio",), filling]
 
 
 def test_ablations_are_the_whole_less_something() -> None:
     strata, copies = SYSTEMS["Strata"], SYSTEMS["SGLang-HiCache"]
-    assert replace(strata.policy, deferral_threshold=0, load_ratio=0.0, bubble_filling=False) == copies.policy
+    off = {"deferral_threshold": 0, "load_ratio": 0.0, "bubble_filling": False, "holds_batches": False}
+    assert replace(strata.policy, **off) == copies.policy
     assert SYSTEMS["Strata-IO"].policy == copies.policy and SYSTEMS["Strata-Schedule-Only"].policy == strata.policy
     assert replace(SYSTEMS["Strata-IO-LPM"].policy, schedule_policy="fcfs") == copies.policy
     assert SYSTEMS["oracle"].policy == strata.policy
     ours = SYSTEMS["ours"].policy
     assert ours.insert_at == "launch" and ours.load_ratio == "auto" and ours.load_or_recompute
+    assert strata.policy.holds_batches and not ours.holds_batches

@@ -16,6 +16,7 @@ from support.local_engine import LocalEngine
 OFF = {"bubble_filling": False, "load_or_recompute": False, "deferral_threshold": 0, "load_ratio": 0.0}
 MECHANISMS = {
     "bubble filling": {"bubble_filling": True},
+    "bubble filling by batch": {"bubble_filling": True, "holds_batches": True},
     "load or recompute": {"load_or_recompute": True},
     "deferral": {"deferral_threshold": 8},
     "deferral, inserted late": {"deferral_threshold": 8, "insert_at": "completion"},

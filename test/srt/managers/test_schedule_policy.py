@@ -12,6 +12,7 @@ from sglang.srt.managers.schedule_policy import (
     FETCH_PATIENCE,
     NO_LOADS,
     AdmissionNeed,
+    BatchRoom,
     Candidate,
     LoadTimes,
     PrefillWork,
@@ -20,6 +21,7 @@ from sglang.srt.managers.schedule_policy import (
     blocks_to_fetch,
     choose_victim,
     chunk_of,
+    count_prepared,
     decode_reserve,
     fetch_rank,
     pages_for,
@@ -27,6 +29,7 @@ from sglang.srt.managers.schedule_policy import (
     pairs_of,
     should_fill_bubble,
     stall_seconds,
+    tokens_to_load,
 )
 
 
@@ -336,6 +339,45 @@ def test_stall_seconds_is_what_layers_computed_one_by_one_wait(seed: int) -> Non
 )
 def test_waits_for_load(stall_s: float, other_work_s: float | None, waits: bool) -> None:
     assert should_fill_bubble(stall_s, other_work_s) is waits
+
+
+LOADER = Candidate(compute=10, loads=((7, 40), (8, 5)), prefix=45)
+SHARER = Candidate(compute=10, loads=((7, 40), (9, 3)), prefix=43)
+COMPUTER = Candidate(compute=30)
+
+
+@pytest.mark.parametrize(
+    ("room", "prepared"),
+    [
+        (BatchRoom(num_reqs=9, new_tokens=50, num_pages=1000), 3),
+        (BatchRoom(num_reqs=2, new_tokens=50, num_pages=1000), 2),
+        (BatchRoom(num_reqs=0, new_tokens=50, num_pages=1000), 0),
+        # The third one is computed in part, and is the last one then.
+        (BatchRoom(num_reqs=9, new_tokens=30, num_pages=1000), 3),
+        (BatchRoom(num_reqs=9, new_tokens=20, num_pages=1000), 2),
+        (BatchRoom(num_reqs=9, new_tokens=5, num_pages=1000), 1),
+        # 55, 53 and 30 tokens.
+        (BatchRoom(num_reqs=9, new_tokens=50, num_pages=138), 3),
+        (BatchRoom(num_reqs=9, new_tokens=50, num_pages=137), 2),
+        (BatchRoom(num_reqs=9, new_tokens=50, num_pages=54), 0),
+    ],
+)
+def test_the_batch_that_is_held(room: BatchRoom, prepared: int) -> None:
+    assert count_prepared([LOADER, SHARER, COMPUTER], room, page_size=1) == prepared
+
+
+def test_a_batch_that_is_held_ends_with_a_request_that_is_computed_in_part() -> None:
+    room = BatchRoom(num_reqs=9, new_tokens=25, num_pages=1000)
+    assert count_prepared([COMPUTER, LOADER], room, page_size=1) == 1
+    # A page of 16 tokens is left of the budget, and no whole page of another request.
+    assert count_prepared([LOADER, COMPUTER], room, page_size=16) == 1
+
+
+def test_what_a_batch_loads_counts_once() -> None:
+    assert tokens_to_load([LOADER, SHARER, COMPUTER]) == 40 + 5 + 3
+    shorter = Candidate(compute=1, loads=((7, 12),), prefix=12)
+    assert tokens_to_load([shorter, LOADER]) == tokens_to_load([LOADER, shorter]) == 45
+    assert tokens_to_load([]) == 0
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -7,11 +7,12 @@ storage controller.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from sglang.srt.managers.cost_model import LoadLimit
 from sglang.srt.managers.expected_times import ExpectedTimes
+from sglang.srt.managers.held_batch import HeldBatch
 from sglang.srt.managers.kv_cache import KVCache
 from sglang.srt.managers.launch_batches import ExtendBatch, LaunchRecord
 from sglang.srt.managers.request_queues import RequestQueues
@@ -51,6 +52,8 @@ class LoadPlanner:
         # Requests that this step's launch leaves out because their loads are not in.
         self.deferred: dict[Req, None] = {}
         self._cache = cache
+        self._held = HeldBatch(config, cache, queues, self.expected) if config.holds_batches else None
+        self._order: Callable[[], Iterable[Req]] = lambda: ()
         self._storage = cache.storage
         self._queues = queues
         # The loads that the deferred ones wait for, and whether any waiting request needs none, once that was asked.
@@ -63,9 +66,15 @@ class LoadPlanner:
         """At the beginning of a step."""
         self.expected.now = now
 
+    def consult(self, order: Callable[[], Iterable[Req]]) -> None:
+        """order: the requests that may start, in the order in which they fill a batch."""
+        self._order = order
+
     def begin_launch(self) -> None:
         """Before the next launch is built."""
         self.deferred, self._awaited, self._needs_no_load = {}, {}, None
+        if self._held is not None:
+            self._held.begin_launch()
 
     # -- what was measured --------------------------------------------------------------------------------------
 
@@ -109,11 +118,19 @@ class LoadPlanner:
         if self._cache.host is None or not self.config.bubble_filling:
             return Outlook(None, 0.0, True)
         stall_s = self.expected.stall_seconds(batch.work, batch.loads)
-        return Outlook(self._other_work_seconds(batch), stall_s, self.expected.link_lasts(batch.work, stall_s))
+        link_lasts = self.expected.link_lasts(batch.work, stall_s)
+        if self._held is not None:
+            self._held.update(batch, self._order)
+            return Outlook(None, stall_s, link_lasts or not self._held.has_loads_to_begin)
+        return Outlook(self._other_work_seconds(batch), stall_s, link_lasts)
 
     def should_defer_for_load(self, batch: ExtendBatch, req: Req, budget: int, outlook: Outlook) -> bool:
         """Whether a request's load should be in before it is launched (bubble filling, Strata 4.3.3). A request that
         is left out is noted in `deferred`."""
+        if self._held is not None:
+            if self._held.is_held:
+                self.deferred[req] = None
+            return self._held.must_wait(req)
         if outlook.other_work_s is None:
             return False
         if req.preload_cancelled and req is next(r for r in self._queues.waiting if self._storage.may_start(r.rid)):

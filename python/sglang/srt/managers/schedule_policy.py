@@ -269,6 +269,40 @@ def should_fill_bubble(stall_s: float, other_work_s: float | None) -> bool:
     return other_work_s is not None and stall_s > other_work_s
 
 
+@dataclass(frozen=True)
+class BatchRoom:
+    """What one prefill launch may take."""
+
+    num_reqs: int
+    new_tokens: int
+    # Of the device.
+    num_pages: int
+
+
+def count_prepared(queue: Sequence[Candidate], room: BatchRoom, page_size: int) -> int:
+    """How many of the first requests of a queue make up one prefill launch; see `HeldBatch`. The last one may be
+    computed in part. What several requests load counts for each of them, so that the batch fits its room."""
+    budget, pages = room.new_tokens, room.num_pages
+    for place, each in enumerate(queue[: room.num_reqs]):
+        chunk = chunk_of(each.compute, budget, page_size)
+        pages -= pages_for(each.load + each.from_peers + each.compute, page_size)
+        if chunk == 0 or pages < 0:
+            return place
+        budget -= chunk
+        if chunk < each.compute:
+            return place + 1
+    return min(len(queue), room.num_reqs)
+
+
+def tokens_to_load(batch: Iterable[Candidate]) -> int:
+    """Tokens that requests load from the host together: what several load counts once."""
+    loaded: dict[int, int] = {}
+    for each in batch:
+        for node, tokens in each.loads:
+            loaded[node] = max(tokens, loaded.get(node, 0))
+    return sum(loaded.values())
+
+
 def best_recompute_len(num_load: int, page_size: int, seconds_of: Callable[[int], float], max_len: int) -> int:
     """Load or recompute: how many of the first tokens that a request would load are computed instead, whole pages.
 

@@ -62,6 +62,8 @@ class SchedulerConfig:
     load_ratio: float | str = DEFAULT_LOAD_RATIO
     # See `should_defer_for_load`.
     bubble_filling: bool = True
+    # Bubble filling is decided for the whole batch, and only decode steps fill bubbles, see `HeldBatch`.
+    holds_batches: bool = False
     # See `recompute_prefix_len`, and `blocks_to_fetch` for storage.
     load_or_recompute: bool = True
     # When what a launch computes can be shared: at its "launch", since later ones follow it on the device, or at its

@@ -1,0 +1,100 @@
+"""`HeldBatch`: bubble filling as Strata has it (4.3.3). A prefill batch whose loads would stall it waits as a whole,
+and only decode steps run meanwhile.
+
+Owns which waiting requests are that batch. Starts nothing and loads nothing: load_planner.py asks it, and
+admission.py starts requests and their loads.
+
+    empty ──► prepare: the first requests of the queue that fit one launch ──► held, while it would stall for longer
+      ▲                                                                        than a decode step takes
+      └──────────────── all have started or left the queue ◄──────────────────── released: only they may start
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from sglang.srt.managers.expected_times import ExpectedTimes
+from sglang.srt.managers.kv_cache import KVCache
+from sglang.srt.managers.launch_batches import ExtendBatch
+from sglang.srt.managers.request_queues import RequestQueues
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_policy import (
+    BatchRoom,
+    chunk_of,
+    count_prepared,
+    should_fill_bubble,
+    tokens_to_load,
+)
+from sglang.srt.managers.scheduler_config import SchedulerConfig
+
+
+class HeldBatch:
+    def __init__(
+        self, config: SchedulerConfig, cache: KVCache, queues: RequestQueues, expected: ExpectedTimes
+    ) -> None:
+        self.config = config
+        # Whether the batch waits for its loads.
+        self.is_held = False
+        self._cache = cache
+        self._queues = queues
+        self._expected = expected
+        # The requests of the batch that have not started.
+        self._reqs: dict[Req, None] = {}
+        # Whether it was decided for the launch that is being built.
+        self._is_decided = False
+
+    def begin_launch(self) -> None:
+        self._is_decided = False
+
+    def must_wait(self, req: Req) -> bool:
+        """Whether a request is left out of this launch. Without a decode step to run meanwhile none is."""
+        if not self._queues.has_decode:
+            return False
+        return self.is_held or bool(self._reqs and req not in self._reqs)
+
+    @property
+    def has_loads_to_begin(self) -> bool:
+        """Whether the batch waits for a load that has not begun."""
+        return self.is_held and any(r.preload is None and self._lacks_load(r) for r in self._reqs)
+
+    def update(self, batch: ExtendBatch, order: Callable[[], Iterable[Req]]) -> None:
+        """Decide for the launch that is being built, once. order: the requests that may start, in the order in which
+        they fill a batch."""
+        if self._is_decided:
+            return
+        self._is_decided, self.is_held = True, False
+        if not self._queues.has_decode:
+            self._reqs = {}
+            return
+        ready = list(order())
+        rest = set(ready) & self._reqs.keys()
+        self._reqs = {r: None for r in ready if r in rest} or self._prepare(batch, ready)
+        # A preload that was given up was in the way of another request, and would be again.
+        if any(r.preload_cancelled for r in self._reqs):
+            return
+        self.is_held = should_fill_bubble(self._stall_seconds(batch), self._expected.decode_seconds())
+
+    def _prepare(self, batch: ExtendBatch, ready: list[Req]) -> dict[Req, None]:
+        config = self.config
+        room = BatchRoom(
+            num_reqs=config.max_running_requests - len(self._queues.active()),
+            new_tokens=config.chunk_budget - batch.work.new,
+            num_pages=self._cache.available_pages,
+        )
+        n = count_prepared(self._cache.candidates(ready), room, config.page_size)
+        return dict.fromkeys(ready[:n])
+
+    def _lacks_load(self, req: Req) -> bool:
+        known = self._cache.candidate(req)
+        return bool(known.load or known.from_peers)
+
+    def _stall_seconds(self, batch: ExtendBatch) -> float:
+        """How long the whole batch would wait for loads if it were launched now."""
+        known = self._cache.candidates(self._reqs)
+        work, budget = batch.work, self.config.chunk_budget - batch.work.new
+        for each in known:
+            chunk = chunk_of(each.compute, budget, self.config.page_size)
+            work, budget = work.plus(each.prefix, chunk), budget - chunk
+        under_way = self._expected.arrival_of(ticket for each in known for ticket in each.loading)
+        to_begin = self._expected.arrival_if_begun(tokens_to_load(known), sum(each.from_peers for each in known))
+        return self._expected.stall_seconds(work, batch.loads.and_also(under_way).and_also(to_begin))
