@@ -3,7 +3,7 @@
     python -m benchmark.papers strata --figure 1|2|3|8|9|10|11|12|13|14|all [--jobs 2] [--quick] [--no-sensitivity]
     python -m benchmark.papers shadowserve --figure 9|10|11|12|13|14|15|ours|all [the same]
     python -m benchmark.papers swiftcache --figure 1|7|8|9|10|11|table1|table2|ours|all [the same]
-    python -m benchmark.papers union [the same]
+    python -m benchmark.papers union --figure union|ratio|all [the same]
 
 Prints the paper's numbers beside the simulated ones, and writes bench-out/papers_<paper>_fig<n>.json and .png.
 Strata's figure 3, ShadowServe's 13 and SwiftCache's 1, 8, 9 and tables are cost models alone, and quick anyway.
@@ -25,6 +25,7 @@ from benchmark.papers.strata import FIGURES, reproduce
 from benchmark.papers.systems import SYSTEMS
 
 from benchmark.papers import (
+    load_ratio,
     shadowserve,
     shadowserve_runs,
     shadowserve_systems,
@@ -45,7 +46,8 @@ QUICK: dict[str, dict[str, Any]] = {
 SWIFTCACHE_QUICK: dict[str, dict[str, Any]] = {
     name: {"requests": 12, "answers": 0.1} for name in swiftcache_runs.DATASETS
 }
-UNION_QUICK: dict[str, dict[str, Any]] = {"L-Eval": {"share": 0.25, "turns": 2}}
+UNION_FIGURES = ("union", "ratio")
+UNION_QUICK: dict[str, dict[str, Any]] = QUICK | {"L-Eval": {"share": 0.25, "turns": 2}}
 SHADOWSERVE_QUICK: dict[str, dict[str, Any]] = {name: {"queries": 20} for name in shadowserve_runs.DATASETS}
 
 
@@ -63,7 +65,7 @@ def main() -> None:
     peers = papers.add_parser("swiftcache", help="SwiftCache: KV on other models' GPUs")
     peers.add_argument("--figure", default="all", choices=[*swiftcache.FIGURES, "all"])
     together = papers.add_parser("union", help="the three papers' tiers together, and each part of them")
-    together.add_argument("--figure", default="all", choices=[*union.FIGURES, "all"])
+    together.add_argument("--figure", default="all", choices=[*UNION_FIGURES, "all"])
     for each in (strata, remote, peers, together):
         each.add_argument("--jobs", type=int, default=1, help="processes")
         each.add_argument("--quick", action="store_true", help="a tenth of the queries or less, with smaller pools")
@@ -83,9 +85,10 @@ def main() -> None:
         notes = {
             t.name: {"modelled": t.describe(), "not modelled": union_runs.LACKS} for t in union_runs.TIERS.values()
         }
-        runs = Runs(args.jobs, scale, run=union_runs.simulate)
+        runs = Runs(args.jobs, scale, run=load_ratio.simulate)
         sizes = union.QUICK_SETS if args.quick else union.WORKING_SETS
-        figures = {name: partial(each, sizes=sizes) for name, each in union.FIGURES.items()}
+        each = (partial(union.figure, sizes=sizes), load_ratio.figure)
+        figures = dict(zip(UNION_FIGURES, each, strict=True))
     else:
         scale = SWIFTCACHE_QUICK if args.quick else {}
         notes = {f"figure 9, {name}": said for name, said in notes_of(swiftcache.SYSTEMS).items()}

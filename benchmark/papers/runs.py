@@ -52,7 +52,8 @@ class RunSettings:
 
     counts, lengths: share of the data set's contexts and queries, and of its lengths; pools and in_flight shrink
     alike, so that as large a part of the contexts fits. What a sensitivity table changes: efficiency (of matrices
-    and attention; None: the profile's), bandwidth and device (factors), batch_tokens, in_flight, question (tokens).
+    and attention; None: the profile's), bandwidth and device (factors), batch_tokens, in_flight, question (tokens),
+    load_ratio (None: the system's).
     """
 
     system: str
@@ -72,6 +73,7 @@ class RunSettings:
     batch_tokens: int | None = None
     in_flight: int = MAX_IN_FLIGHT
     question: int | None = None
+    load_ratio: float | str | None = None
 
     def describe(self) -> dict[str, Any]:
         """The fields that identify a run: the first five, and each field that differs from its default."""
@@ -154,6 +156,8 @@ def simulate(settings: RunSettings) -> Outcome:
     """Run to the end, and check that every query was answered in full."""
     begin = time.perf_counter()
     system, model, machine = SYSTEMS[settings.system], MODELS[settings.model], _machine(settings)
+    if settings.load_ratio is not None:
+        system = replace(system, policy=replace(system.policy, load_ratio=settings.load_ratio))
     page_size = settings.page_size or system.page_size
     workload = _workload(settings)
     longest = workload.stats().max_total

@@ -129,4 +129,3 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("another seed", {"seed": 2}),
     ("yet another", {"seed": 3}),
 )
-FIGURES = {"union": figure}
