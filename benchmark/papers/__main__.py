@@ -87,8 +87,8 @@ def main() -> None:
         }
         runs = Runs(args.jobs, scale, run=load_ratio.simulate)
         sizes = union.QUICK_SETS if args.quick else union.WORKING_SETS
-        each = (partial(union.figure, sizes=sizes), load_ratio.figure)
-        figures = dict(zip(UNION_FIGURES, each, strict=True))
+        functions = (partial(union.figure, sizes=sizes), load_ratio.figure)
+        figures = dict(zip(UNION_FIGURES, functions, strict=True))
     else:
         scale = SWIFTCACHE_QUICK if args.quick else {}
         notes = {f"figure 9, {name}": said for name, said in notes_of(swiftcache.SYSTEMS).items()}

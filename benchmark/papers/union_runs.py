@@ -207,8 +207,8 @@ def simulate(settings: UnionSettings) -> UnionOutcome:
     assert longest < sizes.device, f"a conversation grows to {longest} tokens, and the device holds {sizes.device}"
     host = sizes.host if tiers.host else LANDING_CONVERSATIONS * longest if tiers.remote else PAGE_SIZE
     has_host = tiers.host or tiers.peers or tiers.remote
-    policy = replace(SYSTEMS["ours"].policy, load_ratio=settings.load_ratio, bubble_filling=settings.bubble_filling)
-    system = replace(SYSTEMS["ours"], policy=replace(policy, write_policy=settings.write_policy), has_host=has_host)
+    policy = replace(SYSTEMS["ours"].policy, load_ratio=settings.load_ratio, write_policy=settings.write_policy)
+    system = replace(SYSTEMS["ours"], policy=policy, has_host=has_host)
     config = system.config(
         model,
         MACHINE,
