@@ -22,6 +22,7 @@ from sglang.srt.managers.schedule_policy import (
     BatchRoom,
     chunk_of,
     count_prepared,
+    decode_reserve,
     should_fill_bubble,
     tokens_to_load,
 )
@@ -55,13 +56,14 @@ class HeldBatch:
     @property
     def has_loads_to_begin(self) -> bool:
         """Whether the batch waits for a load that has not begun."""
-        return self.is_held and any(r.preload is None and self._lacks_load(r) for r in self._reqs)
+        return self.is_held and any(self._has_load_to_begin(r) for r in self._reqs)
 
     def update(self, batch: ExtendBatch, order: Callable[[], Iterable[Req]]) -> None:
         """Decide for the launch that is being built, once. order: the requests that may start, in the order in which
         they fill a batch."""
         if self._is_decided:
             return
+        was_held = self.is_held
         self._is_decided, self.is_held = True, False
         if not self._queues.has_decode:
             self._reqs = {}
@@ -69,8 +71,11 @@ class HeldBatch:
         ready = list(order())
         rest = set(ready) & self._reqs.keys()
         self._reqs = {r: None for r in ready if r in rest} or self._prepare(batch, ready)
+        if was_held and rest and self._links_rest():
+            # A load that has not begun lacks room. The rest of the batch does not wait for it.
+            self._reqs = {r: None for r in self._reqs if not self._has_load_to_begin(r)}
         # A preload that was given up was in the way of another request, and would be again.
-        if any(r.preload_cancelled for r in self._reqs):
+        if not self._reqs or any(r.preload_cancelled for r in self._reqs):
             return
         self.is_held = should_fill_bubble(self._stall_seconds(batch), self._expected.decode_seconds())
 
@@ -79,14 +84,22 @@ class HeldBatch:
         room = BatchRoom(
             num_reqs=config.max_running_requests - len(self._queues.active()),
             new_tokens=config.chunk_budget - batch.work.new,
-            num_pages=self._cache.available_pages,
+            num_pages=self._cache.available_pages - self._reserved_pages(),
         )
         n = count_prepared(self._cache.candidates(ready), room, config.page_size)
         return dict.fromkeys(ready[:n])
 
-    def _lacks_load(self, req: Req) -> bool:
+    def _reserved_pages(self) -> int:
+        """Device pages that are kept for what runs."""
+        remaining = (r.max_len - r.length for r in self._queues.active())
+        return decode_reserve(remaining, self.config.new_token_ratio, self.config.page_size)
+
+    def _links_rest(self) -> bool:
+        return all(link.free_at <= self._expected.now for link in self._expected.loads.values())
+
+    def _has_load_to_begin(self, req: Req) -> bool:
         known = self._cache.candidate(req)
-        return bool(known.load or known.from_peers)
+        return req.preload is None and bool(known.load or known.from_peers)
 
     def _stall_seconds(self, batch: ExtendBatch) -> float:
         """How long the whole batch would wait for loads if it were launched now."""
