@@ -92,18 +92,23 @@ class Driver:
         page = self.model[key]
         return tier in page.frames and tier not in page.tickets and (tier != DEVICE or key not in locked)
 
-    def stuck(self, tier: Tier, keep: Key | None) -> set[Key]:
-        """Pages of the tier that eviction cannot reach now: they, or pages below them, must stay."""
+    def free_to_go(self, tier: Tier, kept: set[Key]) -> set[Key]:
+        """Pages that eviction of the tier reaches now: those that another tier has, too, and those below which
+        nothing stays. On the device all below must be free to go."""
         locked = self.locked()
-        kept = set(self.prefixes(keep)) if keep is not None else set()
-        stuck: set[Key] = set()
-        for key, page in self.model.items():
-            if tier not in page.frames:
-                continue
+        free, leaving = set(), set()
+        # The pages below come first.
+        for key in sorted(self.model, key=lambda k: -len(k[1])):
+            page = self.model[key]
+            below = [k for k in self.below(key) if k != key and (tier != DEVICE or DEVICE in self.model[k].frames)]
             is_source = tier != DEVICE and DEVICE in page.tickets
-            if key in kept or is_source or not self.is_evictable(key, tier, locked):
-                stuck.update(self.prefixes(key))
-        return stuck
+            is_free = self.is_evictable(key, tier, locked) and not is_source and key not in kept
+            is_elsewhere = tier != DEVICE and len(page.frames) > 1
+            if is_free and (is_elsewhere or all(k in leaving for k in below)):
+                free.add(key)
+            if (not page.frames or (key in free and not is_elsewhere)) and all(k in leaving for k in below):
+                leaving.add(key)
+        return free
 
     @staticmethod
     def source_of(page: Page) -> Tier | None:
@@ -116,6 +121,8 @@ class Driver:
     def draw(self) -> Key:
         """Some kinds of pages, often a variation of earlier ones."""
         rng = self.rng
+        if rng.random() < 0.2 and (node := self.any_node()) is not None:
+            return self.key_of(node)
         kinds = rng.choice(self.histories)[: rng.randrange(MAX_PAGES)]
         kinds += tuple(rng.randrange(len(self.kinds)) for _ in range(rng.randrange(5)))
         kinds = kinds[:MAX_PAGES]
@@ -151,9 +158,9 @@ class Driver:
         ns, kinds = key
         part = self.kinds[0][: self.rng.randrange(self.page)]
         m = self.tree.match(ns, np.concatenate([self.tokens(kinds), part]))
-        device = near = total = 0
+        device = from_peers = total = 0
         frames = []
-        on_device = is_near = True
+        on_device = True
         for prefix in self.prefixes(key):
             page = self.model.get(prefix)
             if page is None or self.source_of(page) is None:
@@ -163,12 +170,13 @@ class Driver:
                 break
             total += self.page
             on_device = on_device and DEVICE in page.frames
-            is_near = is_near and self.source_of(page) != HOST
-            near += self.page if is_near else 0
+            from_peers += self.page if self.source_of(page) == PEER else 0
             if on_device:
                 device = total
                 frames.append(page.frames[DEVICE])
-        assert (m.device_len, m.peer_len, m.total_len) == (device, near, total)
+        assert (m.device_len, m.from_peers, m.total_len) == (device, from_peers, total)
+        assert m.to_load_behind(device) == (total - device - from_peers, from_peers)
+        self.seen["alternates"] += any(start > device for start, _ in m.peer_runs)
         found = [f for n in m.path if n.frames[DEVICE] is not None for f in n.frames[DEVICE].tolist()]
         assert found[: len(frames)] == frames
         locked = self.locked()
@@ -242,6 +250,7 @@ class Driver:
             else:
                 self.seen["adopted" if page.frames else "inserted"] += 1
                 self.seen["adopted above a peer"] += PEER in page.frames
+                self.seen["hole filled"] += prefix in self.model and not page.frames and len(self.below(prefix)) > 1
                 page.frames[DEVICE], page.fences[DEVICE] = frame, self.now
                 created.append(frame)
             page.last_access = self.now
@@ -269,14 +278,24 @@ class Driver:
     def back_up(self) -> None:
         node, tier = self.any_node(), self.rng.choice((PEER, HOST))
         nodes: list[Node] = []
-        while node is not None and node.parent is not None and node.frames[tier] is None:
-            if node.frames[DEVICE] is None or node.tickets[DEVICE] is not None:
-                return
-            nodes.append(node)
-            node = node.parent
+        while node is not None and node.parent is not None:
+            if node.frames[tier] is None and node.frames[DEVICE] is not None and node.tickets[DEVICE] is None:
+                nodes.append(node)
+            node = node.parent if self.rng.random() < 0.8 else None
         if nodes:
             self.begin_fill(nodes[::-1], DEVICE, tier)
             self.seen[f"backup to {tier.name}"] += 1
+
+    def scatter(self) -> None:
+        """Each node of a path goes to a tier of its own, and then the device gives them up."""
+        node = self.any_node()
+        while node is not None and node.parent is not None:
+            tier = self.rng.choice((PEER, HOST))
+            if node.frames[DEVICE] is not None and node.tickets[DEVICE] is None and node.frames[tier] is None:
+                self.begin_fill([node], DEVICE, tier)
+            if node.lock == 0 and node.frames[DEVICE] is not None and node.num_device_children == 0:
+                self.drop_node(node, DEVICE)
+            node = node.parent
 
     def commit(self) -> None:
         """Links complete in order."""
@@ -325,15 +344,18 @@ class Driver:
         array = self.tokens(kinds)
         m = self.tree.match(ns, array, fetching=True)
         start = m.total_len // self.page
-        above = m.path[-1] if m.path else None
-        if start == len(kinds) or (above is not None and above.frames[HOST] is None):
+        if start == len(kinds):
             return
-        if above is not None and above.tickets[HOST] is not None and above.tickets[HOST].link != FETCH:
-            return
-        if self.tree.is_nowhere(m, array):
-            assert (ns, kinds[: start + 1]) in self.model
+        node = self.tree.next_unmatched(m, array)
+        assert (node is not None) == ((ns, kinds[: start + 1]) in self.model)
+        if node is not None and any(f is not None for f in node.frames):
             self.seen["nowhere"] += 1
             return
+        if node is not None:
+            hole = [k for k in self.pages_of(node) if k[1] == kinds[: len(k[1])]]
+            kinds = kinds[: len(hole[-1][1])]
+            array = array[: len(kinds) * self.page]
+            self.seen["hole fetched"] += 1
         ticket = Ticket(FETCH, self.num_fetches)
         self.num_fetches += 1
         frames = self.new_frames(HOST, len(kinds) - start)
@@ -341,7 +363,9 @@ class Driver:
         run = FilledRun(array[start * self.page :], frames, ticket, NO_LAUNCH)
         self.tree.begin_fetch(m, run, keys, self.now, False)
         for prefix, frame in zip(self.prefixes((ns, kinds))[start:], frames.tolist()):
-            page = self.model[prefix] = Page(last_access=self.now)
+            page = self.model[prefix] = Page(
+                last_access=self.now, priority=self.model[prefix].priority if prefix in self.model else 0
+            )
             page.frames[HOST], page.tickets[HOST], page.fences[HOST] = frame, ticket, -1
         self.fetches[ticket] = start, len(keys)
         self.seen["fetch"] += 1
@@ -369,9 +393,10 @@ class Driver:
     def cut(self, ticket: Ticket, end: int) -> None:
         """Drop what an operation did not bring from page `end` of its path on, with all below it on the host."""
         lost = {k for k, p in self.model.items() if p.tickets.get(HOST) == ticket and len(k[1]) > end}
-        gone = {b for k in lost for b in self.below(k) if HOST in self.model[b].frames}
+        below = {b for k in lost for b in self.below(k)}
+        gone = {b for b in below if (t := self.model[b].tickets.get(HOST)) is not None and t.link == FETCH}
         dropped = self.tree.cut(ticket, HOST, end * self.page)
-        self.seen["computed meanwhile"] += bool(dropped.elsewhere)
+        self.seen["computed meanwhile"] += any(node.frames[DEVICE] is not None for node in dropped.staying)
         assert self.take(dropped, HOST) == gone
 
     def drop(self) -> None:
@@ -385,25 +410,33 @@ class Driver:
             dropped = self.tree.drop(node, tier)
             assert dropped == Dropped()
             return
-        gone = {k for k in self.below(self.pages_of(node)[0]) if tier in self.model[k].frames}
+        gone = set(self.pages_of(node))
+        if tier == DEVICE:
+            gone = {k for k in self.below(self.pages_of(node)[0]) if tier in self.model[k].frames}
         assert self.take(self.tree.drop(node, tier), tier) == gone
 
     def evict(self) -> None:
         tier = self.rng.choice((DEVICE, DEVICE, DEVICE, DEVICE, PEER, HOST))
         n = self.rng.randrange(1, 12)
-        node = self.any_node()
-        keep = node if node is not None and self.rng.random() < 0.3 else None
-        stuck = self.stuck(tier, self.key_of(keep) if keep is not None else None)
-        free = {k for k, page in self.model.items() if tier in page.frames} - stuck
-        leaves = {k for k in free if sum(other in free or other in stuck for other in self.below(k)) == 1}
+        nodes = list(self.tree.walk())
+        kept = self.rng.sample(nodes, min(len(nodes), 3)) if self.rng.random() < 0.3 else []
+        free = self.free_to_go(tier, {k for node in kept for k in self.pages_of(node)})
+        mine = {k for k, page in self.model.items() if tier != DEVICE or DEVICE in page.frames}
+        first = {
+            k
+            for k in free
+            if (tier != DEVICE and len(self.model[k].frames) > 1) or len(mine & set(self.below(k))) == 1
+        }
         ranks = {k: (tier == PEER and DEVICE not in page.frames, self.rank(page)) for k, page in self.model.items()}
-        gone = self.take(self.tree.evict(tier, n, keep), tier)
+        holes = self.num_holes()
+        gone = self.take(self.tree.evict(tier, n, {node.id for node in kept}), tier)
         assert gone <= free, "it took what had to stay"
         assert len(gone) == min(n, len(free)), "it took more or less than it should"
-        assert all(ranks[g] <= ranks[k] for g in gone for k in leaves - gone), "a leaf was left that comes before"
+        assert all(ranks[g] <= ranks[k] for g in gone for k in first - gone), "a page was left that comes before"
+        assert tier == DEVICE or self.num_holes() <= holes, "it left a hole"
         self.seen["evict"] += bool(gone)
         self.seen["evict from a peer, not by age"] += tier == PEER and any(
-            ranks[g][1] > ranks[k][1] for g in gone for k in leaves - gone
+            ranks[g][1] > ranks[k][1] for g in gone for k in first - gone
         )
 
     def take(self, dropped: Dropped, tier: Tier) -> set[Key]:
@@ -422,9 +455,14 @@ class Driver:
                         assert max(page.fences[tier], page.last_use) <= ticket_or_fence <= self.now
                 del page.frames[tier], page.fences[tier]
                 gone.add(key)
-                if not page.frames:
-                    del self.model[key]
+        for key in sorted(self.model, key=lambda k: -len(k[1])):
+            if not self.model[key].frames and len(self.below(key)) == 1:
+                del self.model[key]
+        self.seen["hole"] += any(key in self.model and not self.model[key].frames for key in gone)
         return gone
+
+    def num_holes(self) -> int:
+        return sum(not page.frames for page in self.model.values())
 
     def compact(self) -> None:
         node = self.any_node()
@@ -471,10 +509,11 @@ OPERATIONS = {
     Driver.unlock: 5,
     Driver.insert: 5,
     Driver.back_up: 6,
-    Driver.commit: 5,
+    Driver.scatter: 2,
+    Driver.commit: 8,
     Driver.fail: 1,
-    Driver.drop: 0.5,
-    Driver.evict: 4,
+    Driver.drop: 0.7,
+    Driver.evict: 5,
     Driver.compact: 3,
     Driver.name_blocks: 1,
     Driver.begin_fetch: 3,
@@ -485,6 +524,7 @@ EXPECTED = {
     *("load from HOST", "load from PEER", "unlock", "inserted", "adopted", "duplicates", "stopped at filling"),
     *("backup to HOST", "backup to PEER", "commit", "failed", "drop", "evict", "compact"),
     *("adopted above a peer", "evict from a peer, not by age"),
+    *("alternates", "hole", "hole filled", "hole fetched"),
     *("named", "fetch", "fetched", "fetched in part", "cancelled", "computed meanwhile", "not yet there"),
 }
 
@@ -507,7 +547,8 @@ def test_random_operations_against_a_dictionary(seed: int, page_size: int):
         driver.commit()
     while driver.fetches:
         driver.end_fetch()
-    for tier in FRAME_TIERS:
+    # Once more, as nodes on one tier keep those above them on another.
+    for tier in MAX_PAGES * FRAME_TIERS:
         driver.take(driver.tree.evict(tier, 1 << 30), tier)
     driver.check()
     assert driver.tree.num_nodes == 0 and not driver.model and not driver.tree.roots

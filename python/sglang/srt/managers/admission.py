@@ -236,7 +236,7 @@ class Admission:
             self._cache.unlock(receipt)
             return False
         self._planner.begin_load(self._cache.lacking_nodes(receipt))
-        req.preload = Preload(receipt, match.device_len, match.peer_len, match.total_len)
+        req.preload = Preload(receipt, match.device_len, match.total_len, match.peer_runs)
         return True
 
     def end_preloads(self, reqs: Iterable[Req]) -> int:
@@ -312,7 +312,7 @@ class Admission:
         self._storage.detach(req.rid)
         if req.preload is not None:
             req.loaded = (req.preload.start, req.preload.end)
-            req.loaded_from_peers = (req.preload.start, req.preload.peer_end)
+            req.loaded_from_peers = req.preload.from_peers
             self.end_preloads([req])
 
     def _plan(self, req: Req, path: list[Node], recomputed: tuple[int, int]) -> None:

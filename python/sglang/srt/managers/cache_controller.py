@@ -10,21 +10,20 @@ operations out. Storage is the business of storage_controller.py.
     device ── D2S: begin_swap ──► swap file of a request that streams
 
 What storage brings and what the device computes may be the same page: such a node is CACHED on the device and FILLING
-on the host. No node below one that is being fetched is backed up before the fetch has ended. So of two pages on the
-host the upper one is always ready first, and its failure can take the lower one with it.
+on the host.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from sglang.srt.managers.transfer_ledger import TransferLedger
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
-from sglang.srt.mem_cache.node import FilledRun, Node, is_fetching
+from sglang.srt.mem_cache.node import FilledRun, Node
 from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2H, D2S, LOAD_LINKS, Ticket, Tier, TransferOp
 from sglang.srt.utils.time_units import LaunchSeq
 
@@ -44,7 +43,8 @@ class HiCacheController:
         self.tables: dict[Tier, FrameTable] = ledger.tables
         self.counters: Counter[str] = Counter()
         self._clock = ledger.clock
-        self._host_filled: Callable[[Node], None] = lambda node: None
+        self._to_compact: list[Node] = []
+        self._host_filled: Callable[[list[Node]], None] = lambda nodes: None
         self.set_write_policy(write_policy)
 
     def set_write_policy(self, write_policy: str) -> None:
@@ -52,8 +52,8 @@ class HiCacheController:
             raise ValueError(f"write policy {write_policy!r} is none of {', '.join(WRITE_POLICIES)}")
         self.write_policy = write_policy
 
-    def watch_host(self, filled: Callable[[Node], None]) -> None:
-        """filled: called with the last node of a path when a backup has brought the path to the host."""
+    def watch_host(self, filled: Callable[[list[Node]], None]) -> None:
+        """filled: called with the nodes that a copy has brought to the host."""
         self._host_filled = filled
 
     @property
@@ -102,35 +102,23 @@ class HiCacheController:
         if step is not None and step.parent is not None:
             self.begin_backup(step)
 
-    def back_up_below(self, nodes: list[Node]) -> None:
-        """The fetch or load of the nodes has ended: back up what was computed on and below them meanwhile."""
-        stack = list(nodes)
-        while stack:
-            node = stack.pop()
-            below = [
-                c for c in node.children.values() if c.frames[Tier.DEVICE] is not None and c.frames[Tier.HOST] is None
-            ]
-            stack += below
-            if node.parent is not None and node.frames[Tier.HOST] is None and not below:
-                self.back_up_inserted(node)
-
     def begin_backup(self, node: Node, tier: Tier = Tier.HOST) -> Ticket | None:
-        """Back up the part of the path to `node` that the tier lacks. None if it lacks nothing or has no room, or if
-        the device lacks a part of it: that is still being loaded, or only a peer has it."""
+        """Back up what the tier lacks of the path to `node`. None if it lacks nothing or has no room."""
         if tier not in self.tables:
             return None
         nodes = []
         step: Node | None = node
-        while step is not None and step.parent is not None and step.frames[tier] is None:
-            if step.frames[Tier.DEVICE] is None or step.tickets[Tier.DEVICE] is not None:
-                return None
-            nodes.append(step)
+        while step is not None and step.parent is not None:
+            if step.frames[tier] is None and step.frames[Tier.DEVICE] is not None and not step.tickets[Tier.DEVICE]:
+                nodes.append(step)
             step = step.parent
-        if not nodes or (step is not None and is_fetching(step) and tier == Tier.HOST):
-            return None
-        nodes.reverse()
+        return self.back_up(nodes[::-1], tier) if nodes else None
+
+    def back_up(self, nodes: list[Node], tier: Tier, kept: Sequence[Node] = ()) -> Ticket | None:
+        """Copy nodes that are ready on the device to a tier that lacks them, by one operation. None if the tier has no
+        room. kept: nodes whose copies are not given up for it."""
         src = np.concatenate([ready_frames(n, Tier.DEVICE) for n in nodes])
-        self.make_room(tier, len(src), node)
+        self.make_room(tier, len(src), kept)
         first_page = nodes[0].start // self.tree.page_size
         link = BACKUP_LINKS[tier]
         dst = self.tables[tier].allocate(len(src), self.ledger.next_owner(link), FrameState.FILLING, first_page)
@@ -148,8 +136,8 @@ class HiCacheController:
         """Move to the host what a request has computed below a node, on pages src that are its own, as much of it as
         there is room for; None if there is none. The request locks the node that it gets."""
         host = self.tables[Tier.HOST]
-        num_pages = min(len(src), host.num_free + self.tree.evictable_pages(Tier.HOST, keep=below))
-        if num_pages < 1 or not self.make_room(Tier.HOST, num_pages, below):
+        num_pages = min(len(src), host.num_free + self.tree.evictable_pages(Tier.HOST, self.tree.path_of(below)))
+        if num_pages < 1 or not self.make_room(Tier.HOST, num_pages, self.tree.path_of(below)):
             return None
         src, tokens = src[:num_pages], tokens[: num_pages * self.tree.page_size]
         first_page = below.end // self.tree.page_size
@@ -181,12 +169,14 @@ class HiCacheController:
             return
         nodes = self.commit_nodes(ticket, op.dst)
         if op.dst == Tier.HOST and nodes:
-            self._host_filled(max(nodes, key=lambda n: n.end))
+            self._host_filled(nodes)
         if op.src == Tier.PEER:
-            self.back_up_below([node for node in nodes if node.frames[Tier.HOST] is None])
+            for node in nodes:
+                self.back_up_inserted(node)
         # The last one takes in all above it.
         for node in reversed(nodes):
-            self.tree.compact(node, self._clock.done)
+            if node.parent is not None:
+                self.tree.compact(node, self._clock.done)
 
     def commit_nodes(self, ticket: Ticket, tier: Tier) -> list[Node]:
         """The nodes that still wanted what the operation brought; their frames are CACHED now."""
@@ -209,43 +199,67 @@ class HiCacheController:
 
     # -- room ---------------------------------------------------------------------------------------------------
 
-    def make_room(self, tier: Tier, num_pages: int, keep: Node | None) -> bool:
-        """Evict until so many pages of a tier below the device are free; what is on the path to `keep` stays, and
-        everything if that would not be enough. Whether they are free."""
+    def make_room(self, tier: Tier, num_pages: int, kept: Sequence[Node]) -> bool:
+        """Evict until so many pages of a tier below the device are free; the nodes `kept` stay, and everything if
+        that would not be enough. Whether they are free."""
         table = self.tables[tier]
         table.reap(self._clock.done)
         missing = num_pages - table.num_free
-        if 0 < missing <= self.tree.evictable_pages(tier, keep=keep):
-            self.evict(tier, missing, keep=keep)
+        if 0 < missing <= self.tree.evictable_pages(tier, kept):
+            self._give_up(self.tree.victims(tier, missing, {node.id for node in kept}), tier)
         return table.num_free >= num_pages
 
-    def evict(self, tier: Tier, num_pages: int, keep: Node | None = None) -> None:
-        """Evict up to num_pages and free what may be reused at once; the rest follows when its fence passes.
+    def evict(self, tier: Tier, num_pages: int) -> None:
+        """Evict up to num_pages and free what may be reused at once; the rest follows when its fence passes. What the
+        device gives up is saved first, by the write policy."""
+        victims = self.tree.victims(tier, num_pages)
+        if tier == Tier.DEVICE:
+            self._save(victims)
+        self._give_up(victims, tier)
 
-        What stays on another tier is merged: the device gives up a page per decode step when it is full, and each
-        would become a node on the host.
-        """
+    def _save(self, victims: list[Node]) -> None:
+        """Copy what the device is about to give up to peers, and to the host if the write policy is write_back. No
+        copy of one victim is given up for another."""
+        for tier in (Tier.PEER, Tier.HOST) if self.write_policy == "write_back" else (Tier.PEER,):
+            if tier not in self.tables:
+                continue
+            lacking = [node for node in reversed(victims) if node.frames[tier] is None]
+            fitting = self._fitting(lacking, tier, kept=victims)
+            if fitting:
+                self.back_up(fitting, tier, kept=victims)
+            num_lost = sum(len(node.key) for node in lacking) - sum(len(node.key) for node in fitting)
+            self._count_backup(tier, num_lost, is_dropped=True)
+
+    def _fitting(self, nodes: list[Node], tier: Tier, kept: Sequence[Node]) -> list[Node]:
+        """The first of the nodes, as many as a tier has room for."""
+        room = self.tables[tier].num_free + self.tree.evictable_pages(tier, kept)
+        for i, node in enumerate(nodes):
+            room -= len(node.key) // self.tree.page_size
+            if room < 0:
+                return nodes[:i]
+        return nodes
+
+    def _give_up(self, victims: list[Node], tier: Tier) -> None:
         table = self.tables[tier]
         before = table.counts[FrameState.CACHED]
-        saved_to: list[Tier] = []
-        if tier == Tier.DEVICE:
-            saved_to = [Tier.PEER] + ([Tier.HOST] if self.write_policy == "write_back" else [])
-
-        def save(node: Node) -> None:
-            for other in saved_to:
-                self.begin_backup(node, other)
-
-        dropped = self.tree.evict(tier, num_pages, keep, save)
+        dropped = self.tree.give_up(victims, tier)
         self.ledger.free(dropped, tier)
-        for node in dropped.elsewhere:
-            if len(node.children) == 1:
-                self.tree.compact(next(iter(node.children.values())), self._clock.done)
+        self._to_compact += dropped.staying
         num_evicted = before - table.counts[FrameState.CACHED]
         self.counters[f"evicted_tokens_{tier.name.lower()}"] += num_evicted * self.tree.page_size
         table.reap(self._clock.done)
 
+    def tidy(self) -> None:
+        """Merge what eviction has cut, when nothing else looks at nodes: the device gives up a page per decode step
+        when it is full, and each would become a node on the host."""
+        cut, self._to_compact = self._to_compact, []
+        for node in cut:
+            if node.parent is not None and len(node.children) == 1:
+                self.tree.compact(next(iter(node.children.values())), self._clock.done)
+
     def drop(self, node: Node, tier: Tier) -> None:
-        """Take a node and all below it off a tier; operations that fill nothing any more are cancelled."""
+        """Take a node off a tier, of the device with all below it; operations that fill nothing any more are
+        cancelled."""
         self.ledger.free(self.tree.drop(node, tier), tier, self._clock.last)
 
     def take_back(self, node: Node) -> np.ndarray:
@@ -271,8 +285,8 @@ class HiCacheController:
         self.ledger.free(own, Tier.DEVICE, self._clock.last)
 
     def withdraw(self, tier: Tier, frames: np.ndarray) -> None:
-        """Drop every node that has a frame of the run (ascending), and what lies below it, off the
-        tier: they are about to go. Copies on other tiers stay, and locked nodes stay on the device."""
+        """Drop every node that has a frame of the run (ascending) off the tier: they are about to go. Copies on other
+        tiers stay, and locked nodes stay on the device."""
         nodes = [n for n in self.tree.walk() if n.frames[tier] is not None and not (tier == Tier.DEVICE and n.lock)]
         if not nodes:
             return

@@ -288,7 +288,8 @@ class KVCache:
         self.device.set_owner(frames, slots)
 
     def reap(self) -> None:
-        """Free what may be reused, on all tiers."""
+        """Free what may be reused, on all tiers, and merge what eviction has cut."""
+        self.controller.tidy()
         for table in self.tables.values():
             table.reap(self.clock.done)
 
@@ -368,11 +369,9 @@ class KVCache:
 
     def flush(self) -> None:
         """Drop everything; no request is there."""
-        for tier in FRAME_TIERS:
-            for root in list(self.tree.roots.values()):
-                for node in list(root.children.values()):
-                    if node.frames[tier] is not None:
-                        self.controller.drop(node, tier)
+        for node in list(self.tree.walk()):
+            for tier in self.tables:
+                self.controller.drop(node, tier)
         self.reap()
 
     def nodes_lost_with(self, ticket: Ticket) -> set[int]:

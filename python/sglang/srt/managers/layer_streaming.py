@@ -35,7 +35,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import LoadTimes, decode_reserve, pages_for
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.mem_cache.frame_table import FrameState
-from sglang.srt.mem_cache.node import MatchResult, Node, is_fetching
+from sglang.srt.mem_cache.node import MatchResult, Node
 from sglang.srt.mem_cache.transfer import D2H, Ticket, Tier
 from sglang.srt.model_executor.launch import PageRun, StreamedPrefix
 from sglang.srt.utils.time_units import NO_LAUNCH
@@ -404,8 +404,6 @@ class LayerStreaming(NoLayerStreaming):
         tokens = req.tokens[start : upto - upto % page]
         if upto - start < page:
             return False
-        if is_fetching(node):
-            return True  # nothing below goes to the host before that has ended
         if (child := self._tree.child_on(node, tokens)) is not None:
             # Another request has computed the same.
             tokens = tokens[: len(child.key)]
@@ -417,10 +415,6 @@ class LayerStreaming(NoLayerStreaming):
                 self._extend_hold(child, n)
                 self._device.free_after(frames, FrameState.HELD, req.last_launch)
                 return True
-        if node.parent is not None and node.frames[Tier.HOST] is None:
-            if self._controller.begin_backup(node) is None:
-                return False
-            node = hold.receipt.node
         n = len(tokens) // page
         frames = hold.frames[:n].copy()
         found = self._controller.begin_spill(node, tokens, frames, req.last_launch, req.priority)
@@ -514,8 +508,8 @@ class LayerStreaming(NoLayerStreaming):
             on_host = node.frames[Tier.HOST] is not None and node.tickets[Tier.HOST] is None
             if not (on_device or on_host):
                 last_len = len(match.path[i - 1].key) if i else 0
-                peer_len = min(match.peer_len, pos)
-                return MatchResult(match.namespace, match.path[:i], last_len, match.device_len, peer_len, pos)
+                runs = tuple((start, min(end, pos)) for start, end in match.peer_runs if start < pos)
+                return MatchResult(match.namespace, match.path[:i], last_len, match.device_len, pos, runs)
             pos += len(node.key)
         return match
 
@@ -646,7 +640,7 @@ class LayerStreaming(NoLayerStreaming):
 
     def _split_for_host(self, node: Node) -> Node | None:
         """Cut off the front of a node that the host has room for, with what it lacks above. None if there is none."""
-        room = self._host.num_free + self._tree.evictable_pages(Tier.HOST, keep=node)
+        room = self._host.num_free + self._tree.evictable_pages(Tier.HOST, self._tree.path_of(node))
         step = node.parent
         while step is not None and step.parent is not None and step.frames[Tier.HOST] is None:
             room -= len(step.key) // self._page

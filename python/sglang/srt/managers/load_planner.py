@@ -185,7 +185,7 @@ class LoadPlanner:
         """How many of the first tokens that a request would load its launch computes instead; see
         `best_recompute_len`. chunk: new tokens that the launch computes; budget: tokens that it may compute
         besides."""
-        num_load, from_peers = match.total_len - match.device_len, match.peer_len - match.device_len
+        num_load = match.total_len - match.device_len
         if not num_load or not self.config.load_or_recompute or self.config.inserts_late:
             return 0
         expected, queues = self.expected, self._queues
@@ -195,8 +195,8 @@ class LoadPlanner:
             work = batch.work.plus(match.total_len, chunk)
             if recomputed:
                 work = work.plus(match.device_len, recomputed)
-            peers = max(0, from_peers - recomputed)
-            loads = batch.loads.and_also(expected.arrival_if_begun(num_load - recomputed - peers, peers))
+            to_load = match.to_load_behind(match.device_len + recomputed)
+            loads = batch.loads.and_also(expected.arrival_if_begun(*to_load))
             return expected.stall_seconds(work, loads) + expected.compute_seconds(work)
 
         known = expected.costs.known_prefill - batch.work.new - chunk
@@ -204,8 +204,8 @@ class LoadPlanner:
         recomputed = best_recompute_len(num_load, self.config.page_size, seconds_of, most)
         # Where others could use the time, computing must be the cheaper way.
         compute_s = expected.compute_seconds(PrefillWork().plus(match.device_len, recomputed))
-        load_s = expected.load_seconds(min(recomputed, from_peers), P2D)
-        load_s += expected.load_seconds(max(0, recomputed - from_peers))
+        rest, all_of_it = match.to_load_behind(match.device_len + recomputed), match.to_load_behind(match.device_len)
+        load_s = expected.load_seconds(all_of_it[0] - rest[0]) + expected.load_seconds(all_of_it[1] - rest[1], P2D)
         return recomputed if is_idle or compute_s <= load_s else 0
 
     def blocks_worth_fetching(self, rid: str, first: int, num_blocks: int, ahead: int) -> int:

@@ -63,9 +63,11 @@ class MatchCursors:
         match = self._tree.match(namespace, tokens)
         end = match.path[-1] if match.path else None
         loads = [
-            (n.id, len(n.key)) for n in match.path if n.frames[Tier.DEVICE] is None and n.start >= match.peer_len
+            (n.id, len(n.key))
+            for n in match.path
+            if n.frames[Tier.DEVICE] is None and self._tree.source_of(n) != Tier.PEER
         ]
-        if loads and end is not None:
+        if loads and end is not None and loads[-1][0] == end.id:
             loads[-1] = (end.id, match.last_len)
         depends: list[Hashable] = [node.id for node in match.path]
         is_whole = end is None or match.last_len == len(end.key)
@@ -74,10 +76,11 @@ class MatchCursors:
             depends.append((namespace if end is None else end.id, page))
             above = self._tree.roots.get(namespace) if end is None else end
             if above is not None and page in above.children:
-                depends.append(above.children[page].id)  # it is on its way to the host
+                depends.append(above.children[page].id)  # a hole, or on its way to another tier
         loading = dict.fromkeys(t for node in match.path if (t := node.tickets[Tier.DEVICE]) is not None)
-        from_peers = match.peer_len - match.device_len
-        candidate = Candidate(num_tokens - match.total_len, tuple(loads), match.total_len, tuple(loading), from_peers)
+        candidate = Candidate(
+            num_tokens - match.total_len, tuple(loads), match.total_len, tuple(loading), match.from_peers
+        )
         return candidate, tuple(depends)
 
     def _changed(self, node: Node) -> None:

@@ -55,7 +55,7 @@ def hits_by_tier(req: Req, streamed_from_peers: int, storage_tiers: Sequence[Tie
         elif span.source == SpanSource.LOAD:
             from_peers = size if span.ticket is not None and span.ticket.link == P2D else 0
         else:
-            from_peers = _common(span, req.loaded_from_peers)
+            from_peers = sum(_common(span, run) for run in req.loaded_from_peers)
         found["peer"] += from_peers
         loaded -= from_peers
         for tier, fetched in zip(storage_tiers, req.fetched):

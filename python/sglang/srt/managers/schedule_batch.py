@@ -122,14 +122,14 @@ class ReqHold:
 
 @dataclass(frozen=True)
 class Preload:
-    """A load that goes on while its request waits. It loads tokens [start, peer_end) from peers and [peer_end, end)
-    from the host."""
+    """A load that goes on while its request waits, of tokens [start, end)."""
 
     # Keeps what it loads and all before it on the device.
     receipt: Receipt
     start: int
-    peer_end: int
     end: int
+    # Runs [start, end) of them that come from peers.
+    from_peers: tuple[tuple[int, int], ...]
 
 
 class Req:
@@ -212,8 +212,9 @@ class Req:
         # Its load, if that began before its launch, and whether it lost one as others needed the memory.
         self.preload: Preload | None = None
         self.preload_cancelled = False
-        # Tokens [start, end) that such a load brought, and those that came from peers.
-        self.loaded = self.loaded_from_peers = (0, 0)
+        # Tokens [start, end) that such a load brought, and the runs of them that came from peers.
+        self.loaded = (0, 0)
+        self.loaded_from_peers: tuple[tuple[int, int], ...] = ()
         # Up to there it shared its tokens with what an older request was about to compute when it came; 0 for none.
         self.delay_end = 0
         self.cached_tokens_details: dict[str, int] = {}

@@ -42,6 +42,7 @@ from sglang.srt.managers.storage_controller import STALLING_LINKS
 from sglang.srt.mem_cache.block_keys import private
 from sglang.srt.mem_cache.slab_ledger import SlabLedger
 from sglang.srt.mem_cache.transfer import COPY_LINKS, EXEC, STORAGE_LINKS, Ticket
+from sglang.srt.mem_cache.tree_checks import check_locks
 from sglang.srt.model_executor.launch import Launch
 from sglang.srt.peer.lending import DeviceLending, LendingConfig
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
@@ -585,7 +586,7 @@ class Scheduler:
             req.check_invariants()
         receipts = [r.hold.receipt for r in active if r.hold is not None]
         receipts += [r.preload.receipt for r in waiting if r.preload is not None]
-        self.cache.tree.check_locks(receipts)
+        check_locks(self.cache.tree, receipts)
         if self.config.bypass_local:
             self._check_private_namespaces()
 

@@ -24,11 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from sglang.srt.managers.cache_controller import HiCacheController, ready_frames
+from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.schedule_policy import FETCH_ORDERS, fetch_rank
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState
-from sglang.srt.mem_cache.node import FilledRun, MatchResult, Node
+from sglang.srt.mem_cache.node import Dropped, FilledRun, MatchResult, Node, is_hole
+from sglang.srt.mem_cache.radix import common_len
 from sglang.srt.mem_cache.transfer import (
     D2H,
     D2P,
@@ -195,7 +196,7 @@ class StorageController:
         # Ends of paths that are to be stored when writes have ended, oldest first.
         self._deferred_stores: dict[int, Node] = {}
         self._tidy_deferred_at = _TIDY_DEFERRED_STORES
-        controller.watch_host(self.store_path)
+        controller.watch_host(self.store_nodes)
 
     def consult(
         self, fetch_begun: Callable[[int, int], None], blocks_worth_fetching: WorthFetching | None = None
@@ -390,8 +391,8 @@ class StorageController:
         """Fetch the blocks that cover tokens [match.total_len, …), of which the first may begin before. The caller
         has made room on the host.
 
-        match: made with `fetching`; its end is ready on the host, or being fetched, or the root. tokens: int32, up to
-        the end of the last block. keys: (n, 16).
+        match: made with `fetching`. tokens: int32, up to the end of the last block, or of the hole that is filled.
+        keys: (n, 16).
         """
         names, page, host = self.tree.names.keys, self.tree.page_size, self.controller.tables[Tier.HOST]
         assert names is not None
@@ -400,11 +401,13 @@ class StorageController:
         assert frames is not None, "a fetch needs free frames: make room first"
         ticket = self.ledger.begin_storage_op(FETCH, StorageAction.GET, keys, frames)
         self._fetches[ticket] = match.total_len // names.block_tokens
-        spare = num_pages - len(tokens) // page
-        run = FilledRun(tokens, frames[spare:], ticket, NO_LAUNCH)
-        self.tree.begin_fetch(match, run, keys, self._clock.next, self.is_lossy)
-        # The part of the first block that is there already is read into pages that no node gets.
-        host.free_after(frames[:spare], FrameState.FILLING, NO_LAUNCH)
+        first = match.total_len % names.block_tokens // page
+        last = first + len(tokens) // page
+        run = FilledRun(tokens, frames[first:last], ticket, NO_LAUNCH)
+        num_ended = (match.total_len + len(tokens)) // names.block_tokens - match.total_len // names.block_tokens
+        self.tree.begin_fetch(match, run, keys[:num_ended], self._clock.next, self.is_lossy)
+        # The parts of the first and last block that are there already are read into pages that no node gets.
+        host.free_after(np.concatenate((frames[:first], frames[last:])), FrameState.FILLING, NO_LAUNCH)
         self.fetching_pages += num_pages
         return ticket
 
@@ -417,18 +420,17 @@ class StorageController:
         self.fetching_pages -= len(op.frames)
         dropped = self.tree.cut(ticket, Tier.HOST, (first + count) * self.tree.names.keys.block_tokens)
         self.ledger.free(dropped, Tier.HOST)
-        for node in dropped.elsewhere:
+        for node in dropped.staying:
             # Computed meanwhile: what did not come is stored anew.
             self.tree.names.forget_stored(node)
         nodes = self.controller.commit_nodes(ticket, Tier.HOST)
         start, end = min((n.start for n in nodes), default=0), max((n.end for n in nodes), default=0)
         self.counters["prefetched_tokens"] += end - start
-        self.controller.back_up_below(nodes + dropped.elsewhere)
-        if nodes:
-            # What is to be stored of the path above is merged with these.
-            self.store_path(max(nodes, key=lambda n: n.end))
+        self._save_computed(dropped)
+        self.store_nodes(nodes)
         for node in reversed(nodes):
-            self.tree.compact(node, self._clock.done)
+            if node.parent is not None:
+                self.tree.compact(node, self._clock.done)
         self._tell_waiters(ticket, start, end, whole=count == len(op.keys))
         return start, end
 
@@ -446,6 +448,20 @@ class StorageController:
             if node.parent is not None:
                 self.store_path(node)
 
+    def store_nodes(self, nodes: list[Node]) -> None:
+        """Copies have brought these nodes to the host: store what lacks no page any more."""
+        if self.limits is None or self.tree.names.keys is None:
+            return
+        size, above = self.tree.names.keys.block_tokens, {id(node.parent) for node in nodes}
+        for node in nodes:
+            if id(node) not in above:
+                self.store_path(node)
+            if node.end % size:
+                # The last block ends below.
+                for child in list(node.children.values()):
+                    if is_on_host(child):
+                        self.store_path(child)
+
     def store_path(self, end: Node) -> None:
         """Write to storage what it is not believed to have of the path to `end`, as far as that is on the host, and
         exact if storage is: lossy KV is never written under a name that promises exact bytes."""
@@ -455,7 +471,7 @@ class StorageController:
         path = tree.path_of(end)
         if not self.is_lossy:
             path = list(takewhile(lambda node: not node.is_lossy, path))
-        while path and (path[-1].frames[Tier.HOST] is None or path[-1].tickets[Tier.HOST] is not None):
+        while path and not is_on_host(path[-1]):
             path.pop()
         if not path:
             return
@@ -466,25 +482,23 @@ class StorageController:
             return
         assert tree.names.keys is not None
         size = tree.names.keys.block_tokens
-        keys = np.concatenate([n.block_keys for n in path[first:]])  # type: ignore[misc]
-        lacking = np.flatnonzero(~np.concatenate([n.stored for n in path[first:]]))  # type: ignore[misc]
-        if (room := self._num_storable_blocks()) < len(lacking):
-            self._defer_store(end)
-            lacking = lacking[: max(0, room)]
-        if not len(lacking):
-            return
         # The first block may begin in a node above.
         begin, top = path[first].start // size * size, first
         while path[top].start > begin:
             top -= 1
-        frames = np.concatenate([ready_frames(n, Tier.HOST) for n in path[top:]])[(begin - path[top].start) // page :]
-        pages_per_block = size // page
+        keys = np.concatenate([n.block_keys for n in path[first:]])  # type: ignore[misc]
+        stored = np.concatenate([n.stored for n in path[first:]])  # type: ignore[misc]
+        by_page = np.concatenate([_host_frames(n, page) for n in path[top:]])[(begin - path[top].start) // page :]
+        frames = by_page[: len(keys) * (size // page)].reshape(len(keys), size // page)
+        lacking = np.flatnonzero(~stored & (frames >= 0).all(axis=1))
+        if (room := self._num_storable_blocks()) < len(lacking):
+            self._defer_store(end)
+            lacking = lacking[: max(0, room)]
         for i in range(0, len(lacking), self.limits.blocks_per_op):
             blocks = lacking[i : i + self.limits.blocks_per_op]
-            pages = blocks[:, None] * pages_per_block + np.arange(pages_per_block)
-            self.ledger.begin_storage_op(STORE, StorageAction.SET, keys[blocks], frames[pages.ravel()])
-            self.storing_pages += pages.size
-        tree.names.mark_stored(path[first:], int(lacking[-1]) + 1)
+            self.ledger.begin_storage_op(STORE, StorageAction.SET, keys[blocks], frames[blocks].ravel())
+            self.storing_pages += frames[blocks].size
+        tree.names.mark_stored(path[first:], lacking)
 
     def state(self) -> dict[str, Any] | None:
         """What `GET /hicache/state` shows; None if nothing is attached."""
@@ -549,7 +563,12 @@ class StorageController:
         """No request waits for it any more."""
         dropped = self.tree.cut(ticket, Tier.HOST, 0)
         self.ledger.free(dropped, Tier.HOST)
-        self.controller.back_up_below(dropped.elsewhere)
+        self._save_computed(dropped)
+
+    def _save_computed(self, dropped: Dropped) -> None:
+        """What did not come, and was computed meanwhile, goes to the host as anything computed."""
+        for node in dropped.staying:
+            self.controller.back_up_inserted(node)
 
     def _may_fetch(self, num_pages: int) -> bool:
         """Whether so much more may be fetched now; if nothing is on its way, some always may."""
@@ -612,31 +631,22 @@ class StorageController:
         first, size = start // names.block_tokens, names.block_tokens
         if not self._cut(rid, prefetch, first, 0):
             return _Outcome.OVER
-        last = min(prefetch.end // size, first + limits.blocks_per_op)
+        if (hole := self.tree.next_unmatched(match, prefetch.tokens)) is not None and not is_hole(hole):
+            return _Outcome.STALLED
+        # A hole is filled by operations of its own.
+        most = hole.end if hole is not None else prefetch.end
+        last = min(-(-min(most, prefetch.end) // size), first + limits.blocks_per_op)
         assert last > first, f"{rid} has nothing to begin"
         num_pages = (last - first) * size // self.tree.page_size
         if not self._may_fetch(num_pages):
             return _Outcome.FULL
-        if self.tree.is_nowhere(match, prefetch.tokens):
-            return _Outcome.STALLED
-        above = match.path[-1] if match.path else None
-        if above is not None:
-            ticket = above.tickets[Tier.HOST]
-            if above.frames[Tier.HOST] is None:
-                if self._fetching(match):
-                    return _Outcome.STALLED  # computed below what is being fetched: it is backed up after that
-                # None also for a prefix that only a peer has: nothing copies from there to the host.
-                ticket = controller.begin_backup(above)
-                if ticket is None:
-                    self.counters["prefetch_dropped_tokens"] += prefetch.end - start
-                    return _Outcome.OVER
-            if ticket is not None and ticket.link != FETCH:
-                return _Outcome.STALLED
-        if not controller.make_room(Tier.HOST, num_pages, above):
+        if not controller.make_room(Tier.HOST, num_pages, match.path):
             self.counters["prefetch_dropped_tokens"] += prefetch.end - start
             return _Outcome.OVER
-        # Once more: making room may have merged nodes.
+        # Once more: making room may have merged nodes, or removed a hole.
         match, end = self._match(prefetch), last * size
+        if (hole := self.tree.next_unmatched(match, prefetch.tokens)) is not None:
+            end = hole.start + common_len(hole.key, prefetch.tokens, hole.start, end, self.tree.page_size)
         ticket = self.begin_fetch(match, prefetch.tokens[start:end], prefetch.keys[first:last])
         self._num_begun += last - first
         self._fetch_begun(ticket.seq, (last - first) * size)
@@ -682,3 +692,16 @@ class StorageController:
                 else:
                     self.ledger.cancel(ticket)
         prefetch.probe, prefetch.end, prefetch.tickets = None, 0, {}
+
+
+def is_on_host(node: Node) -> bool:
+    """Whether the host has it, ready."""
+    return node.frames[Tier.HOST] is not None and node.tickets[Tier.HOST] is None
+
+
+def _host_frames(node: Node, page_size: int) -> np.ndarray:
+    """(pages of the node,) int32; -1 for each if the host does not have it."""
+    frames = node.frames[Tier.HOST]
+    if frames is None or not is_on_host(node):
+        return np.full(len(node.key) // page_size, -1, np.int32)
+    return frames

@@ -75,12 +75,14 @@ class BlockNames:
     # -- what is stored -----------------------------------------------------------------------------------------
 
     @staticmethod
-    def mark_stored(path: Sequence[Node], num_blocks: int) -> None:
-        """The first blocks of the path are believed stored. Its nodes follow each other and have names."""
+    def mark_stored(path: Sequence[Node], blocks: np.ndarray) -> None:
+        """These blocks of the path, counted from its first one, are believed stored. Its nodes follow each other and
+        have names."""
         for node in path:
             assert node.stored is not None
-            node.stored[: max(0, num_blocks)] = True
-            num_blocks -= len(node.stored)
+            num_blocks = len(node.stored)
+            node.stored[blocks[(blocks >= 0) & (blocks < num_blocks)]] = True
+            blocks = blocks - num_blocks
 
     @staticmethod
     def forget_stored(node: Node) -> None:

@@ -7,7 +7,7 @@ add one: a function, and one line in `EVICTION_POLICIES`. The flag --radix-evict
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class EvictionHeap:
             heapq.heappush(self._entries, (rank, node.id, node))
         return None
 
-    def put_back(self, nodes: list[Node]) -> None:
+    def put_back(self, nodes: Iterable[Node]) -> None:
         """Nodes that were popped and are kept."""
         for node in nodes:
             heapq.heappush(self._entries, (self._rank(node), node.id, node))

@@ -4,10 +4,14 @@ Owns the nodes, their keys and their residency. Never touches memory, frame stat
 clocks: numpy arrays in, decisions out. Time is counted in launches.
 
 A node covers a page-aligned run of tokens below its parent. Its residency on a tier is all or nothing: the frames
-(int32, one per page) or None. Residency is prefix-closed on each tier, so a path reads device, then peer, then host:
+(int32, one per page) or None. The device is prefix-closed. Behind what it has, each node is on peers, on the host, on
+both, or is a hole: a node that no tier has, with residents below it.
 
-    root --- [system prompt] --- [turn 1] --- [turn 2] --- [turn 3]
-              device+host         device+host   peer+host   host     match: 2 nodes DEVICE, 2 nodes to LOAD
+    root --- [system prompt] --- [turn 1] --- [turn 2] --- [turn 3] --- [turn 4]
+              device+host         device        peer         host        peer+host   2 nodes DEVICE, 3 to LOAD
+                                                  if it leaves the peer: a hole, and the match ends above it
+
+A match ends at a hole. Inserting or fetching fills it. A hole below which nothing is left leaves the tree.
 
 A split keeps the identity of the lower half, so that locks, which name the end of a path, stay valid:
 
@@ -23,8 +27,8 @@ storage knows them, are in block_names.py; what requests are about to compute is
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+import heapq
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
 
 import numpy as np
@@ -42,12 +46,14 @@ from sglang.srt.mem_cache.node import (
     Receipt,
     Root,
     is_fetching,
+    is_hole,
     path_of,
     root_of,
 )
 from sglang.srt.mem_cache.radix import PageKey, common_len, join_keys, page_key_of, put_above, trimmed
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, Ticket, Tier
 from sglang.srt.mem_cache.transient_nodes import TransientNodes
+from sglang.srt.mem_cache.tree_checks import check_tree
 from sglang.srt.utils.time_units import NO_LAUNCH, LaunchSeq
 
 _ALIKE_IN_BOTH_HALVES = ("lock", "hits", "priority", "is_lossy", "last_access", "last_use", "last_stream")
@@ -74,8 +80,7 @@ class HiRadixTree:
         self._changed: Callable[[Node], None] = lambda node: None
         self._grown: Callable[[int | str, PageKey], None] = lambda parent, page: None
         self._heaps = [
-            EvictionHeap(partial(self._is_evictable_leaf, tier=t), partial(self._rank_on, tier=t))
-            for t in FRAME_TIERS
+            EvictionHeap(partial(self._is_evictable, tier=t), partial(self._rank_on, tier=t)) for t in FRAME_TIERS
         ]
 
     def watch(self, changed: Callable[[Node], None], grown: Callable[[int | str, PageKey], None]) -> None:
@@ -93,10 +98,11 @@ class HiRadixTree:
         """
         node: Node | None = self.roots.get(namespace)
         path: list[Node] = []
-        last_len = device_len = peer_len = pos = 0
+        last_len = device_len = pos = 0
+        peer_runs: list[tuple[int, int]] = []
         page = self.page_size
         end = len(tokens) - len(tokens) % page
-        on_device = is_near = True
+        on_device = True
         while node is not None and pos < end:
             child = node.children.get(tokens.item(pos) if page == 1 else tokens[pos : pos + page].tobytes())
             if child is None:
@@ -104,21 +110,21 @@ class HiRadixTree:
             if child.frames[_DEVICE] is None:
                 source = self.source_of(child)
                 if source is None and not (fetching and is_fetching(child)):
-                    break  # its backup, or its fetch, is still on the way: no tier has it ready yet
+                    break  # a hole, or on its way: no tier has it ready
                 on_device = False
-                is_near = is_near and source == _PEER
             key = child.key
             last_len = common_len(key, tokens, pos, end, page)
             path.append(child)
             pos += last_len
             if on_device:
-                device_len = peer_len = pos
-            elif is_near:
-                peer_len = pos
+                device_len = pos
+            elif source == _PEER:
+                is_adjacent = peer_runs and peer_runs[-1][1] == pos - last_len
+                peer_runs.append((peer_runs.pop()[0] if is_adjacent else pos - last_len, pos))
             if last_len < len(key):
                 break
             node = child
-        return MatchResult(namespace, tuple(path), last_len, device_len, peer_len, pos)
+        return MatchResult(namespace, tuple(path), last_len, device_len, pos, tuple(peer_runs))
 
     @staticmethod
     def source_of(node: Node) -> Tier | None:
@@ -129,22 +135,18 @@ class HiRadixTree:
             return Tier.HOST
         return None
 
-    def is_nowhere(self, match: MatchResult, tokens: np.ndarray) -> bool:
-        """Whether the match ended at a node that has left the device while its backup is still on the way. tokens:
-        what was matched, and at least a page more."""
+    def next_unmatched(self, match: MatchResult, tokens: np.ndarray) -> Node | None:
+        """The node at which the match ended though it continues the tokens: a hole, or one that has left the device
+        while its backup is on the way. tokens: what was matched, and at least a page more."""
         node = match.path[-1] if match.path else self.roots.get(match.namespace)
         if node is None or (match.path and match.last_len < len(node.key)):
-            return False
-        return self.page_key(tokens, match.total_len) in node.children
+            return None
+        return node.children.get(self.page_key(tokens, match.total_len))
 
-    def evictable_pages(self, tier: Tier, keep: Node | None = None) -> int:
-        """Pages that eviction could give up sooner or later: ready, and not locked if on the device. keep: as for
-        `evict`."""
-        pages = self._evictable[tier]
-        while keep is not None:
-            pages -= self._evictable_pages(keep, tier)
-            keep = keep.parent
-        return pages
+    def evictable_pages(self, tier: Tier, kept: Iterable[Node] = ()) -> int:
+        """Pages that eviction could give up sooner or later: ready, and not locked if on the device. Of peers and
+        host some may have to wait for those below them, on other tiers. kept: nodes that stay."""
+        return self._evictable[tier] - sum(self._evictable_pages(node, tier) for node in kept)
 
     def evictable_pages_in(self, match: MatchResult) -> int:
         """Evictable device pages that locking the match would take out of eviction's reach."""
@@ -208,7 +210,7 @@ class HiRadixTree:
                 step.last_use = fence
             if step.lock == 0:
                 self._evictable[_DEVICE] += self._evictable_pages(step, _DEVICE)
-                if step.num_resident_children[_DEVICE] == 0:
+                if step.num_device_children == 0:
                     self._offer(step, _DEVICE)
                     if step.frames[_DEVICE] is None:
                         self._offer(step, _PEER)
@@ -262,6 +264,8 @@ class HiRadixTree:
             offered = frames[pos // page : (pos + common) // page]
             mine = child.frames[Tier.DEVICE]
             if mine is None:
+                if is_hole(child):
+                    child.is_lossy = node.is_lossy
                 self._set_frames(child, Tier.DEVICE, offered, None, fence)
                 # If it was locked as the source of a load, it need not stay on the host any more.
                 for tier in FRAME_TIERS:
@@ -292,6 +296,7 @@ class HiRadixTree:
             assert node.frames[tier] is None
             n = len(node.key) // self.page_size
             self._set_frames(node, tier, frames[pos : pos + n], ticket, node.fences[source])
+            self._offer(node, source)
             pos += n
         assert pos == len(frames)
         self._by_ticket[ticket] = list(nodes)
@@ -308,10 +313,9 @@ class HiRadixTree:
         """Enter a run of tokens on a tier other than the device, in frames that an operation will fill. Returns its
         node.
 
-        below: where the run begins; it is on the tier, or on its way there. A child that begins with the run's tokens
-        has all of them, and is not on the tier.
+        below: where the run begins. A child that begins with the run's tokens has all of them, and is not on the
+        tier.
         """
-        assert below.parent is None or below.frames[tier] is not None, f"{below} is not on the {tier.name.lower()}"
         node = self.child_on(below, run.tokens)
         if node is None:
             node = self._new_node(run.tokens, below)
@@ -324,13 +328,13 @@ class HiRadixTree:
         return node
 
     def take_off(self, node: Node, tier: Tier, num_tokens: int) -> tuple[Dropped, Dropped]:
-        """Take the last num_tokens of a node off a tier, and what is below them there. Returns what was below, and
-        the node's own. Unlike `drop`, the node itself may be locked: its user reads another tier's copy from now
-        on."""
+        """Take the last num_tokens of a node off a tier, and, of the device, what is below them. Returns what was
+        below, and the node's own. Unlike `drop`, the node itself may be locked: its user reads another tier's copy
+        from now on."""
         if num_tokens < len(node.key):
             self.split(node, len(node.key) - num_tokens)
         below, own = Dropped(), Dropped()
-        for child in list(node.children.values()):
+        for child in list(node.children.values()) if tier == Tier.DEVICE else ():
             self._drop(child, tier, below)
         self._take_frames(node, tier, own)
         return below, own
@@ -345,29 +349,41 @@ class HiRadixTree:
     ) -> Node:
         """Enter what storage has below a match (made with `fetching`), in host frames that the operation will fill.
 
-        run: its tokens end with a block. block_keys: of the blocks that end in it. The end of the match is on the
-        host, or the root; nothing continues it with the run's tokens.
+        run: its tokens end with a block, or where the hole ends that it fills. block_keys: of the blocks that end in
+        it.
         """
         parent = self._end_of(match)
-        assert self.page_key(run.tokens, 0) not in parent.children
         node = self.put_run(parent, run, Tier.HOST, launch)
         # No request has computed it.
         node.hits = 0
         if parent.parent is not None:
             node.priority = min(node.priority, parent.priority)
         self.names.name_fetched(node, block_keys)
-        node.is_lossy |= is_lossy
+        node.is_lossy = parent.is_lossy or is_lossy
+        stack = list(node.children.values()) if node.is_lossy else []
+        while stack:
+            # What is below a hole must not count as exact behind a prefix that is not.
+            child = stack.pop()
+            child.is_lossy = True
+            stack.extend(child.children.values())
         return node
 
     def cut(self, ticket: Ticket, tier: Tier, end: int) -> Dropped:
-        """The operation filled its nodes only up to token `end` of their path: drop what lies behind."""
+        """The fetch filled its nodes only up to token `end` of their path: drop what lies behind, and what is being
+        fetched below it."""
         dropped = Dropped()
+        stack = []
         for node in list(self.nodes_of(ticket)):
-            if node.frames[tier] is None or node.end <= end:
+            if node.end <= end:
                 continue
             if node.start < end:
                 self.split(node, end - node.start)
-            self._drop(node, tier, dropped)
+            stack.append(node)
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            if is_fetching(node):
+                self._take_frames(node, tier, dropped)
         return dropped
 
     def commit(self, ticket: Ticket, tier: Tier) -> list[Node]:
@@ -405,43 +421,72 @@ class HiRadixTree:
     path_of, root_of = staticmethod(path_of), staticmethod(root_of)
     # -- shrinking ----------------------------------------------------------------------------------------------
 
-    def evict(
-        self,
-        tier: Tier,
-        num_pages: int,
-        keep: Node | None = None,
-        before: Callable[[Node], object] = lambda node: None,
-    ) -> Dropped:
-        """Give up leaves of a tier, in the order of `_rank_on`, until num_pages are gone or none is left.
+    def victims(self, tier: Tier, num_pages: int, kept: Container[int] = ()) -> list[Node]:
+        """The nodes that a tier would give up next, in the order of `_rank_on`, until they have num_pages or none is
+        left. All stay where they are; `give_up` takes them off in this order.
 
-        The last leaf is split if a part of it is enough. keep: nodes on the path to it stay. before: told of each
-        node while it still has its frames; it may save them elsewhere.
+        The last one is split if a part of it is enough. kept: ids of nodes that are no victims.
         """
-        dropped = Dropped()
-        kept = set()
-        step = keep
-        while step is not None:
-            kept.add(step.id)
-            step = step.parent
-        put_back = []
-        while num_pages > 0 and (node := self._heaps[tier].pop()) is not None:
-            if node.id in kept:
-                put_back.append(node)
-                continue
+        heap = self._heaps[tier]
+        found: list[Node] = []
+        popped: dict[int, Node] = {}
+        # Nodes that become candidates when the victims below them are gone.
+        uncovered: list[tuple[Rank, int, Node]] = []
+        # By the id of a node: children in the way.
+        in_the_way: dict[int, int] = {}
+        top: Node | None = None
+        while num_pages > 0:
+            while top is None and (node := heap.pop()) is not None:
+                if node.id not in popped:
+                    popped[node.id] = node
+                    top = node if node.id not in kept else None
+            if uncovered and (top is None or uncovered[0][:2] < (self._rank_on(top, tier), top.id)):
+                node = heapq.heappop(uncovered)[2]
+            elif top is not None:
+                node, top = top, None
+            else:
+                break
             n = len(node.key) // self.page_size
             if n > num_pages:
                 self.split(node, (n - num_pages) * self.page_size)
                 n = num_pages
             num_pages -= n
-            before(node)
+            found.append(node)
+            if tier != Tier.DEVICE and self._is_elsewhere(node, tier):
+                continue  # it stays in the tree
+            above = node.parent
+            while above is not None:
+                before = above.num_device_children if tier == Tier.DEVICE else len(above.children)
+                in_the_way[above.id] = left = in_the_way.get(above.id, before) - 1
+                if left or not is_hole(above):
+                    break
+                above = above.parent  # the hole leaves the tree with the last node below it
+            if above is None or left or above.id in kept or self._is_evictable(above, tier):
+                continue
+            if self._is_free_to_go(above, tier):
+                heapq.heappush(uncovered, (self._rank_on(above, tier), above.id, above))
+        heap.put_back(popped.values())
+        return found
+
+    def give_up(self, nodes: Iterable[Node], tier: Tier) -> Dropped:
+        """Take victims off a tier."""
+        dropped = Dropped()
+        for node in nodes:
             self._take_frames(node, tier, dropped)
-        self._heaps[tier].put_back(put_back)
         return dropped
 
+    def evict(self, tier: Tier, num_pages: int, kept: Container[int] = ()) -> Dropped:
+        """Take the victims of a tier off it."""
+        return self.give_up(self.victims(tier, num_pages, kept), tier)
+
     def drop(self, node: Node, tier: Tier) -> Dropped:
-        """Take a node and all below it off a tier, whatever their age. On the device they must not be locked."""
+        """Take a node off a tier, whatever its age. Below it, the device loses all, which must not be locked; of other
+        tiers the rest stays, behind a hole if need be."""
         dropped = Dropped()
-        self._drop(node, tier, dropped)
+        if tier == Tier.DEVICE:
+            self._drop(node, tier, dropped)
+        elif node.frames[tier] is not None:
+            self._take_frames(node, tier, dropped)
         return dropped
 
     def _drop(self, node: Node, tier: Tier, dropped: Dropped) -> None:
@@ -452,7 +497,7 @@ class HiRadixTree:
                 order.append(step)
                 stack.extend(step.children.values())
         for step in reversed(order):
-            assert tier != Tier.DEVICE or step.lock == 0, f"{step} is locked: close its readers first"
+            assert step.lock == 0, f"{step} is locked: close its readers first"
             self._take_frames(step, tier, dropped)
 
     def compact(self, node: Node, done: int) -> None:
@@ -504,63 +549,10 @@ class HiRadixTree:
             gone.frames = [None] * NUM_TIERS
             self.num_nodes -= 1
 
-    def check_locks(self, receipts: Iterable[Receipt]) -> None:
-        """receipts: of all locks that were taken and not released."""
-        own = Counter(id(receipt.node) for receipt in receipts)
-        for node in [*self.walk(), *self.roots.values()]:
-            locks = own[id(node)] + sum(c.lock for c in node.children.values())
-            assert node.lock == locks, f"{node}: locked {node.lock} times, {locks} known"
-
     # -- invariants ---------------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
-        evictable, resident = [0] * NUM_TIERS, [0] * NUM_TIERS
-        num_nodes = 0
-        filling: dict[Ticket, set[int]] = {}
-        for node in self.walk():
-            num_nodes += 1
-            parent = node.parent
-            assert parent is not None
-            assert parent.children[self.page_key(node.key, 0)] is node
-            assert len(node.key) > 0 and len(node.key) % self.page_size == 0
-            assert node.is_lossy or not parent.is_lossy, f"{node} is computed from lossy KV and does not say so"
-            assert node.start == parent.end, f"{node} starts at {node.start}, its parent ends at {parent.end}"
-            self.names.check(node)
-            assert any(f is not None for f in node.frames), f"{node} is on no tier"
-            assert node.lock >= sum(c.lock for c in node.children.values())
-            assert parent.parent is None or node.priority <= parent.priority, f"{node} matters more than its prefix"
-            is_there = node.frames[Tier.DEVICE] is not None or node.frames[Tier.HOST] is not None
-            assert node.lock == 0 or is_there, f"{node} is locked and neither on the device nor on the host"
-            for tier in FRAME_TIERS:
-                frames, ticket = node.frames[tier], node.tickets[tier]
-                count = sum(c.frames[tier] is not None for c in node.children.values())
-                assert count == node.num_resident_children[tier]
-                if frames is None:
-                    assert ticket is None and count == 0, f"{node} has residents below it on {tier.name}"
-                    continue
-                assert len(frames) * self.page_size == len(node.key)
-                resident[tier] += len(frames)
-                evictable[tier] += self._evictable_pages(node, tier)
-                if ticket is not None:
-                    filling.setdefault(ticket, set()).add(node.id)
-        assert num_nodes == self.num_nodes
-        assert resident == self._resident, f"resident {self._resident}, by walk {resident}"
-        assert evictable == self._evictable, f"evictable {self._evictable}, by walk {evictable}"
-        listed = {t: {n.id for n in nodes} for t, nodes in self._by_ticket.items()}
-        assert filling == listed, "tickets on nodes differ from the register"
-        self._check_candidates()
-
-    def _check_candidates(self) -> None:
-        for tier in FRAME_TIERS:
-            ranks = self._heaps[tier].ranks()
-            for node in self.walk():
-                if not self._is_evictable_leaf(node, tier):
-                    continue
-                assert node.id in ranks, f"{node} can never be evicted"
-                goes_first = tier == Tier.PEER and self._rank_on(node, tier)[0] == 0
-                assert not goes_first or any(rank[0] == 0 for rank in ranks[node.id]), (
-                    f"{node} is on the device, and leaves the peer as if it were not"
-                )
+        check_tree(self)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -606,6 +598,7 @@ class HiRadixTree:
         node.start = upper.end
         for name in _ALIKE_IN_BOTH_HALVES:
             setattr(upper, name, getattr(node, name))
+        upper.num_device_children = int(node.frames[_DEVICE] is not None)
         for tier in FRAME_TIERS:
             frames = node.frames[tier]
             if frames is None:
@@ -613,10 +606,11 @@ class HiRadixTree:
             upper.frames[tier] = trimmed(frames[:num_pages])
             node.frames[tier] = trimmed(frames[num_pages:])
             upper.fences[tier] = node.fences[tier]
-            upper.num_resident_children[tier] = 1
             ticket = upper.tickets[tier] = node.tickets[tier]
             if ticket is not None:
                 self._by_ticket[ticket].append(upper)
+        self._offer(upper, Tier.PEER)
+        self._offer(upper, Tier.HOST)
         return upper
 
     def _set_frames(
@@ -627,14 +621,16 @@ class HiRadixTree:
         node.frames[tier] = trimmed(frames)
         node.tickets[tier] = ticket
         node.fences[tier] = fence
-        node.parent.num_resident_children[tier] += 1
+        if tier == _DEVICE:
+            node.parent.num_device_children += 1
         self._resident[tier] += len(frames)
         self._evictable[tier] += self._evictable_pages(node, tier)
 
     def _take_frames(self, node: Node, tier: Tier, dropped: Dropped) -> None:
-        """Take a leaf of the tier off it; a node on no tier leaves the tree."""
+        """Take a node off a tier, on the device one without children there. A node on no tier is a hole as long as
+        nodes are below it."""
         frames, ticket, parent = node.frames[tier], node.tickets[tier], node.parent
-        assert frames is not None and parent is not None and node.num_resident_children[tier] == 0
+        assert frames is not None and parent is not None
         self._changed(node)
         self._evictable[tier] -= self._evictable_pages(node, tier)
         self._resident[tier] -= len(frames)
@@ -649,17 +645,24 @@ class HiRadixTree:
             dropped.filling.append((frames, ticket))
         node.frames[tier] = None
         node.tickets[tier] = None
-        parent.num_resident_children[tier] -= 1
-        if all(f is None for f in node.frames):
+        if tier == Tier.DEVICE:
+            assert node.num_device_children == 0
+            parent.num_device_children -= 1
+            self._offer(parent, tier)
+        if node.children or not is_hole(node):
+            dropped.staying.append(node)
+            for t in FRAME_TIERS:
+                self._offer(node, t)
+            return
+        while node.parent is not None and not node.children and is_hole(node):
+            parent = node.parent
             del parent.children[self.page_key(node.key, 0)]
             node.parent = None
             self.num_nodes -= 1
-            self._prune(parent)
-        else:
-            dropped.elsewhere.append(node)
-            for t in FRAME_TIERS:
-                self._offer(node, t)
-        self._offer(parent, tier)
+            node = parent
+        for t in FRAME_TIERS:
+            self._offer(node, t)
+        self._prune(node)
 
     def _evictable_pages(self, node: Node, tier: int) -> int:
         frames = node.frames[tier]
@@ -667,20 +670,34 @@ class HiRadixTree:
             return 0
         return len(frames)
 
-    def _is_evictable_leaf(self, node: Node, tier: int) -> bool:
-        """The source of a load stays where it is: while the load is in flight, else its failure could not be told
-        from eviction, and from the lock of its path on, while room is made for it."""
+    def _is_evictable(self, node: Node, tier: int) -> bool:
+        """Policy leaves no holes: what is below a node keeps it on its last tier. Of the device the leaves go."""
+        if not self._is_free_to_go(node, tier):
+            return False
+        if tier == _DEVICE:
+            return node.num_device_children == 0
+        return not node.children or self._is_elsewhere(node, tier)
+
+    @staticmethod
+    def _is_free_to_go(node: Node, tier: int) -> bool:
+        """Whether a tier may give the node up, as far as its children permit. The source of a load stays where it is:
+        while the load is in flight, else its failure could not be told from eviction, and from the lock of its path
+        on, while room is made for it."""
         return (
             node.parent is not None
             and node.frames[tier] is not None
             and node.tickets[tier] is None
-            and node.num_resident_children[tier] == 0
             and (
                 node.lock == 0
                 if tier == _DEVICE
                 else node.tickets[_DEVICE] is None and (node.lock == 0 or node.frames[_DEVICE] is not None)
             )
         )
+
+    @staticmethod
+    def _is_elsewhere(node: Node, tier: int) -> bool:
+        """Whether another tier has the node, or is about to."""
+        return any([node.frames[t] is not None for t in FRAME_TIERS if t != tier])
 
     def _rank_on(self, node: Node, tier: int) -> tuple[int, ...]:
         """What goes first of a tier: the smallest rank of the policy. Of peers before all else what the device has
@@ -693,7 +710,7 @@ class HiRadixTree:
 
     def _offer(self, node: Node, tier: int) -> None:
         """Enter a node among the candidates for eviction, if it is one; also when its rank has fallen."""
-        if self._is_evictable_leaf(node, tier):
+        if self._is_evictable(node, tier):
             self._heaps[tier].offer(node, self.num_nodes)
 
     def _is_settled(self, node: Node, done: int) -> bool:

@@ -29,7 +29,7 @@ class Node:
         "last_stream",
         "last_use",
         "lock",
-        "num_resident_children",
+        "num_device_children",
         "parent",
         "priority",
         "start",
@@ -52,8 +52,8 @@ class Node:
         self.tickets: list[Ticket | None] = [None] * NUM_TIERS
         # Per tier: the launch that wrote the data.
         self.fences: list[LaunchSeq] = [NO_LAUNCH] * NUM_TIERS
-        # Per tier: children that have frames there.
-        self.num_resident_children = [0] * NUM_TIERS
+        # Children that have device frames.
+        self.num_device_children = 0
         # Locks that end here, plus those of the children.
         self.lock = 0
         # Requests that computed it or found it.
@@ -90,6 +90,11 @@ class Root(Node):
         self.namespace = namespace
 
 
+def is_hole(node: Node) -> bool:
+    """Whether no tier has it, though some have what is below it."""
+    return all(frames is None for frames in node.frames)
+
+
 def is_fetching(node: Node) -> bool:
     """Whether storage is bringing it to the host."""
     ticket = node.tickets[Tier.HOST]
@@ -120,10 +125,21 @@ class MatchResult:
     # Nodes from the root down, the last one matched for last_len tokens.
     path: tuple[Node, ...]
     last_len: int
-    # Found on the device; on the device or a peer; on these or the host.
+    # Found on the device; on any tier.
     device_len: int
-    peer_len: int
     total_len: int
+    # Runs [start, end) of those behind device_len that come from peers.
+    peer_runs: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def from_peers(self) -> int:
+        """Tokens that come from peers."""
+        return sum([end - start for start, end in self.peer_runs])
+
+    def to_load_behind(self, start: int) -> tuple[int, int]:
+        """Tokens behind `start` that come from the host, and from peers. start: not below device_len."""
+        from_peers = sum([max(0, end - max(begin, start)) for begin, end in self.peer_runs])
+        return self.total_len - start - from_peers, from_peers
 
 
 @dataclass(frozen=True)
@@ -168,5 +184,5 @@ class Dropped:
     # With the fence after which they may be reused, and those being filled with the operation that still writes them.
     cached: list[tuple[np.ndarray, int]] = field(default_factory=list)
     filling: list[tuple[np.ndarray, Ticket]] = field(default_factory=list)
-    # Their nodes that stay in the tree, on another tier.
-    elsewhere: list[Node] = field(default_factory=list)
+    # Their nodes that stay in the tree, on another tier or as holes.
+    staying: list[Node] = field(default_factory=list)

@@ -1,0 +1,72 @@
+"""What must hold of a `HiRadixTree` at any time; a part of that class, in a file of its own. Changes nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from sglang.srt.mem_cache.node import NUM_TIERS, Node, Receipt, is_hole
+from sglang.srt.mem_cache.transfer import FRAME_TIERS, Ticket, Tier
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
+
+
+def check_tree(tree: HiRadixTree) -> None:
+    """Every node, the counts and the registers."""
+    evictable, resident = [0] * NUM_TIERS, [0] * NUM_TIERS
+    num_nodes = 0
+    filling: dict[Ticket, set[int]] = {}
+    for node in tree.walk():
+        num_nodes += 1
+        _check_place(tree, node)
+        _check_residency(node)
+        for tier in FRAME_TIERS:
+            frames, ticket = node.frames[tier], node.tickets[tier]
+            if frames is None:
+                assert ticket is None
+                continue
+            assert len(frames) * tree.page_size == len(node.key)
+            resident[tier] += len(frames)
+            evictable[tier] += tree._evictable_pages(node, tier)
+            if ticket is not None:
+                filling.setdefault(ticket, set()).add(node.id)
+    assert num_nodes == tree.num_nodes
+    assert resident == tree._resident, f"resident {tree._resident}, by walk {resident}"
+    assert evictable == tree._evictable, f"evictable {tree._evictable}, by walk {evictable}"
+    listed = {t: {n.id for n in nodes} for t, nodes in tree._by_ticket.items()}
+    assert filling == listed, "tickets on nodes differ from the register"
+    for tier in FRAME_TIERS:
+        ranks = tree._heaps[tier].ranks()
+        for node in tree.walk():
+            assert node.id in ranks or not tree._is_evictable(node, tier), f"{node} can never be evicted"
+
+
+def check_locks(tree: HiRadixTree, receipts: Iterable[Receipt]) -> None:
+    """receipts: of all locks that were taken and not released."""
+    own = Counter(id(receipt.node) for receipt in receipts)
+    for node in [*tree.walk(), *tree.roots.values()]:
+        locks = own[id(node)] + sum(c.lock for c in node.children.values())
+        assert node.lock == locks, f"{node}: locked {node.lock} times, {locks} known"
+
+
+def _check_place(tree: HiRadixTree, node: Node) -> None:
+    parent = node.parent
+    assert parent is not None
+    assert parent.children[tree.page_key(node.key, 0)] is node
+    assert len(node.key) > 0 and len(node.key) % tree.page_size == 0
+    assert node.start == parent.end, f"{node} starts at {node.start}, its parent ends at {parent.end}"
+    assert node.is_lossy or not parent.is_lossy, f"{node} is computed from lossy KV and is not marked as lossy"
+    assert node.lock >= sum(c.lock for c in node.children.values())
+    assert parent.parent is None or node.priority <= parent.priority, f"{node} matters more than its prefix"
+    tree.names.check(node)
+
+
+def _check_residency(node: Node) -> None:
+    on_device = node.frames[Tier.DEVICE] is not None
+    num_device_children = sum(c.frames[Tier.DEVICE] is not None for c in node.children.values())
+    assert num_device_children == node.num_device_children
+    assert on_device or not num_device_children, f"{node} has residents below it on the device"
+    assert node.children or not is_hole(node), f"{node} is on no tier, and nothing is below it"
+    assert node.lock == 0 or not is_hole(node), f"{node} is locked, and on no tier"
