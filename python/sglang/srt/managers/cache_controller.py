@@ -16,7 +16,7 @@ on the host.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -24,18 +24,27 @@ from sglang.srt.managers.transfer_ledger import TransferLedger
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import FilledRun, Node
+from sglang.srt.mem_cache.placement import (
+    MAX_COPYING_RATIO,
+    Room,
+    choose_tier,
+    may_copy,
+    pages_to_write_ahead,
+    should_write_through,
+)
 from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2H, D2S, LOAD_LINKS, Ticket, Tier, TransferOp
 from sglang.srt.utils.time_units import LaunchSeq
 
-WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
+WRITE_POLICIES = ("auto", "write_through", "write_through_selective", "write_back")
+_FROM_DEVICE = frozenset(BACKUP_LINKS.values())
 # With write_through_selective, pages that so many requests have used go to the host.
 SELECTIVE_HITS = 2
 
 
 class HiCacheController:
     """write_policy: when pages go to the host: write_through at once, write_through_selective when a second request
-    uses them, write_back when they leave the device. To peers they always go when they leave the device, so that
-    peers hold what it has no room for."""
+    uses them, write_back when they leave the device. To peers they then go when they leave the device, so that peers
+    hold what it has no room for. auto: see placement.py."""
 
     def __init__(self, ledger: TransferLedger, write_policy: str = "write_through") -> None:
         self.ledger = ledger
@@ -44,6 +53,8 @@ class HiCacheController:
         self.counters: Counter[str] = Counter()
         self._clock = ledger.clock
         self._to_compact: list[Node] = []
+        # Of what the device gives up next, pages that were looked at already, see `write_ahead`.
+        self._num_ahead = 0
         self._host_filled: Callable[[list[Node]], None] = lambda nodes: None
         self.set_write_policy(write_policy)
 
@@ -51,6 +62,7 @@ class HiCacheController:
         if write_policy not in WRITE_POLICIES:
             raise ValueError(f"write policy {write_policy!r} is none of {', '.join(WRITE_POLICIES)}")
         self.write_policy = write_policy
+        self.tree.set_placement(adds_up=write_policy == "auto")
 
     def watch_host(self, filled: Callable[[list[Node]], None]) -> None:
         """filled: called with the nodes that a copy has brought to the host."""
@@ -91,6 +103,8 @@ class HiCacheController:
         """The path to `node` has got pages that the host may lack."""
         if self.write_policy == "write_through":
             self.begin_backup(node)
+        elif self.write_policy == "auto" and self.has_host:
+            self._write_through(node)
 
     def back_up_reused(self, node: Node) -> None:
         """Another request uses the path to `node`."""
@@ -115,8 +129,8 @@ class HiCacheController:
         return self.back_up(nodes[::-1], tier) if nodes else None
 
     def back_up(self, nodes: list[Node], tier: Tier, kept: Sequence[Node] = ()) -> Ticket | None:
-        """Copy nodes that are ready on the device to a tier that lacks them, by one operation. None if the tier has no
-        room. kept: nodes whose copies are not given up for it."""
+        """Copy nodes that are ready on the device to a tier that lacks them, by one operation. None if the tier has
+        no room. kept: nodes whose copies are not given up for it."""
         src = np.concatenate([ready_frames(n, Tier.DEVICE) for n in nodes])
         self.make_room(tier, len(src), kept)
         first_page = nodes[0].start // self.tree.page_size
@@ -212,14 +226,46 @@ class HiCacheController:
     def evict(self, tier: Tier, num_pages: int) -> None:
         """Evict up to num_pages and free what may be reused at once; the rest follows when its fence passes. What the
         device gives up is saved first, by the write policy."""
-        victims = self.tree.victims(tier, num_pages)
-        if tier == Tier.DEVICE:
+        if tier != Tier.DEVICE:
+            self._give_up(self.tree.victims(tier, num_pages), tier)
+            return
+        # What is being copied from the device becomes free only then: others go first.
+        copied = {n.id for op in self.ledger.in_flight for n in self.tree.nodes_of(op) if op.link in _FROM_DEVICE}
+        for kept in (copied, ()) if copied else ((),):
+            victims = self.tree.victims(tier, num_pages, kept)
+            num_pages -= self._pages_of(victims)
             self._save(victims)
-        self._give_up(victims, tier)
+            self._give_up(victims, tier)
+            if num_pages <= 0:
+                break
+
+    def _write_through(self, node: Node) -> None:
+        """Copy what was never copied of the path to a node to the host, if that has room to spare."""
+        nodes = [n for n in self.tree.path_of(node) if not n.was_copied and _is_only_on_device(n)]
+        host = self.tables[Tier.HOST]
+        num_pages = self._pages_of(nodes)
+        if nodes and should_write_through(num_pages, host.num_free) and self._may_copy(Tier.HOST, num_pages):
+            self.back_up(nodes, Tier.HOST)
+
+    def write_ahead(self, num_pages: int) -> None:
+        """Copy what the device gives up next, so that it can give up num_pages at once; for the policy auto."""
+        if self.write_policy != "auto" or len(self.tables) == 1:
+            return
+        device = self.tables[Tier.DEVICE]
+        num_free = device.num_free + device.counts[FrameState.PENDING_FREE]
+        wanted = pages_to_write_ahead(num_pages, num_free, self._num_ahead)
+        if wanted:
+            nodes = self.tree.victims(Tier.DEVICE, wanted)
+            self._copy_before_eviction(nodes)
+            self._num_ahead = self._pages_of(nodes)
 
     def _save(self, victims: list[Node]) -> None:
-        """Copy what the device is about to give up to peers, and to the host if the write policy is write_back. No
-        copy of one victim is given up for another."""
+        """Copy what the device is about to give up, as the write policy has it. No copy of one victim is given up for
+        another."""
+        self._num_ahead = max(0, self._num_ahead - self._pages_of(victims))
+        if self.write_policy == "auto":
+            self._copy_before_eviction(victims)
+            return
         for tier in (Tier.PEER, Tier.HOST) if self.write_policy == "write_back" else (Tier.PEER,):
             if tier not in self.tables:
                 continue
@@ -227,8 +273,66 @@ class HiCacheController:
             fitting = self._fitting(lacking, tier, kept=victims)
             if fitting:
                 self.back_up(fitting, tier, kept=victims)
-            num_lost = sum(len(node.key) for node in lacking) - sum(len(node.key) for node in fitting)
-            self._count_backup(tier, num_lost, is_dropped=True)
+            self._count_backup(tier, self._tokens_of(lacking) - self._tokens_of(fitting), is_dropped=True)
+
+    def _copy_before_eviction(self, victims: list[Node]) -> None:
+        """Copy what no other tier has of the device's next victims, each to where it is worth most."""
+        for node in victims:
+            node.is_next = True
+        parts: dict[Tier, list[Node]] = {tier: [] for tier in (Tier.PEER, Tier.HOST) if tier in self.tables}
+        for node in victims:
+            tier = self._tier_for(node, parts)
+            if tier is None:
+                if _is_only_on_device(node):
+                    self._count_backup(Tier.HOST, len(node.key), is_dropped=True)
+                continue
+            needed = self._pages_of(parts[tier]) + len(node.key) // self.tree.page_size
+            if self.make_room(tier, needed, victims):
+                parts[tier].append(node)
+        for tier, nodes in parts.items():
+            if nodes:
+                self.back_up(nodes[::-1], tier, kept=victims)
+
+    def _tier_for(self, node: Node, planned: dict[Tier, list[Node]]) -> Tier | None:
+        """Where a copy of a node goes that the device gives up soon. planned: copies that are about to begin."""
+        num_pages = len(node.key) // self.tree.page_size
+        if _is_only_on_device(node):
+            rooms = {tier: self._room(tier, self._pages_of(nodes)) for tier, nodes in planned.items()}
+            return choose_tier(num_pages, self.tree.rank(node), rooms)
+        if Tier.PEER in planned and node.frames[Tier.PEER] is None:
+            # The host has it: peers are nearer, and get it if they have room to spare.
+            num_planned = self._pages_of(planned[Tier.PEER])
+            has_room = self.tables[Tier.PEER].num_free >= num_planned + num_pages
+            return Tier.PEER if has_room and self._may_copy(Tier.PEER, num_planned + num_pages) else None
+        return None
+
+    def _room(self, tier: Tier, num_planned: int) -> Room:
+        node = self.tree.next_of(tier)
+        return Room(
+            self.tables[tier].num_free - num_planned,
+            self._num_copying(tier) + num_planned,
+            self._max_copying,
+            self.tree.class_of(node, tier) if node is not None else None,
+            self.tree.rank(node) if node is not None else (),
+        )
+
+    @property
+    def _max_copying(self) -> int:
+        return max(1, int(MAX_COPYING_RATIO * self.tables[Tier.DEVICE].num_pages))
+
+    def _num_copying(self, tier: Tier) -> int:
+        """Pages on their way from the device to a tier."""
+        return self.ledger.num_pages_on(BACKUP_LINKS[tier])
+
+    def _may_copy(self, tier: Tier, num_pages: int) -> bool:
+        return may_copy(num_pages, self._num_copying(tier), self._max_copying)
+
+    def _pages_of(self, nodes: Iterable[Node]) -> int:
+        return self._tokens_of(nodes) // self.tree.page_size
+
+    @staticmethod
+    def _tokens_of(nodes: Iterable[Node]) -> int:
+        return sum([len(node.key) for node in nodes])
 
     def _fitting(self, nodes: list[Node], tier: Tier, kept: Sequence[Node]) -> list[Node]:
         """The first of the nodes, as many as a tier has room for."""
@@ -317,3 +421,13 @@ def ready_frames(node: Node, tier: Tier) -> np.ndarray:
     frames = node.frames[tier]
     assert frames is not None and node.tickets[tier] is None, f"{node} is not ready on the {tier.name.lower()}"
     return frames
+
+
+def _is_only_on_device(node: Node) -> bool:
+    """Whether the device has a node, ready, and no other tier has it or gets it."""
+    return (
+        node.frames[Tier.DEVICE] is not None
+        and node.tickets[Tier.DEVICE] is None
+        and node.frames[Tier.PEER] is None
+        and node.frames[Tier.HOST] is None
+    )

@@ -267,6 +267,10 @@ class KVCache:
                 self.controller.evict(Tier.DEVICE, lacking)
         return self.device.num_free >= num_pages
 
+    def write_ahead(self, num_pages: int) -> None:
+        """Copy what the device gives up next, so that it can give up num_pages at once."""
+        self.controller.write_ahead(num_pages)
+
     def begin_load(self, nodes: list[Node]) -> list[tuple[Ticket, int]]:
         """Load a path of nodes (top first) that are not on the device; there is room. Returns the operations and the
         tokens of each."""

@@ -40,6 +40,7 @@ from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.storage_admin import StorageAdmin
 from sglang.srt.managers.storage_controller import STALLING_LINKS
 from sglang.srt.mem_cache.block_keys import private
+from sglang.srt.mem_cache.placement import pages_ahead
 from sglang.srt.mem_cache.slab_ledger import SlabLedger
 from sglang.srt.mem_cache.transfer import COPY_LINKS, EXEC, STORAGE_LINKS, Ticket
 from sglang.srt.mem_cache.tree_checks import check_locks
@@ -125,6 +126,8 @@ class Scheduler:
         launch = None
         if self.clock.next - self.clock.done < self.config.max_ahead:
             launch = self._next_launch()
+        chunk_pages = pages_for(self.config.chunk_budget, self.page_size)
+        self.cache.write_ahead(pages_ahead(len(self.queues.running), chunk_pages))
         for req in self._changed:
             self._emit(req, None)
         ops, cancels = self.cache.take_ops()

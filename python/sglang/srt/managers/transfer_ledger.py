@@ -48,6 +48,11 @@ class TransferLedger:
         self._next_seq = dict.fromkeys(LINKS, 0)
         self._new_ops: list[TransferOp | StorageOp] = []
         self._new_cancels: list[Ticket] = []
+        self._pages_in_flight = dict.fromkeys(LINKS, 0)
+
+    def num_pages_on(self, link: str) -> int:
+        """Pages that operations of a link are moving, or will."""
+        return self._pages_in_flight[link]
 
     def next_owner(self, link: str) -> int:
         """The owner that a frame table shows for frames that the link's next operation fills."""
@@ -67,6 +72,7 @@ class TransferLedger:
         self._table(dst).pin(dst_frames)
         size_bytes = len(src_frames) * self.page_bytes
         op = TransferOp(self._take_ticket(link), src, dst, src_frames, dst_frames, size_bytes, after)
+        self._pages_in_flight[link] += len(src_frames)
         self._begin(op)
         return op
 
@@ -89,6 +95,7 @@ class TransferLedger:
         """The operation is over on every rank: its frames are unpinned."""
         op = self.in_flight.pop(ticket)
         if isinstance(op, TransferOp):
+            self._pages_in_flight[ticket.link] -= len(op.src_frames)
             self._table(op.src).unpin(op.src_frames)
             self._table(op.dst).unpin(op.dst_frames)
         elif len(op.frames):

@@ -73,6 +73,13 @@ class EvictionHeap:
             heapq.heappush(self._entries, (rank, node.id, node))
         return None
 
+    def peek(self) -> Node | None:
+        """The candidate that goes first; None if there is none."""
+        node = self.pop()
+        if node is not None:
+            heapq.heappush(self._entries, (self._rank(node), node.id, node))
+        return node
+
     def put_back(self, nodes: Iterable[Node]) -> None:
         """Nodes that were popped and are kept."""
         for node in nodes:

@@ -50,13 +50,16 @@ from sglang.srt.mem_cache.node import (
     path_of,
     root_of,
 )
+from sglang.srt.mem_cache.placement import SPARE, class_of_copy
 from sglang.srt.mem_cache.radix import PageKey, common_len, join_keys, page_key_of, put_above, trimmed
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, Ticket, Tier
 from sglang.srt.mem_cache.transient_nodes import TransientNodes
 from sglang.srt.mem_cache.tree_checks import check_tree
 from sglang.srt.utils.time_units import NO_LAUNCH, LaunchSeq
 
-_ALIKE_IN_BOTH_HALVES = ("lock", "hits", "priority", "is_lossy", "last_access", "last_use", "last_stream")
+_ALIKE_IN_BOTH_HALVES = (
+    *("lock", "hits", "priority", "is_lossy", "last_access", "last_use", "last_stream", "was_copied", "is_next"),
+)
 # Plain integers: looking up a member of an enumeration costs as much as the rest of a line.
 _DEVICE, _PEER, _HOST = int(Tier.DEVICE), int(Tier.PEER), int(Tier.HOST)
 
@@ -77,6 +80,7 @@ class HiRadixTree:
         self._evictable = [0] * NUM_TIERS
         self._resident = [0] * NUM_TIERS
         self._rank: Callable[[Node], Rank] = EVICTION_POLICIES[eviction_policy]
+        self._adds_up = False
         self._changed: Callable[[Node], None] = lambda node: None
         self._grown: Callable[[int | str, PageKey], None] = lambda parent, page: None
         self._heaps = [
@@ -196,6 +200,7 @@ class HiRadixTree:
                 self._evictable[_DEVICE] -= self._evictable_pages(step, _DEVICE)
             step.lock += 1
             step.last_access = launch
+            step.is_next = False
             step = step.parent
         return Receipt(node)
 
@@ -296,6 +301,7 @@ class HiRadixTree:
             assert node.frames[tier] is None
             n = len(node.key) // self.page_size
             self._set_frames(node, tier, frames[pos : pos + n], ticket, node.fences[source])
+            node.was_copied = True
             self._offer(node, source)
             pos += n
         assert pos == len(frames)
@@ -323,6 +329,7 @@ class HiRadixTree:
             node.priority = run.priority
         assert len(node.key) == len(run.tokens) and node.frames[tier] is None
         self._set_frames(node, tier, run.frames, run.ticket, run.fence)
+        node.was_copied = True
         node.last_access = launch
         self._by_ticket[run.ticket] = [node]
         return node
@@ -480,8 +487,8 @@ class HiRadixTree:
         return self.give_up(self.victims(tier, num_pages, kept), tier)
 
     def drop(self, node: Node, tier: Tier) -> Dropped:
-        """Take a node off a tier, whatever its age. Below it, the device loses all, which must not be locked; of other
-        tiers the rest stays, behind a hole if need be."""
+        """Take a node off a tier, whatever its age. The device loses all below it, too, which must not be locked. On
+        other tiers the rest stays, behind a hole if need be."""
         dropped = Dropped()
         if tier == Tier.DEVICE:
             self._drop(node, tier, dropped)
@@ -535,7 +542,7 @@ class HiRadixTree:
             if node.frames[tier] is not None:
                 node.frames[tier] = np.concatenate([n.frames[tier] for n in chain])  # type: ignore[misc]
             node.fences[tier] = max(n.fences[tier] for n in chain)
-        for name in ("last_use", "last_stream", "last_access", "hits", "priority"):
+        for name in ("last_use", "last_stream", "last_access", "hits", "priority", "was_copied", "is_next"):
             setattr(node, name, max(getattr(n, name) for n in chain))
         self.names.join(chain)
         node.start = top.start
@@ -699,14 +706,45 @@ class HiRadixTree:
         """Whether another tier has the node, or is about to."""
         return any([node.frames[t] is not None for t in FRAME_TIERS if t != tier])
 
-    def _rank_on(self, node: Node, tier: int) -> tuple[int, ...]:
-        """What goes first of a tier: the smallest rank of the policy. Of peers before all else what the device has
-        as well, so that together they hold different pages. Not so of the host, where pages are written once: what
-        the device has and the host gave up would be lost when the device evicts it."""
+    def _rank_on(self, node: Node, tier: int) -> Rank:
+        """What goes first of a tier: the smallest. Of equals the deepest."""
         is_alive = int(node.priority != RETIRED_PRIORITY)
+        by_policy = (*self._rank(node), -node.start)
+        if tier == _DEVICE:
+            return is_alive, *by_policy
+        if self._adds_up:
+            copy = self.class_of(node, tier)
+            # Of what the device has, that which it keeps longest.
+            return (is_alive, copy, -node.last_access) if copy == SPARE else (is_alive, copy, *by_policy)
         if tier != _PEER:
-            return is_alive, *self._rank(node)
-        return int(node.frames[_DEVICE] is None) * is_alive, is_alive, *self._rank(node)
+            return is_alive, *by_policy
+        # Peers hold what the device has no room for. The host holds all, where pages are written once.
+        return int(node.frames[_DEVICE] is None) * is_alive, is_alive, *by_policy
+
+    @staticmethod
+    def class_of(node: Node, tier: int) -> int:
+        """See `class_of_copy`."""
+        ready = [frames is not None and ticket is None for frames, ticket in zip(node.frames, node.tickets)]
+        on_peer = tier == _HOST and ready[_PEER]
+        is_next = node.is_next and not on_peer
+        return class_of_copy(ready[_DEVICE] or on_peer, tier == _PEER and ready[_HOST], is_next)
+
+    def next_of(self, tier: Tier) -> Node | None:
+        """The node that a tier would give up next."""
+        return self._heaps[tier].peek()
+
+    def rank(self, node: Node) -> Rank:
+        """By the eviction policy, whatever the tier: the least goes first."""
+        return *self._rank(node), -node.start
+
+    def set_placement(self, adds_up: bool) -> None:
+        """adds_up: whether peers and host first give up copies of what nearer tiers have, see placement.py."""
+        if adds_up == self._adds_up:
+            return
+        self._adds_up = adds_up
+        for node in self.walk():
+            self._offer(node, Tier.PEER)
+            self._offer(node, Tier.HOST)
 
     def _offer(self, node: Node, tier: int) -> None:
         """Enter a node among the candidates for eviction, if it is one; also when its rank has fallen."""

@@ -24,6 +24,7 @@ class Node:
         "hits",
         "id",
         "is_lossy",
+        "is_next",
         "key",
         "last_access",
         "last_stream",
@@ -35,6 +36,7 @@ class Node:
         "start",
         "stored",
         "tickets",
+        "was_copied",
     )
 
     def __init__(self, node_id: int, key: np.ndarray, parent: Node | None) -> None:
@@ -62,6 +64,10 @@ class Node:
         self.priority = 0
         # Whether it came through a codec that changes KV, or was computed from what did.
         self.is_lossy: bool = parent is not None and parent.is_lossy
+        # Whether it was ever copied from the device, or came from elsewhere.
+        self.was_copied = False
+        # Whether the device gives it up soon, so that copies of it are kept. Ends with the next use.
+        self.is_next = False
         # The launch at which it was last locked, unlocked or inserted.
         self.last_access = LaunchSeq(0)
         # The last launch that may read the device frames.
