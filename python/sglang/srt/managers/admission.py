@@ -72,14 +72,15 @@ class Admission:
             is_full = self._is_full(budget)
             if is_full and outlook.link_is_busy:
                 break
-            if is_full or self._should_defer(batch, req, budget, outlook):
-                if not outlook.link_is_busy and self._wants_preload(req):
+            computes = self._computes_instead(req)
+            if is_full or (not computes and self._should_defer(batch, req, budget, outlook)):
+                if not outlook.link_is_busy and not computes and self._wants_preload(req):
                     match = self._cache.match(req)
                     if not (self.may_start(req, match) and self._begin_preload(req, match)):
                         break
                     outlook = self._planner.look_ahead(batch)
                 continue
-            match = self._cache.match(req)
+            match = self._match(req)
             if not self.may_start(req, match):
                 break
             used = self._start(batch, req, match, budget)
@@ -96,6 +97,14 @@ class Admission:
         self.counters["deprioritised"] += sum(
             self._storage.may_start(r.rid) and r not in self._planner.deferred for r in overtaken
         )
+
+    def _computes_instead(self, req: Req) -> bool:
+        return req.preload is None and not self._streaming.must_stream(req) and self._planner.computes_instead(req)
+
+    def _match(self, req: Req) -> MatchResult:
+        """What a request that starts takes from the cache."""
+        match = self._cache.match(req)
+        return match.on_device() if self._computes_instead(req) else match
 
     def _is_full(self, budget: int) -> bool:
         """Whether a launch with so many tokens left can take no other request."""
@@ -135,7 +144,7 @@ class Admission:
 
     def _can_begin_with(self, first: Req, others: list[Req]) -> bool:
         """Whether the first request may start. If it lacks memory, what others have of it is taken or asked for."""
-        match = self._cache.match(first)
+        match = self._match(first)
         if self.may_start(first, match):
             return True
         if self._queues.prefilling is not None or self._fills_too_much(match):

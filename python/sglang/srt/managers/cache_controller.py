@@ -25,10 +25,10 @@ from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import FilledRun, Node
 from sglang.srt.mem_cache.placement import (
+    FIRST_COPYING_RATIO,
     MAX_COPYING_RATIO,
     Room,
     choose_tier,
-    may_copy,
     pages_to_write_ahead,
     should_write_through,
 )
@@ -55,6 +55,7 @@ class HiCacheController:
         self._to_compact: list[Node] = []
         # Of what the device gives up next, pages that were looked at already, see `write_ahead`.
         self._num_ahead = 0
+        self._is_worth_copying: Callable[[Tier, int, int], bool] = lambda tier, start, end: True
         self._host_filled: Callable[[list[Node]], None] = lambda nodes: None
         self.set_write_policy(write_policy)
 
@@ -67,6 +68,11 @@ class HiCacheController:
     def watch_host(self, filled: Callable[[list[Node]], None]) -> None:
         """filled: called with the nodes that a copy has brought to the host."""
         self._host_filled = filled
+
+    def consult(self, is_worth_copying: Callable[[Tier, int, int], bool]) -> None:
+        """is_worth_copying: whether tokens [start, end) of a prompt are better copied to a tier than computed
+        again."""
+        self._is_worth_copying = is_worth_copying
 
     @property
     def has_host(self) -> bool:
@@ -234,17 +240,20 @@ class HiCacheController:
         for kept in (copied, ()) if copied else ((),):
             victims = self.tree.victims(tier, num_pages, kept)
             num_pages -= self._pages_of(victims)
-            self._save(victims)
-            self._give_up(victims, tier)
+            self._give_up(self._save(victims), tier)
             if num_pages <= 0:
                 break
 
     def _write_through(self, node: Node) -> None:
         """Copy what was never copied of the path to a node to the host, if that has room to spare."""
         nodes = [n for n in self.tree.path_of(node) if not n.was_copied and _is_only_on_device(n)]
-        host = self.tables[Tier.HOST]
         num_pages = self._pages_of(nodes)
-        if nodes and should_write_through(num_pages, host.num_free) and self._may_copy(Tier.HOST, num_pages):
+        if (
+            nodes
+            and num_pages <= self._num_allowed(Tier.HOST)
+            and should_write_through(num_pages, self.tables[Tier.HOST].num_free)
+            and self._is_worth_copying(Tier.HOST, nodes[0].start, node.end)
+        ):
             self.back_up(nodes, Tier.HOST)
 
     def write_ahead(self, num_pages: int) -> None:
@@ -256,16 +265,15 @@ class HiCacheController:
         wanted = pages_to_write_ahead(num_pages, num_free, self._num_ahead)
         if wanted:
             nodes = self.tree.victims(Tier.DEVICE, wanted)
-            self._copy_before_eviction(nodes)
+            nodes = self._copy_before_eviction(nodes, is_ahead=True)
             self._num_ahead = self._pages_of(nodes)
 
-    def _save(self, victims: list[Node]) -> None:
+    def _save(self, victims: list[Node]) -> list[Node]:
         """Copy what the device is about to give up, as the write policy has it. No copy of one victim is given up for
-        another."""
+        another. Returns the victims, of which some were split."""
         self._num_ahead = max(0, self._num_ahead - self._pages_of(victims))
         if self.write_policy == "auto":
-            self._copy_before_eviction(victims)
-            return
+            return self._copy_before_eviction(victims, is_ahead=False)
         for tier in (Tier.PEER, Tier.HOST) if self.write_policy == "write_back" else (Tier.PEER,):
             if tier not in self.tables:
                 continue
@@ -274,58 +282,64 @@ class HiCacheController:
             if fitting:
                 self.back_up(fitting, tier, kept=victims)
             self._count_backup(tier, self._tokens_of(lacking) - self._tokens_of(fitting), is_dropped=True)
+        return victims
 
-    def _copy_before_eviction(self, victims: list[Node]) -> None:
-        """Copy what no other tier has of the device's next victims, each to where it is worth most."""
+    def _copy_before_eviction(self, victims: list[Node], is_ahead: bool) -> list[Node]:
+        """Copy what no other tier has of the device's next victims, each to where it is worth most. is_ahead: the
+        device does not give them up yet; then what goes first is copied first, else what all behind it needs. Returns
+        the victims, of which some were split."""
         for node in victims:
             node.is_next = True
         parts: dict[Tier, list[Node]] = {tier: [] for tier in (Tier.PEER, Tier.HOST) if tier in self.tables}
-        for node in victims:
+        uppers: dict[int, Node] = {}
+        for node in victims if is_ahead else reversed(victims):
             tier = self._tier_for(node, parts)
             if tier is None:
-                if _is_only_on_device(node):
+                if not is_ahead and _is_only_on_device(node):
                     self._count_backup(Tier.HOST, len(node.key), is_dropped=True)
                 continue
-            needed = self._pages_of(parts[tier]) + len(node.key) // self.tree.page_size
-            if self.make_room(tier, needed, victims):
-                parts[tier].append(node)
+            num_planned, num_pages = self._pages_of(parts[tier]), len(node.key) // self.tree.page_size
+            num_allowed = self._num_allowed(tier) - num_planned
+            copied = node
+            if num_allowed < num_pages:
+                front = num_pages - num_allowed if is_ahead else num_allowed
+                uppers[node.id] = upper = self.tree.split(node, front * self.tree.page_size)
+                copied = node if is_ahead else upper
+            if self.make_room(tier, num_planned + min(num_pages, num_allowed), victims):
+                parts[tier].append(copied)
         for tier, nodes in parts.items():
             if nodes:
-                self.back_up(nodes[::-1], tier, kept=victims)
+                self.back_up(nodes[::-1] if is_ahead else nodes, tier, kept=victims)
+        return [part for node in victims for part in (node, uppers.get(node.id)) if part is not None]
 
     def _tier_for(self, node: Node, planned: dict[Tier, list[Node]]) -> Tier | None:
         """Where a copy of a node goes that the device gives up soon. planned: copies that are about to begin."""
-        num_pages = len(node.key) // self.tree.page_size
+        worth = {tier: nodes for tier, nodes in planned.items() if self._is_worth_copying(tier, node.start, node.end)}
         if _is_only_on_device(node):
-            rooms = {tier: self._room(tier, self._pages_of(nodes)) for tier, nodes in planned.items()}
-            return choose_tier(num_pages, self.tree.rank(node), rooms)
-        if Tier.PEER in planned and node.frames[Tier.PEER] is None:
+            rooms = {tier: self._room(tier, self._pages_of(nodes)) for tier, nodes in worth.items()}
+            return choose_tier(len(node.key) // self.tree.page_size, self.tree.rank(node), rooms)
+        if Tier.PEER in worth and node.frames[Tier.PEER] is None and node.tickets[Tier.HOST] is None:
             # The host has it: peers are nearer, and get it if they have room to spare.
-            num_planned = self._pages_of(planned[Tier.PEER])
-            has_room = self.tables[Tier.PEER].num_free >= num_planned + num_pages
-            return Tier.PEER if has_room and self._may_copy(Tier.PEER, num_planned + num_pages) else None
+            num_pages = self._pages_of([*worth[Tier.PEER], node])
+            has_room = should_write_through(num_pages, self.tables[Tier.PEER].num_free)
+            return Tier.PEER if has_room and num_pages <= self._num_allowed(Tier.PEER) else None
         return None
 
     def _room(self, tier: Tier, num_planned: int) -> Room:
         node = self.tree.next_of(tier)
         return Room(
             self.tables[tier].num_free - num_planned,
-            self._num_copying(tier) + num_planned,
-            self._max_copying,
+            self._num_allowed(tier) - num_planned,
             self.tree.class_of(node, tier) if node is not None else None,
             self.tree.rank(node) if node is not None else (),
         )
 
-    @property
-    def _max_copying(self) -> int:
-        return max(1, int(MAX_COPYING_RATIO * self.tables[Tier.DEVICE].num_pages))
-
-    def _num_copying(self, tier: Tier) -> int:
-        """Pages on their way from the device to a tier."""
-        return self.ledger.num_pages_on(BACKUP_LINKS[tier])
-
-    def _may_copy(self, tier: Tier, num_pages: int) -> bool:
-        return may_copy(num_pages, self._num_copying(tier), self._max_copying)
+    def _num_allowed(self, tier: Tier) -> int:
+        """Pages that may begin to be copied from the device to a tier."""
+        link = BACKUP_LINKS[tier]
+        ratio = MAX_COPYING_RATIO if self.ledger.num_ended(link) else FIRST_COPYING_RATIO
+        most = max(1, int(ratio * self.tables[Tier.DEVICE].num_pages))
+        return most - self.ledger.num_pages_on(link)
 
     def _pages_of(self, nodes: Iterable[Node]) -> int:
         return self._tokens_of(nodes) // self.tree.page_size

@@ -10,8 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang.srt.mem_cache.transfer import H2D, P2D
+from sglang.srt.mem_cache.transfer import D2H, D2P, H2D, P2D
 
+# Links whose operations are measured, and what moves the same pages the other way.
+_OTHER_WAY = {H2D: D2H, P2D: D2P, D2H: H2D, D2P: P2D}
+MEASURED_LINKS = tuple(_OTHER_WAY)
 # The weight of a sample shrinks by this factor with every later one: some 30 launches are remembered.
 _DECAY = 0.97
 # The first samples are taken as they are. Later ones may be at most this many times faster than expected. Slow ones
@@ -143,7 +146,7 @@ class CostModel:
         # Costs that the samples do not tell apart are put down to new tokens, and to bytes.
         self._prefill = _Fit(ridge=(1e-3, 1e-6, 1e-3, 1e-3))
         self._decode = _Fit(ridge=(1e-6, 1e-3, 1e-3))
-        self._loads = {link: _Fit(ridge=(1e-3, 1e-6)) for link in (H2D, P2D)}
+        self._copies = {link: _Fit(ridge=(1e-3, 1e-6)) for link in MEASURED_LINKS}
         self._fetch = _Fit(ridge=(1e-3, 1e-6))
         self._stream = _Fit(ridge=(1e-3, 1e-6, 1e-3))
         self._last_decode = (1.0, 0.0, 0.0)
@@ -178,14 +181,34 @@ class CostModel:
         context. A launch that fills a bubble is of that kind (Strata 4.3.3). None while no decode was measured."""
         return self._decode.seconds(self._last_decode) if self._decode.num_samples else None
 
-    def add_load(self, num_bytes: int, seconds: float, link: str = H2D) -> None:
-        """Seconds of an operation of a link that loads, from its beginning to its end."""
-        self._loads[link].add((1.0, num_bytes), seconds)
+    def add_copy(self, num_bytes: int, seconds: float, link: str) -> None:
+        """Seconds of an operation of a link, from its beginning to its end."""
+        self._copies[link].add((1.0, num_bytes), seconds)
 
     def load_seconds(self, num_bytes: int, link: str = H2D) -> float | None:
-        """load_latency_s + load_byte_s * bytes. None while no load was measured on that link."""
-        fit = self._loads[link]
+        """load_latency_s + load_byte_s * bytes. While no load was measured on that link, as many as the other way;
+        None while nothing was."""
+        fit = self._copies[link]
+        if not fit.num_samples:
+            fit = self._copies[_OTHER_WAY[link]]
         return fit.seconds((1.0, num_bytes)) if fit.num_samples else None
+
+    def there_and_back_seconds(self, num_tokens: int, load_link: str) -> float | None:
+        """Seconds for which copying tokens from the device and loading them again takes the links, latencies apart.
+        None while nothing was measured."""
+        measured = [link for link in (load_link, _OTHER_WAY[load_link]) if self._copies[link].num_samples]
+        if not measured:
+            return None
+        byte_s = sum(self._copies[link].coefficients[1] for link in measured) * 2 / len(measured)
+        return byte_s * num_tokens * self._bytes_per_token
+
+    def recompute_seconds(self, start: int, end: int) -> float | None:
+        """Seconds that tokens [start, end) of a prompt add to a launch. None while no prefill was measured."""
+        if not self._prefill.num_samples:
+            return None
+        _, token_s, _, pair_s = self._prefill.coefficients
+        new = end - start
+        return token_s * new + pair_s * (new * start + new * (new + 1) / 2)
 
     def add_stream(self, num_bytes: int, from_disk: int, seconds: float) -> None:
         """Seconds of all copies of a launch that streams, over all layers. from_disk: the part of num_bytes that came
@@ -229,7 +252,7 @@ class CostModel:
         context_s, by which each loaded token hides a little of its own load, and the latency of the link. None while
         either side is not known, or if the cost of loads does not depend on their size.
         """
-        load_token_s = self._bytes_per_token * self._loads[H2D].coefficients[1]
+        load_token_s = self._bytes_per_token * self._copies[H2D].coefficients[1]
         if load_token_s == 0 or not self._prefill.num_samples:
             return None
         fixed_s, token_s, _, pair_s = self._prefill.coefficients
@@ -240,8 +263,8 @@ class CostModel:
         names = {
             "fixed_s token_s context_s pair_s": self._prefill,
             "decode_s decode_req_s decode_context_s": self._decode,
-            "load_latency_s load_byte_s": self._loads[H2D],
-            "peer_latency_s peer_byte_s": self._loads[P2D],
+            "load_latency_s load_byte_s": self._copies[H2D],
+            "peer_latency_s peer_byte_s": self._copies[P2D],
             "fetch_latency_s fetch_byte_s": self._fetch,
             "stream_latency_s stream_byte_s stream_disk_byte_s": self._stream,
         }

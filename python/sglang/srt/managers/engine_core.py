@@ -13,18 +13,19 @@ from typing import BinaryIO
 import msgspec
 import numpy as np
 
+from sglang.srt.managers.cost_model import MEASURED_LINKS
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.progress import COUNTED, COUNTS_PER_STEP, PARTS_OF_LAUNCHES, Progress
 from sglang.srt.managers.schedule_batch import BatchDecision, StepInputs, StorageRequest
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.mem_cache.slab_ledger import BorrowedSlabs, LentSlabs, SlabReport, SlabSource
-from sglang.srt.mem_cache.transfer import EXEC, FETCH, LOAD_LINKS, PROBE, STALL, STORAGE_LINKS, STREAM, Link, Tier
+from sglang.srt.mem_cache.transfer import EXEC, FETCH, PROBE, STALL, STORAGE_LINKS, STREAM, Link, Tier
 from sglang.srt.model_executor.executor import Executor
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
 from sglang.srt.utils.time_units import Seconds
 
-_MEASURED = (EXEC, *PARTS_OF_LAUNCHES, *LOAD_LINKS.values(), FETCH)
+_MEASURED = (EXEC, *PARTS_OF_LAUNCHES, *MEASURED_LINKS, FETCH)
 # The first bytes of every record. A record of another version has other inputs, which this scheduler would misread.
 _RECORD_FORMAT = b"sglang-steps-2"
 

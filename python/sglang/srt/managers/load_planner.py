@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from sglang.srt.managers.cost_model import LoadLimit
+from sglang.srt.managers.cost_model import MEASURED_LINKS, LoadLimit
 from sglang.srt.managers.expected_times import ExpectedTimes
 from sglang.srt.managers.held_batch import HeldBatch
 from sglang.srt.managers.kv_cache import KVCache
@@ -27,7 +27,8 @@ from sglang.srt.managers.schedule_policy import (
 )
 from sglang.srt.managers.scheduler_config import DEFAULT_LOAD_RATIO, SchedulerConfig
 from sglang.srt.mem_cache.node import MatchResult, Node
-from sglang.srt.mem_cache.transfer import EXEC, FETCH, LOAD_LINKS, P2D, STALL, STREAM, StorageOp, Ticket
+from sglang.srt.mem_cache.placement import is_worth_copying
+from sglang.srt.mem_cache.transfer import EXEC, FETCH, LOAD_LINKS, P2D, STALL, STREAM, StorageOp, Ticket, Tier
 from sglang.srt.utils.time_units import Seconds
 
 
@@ -61,6 +62,8 @@ class LoadPlanner:
         self._needs_no_load: bool | None = None
         worth = self.blocks_worth_fetching if config.load_or_recompute else None
         self._storage.consult(self.expected.begin_fetch, worth)
+        if config.load_or_recompute:
+            cache.controller.consult(self._is_worth_copying)
 
     def set_now(self, now: Seconds) -> None:
         """At the beginning of a step."""
@@ -82,10 +85,10 @@ class LoadPlanner:
         """What launches, loads and fetches took, as far as they succeeded."""
         self._take_launch_costs(inputs, launches)
         costs, in_flight = self.expected.costs, self._cache.in_flight
-        for link in LOAD_LINKS.values():
+        for link in MEASURED_LINKS:
             for seq, seconds in inputs.cost.get(link, {}).items():
                 if seq != inputs.failed.get(link) and seq < inputs.done[link]:
-                    costs.add_load(in_flight[Ticket(link, seq)].size_bytes, seconds, link)
+                    costs.add_copy(in_flight[Ticket(link, seq)].size_bytes, seconds, link)
         first = self._cache.num_done(FETCH)
         for seq, seconds in inputs.cost.get(FETCH, {}).items():
             op = in_flight.get(Ticket(FETCH, seq))
@@ -180,6 +183,26 @@ class LoadPlanner:
         return self.expected.costs.load_limit() or LoadLimit(0.0, DEFAULT_LOAD_RATIO, 0.0)
 
     # -- load or recompute --------------------------------------------------------------------------------------
+
+    def _is_worth_copying(self, tier: Tier, start: int, end: int) -> bool:
+        """Whether tokens [start, end) of a prompt are better copied to a tier, for a load, than computed again."""
+        costs = self.expected.costs
+        return is_worth_copying(
+            costs.there_and_back_seconds(end - start, LOAD_LINKS[tier]), costs.recompute_seconds(start, end)
+        )
+
+    def computes_instead(self, req: Req) -> bool:
+        """Whether to compute all that a waiting request would load takes no longer than the load, whoever else wants
+        the device."""
+        if not self.config.load_or_recompute:
+            return False
+        known = self._cache.candidate(req)
+        to_load = known.load + known.from_peers
+        if not to_load:
+            return False
+        load_s = self.expected.load_seconds(known.load) + self.expected.load_seconds(known.from_peers, P2D)
+        compute_s = self.expected.costs.recompute_seconds(known.prefix - to_load, known.prefix)
+        return compute_s is not None and compute_s <= load_s
 
     def recompute_prefix_len(self, batch: ExtendBatch, match: MatchResult, chunk: int, budget: int) -> int:
         """How many of the first tokens that a request would load its launch computes instead; see

@@ -48,11 +48,16 @@ class TransferLedger:
         self._next_seq = dict.fromkeys(LINKS, 0)
         self._new_ops: list[TransferOp | StorageOp] = []
         self._new_cancels: list[Ticket] = []
+        self._num_ended = dict.fromkeys(LINKS, 0)
         self._pages_in_flight = dict.fromkeys(LINKS, 0)
 
     def num_pages_on(self, link: str) -> int:
         """Pages that operations of a link are moving, or will."""
         return self._pages_in_flight[link]
+
+    def num_ended(self, link: str) -> int:
+        """Operations of a link that are over."""
+        return self._num_ended[link]
 
     def next_owner(self, link: str) -> int:
         """The owner that a frame table shows for frames that the link's next operation fills."""
@@ -94,6 +99,7 @@ class TransferLedger:
     def end(self, ticket: Ticket) -> TransferOp | StorageOp:
         """The operation is over on every rank: its frames are unpinned."""
         op = self.in_flight.pop(ticket)
+        self._num_ended[ticket.link] += 1
         if isinstance(op, TransferOp):
             self._pages_in_flight[ticket.link] -= len(op.src_frames)
             self._table(op.src).unpin(op.src_frames)

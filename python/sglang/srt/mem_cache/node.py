@@ -142,6 +142,17 @@ class MatchResult:
         """Tokens that come from peers."""
         return sum([end - start for start, end in self.peer_runs])
 
+    def on_device(self) -> MatchResult:
+        """The part of it that the device has."""
+        pos, path = 0, []
+        for node in self.path:
+            if pos >= self.device_len:
+                break
+            path.append(node)
+            pos += len(node.key)
+        last_len = len(path[-1].key) - (pos - self.device_len) if path else 0
+        return MatchResult(self.namespace, tuple(path), last_len, self.device_len, self.device_len)
+
     def to_load_behind(self, start: int) -> tuple[int, int]:
         """Tokens behind `start` that come from the host, and from peers. start: not below device_len."""
         from_peers = sum([max(0, end - max(begin, start)) for begin, end in self.peer_runs])

@@ -22,6 +22,8 @@ SPARE, CONVENIENT, LAST = range(3)
 # Pages that copies to a tier may have in flight, as a share of the device's pages. They hold on to device memory, and
 # a tier that hangs must not hold on to much of it.
 MAX_COPYING_RATIO = 1 / 8
+# The same of a link on which no copy has ended yet.
+FIRST_COPYING_RATIO = 1 / 64
 # A little more is written ahead than must be, so that it is copied by few operations.
 _AHEAD = 1.25
 
@@ -57,9 +59,10 @@ def should_write_through(num_pages: int, num_free: int) -> bool:
     return num_pages <= num_free
 
 
-def may_copy(num_pages: int, num_copying: int, max_copying: int) -> bool:
-    """Whether copies to a tier may have so many pages more in flight. One copy may always be."""
-    return not num_copying or num_copying + num_pages <= max_copying
+def is_worth_copying(there_and_back_s: float | None, recompute_s: float | None) -> bool:
+    """Whether a copy on a tier saves time: writing and loading it again is faster than computing it again. While
+    nothing is measured, it is believed to be."""
+    return there_and_back_s is None or recompute_s is None or there_and_back_s < recompute_s
 
 
 class Room(NamedTuple):
@@ -67,9 +70,8 @@ class Room(NamedTuple):
 
     # Free pages.
     num_free: int
-    # Pages that copies to it have in flight, and may have.
-    num_copying: int
-    max_copying: int
+    # Pages that copies to it may have in flight beyond those that they have.
+    num_allowed: int
     # Class of what it gives up next, and its rank among others of that class; None if nothing.
     next_class: int | None
     next_rank: Rank = ()
@@ -77,11 +79,11 @@ class Room(NamedTuple):
 
 def choose_tier(num_pages: int, rank: Rank, rooms: Mapping[Tier, Room]) -> Tier | None:
     """Where a node goes that the device gives up: to the nearest tier with free room, else where the least is given
-    up for it. None if everything there is worth more, or the links are busy. rank: of the node, by the eviction
-    policy."""
-    open_ = {tier: room for tier, room in rooms.items() if may_copy(num_pages, room.num_copying, room.max_copying)}
+    up for it. None if everything there is worth more, or the links are busy. num_pages: of the node. rank: of it, by
+    the eviction policy. A node larger than what is allowed is copied in part."""
+    open_ = {tier: room for tier, room in rooms.items() if room.num_allowed > 0}
     for tier, room in open_.items():
-        if room.num_free >= num_pages:
+        if room.num_free >= min(num_pages, room.num_allowed):
             return tier
     full = [
         (room.next_class, room.next_rank, tier)
