@@ -235,10 +235,10 @@ def locked_nodes_evicted() -> Any:
             node.parent is not None
             and node.frames[tier] is not None
             and node.tickets[tier] is None
-            and node.num_resident_children[tier] == 0
+            and node.num_device_children == 0
         )
 
-    return mock.patch.object(HiRadixTree, "_is_evictable_leaf", patched)
+    return mock.patch.object(HiRadixTree, "_is_evictable", patched)
 
 
 @mutation

@@ -47,6 +47,7 @@ from sglang.srt.mem_cache.transfer import (
     H2D,
     LOAD_LINKS,
     P2D,
+    P2H,
     STORAGE_LINKS,
     TIER_NAMES,
     StorageAction,
@@ -207,7 +208,7 @@ class SoakConfig:
             storage_request_rate=rng.choice((0.0, 0.0, 0.02)),
             restart_rate=0.02 if storage else 0.0,
             eviction_policy=rng.choice(("lru", "lfu", "priority")),
-            write_policy=rng.choice(("write_through", "write_through", "write_back", "write_through_selective")),
+            write_policy=rng.choice(("auto", "auto", "write_through", "write_back", "write_through_selective")),
             host_layout=rng.choice(("page_first", "layer_first")),
             io_backend=rng.choice(("auto", "auto", "dma", "direct")),
             load_ratio=rng.choice((0.0, 1.0, 100.0, "auto")),
@@ -357,14 +358,14 @@ def build_rank(
             peer_pool = sources[Tier.PEER] = peer = MHATokenToKVPoolHost(pool, config.num_peer_pages)
             peer.kv.fill_(empty)
             poison[Tier.PEER] = lambda frames: peer.poison(torch.from_numpy(frames).to(torch.int64))
-            below |= {P2D: peer, D2P: peer}
+            below |= {P2D: peer, D2P: peer, P2H: peer}
             if config.slab_rate:
                 ranges, seed = scheduler.config.slabs, config.seed * 10 + rank
                 slabs = ComingAndGoing(ranges, config.slab_rate, seed, poison[Tier.PEER])
         for i, (name, other) in enumerate(below.items()):
             links[name] = FaultyLink(
                 name,
-                pool,
+                host if name == P2H else pool,
                 other,
                 emulator.stream(name, RandomClock(config.seed, config.load_s)),
                 executor.fence,

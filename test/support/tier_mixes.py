@@ -43,7 +43,8 @@ def tier_mix(mix: tuple[str, ...], seed: int) -> SoakConfig:
     streams, lends = "stream" in mix, "lent" in mix
     num_device_tokens = 24 if streams else 100 if lends else 84
     tiers = tuple(tier for name, tier in (("disk", Tier.DISK), ("remote", Tier.REMOTE)) if name in mix)
-    write_policy = _POLICIES[i % 3] if not tiers else "write_through"
+    # Every other seed has the default.
+    write_policy = "auto" if seed % 2 else "write_through" if tiers else _POLICIES[i % 3]
     chunk = max(page_size, 8)
     num_pages = num_device_tokens // page_size + 4
     return SoakConfig(

@@ -7,6 +7,7 @@ operations out. Storage is the business of storage_controller.py.
     device ◄── H2D: begin_load ──────────────── host
     device ── D2P: begin_backup, when it evicts ──► peer
     device ◄── P2D: begin_load ──────────────────── peer
+    peer ── P2H: move_to_host, when the peer gives it up ──► host
     device ── D2S: begin_swap ──► swap file of a request that streams
 
 What storage brings and what the device computes may be the same page: such a node is CACHED on the device and FILLING
@@ -32,7 +33,7 @@ from sglang.srt.mem_cache.placement import (
     pages_to_write_ahead,
     should_write_through,
 )
-from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2H, D2S, LOAD_LINKS, Ticket, Tier, TransferOp
+from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2H, D2S, LOAD_LINKS, P2H, Ticket, Tier, TransferOp
 from sglang.srt.utils.time_units import LaunchSeq
 
 WRITE_POLICIES = ("auto", "write_through", "write_through_selective", "write_back")
@@ -150,6 +151,33 @@ class HiCacheController:
         self.tree.begin_fill(nodes, Tier.DEVICE, tier, dst, op.ticket)
         return op.ticket
 
+    def move_to_host(self, nodes: list[Node]) -> None:
+        """Copy to the host what only peers have of these nodes, which they are about to give up, as far as the host
+        has room for it or has less valuable pages."""
+        moving: list[Node] = []
+        for node in nodes:
+            num_pages = len(node.key) // self.tree.page_size
+            is_known = (
+                is_ready(node, Tier.PEER) and node.frames[Tier.DEVICE] is None and node.frames[Tier.HOST] is None
+            )
+            if not is_known or not self._is_worth_copying(Tier.HOST, node.start, node.end):
+                continue
+            room = self._room(Tier.HOST, self._pages_of(moving))._replace(num_allowed=num_pages)
+            if choose_tier(num_pages, self.tree.rank(node), {Tier.HOST: room}) is None:
+                continue
+            if self.make_room(Tier.HOST, self._pages_of([*moving, node]), nodes):
+                moving.append(node)
+        if not moving:
+            return
+        src = np.concatenate([ready_frames(node, Tier.PEER) for node in moving])
+        first_page = moving[0].start // self.tree.page_size
+        owner = self.ledger.next_owner(P2H)
+        dst = self.tables[Tier.HOST].allocate(len(src), owner, FrameState.FILLING, first_page)
+        assert dst is not None, "there was room"
+        op = self.ledger.begin_transfer(P2H, (Tier.PEER, Tier.HOST), src, dst, after=None)
+        self.tree.begin_fill(moving, Tier.PEER, Tier.HOST, dst, op.ticket)
+        self.counters["moved_to_host_tokens"] += self._tokens_of(moving)
+
     def begin_spill(
         self, below: Node, tokens: np.ndarray, src: np.ndarray, fence: LaunchSeq, priority: int
     ) -> tuple[Ticket, Node] | None:
@@ -190,7 +218,7 @@ class HiCacheController:
         nodes = self.commit_nodes(ticket, op.dst)
         if op.dst == Tier.HOST and nodes:
             self._host_filled(nodes)
-        if op.src == Tier.PEER:
+        if (op.src, op.dst) == (Tier.PEER, Tier.DEVICE):
             for node in nodes:
                 self.back_up_inserted(node)
         # The last one takes in all above it.
@@ -359,6 +387,8 @@ class HiCacheController:
 
     def _give_up(self, victims: list[Node], tier: Tier) -> None:
         table = self.tables[tier]
+        if tier == Tier.PEER and self.write_policy != "auto":
+            self.move_to_host(victims)
         before = table.counts[FrameState.CACHED]
         dropped = self.tree.give_up(victims, tier)
         self.ledger.free(dropped, tier)
@@ -414,10 +444,13 @@ class HiCacheController:
         goes = np.logical_or.reduceat(
             (held >= frames[0]) & (held <= frames[-1]), np.cumsum([0, *map(len, parts[:-1])])
         )
-        for i in np.flatnonzero(goes).tolist():
-            # Parents come first, and take what is below along.
-            if nodes[i].frames[tier] is not None:
-                self.drop(nodes[i], tier)
+        going = [nodes[i] for i in np.flatnonzero(goes).tolist()]
+        if tier == Tier.PEER:
+            self.move_to_host(going)
+        for node in going:
+            # Parents come first; on the device they take what is below along.
+            if node.frames[tier] is not None:
+                self.drop(node, tier)
 
     def _count_backup(self, tier: Tier, num_tokens: int, is_dropped: bool) -> None:
         if tier == Tier.HOST and is_dropped:
@@ -437,11 +470,11 @@ def ready_frames(node: Node, tier: Tier) -> np.ndarray:
     return frames
 
 
+def is_ready(node: Node, tier: Tier) -> bool:
+    """Whether a tier has a node, and nothing of it is on its way there."""
+    return node.frames[tier] is not None and node.tickets[tier] is None
+
+
 def _is_only_on_device(node: Node) -> bool:
     """Whether the device has a node, ready, and no other tier has it or gets it."""
-    return (
-        node.frames[Tier.DEVICE] is not None
-        and node.tickets[Tier.DEVICE] is None
-        and node.frames[Tier.PEER] is None
-        and node.frames[Tier.HOST] is None
-    )
+    return is_ready(node, Tier.DEVICE) and node.frames[Tier.PEER] is None and node.frames[Tier.HOST] is None

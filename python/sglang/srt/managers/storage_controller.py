@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.managers.cache_controller import HiCacheController, is_ready
 from sglang.srt.managers.schedule_policy import FETCH_ORDERS, fetch_rank
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState
@@ -34,6 +34,7 @@ from sglang.srt.mem_cache.transfer import (
     D2H,
     D2P,
     FETCH,
+    P2H,
     PROBE,
     STORAGE_LINKS,
     STORE,
@@ -46,7 +47,7 @@ from sglang.srt.mem_cache.transfer import (
 from sglang.srt.utils.time_units import NO_LAUNCH, Seconds
 
 # Links whose operations a fetch may have to wait for before it can begin. When one ends, call `begin_fetches`.
-STALLING_LINKS = (FETCH, D2H, D2P)
+STALLING_LINKS = (FETCH, D2H, D2P, P2H)
 PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
 # A medium that does not answer must not keep a request for ever, whatever the policy.
 WAIT_COMPLETE_LIMIT_S = Seconds(60.0)
@@ -459,7 +460,7 @@ class StorageController:
             if node.end % size:
                 # The last block ends below.
                 for child in list(node.children.values()):
-                    if is_on_host(child):
+                    if is_ready(child, Tier.HOST):
                         self.store_path(child)
 
     def store_path(self, end: Node) -> None:
@@ -471,7 +472,7 @@ class StorageController:
         path = tree.path_of(end)
         if not self.is_lossy:
             path = list(takewhile(lambda node: not node.is_lossy, path))
-        while path and not is_on_host(path[-1]):
+        while path and not is_ready(path[-1], Tier.HOST):
             path.pop()
         if not path:
             return
@@ -694,14 +695,9 @@ class StorageController:
         prefetch.probe, prefetch.end, prefetch.tickets = None, 0, {}
 
 
-def is_on_host(node: Node) -> bool:
-    """Whether the host has it, ready."""
-    return node.frames[Tier.HOST] is not None and node.tickets[Tier.HOST] is None
-
-
 def _host_frames(node: Node, page_size: int) -> np.ndarray:
     """(pages of the node,) int32; -1 for each if the host does not have it."""
     frames = node.frames[Tier.HOST]
-    if frames is None or not is_on_host(node):
+    if frames is None or not is_ready(node, Tier.HOST):
         return np.full(len(node.key) // page_size, -1, np.int32)
     return frames

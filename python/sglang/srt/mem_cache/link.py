@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from sgl_kernel.kvcacheio import KVPages, pick_backend, transfer_kv_all_layer_lf_pf, transfer_kv_per_layer_pf_lf
-from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.transfer import GateError, LoadFailedError, OpResult, Ticket, Tier, TransferOp
 from sglang.srt.utils.device import to_device
@@ -101,10 +100,13 @@ class CopyOptions:
     io_backend: str = "auto"
     # The link is no faster than this, for experiments.
     rate_limit: RateLimit | None = None
+    # Where kernels run; None for the device pool's.
+    device: torch.device | None = None
 
 
 class CopyLink:
-    """Copies between the device pool and host_pool, which is the host's or the memory of peers.
+    """Copies between the device pool and host_pool, which is the host's or the memory of peers. For copies from peers
+    to the host the host's pool takes the place of the device pool.
 
     fence: launch number -> its fence; None if the launch ended long ago. notify: called from the stream after every
     operation.
@@ -113,7 +115,7 @@ class CopyLink:
     def __init__(
         self,
         name: str,
-        device_pool: DevicePool,
+        device_pool: HasPages,
         host_pool: HasPages,
         stream: Stream,
         fence: Callable[[int], Fence | None],
@@ -129,7 +131,9 @@ class CopyLink:
         self.notify = notify
         self.io_backend = options.io_backend
         self.rate_limit = options.rate_limit
-        self._index_device = index_device(options.io_backend, host_pool, device_pool.kv.device)
+        self._index_device = index_device(
+            options.io_backend, host_pool, options.device or device_pool.kv_pages.components[0].device
+        )
         self._operations: dict[int, _Operation] = {}
         self._next_seq = 0
         self._results: deque[OpResult] = deque()
@@ -140,7 +144,7 @@ class CopyLink:
         self._next_seq += 1
         operation = self._operations[seq] = _Operation(op.ticket)
         self._operations.pop(seq - _KEPT_OPERATIONS, None)
-        if op.dst == Tier.DEVICE:
+        if op.src != Tier.DEVICE:
             for layer in range(self.device_pool.kv_pages.num_layers):
                 self._enqueue(op, operation, partial(self._load_layer, op, layer=layer))
                 operation.layer_events.append(self.stream.record())

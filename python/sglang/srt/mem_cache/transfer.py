@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 
 
 class Tier(IntEnum):
-    """Where KV can be. The device, memory borrowed from peers and the host have frames, and are prefix-closed: a node
-    is resident only if its parent is. Disk and remote store are asked by name (see block_keys.py). Their content is
-    certain only once it has been read."""
+    """Where KV can be. The device, memory borrowed from peers and the host have frames. Disk and remote store are
+    asked by name (see block_keys.py). Their content is certain only once it has been read."""
 
     DEVICE = 0
     PEER = 1
@@ -35,9 +34,11 @@ P2D = "p2d"
 D2P = "d2p"
 LOAD_LINKS = {Tier.PEER: P2D, Tier.HOST: H2D}
 BACKUP_LINKS = {Tier.PEER: D2P, Tier.HOST: D2H}
+# From peers to the host, when the peer gives pages up.
+P2H = "p2h"
 # To the swap file of a request that streams. Nothing is loaded from the file by this link, see LayerStreamCache.
 D2S = "d2s"
-COPY_LINKS = (H2D, D2H, P2D, D2P, D2S)
+COPY_LINKS = (H2D, D2H, P2D, D2P, P2H, D2S)
 # Links of storage. A long read must not hold up a probe, nor a write a read.
 PROBE = "probe"
 FETCH = "fetch"

@@ -34,7 +34,7 @@ from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
 from sglang.srt.mem_cache.swap_file import SwapFile, SwapFileError
-from sglang.srt.mem_cache.transfer import D2H, D2P, D2S, H2D, LOAD_LINKS, P2D, STORAGE_LINKS, Link, Tier
+from sglang.srt.mem_cache.transfer import D2H, D2P, D2S, H2D, LOAD_LINKS, P2D, P2H, STORAGE_LINKS, Link, Tier
 from sglang.srt.model_executor.executor import ExecutorOptions, ModelExecutor
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.peer.lending import LendingConfig
@@ -213,18 +213,18 @@ class EngineBuilder:
         if config.num_swap_pages:
             below[D2S] = self._streamed_from[Tier.DISK] = self._open_swap_file()
         if self.borrowed is not None:
-            below |= {P2D: self.borrowed.pool, D2P: self.borrowed.pool}
+            below |= {P2D: self.borrowed.pool, D2P: self.borrowed.pool, P2H: self.borrowed.pool.mover()}
             self._streamed_from[Tier.PEER] = self.borrowed.pool
         for name, other in below.items():
             stream = make_stream(name, rank.device, rank.notify, urgent=name in LOAD_LINKS.values())
             self._links[name] = CopyLink(
                 name,
-                self.pool,
+                host_pool if name == P2H else self.pool,
                 other,
                 stream,
                 executor.fence,
                 rank.notify,
-                CopyOptions(args.hicache_io_backend, self._limits.get(name)),
+                CopyOptions(args.hicache_io_backend, self._limits.get(name), rank.device),
             )
         return self._open_storage(host_pool)
 

@@ -72,8 +72,7 @@ class BorrowedPool(ElasticPool):
         self._spans = [layer_spans(layout, layer) for layer in range(layout.num_layers)]
         self._strict: list[StrictSlab | None] = [None] * slabs.num_slabs
         self._staging_bytes = -(-max(STAGING_BYTES, self.page_bytes) // GRANULARITY) * GRANULARITY
-        self._loads = _Direction(self._strict, self._staging_bytes)
-        self._backups = _Direction(self._strict, self._staging_bytes)
+        self._loads, self._backups, self._moves = (_Direction(self._strict, self._staging_bytes) for _ in range(3))
 
     # -- from `BorrowedMemory` ----------------------------------------------------------------------------------
 
@@ -90,14 +89,30 @@ class BorrowedPool(ElasticPool):
 
     def close(self) -> None:
         """End all sessions. No operation may be under way."""
-        self._loads.close()
-        self._backups.close()
+        for direction in (self._loads, self._backups, self._moves):
+            direction.close()
+
+    def mover(self) -> PoolMover:
+        """The pool as another link sees it, which copies from it at the same time as loads do."""
+        return PoolMover(self, self._moves)
 
     # -- from links, on their streams ---------------------------------------------------------------------------
 
     def load_layer(self, layer: int, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
         """See `CopiesPages`."""
-        plan = self._plan(self._loads, src, self._staging_bytes // self._one_layer.page_bytes)
+        self.read_layer(self._loads, layer, pages, (src, dst), backend)
+
+    def read_layer(
+        self,
+        direction: _Direction,
+        layer: int,
+        pages: KVPages,
+        frames: tuple[torch.Tensor, torch.Tensor],
+        backend: str,
+    ) -> None:
+        """Copy one layer of borrowed pages to other memory. frames: source and destination."""
+        src, dst = frames
+        plan = self._plan(direction, src, self._staging_bytes // self._one_layer.page_bytes)
         if plan.mapped is None:
             transfer_kv_per_layer_pf_lf(self.kv_pages, pages, src, dst, layer, backend=backend)
             return
@@ -110,7 +125,7 @@ class BorrowedPool(ElasticPool):
             requests = []
             for span, start in zip(self._spans[layer], starts):
                 requests += self._requests(part, span, start, to_slab=False)
-            staged = self._staged(self._loads.copy(part, requests), part.num_pages, self._one_layer, order)
+            staged = self._staged(direction.copy(part, requests), part.num_pages, self._one_layer, order)
             copy_pages(staged, pages, torch.arange(part.num_pages), dst[positions], backend=backend)
 
     def back_up(self, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
@@ -199,6 +214,23 @@ def layer_spans(layout: PageLayout, layer: int) -> list[Span]:
         run = layout.run_bytes[0]
         return [Span(len(layout.components), layer * run, run)]
     return [Span(1, start + layer * run, run) for start, run in zip(layout.offsets(), layout.run_bytes)]
+
+
+class PoolMover:
+    """A `BorrowedPool` that is read by a link of its own."""
+
+    def __init__(self, pool: BorrowedPool, direction: _Direction) -> None:
+        self.kv_pages = pool.kv_pages
+        self._pool = pool
+        self._direction = direction
+
+    def load_layer(self, layer: int, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
+        """See `CopiesPages`."""
+        self._pool.read_layer(self._direction, layer, pages, (src, dst), backend)
+
+    def back_up(self, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
+        """See `CopiesPages`; this link copies one way only."""
+        raise AssertionError("nothing is written to peers by this link")
 
 
 class _Direction:
