@@ -49,7 +49,7 @@ class FaultyLink(CopyLink):
     def submit(self, op: TransferOp) -> None:
         fails = self._random.random() < self._fail_rate
         if fails:
-            self._fail_at[op.ticket.seq] = self._random.randrange(self.device_pool.page_layout.num_layers)
+            self._fail_at[op.ticket.seq] = self._random.randrange(self.device_pool.kv_pages.num_layers)
         super().submit(op)
         if fails and self._random.random() < 0.5:
             self.cancel(op.ticket)

@@ -75,7 +75,8 @@ def tier_mix(mix: tuple[str, ...], seed: int) -> SoakConfig:
         store_fail_rate=0.02,
         store_late_rate=0.3,
         storage_request_rate=0.01 if i % 3 == 0 else 0.0,
-        load_or_recompute=i % 2 == 0,
+        # With `auto` it also decides what is copied at all, and here every tier is to be used.
+        load_or_recompute=i % 2 == 0 and write_policy != "auto",
         deferral_threshold=6,
         num_peer_pages=48 // page_size + 6 if "peer" in mix else 0,
         slab_rate=0.05 if "peer" in mix and i % 2 else 0.0,
