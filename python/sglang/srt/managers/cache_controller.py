@@ -54,6 +54,8 @@ class HiCacheController:
         self.counters: Counter[str] = Counter()
         self._clock = ledger.clock
         self._to_compact: list[Node] = []
+        # Links from the device that take far longer than expected.
+        self.late_links: frozenset[str] = frozenset()
         # Of what the device gives up next, pages that were looked at already, see `write_ahead`.
         self._num_ahead = 0
         self._is_worth_copying: Callable[[Tier, int, int], bool] = lambda tier, start, end: True
@@ -365,6 +367,8 @@ class HiCacheController:
     def _num_allowed(self, tier: Tier) -> int:
         """Pages that may begin to be copied from the device to a tier."""
         link = BACKUP_LINKS[tier]
+        if link in self.late_links:
+            return 0
         ratio = MAX_COPYING_RATIO if self.ledger.num_ended(link) else FIRST_COPYING_RATIO
         most = max(1, int(ratio * self.tables[Tier.DEVICE].num_pages))
         return most - self.ledger.num_pages_on(link)

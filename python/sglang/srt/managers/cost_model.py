@@ -21,6 +21,10 @@ _DECAY = 0.97
 # need no limit, because their rows are small.
 _BELIEVED = 5
 _FASTER = 3.0
+# So many samples in a row that took so many times longer than expected: what came before counts less by this factor.
+_SLOW_IN_A_ROW = 3
+_SLOWER = 3.0
+_FORGET = 1e-3
 # The first samples change the fit one by one, later ones in groups of this size.
 _REFIT_EVERY = 8
 
@@ -39,6 +43,7 @@ class _Fit:
 
     def __init__(self, ridge: Sequence[float]) -> None:
         self.num_samples = 0
+        self._num_slow = 0
         self.coefficients = [0.0] * len(ridge)
         self._ridge = tuple(ridge)
         self._gram = [[0.0] * len(ridge) for _ in ridge]
@@ -49,14 +54,21 @@ class _Fit:
         if not 0 < seconds < math.inf:
             return
         if self.num_samples >= _BELIEVED:
-            seconds = max(seconds, self.seconds(features) / _FASTER)
+            expected = self.seconds(features)
+            seconds = max(seconds, expected / _FASTER)
+            self._num_slow = self._num_slow + 1 if seconds > _SLOWER * expected else 0
+        has_changed = self._num_slow == _SLOW_IN_A_ROW
+        if has_changed:
+            self._num_slow = 0
+            self._moments = [_FORGET * moment for moment in self._moments]
+            self._gram = [[_FORGET * g for g in row] for row in self._gram]
         row = [feature / seconds for feature in features]
         moments = self._moments
         for i, a in enumerate(row):
             moments[i] = _DECAY * moments[i] + a
             self._gram[i] = [_DECAY * g + a * b for g, b in zip(self._gram[i], row)]
         self.num_samples += 1
-        if self.num_samples <= _REFIT_EVERY or self.num_samples % _REFIT_EVERY == 0:
+        if has_changed or self.num_samples <= _REFIT_EVERY or self.num_samples % _REFIT_EVERY == 0:
             self._refit()
 
     def seconds(self, features: Sequence[float]) -> float:

@@ -262,7 +262,10 @@ class KVCache:
         if num_pages > self.device.num_free:
             self.device.reap(self.clock.done)
             # What was given up and is still being read or written will be free soon: no need to give up more for it.
-            lacking = num_pages - self.device.num_free - self.device.counts[FrameState.PENDING_FREE]
+            soon = self.device.counts[FrameState.PENDING_FREE] - (
+                self.device.num_pinned_only if self.controller.late_links else 0
+            )
+            lacking = num_pages - self.device.num_free - soon
             if lacking > 0:
                 self.controller.evict(Tier.DEVICE, lacking)
         return self.device.num_free >= num_pages
@@ -311,6 +314,10 @@ class KVCache:
     def in_flight(self) -> dict[Ticket, Any]:
         """Operations that have begun and are not over; to be read only."""
         return self.ledger.in_flight
+
+    def note_late_links(self, links: frozenset[str]) -> None:
+        """Links from the device that take far longer than expected."""
+        self.controller.late_links = links
 
     def num_done(self, link: str) -> int:
         """Operations of a link that are over."""

@@ -14,6 +14,7 @@ from sglang.srt.managers.cost_model import MEASURED_LINKS, LoadLimit
 from sglang.srt.managers.expected_times import ExpectedTimes
 from sglang.srt.managers.held_batch import HeldBatch
 from sglang.srt.managers.kv_cache import KVCache
+from sglang.srt.managers.late_copies import LateCopies, oldest_copies
 from sglang.srt.managers.launch_batches import ExtendBatch, LaunchRecord
 from sglang.srt.managers.request_queues import RequestQueues
 from sglang.srt.managers.schedule_batch import Req, StepInputs
@@ -60,6 +61,7 @@ class LoadPlanner:
         # The loads that the deferred ones wait for, and whether any waiting request needs none, once that was asked.
         self._awaited: dict[Ticket, None] = {}
         self._needs_no_load: bool | None = None
+        self._late = LateCopies(self.expected.costs.load_seconds)
         worth = self.blocks_worth_fetching if config.load_or_recompute else None
         self._storage.consult(self.expected.begin_fetch, worth)
         if config.load_or_recompute:
@@ -72,6 +74,16 @@ class LoadPlanner:
     def consult(self, order: Callable[[], Iterable[Req]]) -> None:
         """order: the requests that may start, in the order in which they fill a batch."""
         self._order = order
+
+    def note_late_copies(self) -> None:
+        """After operations have been taken in: have nothing wait for links that hang."""
+        self._late.update(self.expected.now, oldest_copies(self._cache.in_flight), self._cache.clock.done)
+        self._cache.note_late_links(self._late.links)
+
+    @property
+    def wake_at(self) -> float | None:
+        """Seconds, as in `StepInputs.now`: a step is due then, since requests may wait for a copy that hangs."""
+        return self._late.next_late_at if self._queues.waiting or self._queues.active() else None
 
     def begin_launch(self) -> None:
         """Before the next launch is built."""

@@ -102,7 +102,8 @@ class Scheduler:
     @property
     def wake_at(self) -> float | None:
         """Seconds, as in `StepInputs.now`: a step is due then even if nothing comes in."""
-        times = [self.storage.next_deadline, self.lending.wake_at if self.lending is not None else None]
+        lending_at = self.lending.wake_at if self.lending is not None else None
+        times = [self.storage.next_deadline, self.planner.wake_at, lending_at]
         return min((t for t in times if t is not None), default=None)
 
     def step(self, inputs: StepInputs) -> BatchDecision:
@@ -110,6 +111,7 @@ class Scheduler:
         self.planner.set_now(inputs.now)
         reset = self._take_launches(inputs)
         self._take_operations(inputs)
+        self.planner.note_late_copies()
         for msg in inputs.new:
             self._add(msg, inputs.now)
         # After the new ones: a request and its abort may have come together.

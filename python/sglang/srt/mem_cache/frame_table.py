@@ -80,6 +80,11 @@ class FrameTable:
     def num_free(self) -> int:
         return self.counts[FrameState.FREE]
 
+    @property
+    def num_pinned_only(self) -> int:
+        """Frames that are given up, and that only transfers still use."""
+        return sum(map(len, self._pending_pinned))
+
     def allocate(
         self, n: int, owner: int, state: FrameState = FrameState.HELD, first_page: int = 0
     ) -> np.ndarray | None:
