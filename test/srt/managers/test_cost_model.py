@@ -280,5 +280,5 @@ def test_fetches_cost_by_operation_and_byte_until_storage_is_another():
         model.add_fetch(n << 20, 2e-3 + n * 1e-3)
     assert model.fetch_seconds(3, 5 << 20) == pytest.approx(3 * 2e-3 + 5e-3, rel=0.05)
     assert model.state()["fetch_latency_s"] == pytest.approx(2e-3, rel=0.1)
-    model.forget_fetches()
+    model.forget_storage()
     assert model.fetch_seconds(1, 100) is None

@@ -280,9 +280,9 @@ class HiCacheController:
         num_pages = self._pages_of(nodes)
         if (
             nodes
+            and self._is_worth_copying(Tier.HOST, nodes[0].start, node.end)
             and num_pages <= self._num_allowed(Tier.HOST)
             and should_write_through(num_pages, self.tables[Tier.HOST].num_free)
-            and self._is_worth_copying(Tier.HOST, nodes[0].start, node.end)
         ):
             self.back_up(nodes, Tier.HOST)
 
@@ -323,13 +323,15 @@ class HiCacheController:
         parts: dict[Tier, list[Node]] = {tier: [] for tier in (Tier.PEER, Tier.HOST) if tier in self.tables}
         uppers: dict[int, Node] = {}
         for node in victims if is_ahead else reversed(victims):
-            tier = self._tier_for(node, parts)
+            tier = self._tier_for(node, parts, is_ahead)
             if tier is None:
                 if not is_ahead and _is_only_on_device(node):
                     self._count_backup(Tier.HOST, len(node.key), is_dropped=True)
                 continue
             num_planned, num_pages = self._pages_of(parts[tier]), len(node.key) // self.tree.page_size
             num_allowed = self._num_allowed(tier) - num_planned
+            if not self._is_worth_copying(tier, node.start, node.end):
+                num_allowed = min(num_allowed, self._probe_pages)
             copied = node
             if num_allowed < num_pages:
                 front = num_pages - num_allowed if is_ahead else num_allowed
@@ -342,9 +344,13 @@ class HiCacheController:
                 self.back_up(nodes[::-1] if is_ahead else nodes, tier, kept=victims)
         return [part for node in victims for part in (node, uppers.get(node.id)) if part is not None]
 
-    def _tier_for(self, node: Node, planned: dict[Tier, list[Node]]) -> Tier | None:
+    def _tier_for(self, node: Node, planned: dict[Tier, list[Node]], is_ahead: bool) -> Tier | None:
         """Where a copy of a node goes that the device gives up soon. planned: copies that are about to begin."""
-        worth = {tier: nodes for tier, nodes in planned.items() if self._is_worth_copying(tier, node.start, node.end)}
+        worth = {
+            tier: nodes
+            for tier, nodes in planned.items()
+            if self._is_worth_copying(tier, node.start, node.end) or (is_ahead and self._is_probe(tier, nodes))
+        }
         if _is_only_on_device(node):
             rooms = {tier: self._room(tier, self._pages_of(nodes)) for tier, nodes in worth.items()}
             return choose_tier(len(node.key) // self.tree.page_size, self.tree.rank(node), rooms)
@@ -354,6 +360,14 @@ class HiCacheController:
             has_room = should_write_through(num_pages, self.tables[Tier.PEER].num_free)
             return Tier.PEER if has_room and num_pages <= self._num_allowed(Tier.PEER) else None
         return None
+
+    def _is_probe(self, tier: Tier, planned: list[Node]) -> bool:
+        """Whether to copy a little to a tier that is not worth it, which shows when it has become faster."""
+        return not planned and not self.ledger.num_pages_on(BACKUP_LINKS[tier])
+
+    @property
+    def _probe_pages(self) -> int:
+        return max(1, int(FIRST_COPYING_RATIO * self.tables[Tier.DEVICE].num_pages))
 
     def _room(self, tier: Tier, num_planned: int) -> Room:
         node = self.tree.next_of(tier)
@@ -369,8 +383,9 @@ class HiCacheController:
         link = BACKUP_LINKS[tier]
         if link in self.late_links:
             return 0
-        ratio = MAX_COPYING_RATIO if self.ledger.num_ended(link) else FIRST_COPYING_RATIO
-        most = max(1, int(ratio * self.tables[Tier.DEVICE].num_pages))
+        most = self._probe_pages
+        if self.ledger.num_ended(link):
+            most = max(most, int(MAX_COPYING_RATIO * self.tables[Tier.DEVICE].num_pages))
         return most - self.ledger.num_pages_on(link)
 
     def _pages_of(self, nodes: Iterable[Node]) -> int:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang.srt.mem_cache.transfer import D2H, D2P, H2D, P2D
+from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2H, D2P, H2D, P2D
 
 # Links whose operations are measured, and what moves the same pages the other way.
 _OTHER_WAY = {H2D: D2H, P2D: D2P, D2H: H2D, D2P: P2D}
@@ -21,6 +21,8 @@ _DECAY = 0.97
 # need no limit, because their rows are small.
 _BELIEVED = 5
 _FASTER = 3.0
+# Backups that must be faster than loads before those are doubted, the first time, and how much longer each next time.
+_PATIENCE = 8
 # So many samples in a row that took so many times longer than expected: what came before counts less by this factor.
 _SLOW_IN_A_ROW = 3
 _SLOWER = 3.0
@@ -159,7 +161,11 @@ class CostModel:
         self._prefill = _Fit(ridge=(1e-3, 1e-6, 1e-3, 1e-3))
         self._decode = _Fit(ridge=(1e-6, 1e-3, 1e-3))
         self._copies = {link: _Fit(ridge=(1e-3, 1e-6)) for link in MEASURED_LINKS}
+        # By link: backups in a row that were much faster than loads, and how many it takes to forget those.
+        self._doubts = dict.fromkeys(MEASURED_LINKS, 0)
+        self._patience = dict.fromkeys(MEASURED_LINKS, _PATIENCE)
         self._fetch = _Fit(ridge=(1e-3, 1e-6))
+        self._store = _Fit(ridge=(1e-3, 1e-6))
         self._stream = _Fit(ridge=(1e-3, 1e-6, 1e-3))
         self._last_decode = (1.0, 0.0, 0.0)
         self._longest_prefill = 0.0
@@ -196,14 +202,29 @@ class CostModel:
     def add_copy(self, num_bytes: int, seconds: float, link: str) -> None:
         """Seconds of an operation of a link, from its beginning to its end."""
         self._copies[link].add((1.0, num_bytes), seconds)
+        if link in BACKUP_LINKS.values():
+            self._doubt_loads(_OTHER_WAY[link], num_bytes, seconds)
+
+    def _doubt_loads(self, link: str, num_bytes: int, backup_s: float) -> None:
+        """Forget what loads took if backups have long been much faster: what looks slow is not loaded, and would
+        never be measured again. After each time it takes longer."""
+        fit = self._copies[link]
+        is_faster = fit.num_samples and _SLOWER * backup_s < fit.seconds((1.0, num_bytes))
+        self._doubts[link] = self._doubts[link] + 1 if is_faster else 0
+        if self._doubts[link] > self._patience[link]:
+            self._copies[link] = _Fit(ridge=(1e-3, 1e-6))
+            self._doubts[link] = 0
+            self._patience[link] *= _PATIENCE
 
     def load_seconds(self, num_bytes: int, link: str = H2D) -> float | None:
         """load_latency_s + load_byte_s * bytes. While no load was measured on that link, as many as the other way;
         None while nothing was."""
-        fit = self._copies[link]
-        if not fit.num_samples:
-            fit = self._copies[_OTHER_WAY[link]]
-        return fit.seconds((1.0, num_bytes)) if fit.num_samples else None
+        there, back = self._copies[link], self._copies[_OTHER_WAY[link]]
+        measured = [fit.seconds((1.0, num_bytes)) for fit in (there, back) if fit.num_samples]
+        if not measured:
+            return None
+        # The first operations may have been slow by chance.
+        return min(measured) if there.num_samples < _BELIEVED else there.seconds((1.0, num_bytes))
 
     def there_and_back_seconds(self, num_tokens: int, load_link: str) -> float | None:
         """Seconds for which copying tokens from the device and loading them again takes the links, latencies apart.
@@ -237,13 +258,26 @@ class CostModel:
         self._fetch.add((1.0, num_bytes), seconds)
 
     def fetch_seconds(self, num_ops: int, num_bytes: int) -> float | None:
-        """Seconds of operations one after another: fetch_latency_s * ops + fetch_byte_s * bytes. None while no fetch
-        was measured."""
-        return self._fetch.seconds((num_ops, num_bytes)) if self._fetch.num_samples else None
+        """Seconds of operations one after another: fetch_latency_s * ops + fetch_byte_s * bytes. While no fetch was
+        measured, as many as storing takes; None while nothing was."""
+        fit = self._fetch if self._fetch.num_samples else self._store
+        return fit.seconds((num_ops, num_bytes)) if fit.num_samples else None
 
-    def forget_fetches(self) -> None:
-        """Forget the samples of fetches, because the storage has changed."""
-        self._fetch = _Fit(ridge=(1e-3, 1e-6))
+    def add_store(self, num_bytes: int, seconds: float) -> None:
+        """Seconds for which an operation that wrote all its bytes to storage held its link."""
+        self._store.add((1.0, num_bytes), seconds)
+
+    def store_and_fetch_seconds(self, num_tokens: int) -> float | None:
+        """Seconds for which writing tokens to storage and reading them again takes its links, latencies apart. None
+        while nothing was measured."""
+        measured = [fit for fit in (self._store, self._fetch) if fit.num_samples]
+        if not measured:
+            return None
+        return sum(fit.coefficients[1] for fit in measured) * 2 / len(measured) * num_tokens * self._bytes_per_token
+
+    def forget_storage(self) -> None:
+        """Forget the samples of fetches and stores, because the storage has changed."""
+        self._fetch, self._store = (_Fit(ridge=(1e-3, 1e-6)) for _ in range(2))
 
     def prompt_seconds(self, start: int, end: int, chunk: int) -> float | None:
         """Seconds to compute tokens [start, end) of a prompt, in launches of up to `chunk` tokens. None while such

@@ -20,12 +20,12 @@ from sglang.srt.managers.schedule_batch import BatchDecision, StepInputs, Storag
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.mem_cache.slab_ledger import BorrowedSlabs, LentSlabs, SlabReport, SlabSource
-from sglang.srt.mem_cache.transfer import EXEC, FETCH, PROBE, STALL, STORAGE_LINKS, STREAM, Link, Tier
+from sglang.srt.mem_cache.transfer import EXEC, FETCH, PROBE, STALL, STORAGE_LINKS, STORE, STREAM, Link, Tier
 from sglang.srt.model_executor.executor import Executor
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
 from sglang.srt.utils.time_units import Seconds
 
-_MEASURED = (EXEC, *PARTS_OF_LAUNCHES, *MEASURED_LINKS, FETCH)
+_MEASURED = (EXEC, *PARTS_OF_LAUNCHES, *MEASURED_LINKS, FETCH, STORE)
 # The first bytes of every record. A record of another version has other inputs, which this scheduler would misread.
 _RECORD_FORMAT = b"sglang-steps-2"
 

@@ -29,7 +29,7 @@ from sglang.srt.managers.schedule_policy import (
 from sglang.srt.managers.scheduler_config import DEFAULT_LOAD_RATIO, SchedulerConfig
 from sglang.srt.mem_cache.node import MatchResult, Node
 from sglang.srt.mem_cache.placement import is_worth_copying
-from sglang.srt.mem_cache.transfer import EXEC, FETCH, LOAD_LINKS, P2D, STALL, STREAM, StorageOp, Ticket, Tier
+from sglang.srt.mem_cache.transfer import EXEC, FETCH, LOAD_LINKS, P2D, STALL, STORE, STREAM, StorageOp, Ticket, Tier
 from sglang.srt.utils.time_units import Seconds
 
 
@@ -63,7 +63,8 @@ class LoadPlanner:
         self._needs_no_load: bool | None = None
         self._late = LateCopies(self.expected.costs.load_seconds)
         worth = self.blocks_worth_fetching if config.load_or_recompute else None
-        self._storage.consult(self.expected.begin_fetch, worth)
+        is_worth_storing = self._is_worth_storing if config.load_or_recompute else None
+        self._storage.consult(self.expected.begin_fetch, worth, is_worth_storing)
         if config.load_or_recompute:
             cache.controller.consult(self._is_worth_copying)
 
@@ -101,13 +102,13 @@ class LoadPlanner:
             for seq, seconds in inputs.cost.get(link, {}).items():
                 if seq != inputs.failed.get(link) and seq < inputs.done[link]:
                     costs.add_copy(in_flight[Ticket(link, seq)].size_bytes, seconds, link)
-        first = self._cache.num_done(FETCH)
-        for seq, seconds in inputs.cost.get(FETCH, {}).items():
-            op = in_flight.get(Ticket(FETCH, seq))
-            counts = inputs.counts.get(FETCH, ())
-            # A fetch that did not bring everything tells little.
-            if isinstance(op, StorageOp) and seq - first < len(counts) and counts[seq - first] == len(op.keys):
-                costs.add_fetch(op.size_bytes, seconds)
+        for link, add in ((FETCH, costs.add_fetch), (STORE, costs.add_store)):
+            first, counts = self._cache.num_done(link), inputs.counts.get(link, ())
+            for seq, seconds in inputs.cost.get(link, {}).items():
+                op = in_flight.get(Ticket(link, seq))
+                # An operation that did not move everything tells little.
+                if isinstance(op, StorageOp) and seq - first < len(counts) and counts[seq - first] == len(op.keys):
+                    add(op.size_bytes, seconds)
         self.expected.complete(inputs.done)
 
     def _take_launch_costs(self, inputs: StepInputs, launches: Mapping[int, LaunchRecord]) -> None:
@@ -202,6 +203,11 @@ class LoadPlanner:
         return is_worth_copying(
             costs.there_and_back_seconds(end - start, LOAD_LINKS[tier]), costs.recompute_seconds(start, end)
         )
+
+    def _is_worth_storing(self, start: int, end: int) -> bool:
+        """Whether tokens [start, end) of a prompt are better stored, for a fetch, than computed again."""
+        costs = self.expected.costs
+        return is_worth_copying(costs.store_and_fetch_seconds(end - start), costs.recompute_seconds(start, end))
 
     def computes_instead(self, req: Req) -> bool:
         """Whether to compute all that a waiting request would load takes no longer than the load, whoever else wants

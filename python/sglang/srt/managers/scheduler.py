@@ -76,7 +76,7 @@ class Scheduler:
         self.builder = BatchBuilder(config, self.cache, self.queues, self.planner.expected, self.streaming)
         self.admission = Admission(config, self.cache, self.queues, self.planner, self.builder, self.streaming)
         self.planner.consult(lambda: (req for req, _ in self.admission.iter_admissible()))
-        self.storage_admin = StorageAdmin(self.storage, self.planner.expected.costs.forget_fetches)
+        self.storage_admin = StorageAdmin(self.storage, self.planner.expected.costs.forget_storage)
         if config.storage is not None:
             self.storage_admin.attach(config.storage)
         # The most tokens of a request, prompt and output.

@@ -183,6 +183,7 @@ class StorageController:
         self._clock = controller.ledger.clock
         self._fetch_begun: Callable[[int, int], None] = lambda seq, num_tokens: None
         self._blocks_worth_fetching: WorthFetching = lambda rid, first, num_blocks, ahead: num_blocks
+        self._is_worth_storing: Callable[[int, int], bool] = lambda start, end: True
         self._prefetches: dict[str, Prefetch] = {}
         self._waiters: dict[Ticket, dict[str, None]] = {}
         # Those that have something to begin, the oldest answer first: too much is on its way, or their prefix is not
@@ -200,10 +201,16 @@ class StorageController:
         controller.watch_host(self.store_nodes)
 
     def consult(
-        self, fetch_begun: Callable[[int, int], None], blocks_worth_fetching: WorthFetching | None = None
+        self,
+        fetch_begun: Callable[[int, int], None],
+        blocks_worth_fetching: WorthFetching | None = None,
+        is_worth_storing: Callable[[int, int], bool] | None = None,
     ) -> None:
-        """fetch_begun: told of each fetch, its number and tokens. blocks_worth_fetching: None fetches all."""
+        """fetch_begun: told of each fetch, its number and tokens. blocks_worth_fetching: None fetches all.
+        is_worth_storing: whether tokens [start, end) of a path are; None stores all."""
         self._fetch_begun = fetch_begun
+        if is_worth_storing is not None:
+            self._is_worth_storing = is_worth_storing
         if blocks_worth_fetching is not None:
             self._blocks_worth_fetching = blocks_worth_fetching
 
@@ -492,6 +499,9 @@ class StorageController:
         by_page = np.concatenate([_host_frames(n, page) for n in path[top:]])[(begin - path[top].start) // page :]
         frames = by_page[: len(keys) * (size // page)].reshape(len(keys), size // page)
         lacking = np.flatnonzero(~stored & (frames >= 0).all(axis=1))
+        if not self._is_worth_storing(begin, end.end):
+            # One operation at a time shows when storage has become faster.
+            lacking = lacking[: 0 if self.storing_pages else self.limits.blocks_per_op]
         if (room := self._num_storable_blocks()) < len(lacking):
             self._defer_store(end)
             lacking = lacking[: max(0, room)]
