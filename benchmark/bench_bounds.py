@@ -26,8 +26,8 @@ from benchmark.simulator.bounds import (
 )
 from benchmark.simulator.small_machine import SmallMachine
 
-from sglang.srt.managers.cache_controller import WRITE_POLICIES
 from sglang.srt.managers.scheduler_config import SchedulerConfig
+from sglang.srt.mem_cache.placement import WRITE_POLICIES
 from sglang.srt.mem_cache.transfer import TIER_NAMES, Tier
 
 SIZES = {Tier.DEVICE: 8192, Tier.PEER: 8192, Tier.HOST: 16384, Tier.DISK: 32768}

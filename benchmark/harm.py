@@ -25,10 +25,10 @@ from benchmark.simulator.workloads import Conversation, Turn, Workload, poisson_
 
 from sglang.simulator.health import HEALTHY, LinkHealth
 from sglang.simulator.simulation import RequestTimes, Simulation
-from sglang.srt.managers.cache_controller import WRITE_POLICIES
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.storage_controller import PrefetchConfig
+from sglang.srt.mem_cache.placement import WRITE_POLICIES
 from sglang.srt.mem_cache.transfer import StorageAction, StorageOp, Tier, TransferOp
 from sglang.srt.peer.memory.copy_session import COPY_TIMEOUT_S
 

@@ -10,12 +10,12 @@ import pytest
 
 from sglang.simulator.links import SimulatedLink
 from sglang.simulator.simulation import RequestSource, SimulatedHardware, Simulation
-from sglang.srt.managers.cache_controller import WRITE_POLICIES
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler_config import LayerStreamConfig, SchedulerConfig
 from sglang.srt.managers.storage_controller import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.block_keys import BlockKeys
+from sglang.srt.mem_cache.placement import WRITE_POLICIES
 from sglang.srt.mem_cache.transfer import D2H, H2D, StorageOp, Ticket, Tier, TransferOp
 from sglang.srt.model_executor.launch import Launch, LaunchMode
 from sglang.srt.sampling.sampling_params import SamplingParams

@@ -24,7 +24,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from sglang.srt.managers.cache_controller import WRITE_POLICIES
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder, digest_of, replay
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
 from sglang.srt.managers.progress import reduce_progress
@@ -37,6 +36,7 @@ from sglang.srt.mem_cache.link import CopyOptions, HasPages
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
+from sglang.srt.mem_cache.placement import WRITE_POLICIES
 from sglang.srt.mem_cache.storage.tiered_store import TieredStore, parts_of
 from sglang.srt.mem_cache.storage_link import StoreSlot
 from sglang.srt.mem_cache.swap_file import SwapFile

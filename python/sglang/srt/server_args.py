@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.managers.schedule_policy import QUEUE_POLICIES
 from sglang.srt.mem_cache.eviction import EVICTION_POLICIES
+from sglang.srt.mem_cache.placement import WRITE_POLICIES
 from sglang.srt.mem_cache.storage.registry import describe_backends, parse_backends
 from sglang.srt.utils.peer_endpoint import PeerError, check_endpoint
 
@@ -187,9 +188,11 @@ class ServerArgs:
     )
     hicache_write_policy: str = arg(
         HICACHE,
-        "write_through",
-        "when pages are copied to the host: at once, when the device evicts them, or when a second request uses them",
-        choices=("write_through", "write_back", "write_through_selective"),
+        "auto",
+        "when pages are copied to peers and host: auto (at once while there is room, else ahead of eviction, so that "
+        "the tiers' capacities add up), write_through (at once), write_back (when the device evicts them) or "
+        "write_through_selective (when a second request uses them)",
+        choices=WRITE_POLICIES,
     )
     hicache_mem_layout: str = arg(
         HICACHE,

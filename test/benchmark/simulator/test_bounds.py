@@ -20,8 +20,8 @@ from benchmark.simulator.bounds import (
 from benchmark.simulator.small_machine import BYTES_PER_TOKEN, TOKEN_S, SmallMachine
 
 from sglang.simulator.simulation import Simulation
-from sglang.srt.managers.cache_controller import WRITE_POLICIES
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
+from sglang.srt.mem_cache.placement import WRITE_POLICIES
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
 

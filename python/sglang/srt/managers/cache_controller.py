@@ -22,12 +22,14 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from sglang.srt.managers.transfer_ledger import TransferLedger
+from sglang.srt.mem_cache.eviction import RETIRED_PRIORITY
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import FilledRun, Node
 from sglang.srt.mem_cache.placement import (
     FIRST_COPYING_RATIO,
     MAX_COPYING_RATIO,
+    WRITE_POLICIES,
     Room,
     choose_tier,
     pages_to_write_ahead,
@@ -36,7 +38,6 @@ from sglang.srt.mem_cache.placement import (
 from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2H, D2S, LOAD_LINKS, P2H, Ticket, Tier, TransferOp
 from sglang.srt.utils.time_units import LaunchSeq
 
-WRITE_POLICIES = ("auto", "write_through", "write_through_selective", "write_back")
 _FROM_DEVICE = frozenset(BACKUP_LINKS.values())
 # With write_through_selective, pages that so many requests have used go to the host.
 SELECTIVE_HITS = 2
@@ -47,7 +48,7 @@ class HiCacheController:
     uses them, write_back when they leave the device. To peers they then go when they leave the device, so that peers
     hold what it has no room for. auto: see placement.py."""
 
-    def __init__(self, ledger: TransferLedger, write_policy: str = "write_through") -> None:
+    def __init__(self, ledger: TransferLedger, write_policy: str = "auto") -> None:
         self.ledger = ledger
         self.tree: HiRadixTree = ledger.tree
         self.tables: dict[Tier, FrameTable] = ledger.tables
@@ -282,7 +283,7 @@ class HiCacheController:
             nodes
             and self._is_worth_copying(Tier.HOST, nodes[0].start, node.end)
             and num_pages <= self._num_allowed(Tier.HOST)
-            and should_write_through(num_pages, self.tables[Tier.HOST].num_free)
+            and should_write_through(num_pages, self.tables[Tier.HOST].num_free, self._gives_up_retired(Tier.HOST))
         ):
             self.back_up(nodes, Tier.HOST)
 
@@ -357,13 +358,18 @@ class HiCacheController:
         if Tier.PEER in worth and node.frames[Tier.PEER] is None and node.tickets[Tier.HOST] is None:
             # The host has it: peers are nearer, and get it if they have room to spare.
             num_pages = self._pages_of([*worth[Tier.PEER], node])
-            has_room = should_write_through(num_pages, self.tables[Tier.PEER].num_free)
+            has_room = should_write_through(num_pages, self.tables[Tier.PEER].num_free, is_worthless=False)
             return Tier.PEER if has_room and num_pages <= self._num_allowed(Tier.PEER) else None
         return None
 
     def _is_probe(self, tier: Tier, planned: list[Node]) -> bool:
         """Whether to copy a little to a tier that is not worth it, which shows when it has become faster."""
         return not planned and not self.ledger.num_pages_on(BACKUP_LINKS[tier])
+
+    def _gives_up_retired(self, tier: Tier) -> bool:
+        """Whether what a tier would give up next is of no use to any request."""
+        node = self.tree.next_of(tier)
+        return node is not None and node.priority == RETIRED_PRIORITY
 
     @property
     def _probe_pages(self) -> int:

@@ -89,7 +89,7 @@ class AttachHiCacheStorageReqInput(Message, frozen=True):
     backend: str
     extra_config: str = ""
     prefetch_policy: str = "timeout"
-    write_policy: str = "write_through"
+    write_policy: str = "auto"
 
 
 class DetachHiCacheStorageReqInput(Message, frozen=True):

@@ -50,7 +50,7 @@ class SchedulerConfig:
     max_ahead: int = 2
     enable_radix_cache: bool = True
     eviction_policy: str = "lru"
-    write_policy: str = "write_through"
+    write_policy: str = "auto"
     # Of the model; loads hide behind them.
     num_layers: int = 1
     # The order of the queue, see `QUEUE_POLICIES`.

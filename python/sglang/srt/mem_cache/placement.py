@@ -17,6 +17,7 @@ from typing import NamedTuple
 from sglang.srt.mem_cache.eviction import Rank
 from sglang.srt.mem_cache.transfer import Tier
 
+WRITE_POLICIES = ("auto", "write_through", "write_through_selective", "write_back")
 # Classes of copies on a tier below the device; a full tier gives up the least first.
 SPARE, CONVENIENT, LAST = range(3)
 # Pages that copies to a tier may have in flight, as a share of the device's pages. They hold on to device memory, and
@@ -54,9 +55,10 @@ def pages_to_write_ahead(num_ahead: int, num_free: int, num_known: int) -> int:
     return int(_AHEAD * lacking) if lacking > num_known else 0
 
 
-def should_write_through(num_pages: int, num_free: int) -> bool:
-    """Whether what was computed goes to the host at once: only into room that nothing has to leave."""
-    return num_pages <= num_free
+def should_write_through(num_pages: int, num_free: int, is_worthless: bool) -> bool:
+    """Whether what was computed goes to the host at once: only into room for which nothing of use has to leave.
+    is_worthless: what the host would give up next is of no use."""
+    return num_pages <= num_free or is_worthless
 
 
 def is_worth_copying(there_and_back_s: float | None, recompute_s: float | None) -> bool:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.managers.cache_controller import WRITE_POLICIES
 from sglang.srt.managers.schedule_policy import FETCH_ORDERS
 from sglang.srt.managers.storage_controller import PREFETCH_POLICIES, PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.block_store import BlockStore, StoreError
+from sglang.srt.mem_cache.placement import WRITE_POLICIES
 from sglang.srt.mem_cache.storage.registry import (
     BACKEND_FLAG,
     CONFIG_FLAG,
