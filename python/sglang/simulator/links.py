@@ -157,6 +157,10 @@ class SimulatedStorage:
         self.num_evicted = 0
         self._max_blocks = max_blocks
 
+    @property
+    def has_room(self) -> bool:
+        return self._max_blocks is None or len(self.blocks) < 0.95 * self._max_blocks
+
     def add(self, keys: np.ndarray) -> None:
         """keys: (n, 16) uint8."""
         self._touch(to_bytes(keys))
@@ -176,8 +180,6 @@ class SimulatedStorage:
         if op.action in (StorageAction.EXISTS, StorageAction.GET):
             keys = to_bytes(op.keys)
             count = next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
-            if op.action == StorageAction.GET:
-                self._touch(keys[:count])
             return count
         if op.action == StorageAction.CLEAR:
             self.blocks.clear()
@@ -214,6 +216,10 @@ class SimulatedStorageLink:
         # busy_s, with the part of the current operation, when `busy_between` was last called.
         self._asked = 0.0
         self._cancelled: set[int] = set()
+
+    @property
+    def has_room(self) -> bool:
+        return self._storage.has_room
 
     def submit(self, op: StorageOp) -> None:
         link, seq = op.ticket

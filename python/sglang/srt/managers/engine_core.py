@@ -27,7 +27,7 @@ from sglang.srt.utils.time_units import Seconds
 
 _MEASURED = (EXEC, *PARTS_OF_LAUNCHES, *MEASURED_LINKS, FETCH, STORE)
 # The first bytes of every record. A record of another version has other inputs, which this scheduler would misread.
-_RECORD_FORMAT = b"sglang-steps-2"
+_RECORD_FORMAT = b"sglang-steps-3"
 
 
 class EngineCore:
@@ -115,6 +115,7 @@ class EngineCore:
             consumed=consumed,
             cost={name: dict(costs) for name, costs in self._cost.items() if costs},
             slab_report=report,
+            storage_has_room=all(getattr(self.links.get(name), "has_room", True) for name in STORAGE_LINKS),
         )
 
     def has_work(self, now: Seconds) -> bool:
@@ -151,6 +152,7 @@ class EngineCore:
             flush=tuple(flush),
             storage=tuple(storage),
             slab_report=progress.slab_report,
+            storage_has_room=progress.storage_has_room,
         )
         self.num_steps += 1
         if self._borrowed is not None:

@@ -273,6 +273,7 @@ class KVCache:
     def write_ahead(self, num_pages: int) -> None:
         """Copy what the device gives up next, so that it can give up num_pages at once."""
         self.controller.write_ahead(num_pages)
+        self.storage.store_ahead(num_pages)
 
     def begin_load(self, nodes: list[Node]) -> list[tuple[Ticket, int]]:
         """Load a path of nodes (top first) that are not on the device; there is room. Returns the operations and the

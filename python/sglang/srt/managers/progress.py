@@ -46,6 +46,8 @@ class Progress:
     cost: dict[str, dict[int, float]] = field(default_factory=dict)
     # Of borrowed or lent memory.
     slab_report: SlabReport = field(default_factory=SlabReport)
+    # Whether storage can take more blocks without giving up others.
+    storage_has_room: bool = True
 
 
 class _Columns:
@@ -57,6 +59,7 @@ class _Columns:
     far_counts: COUNTS_PER_STEP results of the probe link; unused ones are 0.
     mapped_slabs: 1 for each slab that the rank may use, else 0.
     num_borrowable_slabs: one number.
+    storage_has_room: 1 if so, else 0.
     negated_num_late_slabs: one number. Ranks agree on the largest number of late slabs, so it is stored negated.
     """
 
@@ -69,6 +72,7 @@ class _Columns:
             "mapped_slabs": num_slabs,
             "num_borrowable_slabs": 1,
             "negated_num_late_slabs": 1,
+            "storage_has_room": 1,
         }
         self.width = 0
         self._slices: dict[str, slice] = {}
@@ -99,6 +103,7 @@ def pack_progress(progress: Progress) -> np.ndarray:
     columns.of(values, "mapped_slabs")[:] = np.frombuffer(report.mapped, np.uint8)
     columns.of(values, "num_borrowable_slabs")[:] = report.num_borrowable
     columns.of(values, "negated_num_late_slabs")[:] = -report.num_late
+    columns.of(values, "storage_has_room")[:] = progress.storage_has_room
     return values
 
 
@@ -131,6 +136,7 @@ def unpack_progress(least: np.ndarray, rank_0: Progress) -> Progress:
             num_borrowable=int(columns.of(least, "num_borrowable_slabs")[0]),
             num_late=-int(columns.of(least, "negated_num_late_slabs")[0]),
         ),
+        storage_has_room=bool(columns.of(least, "storage_has_room")[0]),
     )
 
 

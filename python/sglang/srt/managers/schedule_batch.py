@@ -290,6 +290,7 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     flush: tuple[str, ...] = ()
     storage: tuple[StorageRequest, ...] = ()
     slab_report: SlabReport = SlabReport()
+    storage_has_room: bool = True
 
 
 class ControlReply(msgspec.Struct, frozen=True):

@@ -29,6 +29,7 @@ from sglang.srt.managers.schedule_policy import FETCH_ORDERS, fetch_rank
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import Dropped, FilledRun, MatchResult, Node, is_hole
+from sglang.srt.mem_cache.placement import pages_to_write_ahead
 from sglang.srt.mem_cache.radix import common_len
 from sglang.srt.mem_cache.transfer import (
     D2H,
@@ -176,6 +177,8 @@ class StorageController:
         self.limits: StorageLimits | None = None
         # Whether what it stores comes back changed.
         self.is_lossy = False
+        # Whether it can take more blocks without giving up others.
+        self.has_room = True
         # Host pages that reads are filling, and that writes hold on to.
         self.fetching_pages = 0
         self.storing_pages = 0
@@ -195,6 +198,8 @@ class StorageController:
         self._deadlines: list[tuple[float, str]] = []
         # FETCH operations -> the place of their first block on its path.
         self._fetches: dict[Ticket, int] = {}
+        # What `store_ahead` has looked at, and the tokens that the host had evicted by then.
+        self._num_ahead = self._evicted_before = 0
         # Ends of paths that are to be stored when writes have ended, oldest first.
         self._deferred_stores: dict[int, Node] = {}
         self._tidy_deferred_at = _TIDY_DEFERRED_STORES
@@ -458,6 +463,10 @@ class StorageController:
 
     def store_nodes(self, nodes: list[Node]) -> None:
         """Copies have brought these nodes to the host: store what lacks no page any more."""
+        if not self._stores_late:
+            self._store_ends(nodes)
+
+    def _store_ends(self, nodes: list[Node]) -> None:
         if self.limits is None or self.tree.names.keys is None:
             return
         size, above = self.tree.names.keys.block_tokens, {id(node.parent) for node in nodes}
@@ -469,6 +478,23 @@ class StorageController:
                 for child in list(node.children.values()):
                     if is_ready(child, Tier.HOST):
                         self.store_path(child)
+
+    @property
+    def _stores_late(self) -> bool:
+        """Whether only what leaves memory is stored, so that the capacities of memory and disk add up. The disk gives
+        up first what was stored first; what it still has is not written again."""
+        return not self.has_room and self.controller.write_policy == "auto" and self.tiers == (Tier.DISK,)
+
+    def store_ahead(self, num_pages: int) -> None:
+        """Store what the host gives up next, with num_pages to spare, where storage is full."""
+        if self.limits is None or not self._stores_late:
+            return
+        host, num_evicted = self.controller.tables[Tier.HOST], self.controller.counters["evicted_tokens_host"]
+        num_known = self._num_ahead - (num_evicted - self._evicted_before) // self.tree.page_size
+        num_free = host.num_free + host.counts[FrameState.PENDING_FREE]
+        if wanted := pages_to_write_ahead(num_pages, num_free, num_known):
+            self._store_ends(self.tree.take_to_store(wanted))
+            self._num_ahead, self._evicted_before = wanted, num_evicted
 
     def store_path(self, end: Node) -> None:
         """Write to storage what it is not believed to have of the path to `end`, as far as that is on the host, and

@@ -50,7 +50,7 @@ from sglang.srt.mem_cache.node import (
     path_of,
     root_of,
 )
-from sglang.srt.mem_cache.placement import SPARE, class_of_copy
+from sglang.srt.mem_cache.placement import LAST, SPARE, class_of_copy
 from sglang.srt.mem_cache.radix import PageKey, common_len, join_keys, page_key_of, put_above, trimmed
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, Ticket, Tier
 from sglang.srt.mem_cache.transient_nodes import TransientNodes
@@ -58,7 +58,8 @@ from sglang.srt.mem_cache.tree_checks import check_tree
 from sglang.srt.utils.time_units import NO_LAUNCH, LaunchSeq
 
 _ALIKE_IN_BOTH_HALVES = (
-    *("lock", "hits", "priority", "is_lossy", "last_access", "last_use", "last_stream", "was_copied", "is_next"),
+    *("lock", "hits", "priority", "is_lossy", "last_access", "last_use", "last_stream"),
+    *("was_copied", "is_next", "is_stored_ahead"),
 )
 # Plain integers: looking up a member of an enumeration costs as much as the rest of a line.
 _DEVICE, _PEER, _HOST = int(Tier.DEVICE), int(Tier.PEER), int(Tier.HOST)
@@ -200,7 +201,7 @@ class HiRadixTree:
                 self._evictable[_DEVICE] -= self._evictable_pages(step, _DEVICE)
             step.lock += 1
             step.last_access = launch
-            step.is_next = False
+            step.is_next = step.is_stored_ahead = False
             step = step.parent
         return Receipt(node)
 
@@ -419,6 +420,16 @@ class HiRadixTree:
     def rename_blocks(self, block_keys: BlockKeys | None) -> None:
         """Another storage, or none: forget all names of blocks and what was stored."""
         self.names.rename(block_keys, self.walk())
+
+    def take_to_store(self, num_pages: int) -> list[Node]:
+        """Of what the host gives up next, the nodes that nothing else has and that were not taken since their last
+        use."""
+        nodes = [n for n in self.victims(Tier.HOST, num_pages) if self.class_of(n, Tier.HOST) == LAST]
+        taken = [node for node in nodes if not node.is_stored_ahead]
+        for node in taken:
+            node.is_stored_ahead = True
+            self.names.forget_stored(node)
+        return taken
 
     @staticmethod
     def note_stream(node: Node, launch: LaunchSeq) -> None:

@@ -25,6 +25,7 @@ class Node:
         "id",
         "is_lossy",
         "is_next",
+        "is_stored_ahead",
         "key",
         "last_access",
         "last_stream",
@@ -68,6 +69,8 @@ class Node:
         self.was_copied = False
         # Whether the device gives it up soon, so that copies of it are kept. Ends with the next use.
         self.is_next = False
+        # Whether it was stored since its last use, as the host gives it up soon.
+        self.is_stored_ahead = False
         # The launch at which it was last locked, unlocked or inserted.
         self.last_access = LaunchSeq(0)
         # The last launch that may read the device frames.

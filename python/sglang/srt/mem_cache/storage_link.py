@@ -162,6 +162,12 @@ class StorageLink:
             give_up()
 
     @property
+    def has_room(self) -> bool:
+        """Whether the store can take more blocks without giving up others; a store that does not tell is taken to be
+        without a limit."""
+        return getattr(self.slot.store, "has_room", True)
+
+    @property
     def _is_synchronous(self) -> bool:
         """Whether the scheduler waits for each read and decides nothing meanwhile. A store asks for this to measure
         the benefit of asynchronous fetching (ShadowServe 6.4)."""

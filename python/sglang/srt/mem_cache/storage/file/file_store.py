@@ -122,6 +122,11 @@ class HiCacheFile:
 
     # -- the protocol BlockStore ----------------------------------------------------------------------------------
 
+    @property
+    def has_room(self) -> bool:
+        """Whether another segment is within the limit; True without a limit."""
+        return not self.limit_bytes or self._fits(self._layout.size_bytes(self._layout.num_slots))
+
     def exists(self, keys: Sequence[bytes]) -> int:
         """See BlockStore. What is asked for is soon read, so it counts as used."""
         with self._lock:
