@@ -180,6 +180,8 @@ class SimulatedStorage:
         if op.action in (StorageAction.EXISTS, StorageAction.GET):
             keys = to_bytes(op.keys)
             count = next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
+            if op.action == StorageAction.GET:
+                self._touch(keys[:count])
             return count
         if op.action == StorageAction.CLEAR:
             self.blocks.clear()
