@@ -166,7 +166,7 @@ class HiCacheController:
             if not is_known or not self._is_worth_copying(Tier.HOST, node.start, node.end):
                 continue
             room = self._room(Tier.HOST, self._pages_of(moving))._replace(num_allowed=num_pages)
-            if choose_tier(num_pages, self.tree.rank(node), {Tier.HOST: room}) is None:
+            if choose_tier(num_pages, self.tree.order.rank(node), {Tier.HOST: room}) is None:
                 continue
             if self.make_room(Tier.HOST, self._pages_of([*moving, node]), nodes):
                 moving.append(node)
@@ -354,7 +354,7 @@ class HiCacheController:
         }
         if _is_only_on_device(node):
             rooms = {tier: self._room(tier, self._pages_of(nodes)) for tier, nodes in worth.items()}
-            return choose_tier(len(node.key) // self.tree.page_size, self.tree.rank(node), rooms)
+            return choose_tier(len(node.key) // self.tree.page_size, self.tree.order.rank(node), rooms)
         if Tier.PEER in worth and node.frames[Tier.PEER] is None and node.tickets[Tier.HOST] is None:
             # The host has it: peers are nearer, and get it if they have room to spare.
             num_pages = self._pages_of([*worth[Tier.PEER], node])
@@ -368,7 +368,7 @@ class HiCacheController:
 
     def _gives_up_retired(self, tier: Tier) -> bool:
         """Whether what a tier would give up next is of no use to any request."""
-        node = self.tree.next_of(tier)
+        node = self.tree.order.next_of(tier)
         return node is not None and node.priority == RETIRED_PRIORITY
 
     @property
@@ -376,12 +376,12 @@ class HiCacheController:
         return max(1, int(FIRST_COPYING_RATIO * self.tables[Tier.DEVICE].num_pages))
 
     def _room(self, tier: Tier, num_planned: int) -> Room:
-        node = self.tree.next_of(tier)
+        node = self.tree.order.next_of(tier)
         return Room(
             self.tables[tier].num_free - num_planned,
             self._num_allowed(tier) - num_planned,
-            self.tree.class_of(node, tier) if node is not None else None,
-            self.tree.rank(node) if node is not None else (),
+            self.tree.order.class_of(node, tier) if node is not None else None,
+            self.tree.order.rank(node) if node is not None else (),
         )
 
     def _num_allowed(self, tier: Tier) -> int:

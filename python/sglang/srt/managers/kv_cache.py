@@ -273,7 +273,7 @@ class KVCache:
     def write_ahead(self, num_pages: int) -> None:
         """Copy what the device gives up next, so that it can give up num_pages at once."""
         self.controller.write_ahead(num_pages)
-        self.storage.store_ahead(num_pages)
+        self.storage.writer.store_ahead(num_pages)
 
     def begin_load(self, nodes: list[Node]) -> list[tuple[Ticket, int]]:
         """Load a path of nodes (top first) that are not on the device; there is room. Returns the operations and the
@@ -365,7 +365,7 @@ class KVCache:
             if link == FETCH:
                 self.storage.end_fetch(ticket, count)
             elif link == STORE:
-                self.storage.end_store(ticket, count)
+                self.storage.writer.end(ticket, count)
             elif not administered(ticket, count):
                 self.storage.end_probe(ticket, count, far_counts[i])
         self._link_done[link] = done

@@ -9,7 +9,7 @@ written. Decides when a request need not wait any more. Never reads a clock: the
                                                                  wait for the same operation
     detach, at dispatch, at its deadline or at its end: a fetch that no request waits for is cancelled
 
-    store_path, after each backup: the blocks of the path that storage is not believed to have, a few at a time
+    writer (block_writer.py): what goes from the host to storage
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
-from sglang.srt.managers.cache_controller import HiCacheController, is_ready
+from sglang.srt.managers.block_writer import BlockWriter
+from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.schedule_policy import FETCH_ORDERS, fetch_rank
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState
-from sglang.srt.mem_cache.node import Dropped, FilledRun, MatchResult, Node, is_hole
-from sglang.srt.mem_cache.placement import pages_to_write_ahead
+from sglang.srt.mem_cache.node import Dropped, FilledRun, MatchResult, is_hole
 from sglang.srt.mem_cache.radix import common_len
 from sglang.srt.mem_cache.transfer import (
     D2H,
@@ -52,10 +51,6 @@ STALLING_LINKS = (FETCH, D2H, D2P, P2H)
 PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
 # A medium that does not answer must not keep a request for ever, whatever the policy.
 WAIT_COMPLETE_LIMIT_S = Seconds(60.0)
-# Paths that are to be stored when there is room: the most that are remembered, and when those that have left the tree
-# are looked for.
-_MAX_DEFERRED_STORES = 4096
-_TIDY_DEFERRED_STORES = 64
 
 
 @dataclass(frozen=True)
@@ -177,16 +172,13 @@ class StorageController:
         self.limits: StorageLimits | None = None
         # Whether what it stores comes back changed.
         self.is_lossy = False
-        # Whether it can take more blocks without giving up others.
-        self.has_room = True
-        # Host pages that reads are filling, and that writes hold on to.
+        # Host pages that reads are filling.
         self.fetching_pages = 0
-        self.storing_pages = 0
         self.counters: Counter[str] = Counter()
+        self.writer = BlockWriter(controller, self.counters)
         self._clock = controller.ledger.clock
         self._fetch_begun: Callable[[int, int], None] = lambda seq, num_tokens: None
         self._blocks_worth_fetching: WorthFetching = lambda rid, first, num_blocks, ahead: num_blocks
-        self._is_worth_storing: Callable[[int, int], bool] = lambda start, end: True
         self._prefetches: dict[str, Prefetch] = {}
         self._waiters: dict[Ticket, dict[str, None]] = {}
         # Those that have something to begin, the oldest answer first: too much is on its way, or their prefix is not
@@ -198,12 +190,7 @@ class StorageController:
         self._deadlines: list[tuple[float, str]] = []
         # FETCH operations -> the place of their first block on its path.
         self._fetches: dict[Ticket, int] = {}
-        # What `store_ahead` has looked at, and the tokens that the host had evicted by then.
-        self._num_ahead = self._evicted_before = 0
-        # Ends of paths that are to be stored when writes have ended, oldest first.
-        self._deferred_stores: dict[int, Node] = {}
-        self._tidy_deferred_at = _TIDY_DEFERRED_STORES
-        controller.watch_host(self.store_nodes)
+        controller.watch_host(self.writer.store_nodes)
 
     def consult(
         self,
@@ -215,7 +202,7 @@ class StorageController:
         is_worth_storing: whether tokens [start, end) of a path are; None stores all."""
         self._fetch_begun = fetch_begun
         if is_worth_storing is not None:
-            self._is_worth_storing = is_worth_storing
+            self.writer.is_worth_storing = is_worth_storing
         if blocks_worth_fetching is not None:
             self._blocks_worth_fetching = blocks_worth_fetching
 
@@ -250,13 +237,14 @@ class StorageController:
         self.tree.rename_blocks(block_keys)
         self.limits = limits
         self.is_lossy = is_lossy
+        self.writer.open(limits, is_lossy, self.tiers)
 
     def close(self) -> None:
         """Begin nothing new, and cancel what is on its way."""
         for rid in list(self._prefetches):
             self.detach(rid)
         self.limits = None
-        self._deferred_stores = {}
+        self.writer.close()
         for ticket, op in list(self.ledger.in_flight.items()):
             if ticket.link == FETCH:
                 self._cancel_fetch(ticket)
@@ -440,102 +428,12 @@ class StorageController:
         start, end = min((n.start for n in nodes), default=0), max((n.end for n in nodes), default=0)
         self.counters["prefetched_tokens"] += end - start
         self._save_computed(dropped)
-        self.store_nodes(nodes)
+        self.writer.store_nodes(nodes)
         for node in reversed(nodes):
             if node.parent is not None:
                 self.tree.compact(node, self._clock.done)
         self._tell_waiters(ticket, start, end, whole=count == len(op.keys))
         return start, end
-
-    def end_store(self, ticket: Ticket, count: int) -> None:
-        """The first `count` blocks are stored, on every rank. The others are marked as stored too, until a request
-        misses them and computes them."""
-        op = self.ledger.end(ticket)
-        assert isinstance(op, StorageOp)
-        self.storing_pages -= len(op.frames)
-        block_tokens = len(op.frames) * self.tree.page_size // len(op.keys)
-        self.counters["backuped_tokens"] += count * block_tokens
-        self.counters["storage_backup_failed_tokens"] += (len(op.keys) - count) * block_tokens
-        while self._deferred_stores and self._num_storable_blocks() > 0:
-            node = self._deferred_stores.pop(next(iter(self._deferred_stores)))
-            if node.parent is not None:
-                self.store_path(node)
-
-    def store_nodes(self, nodes: list[Node]) -> None:
-        """Copies have brought these nodes to the host: store what lacks no page any more."""
-        if not self._stores_late:
-            self._store_ends(nodes)
-
-    def _store_ends(self, nodes: list[Node]) -> None:
-        if self.limits is None or self.tree.names.keys is None:
-            return
-        size, above = self.tree.names.keys.block_tokens, {id(node.parent) for node in nodes}
-        for node in nodes:
-            if id(node) not in above:
-                self.store_path(node)
-            if node.end % size:
-                # The last block ends below.
-                for child in list(node.children.values()):
-                    if is_ready(child, Tier.HOST):
-                        self.store_path(child)
-
-    @property
-    def _stores_late(self) -> bool:
-        """Whether only what leaves memory is stored, so that the capacities of memory and disk add up. The disk gives
-        up first what was stored first; what it still has is not written again."""
-        return not self.has_room and self.controller.write_policy == "auto" and self.tiers == (Tier.DISK,)
-
-    def store_ahead(self, num_pages: int) -> None:
-        """Store what the host gives up next, with num_pages to spare, where storage is full."""
-        if self.limits is None or not self._stores_late:
-            return
-        host, num_evicted = self.controller.tables[Tier.HOST], self.controller.counters["evicted_tokens_host"]
-        num_known = self._num_ahead - (num_evicted - self._evicted_before) // self.tree.page_size
-        num_free = host.num_free + host.counts[FrameState.PENDING_FREE]
-        if wanted := pages_to_write_ahead(num_pages, num_free, num_known):
-            self._store_ends(self.tree.take_to_store(wanted))
-            self._num_ahead, self._evicted_before = wanted, num_evicted
-
-    def store_path(self, end: Node) -> None:
-        """Write to storage what it is not believed to have of the path to `end`, as far as that is on the host, and
-        exact if storage is: lossy KV is never written under a name that promises exact bytes."""
-        if self.limits is None:
-            return
-        tree, page = self.tree, self.tree.page_size
-        path = tree.path_of(end)
-        if not self.is_lossy:
-            path = list(takewhile(lambda node: not node.is_lossy, path))
-        while path and not is_ready(path[-1], Tier.HOST):
-            path.pop()
-        if not path:
-            return
-        end = path[-1]
-        tree.names.name_path(end)
-        first = next((i for i, n in enumerate(path) if n.stored is not None and not n.stored.all()), None)
-        if first is None:
-            return
-        assert tree.names.keys is not None
-        size = tree.names.keys.block_tokens
-        # The first block may begin in a node above.
-        begin, top = path[first].start // size * size, first
-        while path[top].start > begin:
-            top -= 1
-        keys = np.concatenate([n.block_keys for n in path[first:]])  # type: ignore[misc]
-        stored = np.concatenate([n.stored for n in path[first:]])  # type: ignore[misc]
-        by_page = np.concatenate([_host_frames(n, page) for n in path[top:]])[(begin - path[top].start) // page :]
-        frames = by_page[: len(keys) * (size // page)].reshape(len(keys), size // page)
-        lacking = np.flatnonzero(~stored & (frames >= 0).all(axis=1))
-        if not self._is_worth_storing(begin, end.end):
-            # One operation at a time shows when storage has become faster.
-            lacking = lacking[: 0 if self.storing_pages else self.limits.blocks_per_op]
-        if (room := self._num_storable_blocks()) < len(lacking):
-            self._defer_store(end)
-            lacking = lacking[: max(0, room)]
-        for i in range(0, len(lacking), self.limits.blocks_per_op):
-            blocks = lacking[i : i + self.limits.blocks_per_op]
-            self.ledger.begin_storage_op(STORE, StorageAction.SET, keys[blocks], frames[blocks].ravel())
-            self.storing_pages += frames[blocks].size
-        tree.names.mark_stored(path[first:], lacking)
 
     def state(self) -> dict[str, Any] | None:
         """What `GET /hicache/state` shows; None if nothing is attached."""
@@ -551,7 +449,7 @@ class StorageController:
             "block_tokens": setup.block_tokens,
             "fetching_tokens": self.fetching_pages * page,
             "fetching_limit_tokens": setup.limits.max_fetch_pages * page,
-            "storing_tokens": self.storing_pages * page,
+            "storing_tokens": self.writer.storing_pages * page,
             "storing_limit_tokens": setup.limits.max_store_pages * page,
         }
 
@@ -561,7 +459,7 @@ class StorageController:
         for ticket, op in self.ledger.in_flight.items():
             if isinstance(op, StorageOp):
                 by_link[ticket.link] += len(op.frames)
-        assert by_link == {PROBE: 0, FETCH: self.fetching_pages, STORE: self.storing_pages}
+        assert by_link == {PROBE: 0, FETCH: self.fetching_pages, STORE: self.writer.storing_pages}
         assert self._fetches.keys() == {t for t in self.ledger.in_flight if t.link == FETCH}
 
     def check_invariants(self) -> None:
@@ -613,25 +511,6 @@ class StorageController:
         in_flight = len(self._fetches)
         fits = self.fetching_pages + num_pages <= self.limits.max_fetch_pages
         return not in_flight or (fits and in_flight < self.limits.fetch_window_ops)
-
-    def _num_storable_blocks(self) -> int:
-        """Blocks that may be handed to storage now."""
-        if self.limits is None or self.tree.names.keys is None:
-            return 0
-        pages_per_block = self.tree.names.keys.block_tokens // self.tree.page_size
-        return (self.limits.max_store_pages - self.storing_pages) // pages_per_block
-
-    def _defer_store(self, end: Node) -> None:
-        deferred = self._deferred_stores
-        if end.id not in deferred and len(deferred) >= self._tidy_deferred_at:
-            # Nodes that have left the tree keep their tokens alive.
-            for gone in [i for i, n in deferred.items() if n.parent is None]:
-                del deferred[gone]
-            if len(deferred) >= _MAX_DEFERRED_STORES:
-                del deferred[next(iter(deferred))]
-                self.counters["storage_backup_dropped_paths"] += 1
-            self._tidy_deferred_at = min(2 * len(deferred) + _TIDY_DEFERRED_STORES, _MAX_DEFERRED_STORES)
-        deferred[end.id] = end
 
     def _rank(self, rid: str) -> int:
         prefetch = self._prefetches[rid]
@@ -729,11 +608,3 @@ class StorageController:
                 else:
                     self.ledger.cancel(ticket)
         prefetch.probe, prefetch.end, prefetch.tickets = None, 0, {}
-
-
-def _host_frames(node: Node, page_size: int) -> np.ndarray:
-    """(pages of the node,) int32; -1 for each if the host does not have it."""
-    frames = node.frames[Tier.HOST]
-    if frames is None or not is_ready(node, Tier.HOST):
-        return np.full(len(node.key) // page_size, -1, np.int32)
-    return frames

@@ -27,15 +27,14 @@ storage knows them, are in block_names.py; what requests are about to compute is
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Container, Iterable, Iterator
-from functools import partial
 
 import numpy as np
 
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.block_names import BlockNames
-from sglang.srt.mem_cache.eviction import EVICTION_POLICIES, RETIRED_PRIORITY, EvictionHeap, Rank
+from sglang.srt.mem_cache.eviction import EVICTION_POLICIES, RETIRED_PRIORITY
+from sglang.srt.mem_cache.eviction_order import EvictionOrder
 from sglang.srt.mem_cache.node import (
     NUM_TIERS,
     Dropped,
@@ -50,7 +49,7 @@ from sglang.srt.mem_cache.node import (
     path_of,
     root_of,
 )
-from sglang.srt.mem_cache.placement import LAST, SPARE, class_of_copy
+from sglang.srt.mem_cache.placement import LAST
 from sglang.srt.mem_cache.radix import PageKey, common_len, join_keys, page_key_of, put_above, trimmed
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, Ticket, Tier
 from sglang.srt.mem_cache.transient_nodes import TransientNodes
@@ -80,13 +79,10 @@ class HiRadixTree:
         self._by_ticket: dict[Ticket, list[Node]] = {}
         self._evictable = [0] * NUM_TIERS
         self._resident = [0] * NUM_TIERS
-        self._rank: Callable[[Node], Rank] = EVICTION_POLICIES[eviction_policy]
-        self._adds_up = False
+        # What each tier gives up next.
+        self.order = EvictionOrder(EVICTION_POLICIES[eviction_policy], page_size, self.split)
         self._changed: Callable[[Node], None] = lambda node: None
         self._grown: Callable[[int | str, PageKey], None] = lambda parent, page: None
-        self._heaps = [
-            EvictionHeap(partial(self._is_evictable, tier=t), partial(self._rank_on, tier=t)) for t in FRAME_TIERS
-        ]
 
     def watch(self, changed: Callable[[Node], None], grown: Callable[[int | str, PageKey], None]) -> None:
         """Have every change told that could make a match come out differently. changed: a node got or lost a tier,
@@ -417,6 +413,15 @@ class HiRadixTree:
             for tier in FRAME_TIERS:
                 self._offer(node, tier)
 
+    def set_placement(self, adds_up: bool) -> None:
+        """adds_up: see `EvictionOrder`."""
+        if adds_up == self.order.adds_up:
+            return
+        self.order.adds_up = adds_up
+        for node in self.walk():
+            self._offer(node, Tier.PEER)
+            self._offer(node, Tier.HOST)
+
     def rename_blocks(self, block_keys: BlockKeys | None) -> None:
         """Another storage, or none: forget all names of blocks and what was stored."""
         self.names.rename(block_keys, self.walk())
@@ -424,7 +429,7 @@ class HiRadixTree:
     def take_to_store(self, num_pages: int) -> list[Node]:
         """Of what the host gives up next, the nodes that nothing else has and that were not taken since their last
         use."""
-        nodes = [n for n in self.victims(Tier.HOST, num_pages) if self.class_of(n, Tier.HOST) == LAST]
+        nodes = [n for n in self.victims(Tier.HOST, num_pages) if self.order.class_of(n, Tier.HOST) == LAST]
         taken = [node for node in nodes if not node.is_stored_ahead]
         for node in taken:
             node.is_stored_ahead = True
@@ -440,51 +445,8 @@ class HiRadixTree:
     # -- shrinking ----------------------------------------------------------------------------------------------
 
     def victims(self, tier: Tier, num_pages: int, kept: Container[int] = ()) -> list[Node]:
-        """The nodes that a tier would give up next, in the order of `_rank_on`, until they have num_pages or none is
-        left. All stay where they are; `give_up` takes them off in this order.
-
-        The last one is split if a part of it is enough. kept: ids of nodes that are no victims.
-        """
-        heap = self._heaps[tier]
-        found: list[Node] = []
-        popped: dict[int, Node] = {}
-        # Nodes that become candidates when the victims below them are gone.
-        uncovered: list[tuple[Rank, int, Node]] = []
-        # By the id of a node: children in the way.
-        in_the_way: dict[int, int] = {}
-        top: Node | None = None
-        while num_pages > 0:
-            while top is None and (node := heap.pop()) is not None:
-                if node.id not in popped:
-                    popped[node.id] = node
-                    top = node if node.id not in kept else None
-            if uncovered and (top is None or uncovered[0][:2] < (self._rank_on(top, tier), top.id)):
-                node = heapq.heappop(uncovered)[2]
-            elif top is not None:
-                node, top = top, None
-            else:
-                break
-            n = len(node.key) // self.page_size
-            if n > num_pages:
-                self.split(node, (n - num_pages) * self.page_size)
-                n = num_pages
-            num_pages -= n
-            found.append(node)
-            if tier != Tier.DEVICE and self._is_elsewhere(node, tier):
-                continue  # it stays in the tree
-            above = node.parent
-            while above is not None:
-                before = above.num_device_children if tier == Tier.DEVICE else len(above.children)
-                in_the_way[above.id] = left = in_the_way.get(above.id, before) - 1
-                if left or not is_hole(above):
-                    break
-                above = above.parent  # the hole leaves the tree with the last node below it
-            if above is None or left or above.id in kept or self._is_evictable(above, tier):
-                continue
-            if self._is_free_to_go(above, tier):
-                heapq.heappush(uncovered, (self._rank_on(above, tier), above.id, above))
-        heap.put_back(popped.values())
-        return found
+        """See `EvictionOrder.victims`. All stay where they are; `give_up` takes them off in this order."""
+        return self.order.victims(tier, num_pages, kept)
 
     def give_up(self, nodes: Iterable[Node], tier: Tier) -> Dropped:
         """Take victims off a tier."""
@@ -688,79 +650,9 @@ class HiRadixTree:
             return 0
         return len(frames)
 
-    def _is_evictable(self, node: Node, tier: int) -> bool:
-        """Policy leaves no holes: what is below a node keeps it on its last tier. Of the device the leaves go."""
-        if not self._is_free_to_go(node, tier):
-            return False
-        if tier == _DEVICE:
-            return node.num_device_children == 0
-        return not node.children or self._is_elsewhere(node, tier)
-
-    @staticmethod
-    def _is_free_to_go(node: Node, tier: int) -> bool:
-        """Whether a tier may give the node up, as far as its children permit. The source of a load stays where it is:
-        while the load is in flight, else its failure could not be told from eviction, and from the lock of its path
-        on, while room is made for it."""
-        return (
-            node.parent is not None
-            and node.frames[tier] is not None
-            and node.tickets[tier] is None
-            and (
-                node.lock == 0
-                if tier == _DEVICE
-                else node.tickets[_DEVICE] is None and (node.lock == 0 or node.frames[_DEVICE] is not None)
-            )
-        )
-
-    @staticmethod
-    def _is_elsewhere(node: Node, tier: int) -> bool:
-        """Whether another tier has the node, or is about to."""
-        return any([node.frames[t] is not None for t in FRAME_TIERS if t != tier])
-
-    def _rank_on(self, node: Node, tier: int) -> Rank:
-        """What goes first of a tier: the smallest. Of equals the deepest."""
-        is_alive = int(node.priority != RETIRED_PRIORITY)
-        by_policy = (*self._rank(node), -node.start)
-        if tier == _DEVICE:
-            return is_alive, *by_policy
-        if self._adds_up:
-            copy = self.class_of(node, tier)
-            # Of what the device has, that which it keeps longest.
-            return (is_alive, copy, -node.last_access) if copy == SPARE else (is_alive, copy, *by_policy)
-        if tier != _PEER:
-            return is_alive, *by_policy
-        # Peers hold what the device has no room for. The host holds all, where pages are written once.
-        return int(node.frames[_DEVICE] is None) * is_alive, is_alive, *by_policy
-
-    @staticmethod
-    def class_of(node: Node, tier: int) -> int:
-        """See `class_of_copy`."""
-        ready = [frames is not None and ticket is None for frames, ticket in zip(node.frames, node.tickets)]
-        on_peer = tier == _HOST and ready[_PEER]
-        is_next = node.is_next and not on_peer
-        return class_of_copy(ready[_DEVICE] or on_peer, tier == _PEER and ready[_HOST], is_next)
-
-    def next_of(self, tier: Tier) -> Node | None:
-        """The node that a tier would give up next."""
-        return self._heaps[tier].peek()
-
-    def rank(self, node: Node) -> Rank:
-        """By the eviction policy, whatever the tier: the least goes first."""
-        return *self._rank(node), -node.start
-
-    def set_placement(self, adds_up: bool) -> None:
-        """adds_up: whether peers and host first give up copies of what nearer tiers have, see placement.py."""
-        if adds_up == self._adds_up:
-            return
-        self._adds_up = adds_up
-        for node in self.walk():
-            self._offer(node, Tier.PEER)
-            self._offer(node, Tier.HOST)
-
     def _offer(self, node: Node, tier: int) -> None:
         """Enter a node among the candidates for eviction, if it is one; also when its rank has fallen."""
-        if self._is_evictable(node, tier):
-            self._heaps[tier].offer(node, self.num_nodes)
+        self.order.offer(node, tier, self.num_nodes)
 
     def _is_settled(self, node: Node, done: int) -> bool:
         return all(t is None for t in node.tickets) and all(f < done for f in node.fences)

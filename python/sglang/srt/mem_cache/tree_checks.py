@@ -35,12 +35,12 @@ def check_tree(tree: HiRadixTree) -> None:
     assert num_nodes == tree.num_nodes
     assert resident == tree._resident, f"resident {tree._resident}, by walk {resident}"
     assert evictable == tree._evictable, f"evictable {tree._evictable}, by walk {evictable}"
-    listed = {t: {n.id for n in nodes} for t, nodes in tree._by_ticket.items()}
-    assert filling == listed, "tickets on nodes differ from the register"
+    registered = {t: {n.id for n in nodes} for t, nodes in tree._by_ticket.items()}
+    assert filling == registered, "tickets on nodes differ from the register"
     for tier in FRAME_TIERS:
-        ranks = tree._heaps[tier].ranks()
+        listed = tree.order.listed(tier)
         for node in tree.walk():
-            assert node.id in ranks or not tree._is_evictable(node, tier), f"{node} can never be evicted"
+            assert node.id in listed or not tree.order.is_evictable(node, tier), f"{node} can never be evicted"
 
 
 def check_locks(tree: HiRadixTree, receipts: Iterable[Receipt]) -> None:

@@ -1,0 +1,188 @@
+"""`BlockWriter`: what of the host goes to storage, and when.
+
+Owns the writes in flight and the paths that wait for room. Everything goes through the host: `store_nodes` is called
+when a copy has brought nodes there, `store_ahead` in every step.
+
+    storage has room     what comes to the host is stored at once
+    the disk is full     with the policy auto, what the host gives up next is stored, so that memory and disk hold
+                         different blocks
+
+Blocks are written a few at a time. Lossy KV is never written under a name that promises exact bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sglang.srt.managers.cache_controller import HiCacheController, is_ready
+from sglang.srt.mem_cache.frame_table import FrameState
+from sglang.srt.mem_cache.node import Node
+from sglang.srt.mem_cache.placement import pages_to_write_ahead
+from sglang.srt.mem_cache.transfer import STORE, StorageAction, StorageOp, Ticket, Tier
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.storage_controller import StorageLimits
+
+# Paths that are to be stored when there is room: the most that are remembered, and when those that have left the tree
+# are looked for.
+_MAX_DEFERRED_STORES = 4096
+_TIDY_DEFERRED_STORES = 64
+
+
+class BlockWriter:
+    """counters: takes what is counted."""
+
+    def __init__(self, controller: HiCacheController, counters: Counter[str]) -> None:
+        self.controller = controller
+        self.ledger = controller.ledger
+        self.tree = controller.tree
+        self.counters = counters
+        # None while no storage is attached, or is being emptied or detached.
+        self.limits: StorageLimits | None = None
+        # Whether what storage returns is changed.
+        self.is_lossy = False
+        # Of storage.
+        self.tiers: tuple[Tier, ...] = ()
+        # Whether storage can take more blocks without giving up others.
+        self.has_room = True
+        # Host pages that writes hold on to.
+        self.storing_pages = 0
+        # Whether tokens [start, end) of a path are worth it.
+        self.is_worth_storing: Callable[[int, int], bool] = lambda start, end: True
+        # What `store_ahead` has looked at, and the tokens that the host had evicted by then.
+        self._num_ahead = self._evicted_before = 0
+        # Ends of paths that are to be stored when writes have ended, oldest first.
+        self._deferred: dict[int, Node] = {}
+        self._tidy_at = _TIDY_DEFERRED_STORES
+
+    def open(self, limits: StorageLimits | None, is_lossy: bool, tiers: tuple[Tier, ...]) -> None:
+        """Storage was attached, emptied or detached."""
+        self.limits, self.is_lossy, self.tiers = limits, is_lossy, tiers
+
+    def close(self) -> None:
+        """Begin nothing new."""
+        self.limits, self._deferred = None, {}
+
+    def end(self, ticket: Ticket, count: int) -> None:
+        """The first `count` blocks are stored, on every rank. The others are marked as stored too, until a request
+        misses them and computes them."""
+        op = self.ledger.end(ticket)
+        assert isinstance(op, StorageOp)
+        self.storing_pages -= len(op.frames)
+        block_tokens = len(op.frames) * self.tree.page_size // len(op.keys)
+        self.counters["backuped_tokens"] += count * block_tokens
+        self.counters["storage_backup_failed_tokens"] += (len(op.keys) - count) * block_tokens
+        while self._deferred and self._num_storable_blocks() > 0:
+            node = self._deferred.pop(next(iter(self._deferred)))
+            if node.parent is not None:
+                self.store_path(node)
+
+    def store_nodes(self, nodes: list[Node]) -> None:
+        """Copies have brought these nodes to the host: store what lacks no page any more."""
+        if not self._stores_late:
+            self._store_ends(nodes)
+
+    def _store_ends(self, nodes: list[Node]) -> None:
+        if self.limits is None or self.tree.names.keys is None:
+            return
+        size, above = self.tree.names.keys.block_tokens, {id(node.parent) for node in nodes}
+        for node in nodes:
+            if id(node) not in above:
+                self.store_path(node)
+            if node.end % size:
+                # The last block ends below.
+                for child in list(node.children.values()):
+                    if is_ready(child, Tier.HOST):
+                        self.store_path(child)
+
+    @property
+    def _stores_late(self) -> bool:
+        """Whether only what leaves memory is stored, so that the capacities of memory and disk add up. The disk gives
+        up first what was stored first; what it still has is not written again."""
+        return not self.has_room and self.controller.write_policy == "auto" and self.tiers == (Tier.DISK,)
+
+    def store_ahead(self, num_pages: int) -> None:
+        """Store what the host gives up next, with num_pages to spare, where storage is full."""
+        if self.limits is None or not self._stores_late:
+            return
+        host, num_evicted = self.controller.tables[Tier.HOST], self.controller.counters["evicted_tokens_host"]
+        num_known = self._num_ahead - (num_evicted - self._evicted_before) // self.tree.page_size
+        num_free = host.num_free + host.counts[FrameState.PENDING_FREE]
+        if wanted := pages_to_write_ahead(num_pages, num_free, num_known):
+            self._store_ends(self.tree.take_to_store(wanted))
+            self._num_ahead, self._evicted_before = wanted, num_evicted
+
+    def store_path(self, end: Node) -> None:
+        """Write to storage what it is not believed to have of the path to `end`, as far as that is on the host, and
+        exact if storage is: lossy KV is never written under a name that promises exact bytes."""
+        if self.limits is None:
+            return
+        tree, page = self.tree, self.tree.page_size
+        path = tree.path_of(end)
+        if not self.is_lossy:
+            path = list(takewhile(lambda node: not node.is_lossy, path))
+        while path and not is_ready(path[-1], Tier.HOST):
+            path.pop()
+        if not path:
+            return
+        end = path[-1]
+        tree.names.name_path(end)
+        first = next((i for i, n in enumerate(path) if n.stored is not None and not n.stored.all()), None)
+        if first is None:
+            return
+        assert tree.names.keys is not None
+        size = tree.names.keys.block_tokens
+        # The first block may begin in a node above.
+        begin, top = path[first].start // size * size, first
+        while path[top].start > begin:
+            top -= 1
+        keys = np.concatenate([n.block_keys for n in path[first:]])  # type: ignore[misc]
+        stored = np.concatenate([n.stored for n in path[first:]])  # type: ignore[misc]
+        by_page = np.concatenate([_host_frames(n, page) for n in path[top:]])[(begin - path[top].start) // page :]
+        frames = by_page[: len(keys) * (size // page)].reshape(len(keys), size // page)
+        lacking = np.flatnonzero(~stored & (frames >= 0).all(axis=1))
+        if not self.is_worth_storing(begin, end.end):
+            # One operation at a time shows when storage has become faster.
+            lacking = lacking[: 0 if self.storing_pages else self.limits.blocks_per_op]
+        if (room := self._num_storable_blocks()) < len(lacking):
+            self._defer_store(end)
+            lacking = lacking[: max(0, room)]
+        for i in range(0, len(lacking), self.limits.blocks_per_op):
+            blocks = lacking[i : i + self.limits.blocks_per_op]
+            self.ledger.begin_storage_op(STORE, StorageAction.SET, keys[blocks], frames[blocks].ravel())
+            self.storing_pages += frames[blocks].size
+        tree.names.mark_stored(path[first:], lacking)
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _num_storable_blocks(self) -> int:
+        """Blocks that may be handed to storage now."""
+        if self.limits is None or self.tree.names.keys is None:
+            return 0
+        pages_per_block = self.tree.names.keys.block_tokens // self.tree.page_size
+        return (self.limits.max_store_pages - self.storing_pages) // pages_per_block
+
+    def _defer_store(self, end: Node) -> None:
+        deferred = self._deferred
+        if end.id not in deferred and len(deferred) >= self._tidy_at:
+            # Nodes that have left the tree keep their tokens alive.
+            for gone in [i for i, n in deferred.items() if n.parent is None]:
+                del deferred[gone]
+            if len(deferred) >= _MAX_DEFERRED_STORES:
+                del deferred[next(iter(deferred))]
+                self.counters["storage_backup_dropped_paths"] += 1
+            self._tidy_at = min(2 * len(deferred) + _TIDY_DEFERRED_STORES, _MAX_DEFERRED_STORES)
+        deferred[end.id] = end
+
+
+def _host_frames(node: Node, page_size: int) -> np.ndarray:
+    """(pages of the node,) int32; -1 for each if the host does not have it."""
+    frames = node.frames[Tier.HOST]
+    if frames is None or not is_ready(node, Tier.HOST):
+        return np.full(len(node.key) // page_size, -1, np.int32)
+    return frames

@@ -1,0 +1,211 @@
+"""`EvictionOrder`: what each tier gives up next; `EvictionHeap`: the candidates of one tier as a lazy heap.
+
+Takes no node off a tier, see hiradix_tree.py. Policy leaves no holes: what is below a node keeps it on its last tier.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Container, Iterable
+from functools import partial
+
+from sglang.srt.mem_cache.eviction import RETIRED_PRIORITY, Rank
+from sglang.srt.mem_cache.node import Node, is_hole
+from sglang.srt.mem_cache.placement import SPARE, class_of_copy
+from sglang.srt.mem_cache.transfer import FRAME_TIERS, Tier
+
+# Plain integers: looking up a member of an enumeration costs as much as the rest of a line.
+_DEVICE, _PEER, _HOST = int(Tier.DEVICE), int(Tier.PEER), int(Tier.HOST)
+
+
+class EvictionHeap:
+    """The candidates of one tier. Entries go stale freely: `pop` checks them. But a node whose rank falls must be
+    offered again, else `pop` comes to it too late.
+
+    is_candidate: whether a node can be given up now. rank: what goes first, the least.
+    """
+
+    def __init__(self, is_candidate: Callable[[Node], bool], rank: Callable[[Node], Rank]) -> None:
+        self._is_candidate = is_candidate
+        self._rank = rank
+        self._entries: list[tuple[Rank, int, Node]] = []
+
+    def offer(self, node: Node, num_nodes: int) -> None:
+        """Enter a candidate. num_nodes: of the tree, which bounds the stale entries."""
+        heapq.heappush(self._entries, (self._rank(node), node.id, node))
+        if len(self._entries) > 64 + 4 * num_nodes:
+            best = {n.id: n for _, _, n in self._entries if self._is_candidate(n)}
+            self._entries = [(self._rank(n), n.id, n) for n in best.values()]
+            heapq.heapify(self._entries)
+
+    def pop(self) -> Node | None:
+        """Take out the candidate that goes first; None if there is none."""
+        while self._entries:
+            entry = heapq.heappop(self._entries)
+            node = entry[2]
+            if not self._is_candidate(node):
+                continue
+            if entry[0] == (rank := self._rank(node)):
+                return node
+            heapq.heappush(self._entries, (rank, node.id, node))
+        return None
+
+    def peek(self) -> Node | None:
+        """The candidate that goes first; None if there is none."""
+        node = self.pop()
+        if node is not None:
+            heapq.heappush(self._entries, (self._rank(node), node.id, node))
+        return node
+
+    def put_back(self, nodes: Iterable[Node]) -> None:
+        """Nodes that were popped and are kept."""
+        for node in nodes:
+            heapq.heappush(self._entries, (self._rank(node), node.id, node))
+
+    def ranks(self) -> dict[int, list[Rank]]:
+        """By the id of their node, those of all entries; for checks."""
+        found: dict[int, list[Rank]] = {}
+        for rank, node_id, _ in self._entries:
+            found.setdefault(node_id, []).append(rank)
+        return found
+
+
+class EvictionOrder:
+    """What each tier gives up next. Owns the candidates of all tiers.
+
+    policy: of `EVICTION_POLICIES`. split: the tree's, which cuts a node behind so many tokens. adds_up: whether peers
+    and host first give up copies of what nearer tiers have, see placement.py.
+    """
+
+    def __init__(
+        self,
+        policy: Callable[[Node], Rank],
+        page_size: int,
+        split: Callable[[Node, int], Node],
+        adds_up: bool = False,
+    ) -> None:
+        self.adds_up = adds_up
+        self._policy = policy
+        self._page_size = page_size
+        self._split = split
+        self._heaps = [
+            EvictionHeap(partial(self.is_evictable, tier=tier), partial(self.rank_on, tier=tier))
+            for tier in FRAME_TIERS
+        ]
+
+    def offer(self, node: Node, tier: int, num_nodes: int) -> None:
+        """Enter a node among a tier's candidates, if it is one; also when its rank has fallen. num_nodes: of the
+        tree."""
+        if self.is_evictable(node, tier):
+            self._heaps[tier].offer(node, num_nodes)
+
+    def listed(self, tier: int) -> set[int]:
+        """Ids of the nodes that are entered for a tier; for checks."""
+        return set(self._heaps[tier].ranks())
+
+    def victims(self, tier: Tier, num_pages: int, kept: Container[int] = ()) -> list[Node]:
+        """The nodes that a tier would give up next, in the order of `rank_on`, until they have num_pages or none is
+        left. Changes nothing but this: the last one is split if a part of it is enough.
+
+        kept: ids of nodes that are no victims.
+        """
+        heap = self._heaps[tier]
+        found: list[Node] = []
+        popped: dict[int, Node] = {}
+        # Nodes that become candidates when the victims below them are gone.
+        uncovered: list[tuple[Rank, int, Node]] = []
+        # By the id of a node: children in the way.
+        in_the_way: dict[int, int] = {}
+        top: Node | None = None
+        while num_pages > 0:
+            while top is None and (node := heap.pop()) is not None:
+                if node.id not in popped:
+                    popped[node.id] = node
+                    top = node if node.id not in kept else None
+            if uncovered and (top is None or uncovered[0][:2] < (self.rank_on(top, tier), top.id)):
+                node = heapq.heappop(uncovered)[2]
+            elif top is not None:
+                node, top = top, None
+            else:
+                break
+            n = len(node.key) // self._page_size
+            if n > num_pages:
+                self._split(node, (n - num_pages) * self._page_size)
+                n = num_pages
+            num_pages -= n
+            found.append(node)
+            if tier != Tier.DEVICE and self._is_elsewhere(node, tier):
+                continue  # it stays in the tree
+            above = node.parent
+            while above is not None:
+                before = above.num_device_children if tier == Tier.DEVICE else len(above.children)
+                in_the_way[above.id] = left = in_the_way.get(above.id, before) - 1
+                if left or not is_hole(above):
+                    break
+                above = above.parent  # the hole leaves the tree with the last node below it
+            if above is None or left or above.id in kept or self.is_evictable(above, tier):
+                continue
+            if self._is_free_to_go(above, tier):
+                heapq.heappush(uncovered, (self.rank_on(above, tier), above.id, above))
+        heap.put_back(popped.values())
+        return found
+
+    def is_evictable(self, node: Node, tier: int) -> bool:
+        """Policy leaves no holes: what is below a node keeps it on its last tier. Of the device the leaves go."""
+        if not self._is_free_to_go(node, tier):
+            return False
+        if tier == _DEVICE:
+            return node.num_device_children == 0
+        return not node.children or self._is_elsewhere(node, tier)
+
+    @staticmethod
+    def _is_free_to_go(node: Node, tier: int) -> bool:
+        """Whether a tier may give the node up, as far as its children permit. The source of a load stays where it is:
+        while the load is in flight, else its failure could not be told from eviction, and from the lock of its path
+        on, while room is made for it."""
+        return (
+            node.parent is not None
+            and node.frames[tier] is not None
+            and node.tickets[tier] is None
+            and (
+                node.lock == 0
+                if tier == _DEVICE
+                else node.tickets[_DEVICE] is None and (node.lock == 0 or node.frames[_DEVICE] is not None)
+            )
+        )
+
+    @staticmethod
+    def _is_elsewhere(node: Node, tier: int) -> bool:
+        """Whether another tier has the node, or is about to."""
+        return any([node.frames[t] is not None for t in FRAME_TIERS if t != tier])
+
+    def rank_on(self, node: Node, tier: int) -> Rank:
+        """What goes first of a tier: the smallest. Of equals the deepest."""
+        is_alive = int(node.priority != RETIRED_PRIORITY)
+        by_policy = (*self._policy(node), -node.start)
+        if tier == _DEVICE:
+            return is_alive, *by_policy
+        if self.adds_up:
+            copy = self.class_of(node, tier)
+            # Of what the device has, that which it keeps longest.
+            return (is_alive, copy, -node.last_access) if copy == SPARE else (is_alive, copy, *by_policy)
+        if tier != _PEER:
+            return is_alive, *by_policy
+        # Peers hold what the device has no room for. The host holds all, where pages are written once.
+        return int(node.frames[_DEVICE] is None) * is_alive, is_alive, *by_policy
+
+    @staticmethod
+    def class_of(node: Node, tier: int) -> int:
+        """See `class_of_copy`."""
+        ready = [frames is not None and ticket is None for frames, ticket in zip(node.frames, node.tickets)]
+        on_peer = tier == _HOST and ready[_PEER]
+        is_next = node.is_next and not on_peer
+        return class_of_copy(ready[_DEVICE] or on_peer, tier == _PEER and ready[_HOST], is_next)
+
+    def next_of(self, tier: Tier) -> Node | None:
+        """The node that a tier would give up next."""
+        return self._heaps[tier].peek()
+
+    def rank(self, node: Node) -> Rank:
+        """By the eviction policy, whatever the tier: the least goes first."""
+        return *self._policy(node), -node.start
