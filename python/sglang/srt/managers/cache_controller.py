@@ -55,6 +55,10 @@ class HiCacheController:
         self.counters: Counter[str] = Counter()
         self._clock = ledger.clock
         self._to_compact: list[Node] = []
+        # Whether storage is attached, to which everything comes through the host.
+        self.feeds_storage = False
+        # Of what peers give up next, pages that were looked at, and the tokens that they had given up by then.
+        self._num_moved_ahead = self._evicted_from_peers = 0
         # Links from the device that take far longer than expected.
         self.late_links: frozenset[str] = frozenset()
         # Of what the device gives up next, pages that were looked at already, see `write_ahead`.
@@ -166,7 +170,8 @@ class HiCacheController:
             if not is_known or not self._is_worth_copying(Tier.HOST, node.start, node.end):
                 continue
             room = self._room(Tier.HOST, self._pages_of(moving))._replace(num_allowed=num_pages)
-            if choose_tier(num_pages, self.tree.order.rank(node), {Tier.HOST: room}) is None:
+            goes = choose_tier(num_pages, self.tree.order.rank(node), {Tier.HOST: room}) is not None
+            if not (goes or self.feeds_storage):
                 continue
             if self.make_room(Tier.HOST, self._pages_of([*moving, node]), nodes):
                 moving.append(node)
@@ -298,6 +303,21 @@ class HiCacheController:
             nodes = self.tree.victims(Tier.DEVICE, wanted)
             nodes = self._copy_before_eviction(nodes, is_ahead=True)
             self._num_ahead = self._pages_of(nodes)
+        if self.feeds_storage and Tier.PEER in self.tables:
+            self._move_ahead(num_pages)
+
+    def _move_ahead(self, num_pages: int) -> None:
+        """Copy to the host what peers give up next, as storage is fed from there."""
+        peers, num_evicted = self.tables[Tier.PEER], self.counters["evicted_tokens_peer"]
+        num_known = self._num_moved_ahead - (num_evicted - self._evicted_from_peers) // self.tree.page_size
+        wanted = pages_to_write_ahead(num_pages, peers.num_free + peers.counts[FrameState.PENDING_FREE], num_known)
+        if not wanted:
+            return
+        nodes = [n for n in self.tree.victims(Tier.PEER, wanted) if n.frames[Tier.DEVICE] is None]
+        for node in nodes:
+            node.is_next = True
+        self.move_to_host(nodes)
+        self._num_moved_ahead, self._evicted_from_peers = wanted, num_evicted
 
     def _save(self, victims: list[Node]) -> list[Node]:
         """Copy what the device is about to give up, as the write policy has it. No copy of one victim is given up for

@@ -238,6 +238,7 @@ class StorageController:
         self.limits = limits
         self.is_lossy = is_lossy
         self.writer.open(limits, is_lossy, self.tiers)
+        self.controller.feeds_storage = limits is not None
 
     def close(self) -> None:
         """Begin nothing new, and cancel what is on its way."""

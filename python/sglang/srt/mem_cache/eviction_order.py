@@ -199,7 +199,7 @@ class EvictionOrder:
         """See `class_of_copy`."""
         ready = [frames is not None and ticket is None for frames, ticket in zip(node.frames, node.tickets)]
         on_peer = tier == _HOST and ready[_PEER]
-        is_next = node.is_next and not on_peer
+        is_next = node.is_next and not (on_peer and ready[_DEVICE])
         return class_of_copy(ready[_DEVICE] or on_peer, tier == _PEER and ready[_HOST], is_next)
 
     def next_of(self, tier: Tier) -> Node | None:
