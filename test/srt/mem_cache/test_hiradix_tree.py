@@ -498,18 +498,19 @@ def test_evict_leaves_locked_paths():
     assert cached(tree.evict(DEVICE, 10)) == [([0, 1], 4)]
 
 
-def test_evict_keeps_the_path_to_keep():
+def test_evict_leaves_kept_nodes():
     tree = HiRadixTree(1)
     top = insert(tree, "ab", 0).node
     low = insert(tree, "cd", 2, below=top).node
     insert(tree, "xy", 4, now=7)
     load_all(tree, [top, low], HOST, 50, seq=0)
     load_all(tree, [tree.match("", tokens("xy")).path[0]], HOST, 54, seq=1)
-    assert cached(tree.evict(HOST, 10, keep=low)) == [([54, 55], -1)]
+    assert cached(tree.evict(HOST, 10, {top.id, low.id})) == [([54, 55], -1)]
     tree.check_invariants()
-    assert tree.evictable_pages(HOST, keep=low) == 0 and tree.evictable_pages(HOST, keep=top) == 2
-    assert cached(tree.evict(HOST, 3, keep=top)) == [([52, 53], -1)]
-    assert cached(tree.evict(HOST, 10)) == [([50, 51], -1)], "kept once, not for ever"
+    assert tree.evictable_pages(HOST, [top, low]) == 0 and tree.evictable_pages(HOST, [low]) == 2
+    assert cached(tree.evict(HOST, 10, {low.id})) == [([50, 51], -1)], "the prefix of a kept node need not be kept"
+    tree.check_invariants()
+    assert cached(tree.evict(HOST, 10)) == [([52, 53], -1)], "kept once, not for ever"
 
 
 def test_evict_from_the_device_leaves_the_host_copy():
@@ -650,7 +651,7 @@ def test_what_the_device_evicts_loses_its_place_on_the_peer():
     assert frames_given_up(tree, PEER, 2, 2, 2) == [22, 23, 24, 25, 20, 21]
 
 
-def test_above_what_only_the_peer_has_it_keeps_what_the_device_has():
+def test_a_peer_gives_up_what_the_device_has_also_above_what_only_the_peer_has():
     tree = HiRadixTree(1)
     top = insert(tree, "aa", 0, now=1).node
     low = insert(tree, "bb", 2, below=top, now=1).node
@@ -661,8 +662,8 @@ def test_above_what_only_the_peer_has_it_keeps_what_the_device_has():
     tree.unlock(tree.lock(match(tree, "aa"), 9), 9, -1)
     for node in (low, *others):
         tree.drop(node, DEVICE)
-    # `top` is the youngest, and no leaf there; when it is one, it comes before what only the peer has.
-    assert frames_given_up(tree, PEER, 2, 2, 2, 2) == [40, 41, 22, 23, 20, 21, 60, 61]
+    # `top` is the youngest, and no leaf there.
+    assert frames_given_up(tree, PEER, 2, 2, 2, 2) == [20, 21, 40, 41, 22, 23, 60, 61]
 
 
 def test_a_peer_gives_up_what_is_in_use_on_the_device():
@@ -692,7 +693,7 @@ def test_the_host_gives_up_by_age_whatever_the_device_has():
 # -- drop -------------------------------------------------------------------------------------------------------
 
 
-def test_drop_takes_a_subtree_off_one_tier():
+def test_drop_takes_a_subtree_off_the_device_and_one_node_off_others():
     tree = HiRadixTree(1)
     top = insert(tree, "ab", 0, fence=1).node
     low = insert(tree, "cd", 2, below=top, fence=2).node
@@ -703,9 +704,12 @@ def test_drop_takes_a_subtree_off_one_tier():
     assert shape(tree) == {"ab": [[0, 1], [50, 51]], "abcd": [None, [52, 53]], "abxy": [[4, 5], None]}
     assert sorted(cached(tree.drop(top, DEVICE))) == [([0, 1], 1), ([4, 5], 3)]
     assert shape(tree) == {"ab": [None, [50, 51]], "abcd": [None, [52, 53]]}
-    assert sorted(cached(tree.drop(top, HOST))) == [([50, 51], -1), ([52, 53], -1)]
-    assert tree.num_nodes == 0 and tree.roots == {}
+    assert cached(tree.drop(top, HOST)) == [([50, 51], -1)]
+    assert shape(tree) == {"ab": [None, None], "abcd": [None, [52, 53]]}, "a hole"
     assert cached(tree.drop(top, HOST)) == [], "what is gone drops nothing"
+    assert cached(tree.drop(low, HOST)) == [([52, 53], -1)]
+    assert tree.num_nodes == 0 and tree.roots == {}, "the hole goes with the last node below it"
+    assert cached(tree.drop(low, HOST)) == []
 
 
 def test_drop_refuses_locked_nodes():
@@ -854,10 +858,31 @@ def not_offered(tree: HiRadixTree, top: Node, low: Node) -> None:
     tree._heaps[DEVICE]._entries.clear()
 
 
-def offered_as_if_the_device_lacked_it(tree: HiRadixTree, top: Node, low: Node) -> None:
-    move(tree, [top, low], DEVICE, PEER, 20)
-    heap = tree._heaps[PEER]
-    heap._entries = [((1, *rank[1:]), node_id, node) for rank, node_id, node in heap._entries]
+def a_hole_with_nothing_below_it(tree: HiRadixTree, top: Node, low: Node) -> None:
+    low.frames[DEVICE] = None
+    top.num_device_children = 0
+    tree._resident[DEVICE] -= 2
+    tree._evictable[DEVICE] -= 2
+
+
+def a_locked_hole(tree: HiRadixTree, top: Node, low: Node) -> None:
+    load_all(tree, [low], HOST, 50, seq=0)
+    tree.drop(top, DEVICE)
+    tree.check_invariants()
+    top.lock = 1
+
+
+def a_hole_above_what_the_device_has(tree: HiRadixTree, top: Node, low: Node) -> None:
+    load_all(tree, [low], HOST, 50, seq=0)
+    tree.drop(low, DEVICE)
+    tree.drop(top, DEVICE)
+    tree.check_invariants()
+    tree._set_frames(low, DEVICE, pages(2, 2), None, 0)
+    tree._offer(low, DEVICE)
+
+
+def lossy_above_exact(tree: HiRadixTree, top: Node, low: Node) -> None:
+    top.is_lossy = True
 
 
 def miscounted_nodes(tree: HiRadixTree, top: Node, low: Node) -> None:
@@ -877,7 +902,10 @@ def wrong_key(tree: HiRadixTree, top: Node, low: Node) -> None:
         wrong_count,
         stray_ticket,
         not_offered,
-        offered_as_if_the_device_lacked_it,
+        a_hole_with_nothing_below_it,
+        a_locked_hole,
+        a_hole_above_what_the_device_has,
+        lossy_above_exact,
         miscounted_nodes,
         wrong_key,
     ],
@@ -915,12 +943,13 @@ def path_names(tree: HiRadixTree, text: str) -> list[list[str] | None]:
     return [None if n.block_keys is None else names_of(n) for n in path]
 
 
-def fetch(tree: HiRadixTree, text: str, first: int, seq: int = 0) -> Node:
+def fetch(tree: HiRadixTree, text: str, first: int, seq: int = 0, is_lossy: bool = False) -> Node:
+    """Fetch what lies behind the match, to the end of the text."""
     m = tree.match("", tokens(text), fetching=True)
     keys = NAMES.of_prompt("", tokens(text))[m.total_len // 4 :]
     n = (len(text) - m.total_len) // tree.page_size
     run = FilledRun(tokens(text[m.total_len :]), pages(first, n), Ticket(FETCH, seq), NO_LAUNCH)
-    node = tree.begin_fetch(m, run, keys, 1, False)
+    node = tree.begin_fetch(m, run, keys, 1, is_lossy)
     tree.check_invariants()
     return node
 
@@ -1016,11 +1045,17 @@ def test_a_fetch_continues_a_path_within_a_block():
     assert path_names(tree, "aaaabbbbcccc") == [["aaaa"], ["bbbb", "cccc"]]
 
 
-def test_a_fetch_needs_its_prefix_on_the_host():
+def test_a_fetch_continues_what_the_host_lacks():
     tree = named_tree()
-    insert(tree, "aa", 0)
-    with pytest.raises(AssertionError, match="not on the host"):
-        fetch(tree, "aaaa", 50)
+    top = insert(tree, "aa", 0).node
+    fetch(tree, "aaaabbbb", 50)
+    assert shape(tree) == {"aa": [[0, 1], None], "aaaabbbb": [None, list(range(50, 56))]}
+    assert cached(tree.evict(DEVICE, 2)) == [([0, 1], 0)] and top.frames == [None] * 3, "a hole above a fetch"
+    tree.check_invariants()
+    tree.commit(Ticket(FETCH, 0), HOST)
+    assert lengths(match(tree, "aaaabbbb")) == (0, 0)
+    insert(tree, "aa", 10)
+    assert lengths(match(tree, "aaaabbbb")) == (2, 8)
 
 
 def test_cut_drops_what_did_not_come():
@@ -1049,7 +1084,7 @@ def test_cut_takes_what_is_fetched_below_and_leaves_what_was_computed():
     dropped = tree.cut(Ticket(FETCH, 0), HOST, 4)
     tree.check_invariants()
     assert sorted(t.seq for _, t in dropped.filling) == [0, 0, 1]
-    assert [text_of(n) for n in dropped.elsewhere] == ["bb"], "it stays on the device"
+    assert [text_of(n) for n in dropped.staying if n.parent is not None] == ["bb"], "it stays on the device"
     tree.commit(Ticket(FETCH, 0), HOST)
     assert shape(tree) == {"aaaa": [[0, 1, 2, 3], [50, 51, 52, 53]], "aaaabb": [[4, 5], None]}
     assert top.frames == [None] * 3 and tree.nodes_of(Ticket(FETCH, 1)) == []
@@ -1067,22 +1102,25 @@ def test_what_is_computed_while_it_is_fetched_is_on_both():
     assert lengths(match(tree, "aaaabbbb")) == (5, 8)
 
 
-def test_nowhere_is_what_left_the_device_while_its_backup_is_under_way():
+def test_next_unmatched_is_what_left_the_device_while_its_backup_is_under_way():
     tree = named_tree()
     top = insert(tree, "aaaa", 0).node
     low = insert(tree, "bbbb", 4, below=top).node
     load_all(tree, [top], HOST, 50, seq=0)
     fill(tree, [low], HOST, 54, seq=1)
 
-    def nowhere(text: str) -> bool:
-        return tree.is_nowhere(tree.match("", tokens(text), fetching=True), tokens(text))
+    def next_unmatched(text: str) -> Node | None:
+        return tree.next_unmatched(tree.match("", tokens(text), fetching=True), tokens(text))
 
-    assert not nowhere("aaaabbbbcccc"), "it is on the device"
+    assert next_unmatched("aaaabbbbcccc") is None, "it is on the device"
     tree.evict(DEVICE, 4)
-    assert nowhere("aaaabbbb") and nowhere("aaaabxxx")
-    assert not nowhere("aaxx") and not nowhere("aaaaxxxx") and not nowhere("xxxx")
+    assert next_unmatched("aaaabbbb") is low and next_unmatched("aaaabxxx") is low
+    assert [next_unmatched(text) for text in ("aaxx", "aaaaxxxx", "xxxx")] == [None] * 3
     tree.commit(Ticket(D2H, 1), HOST)
-    assert not nowhere("aaaabbbbcccc")
+    assert next_unmatched("aaaabbbbcccc") is None
+    tree.drop(top, HOST)
+    tree.drop(top, DEVICE)
+    assert next_unmatched("aaaabbbb") is top and next_unmatched("aaxx") is top, "a hole"
 
 
 def test_the_least_important_goes_first():
