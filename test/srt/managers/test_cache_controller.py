@@ -11,7 +11,7 @@ from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
-from sglang.srt.mem_cache.node import Node, Receipt
+from sglang.srt.mem_cache.node import Node, Receipt, is_hole
 from sglang.srt.mem_cache.transfer import (
     D2H,
     D2P,
@@ -73,6 +73,14 @@ class Rig:
     def back_up(self, node: Node) -> None:
         """Start a backup and bring it to its end."""
         ticket = self.at(10).begin_backup(node)
+        assert ticket is not None
+        self.ledger.take_ops()
+        self.at(10).commit(ticket)
+        self.check()
+
+    def copy(self, node: Node, tier: Tier) -> None:
+        """Copy a node alone to a tier, to the end."""
+        ticket = self.at(10).back_up([node], tier)
         assert ticket is not None
         self.ledger.take_ops()
         self.at(10).commit(ticket)
@@ -290,7 +298,7 @@ def test_a_failed_load_loses_its_source_too():
     assert (rig.states(DEVICE), rig.states(HOST)) == ("CCFFFF", "CCFFFF")
 
 
-def test_a_failed_load_takes_along_what_lies_below_and_cancels_its_loads_once():
+def test_a_failed_load_leaves_a_hole_and_cancels_the_loads_below_it_once():
     rig = Rig(device=6, host=6)
     low = rig.on_host_only("abcdef")
     top = rig.tree.lock(rig.tree.match("", tokens("ab")), 0).node  # splits; a lock that reads nothing
@@ -301,16 +309,18 @@ def test_a_failed_load_takes_along_what_lies_below_and_cancels_its_loads_once():
     rig.ledger.take_ops()
     rig.at(0, next=1).abort(first)
     rig.check()
-    assert rig.tree.num_nodes == 0
+    assert is_hole(top) and low.frames[HOST].tolist() == [4, 5] and rig.lengths("abcdef") == (0, 0)
     assert rig.ledger.take_ops() == ((), (second,))
-    assert rig.states(HOST) == "DDDDDD"
+    assert rig.states(HOST) == "DDCCCC", "what lies below stays on the host"
     for table in (rig.device, rig.host):
         table.reap(5)
-    assert (rig.states(DEVICE), rig.states(HOST)) == ("FFDDDD", "FFDDDD"), "the second load is still copying"
+    assert (rig.states(DEVICE), rig.states(HOST)) == ("FFDDDD", "FFCCCC"), "the second load is still copying"
     rig.at(5).commit(second)
     for table in (rig.device, rig.host):
         table.reap(5)
-    assert (rig.states(DEVICE), rig.states(HOST)) == ("FFFFFF", "FFFFFF")
+    assert (rig.states(DEVICE), rig.states(HOST)) == ("FFFFFF", "FFCCCC")
+    rig.insert("ab")
+    assert rig.lengths("abcdef") == (2, 6), "found again when the hole is filled"
 
 
 def test_a_load_needs_room_and_a_ready_source():
@@ -356,10 +366,14 @@ def test_evicting_page_by_page_does_not_crumble_the_tree():
     for left in (5, 4, 3, 2, 1):
         rig.at(10).evict(DEVICE, 1)
         rig.check()
+        rig.controller.tidy()
+        rig.check()
         assert rig.lengths("abcdef") == (left, 6) and rig.tree.num_nodes == 2
     match = rig.tree.match("", tokens("abcdef"))
     assert [n.frames[HOST].tolist() for n in match.path] == [[0], [1, 2, 3, 4, 5]]
     rig.at(10).evict(DEVICE, 1)
+    assert rig.tree.num_nodes == 2, "while others may look at nodes, none are merged"
+    rig.controller.tidy()
     rig.check()
     assert rig.lengths("abcdef") == (0, 6) and rig.tree.num_nodes == 1
 
@@ -376,6 +390,7 @@ def test_turns_evicted_one_by_one_become_one_node():
     rig.at(10).evict(DEVICE, 4)
     rig.at(10).evict(DEVICE, 2)
     rig.at(10).evict(DEVICE, 2)
+    rig.controller.tidy()
     rig.check()
     match = rig.tree.match("", tokens("abcdef"))
     assert [len(n.key) for n in match.path] == [2, 4], "the fork stays, the chain below it is one node"
@@ -480,13 +495,55 @@ def test_write_back_saves_what_leaves_the_device() -> None:
     assert rig.device.counts[FrameState.PENDING_FREE] == 0 and rig.lengths("abcd") == (0, 4)
 
 
-def test_write_back_saves_the_way_to_what_it_saves() -> None:
+def test_write_back_saves_what_leaves_and_its_prefix_when_that_leaves() -> None:
+    rig = Rig(write_policy="write_back")
+    upper = rig.insert("ab")
+    lower = rig.insert("cd", upper)
+    rig.at(10).evict(DEVICE, 2)
+    assert ops_of(rig) == [(Ticket(D2H, 0), [2, 3], [0, 1], 0)]
+    rig.at(10).commit(Ticket(D2H, 0))
+    assert rig.lengths("abcd") == (2, 4) and upper.frames[HOST] is None
+    rig.at(10).evict(DEVICE, 2)
+    assert ops_of(rig) == [(Ticket(D2H, 1), [0, 1], [2, 3], 0)]
+    assert rig.lengths("abcd") == (0, 0), "on its way"
+    rig.at(10).commit(Ticket(D2H, 1))
+    assert rig.lengths("abcd") == (0, 4) and lower.parent is upper
+
+
+def test_write_back_saves_several_victims_by_one_operation() -> None:
     rig = Rig(write_policy="write_back")
     upper = rig.insert("ab")
     rig.insert("cd", upper)
-    rig.at(10).evict(DEVICE, 2)
-    (op,) = rig.ledger.take_ops()[0]
-    assert len(op.src_frames) == 4 and rig.lengths("abcd")[0] == 2
+    rig.insert("ef", upper)
+    rig.at(10).evict(DEVICE, 6)
+    ((_, src, dst, _),) = ops_of(rig)
+    assert src[:2] == [0, 1] and sorted(src) == sorted(dst) == [0, 1, 2, 3, 4, 5], "what the others need is first"
+
+
+def test_what_write_back_has_no_room_for_is_lost_and_what_is_below_it_is_behind_a_hole() -> None:
+    """Of what leaves, that is saved which the rest needs; later evictions still never refuse."""
+    rig = Rig(host=2, write_policy="write_back")
+    upper = rig.insert("ab")
+    lower = rig.insert("cd", upper)
+    rig.at(10).evict(DEVICE, 4)
+    assert ops_of(rig) == [(Ticket(D2H, 0), [0, 1], [0, 1], 0)]
+    assert rig.controller.counters["backup_dropped_tokens"] == 2 and lower.parent is None
+    rig.at(10).abort(Ticket(D2H, 0))
+    rig.check()
+    assert rig.tree.num_nodes == 0, "nothing is below the hole"
+
+
+def test_a_failed_backup_leaves_a_hole() -> None:
+    rig = Rig(write_policy="write_back")
+    upper = rig.insert("ab")
+    lower = rig.insert("cd", upper)
+    rig.copy(lower, HOST)
+    rig.at(10).evict(DEVICE, 4)
+    ticket = Ticket(D2H, 1)
+    assert rig.ledger.in_flight.keys() == {ticket} and upper.tickets[HOST] == ticket
+    rig.at(10).abort(ticket)
+    rig.check()
+    assert is_hole(upper) and lower.frames[HOST] is not None and rig.lengths("abcd") == (0, 0)
 
 
 def test_selective_writing_waits_for_a_second_use() -> None:
@@ -649,7 +706,7 @@ def test_giving_up_a_fetch_gives_up_what_is_fetched_below() -> None:
     rig.begun()
     rig.storage._cancel_fetch(first)
     rig.check()
-    assert rig.ledger.take_ops() == ((), (second, first))
+    assert rig.ledger.take_ops() == ((), (first, second))
     assert rig.tree.num_nodes == 0
     assert rig.end_fetch(first, 1) == rig.end_fetch(second, 1) == (0, 0)
     assert rig.states(HOST) == "F" * 16
@@ -665,18 +722,21 @@ def test_what_is_computed_while_it_is_fetched() -> None:
     assert rig.lengths("abcd") == (3, 4) and rig.states(HOST)[:5] == "CCCCF"
 
 
-def test_below_a_fetch_nothing_is_backed_up_before_it_has_ended() -> None:
+def test_what_is_computed_below_a_fetch_is_backed_up_at_once() -> None:
     rig = StorageRig()
     ticket = rig.fetch("abcd")
     low = rig.insert("abcdef")
-    rig.insert("abxy")
     rig.begun()
-    assert rig.at(10).begin_backup(low) is None and rig.begun() == []
-    assert rig.end_fetch(ticket, 2) == (0, 4)
-    assert sorted(len(frames) for link, _, _, frames in rig.begun() if link == D2H) == [2, 2], "both branches follow"
+    assert rig.at(10).begin_backup(low) == Ticket(D2H, 0)
+    assert rig.begun() == [(D2H, 0, [], [4, 5])], "not what storage brings"
     rig.commit(0)
+    assert rig.begun() == [(STORE, 0, ["ef"], [4, 5])]
+    assert rig.end_fetch(ticket, 1) == (0, 2)
+    ((link, _, _, frames),) = rig.begun()
+    assert link == D2H and len(frames) == 2, "what did not come, and was computed"
     rig.commit(1)
-    assert rig.lengths("abcdef") == (6, 6) and rig.tree.match("", tokens("abxy")).path[-1].frames[HOST] is not None
+    assert rig.begun() == [(STORE, 1, ["cd"], frames)], "storage has lost it"
+    assert rig.lengths("abcdef") == (6, 6)
 
 
 def test_what_does_not_come_and_was_computed_is_backed_up_and_stored_anew() -> None:
@@ -704,11 +764,11 @@ def test_a_fetch_that_is_given_up_after_it_was_computed_is_backed_up() -> None:
 def test_a_fetch_needs_room() -> None:
     rig = StorageRig(host=4)
     rig.back_up(rig.insert("uvw"))
-    assert not rig.at(10).make_room(HOST, 5, None)
+    assert not rig.at(10).make_room(HOST, 5, ())
     assert rig.states(HOST) == "CCCF", "nothing is gained by throwing this away"
-    assert rig.at(10).make_room(HOST, 2, None) and rig.states(HOST) == "CCFF"
+    assert rig.at(10).make_room(HOST, 2, ()) and rig.states(HOST) == "CCFF"
     rig.fetch("ab")
-    assert not rig.at(10).make_room(HOST, 3, None), "what is being filled stays"
+    assert not rig.at(10).make_room(HOST, 3, ()), "what is being filled stays"
     with pytest.raises(AssertionError, match="make room first"):
         rig.fetch("pqrs")
 
@@ -849,7 +909,7 @@ def test_closing_gives_up_what_is_on_its_way() -> None:
     rig.check()
     ops, cancels = rig.ledger.take_ops()
     assert set(cancels) == {fetch, probe, Ticket(STORE, 0)}
-    assert [op.ticket.link for op in ops] == [D2H], "what was computed below the fetch is backed up now"
+    assert [op.ticket.link for op in ops] == [D2H], "what was computed while it was fetched is backed up now"
     rig.at(10).commit(ops[0].ticket)
     rig.check()
     assert rig.begun() == [], "nothing new is begun"
@@ -858,7 +918,7 @@ def test_closing_gives_up_what_is_on_its_way() -> None:
     rig.end_fetch(fetch, 2)
     rig.end_store(0, 0)
     rig.ledger.end(probe)
-    assert not rig.storage.is_in_flight and low.frames[HOST] is not None
+    assert not rig.storage.is_in_flight and low.parent.frames[HOST] is not None
     ticket = rig.storage.administer(StorageAction.DETACH)
     assert ticket == Ticket(PROBE, 1)
     rig.ledger.end(ticket)
@@ -903,13 +963,6 @@ def a_fetch_fills_other_pages(rig: StorageRig) -> None:
     op.frames[:] = op.frames[::-1] - 4  # type: ignore[union-attr]
 
 
-def back_up_below_a_fetch(rig: StorageRig) -> None:
-    node = rig.tree.match("", tokens("abcdef")).path[-1]
-    src, dst = node.frames[DEVICE], rig.host.allocate(2, 0, FrameState.FILLING)
-    op = rig.ledger.begin_transfer(D2H, (DEVICE, HOST), src, dst, None)
-    rig.tree.begin_fill([node], DEVICE, HOST, dst, op.ticket)
-
-
 @pytest.mark.parametrize(
     "corrupt",
     [
@@ -918,7 +971,6 @@ def back_up_below_a_fetch(rig: StorageRig) -> None:
         forget_a_fetch,
         unpin_a_fetch,
         a_fetch_fills_other_pages,
-        back_up_below_a_fetch,
     ],
 )
 def test_check_invariants_notices_what_is_wrong_with_storage(corrupt) -> None:
@@ -980,38 +1032,81 @@ def test_what_leaves_the_device_goes_to_the_peer():
     node = rig.insert("abc", fence=5)
     rig.at(6).evict(DEVICE, 2)
     ticket = Ticket(D2P, 0)
-    assert ops_of(rig) == [(ticket, [0, 1, 2], [0, 1, 2], 5)], "with all before it: a tier has no holes"
-    assert (rig.states(DEVICE), rig.states(PEER), rig.states(HOST)) == ("CDDF", "IIIF", "F" * 8)
+    assert ops_of(rig) == [(ticket, [1, 2], [0, 1], 5)], "not what is before it: that is on the device"
+    assert (rig.states(DEVICE), rig.states(PEER), rig.states(HOST)) == ("CDDF", "IIFF", "F" * 8)
     assert rig.lengths("abc") == (1, 1), "what is on its way to the peer is nowhere yet"
     rig.at(6).commit(ticket)
     rig.device.reap(6)
-    assert (rig.states(DEVICE), rig.states(PEER)) == ("CFFF", "CCCF") and rig.lengths("abc") == (1, 3)
-    assert rig.controller.counters["peer_backup_tokens"] == 3
+    assert (rig.states(DEVICE), rig.states(PEER)) == ("CFFF", "CCFF") and rig.lengths("abc") == (1, 3)
+    assert rig.controller.counters["peer_backup_tokens"] == 2
     rig.at(6).evict(DEVICE, 1)
-    assert ops_of(rig) == [] and rig.states(DEVICE) == "FFFF", "it has that already"
+    assert ops_of(rig) == [(Ticket(D2P, 1), [0], [2], 5)]
+    rig.at(6).commit(Ticket(D2P, 1))
     assert node.frames[HOST] is None and rig.lengths("abc") == (0, 3)
-
-
-def test_a_path_is_loaded_from_the_peer_as_far_as_it_goes_and_then_from_the_host():
-    rig = PeerRig(peer=2)
-    top = rig.on_peer("ab")
-    rig.at(10).commit(load(rig, [top]))
-    rig.at(10).commit(Ticket(D2H, 0))
-    low = rig.on_host_only("cd", below=top)
-    rig.at(10).evict(DEVICE, 2)
-    rig.device.reap(10)
+    rig.at(6).commit(load(rig, [n for n in rig.tree.walk()]))
     rig.ledger.take_ops()
-    assert [n is not None for n in top.frames] == [False, True, True]
-    assert [n is not None for n in low.frames] == [False, False, True], "the peer had no room"
+    rig.at(6).evict(DEVICE, 3)
+    assert [t for t, *_ in ops_of(rig) if t.link == D2P] == [], "it has that already"
+
+
+def test_a_path_that_peer_and_host_have_in_turn_is_loaded_by_two_operations():
+    rig = PeerRig(peer=4)
+    first = rig.insert("a")
+    second = rig.insert("b", below=first)
+    third = rig.insert("c", below=second)
+    fourth = rig.insert("d", below=third)
+    for node, tier in zip((first, second, third, fourth), (PEER, HOST, PEER, HOST)):
+        rig.copy(node, tier)
+    rig.controller.drop(first, DEVICE)
+    rig.device.reap(1000)
+    rig.check()
     match = rig.tree.match("", tokens("abcd"))
-    assert (match.device_len, match.peer_len, match.total_len) == (0, 2, 4)
-    near, far = rig.controller.begin_load([top, low])
-    assert (near, far) == (Ticket(P2D, 1), Ticket(H2D, 0))
-    assert [op.src for op in rig.ledger.take_ops()[0]] == [PEER, HOST]
-    assert (top.tickets[DEVICE], low.tickets[DEVICE]) == (near, far)
+    assert (match.device_len, match.peer_runs, match.total_len) == (0, ((0, 1), (2, 3)), 4)
+    near, far = rig.controller.begin_load(list(match.path))
+    assert (near, far) == (Ticket(P2D, 0), Ticket(H2D, 0))
+    ops = rig.ledger.take_ops()[0]
+    assert [(op.src, op.src_frames.tolist()) for op in ops] == [(PEER, [0, 1]), (HOST, [0, 1])]
+    assert [n.tickets[DEVICE] for n in match.path] == [near, far, near, far]
     rig.at(10).commit(far)
     rig.at(10).commit(near)
-    assert rig.lengths("abcd") == (4, 4) and rig.controller.counters["load_peer_tokens"] == 4
+    rig.check()
+    assert rig.lengths("abcd") == (4, 4) and rig.controller.counters["load_peer_tokens"] == 2
+    assert rig.controller.counters["load_back_tokens"] == 4
+
+
+def test_a_failed_load_of_what_two_tiers_have_in_turn_leaves_a_hole_where_it_failed():
+    rig = PeerRig(peer=4)
+    top = rig.insert("ab")
+    low = rig.insert("cd", below=top)
+    rig.copy(top, PEER)
+    rig.copy(low, HOST)
+    rig.controller.drop(top, DEVICE)
+    rig.device.reap(1000)
+    near, far = rig.controller.begin_load([top, low])
+    rig.ledger.take_ops()
+    rig.at(0, next=0).abort(near)
+    rig.check()
+    assert is_hole(top) and low.frames[HOST] is not None and low.frames[DEVICE] is None
+    assert rig.ledger.take_ops() == ((), (far,)), "behind a hole a load brings nothing"
+    rig.at(10).commit(far)
+    rig.device.reap(10)
+    assert rig.states(DEVICE) == "F" * 12 and rig.lengths("abcd") == (0, 0)
+
+
+def test_a_lost_slab_leaves_a_hole():
+    rig = PeerRig(peer=4)
+    top = rig.insert("ab")
+    low = rig.insert("cd", below=top)
+    rig.copy(top, PEER)
+    rig.copy(low, HOST)
+    rig.controller.drop(top, DEVICE)
+    assert rig.lengths("abcd") == (0, 4)
+    rig.controller.withdraw(PEER, np.arange(4, dtype=np.int32))
+    rig.check()
+    assert is_hole(top) and low.frames[HOST] is not None and rig.lengths("abcd") == (0, 0)
+    rig.controller.withdraw(HOST, low.frames[HOST])
+    rig.check()
+    assert rig.tree.num_nodes == 0
 
 
 def test_a_failed_load_from_the_peer_loses_the_peer_s_copy_and_not_the_host_s():
@@ -1055,9 +1150,11 @@ def test_what_only_the_peer_had_follows_to_the_host_when_it_is_back():
     node = rig.on_peer("abc")
     ticket = load(rig, [node])
     low = rig.insert("d", below=node)
-    assert rig.at(10).begin_backup(low) is None, "its prefix is not there to be read"
     rig.ledger.take_ops()
+    assert rig.at(10).begin_backup(low) == Ticket(D2H, 0)
+    assert [src for _, src, _, _ in ops_of(rig)] == [low.frames[DEVICE].tolist()], "its prefix is not there to be read"
     rig.at(10).commit(ticket)
-    assert [(t.link, op.dst) for t, op in rig.ledger.in_flight.items()] == [(D2H, HOST)]
+    assert list(rig.ledger.in_flight) == [Ticket(D2H, 0), Ticket(D2H, 1)]
     rig.at(10).commit(Ticket(D2H, 0))
+    rig.at(10).commit(Ticket(D2H, 1))
     assert rig.lengths("abcd") == (4, 4) and rig.states(HOST) == "CCCCFFFF"

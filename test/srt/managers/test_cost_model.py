@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.managers.cost_model import CostModel, LoadLimit, non_negative_solution
+from sglang.srt.mem_cache.transfer import H2D
 
 # An 8B model: some ms to start, 50 us per token, a little per cached token, attention.
 TRUE = {"fixed_s": 4e-3, "token_s": 5e-5, "context_s": 1e-7, "pair_s": 2e-9}
@@ -46,7 +47,7 @@ def train(model: CostModel, rng: random.Random, num_samples: int, noise: float =
         sample = launch(rng)
         model.add_prefill(*sample, slower * true_seconds(*sample) * math.exp(rng.gauss(0, noise)))
         size = int(2 ** rng.uniform(16, 28))
-        model.add_load(size, slower * (LATENCY_S + BYTE_S * size) * math.exp(rng.gauss(0, noise)))
+        model.add_copy(size, slower * (LATENCY_S + BYTE_S * size) * math.exp(rng.gauss(0, noise)), H2D)
 
 
 def worst_error(model: CostModel, rng: random.Random, slower: float = 1.0) -> float:
@@ -105,7 +106,7 @@ def test_nothing_is_known_before_the_first_sample():
     for seconds in (0.0, -1.0, math.inf, math.nan):
         model.add_prefill(100, 0, 5050.0, seconds)
         model.add_decode(1, 100, seconds)
-        model.add_load(100, seconds)
+        model.add_copy(100, seconds, H2D)
     assert model.prefill_seconds(1, 0, 1.0) is None and model.decode_seconds() is None and model.load_limit() is None
     with pytest.raises(ValueError, match="above 0"):
         CostModel(0)
@@ -116,7 +117,7 @@ def test_samples_that_are_all_alike_are_scaled_by_tokens_and_bytes(num_samples: 
     model = CostModel(BYTES_PER_TOKEN)
     for _ in range(num_samples):
         model.add_prefill(8192, 1000, 4e7, 0.4)
-        model.add_load(2**20, 1e-3)
+        model.add_copy(2**20, 1e-3, H2D)
         model.add_decode(8, 10_000, 0.01)
     assert model.prefill_seconds(8192, 1000, 4e7) == pytest.approx(0.4, rel=1e-3)
     assert model.prefill_seconds(8000, 0, 3.8e7) == pytest.approx(0.39, rel=0.01)
@@ -141,7 +142,7 @@ def test_a_first_call_that_warms_up_is_forgotten_at_once(seed: int):
     rng = random.Random(seed)
     model = CostModel(BYTES_PER_TOKEN)
     model.add_prefill(1000, 0, 5e5, 100 * true_seconds(1000, 0, 5e5))
-    model.add_load(2**20, 100 * (LATENCY_S + BYTE_S * 2**20))
+    model.add_copy(2**20, 100 * (LATENCY_S + BYTE_S * 2**20), H2D)
     model.add_decode(8, 1000, 1.0)
     train(model, rng, 20)
     assert worst_error(model, rng) < 0.3
@@ -157,13 +158,13 @@ def test_outliers_change_little(seed: int):
     for _ in range(20):
         sample = launch(rng)
         model.add_prefill(*sample, rng.choice([30, 100, 1000]) * true_seconds(*sample))
-        model.add_load(2**20, 100 * (LATENCY_S + BYTE_S * 2**20))
+        model.add_copy(2**20, 100 * (LATENCY_S + BYTE_S * 2**20), H2D)
         train(model, rng, 9)
     assert worst_error(model, rng) < 0.15
     # Too fast by far: it counts as three times too fast, an error of 2/3, and so is forgotten.
     sample = launch(rng)
     model.add_prefill(*sample, true_seconds(*sample) / 1000)
-    model.add_load(2**20, (LATENCY_S + BYTE_S * 2**20) / 1000)
+    model.add_copy(2**20, (LATENCY_S + BYTE_S * 2**20) / 1000, H2D)
     train(model, rng, 8)
     assert worst_error(model, rng) < 0.7
     train(model, rng, 100)
@@ -221,7 +222,7 @@ def test_whatever_was_measured_more_work_never_takes_less_time(measured, less, d
     for new, prefix, pairs, seconds in measured:
         model.add_prefill(new, prefix, pairs, seconds)
         model.add_decode(new, prefix, seconds)
-        model.add_load(prefix, seconds)
+        model.add_copy(prefix, seconds, H2D)
     assert all(0 <= c < math.inf for c in model.state().values())
     more = [each + extra for each, extra in zip(less, data.draw(st.tuples(*[st.integers(0, 10**6)] * 3)))]
     if not measured:

@@ -10,7 +10,7 @@ import pytest
 from test_equality import MODELS, Model, check_memory, greedy, prompts
 
 from sglang.srt.managers.schedule_policy import pairs_of
-from sglang.srt.mem_cache.transfer import Tier
+from sglang.srt.mem_cache.transfer import H2D, Tier
 from support.local_engine import LocalEngine
 
 OFF = {"bubble_filling": False, "load_or_recompute": False, "deferral_threshold": 0, "load_ratio": 0.0}
@@ -50,9 +50,9 @@ def engine_of(model: Model, page_size: int, **options: object) -> LocalEngine:
     # A token takes as long to compute as three to load, and a decode step next to nothing.
     for n in (1, 20, 100, 40):
         scheduler.planner.expected.costs.add_prefill(n, 0, pairs_of(0, n), n * 1e-2)
-        scheduler.planner.expected.costs.add_load(n * scheduler.config.page_bytes // page_size, n * 3e-2)
+        scheduler.planner.expected.costs.add_copy(n * scheduler.config.page_bytes // page_size, n * 3e-2, H2D)
         scheduler.planner.expected.costs.add_decode(2, 100, 1e-6)
-    for name in ("add_prefill", "add_load", "add_decode"):
+    for name in ("add_prefill", "add_copy", "add_decode"):
         setattr(scheduler.planner.expected.costs, name, lambda *measured: None)
     return engine
 

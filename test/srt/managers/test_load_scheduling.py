@@ -80,7 +80,7 @@ class Rig:
         costs = self.scheduler.planner.expected.costs
         for n in (1, 5, 20, 100, 200, 5, 20, 100):
             costs.add_prefill(n, 0, pairs_of(0, n), TOKEN_S * n)
-            costs.add_load(n * TOKEN_BYTES, n * self.load_s)
+            costs.add_copy(n * TOKEN_BYTES, n * self.load_s, H2D)
             costs.add_decode(1, 50, DECODE_S)
 
     def _with_aborts(self, now, progress, new=(), *rest, **more):

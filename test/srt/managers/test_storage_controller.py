@@ -14,7 +14,7 @@ from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
 from sglang.srt.mem_cache.block_keys import BlockKeys, to_bytes
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
-from sglang.srt.mem_cache.node import Node
+from sglang.srt.mem_cache.node import Node, is_hole
 from sglang.srt.mem_cache.transfer import (
     COPY_LINKS,
     D2H,
@@ -186,11 +186,11 @@ def test_only_whole_blocks_beyond_what_is_there_are_asked_for():
     assert rig.over("few", "none") == [True, True]
     (probe,) = rig.begin("enough", "aaaabbbbccccddddx")
     assert keys_of(rig, probe) == 3, "the block that begins on the device is asked for as a whole"
-    # The page above goes to the host first.
-    assert rig.finish(probe) == [Ticket(D2H, 0)] and rig.over("enough") == [False]
-    assert rig.finish(Ticket(D2H, 0))[:1] == [Ticket("store", 0)]
+    assert rig.finish(probe) == [Ticket(FETCH, 0), Ticket(FETCH, 1)], "what is above need not be on the host"
+    assert rig.over("enough") == [False]
     rig.finish_all()
     assert rig.on_host("aaaabbbbccccdddd") == 16 and rig.storage.found("enough") == (6, 16)
+    assert rig.host.counts[FrameState.CACHED] == 10
     rig.detach("enough")
     rig.assert_nothing_left()
 
@@ -201,7 +201,7 @@ def test_what_does_not_come_ends_the_wait():
     rig.finish(Ticket(PROBE, 0))
     rig.finish(Ticket(FETCH, 0), count=1)
     # What lies below what did not come is given up as well.
-    assert rig.cancelled == [Ticket(FETCH, 2), Ticket(FETCH, 1)]
+    assert rig.cancelled == [Ticket(FETCH, 1), Ticket(FETCH, 2)]
     rig.finish(Ticket(FETCH, 1))
     rig.finish(Ticket(FETCH, 2), count=0)
     assert rig.over("r") == [True] and rig.on_host(TEXT) == 4 and rig.storage.found("r") == (0, 4)
@@ -213,8 +213,7 @@ def test_somebody_computes_it_between_question_and_answer():
     rig = Rig(TEXT)
     (probe,) = rig.begin("r", TEXT)
     rig.insert(TEXT[:18])
-    assert rig.finish(probe) == [Ticket(D2H, 0)], "the page above what is still lacking"
-    rig.finish(Ticket(D2H, 0))
+    assert rig.finish(probe) == [Ticket(FETCH, 0)] and keys_of(rig, Ticket(FETCH, 0)) == 1, "what is still lacking"
     rig.finish_all()
     assert rig.storage.found("r") == (18, 20) and rig.on_host(TEXT) == 20
     rig.detach("r")
@@ -242,7 +241,7 @@ def test_it_waits_for_a_node_that_is_nowhere_yet():
     rig.assert_nothing_left()
 
 
-def test_below_a_prefix_that_only_a_peer_has_the_rest_is_computed():
+def test_below_a_prefix_that_only_a_peer_has_the_rest_is_fetched():
     rig = Rig(TEXT, peer=16)
     node = rig.insert(TEXT[:10])
     rig.controller.evict(DEVICE, 10)
@@ -250,8 +249,11 @@ def test_below_a_prefix_that_only_a_peer_has_the_rest_is_computed():
     rig.finish_all()
     assert [node.frames[tier] is not None for tier in (DEVICE, PEER, HOST)] == [False, True, False]
     (probe,) = rig.begin("r", TEXT)
-    assert rig.finish(probe) == [] and rig.over("r") == [True]
-    assert rig.storage.counters["prefetch_dropped_tokens"] == 10
+    assert rig.finish(probe) == [Ticket(FETCH, 0), Ticket(FETCH, 1)] and rig.over("r") == [False]
+    rig.finish_all()
+    assert rig.over("r") == [True] and rig.storage.found("r") == (10, 20)
+    match = rig.tree.match("", tokens(TEXT))
+    assert (match.total_len, match.peer_runs) == (20, ((0, 10),)) and node.frames[HOST] is None
     rig.detach("r")
     rig.assert_nothing_left()
 
@@ -263,25 +265,73 @@ def test_it_waits_for_a_prefix_that_is_on_its_way_to_a_peer():
     assert rig.collect() == [Ticket(D2P, 0)] and node.frames[DEVICE] is None
     (probe,) = rig.begin("r", TEXT)
     assert rig.finish(probe) == [] and rig.over("r") == [False]
-    rig.finish(Ticket(D2P, 0))
-    assert rig.over("r") == [True]
+    assert rig.finish(Ticket(D2P, 0)) == [Ticket(FETCH, 0), Ticket(FETCH, 1)] and rig.over("r") == [False]
+    rig.finish_all()
+    assert rig.over("r") == [True] and rig.storage.found("r") == (10, 20)
     rig.detach("r")
     rig.assert_nothing_left()
 
 
-def test_what_is_computed_below_a_fetch_is_backed_up_before_it_goes_on():
+def test_a_hole_is_filled_by_an_operation_of_its_own():
+    """aaaab | bbbc | cccdddd: the blocks around the hole begin before it and end behind it."""
+    rig = Rig(TEXT, host=32, blocks_per_op=8)
+    top = rig.insert(TEXT[:5])
+    hole = rig.insert(TEXT[5:9], below=top)
+    low = rig.insert(TEXT[9:16], below=hole)
+    for node in (top, low):
+        ticket = rig.controller.back_up([node], HOST)
+        rig.collect()
+        rig.finish(ticket)
+    rig.finish_all()
+    rig.controller.drop(top, DEVICE)
+    rig.check()
+    assert is_hole(hole) and rig.on_host(TEXT) == 5 and rig.host.counts[FrameState.CACHED] == 12
+    (probe,) = rig.begin("r", TEXT)
+    begun = rig.finish(probe)
+    assert [keys_of(rig, t) for t in begun] == [2, 1], "bbbb and cccc for the hole, then what is lacking below"
+    first = rig.ops[begun[0]]
+    pages = first.frames.tolist()
+    assert hole.frames[HOST].tolist() == pages[1:5], "the rest is read into pages that no node gets"
+    assert [rig.host.state[pages[i]] for i in (0, 5, 6, 7)] == [FrameState.PENDING_FREE] * 4
+    rig.finish_all()
+    assert rig.over("r") == [True] and rig.on_host(TEXT) == 20 and rig.host.counts[FrameState.CACHED] == 20
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+def test_a_hole_whose_fetch_fails_stays_and_its_request_computes():
+    rig = Rig(TEXT, host=32, blocks_per_op=8)
+    top = rig.insert(TEXT[:4])
+    hole = rig.insert(TEXT[4:8], below=top)
+    low = rig.insert(TEXT[8:12], below=hole)
+    ticket = rig.controller.back_up([low], HOST)
+    rig.collect()
+    rig.finish(ticket)
+    rig.finish_all()
+    rig.controller.drop(hole, DEVICE)
+    (probe,) = rig.begin("r", TEXT[:12])
+    (fetch,) = rig.finish(probe, count=2)
+    assert keys_of(rig, fetch) == 1
+    rig.finish(fetch, count=0)
+    assert rig.over("r") == [True] and is_hole(hole) and low.frames[HOST] is not None
+    rig.detach("r")
+    rig.finish_all()
+    assert rig.on_host(TEXT) == 4
+
+
+def test_what_is_computed_below_a_fetch_does_not_hold_up_what_storage_has_beyond():
     """The path: fetched (computed meanwhile), computed, then what storage has beyond."""
     rig = Rig(TEXT)
     (probe,) = rig.begin("r", TEXT[:8])
     (fetch,) = rig.finish(probe)
     rig.insert(TEXT[:14])
     (probe,) = rig.begin("s", TEXT)
-    assert rig.finish(probe) == [] and rig.over("s") == [False]
-    assert rig.finish(fetch) == [Ticket(D2H, 0)]
-    assert rig.over("r", "s") == [True, False]
-    rig.finish_all()
+    (beyond,) = rig.finish(probe)
+    assert keys_of(rig, beyond) == 2 and rig.over("r", "s") == [False, False]
+    assert rig.finish(fetch) == [] and rig.over("r", "s") == [True, False]
+    rig.finish(beyond)
     assert rig.over("s") == [True] and rig.on_host(TEXT) == 20
-    assert rig.storage.found("s") == (0, 20)
+    assert rig.storage.found("s")[1] == 20
     for rid in "rs":
         rig.detach(rid)
     rig.assert_nothing_left()
