@@ -140,7 +140,7 @@ class HiCacheController:
             if step.frames[tier] is None and step.frames[Tier.DEVICE] is not None and not step.tickets[Tier.DEVICE]:
                 nodes.append(step)
             step = step.parent
-        return self.back_up(nodes[::-1], tier) if nodes else None
+        return self.back_up(nodes[::-1], tier, kept=self.tree.path_of(node)) if nodes else None
 
     def back_up(self, nodes: list[Node], tier: Tier, kept: Sequence[Node] = ()) -> Ticket | None:
         """Copy nodes that are ready on the device to a tier that lacks them, by one operation. None if the tier has
