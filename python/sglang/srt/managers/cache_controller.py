@@ -432,7 +432,7 @@ class HiCacheController:
 
     def _give_up(self, victims: list[Node], tier: Tier) -> None:
         table = self.tables[tier]
-        if tier == Tier.PEER and self.write_policy != "auto":
+        if tier == Tier.PEER and self.has_host and self.write_policy != "auto":
             self.move_to_host(victims)
         before = table.counts[FrameState.CACHED]
         dropped = self.tree.give_up(victims, tier)
@@ -490,7 +490,7 @@ class HiCacheController:
             (held >= frames[0]) & (held <= frames[-1]), np.cumsum([0, *map(len, parts[:-1])])
         )
         going = [nodes[i] for i in np.flatnonzero(goes).tolist()]
-        if tier == Tier.PEER:
+        if tier == Tier.PEER and self.has_host:
             self.move_to_host(going)
         for node in going:
             # Parents come first; on the device they take what is below along.
