@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.transfer import (
     FETCH,
     H2D,
     P2D,
+    P2H,
     PROBE,
     STORE,
     StorageAction,
@@ -1101,10 +1102,50 @@ def test_a_lost_slab_leaves_a_hole():
     rig.copy(low, HOST)
     rig.controller.drop(top, DEVICE)
     assert rig.lengths("abcd") == (0, 4)
+    rig.controller.consult(lambda tier, start, end: False)
     rig.controller.withdraw(PEER, np.arange(4, dtype=np.int32))
     rig.check()
+    assert rig.ledger.take_ops()[0] == (), "it is not worth a copy on the host"
     assert is_hole(top) and low.frames[HOST] is not None and rig.lengths("abcd") == (0, 0)
     rig.controller.withdraw(HOST, low.frames[HOST])
+    rig.check()
+    assert rig.tree.num_nodes == 0
+
+
+def test_what_a_lost_slab_alone_had_moves_to_the_host():
+    rig = PeerRig(peer=4)
+    top = rig.insert("ab")
+    low = rig.insert("cd", below=top)
+    for tier in (PEER, HOST):
+        rig.copy(low, tier)
+    rig.copy(top, PEER)
+    rig.controller.drop(top, DEVICE)
+    rig.controller.withdraw(PEER, np.arange(4, dtype=np.int32))
+    assert ops_of(rig) == [(Ticket(P2H, 0), [2, 3], [2, 3], None)], "the host has the other one"
+    rig.peer.reap(10)
+    assert top.frames[PEER] is None and rig.states(PEER) == "FFDD" and rig.lengths("abcd") == (0, 0)
+    rig.at(10).commit(Ticket(P2H, 0))
+    rig.peer.reap(10)
+    assert rig.states(PEER) == "FFFF" and rig.lengths("abcd") == (0, 4)
+
+
+def test_a_move_to_the_host_that_fails_leaves_a_hole():
+    rig = PeerRig(peer=4)
+    top = rig.insert("ab")
+    low = rig.insert("cd", below=top)
+    rig.copy(low, HOST)
+    rig.copy(top, PEER)
+    rig.controller.drop(top, DEVICE)
+    rig.controller.withdraw(PEER, np.arange(4, dtype=np.int32))
+    rig.at(10).abort(Ticket(P2H, 0))
+    rig.check()
+    assert is_hole(top) and low.frames[HOST] is not None
+
+
+def test_without_a_host_a_lost_slab_is_lost():
+    rig = PeerRig(peer=4, host=0)
+    rig.on_peer("ab")
+    rig.controller.withdraw(PEER, np.arange(4, dtype=np.int32))
     rig.check()
     assert rig.tree.num_nodes == 0
 
