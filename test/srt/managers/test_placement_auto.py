@@ -1,0 +1,410 @@
+"""The write policy `auto` by example: what the controller copies where, and what a full tier gives up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_cache_controller import DEVICE, HOST, PEER, Rig, ops_of, tokens
+
+from sglang.srt.mem_cache.frame_table import FrameState
+from sglang.srt.mem_cache.node import Node
+from sglang.srt.mem_cache.placement import CONVENIENT, FIRST_COPYING_RATIO, LAST, MAX_COPYING_RATIO, SPARE
+from sglang.srt.mem_cache.transfer import D2H, D2P, LINKS, Ticket, Tier
+
+# Device pages of which a bound on copies in flight leaves room for some letters.
+LARGE = 8 * 64
+
+
+class AutoRig(Rig):
+    """Of the device all but `spare` pages are held by others. Any number of copies may be in flight unless
+    is_bounded."""
+
+    def __init__(self, spare: int = 12, host: int = 8, peer: int = 0, is_bounded: bool = False) -> None:
+        super().__init__(LARGE, host, "auto", peer=peer)
+        self.held = self.device.allocate(LARGE - spare, 0)
+        if not is_bounded:
+            self.ledger._next_seq = dict.fromkeys(LINKS, 0)
+            self.ledger.num_ended = lambda link: 1  # type: ignore[method-assign]
+
+    def computed(self, text: str, below: Node | None = None, now: int = 0) -> Node:
+        """Inserted as the scheduler does it."""
+        node = self.insert(text, below, now=now)
+        self.at(10).back_up_inserted(node)
+        self.check()
+        return node
+
+    def use(self, text: str, now: int) -> None:
+        receipt = self.tree.lock(self.tree.match("", tokens(text)), now)
+        self.tree.unlock(receipt, now, -1)
+        self.check()
+
+    def end_all(self) -> None:
+        self.ledger.take_ops()
+        for ticket in list(self.ledger.in_flight):
+            self.at(10).commit(ticket)
+        for table in self.controller.tables.values():
+            table.reap(10)
+        self.check()
+
+    def where(self, node: Node) -> str:
+        return "".join(name for name, frames in zip("DPH", node.frames) if frames is not None)
+
+    def begun(self) -> list[tuple[str, int]]:
+        return [(ticket.link, len(src)) for ticket, src, _, _ in ops_of(self)]
+
+    def give_up(self, num_pages: int) -> None:
+        self.at(10).evict(DEVICE, num_pages)
+        self.check()
+
+
+# -- while there is room -----------------------------------------------------------------------------------------
+
+
+def test_with_room_on_the_host_all_that_is_computed_goes_there_at_once():
+    rig = AutoRig(host=8)
+    top = rig.computed("abc")
+    assert rig.begun() == [(D2H, 3)]
+    low = rig.computed("de", below=top)
+    assert rig.begun() == [(D2H, 2)], "the rest is on its way"
+    rig.end_all()
+    assert [rig.where(n) for n in rig.tree.path_of(low)] == ["DH"], "one node by now"
+    rig.give_up(5)
+    assert rig.begun() == [] and rig.lengths("abcde") == (0, 5), "nothing is left to copy"
+
+
+def test_what_a_full_host_has_no_room_for_is_not_copied_when_it_is_computed():
+    rig = AutoRig(host=4)
+    old = rig.computed("abc")
+    rig.end_all()
+    new = rig.computed("xy")
+    assert rig.begun() == [] and rig.where(new) == "D"
+    assert rig.where(old) == "DH", "nothing leaves for it"
+    assert rig.states(HOST) == "CCCF"
+
+
+def test_what_is_not_worth_a_copy_is_not_copied():
+    rig = AutoRig(host=8)
+    asked = []
+    rig.controller.consult(lambda tier, start, end: asked.append((tier, start, end)))  # None: not worth it
+    node = rig.computed("abc")
+    rig.controller.write_ahead(1000)
+    rig.give_up(3)
+    assert rig.begun() == [] and node.parent is None
+    assert (HOST, 0, 3) in asked
+
+
+def test_without_other_tiers_nothing_is_copied():
+    rig = AutoRig(host=0)
+    rig.computed("abc")
+    rig.controller.write_ahead(1000)
+    rig.give_up(3)
+    assert rig.begun() == [] and rig.tree.num_nodes == 0
+
+
+# -- ahead of eviction -------------------------------------------------------------------------------------------
+
+
+def test_write_ahead_copies_what_the_device_gives_up_next():
+    rig = AutoRig(spare=8, host=4)
+    rig.computed("abcd", now=9)
+    rig.end_all()
+    rig.controller.drop(rig.tree.match("", tokens("abcd")).path[0], HOST)
+    rig.host.reap(10)
+    rig.ledger.take_ops()
+    old = rig.insert("wxyz", now=1)
+    assert rig.device.num_free == 0
+    rig.at(10).write_ahead(2)
+    rig.check()
+    assert rig.begun() == [(D2H, 2)]
+    left = [n for n in rig.tree.walk() if n.frames[HOST] is not None]
+    assert left == [old] and rig.where(old) == "DH", "the end of the oldest; all is on the device still"
+    rig.end_all()
+    free = rig.device.num_free
+    rig.at(10).evict(DEVICE, 2)
+    assert rig.device.num_free == free + 2 and rig.begun() == [], "at once, without a copy"
+    assert rig.lengths("wxyz") == (2, 4)
+
+
+def test_write_ahead_copies_nothing_while_enough_is_free_or_was_looked_at():
+    rig = AutoRig(spare=12, host=20)
+    rig.insert("abcdefgh")
+    rig.at(10).write_ahead(4)
+    assert rig.begun() == [], "four pages are free"
+    rig.at(10).write_ahead(6)
+    assert rig.begun() == [(D2H, 2)]
+    rig.at(10).write_ahead(6)
+    assert rig.begun() == [], "that was looked at already"
+    rig.give_up(2)
+    rig.device.allocate(2, 0)
+    rig.at(10).write_ahead(6)
+    assert rig.begun() != [], "what was written ahead has gone"
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back", "write_through_selective"])
+def test_other_policies_write_nothing_ahead(policy: str):
+    rig = Rig(device=8, host=8, write_policy=policy)
+    rig.insert("abcdefgh")
+    rig.at(10).write_ahead(4)
+    assert ops_of(rig) == []
+
+
+def test_what_was_not_written_ahead_is_copied_when_it_leaves():
+    rig = AutoRig(host=8)
+    node = rig.insert("abcd")
+    rig.give_up(4)
+    assert rig.begun() == [(D2H, 4)] and rig.lengths("abcd") == (0, 0)
+    rig.end_all()
+    assert rig.where(node) == "H"
+
+
+def test_what_is_being_copied_leaves_last():
+    rig = AutoRig(host=8)
+    rig.insert("abc", now=1)
+    rig.insert("xyz", now=2)
+    rig.at(10).write_ahead(rig.device.num_free + 2)
+    rig.ledger.take_ops()
+    free = rig.device.num_free
+    rig.give_up(2)
+    assert rig.lengths("abc") == (3, 3), "its pages become free only when they are copied"
+    assert rig.device.num_free == free and rig.begun() == [(D2H, 2)]
+
+
+# -- written once ------------------------------------------------------------------------------------------------
+
+
+def given_up_by_the_host(rig: AutoRig, text: str) -> Node:
+    """On the device, its copy given up."""
+    node = rig.computed(text)
+    rig.end_all()
+    assert rig.where(node) == "DH"
+    rig.at(10).evict(HOST, len(text))
+    rig.check()
+    assert rig.where(node) == "D" and node.was_copied
+    return node
+
+
+def test_a_copy_that_was_given_up_is_not_written_again_by_what_is_inserted_below():
+    rig = AutoRig(host=8)
+    node = given_up_by_the_host(rig, "abc")
+    low = rig.computed("de", below=node)
+    assert rig.begun() == [(D2H, 2)]
+    rig.end_all()
+    assert (rig.where(node), rig.where(low)) == ("D", "DH")
+    rig.use("abcde", 5)
+    rig.at(10).back_up_reused(low)
+    assert rig.begun() == []
+
+
+def test_a_copy_that_was_given_up_is_written_again_ahead_of_eviction():
+    rig = AutoRig(spare=12, host=8)
+    node = given_up_by_the_host(rig, "abc")
+    rig.at(10).write_ahead(rig.device.num_free + 3)
+    assert rig.begun() == [(D2H, 3)]
+    rig.end_all()
+    rig.give_up(3)
+    assert rig.where(node) == "H"
+
+
+def test_both_halves_of_what_was_copied_were_copied():
+    rig = AutoRig(host=8)
+    given_up_by_the_host(rig, "abcd")
+    new = rig.computed("abxy")
+    assert rig.begun() == [(D2H, 2)] and [n.was_copied for n in rig.tree.path_of(new)] == [True, True]
+    assert rig.tree.path_of(new)[0].frames[HOST] is None
+
+
+# -- what a full tier gives up -----------------------------------------------------------------------------------
+
+
+def test_the_host_gives_up_spare_copies_before_what_it_alone_has():
+    """Of them that which the device keeps longest."""
+    rig = AutoRig(host=8)
+    alone = rig.computed("ab", now=1)
+    rig.end_all()
+    rig.give_up(2)
+    old, young = rig.computed("cd", now=2), rig.computed("ef", now=3)
+    rig.end_all()
+    assert [rig.where(n) for n in (alone, old, young)] == ["H", "DH", "DH"]
+    assert [rig.tree.class_of(n, HOST) for n in (alone, old, young)] == [LAST, SPARE, SPARE]
+    assert rig.tree.victims(HOST, 6) == [young, old, alone]
+    rig.at(10).evict(HOST, 2)
+    assert rig.where(young) == "D" and rig.where(alone) == "H"
+
+
+def test_copies_of_what_the_device_gives_up_next_stay():
+    rig = AutoRig(host=8)
+    next_, kept = rig.computed("ab", now=1), rig.computed("cd", now=2)
+    rig.end_all()
+    assert rig.tree.victims(HOST, 4) == [kept, next_]
+    rig.at(10).write_ahead(rig.device.num_free + 2)
+    assert next_.is_next and not kept.is_next and rig.begun() == []
+    assert rig.tree.class_of(next_, HOST) == LAST and rig.tree.class_of(kept, HOST) == SPARE
+    other = rig.computed("ef", now=3)
+    rig.end_all()
+    assert rig.tree.victims(HOST, 9) == [other, kept, next_]
+
+
+def test_a_peer_gives_up_what_the_host_has_before_what_it_alone_has():
+    rig = AutoRig(host=8, peer=8)
+    on_both, alone, spare = (rig.insert(text, now=i) for i, text in enumerate(("ab", "cd", "ef")))
+    for node in (on_both, alone, spare):
+        rig.copy(node, PEER)
+    rig.copy(on_both, HOST)
+    for node in (on_both, alone):
+        rig.controller.drop(node, DEVICE)
+    rig.check()
+    classes = [rig.tree.class_of(n, PEER) for n in (on_both, alone, spare)]
+    assert classes == [CONVENIENT, LAST, SPARE]
+    assert rig.tree.victims(PEER, 9) == [spare, on_both, alone]
+    assert rig.tree.class_of(on_both, HOST) == SPARE, "a peer is nearer"
+
+
+def test_another_policy_ranks_copies_by_age():
+    rig = AutoRig(host=8)
+    old, young = rig.computed("ab", now=1), rig.computed("cd", now=2)
+    rig.end_all()
+    assert rig.tree.victims(HOST, 4) == [young, old]
+    rig.controller.set_write_policy("write_through")
+    assert rig.tree.victims(HOST, 4) == [old, young]
+    rig.controller.set_write_policy("auto")
+    assert rig.tree.victims(HOST, 4) == [young, old]
+
+
+def test_a_spare_copy_leaves_for_what_the_device_gives_up():
+    """Together the tiers hold what neither does alone: six on the device, then four more."""
+    rig = AutoRig(spare=6, host=4)
+    kept = rig.computed("abcd", now=5)
+    rig.end_all()
+    rig.insert("xy", now=1)
+    rig.give_up(2)
+    rig.end_all()
+    assert rig.lengths("xy") == (0, 2) and rig.lengths("abcd") == (4, 4)
+    assert rig.host.num_free == 0 and [n.frames[HOST] is None for n in rig.tree.path_of(kept)] == [False, True]
+
+
+def test_what_is_worth_less_than_all_on_the_host_is_not_copied():
+    rig = AutoRig(host=4)
+    valued = rig.computed("abcd", now=9)
+    rig.end_all()
+    rig.controller.drop(valued, DEVICE)
+    rig.insert("xy", now=1)
+    rig.give_up(2)
+    assert rig.begun() == [] and rig.lengths("xy") == (0, 0) and rig.lengths("abcd") == (0, 4)
+    assert rig.controller.counters["backup_dropped_tokens"] == 2
+
+
+# -- peers -------------------------------------------------------------------------------------------------------
+
+
+def test_peers_come_before_the_host_while_they_have_room():
+    rig = AutoRig(host=8, peer=2)
+    first, second = rig.insert("ab", now=1), rig.insert("cd", now=2)
+    rig.give_up(4)
+    assert sorted(rig.begun()) == [(D2H, 2), (D2P, 2)]
+    rig.end_all()
+    assert sorted((rig.where(first), rig.where(second))) == ["H", "P"], "one copy each"
+
+
+def test_what_the_host_has_goes_to_peers_with_room_too_when_it_leaves_the_device():
+    rig = AutoRig(host=8, peer=4)
+    node = rig.computed("abc")
+    rig.end_all()
+    rig.give_up(3)
+    assert rig.begun() == [(D2P, 3)]
+    rig.end_all()
+    assert rig.where(node) == "PH"
+    other = rig.computed("xy")
+    rig.end_all()
+    rig.give_up(2)
+    assert rig.begun() == [] and rig.where(other) == "H", "one page is free there, and nothing leaves for it"
+
+
+def test_a_full_peer_gives_up_its_spare_copy_for_what_no_other_tier_would_have():
+    rig = AutoRig(host=2, peer=2)
+    spare = rig.insert("ab", now=9)
+    rig.copy(spare, PEER)
+    taken = rig.insert("cd", now=5)
+    rig.copy(taken, HOST)
+    rig.controller.drop(taken, DEVICE)
+    node = rig.insert("ef", now=1)
+    rig.give_up(2)
+    rig.end_all()
+    assert [rig.where(n) for n in (spare, taken, node)] == ["D", "H", "P"]
+
+
+# -- the bound on copies in flight -------------------------------------------------------------------------------
+
+
+def bound(ratio: float) -> int:
+    return int(ratio * LARGE)
+
+
+def test_until_the_first_copy_has_ended_few_pages_are_copied():
+    assert 0 < bound(FIRST_COPYING_RATIO) < bound(MAX_COPYING_RATIO)
+    rig = AutoRig(spare=200, host=400, is_bounded=True)
+    most = bound(FIRST_COPYING_RATIO)
+    text = "".join(chr(1000 + i) for i in range(most + 1))
+    rig.computed(text)
+    assert rig.begun() == [], "all of it or nothing when it is computed"
+    rig.at(10).write_ahead(200)
+    rig.check()
+    assert rig.begun() == [(D2H, most)], "as much as may be"
+    rig.give_up(1)
+    assert rig.begun() == [] and rig.ledger.num_pages_on(D2H) == most
+    rig.at(10).commit(Ticket(D2H, 0))
+    rig.computed("".join(chr(5000 + i) for i in range(bound(MAX_COPYING_RATIO) - 1)))
+    assert rig.begun() == [(D2H, bound(MAX_COPYING_RATIO) - 1)]
+    rig.computed("ab")
+    assert rig.begun() == [], "one page is allowed still"
+    rig.computed("c")
+    assert rig.begun() == [(D2H, 1)]
+
+
+def test_a_tier_whose_link_is_busy_leaves_copies_to_the_other():
+    rig = AutoRig(spare=200, host=400, peer=400, is_bounded=True)
+    most = bound(FIRST_COPYING_RATIO)
+    nodes = [rig.insert("".join(chr(1000 * (i + 1) + j) for j in range(most)), now=i) for i in range(3)]
+    rig.give_up(3 * most)
+    assert sorted(rig.begun()) == [(D2H, most), (D2P, most)]
+    assert sum(node.parent is None for node in nodes) == 1, "eviction never refuses"
+    assert rig.controller.counters["backup_dropped_tokens"] == most
+    rig.end_all()
+    assert rig.device.counts[FrameState.PENDING_FREE] == 0
+
+
+def test_of_a_node_beyond_the_bound_the_front_is_saved_when_it_leaves():
+    rig = AutoRig(spare=200, host=400, is_bounded=True)
+    most = bound(FIRST_COPYING_RATIO)
+    text = "".join(chr(1000 + i) for i in range(2 * most))
+    rig.insert(text)
+    rig.give_up(2 * most)
+    assert rig.begun() == [(D2H, most)]
+    rig.end_all()
+    match = rig.tree.match("", np.array([ord(c) for c in text], np.int32))
+    assert (match.device_len, match.total_len) == (0, most)
+
+
+def test_a_link_that_hangs_holds_no_more_of_the_device_than_the_bound():
+    rig = AutoRig(spare=400, host=500, is_bounded=True)
+    rig.ledger.num_ended = lambda link: 1  # type: ignore[method-assign]
+    for i in range(40):
+        rig.insert("".join(chr(1000 + 20 * i + j) for j in range(10)), now=i)
+    for _ in range(40):
+        rig.at(10).write_ahead(20)
+        rig.give_up(10)
+    held = rig.device.counts[FrameState.PENDING_FREE]
+    assert 0 < held <= bound(MAX_COPYING_RATIO) and rig.device.num_free == 400 - held
+    assert rig.ledger.num_pages_on(D2H) <= bound(MAX_COPYING_RATIO)
+
+
+def test_peers_and_host_take_the_copies_of_a_path_together():
+    """Room for a part on each: what leaves lies on both in turn, and is found as one prefix."""
+    rig = AutoRig(host=3, peer=3)
+    node = None
+    for text in ("ab", "c", "de", "f"):
+        node = rig.insert(text, below=node)
+    rig.give_up(6)
+    rig.end_all()
+    assert rig.lengths("abcdef") == (0, 6)
+    assert {Tier.PEER, Tier.HOST} == {rig.tree.source_of(n) for n in rig.tree.walk()}
+    assert all(len(rig.where(n)) == 1 for n in rig.tree.walk()), "one copy each"
