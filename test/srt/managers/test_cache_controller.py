@@ -1129,6 +1129,20 @@ def test_what_a_lost_slab_alone_had_moves_to_the_host():
     assert rig.states(PEER) == "FFFF" and rig.lengths("abcd") == (0, 4)
 
 
+def test_a_move_to_the_host_takes_no_copy_of_what_leaves_the_device():
+    """The device gives up new, and for its copy the peer gives up old, whose copy would take new's room on the host."""
+    rig = PeerRig(device=8, host=3, peer=2)
+    old = rig.insert("ab", now=5)
+    rig.copy(old, PEER)
+    rig.controller.drop(old, DEVICE)
+    new = rig.insert("xyz", now=1)
+    rig.copy(new, HOST)
+    rig.at(10).evict(DEVICE, 2)
+    rig.check()
+    assert rig.lengths("xyz") == (1, 3), "the whole copy is on the host"
+    assert [(t.link, len(src)) for t, src, _, _ in ops_of(rig)] == [(D2P, 2)] and old.parent is None
+
+
 def test_a_move_to_the_host_that_fails_leaves_a_hole():
     rig = PeerRig(peer=4)
     top = rig.insert("ab")

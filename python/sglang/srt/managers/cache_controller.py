@@ -158,9 +158,9 @@ class HiCacheController:
         self.tree.begin_fill(nodes, Tier.DEVICE, tier, dst, op.ticket)
         return op.ticket
 
-    def move_to_host(self, nodes: list[Node]) -> None:
+    def move_to_host(self, nodes: list[Node], kept: Sequence[Node] = ()) -> None:
         """Copy to the host what only peers have of these nodes, which they are about to give up, as far as the host
-        has room for it or has less valuable pages."""
+        has room for it or has less valuable pages. kept: other nodes whose copies are not given up for it."""
         moving: list[Node] = []
         for node in nodes:
             num_pages = len(node.key) // self.tree.page_size
@@ -173,7 +173,7 @@ class HiCacheController:
             goes = choose_tier(num_pages, self.tree.order.rank(node), {Tier.HOST: room}) is not None
             if not (goes or self.feeds_storage):
                 continue
-            if self.make_room(Tier.HOST, self._pages_of([*moving, node]), nodes):
+            if self.make_room(Tier.HOST, self._pages_of([*moving, node]), [*nodes, *kept]):
                 moving.append(node)
         if not moving:
             return
@@ -262,7 +262,7 @@ class HiCacheController:
         table.reap(self._clock.done)
         missing = num_pages - table.num_free
         if 0 < missing <= self.tree.evictable_pages(tier, kept):
-            self._give_up(self.tree.victims(tier, missing, {node.id for node in kept}), tier)
+            self._give_up(self.tree.victims(tier, missing, {node.id for node in kept}), tier, kept)
         return table.num_free >= num_pages
 
     def evict(self, tier: Tier, num_pages: int) -> None:
@@ -430,10 +430,10 @@ class HiCacheController:
                 return nodes[:i]
         return nodes
 
-    def _give_up(self, victims: list[Node], tier: Tier) -> None:
+    def _give_up(self, victims: list[Node], tier: Tier, kept: Sequence[Node] = ()) -> None:
         table = self.tables[tier]
         if tier == Tier.PEER and self.has_host and self.write_policy != "auto":
-            self.move_to_host(victims)
+            self.move_to_host(victims, kept)
         before = table.counts[FrameState.CACHED]
         dropped = self.tree.give_up(victims, tier)
         self.ledger.free(dropped, tier)
