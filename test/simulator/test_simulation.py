@@ -42,7 +42,7 @@ def simulation(h2d_bandwidth: float = 1e6, fails: float = 0.0, **changes: object
         **changes,
     }
     rng = np.random.default_rng(0)
-    # While no load is measured, loads are believed to be as fast as backups, which are ten times faster than computing.
+    # While no load is measured, loads are believed to be as fast as backups: ten times faster than computing.
     return Simulation(
         SchedulerConfig(**settings),  # type: ignore[arg-type]
         SimulatedHardware(LAYERS, launch_seconds, h2d_bandwidth, 1e7, load_fails=lambda op: rng.random() < fails),

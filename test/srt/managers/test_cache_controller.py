@@ -1130,7 +1130,7 @@ def test_what_a_lost_slab_alone_had_moves_to_the_host():
 
 
 def test_a_move_to_the_host_takes_no_copy_of_what_leaves_the_device():
-    """The device gives up new, and for its copy the peer gives up old, whose copy would take new's room on the host."""
+    """The device gives up new. For its copy the peer gives up old, which would take new's room on the host."""
     rig = PeerRig(device=8, host=3, peer=2)
     old = rig.insert("ab", now=5)
     rig.copy(old, PEER)
@@ -1207,7 +1207,9 @@ def test_what_only_the_peer_had_follows_to_the_host_when_it_is_back():
     low = rig.insert("d", below=node)
     rig.ledger.take_ops()
     assert rig.at(10).begin_backup(low) == Ticket(D2H, 0)
-    assert [src for _, src, _, _ in ops_of(rig)] == [low.frames[DEVICE].tolist()], "its prefix is not there to be read"
+    assert [src for _, src, _, _ in ops_of(rig)] == [low.frames[DEVICE].tolist()], (
+        "its prefix is not there to be read"
+    )
     rig.at(10).commit(ticket)
     assert list(rig.ledger.in_flight) == [Ticket(D2H, 0), Ticket(D2H, 1)]
     rig.at(10).commit(Ticket(D2H, 0))

@@ -17,7 +17,6 @@ from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import Node, is_hole
 from sglang.srt.mem_cache.transfer import (
     COPY_LINKS,
-    D2H,
     D2P,
     FETCH,
     PROBE,

@@ -275,7 +275,14 @@ def test_a_match_names_the_runs_that_come_from_peers():
     alternating(tree)
     m = match(tree, "aabbccdd")
     assert lengths(m) == (2, 8) and m.peer_runs == ((2, 4), (6, 8)) and m.from_peers == 4
-    assert [m.to_load_behind(start) for start in (2, 3, 4, 5, 7, 8)] == [(2, 4), (2, 3), (2, 2), (1, 2), (0, 1), (0, 0)]
+    assert [m.to_load_behind(start) for start in (2, 3, 4, 5, 7, 8)] == [
+        (2, 4),
+        (2, 3),
+        (2, 2),
+        (1, 2),
+        (0, 1),
+        (0, 0),
+    ]
     m = match(tree, "aabbccd")
     assert m.peer_runs == ((2, 4), (6, 7)) and m.to_load_behind(2) == (2, 3)
     part = m.on_device()
