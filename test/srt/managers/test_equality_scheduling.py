@@ -47,10 +47,10 @@ def engine_of(model: Model, page_size: int, **options: object) -> LocalEngine:
         **{**OFF, **options},
     )
     scheduler = engine.scheduler
-    # A token takes as long to compute as three to load, and a decode step next to nothing.
+    # A token takes a little longer to compute than to load, and a decode step next to nothing.
     for n in (1, 20, 100, 40):
         scheduler.planner.expected.costs.add_prefill(n, 0, pairs_of(0, n), n * 1e-2)
-        scheduler.planner.expected.costs.add_copy(n * scheduler.config.page_bytes // page_size, n * 3e-2, H2D)
+        scheduler.planner.expected.costs.add_copy(n * scheduler.config.page_bytes // page_size, n * 8e-3, H2D)
         scheduler.planner.expected.costs.add_decode(2, 100, 1e-6)
     for name in ("add_prefill", "add_copy", "add_decode"):
         setattr(scheduler.planner.expected.costs, name, lambda *measured: None)

@@ -87,10 +87,20 @@ def test_what_is_not_worth_a_copy_is_not_copied():
     asked = []
     rig.controller.consult(lambda tier, start, end: asked.append((tier, start, end)))  # None: not worth it
     node = rig.computed("abc")
-    rig.controller.write_ahead(1000)
     rig.give_up(3)
     assert rig.begun() == [] and node.parent is None
     assert (HOST, 0, 3) in asked
+
+
+def test_a_little_is_written_ahead_where_it_is_not_worth_it_which_shows_when_it_is():
+    rig = AutoRig(spare=200, host=400)
+    rig.controller.consult(lambda tier, start, end: False)
+    most = bound(FIRST_COPYING_RATIO)
+    rig.insert("".join(chr(1000 + i) for i in range(3 * most)))
+    rig.at(10).write_ahead(200)
+    assert rig.begun() == [(D2H, most)]
+    rig.give_up(most + 1)
+    assert rig.begun() == [], "one copy at a time, and none of what leaves"
 
 
 def test_without_other_tiers_nothing_is_copied():
