@@ -171,7 +171,12 @@ def test_an_operation_costs_what_the_hardware_says() -> None:
 def test_transfers_slow_what_runs_beside_them() -> None:
     """The backup of the first prompt runs beside its decode steps, which take half as long again meanwhile."""
     config = SchedulerConfig(
-        page_size=1, num_device_pages=200, num_host_pages=2000, page_bytes=PAGE_BYTES, context_len=190
+        page_size=1,
+        num_device_pages=200,
+        num_host_pages=2000,
+        page_bytes=PAGE_BYTES,
+        context_len=190,
+        write_policy="write_through",
     )
 
     def run(share: float) -> tuple[Simulation, list[float]]:

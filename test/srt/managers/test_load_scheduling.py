@@ -59,6 +59,7 @@ class Rig:
         **changes: object,
     ) -> None:
         settings = {"page_size": 1, "num_device_pages": 1000, "num_host_pages": 2000, "context_len": 900, **OFF}
+        settings["write_policy"] = "write_through"
         config = SchedulerConfig(**{**settings, **changes, "page_bytes": 0})  # type: ignore[arg-type]
         config = SchedulerConfig(**{**config.__dict__, "page_bytes": TOKEN_BYTES * config.page_size})
         hardware = SimulatedHardware(LAYERS, launch_seconds, TOKEN_BYTES / load_s, load_fails=fails)

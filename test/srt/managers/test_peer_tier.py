@@ -31,7 +31,8 @@ class Rig:
             LAYERS, launch_seconds, h2d_bandwidth=TOKEN_BYTES / HOST_S, p2d_bandwidth=TOKEN_BYTES / PEER_S
         )
         settings = {"page_size": 1, "num_device_pages": 500, "num_host_pages": 2000, "context_len": 450}
-        settings |= {"page_bytes": TOKEN_BYTES, "num_peer_pages": 2000, "load_or_recompute": False, **changes}
+        settings |= {"page_bytes": TOKEN_BYTES, "num_peer_pages": 2000, "load_or_recompute": False}
+        settings |= {"write_policy": "write_through", **changes}
         self.sim = Simulation(SchedulerConfig(**settings), hardware)  # type: ignore[arg-type]
         self.scheduler = self.sim.core.scheduler
 

@@ -14,7 +14,13 @@ from sglang.srt.model_executor.launch import LaunchMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 CONFIG = SchedulerConfig(
-    page_size=1, num_device_pages=64, num_host_pages=0, page_bytes=8, context_len=60, eos_token_ids=(2,)
+    write_policy="write_through",
+    page_size=1,
+    num_device_pages=64,
+    num_host_pages=0,
+    page_bytes=8,
+    context_len=60,
+    eos_token_ids=(2,),
 )
 
 

@@ -55,7 +55,7 @@ class Rig:
         self.clock = LaunchClock()
         self.clock.next, self.clock.done = LaunchSeq(20), LaunchSeq(DONE)
         self.ledger = TransferLedger(self.tree, Pools(self.device, self.host, table), self.clock, 100)
-        self.controller = HiCacheController(self.ledger)
+        self.controller = HiCacheController(self.ledger, "write_through")
         config = {"policy": "wait_complete", "threshold": 1} | config
         self.storage = StorageController(self.controller, PrefetchConfig(**config))  # type: ignore[arg-type]
         self.storage.open(StorageLimits(blocks_per_op, max_fetch_pages, 64, fetch_window_ops), NAMES)

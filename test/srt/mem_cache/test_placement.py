@@ -80,7 +80,8 @@ def test_what_was_looked_at_is_not_looked_at_again_until_too_little_of_it_is_lef
 
 @pytest.mark.parametrize(("num_pages", "num_free", "expected"), [(4, 5, True), (5, 5, True), (6, 5, False)])
 def test_only_room_that_is_free_is_written_through_to(num_pages: int, num_free: int, expected: bool):
-    assert should_write_through(num_pages, num_free) is expected
+    assert should_write_through(num_pages, num_free, is_worthless=False) is expected
+    assert should_write_through(num_pages, num_free, is_worthless=True), "or for which nothing of use has to leave"
 
 
 @pytest.mark.parametrize(
