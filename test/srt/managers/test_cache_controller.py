@@ -633,7 +633,7 @@ class StorageRig(Rig):
         self.check()
 
     def end_store(self, seq: int, count: int = 1) -> None:
-        self.storage.end_store(Ticket(STORE, seq), count)
+        self.storage.writer.end(Ticket(STORE, seq), count)
         self.check()
 
 
@@ -781,13 +781,13 @@ def test_each_block_is_written_once_from_the_host_pages() -> None:
     assert [link for link, *_ in rig.begun()] == [D2H]
     rig.commit(0)
     assert rig.begun() == [(STORE, 0, ["ab", "cd"], [0, 1, 2, 3])], "the last letter is no whole block"
-    assert rig.host.pins.tolist()[:6] == [1, 1, 1, 1, 0, 0] and rig.storage.storing_pages == 4
+    assert rig.host.pins.tolist()[:6] == [1, 1, 1, 1, 0, 0] and rig.storage.writer.storing_pages == 4
     # While it is written, the path grows: the block that began in the node above is written with its head.
     rig.back_up(rig.insert("fgh", below=rig.tree.match("", tokens("abcde")).path[-1]))
     assert rig.begun() == [(STORE, 1, ["ef", "gh"], [4, 5, 6, 7])]
     rig.end_store(0, 2)
     rig.end_store(1, 2)
-    assert not rig.host.pins.any() and rig.storage.storing_pages == 0
+    assert not rig.host.pins.any() and rig.storage.writer.storing_pages == 0
     assert rig.storage.counters["backuped_tokens"] == 8
     rig.back_up(rig.insert("xy", below=rig.tree.lock(rig.tree.match("", tokens("abcd")), 0).node))
     assert [len(keys) for _, _, keys, _ in _named(rig)] == [1], "only the new branch"
@@ -840,7 +840,7 @@ def test_too_much_at_once_is_stored_later() -> None:
     rig.back_up(rig.insert("abcdefgh"))
     assert rig.begun() == [(STORE, 0, ["ab"], [0, 1]), (STORE, 1, ["cd"], [2, 3])]
     rig.back_up(rig.insert("uv"))
-    assert rig.begun() == [] and rig.storage.storing_pages == 4
+    assert rig.begun() == [] and rig.storage.writer.storing_pages == 4
     rig.end_store(0)
     assert rig.begun() == [(STORE, 2, ["ef"], [4, 5])]
     rig.end_store(1)
@@ -848,7 +848,7 @@ def test_too_much_at_once_is_stored_later() -> None:
     assert sorted(keys[0] for _, _, keys, _ in rig.begun()) == ["gh", "uv"]
     rig.end_store(3)
     rig.end_store(4)
-    assert rig.begun() == [] and rig.storage.storing_pages == 0
+    assert rig.begun() == [] and rig.storage.writer.storing_pages == 0
 
 
 def test_what_is_gone_by_then_is_not_stored() -> None:
@@ -894,7 +894,7 @@ def test_what_waits_to_be_stored_does_not_keep_what_has_left_the_tree() -> None:
         for tier in (DEVICE, HOST):
             rig.controller.drop(node, tier)
             rig.controller.tables[tier].reap(10)
-    assert len(rig.storage._deferred_stores) <= 2 * 64
+    assert len(rig.storage.writer._deferred) <= 2 * 64
     rig.end_store(0)
     rig.check()
 
@@ -948,7 +948,7 @@ def forget_what_is_fetched(rig: StorageRig) -> None:
 
 
 def forget_what_is_stored(rig: StorageRig) -> None:
-    rig.storage.storing_pages = 0
+    rig.storage.writer.storing_pages = 0
 
 
 def forget_a_fetch(rig: StorageRig) -> None:

@@ -235,7 +235,7 @@ def test_the_host_gives_up_spare_copies_before_what_it_alone_has():
     old, young = rig.computed("cd", now=2), rig.computed("ef", now=3)
     rig.end_all()
     assert [rig.where(n) for n in (alone, old, young)] == ["H", "DH", "DH"]
-    assert [rig.tree.class_of(n, HOST) for n in (alone, old, young)] == [LAST, SPARE, SPARE]
+    assert [rig.tree.order.class_of(n, HOST) for n in (alone, old, young)] == [LAST, SPARE, SPARE]
     assert rig.tree.victims(HOST, 6) == [young, old, alone]
     rig.at(10).evict(HOST, 2)
     assert rig.where(young) == "D" and rig.where(alone) == "H"
@@ -248,7 +248,7 @@ def test_copies_of_what_the_device_gives_up_next_stay():
     assert rig.tree.victims(HOST, 4) == [kept, next_]
     rig.at(10).write_ahead(rig.device.num_free + 2)
     assert next_.is_next and not kept.is_next and rig.begun() == []
-    assert rig.tree.class_of(next_, HOST) == LAST and rig.tree.class_of(kept, HOST) == SPARE
+    assert rig.tree.order.class_of(next_, HOST) == LAST and rig.tree.order.class_of(kept, HOST) == SPARE
     other = rig.computed("ef", now=3)
     rig.end_all()
     assert rig.tree.victims(HOST, 9) == [other, kept, next_]
@@ -263,10 +263,10 @@ def test_a_peer_gives_up_what_the_host_has_before_what_it_alone_has():
     for node in (on_both, alone):
         rig.controller.drop(node, DEVICE)
     rig.check()
-    classes = [rig.tree.class_of(n, PEER) for n in (on_both, alone, spare)]
+    classes = [rig.tree.order.class_of(n, PEER) for n in (on_both, alone, spare)]
     assert classes == [CONVENIENT, LAST, SPARE]
     assert rig.tree.victims(PEER, 9) == [spare, on_both, alone]
-    assert rig.tree.class_of(on_both, HOST) == SPARE, "a peer is nearer"
+    assert rig.tree.order.class_of(on_both, HOST) == SPARE, "a peer is nearer"
 
 
 def test_another_policy_ranks_copies_by_age():

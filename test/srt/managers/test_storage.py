@@ -260,7 +260,7 @@ def test_what_is_in_flight_stays_within_its_limits(model_config: ModelConfig) ->
 
     def look(_: object) -> None:
         storage = engine.scheduler.storage
-        seen.append((storage.fetching_pages, storage.storing_pages))
+        seen.append((storage.fetching_pages, storage.writer.storing_pages))
         if max(seen[-1]) == 8:
             gates[-1].open.set()
 

@@ -99,7 +99,7 @@ class Rig:
             elif ticket.link == FETCH:
                 self.storage.end_fetch(ticket, count)
             else:
-                self.storage.end_store(ticket, count)
+                self.storage.writer.end(ticket, count)
         if ticket.link in STALLING_LINKS:
             self.storage.begin_fetches()
         self.host.reap(DONE)

@@ -575,7 +575,7 @@ def test_eviction_candidates_do_not_pile_up():
     insert(tree, "abc", 0)
     for now in range(2000):
         tree.unlock(tree.lock(match(tree, "abc"), now), now, -1)
-    assert sum(map(len, tree._heaps[DEVICE].ranks().values())) < 100
+    assert sum(map(len, tree.order._heaps[DEVICE].ranks().values())) < 100
     assert cached(tree.evict(DEVICE, 3)) == [([0, 1, 2], 0)]
 
 
@@ -855,7 +855,7 @@ def stray_ticket(tree: HiRadixTree, top: Node, low: Node) -> None:
 
 
 def not_offered(tree: HiRadixTree, top: Node, low: Node) -> None:
-    tree._heaps[DEVICE]._entries.clear()
+    tree.order._heaps[DEVICE]._entries.clear()
 
 
 def a_hole_with_nothing_below_it(tree: HiRadixTree, top: Node, low: Node) -> None:

@@ -33,7 +33,6 @@ from sglang.srt.mem_cache.placement import (
     Room,
     choose_tier,
     pages_to_write_ahead,
-    should_write_through,
 )
 from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2H, D2S, LOAD_LINKS, P2H, Ticket, Tier, TransferOp
 from sglang.srt.utils.time_units import LaunchSeq
@@ -61,6 +60,8 @@ class HiCacheController:
         self._num_moved_ahead = self._evicted_from_peers = 0
         # Links from the device that take far longer than expected.
         self.late_links: frozenset[str] = frozenset()
+        # Ends of paths that are to be written through when the link takes more.
+        self._to_write: dict[int, Node] = {}
         # Of what the device gives up next, pages that were looked at already, see `write_ahead`.
         self._num_ahead = 0
         self._is_worth_copying: Callable[[Tier, int, int], bool] = lambda tier, start, end: True
@@ -281,21 +282,40 @@ class HiCacheController:
                 break
 
     def _write_through(self, node: Node) -> None:
-        """Copy what was never copied of the path to a node to the host, if that has room to spare."""
-        nodes = [n for n in self.tree.path_of(node) if not n.was_copied and _is_only_on_device(n)]
-        num_pages = self._pages_of(nodes)
-        if (
-            nodes
-            and self._is_worth_copying(Tier.HOST, nodes[0].start, node.end)
-            and num_pages <= self._num_allowed(Tier.HOST)
-            and should_write_through(num_pages, self.tables[Tier.HOST].num_free, self._gives_up_retired(Tier.HOST))
-        ):
+        """Copy what was never copied of the path to a node to the host, the front first, as far as that has room to
+        spare and the link takes it. The rest is tried again."""
+        lacking = [n for n in self.tree.path_of(node) if not n.was_copied and _is_only_on_device(n)]
+        if not lacking or not self._is_worth_copying(Tier.HOST, lacking[0].start, node.end):
+            return
+        num_pages, num_free = self._num_allowed(Tier.HOST), self.tables[Tier.HOST].num_free
+        if not self._gives_up_retired(Tier.HOST):
+            num_pages = min(num_pages, num_free)
+        nodes: list[Node] = []
+        for each in lacking:
+            if num_pages <= 0:
+                break
+            n = len(each.key) // self.tree.page_size
+            part = each if n <= num_pages else self.tree.split(each, num_pages * self.tree.page_size)
+            nodes.append(part)
+            num_pages -= n
+        if nodes:
             self.back_up(nodes, Tier.HOST)
+        if num_pages < 0 or (len(nodes) < len(lacking) and num_free):
+            self._to_write[node.id] = node
+
+    def _write_rest(self) -> None:
+        """Write through what found the link busy."""
+        ends, self._to_write = self._to_write, {}
+        for node in ends.values():
+            if node.parent is not None:
+                self._write_through(node)
 
     def write_ahead(self, num_pages: int) -> None:
         """Copy what the device gives up next, so that it can give up num_pages at once; for the policy auto."""
         if self.write_policy != "auto" or len(self.tables) == 1:
             return
+        if self._to_write and self._num_allowed(Tier.HOST) > 0:
+            self._write_rest()
         device = self.tables[Tier.DEVICE]
         num_free = device.num_free + device.counts[FrameState.PENDING_FREE]
         wanted = pages_to_write_ahead(num_pages, num_free, self._num_ahead)
@@ -378,7 +398,7 @@ class HiCacheController:
         if Tier.PEER in worth and node.frames[Tier.PEER] is None and node.tickets[Tier.HOST] is None:
             # The host has it: peers are nearer, and get it if they have room to spare.
             num_pages = self._pages_of([*worth[Tier.PEER], node])
-            has_room = should_write_through(num_pages, self.tables[Tier.PEER].num_free, is_worthless=False)
+            has_room = num_pages <= self.tables[Tier.PEER].num_free
             return Tier.PEER if has_room and num_pages <= self._num_allowed(Tier.PEER) else None
         return None
 

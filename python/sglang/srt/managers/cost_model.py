@@ -223,8 +223,8 @@ class CostModel:
         measured = [fit.seconds((1.0, num_bytes)) for fit in (there, back) if fit.num_samples]
         if not measured:
             return None
-        # The first operations may have been slow by chance.
-        return min(measured) if there.num_samples < _BELIEVED else there.seconds((1.0, num_bytes))
+        # The first one may have been slow by chance.
+        return min(measured) if there.num_samples < 2 else there.seconds((1.0, num_bytes))
 
     def there_and_back_seconds(self, num_tokens: int, load_link: str) -> float | None:
         """Seconds for which copying tokens from the device and loading them again takes the links, latencies apart.

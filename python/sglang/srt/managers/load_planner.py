@@ -210,13 +210,13 @@ class LoadPlanner:
         return is_worth_copying(costs.store_and_fetch_seconds(end - start), costs.recompute_seconds(start, end))
 
     def computes_instead(self, req: Req) -> bool:
-        """Whether to compute all that a waiting request would load takes no longer than the load, whoever else wants
-        the device."""
-        if not self.config.load_or_recompute:
+        """Whether to compute all that a waiting request would load takes no longer than the load. Only of loads that
+        are longer than a launch; of shorter ones a launch can compute a part meanwhile."""
+        if not self.config.load_or_recompute or self.config.inserts_late:
             return False
         known = self._cache.candidate(req)
         to_load = known.load + known.from_peers
-        if not to_load:
+        if to_load <= self.config.chunk_budget:
             return False
         load_s = self.expected.load_seconds(known.load) + self.expected.load_seconds(known.from_peers, P2D)
         compute_s = self.expected.costs.recompute_seconds(known.prefix - to_load, known.prefix)

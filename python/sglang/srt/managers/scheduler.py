@@ -83,6 +83,8 @@ class Scheduler:
         self.max_total_len = self.streaming.max_total_len
         self.lending = self._open_lending(config.lending) if config.lending is not None else None
         self._counters: Counter[str] = Counter()
+        # A step is due then, for something that ended late in the last one.
+        self._step_again_at: float | None = None
         self._launches: dict[int, LaunchRecord] = {}
         # Whether a decode step is due before the next chunk of a prompt.
         self._decode_owed = False
@@ -103,12 +105,13 @@ class Scheduler:
     def wake_at(self) -> float | None:
         """Seconds, as in `StepInputs.now`: a step is due then even if nothing comes in."""
         lending_at = self.lending.wake_at if self.lending is not None else None
-        times = [self.storage.next_deadline, self.planner.wake_at, lending_at]
+        times = [self.storage.next_deadline, self.planner.wake_at, lending_at, self._step_again_at]
         return min((t for t in times if t is not None), default=None)
 
     def step(self, inputs: StepInputs) -> BatchDecision:
         self._outputs, self._changed = [], []
         self.planner.set_now(inputs.now)
+        self._step_again_at = None
         reset = self._take_launches(inputs)
         self._take_operations(inputs)
         self.planner.note_late_copies()
@@ -365,6 +368,8 @@ class Scheduler:
         )
         self.end_hold(req, EndReason.ABORT)
         self._end(req, FinishReason(type="abort", message=message, status_code=503))
+        # Others may wait for its memory, and perhaps nothing is on its way that would cause another step.
+        self._step_again_at = self.planner.expected.now
 
     def _requeue(self, req: Req) -> None:
         """Back among the waiting, at the request's age."""

@@ -1,6 +1,7 @@
 """`EvictionOrder`: what each tier gives up next; `EvictionHeap`: the candidates of one tier as a lazy heap.
 
-Takes no node off a tier, see hiradix_tree.py. Policy leaves no holes: what is below a node keeps it on its last tier.
+Takes no node off a tier, see hiradix_tree.py. What is below a node keeps it on its last tier, as long as others can
+go.
 """
 
 from __future__ import annotations
@@ -110,9 +111,9 @@ class EvictionOrder:
         kept: ids of nodes that are no victims.
         """
         heap = self._heaps[tier]
-        found: list[Node] = []
+        found: dict[int, Node] = {}
         popped: dict[int, Node] = {}
-        # Nodes that become candidates when the victims below them are gone.
+        # Nodes that nothing covers any more when the victims are gone.
         uncovered: list[tuple[Rank, int, Node]] = []
         # By the id of a node: children in the way.
         in_the_way: dict[int, int] = {}
@@ -128,35 +129,33 @@ class EvictionOrder:
                 node, top = top, None
             else:
                 break
+            if node.id in found:
+                continue  # as the last that was below it
             n = len(node.key) // self._page_size
             if n > num_pages:
                 self._split(node, (n - num_pages) * self._page_size)
                 n = num_pages
             num_pages -= n
-            found.append(node)
-            if tier != Tier.DEVICE and self._is_elsewhere(node, tier):
-                continue  # it stays in the tree
+            found[node.id] = node
+            stays = in_the_way.get(node.id, len(node.children)) > 0 or self._is_elsewhere(node, tier)
+            if tier != _DEVICE and stays:
+                continue
             above = node.parent
             while above is not None:
-                before = above.num_device_children if tier == Tier.DEVICE else len(above.children)
+                before = above.num_device_children if tier == _DEVICE else len(above.children)
                 in_the_way[above.id] = left = in_the_way.get(above.id, before) - 1
                 if left or not is_hole(above):
                     break
                 above = above.parent  # the hole leaves the tree with the last node below it
-            if above is None or left or above.id in kept or self.is_evictable(above, tier):
+            if above is None or left or above.id in kept or above.id in found or not self._is_free_to_go(above, tier):
                 continue
-            if self._is_free_to_go(above, tier):
-                heapq.heappush(uncovered, (self.rank_on(above, tier), above.id, above))
+            heapq.heappush(uncovered, (self.rank_on(above, tier, is_covered=False), above.id, above))
         heap.put_back(popped.values())
-        return found
+        return list(found.values())
 
     def is_evictable(self, node: Node, tier: int) -> bool:
-        """Policy leaves no holes: what is below a node keeps it on its last tier. Of the device the leaves go."""
-        if not self._is_free_to_go(node, tier):
-            return False
-        if tier == _DEVICE:
-            return node.num_device_children == 0
-        return not node.children or self._is_elsewhere(node, tier)
+        """Of the device the leaves go. On other tiers all may go, see `rank_on`."""
+        return self._is_free_to_go(node, tier) and (tier != _DEVICE or node.num_device_children == 0)
 
     @staticmethod
     def _is_free_to_go(node: Node, tier: int) -> bool:
@@ -179,28 +178,35 @@ class EvictionOrder:
         """Whether another tier has the node, or is about to."""
         return any([node.frames[t] is not None for t in FRAME_TIERS if t != tier])
 
-    def rank_on(self, node: Node, tier: int) -> Rank:
-        """What goes first of a tier: the smallest. Of equals the deepest."""
+    def rank_on(self, node: Node, tier: int, is_covered: bool | None = None) -> Rank:
+        """What goes first of a tier: the smallest. Of equals the deepest. is_covered: see `class_of_copy`; None: as
+        it is."""
         is_alive = int(node.priority != RETIRED_PRIORITY)
         by_policy = (*self._policy(node), -node.start)
         if tier == _DEVICE:
             return is_alive, *by_policy
+        if is_covered is None:
+            is_covered = self._is_covered(node, tier)
         if self.adds_up:
-            copy = self.class_of(node, tier)
-            # Of what the device has, that which it keeps longest.
+            copy = self.class_of(node, tier, is_covered)
+            # Of what the device has, that which it keeps longest, as far as that was known when it was entered.
             return (is_alive, copy, -node.last_access) if copy == SPARE else (is_alive, copy, *by_policy)
         if tier != _PEER:
-            return is_alive, *by_policy
+            return is_alive, int(is_covered), *by_policy
         # Peers hold what the device has no room for. The host holds all, where pages are written once.
-        return int(node.frames[_DEVICE] is None) * is_alive, is_alive, *by_policy
+        return int(node.frames[_DEVICE] is None) * is_alive, is_alive, int(is_covered), *by_policy
 
-    @staticmethod
-    def class_of(node: Node, tier: int) -> int:
+    def _is_covered(self, node: Node, tier: int) -> bool:
+        return bool(node.children) and not self._is_elsewhere(node, tier)
+
+    def class_of(self, node: Node, tier: int, is_covered: bool | None = None) -> int:
         """See `class_of_copy`."""
         ready = [frames is not None and ticket is None for frames, ticket in zip(node.frames, node.tickets)]
         on_peer = tier == _HOST and ready[_PEER]
         is_next = node.is_next and not (on_peer and ready[_DEVICE])
-        return class_of_copy(ready[_DEVICE] or on_peer, tier == _PEER and ready[_HOST], is_next)
+        if is_covered is None:
+            is_covered = self._is_covered(node, tier)
+        return class_of_copy(ready[_DEVICE] or on_peer, tier == _PEER and ready[_HOST], is_next, is_covered)
 
     def next_of(self, tier: Tier) -> Node | None:
         """The node that a tier would give up next."""

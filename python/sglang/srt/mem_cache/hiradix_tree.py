@@ -197,7 +197,11 @@ class HiRadixTree:
                 self._evictable[_DEVICE] -= self._evictable_pages(step, _DEVICE)
             step.lock += 1
             step.last_access = launch
-            step.is_next = step.is_stored_ahead = False
+            step.is_stored_ahead = False
+            if step.is_next:
+                step.is_next = False
+                self._offer(step, _PEER)
+                self._offer(step, _HOST)
             step = step.parent
         return Receipt(node)
 

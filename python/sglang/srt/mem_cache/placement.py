@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.transfer import Tier
 
 WRITE_POLICIES = ("auto", "write_through", "write_through_selective", "write_back")
 # Classes of copies on a tier below the device; a full tier gives up the least first.
-SPARE, CONVENIENT, LAST = range(3)
+SPARE, CONVENIENT, LAST, COVERED = range(4)
 # Pages that copies to a tier may have in flight, as a share of the device's pages. They hold on to device memory, and
 # a tier that hangs must not hold on to much of it.
 MAX_COPYING_RATIO = 1 / 8
@@ -29,12 +29,16 @@ FIRST_COPYING_RATIO = 1 / 64
 _AHEAD = 1.25
 
 
-def class_of_copy(on_nearer: bool, on_farther: bool, is_next: bool) -> int:
-    """on_nearer, on_farther: other tiers that have the node ready. is_next: the device gives it up soon.
+def class_of_copy(on_nearer: bool, on_farther: bool, is_next: bool, is_covered: bool) -> int:
+    """on_nearer, on_farther: other tiers that have the node ready. is_next: the nearer one gives it up soon.
+    is_covered: no other tier has it, and some have what is below it.
 
     SPARE: a nearer tier has it and keeps it. CONVENIENT: without this copy it would come from a farther tier. LAST:
-    without it the node would have to be computed, or read from storage.
+    without it the node would have to be computed, or read from storage. COVERED: so would all below it; it goes when
+    nothing else can, and leaves a hole.
     """
+    if is_covered:
+        return COVERED
     if on_nearer and not is_next:
         return SPARE
     return CONVENIENT if on_farther and not on_nearer else LAST
@@ -53,12 +57,6 @@ def pages_to_write_ahead(num_ahead: int, num_free: int, num_known: int) -> int:
     """
     lacking = num_ahead - num_free
     return int(_AHEAD * lacking) if lacking > num_known else 0
-
-
-def should_write_through(num_pages: int, num_free: int, is_worthless: bool) -> bool:
-    """Whether what was computed goes to the host at once: only into room for which nothing of use has to leave.
-    is_worthless: what the host would give up next is of no use."""
-    return num_pages <= num_free or is_worthless
 
 
 def is_worth_copying(there_and_back_s: float | None, recompute_s: float | None) -> bool:
@@ -90,6 +88,7 @@ def choose_tier(num_pages: int, rank: Rank, rooms: Mapping[Tier, Room]) -> Tier 
     full = [
         (room.next_class, room.next_rank, tier)
         for tier, room in open_.items()
-        if room.next_class is not None and (room.next_class < LAST or room.next_rank <= rank)
+        if room.next_class is not None
+        and (room.next_class < LAST or (room.next_class == LAST and room.next_rank <= rank))
     ]
     return min(full)[2] if full else None
