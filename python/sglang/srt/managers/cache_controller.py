@@ -160,8 +160,8 @@ class HiCacheController:
         return op.ticket
 
     def move_to_host(self, nodes: list[Node], kept: Sequence[Node] = ()) -> None:
-        """Copy to the host what only peers have of these nodes, which they are about to give up, as far as the host
-        has room for it or has less valuable pages. kept: other nodes whose copies are not given up for it."""
+        """Copy to the host those nodes that only peers have, which are about to give them up, as far as the host has
+        room for them or has less valuable pages. kept: other nodes whose copies are not given up for it."""
         moving: list[Node] = []
         for node in nodes:
             num_pages = len(node.key) // self.tree.page_size

@@ -5,7 +5,7 @@ and its null object. Never decides which request streams: admission does. Alloca
 
 The request's tokens, from the first to the last:
 
-    | on the device, in the tree | the hole: streamed              | going         | HELD    |
+    | on the device, in the tree | the gap: streamed               | going         | HELD    |
     0                        start                              stop                     computed
                                    host, perhaps a peer | swap file  device and there  device
                                                     inserted_len
@@ -17,7 +17,7 @@ The request's tokens, from the first to the last:
 - *Demote*: the last pages before `start` leave the device; the host has them.
 - *Promote*: pages from `start` on are loaded, while there is room; a request that shares them may load them, too.
 
-So the context is bounded by host pool, swap file and what the device holds beside them. Where there is no hole, or it
+So the context is bounded by host pool, swap file and what the device holds beside them. Where there is no gap, or it
 is being loaded as a whole, the request is like any other: it enters the tree as it is computed, behind `stop`.
 """
 
@@ -49,7 +49,7 @@ _CHUNKS = 3
 class _Layout:
     """Where a request's tokens are, as far as they are in the tree and not being spilled."""
 
-    # Of the hole, in tokens; equal if there is none.
+    # Of the gap, in tokens; equal if there is none.
     start: int
     stop: int
     # Frames of what the device has before it.
@@ -163,7 +163,7 @@ class NoLayerStreaming:
     # -- looking ------------------------------------------------------------------------------------------------
 
     @property
-    def hole(self) -> int:
+    def gap_len(self) -> int:
         """Tokens that a launch of the request that streams reads through the layer stream cache."""
         return 0
 
@@ -206,7 +206,7 @@ class LayerStreaming(NoLayerStreaming):
         self._tree = cache.tree
         self._device = cache.device
         self._page = config.page_size
-        # Tokens before the hole, as the executor knows.
+        # Tokens before the gap, as the executor knows.
         self._start = 0
         # What is going to the host or the swap file: the operation, and the device frames.
         self._spill: Ticket | None = None
@@ -283,7 +283,7 @@ class LayerStreaming(NoLayerStreaming):
         return self._spilling
 
     @property
-    def hole(self) -> int:
+    def gap_len(self) -> int:
         if self.req is None:
             return 0
         layout = self._layout()
@@ -294,8 +294,8 @@ class LayerStreaming(NoLayerStreaming):
         req = self.req
         if req is None or req.hold is None:
             return {"resident_tokens": 0, "streamed_tokens": 0}
-        hole = self.hole
-        return {"resident_tokens": req.computed - hole, "streamed_tokens": hole}
+        gap_len = self.gap_len
+        return {"resident_tokens": req.computed - gap_len, "streamed_tokens": gap_len}
 
     # -- launches -----------------------------------------------------------------------------------------------
 
@@ -305,7 +305,7 @@ class LayerStreaming(NoLayerStreaming):
             # Room for the chunk after the next.
             self._begin_spill(req.computed)
         from_disk = req.hold.num_swapped * self._page
-        return self._planner.expected.arrival_of_stream(self.hole, from_disk)
+        return self._planner.expected.arrival_of_stream(self.gap_len, from_disk)
 
     def streams(self, reqs: list[Req], page_runs: list[PageRun]) -> tuple[StreamedPrefix, ...]:
         if self.req is None or self.req not in reqs:
@@ -449,7 +449,7 @@ class LayerStreaming(NoLayerStreaming):
     def _promote(self) -> None:
         """Load what the request streams where no other has use for the room."""
         queues, req = self._queues, self.req
-        if req is None or not self.hole or queues.waiting:
+        if req is None or not self.gap_len or queues.waiting:
             return
         futures = [self.future_len(r) for r in queues.active() if r is not req]
         reserve = decode_reserve(futures, self.config.new_token_ratio, self._page)
@@ -458,7 +458,7 @@ class LayerStreaming(NoLayerStreaming):
         spare = min(self._cache.available_pages - reserve, self.chunk_pages)
         # A decode grows by little, and what it may need is reserved. An eighth is as much as it gives up at once.
         at_least = self.chunk_pages if prefills else 1 + self.chunk_pages // 8
-        if spare < min(at_least, self.hole // self._page):
+        if spare < min(at_least, self.gap_len // self._page):
             return
         nodes = self._to_promote(spare)
         num_pages = sum(len(node.key) for node in nodes) // self._page

@@ -239,7 +239,7 @@ class SchedulerProcess:
         )
         if cache.host is not None:
             acted = {name: counters.get(name, 0) - self._logged.get(name, 0) for name in SCHEDULING_COUNTERS}
-            acted["layer_streamed_token"] = scheduler.streaming.hole
+            acted["layer_streamed_token"] = scheduler.streaming.gap_len
             stall = f"{scheduler.planner.stall_s - self._logged_stall_s:.2f} s"
             shown = [f"stall: {stall}"] if stall != "0.00 s" else []
             shown += [f"#{name.replace('_', '-')}: {n}" for name, n in acted.items() if n]

@@ -511,7 +511,7 @@ class ModelExecutor:
         for prefix in launch.streams:
             i = prefix.req
             slot, start, length = int(launch.slots[i]), int(launch.starts[i]), int(launch.lens[i])
-            # The device's tokens without the hole, whose borders are page borders. A single query sees all of its own
+            # The device's tokens without the gap, whose borders are page borders. A single query sees all of its own
             # segment.
             runs = [(0, prefix.start, False), (prefix.end, start, False), (start, start + length, True)]
             if length == 1:

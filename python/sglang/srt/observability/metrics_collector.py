@@ -48,7 +48,7 @@ _COUNTERS = (
     ("evicted_tokens", "Tokens evicted from the device.", "evicted_tokens_device"),
     ("load_back_tokens", "Tokens loaded from the host.", "load_back_tokens"),
     ("hicache_backup_tokens", "Tokens written to the host.", "backup_tokens"),
-    ("hicache_backup_dropped_tokens", "Tokens not written for lack of room.", "backup_dropped_tokens"),
+    ("hicache_backup_dropped_tokens", "Tokens not backed up to the host.", "backup_dropped_tokens"),
     ("hicache_dropped_tokens", "Tokens evicted from the host.", "evicted_tokens_host"),
     ("prefetched_tokens", "Tokens brought from storage to the host.", "prefetched_tokens"),
     ("backuped_tokens", "Tokens written to storage.", "backuped_tokens"),
@@ -57,7 +57,7 @@ _COUNTERS = (
     ("hicache_prefetch_timeouts", "Requests that stopped waiting for storage.", "prefetch_timeouts"),
     (
         "hicache_prefetch_dropped_tokens",
-        "Tokens not fetched: no room on the host, or their prefix lies on a peer alone.",
+        "Tokens not fetched, because the host had no room.",
         "prefetch_dropped_tokens",
     ),
     (
