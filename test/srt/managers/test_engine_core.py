@@ -261,7 +261,7 @@ def test_a_record_with_costs_replays() -> None:
     soak.run()
     scheduler = soak.ranks[0].core.scheduler
     costs = scheduler.planner.expected.costs
-    fits = (costs._prefill, costs._decode, costs._loads[H2D], costs._fetch)
+    fits = (costs._prefill, costs._decode, costs._copies[H2D], costs._fetch)
     assert all(fit.num_samples > 0 for fit in fits)
     assert soak.ranks[1].core.scheduler.planner.expected.costs.state() == scheduler.planner.expected.costs.state()
     data = soak.record.getvalue()

@@ -77,9 +77,9 @@ def test_what_a_full_host_has_no_room_for_is_not_copied_when_it_is_computed():
     old = rig.computed("abc")
     rig.end_all()
     new = rig.computed("xy")
-    assert rig.begun() == [] and rig.where(new) == "D"
+    assert rig.begun() == [(D2H, 1)] and rig.where(new) == "D", "the front has room"
     assert rig.where(old) == "DH", "nothing leaves for it"
-    assert rig.states(HOST) == "CCCF"
+    assert rig.states(HOST) == "CCCI"
 
 
 def test_what_is_not_worth_a_copy_is_not_copied():
@@ -355,19 +355,19 @@ def test_until_the_first_copy_has_ended_few_pages_are_copied():
     most = bound(FIRST_COPYING_RATIO)
     text = "".join(chr(1000 + i) for i in range(most + 1))
     rig.computed(text)
-    assert rig.begun() == [], "all of it or nothing when it is computed"
+    assert rig.begun() == [(D2H, most)], "as much as may be"
     rig.at(10).write_ahead(200)
     rig.check()
-    assert rig.begun() == [(D2H, most)], "as much as may be"
+    assert rig.begun() == [], "the link is busy"
     rig.give_up(1)
     assert rig.begun() == [] and rig.ledger.num_pages_on(D2H) == most
     rig.at(10).commit(Ticket(D2H, 0))
     rig.computed("".join(chr(5000 + i) for i in range(bound(MAX_COPYING_RATIO) - 1)))
     assert rig.begun() == [(D2H, bound(MAX_COPYING_RATIO) - 1)]
     rig.computed("ab")
-    assert rig.begun() == [], "one page is allowed still"
+    assert rig.begun() == [(D2H, 1)], "one page is allowed still"
     rig.computed("c")
-    assert rig.begun() == [(D2H, 1)]
+    assert rig.begun() == []
 
 
 def test_a_tier_whose_link_is_busy_leaves_copies_to_the_other():

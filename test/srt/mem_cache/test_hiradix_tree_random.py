@@ -516,15 +516,15 @@ OPERATIONS = {
     Driver.unlock: 5,
     Driver.insert: 5,
     Driver.back_up: 6,
-    Driver.scatter: 2,
+    Driver.scatter: 3.5,
     Driver.commit: 8,
     Driver.fail: 1,
     Driver.drop: 0.7,
     Driver.evict: 5,
     Driver.compact: 3,
     Driver.name_blocks: 1,
-    Driver.begin_fetch: 3,
-    Driver.end_fetch: 2,
+    Driver.begin_fetch: 4,
+    Driver.end_fetch: 2.5,
     Driver.cancel_fetch: 0.3,
 }
 EXPECTED = {

@@ -186,16 +186,20 @@ def test_holes_above_each_other_go_together():
     assert tree.num_nodes == 0 and not tree.roots
 
 
-def test_policy_leaves_no_hole():
-    """A node on one tier alone stays there while nodes are below it, on whatever tier."""
+def test_what_is_below_a_node_keeps_it_as_long_as_others_can_go():
+    """A node on one tier alone goes last while nodes are below it, on whatever tier."""
     tree = HiRadixTree(1)
     top, low = path(tree, "aa", "bb")
     load_all(tree, [top], HOST, 50, seq=0)
     move(tree, [low], DEVICE, PEER, 20)
     tree.evict(DEVICE, 4)
-    assert cached(tree.evict(HOST, 2)) == []
-    assert cached(tree.evict(PEER, 2)) == [([20, 21], -1)]
-    assert cached(tree.evict(HOST, 2)) == [([50, 51], -1)]
+    (other,) = path(tree, "xx")
+    load_all(tree, [other], HOST, 60, seq=1)
+    tree.drop(other, DEVICE)
+    tree.unlock(tree.lock(match(tree, "xx"), 9), 9, -1)
+    assert cached(tree.evict(HOST, 2)) == [([60, 61], -1)], "though it was used last"
+    assert cached(tree.evict(HOST, 2)) == [([50, 51], -1)] and is_hole(top)
+    assert cached(tree.evict(PEER, 2)) == [([20, 21], -1)] and tree.num_nodes == 0
     tree.check_invariants()
 
 
@@ -367,7 +371,7 @@ def test_victims_of_the_host_need_not_be_leaves_where_another_tier_has_them():
     assert tree.victims(HOST, 9) == [low, top]
     assert tree.victims(HOST, 9, {low.id}) == [top], "the device has it, too"
     tree.evict(DEVICE, 4)
-    assert tree.victims(HOST, 9, {low.id}) == [], "it would leave a hole"
+    assert tree.victims(HOST, 9, {low.id}) == [top], "though it would leave a hole"
 
 
 def test_a_hole_on_the_way_does_not_cover_what_is_above_it():
@@ -386,7 +390,7 @@ def test_a_hole_with_more_below_it_covers_what_is_above_it():
     other = insert(tree, "aabbxx", 20).node
     move(tree, [other], DEVICE, PEER, 30)
     tree.drop(top, DEVICE)
-    assert tree.victims(HOST, 9) == [low]
+    assert tree.victims(HOST, 9) == [low, top], "the covered one last"
     assert tree.victims(PEER, 9) == [other]
 
 

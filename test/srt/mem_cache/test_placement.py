@@ -6,6 +6,7 @@ import pytest
 
 from sglang.srt.mem_cache.placement import (
     CONVENIENT,
+    COVERED,
     LAST,
     SPARE,
     Room,
@@ -14,7 +15,6 @@ from sglang.srt.mem_cache.placement import (
     is_worth_copying,
     pages_ahead,
     pages_to_write_ahead,
-    should_write_through,
 )
 from sglang.srt.mem_cache.transfer import Tier
 
@@ -46,7 +46,8 @@ def test_the_less_a_copy_is_worth_the_sooner_it_goes():
     ],
 )
 def test_class_of_copy(on_nearer: bool, on_farther: bool, is_next: bool, expected: int):
-    assert class_of_copy(on_nearer, on_farther, is_next) == expected
+    assert class_of_copy(on_nearer, on_farther, is_next, is_covered=False) == expected
+    assert class_of_copy(on_nearer=False, on_farther=False, is_next=is_next, is_covered=True) == COVERED
 
 
 # -- how much is written ahead -----------------------------------------------------------------------------------
@@ -76,12 +77,6 @@ def test_what_was_looked_at_is_not_looked_at_again_until_too_little_of_it_is_lef
 
 
 # -- what is copied ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("num_pages", "num_free", "expected"), [(4, 5, True), (5, 5, True), (6, 5, False)])
-def test_only_room_that_is_free_is_written_through_to(num_pages: int, num_free: int, expected: bool):
-    assert should_write_through(num_pages, num_free, is_worthless=False) is expected
-    assert should_write_through(num_pages, num_free, is_worthless=True), "or for which nothing of use has to leave"
 
 
 @pytest.mark.parametrize(

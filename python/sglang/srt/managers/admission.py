@@ -17,7 +17,7 @@ from sglang.srt.managers.kv_cache import KVCache
 from sglang.srt.managers.launch_batches import ExtendBatch
 from sglang.srt.managers.layer_streaming import NoLayerStreaming
 from sglang.srt.managers.load_planner import LoadPlanner, Outlook
-from sglang.srt.managers.prefill_plan import hits_by_tier, plan_spans, streamed_from_peers
+from sglang.srt.managers.prefill_plan import hits_by_tier, plan_spans
 from sglang.srt.managers.request_queues import RequestQueues
 from sglang.srt.managers.schedule_batch import Preload, Req
 from sglang.srt.managers.schedule_policy import (
@@ -329,7 +329,7 @@ class Admission:
         req.plan = plan_spans(path, req.num_known, recomputed)
         if req.num_emitted != req.num_prompt or req.num_retractions:
             return
-        found = hits_by_tier(req, streamed_from_peers(path), self._storage.tiers)
+        found = hits_by_tier(req, self._cache.tokens_from_peers(path), self._storage.tiers)
         if not req.cached_tokens_details:
             self.counters["prompt_tokens"] += req.num_prompt
             for name, n in found.items():

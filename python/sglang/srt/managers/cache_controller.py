@@ -78,6 +78,13 @@ class HiCacheController:
         """filled: called with the nodes that a copy has brought to the host."""
         self._host_filled = filled
 
+    @property
+    def num_slow_pages(self) -> int:
+        """Device pages that copies hold on to by links that hang, or that are so slow that only a little is copied:
+        they do not become free soon."""
+        slow = (t for t in LOAD_LINKS if BACKUP_LINKS[t] in self.late_links or not self._is_worth_copying(t, 0, 1024))
+        return sum(self.ledger.num_pages_on(BACKUP_LINKS[tier]) for tier in slow)
+
     def consult(self, is_worth_copying: Callable[[Tier, int, int], bool]) -> None:
         """is_worth_copying: whether tokens [start, end) of a prompt are better copied to a tier than computed
         again."""
@@ -334,8 +341,7 @@ class HiCacheController:
         if not wanted:
             return
         nodes = [n for n in self.tree.victims(Tier.PEER, wanted) if n.frames[Tier.DEVICE] is None]
-        for node in nodes:
-            node.is_next = True
+        self.tree.mark_next(nodes)
         self.move_to_host(nodes)
         self._num_moved_ahead, self._evicted_from_peers = wanted, num_evicted
 
@@ -343,6 +349,8 @@ class HiCacheController:
         """Copy what the device is about to give up, as the write policy has it. No copy of one victim is given up for
         another. Returns the victims, of which some were split."""
         self._num_ahead = max(0, self._num_ahead - self._pages_of(victims))
+        if len(self.tables) == 1:
+            return victims
         if self.write_policy == "auto":
             return self._copy_before_eviction(victims, is_ahead=False)
         for tier in (Tier.PEER, Tier.HOST) if self.write_policy == "write_back" else (Tier.PEER,):
@@ -359,9 +367,8 @@ class HiCacheController:
         """Copy what no other tier has of the device's next victims, each to where it is worth most. is_ahead: the
         device does not give them up yet; then what goes first is copied first, else what all behind it needs. Returns
         the victims, of which some were split."""
-        for node in victims:
-            node.is_next = True
-        parts: dict[Tier, list[Node]] = {tier: [] for tier in (Tier.PEER, Tier.HOST) if tier in self.tables}
+        self.tree.mark_next(victims)
+        parts: dict[Tier, list[Node]] = {tier: [] for tier in self.tree.load_order if tier in self.tables}
         uppers: dict[int, Node] = {}
         for node in victims if is_ahead else reversed(victims):
             tier = self._tier_for(node, parts, is_ahead)
@@ -387,23 +394,25 @@ class HiCacheController:
 
     def _tier_for(self, node: Node, planned: dict[Tier, list[Node]], is_ahead: bool) -> Tier | None:
         """Where a copy of a node goes that the device gives up soon. planned: copies that are about to begin."""
-        worth = {
-            tier: nodes
-            for tier, nodes in planned.items()
-            if self._is_worth_copying(tier, node.start, node.end) or (is_ahead and self._is_probe(tier, nodes))
-        }
-        if _is_only_on_device(node):
+        worth = {tier: nodes for tier, nodes in planned.items() if self._is_worth_copying(tier, node.start, node.end)}
+        is_alone = _is_only_on_device(node)
+        if is_alone and worth:
             rooms = {tier: self._room(tier, self._pages_of(nodes)) for tier, nodes in worth.items()}
             return choose_tier(len(node.key) // self.tree.page_size, self.tree.order.rank(node), rooms)
-        if Tier.PEER in worth and node.frames[Tier.PEER] is None and node.tickets[Tier.HOST] is None:
-            # The host has it: peers are nearer, and get it if they have room to spare.
-            num_pages = self._pages_of([*worth[Tier.PEER], node])
-            has_room = num_pages <= self.tables[Tier.PEER].num_free
-            return Tier.PEER if has_room and num_pages <= self._num_allowed(Tier.PEER) else None
-        return None
+        first = next(iter(planned))
+        if first in worth and node.frames[first] is None and node.tickets[Tier.HOST] is None:
+            # Another tier has it: the fastest one gets it if it has room to spare.
+            num_pages = self._pages_of([*worth[first], node])
+            has_room = num_pages <= self.tables[first].num_free
+            return first if has_room and num_pages <= self._num_allowed(first) else None
+        if not is_ahead:
+            return None
+        # A little is copied also where it is not worth it, which shows when a tier has become faster.
+        lacking = (t for t in planned if t not in worth and node.frames[t] is None and self._is_probe(t, planned[t]))
+        return next(lacking, None)
 
     def _is_probe(self, tier: Tier, planned: list[Node]) -> bool:
-        """Whether to copy a little to a tier that is not worth it, which shows when it has become faster."""
+        """Whether nothing else is on its way to a tier."""
         return not planned and not self.ledger.num_pages_on(BACKUP_LINKS[tier])
 
     def _gives_up_retired(self, tier: Tier) -> bool:

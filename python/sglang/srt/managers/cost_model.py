@@ -209,7 +209,7 @@ class CostModel:
         """Forget what loads took if backups have long been much faster: what looks slow is not loaded, and would
         never be measured again. After each time it takes longer."""
         fit = self._copies[link]
-        is_faster = fit.num_samples and _SLOWER * backup_s < fit.seconds((1.0, num_bytes))
+        is_faster = fit.num_samples and 0 < _SLOWER * backup_s < fit.seconds((1.0, num_bytes))
         self._doubts[link] = self._doubts[link] + 1 if is_faster else 0
         if self._doubts[link] > self._patience[link]:
             self._copies[link] = _Fit(ridge=(1e-3, 1e-6))
@@ -225,6 +225,11 @@ class CostModel:
             return None
         # The first one may have been slow by chance.
         return min(measured) if there.num_samples < 2 else there.seconds((1.0, num_bytes))
+
+    def byte_seconds(self, link: str) -> float | None:
+        """load_byte_s of a link; while no load was measured on it, of the other way; None while nothing was."""
+        fit = next((f for f in (self._copies[link], self._copies[_OTHER_WAY[link]]) if f.num_samples), None)
+        return None if fit is None else fit.coefficients[1]
 
     def there_and_back_seconds(self, num_tokens: int, load_link: str) -> float | None:
         """Seconds for which copying tokens from the device and loading them again takes the links, latencies apart.

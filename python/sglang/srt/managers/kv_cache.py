@@ -21,6 +21,7 @@ import numpy as np
 
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.match_cursors import MatchCursors
+from sglang.srt.managers.prefill_plan import streamed_from_peers
 from sglang.srt.managers.schedule_batch import Preload, Req, ReqHold
 from sglang.srt.managers.schedule_policy import Candidate, pages_for
 from sglang.srt.managers.scheduler_config import SchedulerConfig
@@ -180,6 +181,10 @@ class KVCache:
         """The nodes of a locked path that the device lacks, top first."""
         return [n for n in self.path_of(receipt) if n.frames[Tier.DEVICE] is None]
 
+    def tokens_from_peers(self, path: list[Node]) -> int:
+        """Tokens of a locked path that are streamed from peers."""
+        return streamed_from_peers(path, self.tree.source_of)
+
     def count_use(self, receipt: Receipt, req: Req) -> None:
         """The request starts on a locked path; eviction and write policies use the count. It counts once, also when
         it starts again."""
@@ -262,9 +267,8 @@ class KVCache:
         if num_pages > self.device.num_free:
             self.device.reap(self.clock.done)
             # What was given up and is still being read or written will be free soon: no need to give up more for it.
-            soon = self.device.counts[FrameState.PENDING_FREE] - (
-                self.device.num_pinned_only if self.controller.late_links else 0
-            )
+            slow = min(self.device.num_pinned_only, self.controller.num_slow_pages)
+            soon = self.device.counts[FrameState.PENDING_FREE] - slow
             lacking = num_pages - self.device.num_free - soon
             if lacking > 0:
                 self.controller.evict(Tier.DEVICE, lacking)
@@ -315,6 +319,14 @@ class KVCache:
     def in_flight(self) -> dict[Ticket, Any]:
         """Operations that have begun and are not over; to be read only."""
         return self.ledger.in_flight
+
+    def consult(self, is_worth_copying: Callable[[Tier, int, int], bool]) -> None:
+        """See `HiCacheController.consult`."""
+        self.controller.consult(is_worth_copying)
+
+    def set_load_order(self, order: tuple[Tier, ...]) -> None:
+        """order: the tiers that nodes are loaded from, the fastest first."""
+        self.tree.set_load_order(order)
 
     def note_late_links(self, links: frozenset[str]) -> None:
         """Links from the device that take far longer than expected."""

@@ -32,6 +32,9 @@ from sglang.srt.mem_cache.placement import is_worth_copying
 from sglang.srt.mem_cache.transfer import EXEC, FETCH, LOAD_LINKS, P2D, STALL, STORE, STREAM, StorageOp, Ticket, Tier
 from sglang.srt.utils.time_units import Seconds
 
+# Peers so many times slower than the host are loaded from only where the host lacks a page.
+_MUCH_SLOWER = 1.5
+
 
 @dataclass(frozen=True)
 class Outlook:
@@ -66,7 +69,7 @@ class LoadPlanner:
         is_worth_storing = self._is_worth_storing if config.load_or_recompute else None
         self._storage.consult(self.expected.begin_fetch, worth, is_worth_storing)
         if config.load_or_recompute:
-            cache.controller.consult(self._is_worth_copying)
+            cache.consult(self._is_worth_copying)
 
     def set_now(self, now: Seconds) -> None:
         """At the beginning of a step."""
@@ -78,8 +81,17 @@ class LoadPlanner:
 
     def note_late_copies(self) -> None:
         """After operations have been taken in: have nothing wait for links that hang."""
+        if self.config.load_or_recompute:
+            self._set_load_order()
         self._late.update(self.expected.now, oldest_copies(self._cache.in_flight), self._cache.clock.done)
         self._cache.note_late_links(self._late.links)
+
+    def _set_load_order(self) -> None:
+        """Peers come first unless loads from the host have been much faster."""
+        peer_s, host_s = (self.expected.costs.byte_seconds(LOAD_LINKS[tier]) for tier in (Tier.PEER, Tier.HOST))
+        if peer_s is not None and host_s is not None:
+            is_slow = peer_s > _MUCH_SLOWER * host_s
+            self._cache.set_load_order((Tier.HOST, Tier.PEER) if is_slow else (Tier.PEER, Tier.HOST))
 
     @property
     def wake_at(self) -> float | None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sglang.srt.managers.schedule_batch import Req, Span, SpanSource
-from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.transfer import P2D, TIER_NAMES, Tier
 
@@ -31,13 +30,9 @@ def plan_spans(path: Sequence[Node], num_tokens: int, recomputed: tuple[int, int
     return (*spans, Span(pos, num_tokens, SpanSource.COMPUTE))
 
 
-def streamed_from_peers(path: Sequence[Node]) -> int:
-    """Tokens of a path that are streamed from peers."""
-    return sum(
-        len(node.key)
-        for node in path
-        if node.frames[Tier.DEVICE] is None and HiRadixTree.source_of(node) == Tier.PEER
-    )
+def streamed_from_peers(path: Sequence[Node], source_of: Callable[[Node], Tier | None]) -> int:
+    """Tokens of a path that are streamed from peers. source_of: `HiRadixTree.source_of`."""
+    return sum(len(node.key) for node in path if node.frames[Tier.DEVICE] is None and source_of(node) == Tier.PEER)
 
 
 def hits_by_tier(req: Req, streamed_from_peers: int, storage_tiers: Sequence[Tier]) -> dict[str, int]:

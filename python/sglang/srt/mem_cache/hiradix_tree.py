@@ -79,6 +79,8 @@ class HiRadixTree:
         self._by_ticket: dict[Ticket, list[Node]] = {}
         self._evictable = [0] * NUM_TIERS
         self._resident = [0] * NUM_TIERS
+        # Where nodes are loaded from, the fastest tier first.
+        self._load_order: tuple[Tier, ...] = (Tier.PEER, Tier.HOST)
         # What each tier gives up next.
         self.order = EvictionOrder(EVICTION_POLICIES[eviction_policy], page_size, self.split)
         self._changed: Callable[[Node], None] = lambda node: None
@@ -127,13 +129,12 @@ class HiRadixTree:
             node = child
         return MatchResult(namespace, tuple(path), last_len, device_len, pos, tuple(peer_runs))
 
-    @staticmethod
-    def source_of(node: Node) -> Tier | None:
-        """The tier that a node is loaded from: the nearest that has it. None while all it has is on its way."""
-        if node.frames[_PEER] is not None and node.tickets[_PEER] is None:
-            return Tier.PEER
-        if node.frames[_HOST] is not None and node.tickets[_HOST] is None:
-            return Tier.HOST
+    def source_of(self, node: Node) -> Tier | None:
+        """The tier that a node is loaded from: the first of the load order that has it. None while all it has is on
+        its way."""
+        for tier in self._load_order:
+            if node.frames[tier] is not None and node.tickets[tier] is None:
+                return tier
         return None
 
     def next_unmatched(self, match: MatchResult, tokens: np.ndarray) -> Node | None:
@@ -416,6 +417,26 @@ class HiRadixTree:
             stack.extend(node.children.values())
             for tier in FRAME_TIERS:
                 self._offer(node, tier)
+
+    @property
+    def load_order(self) -> tuple[Tier, ...]:
+        """The tiers that nodes are loaded from, the fastest first."""
+        return self._load_order
+
+    def set_load_order(self, order: tuple[Tier, ...]) -> None:
+        """See `load_order`. A match may come out differently for each node that several tiers have."""
+        if order == self._load_order:
+            return
+        self._load_order = order
+        for node in self.walk():
+            if all(node.frames[tier] is not None for tier in order):
+                self._changed(node)
+
+    @staticmethod
+    def mark_next(nodes: Iterable[Node]) -> None:
+        """A tier gives these up soon: copies on farther tiers stay."""
+        for node in nodes:
+            node.is_next = True
 
     def set_placement(self, adds_up: bool) -> None:
         """adds_up: see `EvictionOrder`."""
