@@ -257,7 +257,7 @@ def test_a_failed_launch_teaches_nothing_and_later_ones_wait_their_turn() -> Non
 
 def test_a_record_with_costs_replays() -> None:
     """Rank 0's costs have reached rank 1, and the record; `run` replays it, too."""
-    soak = Soak(replace(SoakConfig.draw(204, 60), num_ranks=2))
+    soak = Soak(replace(SoakConfig.draw(216, 60), num_ranks=2))
     soak.run()
     scheduler = soak.ranks[0].core.scheduler
     costs = scheduler.planner.expected.costs

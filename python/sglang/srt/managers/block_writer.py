@@ -84,7 +84,7 @@ class BlockWriter:
 
     def store_nodes(self, nodes: list[Node]) -> None:
         """Copies have brought these nodes to the host: store what lacks no page any more."""
-        if not self._stores_late:
+        if not self.stores_late:
             self._store_ends(nodes)
 
     def _store_ends(self, nodes: list[Node]) -> None:
@@ -101,14 +101,14 @@ class BlockWriter:
                         self.store_path(child)
 
     @property
-    def _stores_late(self) -> bool:
+    def stores_late(self) -> bool:
         """Whether only what leaves memory is stored, so that the capacities of memory and disk add up. The disk gives
         up first what was stored first; what it still has is not written again."""
         return not self.has_room and self.controller.write_policy == "auto" and self.tiers == (Tier.DISK,)
 
     def store_ahead(self, num_pages: int) -> None:
         """Store what the host gives up next, with num_pages to spare, where storage is full."""
-        if self.limits is None or not self._stores_late:
+        if self.limits is None or not self.stores_late:
             return
         host, num_evicted = self.controller.tables[Tier.HOST], self.controller.counters["evicted_tokens_host"]
         num_known = self._num_ahead - (num_evicted - self._evicted_before) // self.tree.page_size

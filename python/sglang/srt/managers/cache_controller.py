@@ -54,8 +54,9 @@ class HiCacheController:
         self.counters: Counter[str] = Counter()
         self._clock = ledger.clock
         self._to_compact: list[Node] = []
-        # Whether storage is attached, to which everything comes through the host.
-        self.feeds_storage = False
+        # Whether storage is attached, to which everything comes through the host; and whether what is computed goes
+        # there at once, for which the host gives up copies.
+        self.feeds_storage = self.stores_early = False
         # Of what peers give up next, pages that were looked at, and the tokens that they had given up by then.
         self._num_moved_ahead = self._evicted_from_peers = 0
         # Links from the device that take far longer than expected.
@@ -289,13 +290,13 @@ class HiCacheController:
                 break
 
     def _write_through(self, node: Node) -> None:
-        """Copy what was never copied of the path to a node to the host, the front first, as far as that has room to
-        spare and the link takes it. The rest is tried again."""
+        """Copy what was never copied of the path to a node to the host, the front first, as far as the link takes it
+        and the host has room to spare, or passes it on to storage. The rest is tried again."""
         lacking = [n for n in self.tree.path_of(node) if not n.was_copied and _is_only_on_device(n)]
         if not lacking or not self._is_worth_copying(Tier.HOST, lacking[0].start, node.end):
             return
         num_pages, num_free = self._num_allowed(Tier.HOST), self.tables[Tier.HOST].num_free
-        if not self._gives_up_retired(Tier.HOST):
+        if not (self.stores_early or self._gives_up_retired(Tier.HOST)):
             num_pages = min(num_pages, num_free)
         nodes: list[Node] = []
         for each in lacking:
@@ -307,7 +308,7 @@ class HiCacheController:
             num_pages -= n
         if nodes:
             self.back_up(nodes, Tier.HOST)
-        if num_pages < 0 or (len(nodes) < len(lacking) and num_free):
+        if num_pages < 0 or (len(nodes) < len(lacking) and (num_free or self.stores_early)):
             self._to_write[node.id] = node
 
     def _write_rest(self) -> None:
@@ -341,8 +342,9 @@ class HiCacheController:
         if not wanted:
             return
         nodes = [n for n in self.tree.victims(Tier.PEER, wanted) if n.frames[Tier.DEVICE] is None]
-        self.tree.mark_next(nodes)
-        self.move_to_host(nodes)
+        lacking = [node for node in nodes if not self.tree.names.is_stored(node)]
+        self.tree.mark_next(lacking)
+        self.move_to_host(lacking)
         self._num_moved_ahead, self._evicted_from_peers = wanted, num_evicted
 
     def _save(self, victims: list[Node]) -> list[Node]:

@@ -181,7 +181,7 @@ class Scheduler:
         cache.update_borrowed(inputs.slab_report.mapped)
         if self.lending is not None:
             self.lending.update(inputs.slab_report)
-        self.storage.writer.has_room = inputs.storage_has_room
+        self.storage.note_room(inputs.storage_has_room)
         self.storage.expire(inputs.now)
         if [cache.num_done(link) for link in STALLING_LINKS] != ended:
             self.storage.begin_fetches()

@@ -239,6 +239,12 @@ class StorageController:
         self.is_lossy = is_lossy
         self.writer.open(limits, is_lossy, self.tiers)
         self.controller.feeds_storage = limits is not None
+        self.note_room(has_room=True)
+
+    def note_room(self, has_room: bool) -> None:
+        """has_room: whether storage can take more blocks without giving up others."""
+        self.writer.has_room = has_room
+        self.controller.stores_early = self.limits is not None and not self.writer.stores_late
 
     def close(self) -> None:
         """Begin nothing new, and cancel what is on its way."""

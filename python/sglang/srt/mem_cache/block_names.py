@@ -85,6 +85,11 @@ class BlockNames:
             blocks = blocks - num_blocks
 
     @staticmethod
+    def is_stored(node: Node) -> bool:
+        """Whether storage is believed to have every block that ends in the node."""
+        return node.stored is not None and bool(node.stored.all())
+
+    @staticmethod
     def forget_stored(node: Node) -> None:
         """Nothing of the node is believed stored."""
         if node.stored is not None:
