@@ -129,23 +129,18 @@ QUICK = {"documents": (100.0, 1.0, 0.01), "chats": (0.01,), "unique": (100.0, 0.
 # What does harm today, by workload: base and added tier -> speeds. A repair takes its cases from here.
 KNOWN_HARM: dict[str, dict[str, tuple[float, ...]]] = {
     "documents": {
-        "device+host": (0.1, 0.01),
-        "device+peer": (1.0, 0.1, 0.01),
-        "device+host+peer": (1.0, 0.1, 0.01),
-        "device+host+disk": (0.1, 0.01),
+        "device+host+peer": (0.1, 0.01),
         "device+host+remote": (1.0, 0.1, 0.01),
     },
     "chats": {
-        "device+host": (0.01,),
-        "device+peer": (1.0, 0.1, 0.01),
-        "device+host+peer": (1.0, 0.1, 0.01),
-        "device+host+disk": (0.1, 0.01),
-        "device+host+remote": (1.0, 0.1),
+        "device+host+peer": (0.1, 0.01),
+        "device+host+disk": (0.01,),
+        "device+host+remote": (0.01,),
     },
     "unique": {
-        "device+host": (0.1, 0.01),
-        "device+peer": (100.0, 10.0, 1.0, 0.1, 0.01),
-        "device+host+peer": (100.0, 10.0, 1.0, 0.1, 0.01),
+        "device+host+peer": (1.0, 0.1),
+        "device+host+disk": (0.1, 0.01),
+        "device+host+remote": (100.0, 0.01),
     },
 }
 

@@ -356,14 +356,15 @@ def test_until_the_first_copy_has_ended_few_pages_are_copied():
     text = "".join(chr(1000 + i) for i in range(most + 1))
     rig.computed(text)
     assert rig.begun() == [(D2H, most)], "as much as may be"
-    rig.at(10).write_ahead(200)
+    rig.at(10).write_ahead(bound(MAX_COPYING_RATIO))
     rig.check()
     assert rig.begun() == [], "the link is busy"
     rig.give_up(1)
     assert rig.begun() == [] and rig.ledger.num_pages_on(D2H) == most
     rig.at(10).commit(Ticket(D2H, 0))
-    rig.computed("".join(chr(5000 + i) for i in range(bound(MAX_COPYING_RATIO) - 1)))
-    assert rig.begun() == [(D2H, bound(MAX_COPYING_RATIO) - 1)]
+    most = bound(MAX_COPYING_RATIO)
+    rig.computed("".join(chr(5000 + i) for i in range(most - 1)))
+    assert rig.begun() == [(D2H, most - 1)]
     rig.computed("ab")
     assert rig.begun() == [(D2H, 1)], "one page is allowed still"
     rig.computed("c")

@@ -72,7 +72,9 @@ class Admission:
             is_full = self._is_full(budget)
             if is_full and outlook.link_is_busy:
                 break
-            computes = self._computes_instead(req)
+            computes = (
+                req.preload is None and not self._streaming.must_stream(req) and self._planner.is_slow_load(req)
+            )
             if is_full or (not computes and self._should_defer(batch, req, budget, outlook)):
                 if not outlook.link_is_busy and not computes and self._wants_preload(req):
                     match = self._cache.match(req)

@@ -38,6 +38,8 @@ from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2H, D2S, LOAD_LINKS, P2
 from sglang.srt.utils.time_units import LaunchSeq
 
 _FROM_DEVICE = frozenset(BACKUP_LINKS.values())
+# A prompt by which a link's speed is judged.
+_USUAL_TOKENS = 1024
 # With write_through_selective, pages that so many requests have used go to the host.
 SELECTIVE_HITS = 2
 
@@ -63,6 +65,8 @@ class HiCacheController:
         self.late_links: frozenset[str] = frozenset()
         # Ends of paths that are to be written through when the link takes more.
         self._to_write: dict[int, Node] = {}
+        # See `write_ahead`: so much may always be copied at once.
+        self._pages_ahead = 0
         # Of what the device gives up next, pages that were looked at already, see `write_ahead`.
         self._num_ahead = 0
         self._is_worth_copying: Callable[[Tier, int, int], bool] = lambda tier, start, end: True
@@ -83,8 +87,15 @@ class HiCacheController:
     def num_slow_pages(self) -> int:
         """Device pages that copies hold on to by links that hang, or that are so slow that only a little is copied:
         they do not become free soon."""
-        slow = (t for t in LOAD_LINKS if BACKUP_LINKS[t] in self.late_links or not self._is_worth_copying(t, 0, 1024))
+        slow = (tier for tier in LOAD_LINKS if not self._is_fast(tier))
         return sum(self.ledger.num_pages_on(BACKUP_LINKS[tier]) for tier in slow)
+
+    def _is_fast(self, tier: Tier) -> bool:
+        is_late = BACKUP_LINKS[tier] in self.late_links
+        return self._is_measured(tier) and not is_late and self._is_worth_copying(tier, 0, _USUAL_TOKENS)
+
+    def _is_measured(self, tier: Tier) -> bool:
+        return self.ledger.num_ended(BACKUP_LINKS[tier]) > 0
 
     def consult(self, is_worth_copying: Callable[[Tier, int, int], bool]) -> None:
         """is_worth_copying: whether tokens [start, end) of a prompt are better copied to a tier than computed
@@ -322,6 +333,7 @@ class HiCacheController:
         """Copy what the device gives up next, so that it can give up num_pages at once; for the policy auto."""
         if self.write_policy != "auto" or len(self.tables) == 1:
             return
+        self._pages_ahead = num_pages
         if self._to_write and self._num_allowed(Tier.HOST) > 0:
             self._write_rest()
         device = self.tables[Tier.DEVICE]
@@ -397,6 +409,8 @@ class HiCacheController:
     def _tier_for(self, node: Node, planned: dict[Tier, list[Node]], is_ahead: bool) -> Tier | None:
         """Where a copy of a node goes that the device gives up soon. planned: copies that are about to begin."""
         worth = {tier: nodes for tier, nodes in planned.items() if self._is_worth_copying(tier, node.start, node.end)}
+        # A tier whose speed is not known gets no only copy, if there is another.
+        worth = {tier: nodes for tier, nodes in worth.items() if self._is_measured(tier)} or worth
         is_alone = _is_only_on_device(node)
         if is_alone and worth:
             rooms = {tier: self._room(tier, self._pages_of(nodes)) for tier, nodes in worth.items()}
@@ -441,8 +455,8 @@ class HiCacheController:
         if link in self.late_links:
             return 0
         most = self._probe_pages
-        if self.ledger.num_ended(link):
-            most = max(most, int(MAX_COPYING_RATIO * self.tables[Tier.DEVICE].num_pages))
+        if self._is_measured(tier):
+            most = max(most, self._pages_ahead, int(MAX_COPYING_RATIO * self.tables[Tier.DEVICE].num_pages))
         return most - self.ledger.num_pages_on(link)
 
     def _pages_of(self, nodes: Iterable[Node]) -> int:

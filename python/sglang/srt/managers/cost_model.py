@@ -272,13 +272,14 @@ class CostModel:
         """Seconds for which an operation that wrote all its bytes to storage held its link."""
         self._store.add((1.0, num_bytes), seconds)
 
-    def store_and_fetch_seconds(self, num_tokens: int) -> float | None:
-        """Seconds for which writing tokens to storage and reading them again takes its links, latencies apart. None
+    def storage_seconds(self, num_tokens: int) -> float | None:
+        """Seconds for which reading tokens from storage, or writing them there, takes its link, latencies apart. None
         while nothing was measured."""
         measured = [fit for fit in (self._store, self._fetch) if fit.num_samples]
         if not measured:
             return None
-        return sum(fit.coefficients[1] for fit in measured) * 2 / len(measured) * num_tokens * self._bytes_per_token
+        byte_s = sum(fit.coefficients[1] for fit in measured) / len(measured)
+        return byte_s * num_tokens * self._bytes_per_token
 
     def forget_storage(self) -> None:
         """Forget the samples of fetches and stores, because the storage has changed."""

@@ -266,12 +266,15 @@ class KVCache:
         """Evict until num_pages of the device are free at once; False if they are not, or not yet."""
         if num_pages > self.device.num_free:
             self.device.reap(self.clock.done)
+        # Once more where what went first is being copied by a slow link.
+        for _ in range(2):
             # What was given up and is still being read or written will be free soon: no need to give up more for it.
             slow = min(self.device.num_pinned_only, self.controller.num_slow_pages)
             soon = self.device.counts[FrameState.PENDING_FREE] - slow
             lacking = num_pages - self.device.num_free - soon
-            if lacking > 0:
-                self.controller.evict(Tier.DEVICE, lacking)
+            if lacking <= 0:
+                break
+            self.controller.evict(Tier.DEVICE, lacking)
         return self.device.num_free >= num_pages
 
     def write_ahead(self, num_pages: int) -> None:

@@ -87,10 +87,10 @@ class LoadPlanner:
         self._cache.note_late_links(self._late.links)
 
     def _set_load_order(self) -> None:
-        """Peers come first unless loads from the host have been much faster."""
+        """Peers come first unless the host is known to be much faster, or peers are not known."""
         peer_s, host_s = (self.expected.costs.byte_seconds(LOAD_LINKS[tier]) for tier in (Tier.PEER, Tier.HOST))
-        if peer_s is not None and host_s is not None:
-            is_slow = peer_s > _MUCH_SLOWER * host_s
+        if host_s is not None:
+            is_slow = peer_s is None or peer_s > _MUCH_SLOWER * host_s
             self._cache.set_load_order((Tier.HOST, Tier.PEER) if is_slow else (Tier.PEER, Tier.HOST))
 
     @property
@@ -217,18 +217,23 @@ class LoadPlanner:
         )
 
     def _is_worth_storing(self, start: int, end: int) -> bool:
-        """Whether tokens [start, end) of a prompt are better stored, for a fetch, than computed again."""
+        """Whether tokens [start, end) of a prompt are better fetched than computed again. Nothing waits for writes."""
         costs = self.expected.costs
-        return is_worth_copying(costs.store_and_fetch_seconds(end - start), costs.recompute_seconds(start, end))
+        return is_worth_copying(costs.storage_seconds(end - start), costs.recompute_seconds(start, end))
 
     def computes_instead(self, req: Req) -> bool:
-        """Whether to compute all that a waiting request would load takes no longer than the load. Only of loads that
-        are longer than a launch; of shorter ones a launch can compute a part meanwhile."""
+        """Whether a waiting request computes all that it would load. Only what is longer than a launch: of shorter
+        loads a launch can compute a part meanwhile, see `recompute_prefix_len`."""
+        known = self._cache.candidate(req)
+        return known.load + known.from_peers > self.config.chunk_budget and self.is_slow_load(req)
+
+    def is_slow_load(self, req: Req) -> bool:
+        """Whether to compute all that a waiting request would load takes no longer than the load."""
         if not self.config.load_or_recompute or self.config.inserts_late:
             return False
         known = self._cache.candidate(req)
         to_load = known.load + known.from_peers
-        if to_load <= self.config.chunk_budget:
+        if not to_load:
             return False
         load_s = self.expected.load_seconds(known.load) + self.expected.load_seconds(known.from_peers, P2D)
         compute_s = self.expected.costs.recompute_seconds(known.prefix - to_load, known.prefix)

@@ -86,6 +86,8 @@ class EvictionOrder:
         adds_up: bool = False,
     ) -> None:
         self.adds_up = adds_up
+        # Where nodes are loaded from, the fastest tier first.
+        self.load_order: tuple[Tier, ...] = (Tier.PEER, Tier.HOST)
         self._policy = policy
         self._page_size = page_size
         self._split = split
@@ -202,11 +204,13 @@ class EvictionOrder:
     def class_of(self, node: Node, tier: int, is_covered: bool | None = None) -> int:
         """See `class_of_copy`."""
         ready = [frames is not None and ticket is None for frames, ticket in zip(node.frames, node.tickets)]
-        on_peer = tier == _HOST and ready[_PEER]
-        is_next = node.is_next and not (on_peer and ready[_DEVICE])
+        other = _PEER if tier == _HOST else _HOST
+        is_first = self.load_order[0] == tier
+        on_other = ready[other] and not is_first
+        is_next = node.is_next and not (on_other and ready[_DEVICE])
         if is_covered is None:
             is_covered = self._is_covered(node, tier)
-        return class_of_copy(ready[_DEVICE] or on_peer, tier == _PEER and ready[_HOST], is_next, is_covered)
+        return class_of_copy(ready[_DEVICE] or on_other, is_first and ready[other], is_next, is_covered)
 
     def next_of(self, tier: Tier) -> Node | None:
         """The node that a tier would give up next."""

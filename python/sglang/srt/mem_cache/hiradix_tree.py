@@ -79,8 +79,6 @@ class HiRadixTree:
         self._by_ticket: dict[Ticket, list[Node]] = {}
         self._evictable = [0] * NUM_TIERS
         self._resident = [0] * NUM_TIERS
-        # Where nodes are loaded from, the fastest tier first.
-        self._load_order: tuple[Tier, ...] = (Tier.PEER, Tier.HOST)
         # What each tier gives up next.
         self.order = EvictionOrder(EVICTION_POLICIES[eviction_policy], page_size, self.split)
         self._changed: Callable[[Node], None] = lambda node: None
@@ -132,7 +130,7 @@ class HiRadixTree:
     def source_of(self, node: Node) -> Tier | None:
         """The tier that a node is loaded from: the first of the load order that has it. None while all it has is on
         its way."""
-        for tier in self._load_order:
+        for tier in self.order.load_order:
             if node.frames[tier] is not None and node.tickets[tier] is None:
                 return tier
         return None
@@ -421,16 +419,18 @@ class HiRadixTree:
     @property
     def load_order(self) -> tuple[Tier, ...]:
         """The tiers that nodes are loaded from, the fastest first."""
-        return self._load_order
+        return self.order.load_order
 
     def set_load_order(self, order: tuple[Tier, ...]) -> None:
         """See `load_order`. A match may come out differently for each node that several tiers have."""
-        if order == self._load_order:
+        if order == self.order.load_order:
             return
-        self._load_order = order
+        self.order.load_order = order
         for node in self.walk():
             if all(node.frames[tier] is not None for tier in order):
                 self._changed(node)
+                self._offer(node, _PEER)
+                self._offer(node, _HOST)
 
     @staticmethod
     def mark_next(nodes: Iterable[Node]) -> None:
