@@ -140,7 +140,7 @@ KNOWN_HARM: dict[str, dict[str, tuple[float, ...]]] = {
     "unique": {
         "device+host+peer": (1.0, 0.1),
         "device+host+disk": (0.1, 0.01),
-        "device+host+remote": (100.0, 0.01),
+        "device+host+remote": (100.0, 10.0, 1.0, 0.1, 0.01),
     },
 }
 

@@ -616,7 +616,7 @@ def test_all_together_in_a_small_pool(seed: int) -> None:
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
     rig = Rig(
-        0.001,
+        0.0005,
         **{**ALL, "deferral_threshold": 30},
         fails=lambda op: bool(rng.random() < 0.2),
         taught=seed == 0,

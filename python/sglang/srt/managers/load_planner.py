@@ -217,7 +217,7 @@ class LoadPlanner:
         )
 
     def _is_worth_storing(self, start: int, end: int) -> bool:
-        """Whether tokens [start, end) of a prompt are better fetched than computed again. Nothing waits for writes."""
+        """Whether tokens [start, end) of a prompt are better fetched than computed. Nothing waits for writes."""
         costs = self.expected.costs
         return is_worth_copying(costs.storage_seconds(end - start), costs.recompute_seconds(start, end))
 
