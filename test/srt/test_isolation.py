@@ -148,6 +148,8 @@ def servers(chat_model: Path) -> Iterator[Callable[[str], InProcessServer]]:
                 num_device_pages=64,
                 num_host_pages=256,
                 num_peer_pages=64 if tier == "peer" else 0,
+                # What the device gives up goes to peers whatever the host has.
+                write_policy="write_through",
                 page_size=PAGE,
                 load_format="dummy",
                 open_store=lambda pool: MemoryStore(pool, BLOCK),

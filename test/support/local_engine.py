@@ -39,10 +39,11 @@ from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
 from sglang.srt.mem_cache.swap_file import SwapFile
-from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2S, H2D, LOAD_LINKS, STORAGE_LINKS, StorageAction, Tier
+from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2S, H2D, LOAD_LINKS, P2H, STORAGE_LINKS, StorageAction, Tier
 from sglang.srt.model_executor.executor import ExecutorOptions
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.memory.borrowed_pool import BorrowedPool
 from sglang.srt.peer.memory.elastic_pool import ElasticPool
 from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -216,6 +217,9 @@ class LocalEngine:
                 continue
             poison[tier] = partial(_poison, each)
             linked += [(LOAD_LINKS[tier], each, 0), (BACKUP_LINKS[tier], each, 1)]
+        if self.peer_pool is not None and self.host_pool is not None:
+            reader = self.peer_pool.mover() if isinstance(self.peer_pool, BorrowedPool) else self.peer_pool
+            linked.append((P2H, reader, 2))
         if config.num_swap_pages:
             sources[Tier.DISK] = SwapFile(tempfile.gettempdir(), config.num_swap_pages, layout)
             linked.append((D2S, sources[Tier.DISK], 9))
@@ -223,7 +227,7 @@ class LocalEngine:
             self._streams.append(make_stream(name, where, urgent=name in LOAD_LINKS.values()))
             links[name] = FaultyLink(
                 name,
-                pool,
+                self.host_pool if name == P2H and self.host_pool is not None else pool,
                 other,
                 self._streams[-1],
                 executor.fence,

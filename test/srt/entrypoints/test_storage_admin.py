@@ -29,7 +29,7 @@ def test_attach_look_clear_and_detach(server):
     nothing = {
         "hicache_storage_backend": None,
         "hicache_storage_prefetch_policy": None,
-        "hicache_write_policy": "write_through",
+        "hicache_write_policy": "auto",
     }
     assert attached(server) == nothing
     settings = '{"path": "/there"}'
@@ -65,7 +65,7 @@ def test_what_is_left_out_is_as_the_server_was_started(server):
     assert attached(server) == {
         "hicache_storage_backend": "dynamic",
         "hicache_storage_prefetch_policy": "timeout",
-        "hicache_write_policy": "write_through",
+        "hicache_write_policy": "auto",
     }
     assert server.state()["storage"]["extra_config"] == ""
     assert ask(server, "DELETE").status_code == 200
