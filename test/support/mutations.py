@@ -22,7 +22,6 @@ from unittest import mock
 import numpy as np
 import torch
 
-from sglang.srt.managers import cache_controller
 from sglang.srt.managers.admission import Admission
 from sglang.srt.managers.batch_builder import BatchBuilder
 from sglang.srt.managers.cache_controller import HiCacheController
@@ -485,18 +484,6 @@ def largest_count_taken() -> Any:
         return dataclasses.replace(progress, counts=counts)
 
     return mock.patch.object(soak_module, "reduce_progress", reduced)
-
-
-@mutation
-def backup_below_a_fetch() -> Any:
-    """What is computed below a fetch is backed up before that has ended."""
-    begin_backup = HiCacheController.begin_backup
-
-    def patched(self: Any, *args: Any) -> Any:
-        with mock.patch.object(cache_controller, "is_fetching", lambda node: False):
-            return begin_backup(self, *args)
-
-    return mock.patch.object(HiCacheController, "begin_backup", patched)
 
 
 @mutation
