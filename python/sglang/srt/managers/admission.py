@@ -295,13 +295,14 @@ class Admission:
         path = cache.path_of(receipt)
         if num_load * page > num_recomputed:
             batch.loads = batch.loads.and_also(planner.begin_load(self._cache.lacking_nodes(receipt)))
-        # After the load has its source: room for a backup may be made on the host.
-        cache.back_up_reused(receipt)
         self._plan(req, path, (match.device_len, match.device_len + num_recomputed))
         prefix = [frames for n in path if (frames := n.frames[Tier.DEVICE]) is not None]
         batch.page_runs.append(
             PageRun(req.slot, 0, np.concatenate(prefix) if prefix else np.empty(0, np.int32), fresh=True)
         )
+        # After the load has its source and the path was read: room for a backup is made on the host, which may cut
+        # nodes of the path.
+        cache.back_up_reused(receipt)
         own = cache.take_free(num_own, req.slot)
         self._queues.begin_prefill(req)
         self._builder.extend(batch, req, chunk, own)
