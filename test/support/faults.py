@@ -37,14 +37,25 @@ class _Late:
 
 class FaultyLink(CopyLink):
     """fail_rate: share of operations that fail, at a random layer or after copying everything. late_rate: chance that
-    a poll holds a completion back. Half of the failures come as cancellations."""
+    a poll holds a completion back. Half of the failures come as cancellations. hangs: chance that a poll begins a hang,
+    and for how many polls the link then reports nothing."""
 
-    def __init__(self, *args: Any, seed: int, fail_rate: float, late_rate: float, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        seed: int,
+        fail_rate: float,
+        late_rate: float,
+        hangs: tuple[float, int] = (0.0, 0),
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._random = random.Random(seed)
         self._fail_rate = fail_rate
         self._late = _Late(self._random, late_rate)
         self._fail_at: dict[int, int] = {}
+        self._hang_rate, self._hang_polls = hangs
+        self._polls_left = 0
 
     def submit(self, op: TransferOp) -> None:
         fails = self._random.random() < self._fail_rate
@@ -55,7 +66,16 @@ class FaultyLink(CopyLink):
             self.cancel(op.ticket)
 
     def poll(self) -> list[OpResult]:
+        if self._hang_rate and not self._polls_left and self._random.random() < self._hang_rate:
+            self._polls_left = self._hang_polls
+        if self._polls_left:
+            self._polls_left -= 1
+            return []
         return self._late.pass_on(super().poll())
+
+    def end_hangs(self) -> None:
+        """From now on the link does not hang."""
+        self._hang_rate, self._polls_left = 0.0, 0
 
     def _load_layer(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, layer: int) -> None:
         if self._fail_at.get(op.ticket.seq) == layer:

@@ -41,6 +41,7 @@ from sglang.srt.mem_cache.storage.tiered_store import TieredStore, parts_of
 from sglang.srt.mem_cache.storage_link import StoreSlot
 from sglang.srt.mem_cache.swap_file import SwapFile
 from sglang.srt.mem_cache.transfer import (
+    BACKUP_LINKS,
     D2H,
     D2P,
     D2S,
@@ -69,6 +70,7 @@ from support.faults import (
 from support.hash_model import DIM, HEADS, HashModel
 from support.kv_oracle import PagedMemory, check_kv, check_stored
 from support.memory_store import MemoryStore, OverlappingMemoryStore
+from support.residency_events import ResidencyEvents
 from support.stream_emulator import StreamEmulator
 
 EOS = 0
@@ -160,6 +162,19 @@ class SoakConfig:
     stream_buffers: int = 2
     # Of the swap file, beside a host that is then too small.
     num_swap_pages: int = 0
+    # Chance per tick that a link from the device begins to hang, and for how many ticks it then does.
+    hang_rate: float = 0.0
+    hang_ticks: int = 60
+    # Of a tick, as the scheduler is told.
+    tick_s: float = 1e-3
+
+    def with_hangs(self) -> SoakConfig:
+        """Links hang now and then for longer than is waited for them."""
+        storage, tick_s = self.storage, 0.05
+        if storage is not None:
+            prefetch = replace(storage.prefetch, timeout_base_s=storage.prefetch.timeout_base_s * tick_s / self.tick_s)
+            storage = replace(storage, prefetch=prefetch)
+        return replace(self, storage=storage, hang_rate=0.01, tick_s=tick_s)
 
     @property
     def streams(self) -> bool:
@@ -231,6 +246,8 @@ class SoakConfig:
             stream_buffers=rng.choice((1, 2, 2, 3)),
             num_swap_pages=rng.choice((0, 60)) // page_size,
         )
+        if seed % 5 == 1:
+            config = config.with_hangs()
         if not config.streams:
             return config
         # Too little for most requests.
@@ -280,6 +297,8 @@ class Rank:
     peer_pool: MHATokenToKVPoolHost | None
     slabs: ComingAndGoing | LentOut | None
     stores: list[MemoryStore]
+    # Those that copy.
+    links: list[FaultyLink]
 
 
 @dataclass
@@ -373,6 +392,7 @@ def build_rank(
                 seed=config.seed * 100 + rank * 10 + i,
                 fail_rate=config.link_fail_rate,
                 late_rate=config.load_late_rate if name in LOAD_LINKS.values() else config.late_rate,
+                hangs=(config.hang_rate, config.hang_ticks) if name in BACKUP_LINKS.values() else (0.0, 0),
             )
         if config.storage is not None:
             stores = _build_stores(config, config.storage, host, emulator, rank)
@@ -390,7 +410,7 @@ def build_rank(
     if "poison" not in nets:
         poison = {}
     core = EngineCore(scheduler, executor, {**links, **storage_links}, poison, record, slabs)
-    return Rank(core, emulator, pool, host_pool, peer_pool, slabs, stores)
+    return Rank(core, emulator, pool, host_pool, peer_pool, slabs, stores, list(links.values()))
 
 
 def _build_stores(
@@ -482,6 +502,7 @@ class Soak:
         self.histories: list[np.ndarray] = [self.documents[0]]
         self.num_finished = 0
         self.num_ticks = 0
+        self.events = ResidencyEvents(self.ranks[0].core.scheduler.cache)
         self._next_rid = 0
         self._is_stopping = False
 
@@ -501,7 +522,10 @@ class Soak:
             storage = []
             if self.config.storage is not None and self.random.random() < self.config.storage_request_rate:
                 action = self.random.choice((StorageAction.ATTACH, StorageAction.DETACH, StorageAction.CLEAR))
-                storage.append(StorageRequest(id="admin", action=action, what=self.config.storage))
+                what = self.config.storage
+                if what.is_lossy and self.random.random() < 0.5:
+                    what = replace(what, is_lossy=False)
+                storage.append(StorageRequest(id="admin", action=action, what=what))
             self._tick(arrivals, aborts, flush, storage)
         limit = self.num_ticks + 400 * (len(self.live) + 5)
         while self.live:
@@ -520,7 +544,7 @@ class Soak:
         storage: Sequence[StorageRequest] = (),
     ) -> None:
         self.num_ticks += 1
-        now = Seconds(self.num_ticks * 1e-3)
+        now = Seconds(self.num_ticks * self.config.tick_s)
         ran = 0
         for rank in self.ranks:
             ran += rank.emulator.run(self.random.choice((0, 1, 3, 10, 60)))
@@ -541,6 +565,7 @@ class Soak:
             scheduler = self.ranks[decisions[0].step % len(self.ranks)].core.scheduler
             scheduler.check_invariants()
             assert scheduler.wake_at is None or scheduler.wake_at > now, "somebody waits beyond its time"
+        self.events.note_late_links()
         self._take_outputs(decisions[0])
         if decisions[0].step % self.config.oracle_every == 0:
             self._ask_oracle()
@@ -623,6 +648,9 @@ class Soak:
 
     def _finish(self) -> None:
         borrowed = [rank.slabs for rank in self.ranks if isinstance(rank.slabs, ComingAndGoing)]
+        for rank in self.ranks:
+            for link in rank.links:
+                link.end_hangs()
         for rank in self.ranks:
             if rank.slabs is not None:
                 rank.slabs.settle()

@@ -18,7 +18,6 @@ from support.soak import Soak, SoakConfig
 _PARTS = ("peer", "disk", "remote", "stream")
 _POLICIES = ("write_through", "write_back", "write_through_selective")
 
-
 TIER_MIXES = [
     *(mix for n in range(1, len(_PARTS) + 1) for mix in combinations(_PARTS, n)),
     ("disk", "lent"),
@@ -44,10 +43,10 @@ def tier_mix(mix: tuple[str, ...], seed: int) -> SoakConfig:
     num_device_tokens = 24 if streams else 100 if lends else 84
     tiers = tuple(tier for name, tier in (("disk", Tier.DISK), ("remote", Tier.REMOTE)) if name in mix)
     # Every other seed has the default.
-    write_policy = "auto" if seed % 2 else "write_through" if tiers else _POLICIES[i % 3]
+    write_policy = _POLICIES[i % 3] if seed % 2 else "auto"
     chunk = max(page_size, 8)
     num_pages = num_device_tokens // page_size + 4
-    return SoakConfig(
+    config = SoakConfig(
         seed=1000 * (TIER_MIXES.index(mix) + 1) + seed,
         steps=400,
         page_size=page_size,
@@ -85,6 +84,7 @@ def tier_mix(mix: tuple[str, ...], seed: int) -> SoakConfig:
         stream_pages=max(2, 8 // page_size) if streams else 0,
         num_swap_pages=60 // page_size if streams else 0,
     )
+    return config.with_hangs() if seed % 4 == 2 else config
 
 
 def _storage(page_size: int, tiers: tuple[Tier, ...], write_policy: str, i: int) -> StorageSetup:
@@ -98,4 +98,5 @@ def _storage(page_size: int, tiers: tuple[Tier, ...], write_policy: str, i: int)
         prefetch=PrefetchConfig(("timeout", "wait_complete")[i % 2], 1, timeout_base_s=0.1),
         write_policy=write_policy,
         tiers=tiers,
+        is_lossy=i % 5 == 3,
     )
