@@ -37,8 +37,8 @@ class _Late:
 
 class FaultyLink(CopyLink):
     """fail_rate: share of operations that fail, at a random layer or after copying everything. late_rate: chance that
-    a poll holds a completion back. Half of the failures come as cancellations. hangs: chance that a poll begins a hang,
-    and for how many polls the link then reports nothing."""
+    a poll holds a completion back. Half of the failures come as cancellations. hangs: chance that a poll begins
+    one, and for how many polls the link then reports nothing."""
 
     def __init__(
         self,

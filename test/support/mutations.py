@@ -22,8 +22,10 @@ from unittest import mock
 import numpy as np
 import torch
 
+from sglang.srt.managers import block_writer, storage_controller
 from sglang.srt.managers.admission import Admission
 from sglang.srt.managers.batch_builder import BatchBuilder
+from sglang.srt.managers.block_writer import BlockWriter
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.kv_cache import KVCache
@@ -38,20 +40,22 @@ from sglang.srt.mem_cache import block_names, hiradix_tree
 from sglang.srt.mem_cache import link as link_module
 from sglang.srt.mem_cache.block_keys import NO_KEYS, BlockKeys
 from sglang.srt.mem_cache.block_names import BlockNames
+from sglang.srt.mem_cache.eviction_order import EvictionOrder
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
 from sglang.srt.mem_cache.link import CopyGate, CopyLink
-from sglang.srt.mem_cache.node import Node, path_of
+from sglang.srt.mem_cache.node import Node, is_hole, path_of
 from sglang.srt.mem_cache.slab_ledger import SlabLedger, SlabState
 from sglang.srt.mem_cache.storage_link import StorageLink
-from sglang.srt.mem_cache.transfer import D2P, FRAME_TIERS, P2D, GateError, Tier
+from sglang.srt.mem_cache.transfer import D2P, FRAME_TIERS, P2D, P2H, GateError, Tier
 from sglang.srt.mem_cache.transient_nodes import TransientNodes
 from sglang.srt.model_executor import executor as executor_module
 from sglang.srt.model_executor.executor import ModelExecutor, NonFiniteLogitsError
 from sglang.srt.utils.time_units import NO_LAUNCH
 from support import soak as soak_module
 from support.kv_oracle import OracleError
+from support.residency_events import CopiedTwiceError
 from support.soak import ALL_NETS, Soak, SoakConfig, StuckError, WrongTokensError
 from support.stream_emulator import EmulatedEvent
 from support.tier_mixes import tier_mix
@@ -237,7 +241,7 @@ def locked_nodes_evicted() -> Any:
             and node.num_device_children == 0
         )
 
-    return mock.patch.object(HiRadixTree, "_is_evictable", patched)
+    return mock.patch.object(EvictionOrder, "is_evictable", patched)
 
 
 @mutation
@@ -344,17 +348,18 @@ def match_takes_half_a_page() -> Any:
 @mutation
 def fetch_not_pinned() -> Any:
     """What storage reads into is not pinned: pages of a fetch that was given up are reused while they are written."""
-    return _without_pins("fetch", "end_fetch")
+    return _without_pins("fetch", StorageController, "end_fetch")
 
 
 @mutation
 def store_not_pinned() -> Any:
     """What is being written to storage is not pinned."""
-    return _without_pins("store", "end_store")
+    return _without_pins("store", BlockWriter, "end")
 
 
-def _without_pins(link: str, end: str) -> contextlib.AbstractContextManager[Any]:
-    begin, over = TransferLedger.begin_storage_op, getattr(StorageController, end)
+def _without_pins(link: str, owner: type, end: str) -> contextlib.AbstractContextManager[Any]:
+    """owner, end: whose method is called at the end of an operation."""
+    begin, over = TransferLedger.begin_storage_op, getattr(owner, end)
 
     def began(self: Any, to: str, *args: Any, **kwargs: Any) -> Any:
         with mock.patch.object(FrameTable, "pin", lambda *a: None) if to == link else contextlib.nullcontext():
@@ -367,7 +372,7 @@ def _without_pins(link: str, end: str) -> contextlib.AbstractContextManager[Any]
 
     stack = contextlib.ExitStack()
     stack.enter_context(mock.patch.object(TransferLedger, "begin_storage_op", began))
-    stack.enter_context(mock.patch.object(StorageController, end, ended))
+    stack.enter_context(mock.patch.object(owner, end, ended))
     return stack
 
 
@@ -824,10 +829,138 @@ def upper_half_is_unimportant() -> Any:
     return mock.patch.object(HiRadixTree, "split", patched)
 
 
+@mutation
+def empty_holes_stay() -> Any:
+    """Holes stay in the tree when nothing is below them any more."""
+    take_frames = HiRadixTree._take_frames
+
+    def patched(self: Any, node: Node, *args: Any) -> None:
+        with mock.patch.object(hiradix_tree, "is_hole", lambda other: other is node and is_hole(node)):
+            take_frames(self, node, *args)
+
+    return mock.patch.object(HiRadixTree, "_take_frames", patched)
+
+
+@mutation
+def match_goes_through_holes() -> Any:
+    """A match goes on behind a hole."""
+    source_of = HiRadixTree.source_of
+    through = lambda node: Tier.HOST if is_hole(node) else source_of(node)  # noqa: E731
+    return mock.patch.object(HiRadixTree, "source_of", staticmethod(through))
+
+
+@mutation
+def duplicates_rewritten_at_insertion() -> Any:
+    """Whatever the host lacks of a path is copied there when something is inserted below it."""
+    write_through = HiCacheController._write_through
+
+    def patched(self: Any, node: Node) -> None:
+        path = path_of(node)
+        marks = [above.was_copied for above in path]
+        for above in path:
+            above.was_copied = False
+        write_through(self, node)
+        for above, mark in zip(path, marks):
+            above.was_copied |= mark
+
+    return mock.patch.object(HiCacheController, "_write_through", patched)
+
+
+@mutation
+def copies_not_remembered() -> Any:
+    """A node whose copy was given up counts as one that was never copied."""
+    begin_fill = HiRadixTree.begin_fill
+
+    def patched(self: Any, nodes: list[Node], *args: Any) -> None:
+        begin_fill(self, nodes, *args)
+        for node in nodes:
+            node.was_copied = False
+
+    return mock.patch.object(HiRadixTree, "begin_fill", patched)
+
+
+@mutation
+def computed_hole_counts_as_exact() -> Any:
+    """A hole that is computed counts as exact, also behind lossy KV."""
+    insert_prefix = HiRadixTree.insert_prefix
+
+    def patched(self: Any, *args: Any) -> Any:
+        result = insert_prefix(self, *args)
+        for node in result.created:
+            node.is_lossy &= not node.children
+        return result
+
+    return mock.patch.object(HiRadixTree, "insert_prefix", patched)
+
+
+@mutation
+def fetch_goes_beyond_the_hole() -> Any:
+    """A fetch into a hole takes whole blocks, also where the hole ends within one."""
+    return mock.patch.object(storage_controller, "common_len", lambda key, tokens, pos, end, page: end - pos)
+
+
+@mutation
+def blocks_stored_with_a_page_missing() -> Any:
+    """A block is stored though the host lacks some of its pages."""
+    host_frames = block_writer._host_frames
+    with_any = lambda node, page: np.maximum(host_frames(node, page), 0)  # noqa: E731
+    return mock.patch.object(block_writer, "_host_frames", with_any)
+
+
+@mutation
+def moved_pages_not_pinned() -> Any:
+    """Pages that move from a peer to the host are not pinned on the peer: their slab goes while they are read."""
+    begin, end = TransferLedger.begin_transfer, TransferLedger.end
+
+    def began(self: Any, link: str, *args: Any) -> Any:
+        op = begin(self, link, *args)
+        if link == P2H:
+            self.tables[Tier.PEER].unpin(op.src_frames)
+        return op
+
+    def ended(self: Any, ticket: Any) -> Any:
+        if ticket.link == P2H:
+            self.tables[Tier.PEER].pin(self.in_flight[ticket].src_frames)
+        return end(self, ticket)
+
+    return mock.patch.multiple(TransferLedger, begin_transfer=began, end=ended)
+
+
+@mutation
+def late_links_awaited() -> Any:
+    """Copies that hang are waited for like any other."""
+    return mock.patch.object(KVCache, "note_late_links", lambda self, links: None)
+
+
+@mutation
+def sources_of_loads_evicted() -> Any:
+    """The host gives up what is being loaded from it."""
+
+    def patched(node: Node, tier: Tier) -> bool:
+        ready = node.parent is not None and node.frames[tier] is not None and node.tickets[tier] is None
+        return ready and (tier != Tier.DEVICE or node.lock == 0)
+
+    return mock.patch.object(EvictionOrder, "_is_free_to_go", staticmethod(patched))
+
+
+@mutation
+def copied_pages_free_at_once() -> Any:
+    """Pages that the device gives up are free while they are still copied."""
+    reap = FrameTable.reap
+
+    def patched(self: Any, done: int) -> None:
+        pins, self.pins = self.pins, np.where(self.state == FrameState.PENDING_FREE, 0, self.pins)
+        reap(self, done)
+        self.pins = pins
+
+    return mock.patch.object(FrameTable, "reap", patched)
+
+
 _NAMES: dict[type[BaseException], str] = {
     NonFiniteLogitsError: "poison",
     OracleError: "oracle",
     WrongTokensError: "tokens",
+    CopiedTwiceError: "copies",
     StuckError: "liveness",
     GateError: "gates",
 }
@@ -915,9 +1048,55 @@ LENDERS: dict[int, dict[str, Any]] = {
 }
 
 
+# In these, links from the device hang for ever, and the device has room for what they hold on to.
+HANGS: dict[int, dict[str, Any]] = {
+    22: {
+        "steps": 150,
+        "num_host_pages": 40,
+        "num_device_pages": 240,
+        "num_documents": 12,
+        "whole_rate": 0.9,
+        "write_policy": "auto",
+        "hang_rate": 0.02,
+        "hang_ticks": 1 << 30,
+        "tick_s": 0.05,
+        "num_ranks": 1,
+        "page_size": 1,
+    }
+}
+
+
 def configurations() -> Iterator[SoakConfig]:
     """Small, hot and various: every mechanism acts within some hundred steps."""
-    for seed in (10, 66, 38, 9, 26, 16, 13, 237, 45, 1, 2, 5, 6, 3, 4, 7, 8, 11, 12, 15, 14, 17, 20, 21, 300, 402):
+    for seed in (
+        10,
+        66,
+        38,
+        9,
+        26,
+        16,
+        13,
+        237,
+        45,
+        1,
+        2,
+        5,
+        6,
+        3,
+        4,
+        7,
+        8,
+        11,
+        12,
+        15,
+        14,
+        17,
+        20,
+        21,
+        300,
+        402,
+        22,
+    ):
         page_size = (1, 4, 3, 16)[seed % 4]
         pages = -(-72 // page_size) + (4, 12)[seed % 2]
         config = SoakConfig(
@@ -946,6 +1125,9 @@ def configurations() -> Iterator[SoakConfig]:
         if seed in STREAMERS:
             yield dataclasses.replace(config, **STREAMERS[seed])
             continue
+        if seed in HANGS:
+            yield dataclasses.replace(config, **HANGS[seed])
+            continue
         if seed in LENDERS:
             yield dataclasses.replace(config, **LENDERS[seed])
             continue
@@ -964,6 +1146,9 @@ def configurations() -> Iterator[SoakConfig]:
     # A prefix on its way to a peer, or on a peer alone, with blocks in storage below it.
     yield tier_mix(("peer", "disk"), 1)
     yield tier_mix(("peer", "disk"), 4)
+    # With the policy auto.
+    yield tier_mix(("peer", "remote"), 0)
+    yield tier_mix(("disk", "stream"), 0)
 
 
 def _storage(seed: int, page_size: int) -> dict[str, Any]:

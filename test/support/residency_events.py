@@ -8,6 +8,7 @@ a node.
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -46,14 +47,14 @@ class ResidencyEvents:
         self._controller = cache.controller
         # Device frames in the tree whose bytes another tier has had.
         self._copied: set[int] = set()
-        self._is_inserting = False
+        self._is_writing_through = False
         self._wrap(cache.tree, "_take_frames", self._taking)
         self._wrap(cache.tree, "_set_frames", self._setting)
         self._wrap(cache.tree, "begin_fill", self._filling)
         self._wrap(cache.tree, "give_up", self._giving_up)
         self._wrap(cache.tree, "begin_fetch", self._fetching)
         self._wrap(cache.controller, "begin_load", self._loading)
-        self._wrap(cache.controller, "back_up_inserted", self._backing_up)
+        self._wrap(cache.controller, "_write_through", self._writing_through)
         self._wrap(cache.ledger, "begin_storage_op", self._storing)
 
     def note_late_links(self) -> None:
@@ -101,7 +102,7 @@ class ResidencyEvents:
             is_rewritten = not self._copied.isdisjoint(device_frames.tolist())
             others = [t for t in FRAME_TIERS if t not in (Tier.DEVICE, tier) and node.frames[t] is not None]
             self.counts[REWRITTEN_DUPLICATE] += is_rewritten and not others
-            if is_rewritten and self._is_inserting and self._controller.write_policy == "auto":
+            if is_rewritten and self._is_writing_through and self._controller.write_policy == "auto":
                 raise CopiedTwiceError(f"{node} was copied before, and stays on the device")
             self._copied.update(device_frames.tolist())
 
@@ -109,13 +110,13 @@ class ResidencyEvents:
         if tier != Tier.DEVICE:
             self.counts[GIVEN_UP_DUPLICATE] += sum(node.frames[Tier.DEVICE] is not None for node in nodes)
 
-    def _backing_up(self, node: Node) -> Any:
-        self._is_inserting = True
-        return lambda: setattr(self, "_is_inserting", False)
+    def _writing_through(self, node: Node) -> Any:
+        self._is_writing_through = True
+        return lambda: setattr(self, "_is_writing_through", False)
 
     def _loading(self, nodes: list[Node]) -> None:
         sources = [self._cache.tree.source_of(node) for node in nodes]
-        changes = sum(above != below for above, below in zip(sources, sources[1:]))
+        changes = sum(above != below for above, below in pairwise(sources))
         self.counts[TWO_LOADS] += changes > 0
         self.counts[ALTERNATING_LOADS] += changes > 1
 

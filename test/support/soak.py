@@ -172,7 +172,9 @@ class SoakConfig:
         """Links hang now and then for longer than is waited for them."""
         storage, tick_s = self.storage, 0.05
         if storage is not None:
-            prefetch = replace(storage.prefetch, timeout_base_s=storage.prefetch.timeout_base_s * tick_s / self.tick_s)
+            prefetch = replace(
+                storage.prefetch, timeout_base_s=storage.prefetch.timeout_base_s * tick_s / self.tick_s
+            )
             storage = replace(storage, prefetch=prefetch)
         return replace(self, storage=storage, hang_rate=0.01, tick_s=tick_s)
 

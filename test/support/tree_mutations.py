@@ -1,0 +1,71 @@
+"""Planted bugs that change no byte and no token: the random test of the tree catches them, and the soak does not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from sglang.srt.mem_cache import eviction_order, hiradix_tree
+from sglang.srt.mem_cache.eviction_order import EvictionOrder
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
+from sglang.srt.mem_cache.node import Node
+from sglang.srt.mem_cache.placement import COVERED, LAST
+
+TREE_MUTATIONS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {}
+
+
+def tree_mutation(function: Callable[[], contextlib.AbstractContextManager[Any]]) -> Callable[[], Any]:
+    TREE_MUTATIONS[function.__name__] = function
+    return function
+
+
+@tree_mutation
+def policy_leaves_holes() -> Any:
+    """Peers and the host give up the only copy of a node that has others below it as soon as any other."""
+    return mock.patch.object(EvictionOrder, "_is_covered", lambda self, node, tier: False)
+
+
+@tree_mutation
+def kept_nodes_given_up() -> Any:
+    """A tier gives up what it was told to keep: a copy of one victim of the device for another's."""
+    victims = HiRadixTree.victims
+    return mock.patch.object(
+        HiRadixTree, "victims", lambda self, tier, num_pages, kept=(): victims(self, tier, num_pages)
+    )
+
+
+@tree_mutation
+def computed_hole_stays_lossy() -> Any:
+    """A hole that is computed anew from exact KV still counts as lossy."""
+    insert_prefix = HiRadixTree.insert_prefix
+
+    def patched(self: Any, *args: Any) -> Any:
+        with mock.patch.object(hiradix_tree, "is_hole", lambda node: False):
+            return insert_prefix(self, *args)
+
+    return mock.patch.object(HiRadixTree, "insert_prefix", patched)
+
+
+@tree_mutation
+def fetched_hole_leaves_exact_what_is_below() -> Any:
+    """A lossy fetch into a hole leaves what is below it marked as exact."""
+    begin_fetch = HiRadixTree.begin_fetch
+
+    def patched(self: Any, *args: Any) -> Node:
+        marks = [(node, node.is_lossy) for node in self.walk()]
+        fetched = begin_fetch(self, *args)
+        for node, mark in marks:
+            if node is not fetched:
+                node.is_lossy = mark
+        return fetched
+
+    return mock.patch.object(HiRadixTree, "begin_fetch", patched)
+
+
+@tree_mutation
+def spare_copies_kept() -> Any:
+    """With `auto`, a full tier gives up by age, whatever other tiers have."""
+    by_age = lambda on_nearer, on_farther, is_next, is_covered: COVERED if is_covered else LAST  # noqa: E731
+    return mock.patch.object(eviction_order, "class_of_copy", by_age)
