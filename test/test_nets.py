@@ -9,7 +9,21 @@ from collections.abc import Iterator
 import pytest
 
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS
+from sglang.srt.mem_cache.eviction import EVICTION_POLICIES
 from support.mutations import LENDERS, MUTATIONS, QUEUES, configurations, first_tries, hunt
+from support.residency_events import (
+    ALTERNATING_LOADS,
+    COMPUTED_HOLE,
+    EVENTS,
+    FETCHED_HOLE,
+    GIVEN_UP_DUPLICATE,
+    HOLE,
+    LATE_LINK,
+    LOSSY,
+    MOVED,
+    REWRITTEN_DUPLICATE,
+    TWO_LOADS,
+)
 from support.soak import Soak, SoakConfig
 from support.tier_mixes import TIER_MIXES, tier_mix, unused_parts
 
@@ -74,29 +88,62 @@ def test_where_a_worker_lends_the_hunt_finds_nothing_and_slabs_go_both_ways(conf
 
 # Where the first run of a mix leaves a part of it unused; all are of use within a few.
 FIRST_SEEDS = {
-    ("stream",): 1,
-    ("peer", "disk"): 1,
-    ("peer", "disk", "remote"): 6,
+    ("disk",): 2,
     ("peer", "stream"): 1,
+    ("disk", "remote"): 4,
     ("remote", "stream"): 1,
-    ("peer", "disk", "stream"): 5,
-    ("disk", "remote", "stream"): 3,
-    ("disk", "lent"): 1,
-    ("remote", "lent"): 1,
-    ("disk", "remote", "lent"): 2,
+    ("peer", "disk", "remote"): 4,
+    ("peer", "disk", "stream"): 3,
+    ("peer", "remote", "stream"): 2,
+    ("peer", "disk", "remote", "stream"): 2,
+    ("remote", "lent"): 3,
+}
+# What happens to residency in the runs of a mix, each kind in one mix at least.
+EVENTS_OF_MIXES = {
+    ("peer",): (TWO_LOADS, ALTERNATING_LOADS, HOLE, COMPUTED_HOLE, GIVEN_UP_DUPLICATE, REWRITTEN_DUPLICATE),
+    ("disk",): (LATE_LINK, LOSSY, HOLE, COMPUTED_HOLE, GIVEN_UP_DUPLICATE),
+    ("peer", "remote"): (MOVED, FETCHED_HOLE, TWO_LOADS, ALTERNATING_LOADS),
+    ("disk", "stream"): (LOSSY, HOLE, COMPUTED_HOLE, FETCHED_HOLE, REWRITTEN_DUPLICATE),
+    ("peer", "remote", "stream"): (LATE_LINK, REWRITTEN_DUPLICATE),
+    ("disk", "remote", "lent"): (HOLE, COMPUTED_HOLE, FETCHED_HOLE, GIVEN_UP_DUPLICATE, REWRITTEN_DUPLICATE),
 }
 
 
 @pytest.mark.parametrize("mix", TIER_MIXES, ids="+".join)
 def test_every_mix_of_tiers_is_met(mix: tuple[str, ...]) -> None:
     unused, first = set(mix), FIRST_SEEDS.get(mix, 0)
+    events: Counter[str] = Counter()
     for seed in range(first, first + 16):
         soak = Soak(tier_mix(mix, seed))
         soak.run()
         unused &= unused_parts(mix, soak)
+        events += soak.events.counts
         if not unused:
+            missing = [event for event in EVENTS_OF_MIXES.get(mix, ()) if not events[event]]
+            assert not missing, f"never happened: {missing} ({events})"
             return
     raise AssertionError(f"of {'+'.join(mix)}, {unused} served nothing")
+
+
+def test_every_kind_of_event_is_expected_of_a_mix() -> None:
+    assert {event for events in EVENTS_OF_MIXES.values() for event in events} == set(EVENTS)
+
+
+def test_the_policy_auto_is_met_with_everything_else() -> None:
+    soaks = [SoakConfig.draw(seed, 1) for seed in range(100, 116) if seed not in LONG]
+    configs = [*(tier_mix(mix, FIRST_SEEDS.get(mix, 0)) for mix in TIER_MIXES), *soaks]
+    auto = [config for config in configs if config.write_policy == "auto"]
+    assert {config.eviction_policy for config in auto} == set(EVICTION_POLICIES)
+    for name, is_met in {
+        "several ranks": lambda config: config.num_ranks > 1,
+        "streaming": lambda config: config.streams,
+        "lossy storage": lambda config: config.storage is not None and config.storage.is_lossy,
+        "late links": lambda config: config.hang_rate > 0,
+        "slabs that come and go": lambda config: config.num_peer_pages and config.slab_rate,
+        "pages that are lent": lambda config: config.lend_rate > 0,
+        "attached and detached storage": lambda config: config.storage_request_rate > 0,
+    }.items():
+        assert any(is_met(config) for config in auto), f"auto never meets {name}"
 
 
 def test_the_first_tries_are_of_what_exists() -> None:

@@ -69,7 +69,7 @@ def tier_mix(mix: tuple[str, ...], seed: int) -> SoakConfig:
         whole_rate=0.9,
         twin_rate=0.1,
         storage=_storage(page_size, tiers, write_policy, i) if tiers else None,
-        near_blocks=24 if len(tiers) > 1 else 0,
+        near_blocks=12 if len(tiers) > 1 else 0,
         overlapping_reads=tiers == (Tier.REMOTE,),
         store_fail_rate=0.02,
         store_late_rate=0.3,
