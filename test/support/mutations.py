@@ -845,8 +845,8 @@ def empty_holes_stay() -> Any:
 def match_goes_through_holes() -> Any:
     """A match goes on behind a hole."""
     source_of = HiRadixTree.source_of
-    through = lambda node: Tier.HOST if is_hole(node) else source_of(node)  # noqa: E731
-    return mock.patch.object(HiRadixTree, "source_of", staticmethod(through))
+    through = lambda self, node: Tier.HOST if is_hole(node) else source_of(self, node)  # noqa: E731
+    return mock.patch.object(HiRadixTree, "source_of", through)
 
 
 @mutation
@@ -912,8 +912,8 @@ def moved_pages_not_pinned() -> Any:
     """Pages that move from a peer to the host are not pinned on the peer: their slab goes while they are read."""
     begin, end = TransferLedger.begin_transfer, TransferLedger.end
 
-    def began(self: Any, link: str, *args: Any) -> Any:
-        op = begin(self, link, *args)
+    def began(self: Any, link: str, *args: Any, **kwargs: Any) -> Any:
+        op = begin(self, link, *args, **kwargs)
         if link == P2H:
             self.tables[Tier.PEER].unpin(op.src_frames)
         return op
