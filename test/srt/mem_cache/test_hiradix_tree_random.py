@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 import pytest
@@ -617,5 +618,5 @@ def test_random_operations_against_a_dictionary(seed: int, page_size: int):
 @pytest.mark.parametrize("name", TREE_MUTATIONS)
 def test_planted_bugs_are_caught(name: str):
     with TREE_MUTATIONS[name](), pytest.raises(AssertionError):
-        for page_size in (1, 2):
-            drive(0, page_size, 1500)
+        for seed, page_size in product(range(3), (1, 2)):
+            drive(seed, page_size, 1500)
