@@ -29,11 +29,7 @@ from support.tier_mixes import TIER_MIXES, tier_mix
 
 FILE = Path(__file__).with_name("decisions.msgpack.zst")
 # Old name of a field -> its name today.
-RENAMED: dict[str, str] = {
-    "said": "output_ids",
-    "slabs_left": "slabs_drained",
-    "slabs_wanted": "num_slabs_recalled",
-}
+RENAMED: dict[str, str] = {}
 # Seeds of the soak, and steps in which requests may arrive.
 SEEDS = range(200, 224)
 STEPS = 120
