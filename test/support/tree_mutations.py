@@ -32,7 +32,9 @@ def kept_nodes_given_up() -> Any:
     """A tier gives up what it was told to keep: a copy of one victim of the device for another's."""
     victims = HiRadixTree.victims
     return mock.patch.object(
-        HiRadixTree, "victims", lambda self, tier, num_pages, kept=(): victims(self, tier, num_pages)
+        HiRadixTree,
+        "victims",
+        lambda self, tier, num_pages, kept=(), stay=True: victims(self, tier, num_pages, (), stay),
     )
 
 

@@ -282,19 +282,19 @@ class HiCacheController:
         table.reap(self._clock.done)
         missing = num_pages - table.num_free
         if 0 < missing <= self.tree.evictable_pages(tier, kept):
-            self._give_up(self.tree.victims(tier, missing, {node.id for node in kept}), tier, kept)
+            self._give_up(self.tree.victims(tier, missing, {node.id for node in kept}, stay=False), tier, kept)
         return table.num_free >= num_pages
 
     def evict(self, tier: Tier, num_pages: int) -> None:
         """Evict up to num_pages and free what may be reused at once; the rest follows when its fence passes. What the
         device gives up is saved first, by the write policy."""
         if tier != Tier.DEVICE:
-            self._give_up(self.tree.victims(tier, num_pages), tier)
+            self._give_up(self.tree.victims(tier, num_pages, stay=False), tier)
             return
         # What is being copied from the device becomes free only then: others go first.
         copied = {n.id for op in self.ledger.in_flight for n in self.tree.nodes_of(op) if op.link in _FROM_DEVICE}
         for kept in (copied, ()) if copied else ((),):
-            victims = self.tree.victims(tier, num_pages, kept)
+            victims = self.tree.victims(tier, num_pages, kept, stay=False)
             num_pages -= self._pages_of(victims)
             self._give_up(self._save(victims), tier)
             if num_pages <= 0:
@@ -490,6 +490,8 @@ class HiCacheController:
     def tidy(self) -> None:
         """Merge what eviction has cut, when nothing else looks at nodes: the device gives up a page per decode step
         when it is full, and each would become a node on the host."""
+        if not self._to_compact:
+            return
         cut, self._to_compact = self._to_compact, []
         for node in cut:
             if node.parent is not None and len(node.children) == 1:

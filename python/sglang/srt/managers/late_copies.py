@@ -36,8 +36,15 @@ class LateCopies:
         self.links = frozenset(link for link, (_, late_at) in self._oldest.items() if late_at <= now)
 
     @property
+    def is_watching(self) -> bool:
+        """Whether any copy was under way at the last update."""
+        return bool(self._oldest)
+
+    @property
     def next_late_at(self) -> float | None:
         """When the next link is late if nothing ends before; seconds, as in `StepInputs.now`."""
+        if not self._oldest:
+            return None
         return min((at for link, (_, at) in self._oldest.items() if link not in self.links), default=None)
 
 

@@ -81,8 +81,10 @@ class LoadPlanner:
 
     def note_late_copies(self) -> None:
         """After operations have been taken in: have nothing wait for links that hang."""
-        if self.config.load_or_recompute:
+        if self.config.load_or_recompute and self.config.num_peer_pages:
             self._set_load_order()
+        if not self._cache.in_flight and not self._late.is_watching:
+            return
         self._late.update(self.expected.now, oldest_copies(self._cache.in_flight), self._cache.clock.done)
         self._cache.note_late_links(self._late.links)
 

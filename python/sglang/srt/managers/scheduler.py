@@ -82,6 +82,7 @@ class Scheduler:
         # The most tokens of a request, prompt and output.
         self.max_total_len = self.streaming.max_total_len
         self.lending = self._open_lending(config.lending) if config.lending is not None else None
+        self._chunk_pages = pages_for(config.chunk_budget, config.page_size)
         self._counters: Counter[str] = Counter()
         # A step is due then, for something that ended late in the last one.
         self._step_again_at: float | None = None
@@ -131,8 +132,7 @@ class Scheduler:
         launch = None
         if self.clock.next - self.clock.done < self.config.max_ahead:
             launch = self._next_launch()
-        chunk_pages = pages_for(self.config.chunk_budget, self.page_size)
-        self.cache.write_ahead(pages_ahead(len(self.queues.running), chunk_pages))
+        self.cache.write_ahead(pages_ahead(len(self.queues.running), self._chunk_pages))
         for req in self._changed:
             self._emit(req, None)
         ops, cancels = self.cache.take_ops()
@@ -181,7 +181,8 @@ class Scheduler:
         cache.update_borrowed(inputs.slab_report.mapped)
         if self.lending is not None:
             self.lending.update(inputs.slab_report)
-        self.storage.note_room(inputs.storage_has_room)
+        if inputs.storage_has_room != self.storage.writer.has_room:
+            self.storage.note_room(inputs.storage_has_room)
         self.storage.expire(inputs.now)
         if [cache.num_done(link) for link in STALLING_LINKS] != ended:
             self.storage.begin_fetches()

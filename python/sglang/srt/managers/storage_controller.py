@@ -252,6 +252,7 @@ class StorageController:
             self.detach(rid)
         self.limits = None
         self.writer.close()
+        self.controller.stores_early = False
         for ticket, op in list(self.ledger.in_flight.items()):
             if ticket.link == FETCH:
                 self._cancel_fetch(ticket)

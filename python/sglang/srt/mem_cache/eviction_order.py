@@ -106,11 +106,12 @@ class EvictionOrder:
         """Ids of the nodes that are entered for a tier; for checks."""
         return set(self._heaps[tier].ranks())
 
-    def victims(self, tier: Tier, num_pages: int, kept: Container[int] = ()) -> list[Node]:
+    def victims(self, tier: Tier, num_pages: int, kept: Container[int] = (), stay: bool = True) -> list[Node]:
         """The nodes that a tier would give up next, in the order of `rank_on`, until they have num_pages or none is
         left. Changes nothing but this: the last one is split if a part of it is enough.
 
-        kept: ids of nodes that are no victims.
+        stay: whether they remain candidates; else the tree gives them up next. kept: ids of nodes that are no
+        victims.
         """
         heap = self._heaps[tier]
         found: dict[int, Node] = {}
@@ -139,20 +140,22 @@ class EvictionOrder:
                 n = num_pages
             num_pages -= n
             found[node.id] = node
-            stays = in_the_way.get(node.id, len(node.children)) > 0 or self._is_elsewhere(node, tier)
-            if tier != _DEVICE and stays:
-                continue
             above = node.parent
-            while above is not None:
-                before = above.num_device_children if tier == _DEVICE else len(above.children)
-                in_the_way[above.id] = left = in_the_way.get(above.id, before) - 1
-                if left or not is_hole(above):
-                    break
-                above = above.parent  # the hole leaves the tree with the last node below it
+            assert above is not None
+            if tier == _DEVICE:
+                in_the_way[above.id] = left = in_the_way.get(above.id, above.num_device_children) - 1
+            else:
+                if in_the_way.get(node.id, len(node.children)) > 0 or self._is_elsewhere(node, tier):
+                    continue  # it stays in the tree
+                while above is not None:
+                    in_the_way[above.id] = left = in_the_way.get(above.id, len(above.children)) - 1
+                    if left or not is_hole(above):
+                        break
+                    above = above.parent  # the hole leaves the tree with the last node below it
             if above is None or left or above.id in kept or above.id in found or not self._is_free_to_go(above, tier):
                 continue
             heapq.heappush(uncovered, (self.rank_on(above, tier, is_covered=False), above.id, above))
-        heap.put_back(popped.values())
+        heap.put_back(popped.values() if stay else [node for node in popped.values() if node.id not in found])
         return list(found.values())
 
     def is_evictable(self, node: Node, tier: int) -> bool:

@@ -469,9 +469,10 @@ class HiRadixTree:
     path_of, root_of = staticmethod(path_of), staticmethod(root_of)
     # -- shrinking ----------------------------------------------------------------------------------------------
 
-    def victims(self, tier: Tier, num_pages: int, kept: Container[int] = ()) -> list[Node]:
-        """See `EvictionOrder.victims`. All stay where they are; `give_up` takes them off in this order."""
-        return self.order.victims(tier, num_pages, kept)
+    def victims(self, tier: Tier, num_pages: int, kept: Container[int] = (), stay: bool = True) -> list[Node]:
+        """See `EvictionOrder.victims`. All stay where they are; `give_up` takes them off in this order. stay: False
+        if they are given up next."""
+        return self.order.victims(tier, num_pages, kept, stay)
 
     def give_up(self, nodes: Iterable[Node], tier: Tier) -> Dropped:
         """Take victims off a tier."""
@@ -482,7 +483,7 @@ class HiRadixTree:
 
     def evict(self, tier: Tier, num_pages: int, kept: Container[int] = ()) -> Dropped:
         """Take the victims of a tier off it."""
-        return self.give_up(self.victims(tier, num_pages, kept), tier)
+        return self.give_up(self.victims(tier, num_pages, kept, stay=False), tier)
 
     def drop(self, node: Node, tier: Tier) -> Dropped:
         """Take a node off a tier, whatever its age. The device loses all below it, too, which must not be locked. On
@@ -677,7 +678,8 @@ class HiRadixTree:
 
     def _offer(self, node: Node, tier: int) -> None:
         """Enter a node among the candidates for eviction, if it is one; also when its rank has fallen."""
-        self.order.offer(node, tier, self.num_nodes)
+        if node.frames[tier] is not None:
+            self.order.offer(node, tier, self.num_nodes)
 
     def _is_settled(self, node: Node, done: int) -> bool:
         return all(t is None for t in node.tickets) and all(f < done for f in node.fences)
