@@ -130,17 +130,14 @@ QUICK = {"documents": (100.0, 1.0, 0.01), "chats": (0.01,), "unique": (100.0, 0.
 KNOWN_HARM: dict[str, dict[str, tuple[float, ...]]] = {
     "documents": {
         "device+host+peer": (0.1, 0.01),
-        "device+host+remote": (1.0, 0.1, 0.01),
+        "device+host+remote": (1.0, 0.01),
     },
     "chats": {
         "device+host+peer": (0.1, 0.01),
-        "device+host+disk": (0.01,),
         "device+host+remote": (0.01,),
     },
     "unique": {
         "device+host+peer": (1.0, 0.1),
-        "device+host+disk": (0.1, 0.01),
-        "device+host+remote": (100.0, 10.0, 1.0, 0.1, 0.01),
     },
 }
 

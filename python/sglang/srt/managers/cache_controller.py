@@ -57,7 +57,7 @@ class HiCacheController:
         self._clock = ledger.clock
         self._to_compact: list[Node] = []
         # Whether storage is attached, to which everything comes through the host; and whether what is computed goes
-        # there at once, for which the host gives up copies.
+        # there at once, for which the host gives up copies: peers get pages that the host never had.
         self.feeds_storage = self.stores_early = False
         # Of what peers give up next, pages that were looked at, and the tokens that they had given up by then.
         self._num_moved_ahead = self._evicted_from_peers = 0
@@ -70,6 +70,7 @@ class HiCacheController:
         # Of what the device gives up next, pages that were looked at already, see `write_ahead`.
         self._num_ahead = 0
         self._is_worth_copying: Callable[[Tier, int, int], bool] = lambda tier, start, end: True
+        self.is_worth_storing: Callable[[int, int], bool] = lambda start, end: True
         self._host_filled: Callable[[list[Node]], None] = lambda nodes: None
         self.set_write_policy(write_policy)
 
@@ -307,7 +308,8 @@ class HiCacheController:
         if not lacking or not self._is_worth_copying(Tier.HOST, lacking[0].start, node.end):
             return
         num_pages, num_free = self._num_allowed(Tier.HOST), self.tables[Tier.HOST].num_free
-        if not (self.stores_early or self._gives_up_retired(Tier.HOST)):
+        passes_on = self.stores_early and self.is_worth_storing(lacking[0].start, node.end)
+        if not (passes_on or self._gives_up_retired(Tier.HOST)):
             num_pages = min(num_pages, num_free)
         nodes: list[Node] = []
         for each in lacking:
@@ -319,7 +321,7 @@ class HiCacheController:
             num_pages -= n
         if nodes:
             self.back_up(nodes, Tier.HOST)
-        if num_pages < 0 or (len(nodes) < len(lacking) and (num_free or self.stores_early)):
+        if num_pages < 0 or (len(nodes) < len(lacking) and (num_free or passes_on)):
             self._to_write[node.id] = node
 
     def _write_rest(self) -> None:

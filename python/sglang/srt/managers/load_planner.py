@@ -34,6 +34,8 @@ from sglang.srt.utils.time_units import Seconds
 
 # Peers so many times slower than the host are loaded from only where the host lacks a page.
 _MUCH_SLOWER = 1.5
+# What is computed in so much less time than it is loaded is not loaded in part either.
+_FAR_SOONER = 8.0
 
 
 @dataclass(frozen=True)
@@ -224,13 +226,14 @@ class LoadPlanner:
         return is_worth_copying(costs.storage_seconds(end - start), costs.recompute_seconds(start, end))
 
     def computes_instead(self, req: Req) -> bool:
-        """Whether a waiting request computes all that it would load. Only what is longer than a launch: of shorter
-        loads a launch can compute a part meanwhile, see `recompute_prefix_len`."""
+        """Whether a waiting request computes all that it would load: what is longer than a launch and sooner
+        computed, or far sooner. Of other loads a launch computes a part meanwhile, see `recompute_prefix_len`."""
         known = self._cache.candidate(req)
-        return known.load + known.from_peers > self.config.chunk_budget and self.is_slow_load(req)
+        is_long = known.load + known.from_peers > self.config.chunk_budget
+        return self.is_slow_load(req, times=1.0 if is_long else _FAR_SOONER)
 
-    def is_slow_load(self, req: Req) -> bool:
-        """Whether to compute all that a waiting request would load takes no longer than the load."""
+    def is_slow_load(self, req: Req, times: float = 1.0) -> bool:
+        """Whether to compute all that a waiting request would load, so many times, takes no longer than the load."""
         if not self.config.load_or_recompute or self.config.inserts_late:
             return False
         known = self._cache.candidate(req)
@@ -239,7 +242,7 @@ class LoadPlanner:
             return False
         load_s = self.expected.load_seconds(known.load) + self.expected.load_seconds(known.from_peers, P2D)
         compute_s = self.expected.costs.recompute_seconds(known.prefix - to_load, known.prefix)
-        return compute_s is not None and compute_s <= load_s
+        return compute_s is not None and times * compute_s <= load_s
 
     def recompute_prefix_len(self, batch: ExtendBatch, match: MatchResult, chunk: int, budget: int) -> int:
         """How many of the first tokens that a request would load its launch computes instead; see

@@ -202,7 +202,7 @@ class StorageController:
         is_worth_storing: whether tokens [start, end) of a path are; None stores all."""
         self._fetch_begun = fetch_begun
         if is_worth_storing is not None:
-            self.writer.is_worth_storing = is_worth_storing
+            self.writer.is_worth_storing = self.controller.is_worth_storing = is_worth_storing
         if blocks_worth_fetching is not None:
             self._blocks_worth_fetching = blocks_worth_fetching
 
@@ -244,7 +244,8 @@ class StorageController:
     def note_room(self, has_room: bool) -> None:
         """has_room: whether storage can take more blocks without giving up others."""
         self.writer.has_room = has_room
-        self.controller.stores_early = self.limits is not None and not self.writer.stores_late
+        has_peers = Tier.PEER in self.controller.tables
+        self.controller.stores_early = has_peers and self.limits is not None and not self.writer.stores_late
 
     def close(self) -> None:
         """Begin nothing new, and cancel what is on its way."""
