@@ -85,9 +85,13 @@ class Admission:
             match = self._match(req)
             if not self.may_start(req, match):
                 break
+            num_instead = self._cache.candidate(req).prefix - match.total_len
             used = self._start(batch, req, match, budget)
             if used == 0:
                 break
+            if num_instead:
+                self.counters["recomputed_instead"] += 1
+                self.counters["recomputed_instead_tokens"] += num_instead
             budget -= used
             self.counters["bundle_hits"] += came_along
             outlook = self._planner.look_ahead(batch)
