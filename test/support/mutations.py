@@ -1006,7 +1006,8 @@ STREAMERS: dict[int, dict[str, Any]] = {
     },
     # Most of it on disk. These two are drawn by seeds in which what they are there for happens.
     21: {
-        "seed": 500,
+        "seed": 504,
+        "write_policy": "write_through",
         "page_size": 1,
         "num_device_pages": 20,
         "num_host_pages": 14,
