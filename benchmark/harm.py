@@ -27,7 +27,7 @@ from sglang.simulator.health import HEALTHY, LinkHealth
 from sglang.simulator.simulation import RequestTimes, Simulation
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler_config import SchedulerConfig
-from sglang.srt.managers.storage_controller import PrefetchConfig
+from sglang.srt.managers.storage_setup import PrefetchConfig
 from sglang.srt.mem_cache.placement import WRITE_POLICIES
 from sglang.srt.mem_cache.transfer import StorageAction, StorageOp, Tier, TransferOp
 from sglang.srt.peer.memory.copy_session import COPY_TIMEOUT_S

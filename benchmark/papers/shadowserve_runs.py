@@ -16,7 +16,7 @@ from benchmark.simulator.smoke import check_answers
 from benchmark.simulator.workloads import LONGBENCH_NARRATIVEQA, TRIVIAQA, Workload
 
 from sglang.simulator.simulation import Simulation
-from sglang.srt.managers.storage_controller import PrefetchConfig, StorageLimits, StorageSetup
+from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.block_keys import BlockKeys
 
 DATASETS = {"TriviaQA": TRIVIAQA, "NarrativeQA": LONGBENCH_NARRATIVEQA}

@@ -25,7 +25,7 @@ from benchmark.simulator.workloads import L_EVAL, Turn, Workload
 
 from benchmark.papers import shadowserve_systems
 from sglang.simulator.simulation import SimulatedHardware, Simulation
-from sglang.srt.managers.storage_controller import PrefetchConfig, StorageLimits, StorageSetup
+from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.placement import WRITE_POLICIES
 from sglang.srt.mem_cache.transfer import STORAGE_LINKS, TIER_NAMES, Tier
 from sglang.srt.model_executor.launch import LaunchMode

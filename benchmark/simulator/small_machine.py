@@ -15,7 +15,7 @@ from benchmark.simulator.profiles import CHUNK_COMPRESSED_SHARE, CHUNK_QUANTIZED
 from sglang.simulator.health import LinkHealth
 from sglang.simulator.simulation import SimulatedHardware
 from sglang.srt.managers.scheduler_config import SchedulerConfig
-from sglang.srt.managers.storage_controller import PrefetchConfig, StorageLimits, StorageSetup
+from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.transfer import D2H, D2P, FETCH, H2D, P2D, PROBE, STORE, Tier
 from sglang.srt.model_executor.launch import Launch, LaunchMode
 

@@ -12,7 +12,7 @@ from sglang.simulator.links import SimulatedStorage, SimulatedStorageLink
 from sglang.simulator.simulation import SimulatedHardware, Simulation
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.scheduler_config import SchedulerConfig
-from sglang.srt.managers.storage_controller import PrefetchConfig, StorageLimits, StorageSetup
+from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.transfer import D2H, FETCH, H2D, PROBE, STORE, StorageAction, StorageOp, Ticket
 from sglang.srt.model_executor.launch import Launch
 from sglang.srt.sampling.sampling_params import SamplingParams

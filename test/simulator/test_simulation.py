@@ -13,7 +13,7 @@ from sglang.simulator.simulation import RequestSource, SimulatedHardware, Simula
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler_config import LayerStreamConfig, SchedulerConfig
-from sglang.srt.managers.storage_controller import PrefetchConfig, StorageLimits, StorageSetup
+from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.placement import WRITE_POLICIES
 from sglang.srt.mem_cache.transfer import D2H, H2D, StorageOp, Ticket, Tier, TransferOp

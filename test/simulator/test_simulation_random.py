@@ -16,7 +16,7 @@ from sglang.simulator.simulation import SimulatedHardware, Simulation
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler_config import LayerStreamConfig, SchedulerConfig
-from sglang.srt.managers.storage_controller import PREFETCH_POLICIES, PrefetchConfig, StorageLimits, StorageSetup
+from sglang.srt.managers.storage_setup import PREFETCH_POLICIES, PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.eviction import EVICTION_POLICIES
 from sglang.srt.mem_cache.placement import WRITE_POLICIES
 from sglang.srt.mem_cache.transfer import Tier

@@ -36,7 +36,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.startup import storage as storage_setup
 from sglang.srt.managers.startup.engine import RankSetup, build_core
 from sglang.srt.managers.startup.storage import StorageOpener
-from sglang.srt.managers.storage_controller import PrefetchConfig, StorageLimits, StorageSetup
+from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.block_store import BlockStore

@@ -29,7 +29,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_id
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
-from sglang.srt.managers.storage_controller import StorageSetup
+from sglang.srt.managers.storage_setup import StorageSetup
 from sglang.srt.mem_cache.block_store import BlockStore
 from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
 from sglang.srt.mem_cache.link import CopyOptions, HasPages

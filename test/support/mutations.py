@@ -34,7 +34,8 @@ from sglang.srt.managers.layer_streaming import LayerStreaming
 from sglang.srt.managers.progress import reduce_progress
 from sglang.srt.managers.schedule_batch import EndReason
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.storage_controller import PrefetchConfig, StorageController, StorageLimits, StorageSetup
+from sglang.srt.managers.storage_controller import StorageController
+from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.managers.transfer_ledger import NO_FRAMES, TransferLedger
 from sglang.srt.mem_cache import block_names, hiradix_tree
 from sglang.srt.mem_cache import link as link_module

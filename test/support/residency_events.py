@@ -102,9 +102,15 @@ class ResidencyEvents:
             is_rewritten = not self._copied.isdisjoint(device_frames.tolist())
             others = [t for t in FRAME_TIERS if t not in (Tier.DEVICE, tier) and node.frames[t] is not None]
             self.counts[REWRITTEN_DUPLICATE] += is_rewritten and not others
-            if is_rewritten and self._is_writing_through and self._controller.write_policy == "auto":
+            is_free = self._is_front_of_block(node) or not self._is_writing_through
+            if is_rewritten and not is_free and self._controller.write_policy == "auto":
                 raise CopiedTwiceError(f"{node} was copied before, and stays on the device")
             self._copied.update(device_frames.tolist())
+
+    def _is_front_of_block(self, node: Node) -> bool:
+        """Whether it is a part of a block that ends below: that is copied again with what is below it."""
+        names = self._cache.tree.names.keys
+        return names is not None and bool(node.end % names.block_tokens) and len(node.key) < names.block_tokens
 
     def _giving_up(self, nodes: list[Node], tier: Tier) -> None:
         if tier != Tier.DEVICE:

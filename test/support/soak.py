@@ -30,7 +30,7 @@ from sglang.srt.managers.progress import reduce_progress
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Scheduler, SchedulerConfig
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
-from sglang.srt.managers.storage_controller import PrefetchConfig, StorageLimits, StorageSetup
+from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.link import CopyOptions, HasPages
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool

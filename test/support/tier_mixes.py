@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from sglang.srt.managers.storage_controller import PrefetchConfig, StorageLimits, StorageSetup
+from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.transfer import Tier
 from support.soak import Soak, SoakConfig
 

@@ -11,7 +11,7 @@ from sglang.srt.mem_cache import eviction_order, hiradix_tree
 from sglang.srt.mem_cache.eviction_order import EvictionOrder
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import Node
-from sglang.srt.mem_cache.placement import COVERED, LAST
+from sglang.srt.mem_cache.placement import COVERED, LAST, class_of_copy
 
 TREE_MUTATIONS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {}
 
@@ -67,7 +67,14 @@ def fetched_hole_leaves_exact_what_is_below() -> Any:
 
 
 @tree_mutation
+def soft_pins_ignored() -> Any:
+    """What waiting requests fetched goes as anything else."""
+    unpinned = lambda *args: class_of_copy(*args[:4])  # noqa: E731
+    return mock.patch.object(eviction_order, "class_of_copy", unpinned)
+
+
+@tree_mutation
 def spare_copies_kept() -> Any:
     """With `auto`, a full tier gives up by age, whatever other tiers have."""
-    by_age = lambda on_nearer, on_farther, is_next, is_covered: COVERED if is_covered else LAST  # noqa: E731
+    by_age = lambda on_nearer, on_farther, is_next, is_covered, is_pinned: COVERED if is_covered else LAST  # noqa: E731
     return mock.patch.object(eviction_order, "class_of_copy", by_age)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from sglang.srt.managers.cache_controller import HiCacheController
-from sglang.srt.managers.storage_controller import PrefetchConfig, StorageController, StorageLimits
+from sglang.srt.managers.storage_controller import StorageController
+from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits
 from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable

@@ -11,7 +11,7 @@ import pytest
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
-from sglang.srt.managers.storage_controller import PrefetchConfig, StorageLimits, StorageSetup
+from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.transfer import StorageAction, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams

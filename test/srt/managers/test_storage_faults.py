@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
 from sglang.srt.managers.startup.storage import StorageOpener
-from sglang.srt.managers.storage_controller import PrefetchConfig, StorageLimits, StorageSetup
+from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.block_store import BlockStore, StoreError
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage

@@ -847,7 +847,7 @@ def orphan_on_the_device(tree: HiRadixTree, top: Node, low: Node) -> None:
 
 
 def wrong_count(tree: HiRadixTree, top: Node, low: Node) -> None:
-    tree._resident[DEVICE] += 1
+    tree.counts.resident[DEVICE] += 1
 
 
 def stray_ticket(tree: HiRadixTree, top: Node, low: Node) -> None:
@@ -861,8 +861,8 @@ def not_offered(tree: HiRadixTree, top: Node, low: Node) -> None:
 def a_hole_with_nothing_below_it(tree: HiRadixTree, top: Node, low: Node) -> None:
     low.frames[DEVICE] = None
     top.num_device_children = 0
-    tree._resident[DEVICE] -= 2
-    tree._evictable[DEVICE] -= 2
+    tree.counts.resident[DEVICE] -= 2
+    tree.counts.evictable[DEVICE] -= 2
 
 
 def a_locked_hole(tree: HiRadixTree, top: Node, low: Node) -> None:

@@ -72,15 +72,15 @@ class Admission:
             is_full = self._is_full(budget)
             if is_full and outlook.link_is_busy:
                 break
-            computes = (
-                req.preload is None and not self._streaming.must_stream(req) and self._planner.is_slow_load(req)
-            )
+            computes = self._may_compute(req) and self._planner.is_slow_load(req)
             if is_full or (not computes and self._should_defer(batch, req, budget, outlook)):
                 if not outlook.link_is_busy and not computes and self._wants_preload(req):
                     match = self._cache.match(req)
                     if not (self.may_start(req, match) and self._begin_preload(req, match)):
                         break
                     outlook = self._planner.look_ahead(batch)
+                continue
+            if self._storage.asks_again(req.rid, self._cache.candidate(req).prefix, self._planner.expected.now):
                 continue
             match = self._match(req)
             if not self.may_start(req, match):
@@ -104,13 +104,15 @@ class Admission:
             self._storage.may_start(r.rid) and r not in self._planner.deferred for r in overtaken
         )
 
-    def _computes_instead(self, req: Req) -> bool:
-        return req.preload is None and not self._streaming.must_stream(req) and self._planner.computes_instead(req)
+    def _may_compute(self, req: Req) -> bool:
+        """Whether a request may compute what it would load."""
+        return req.preload is None and not self._streaming.must_stream(req)
 
     def _match(self, req: Req) -> MatchResult:
         """What a request that starts takes from the cache."""
         match = self._cache.match(req)
-        return match.on_device() if self._computes_instead(req) else match
+        computes = self._may_compute(req) and self._planner.computes_instead(req)
+        return match.on_device() if computes else match
 
     def _is_full(self, budget: int) -> bool:
         """Whether a launch with so many tokens left can take no other request."""

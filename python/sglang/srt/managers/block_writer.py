@@ -15,18 +15,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sglang.srt.managers.cache_controller import HiCacheController, is_ready
-from sglang.srt.mem_cache.frame_table import FrameState
+from sglang.srt.managers.storage_setup import StorageLimits
 from sglang.srt.mem_cache.node import Node
-from sglang.srt.mem_cache.placement import pages_to_write_ahead
 from sglang.srt.mem_cache.transfer import STORE, StorageAction, StorageOp, Ticket, Tier
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.storage_controller import StorageLimits
 
 # Paths that are to be stored when there is room: the most that are remembered, and when those that have left the tree
 # are looked for.
@@ -54,8 +49,6 @@ class BlockWriter:
         self.storing_pages = 0
         # Whether tokens [start, end) of a path are worth it.
         self.is_worth_storing: Callable[[int, int], bool] = lambda start, end: True
-        # What `store_ahead` has looked at, and the tokens that the host had evicted by then.
-        self._num_ahead = self._evicted_before = 0
         # Ends of paths that are to be stored when writes have ended, oldest first.
         self._deferred: dict[int, Node] = {}
         self._tidy_at = _TIDY_DEFERRED_STORES
@@ -110,12 +103,9 @@ class BlockWriter:
         """Store what the host gives up next, with num_pages to spare, where storage is full."""
         if self.limits is None or not self.stores_late:
             return
-        host, num_evicted = self.controller.tables[Tier.HOST], self.controller.counters["evicted_tokens_host"]
-        num_known = self._num_ahead - (num_evicted - self._evicted_before) // self.tree.page_size
-        num_free = host.num_free + host.counts[FrameState.PENDING_FREE]
-        if wanted := pages_to_write_ahead(num_pages, num_free, num_known):
+        if wanted := self.controller.num_to_look_at(Tier.HOST, num_pages):
             self._store_ends(self.tree.take_to_store(wanted))
-            self._num_ahead, self._evicted_before = wanted, num_evicted
+            self.controller.num_looked_at[Tier.HOST] = wanted
 
     def store_path(self, end: Node) -> None:
         """Write to storage what it is not believed to have of the path to `end`, as far as that is on the host, and

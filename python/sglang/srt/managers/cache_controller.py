@@ -3,9 +3,9 @@
 Owns the write policy. Decides nothing about requests and executes nothing: the scheduler calls it, links carry the
 operations out. Storage is the business of storage_controller.py.
 
-    device ── D2H: begin_backup, begin_spill ──► host
-    device ◄── H2D: begin_load ──────────────── host
-    device ── D2P: begin_backup, when it evicts ──► peer
+    device ── D2H: back_up, begin_spill ──► host
+    device ◄── H2D: begin_load ──────────── host
+    device ── D2P: back_up, when it evicts ──► peer
     device ◄── P2D: begin_load ──────────────────── peer
     peer ── P2H: move_to_host, when the peer gives it up ──► host
     device ── D2S: begin_swap ──► swap file of a request that streams
@@ -59,16 +59,14 @@ class HiCacheController:
         # Whether storage is attached, to which everything comes through the host; and whether what is computed goes
         # there at once, for which the host gives up copies: peers get pages that the host never had.
         self.feeds_storage = self.stores_early = False
-        # Of what peers give up next, pages that were looked at, and the tokens that they had given up by then.
-        self._num_moved_ahead = self._evicted_from_peers = 0
         # Links from the device that take far longer than expected.
         self.late_links: frozenset[str] = frozenset()
         # Ends of paths that are to be written through when the link takes more.
         self._to_write: dict[int, Node] = {}
         # See `write_ahead`: so much may always be copied at once.
         self._pages_ahead = 0
-        # Of what the device gives up next, pages that were looked at already, see `write_ahead`.
-        self._num_ahead = 0
+        # By tier: of what it gives up next, pages that were looked at, see `num_to_look_at`.
+        self.num_looked_at: Counter[Tier] = Counter()
         self._is_worth_copying: Callable[[Tier, int, int], bool] = lambda tier, start, end: True
         self.is_worth_storing: Callable[[int, int], bool] = lambda start, end: True
         self._host_filled: Callable[[list[Node]], None] = lambda nodes: None
@@ -166,6 +164,8 @@ class HiCacheController:
     def back_up(self, nodes: list[Node], tier: Tier, kept: Sequence[Node] = ()) -> Ticket | None:
         """Copy nodes that are ready on the device to a tier that lacks them, by one operation. None if the tier has
         no room. kept: nodes whose copies are not given up for it."""
+        if tier == Tier.HOST and self.feeds_storage:
+            nodes = self._from_block_starts(nodes)
         src = np.concatenate([ready_frames(n, Tier.DEVICE) for n in nodes])
         self.make_room(tier, len(src), kept)
         first_page = nodes[0].start // self.tree.page_size
@@ -178,6 +178,22 @@ class HiCacheController:
         op = self.ledger.begin_transfer(link, (Tier.DEVICE, tier), src, dst, after)
         self.tree.begin_fill(nodes, Tier.DEVICE, tier, dst, op.ticket)
         return op.ticket
+
+    def _from_block_starts(self, nodes: list[Node]) -> list[Node]:
+        """The nodes, and before each what the host lacks of the block that it begins in: storage takes whole blocks,
+        and finds nothing behind one that it lacks."""
+        assert self.tree.names.keys is not None
+        size, known, found = self.tree.names.keys.block_tokens, {node.id for node in nodes}, []
+        for node in nodes:
+            begin, fronts, above = node.start // size * size, [], node.parent
+            while above is not None and above.end > begin and _is_only_on_device(above) and above.id not in known:
+                if above.start < begin:
+                    self.tree.split(above, begin - above.start)
+                fronts.append(above)
+                known.add(above.id)
+                above = above.parent
+            found += [*fronts[::-1], node]
+        return found
 
     def move_to_host(self, nodes: list[Node], kept: Sequence[Node] = ()) -> None:
         """Copy to the host those nodes that only peers have, which are about to give them up, as far as the host has
@@ -194,7 +210,7 @@ class HiCacheController:
             goes = choose_tier(num_pages, self.tree.order.rank(node), {Tier.HOST: room}) is not None
             if not (goes or self.feeds_storage):
                 continue
-            if self.make_room(Tier.HOST, self._pages_of([*moving, node]), [*nodes, *kept]):
+            if self.make_room(Tier.HOST, self._pages_of([*moving, node]), [*nodes, *kept], spares_pinned=True):
                 moving.append(node)
         if not moving:
             return
@@ -276,13 +292,16 @@ class HiCacheController:
 
     # -- room ---------------------------------------------------------------------------------------------------
 
-    def make_room(self, tier: Tier, num_pages: int, kept: Sequence[Node]) -> bool:
+    def make_room(self, tier: Tier, num_pages: int, kept: Sequence[Node], spares_pinned: bool = False) -> bool:
         """Evict until so many pages of a tier below the device are free; the nodes `kept` stay, and everything if
-        that would not be enough. Whether they are free."""
+        that would not be enough. spares_pinned: what has soft pins stays, too. Whether they are free."""
         table = self.tables[tier]
         table.reap(self._clock.done)
         missing = num_pages - table.num_free
-        if 0 < missing <= self.tree.evictable_pages(tier, kept):
+        evictable = self.tree.evictable_pages(tier, kept)
+        if spares_pinned:
+            evictable -= self.tree.counts.soft_pinned[tier]
+        if 0 < missing <= evictable:
             self._give_up(self.tree.victims(tier, missing, {node.id for node in kept}, stay=False), tier, kept)
         return table.num_free >= num_pages
 
@@ -316,7 +335,9 @@ class HiCacheController:
             if num_pages <= 0:
                 break
             n = len(each.key) // self.tree.page_size
-            part = each if n <= num_pages else self.tree.split(each, num_pages * self.tree.page_size)
+            part = each
+            if n > num_pages:
+                part = self.tree.split(each, self._front_tokens(each, num_pages))
             nodes.append(part)
             num_pages -= n
         if nodes:
@@ -338,33 +359,33 @@ class HiCacheController:
         self._pages_ahead = num_pages
         if self._to_write and self._num_allowed(Tier.HOST) > 0:
             self._write_rest()
-        device = self.tables[Tier.DEVICE]
-        num_free = device.num_free + device.counts[FrameState.PENDING_FREE]
-        wanted = pages_to_write_ahead(num_pages, num_free, self._num_ahead)
-        if wanted:
-            nodes = self.tree.victims(Tier.DEVICE, wanted)
-            nodes = self._copy_before_eviction(nodes, is_ahead=True)
-            self._num_ahead = self._pages_of(nodes)
+        if wanted := self.num_to_look_at(Tier.DEVICE, num_pages):
+            nodes = self._copy_before_eviction(self.tree.victims(Tier.DEVICE, wanted), is_ahead=True)
+            self.num_looked_at[Tier.DEVICE] = self._pages_of(nodes)
         if self.feeds_storage and Tier.PEER in self.tables:
             self._move_ahead(num_pages)
 
+    def num_to_look_at(self, tier: Tier, num_pages: int) -> int:
+        """Pages to look at of what a tier gives up next, so that num_pages can go at once; 0 for not now. The caller
+        sets `num_looked_at`."""
+        table = self.tables[tier]
+        num_free = table.num_free + table.counts[FrameState.PENDING_FREE]
+        return pages_to_write_ahead(num_pages, num_free, self.num_looked_at[tier])
+
     def _move_ahead(self, num_pages: int) -> None:
         """Copy to the host what peers give up next, as storage is fed from there."""
-        peers, num_evicted = self.tables[Tier.PEER], self.counters["evicted_tokens_peer"]
-        num_known = self._num_moved_ahead - (num_evicted - self._evicted_from_peers) // self.tree.page_size
-        wanted = pages_to_write_ahead(num_pages, peers.num_free + peers.counts[FrameState.PENDING_FREE], num_known)
+        wanted = self.num_to_look_at(Tier.PEER, num_pages)
         if not wanted:
             return
         nodes = [n for n in self.tree.victims(Tier.PEER, wanted) if n.frames[Tier.DEVICE] is None]
         lacking = [node for node in nodes if not self.tree.names.is_stored(node)]
         self.tree.mark_next(lacking)
         self.move_to_host(lacking)
-        self._num_moved_ahead, self._evicted_from_peers = wanted, num_evicted
+        self.num_looked_at[Tier.PEER] = wanted
 
     def _save(self, victims: list[Node]) -> list[Node]:
         """Copy what the device is about to give up, as the write policy has it. No copy of one victim is given up for
         another. Returns the victims, of which some were split."""
-        self._num_ahead = max(0, self._num_ahead - self._pages_of(victims))
         if len(self.tables) == 1:
             return victims
         if self.write_policy == "auto":
@@ -384,8 +405,8 @@ class HiCacheController:
         device does not give them up yet; then what goes first is copied first, else what all behind it needs. Returns
         the victims, of which some were split."""
         self.tree.mark_next(victims)
-        parts: dict[Tier, list[Node]] = {tier: [] for tier in self.tree.load_order if tier in self.tables}
-        uppers: dict[int, Node] = {}
+        parts: dict[Tier, list[Node]] = {tier: [] for tier in self.tree.order.load_order if tier in self.tables}
+        begins = [node.start for node in victims]
         for node in victims if is_ahead else reversed(victims):
             tier = self._tier_for(node, parts, is_ahead)
             if tier is None:
@@ -399,14 +420,15 @@ class HiCacheController:
             copied = node
             if num_allowed < num_pages:
                 front = num_pages - num_allowed if is_ahead else num_allowed
-                uppers[node.id] = upper = self.tree.split(node, front * self.tree.page_size)
+                upper = self.tree.split(node, self._front_tokens(node, front))
                 copied = node if is_ahead else upper
-            if self.make_room(tier, num_planned + min(num_pages, num_allowed), victims):
+                num_allowed = len(copied.key) // self.tree.page_size
+            if self.make_room(tier, num_planned + min(num_pages, num_allowed), victims, spares_pinned=True):
                 parts[tier].append(copied)
         for tier, nodes in parts.items():
             if nodes:
                 self.back_up(nodes[::-1] if is_ahead else nodes, tier, kept=victims)
-        return [part for node in victims for part in (node, uppers.get(node.id)) if part is not None]
+        return [part for node, begin in zip(victims, begins) for part in _parts_from(node, begin)]
 
     def _tier_for(self, node: Node, planned: dict[Tier, list[Node]], is_ahead: bool) -> Tier | None:
         """Where a copy of a node goes that the device gives up soon. planned: copies that are about to begin."""
@@ -461,6 +483,11 @@ class HiCacheController:
             most = max(most, self._pages_ahead, int(MAX_COPYING_RATIO * self.tables[Tier.DEVICE].num_pages))
         return most - self.ledger.num_pages_on(link)
 
+    def _front_tokens(self, node: Node, num_pages: int) -> int:
+        """Where a node is cut for num_pages in front: behind a block if there is one."""
+        whole = self.tree.order.whole_blocks(node, num_pages * self.tree.page_size)
+        return whole if whole > 0 else num_pages * self.tree.page_size
+
     def _pages_of(self, nodes: Iterable[Node]) -> int:
         return self._tokens_of(nodes) // self.tree.page_size
 
@@ -487,6 +514,7 @@ class HiCacheController:
         self._to_compact += dropped.staying
         num_evicted = before - table.counts[FrameState.CACHED]
         self.counters[f"evicted_tokens_{tier.name.lower()}"] += num_evicted * self.tree.page_size
+        self.num_looked_at[tier] = max(0, self.num_looked_at[tier] - num_evicted)
         table.reap(self._clock.done)
 
     def tidy(self) -> None:
@@ -567,6 +595,15 @@ def ready_frames(node: Node, tier: Tier) -> np.ndarray:
 def is_ready(node: Node, tier: Tier) -> bool:
     """Whether a tier has a node, and nothing of it is on its way there."""
     return node.frames[tier] is not None and node.tickets[tier] is None
+
+
+def _parts_from(node: Node, begin: int) -> list[Node]:
+    """The node and those above it, the last first, which splitting has made of tokens from `begin` on."""
+    parts = [node]
+    while parts[-1].start > begin:
+        assert parts[-1].parent is not None
+        parts.append(parts[-1].parent)
+    return parts
 
 
 def _is_only_on_device(node: Node) -> bool:

@@ -25,7 +25,8 @@ from sglang.srt.managers.prefill_plan import streamed_from_peers
 from sglang.srt.managers.schedule_batch import Preload, Req, ReqHold
 from sglang.srt.managers.schedule_policy import Candidate, pages_for
 from sglang.srt.managers.scheduler_config import SchedulerConfig
-from sglang.srt.managers.storage_controller import PrefetchConfig, StorageController
+from sglang.srt.managers.storage_controller import StorageController
+from sglang.srt.managers.storage_setup import PrefetchConfig
 from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree

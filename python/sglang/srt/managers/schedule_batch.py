@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, TokenOutput
-from sglang.srt.managers.storage_controller import StorageSetup
+from sglang.srt.managers.storage_setup import StorageSetup
 from sglang.srt.mem_cache.node import Receipt
 from sglang.srt.mem_cache.slab_ledger import SlabReport
 from sglang.srt.mem_cache.transfer import StorageAction, StorageOp, Ticket, TransferOp

@@ -133,6 +133,8 @@ class Scheduler:
         if self.clock.next - self.clock.done < self.config.max_ahead:
             launch = self._next_launch()
         self.cache.write_ahead(pages_ahead(len(self.queues.running), self._chunk_pages))
+        if self.storage.has_unpinned:
+            self.storage.begin_fetches()
         for req in self._changed:
             self._emit(req, None)
         ops, cancels = self.cache.take_ops()

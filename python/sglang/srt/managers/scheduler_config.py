@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang.srt.managers.storage_controller import StorageSetup
+from sglang.srt.managers.storage_setup import StorageSetup
 from sglang.srt.peer.lending import LendingConfig
 
 # Strata 4.3.2, and what `auto` goes by before anything was measured.

@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from sglang.srt.managers.schedule_batch import ControlReply, StorageRequest
-from sglang.srt.managers.storage_controller import StorageController, StorageSetup
+from sglang.srt.managers.storage_controller import StorageController
+from sglang.srt.managers.storage_setup import StorageSetup
 from sglang.srt.mem_cache.transfer import StorageAction, Ticket
 
 

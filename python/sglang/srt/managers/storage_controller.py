@@ -7,7 +7,10 @@ written. Decides when a request need not wait any more. Never reads a clock: the
                                                                  a few at once; `fetch_rank` orders them. They are
                                                                  nodes of the tree, so requests that find them there
                                                                  wait for the same operation
-    detach, at dispatch, at its deadline or at its end: a fetch that no request waits for is cancelled
+    detach, at dispatch or at its end: a fetch that no request waits for is cancelled; so it is at the deadline
+
+    From its first fetch to its dispatch a request soft-pins its path, within a limit. Others wait for that room, with
+    their deadlines put off. What was found and is gone at dispatch is asked for again.
 
     writer (block_writer.py): what goes from the host to storage
 """
@@ -15,6 +18,7 @@ written. Decides when a request need not wait any more. Never reads a clock: the
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,14 +30,16 @@ import numpy as np
 from sglang.srt.managers.block_writer import BlockWriter
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.schedule_policy import FETCH_ORDERS, fetch_rank
+from sglang.srt.managers.storage_setup import PREFETCH_POLICIES, PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState
-from sglang.srt.mem_cache.node import Dropped, FilledRun, MatchResult, is_hole
+from sglang.srt.mem_cache.node import Dropped, FilledRun, MatchResult, Node, is_hole
 from sglang.srt.mem_cache.radix import common_len
 from sglang.srt.mem_cache.transfer import (
     D2H,
     D2P,
     FETCH,
+    H2D,
     P2H,
     PROBE,
     STORAGE_LINKS,
@@ -44,64 +50,15 @@ from sglang.srt.mem_cache.transfer import (
     Ticket,
     Tier,
 )
+from sglang.srt.mem_cache.tree_checks import check_soft_pins
 from sglang.srt.utils.time_units import NO_LAUNCH, Seconds
 
 # Links whose operations a fetch may have to wait for before it can begin. When one ends, call `begin_fetches`.
-STALLING_LINKS = (FETCH, D2H, D2P, P2H)
-PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
+STALLING_LINKS = (FETCH, STORE, H2D, D2H, D2P, P2H)
 # A medium that does not answer must not keep a request for ever, whatever the policy.
 WAIT_COMPLETE_LIMIT_S = Seconds(60.0)
-
-
-@dataclass(frozen=True)
-class StorageLimits:
-    """What storage may have in flight, so that it neither takes the host pool away from others nor stands in its own
-    way."""
-
-    # One operation reads or writes that many blocks, a fraction of a second of work.
-    blocks_per_op: int
-    # Host pages that reads may be filling.
-    max_fetch_pages: int
-    # Host pages that writes may be holding on to.
-    max_store_pages: int
-    # Reads in flight: enough that the link never runs dry, and no more, as what has been begun is served before a
-    # request that comes next, however urgent.
-    fetch_window_ops: int = 8
-
-
-@dataclass(frozen=True)
-class PrefetchConfig:
-    # best_effort goes without what has not come when the request could start, wait_complete waits for all of it,
-    # timeout waits for the time below.
-    policy: str = "timeout"
-    # Fewer tokens than that beyond the local match are not worth asking for.
-    threshold: int = 256
-    # With `timeout`: at most timeout_base_s + timeout_per_ki_token_s per 1,024 tokens, from arrival.
-    timeout_base_s: float = 1.0
-    timeout_per_ki_token_s: float = 0.25
-    # Which request is given the link next, see `fetch_rank`.
-    fetch_order: str = "fifo"
-
-
-@dataclass(frozen=True)
-class StorageSetup:
-    """What is attached."""
-
-    # The backend's name, or two.
-    backend: str
-    # What each rank opens, as JSON.
-    setup: str
-    # See `BlockKeys`; it covers what all requests share (model, weights, dtype, layout).
-    secret: bytes
-    block_tokens: int
-    limits: StorageLimits
-    prefetch: PrefetchConfig
-    # Of the host tier, through which everything goes.
-    write_policy: str
-    # One for each backend, nearest first.
-    tiers: tuple[Tier, ...] = (Tier.DISK,)
-    # Whether what it stores comes back changed.
-    is_lossy: bool = False
+# So often storage is asked for one request.
+MAX_ASKED = 3
 
 
 @dataclass
@@ -111,9 +68,16 @@ class Prefetch:
     namespace: str
     # int32, up to the end of the last block that storage may have.
     tokens: np.ndarray
-    # Of all its blocks from the first on, (n, 16) uint8.
-    keys: np.ndarray
-    deadline: float
+    # How long it waits, and until when.
+    limit_s: float
+    deadline: float = math.inf
+    # Of all its blocks from the first on, (n, 16) uint8; empty until storage is asked.
+    keys: np.ndarray = field(default_factory=lambda: np.empty((0, 16), np.uint8))
+    num_asked: int = 0
+    # Tokens that were found, or were left to storage for lack of room.
+    reach: int = 0
+    # End of its soft-pinned path.
+    pinned: Node | None = None
     # Not answered yet; it asks for the blocks from `probed` on.
     probe: Ticket | None = None
     probed: int = 0
@@ -174,6 +138,8 @@ class StorageController:
         self.is_lossy = False
         # Host pages that reads are filling.
         self.fetching_pages = 0
+        # Whether soft pins have ended since `begin_fetches`, which others may have waited for.
+        self.has_unpinned = False
         self.counters: Counter[str] = Counter()
         self.writer = BlockWriter(controller, self.counters)
         self._clock = controller.ledger.clock
@@ -249,6 +215,7 @@ class StorageController:
 
     def close(self) -> None:
         """Begin nothing new, and cancel what is on its way."""
+        self._unfinished.clear()
         for rid in list(self._prefetches):
             self.detach(rid)
         self.limits = None
@@ -285,24 +252,29 @@ class StorageController:
         if self.limits is None or names is None:
             return
         size = names.block_tokens
-        tokens = tokens[: len(tokens) // size * size]
-        match = self.tree.match(namespace, tokens, fetching=True)
-        lacking = len(tokens) - match.total_len
-        if lacking < max(1, self.config.threshold) and not self._fetching(match):
-            return
-        config = self.config
-        limit: float = WAIT_COMPLETE_LIMIT_S
-        if config.policy == "timeout":
-            limit = config.timeout_base_s + config.timeout_per_ki_token_s * lacking / 1024
-        prefetch = Prefetch(namespace, tokens, names.of_prompt(namespace, tokens), now + limit)
+        prefetch = Prefetch(namespace, tokens[: len(tokens) // size * size], WAIT_COMPLETE_LIMIT_S)
         self._prefetches[rid] = prefetch
-        heapq.heappush(self._deadlines, (prefetch.deadline, rid))
-        self._join(rid, prefetch, match)
-        if lacking >= max(1, config.threshold):
-            prefetch.probed = match.total_len // size
-            prefetch.probe = self._begin_probe(prefetch.keys[prefetch.probed :])
-            self._waiters[prefetch.probe] = {rid: None}
-            self.counters["storage_probes"] += 1
+        self._ask(rid, prefetch, now)
+
+    def asks_again(self, rid: str, num_found: int, now: Seconds) -> bool:
+        """A request could start with num_found tokens found. Whether it waits once more, as more was found before, or
+        was left to storage for lack of room."""
+        prefetch = self._prefetches.get(rid)
+        if (
+            prefetch is None
+            or self.limits is None
+            or self.config.policy == "best_effort"
+            or prefetch.num_asked >= MAX_ASKED
+            or not prefetch.is_over
+            or prefetch.reach < num_found + max(1, self.config.threshold)
+        ):
+            return False
+        self._unpin(prefetch)
+        self._ask(rid, prefetch, now)
+        if prefetch.is_over:
+            return False
+        self.counters["storage_asked_again"] += 1
+        return True
 
     @property
     def is_idle(self) -> bool:
@@ -338,13 +310,19 @@ class StorageController:
             return
         self._unfinished.pop(rid, None)
         self._leave(rid, prefetch)
+        self._unpin(prefetch)
 
     def expire(self, now: Seconds) -> None:
-        """Let requests go whose deadline has passed, with what has come."""
+        """Let requests go whose deadline has passed, with what has come. Those that could begin no fetch, as others
+        have come to the host first, go on waiting."""
         while (deadline := self.next_deadline) is not None and deadline <= now:
             _, rid = heapq.heappop(self._deadlines)
+            prefetch = self._prefetches[rid]
+            if rid in self._unfinished and self._waits_for_pinned(prefetch):
+                self._set_deadline(rid, prefetch, now)
+                continue
             self._unfinished.pop(rid, None)
-            self._leave(rid, self._prefetches[rid])
+            self._leave(rid, prefetch)
             self.counters["prefetch_timeouts"] += 1
 
     @property
@@ -381,12 +359,22 @@ class StorageController:
 
     def begin_fetches(self) -> None:
         """Begin as many fetches as may be on their way, in the order of `fetch_rank`; to be called when fetches or
-        backups have ended. If the next request finds too little room, no other passes it; one that waits for its
-        prefix lets the others pass."""
-        stalled = set()
-        while ready := [rid for rid in self._unfinished if rid not in stalled]:
+        backups have ended, or soft pins. If the next request finds too little room, no other passes it; one that
+        waits for its prefix lets the others pass; one that waits for others' soft pins lets those pass that have
+        some themselves."""
+        self.has_unpinned = False
+        stalled, only_pinned = set(), False
+        while ready := [
+            rid
+            for rid in self._unfinished
+            if rid not in stalled and not (only_pinned and self._prefetches[rid].pinned is None)
+        ]:
             rid = min(ready, key=self._rank)
-            outcome = self._begin_next(rid, self._prefetches[rid])
+            prefetch = self._prefetches[rid]
+            if self._waits_for_pinned(prefetch):
+                only_pinned = True
+                continue
+            outcome = self._begin_next(rid, prefetch)
             if outcome == _Outcome.FULL:
                 return
             if outcome == _Outcome.STALLED:
@@ -483,10 +471,60 @@ class StorageController:
             assert all(rid in self._waiters[ticket] for ticket in prefetch.asked)
         for rid in self._unfinished:
             assert self._prefetches[rid].end and self._prefetches[rid].blocks_left, f"{rid} has nothing to begin"
-        awaited = any(ticket.link in STALLING_LINKS for ticket in self.ledger.in_flight)
-        assert awaited or not self._unfinished, f"{list(self._unfinished)} wait for nothing"
+        awaited = self._is_room_to_come()
+        pinned = [p.pinned for p in self._prefetches.values() if p.pinned is not None]
+        check_soft_pins(self.tree, pinned)
+        assert awaited or pinned or not self._unfinished, f"{list(self._unfinished)} wait for nothing"
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _ask(self, rid: str, prefetch: Prefetch, now: Seconds) -> None:
+        """Join what others fetch of a prompt, and ask storage for the rest."""
+        names, config = self.tree.names.keys, self.config
+        assert names is not None
+        match = self._match(prefetch, len(prefetch.tokens))
+        prefetch.reach = max(prefetch.reach, match.total_len)
+        lacking = len(prefetch.tokens) - match.total_len
+        is_worth_asking = lacking >= max(1, config.threshold)
+        if not is_worth_asking and not self._fetching(match):
+            return
+        if not len(prefetch.keys):
+            prefetch.keys = names.of_prompt(prefetch.namespace, prefetch.tokens)
+        prefetch.num_asked += 1
+        if config.policy == "timeout":
+            prefetch.limit_s = config.timeout_base_s + config.timeout_per_ki_token_s * lacking / 1024
+        self._set_deadline(rid, prefetch, now)
+        self._join(rid, prefetch, match)
+        if is_worth_asking:
+            prefetch.probed = match.total_len // names.block_tokens
+            prefetch.probe = self._begin_probe(prefetch.keys[prefetch.probed :])
+            self._waiters[prefetch.probe] = {rid: None}
+            self.counters["storage_probes"] += 1
+
+    def _set_deadline(self, rid: str, prefetch: Prefetch, now: Seconds) -> None:
+        prefetch.deadline = now + prefetch.limit_s
+        heapq.heappush(self._deadlines, (prefetch.deadline, rid))
+
+    def _pin(self, prefetch: Prefetch, match: MatchResult) -> None:
+        """Soft-pin what a request has of its path."""
+        before, prefetch.pinned = prefetch.pinned, match.path[-1] if match.path else None
+        if prefetch.pinned is not None:
+            self.tree.soft_pin(prefetch.pinned)
+        if before is not None:
+            self.tree.end_soft_pin(before)
+
+    def _unpin(self, prefetch: Prefetch) -> None:
+        if prefetch.pinned is not None:
+            self.tree.end_soft_pin(prefetch.pinned)
+            prefetch.pinned = None
+            self.has_unpinned = True
+
+    def _waits_for_pinned(self, prefetch: Prefetch) -> bool:
+        """Whether a request that has begun nothing finds too much soft-pinned for others."""
+        assert self.limits is not None and self.tree.names.keys is not None
+        num_pinned = self.tree.counts.soft_pinned[Tier.HOST]
+        num_pages = prefetch.blocks_left * self.tree.names.keys.block_tokens // self.tree.page_size
+        return prefetch.pinned is None and num_pinned > 0 and num_pinned + num_pages > self.limits.max_fetch_pages
 
     def _tell_waiters(self, ticket: Ticket, start: int, end: int, whole: bool) -> None:
         """A fetch is over; tokens [start, end) of the path are on the host. whole: all blocks came."""
@@ -495,6 +533,8 @@ class StorageController:
             del prefetch.tickets[ticket]
             if end > start:
                 prefetch.found = (prefetch.found[0] if prefetch.found[1] else start, end)
+                prefetch.reach = max(prefetch.reach, end)
+                self._pin(prefetch, self._match(prefetch, len(prefetch.tokens)))
             if not whole or end == start or self._is_begun(rid, prefetch):
                 prefetch.end = 0
                 self._unfinished.pop(rid, None)
@@ -540,15 +580,15 @@ class StorageController:
 
     def _is_begun(self, rid: str, prefetch: Prefetch) -> bool:
         """Whether others have begun what the request lacks; then it waits for that."""
-        match = self._match(prefetch)
+        match = self._match(prefetch, prefetch.end)
         self._join(rid, prefetch, match)
         return match.total_len >= prefetch.end
 
     def _begin_next(self, rid: str, prefetch: Prefetch) -> _Outcome:
         """Begin the next operation for one of the unfinished."""
-        controller, names, limits = self.controller, self.tree.names.keys, self.limits
+        names, limits = self.tree.names.keys, self.limits
         assert limits is not None and names is not None
-        match = self._match(prefetch)
+        match = self._match(prefetch, prefetch.end)
         self._join(rid, prefetch, match)
         start = match.total_len
         if start >= prefetch.end:
@@ -565,11 +605,14 @@ class StorageController:
         num_pages = (last - first) * size // self.tree.page_size
         if not self._may_fetch(num_pages):
             return _Outcome.FULL
-        if not controller.make_room(Tier.HOST, num_pages, match.path):
+        if not self._make_room(num_pages, match):
+            if self._is_room_to_come():
+                return _Outcome.FULL
             self.counters["prefetch_dropped_tokens"] += prefetch.end - start
+            prefetch.reach = max(prefetch.reach, prefetch.end)
             return _Outcome.OVER
         # Once more: making room may have merged nodes, or removed a hole.
-        match, end = self._match(prefetch), last * size
+        match, end = self._match(prefetch, prefetch.end), last * size
         if (hole := self.tree.next_unmatched(match, prefetch.tokens)) is not None:
             end = hole.start + common_len(hole.key, prefetch.tokens, hole.start, end, self.tree.page_size)
         ticket = self.begin_fetch(match, prefetch.tokens[start:end], prefetch.keys[first:last])
@@ -577,6 +620,7 @@ class StorageController:
         self._fetch_begun(ticket.seq, (last - first) * size)
         prefetch.blocks_left = max(1, prefetch.blocks_left - (last - first))
         self._wait(rid, prefetch, ticket)
+        self._pin(prefetch, self._match(prefetch, end))
         self._let_join(rid, prefetch, ticket, first)
         return _Outcome.OVER if end >= prefetch.end else _Outcome.BEGUN
 
@@ -590,8 +634,21 @@ class StorageController:
             if joining.keys[first].tobytes() == key:
                 self._wait(other, joining, ticket)
 
-    def _match(self, prefetch: Prefetch) -> MatchResult:
-        return self.tree.match(prefetch.namespace, prefetch.tokens[: prefetch.end], fetching=True)
+    def _make_room(self, num_pages: int, match: MatchResult) -> bool:
+        """Make room on the host for a fetch, unless what was given up already will be enough."""
+        host = self.controller.tables[Tier.HOST]
+        host.reap(self._clock.done)
+        missing = num_pages - host.num_free
+        if 0 < missing <= host.counts[FrameState.PENDING_FREE] and self._is_room_to_come():
+            return False
+        return self.controller.make_room(Tier.HOST, num_pages, match.path, spares_pinned=True)
+
+    def _is_room_to_come(self) -> bool:
+        """Whether an operation is in flight after which `begin_fetches` is called."""
+        return any([ticket.link in STALLING_LINKS for ticket in self.ledger.in_flight])
+
+    def _match(self, prefetch: Prefetch, end: int) -> MatchResult:
+        return self.tree.match(prefetch.namespace, prefetch.tokens[:end], fetching=True)
 
     def _join(self, rid: str, prefetch: Prefetch, match: MatchResult) -> None:
         for ticket in self._fetching(match):

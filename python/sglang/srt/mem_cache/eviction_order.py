@@ -88,6 +88,8 @@ class EvictionOrder:
         self.adds_up = adds_up
         # Where nodes are loaded from, the fastest tier first.
         self.load_order: tuple[Tier, ...] = (Tier.PEER, Tier.HOST)
+        # Nodes are cut between these: pages, or the blocks of storage, which takes no part of one.
+        self.cut_tokens = page_size
         self._policy = policy
         self._page_size = page_size
         self._split = split
@@ -134,11 +136,9 @@ class EvictionOrder:
                 break
             if node.id in found:
                 continue  # as the last that was below it
-            n = len(node.key) // self._page_size
-            if n > num_pages:
-                self._split(node, (n - num_pages) * self._page_size)
-                n = num_pages
-            num_pages -= n
+            if (kept_tokens := self.whole_blocks(node, len(node.key) - num_pages * self._page_size)) > 0:
+                self._split(node, kept_tokens)
+            num_pages -= len(node.key) // self._page_size
             found[node.id] = node
             above = node.parent
             assert above is not None
@@ -157,6 +157,11 @@ class EvictionOrder:
             heapq.heappush(uncovered, (self.rank_on(above, tier, is_covered=False), above.id, above))
         heap.put_back(popped.values() if stay else [node for node in popped.values() if node.id not in found])
         return list(found.values())
+
+    def whole_blocks(self, node: Node, num_tokens: int) -> int:
+        """The most of the first num_tokens of a node behind which it may be cut; 0 or less if there is no such
+        place."""
+        return (node.start + num_tokens) // self.cut_tokens * self.cut_tokens - node.start
 
     def is_evictable(self, node: Node, tier: int) -> bool:
         """Of the device the leaves go. On other tiers all may go, see `rank_on`."""
@@ -196,10 +201,12 @@ class EvictionOrder:
             copy = self.class_of(node, tier, is_covered)
             # Of what the device has, that which it keeps longest, as far as that was known when it was entered.
             return (is_alive, copy, -node.last_access) if copy == SPARE else (is_alive, copy, *by_policy)
+        is_pinned = int(node.soft_pins > 0)
         if tier != _PEER:
-            return is_alive, int(is_covered), *by_policy
+            return is_alive, is_pinned, int(is_covered), *by_policy
         # Peers hold what the device has no room for. The host holds all, where pages are written once.
-        return int(node.frames[_DEVICE] is None) * is_alive, is_alive, int(is_covered), *by_policy
+        is_farther = int(node.frames[_DEVICE] is None)
+        return is_farther * is_alive, is_alive, is_pinned, int(is_covered), *by_policy
 
     def _is_covered(self, node: Node, tier: int) -> bool:
         return bool(node.children) and not self._is_elsewhere(node, tier)
@@ -213,7 +220,8 @@ class EvictionOrder:
         is_next = node.is_next and not (on_other and ready[_DEVICE])
         if is_covered is None:
             is_covered = self._is_covered(node, tier)
-        return class_of_copy(ready[_DEVICE] or on_other, is_first and ready[other], is_next, is_covered)
+        is_pinned = node.soft_pins > 0
+        return class_of_copy(ready[_DEVICE] or on_other, is_first and ready[other], is_next, is_covered, is_pinned)
 
     def next_of(self, tier: Tier) -> Node | None:
         """The node that a tier would give up next."""

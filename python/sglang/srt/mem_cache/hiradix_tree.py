@@ -49,6 +49,7 @@ from sglang.srt.mem_cache.node import (
     path_of,
     root_of,
 )
+from sglang.srt.mem_cache.page_counts import PageCounts, evictable_pages
 from sglang.srt.mem_cache.placement import LAST
 from sglang.srt.mem_cache.radix import PageKey, common_len, join_keys, page_key_of, put_above, trimmed
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, Ticket, Tier
@@ -58,7 +59,7 @@ from sglang.srt.utils.time_units import NO_LAUNCH, LaunchSeq
 
 _ALIKE_IN_BOTH_HALVES = (
     *("lock", "hits", "priority", "is_lossy", "last_access", "last_use", "last_stream"),
-    *("was_copied", "is_next", "is_stored_ahead"),
+    *("was_copied", "is_next", "is_stored_ahead", "soft_pins"),
 )
 # Plain integers: looking up a member of an enumeration costs as much as the rest of a line.
 _DEVICE, _PEER, _HOST = int(Tier.DEVICE), int(Tier.PEER), int(Tier.HOST)
@@ -70,17 +71,17 @@ class HiRadixTree:
     def __init__(self, page_size: int, eviction_policy: str = "lru", block_keys: BlockKeys | None = None) -> None:
         self.page_size = page_size
         self.page_key = page_key_of(page_size)
-        self.names = BlockNames(block_keys)
+        self.names = BlockNames(None)
         # What requests are about to compute.
         self.claims = TransientNodes(page_size)
         self.roots: dict[str, Root] = {}
         self.num_nodes = 0
         self._next_id = 0
         self._by_ticket: dict[Ticket, list[Node]] = {}
-        self._evictable = [0] * NUM_TIERS
-        self._resident = [0] * NUM_TIERS
+        self.counts = PageCounts()
         # What each tier gives up next.
         self.order = EvictionOrder(EVICTION_POLICIES[eviction_policy], page_size, self.split)
+        self.rename_blocks(block_keys)
         self._changed: Callable[[Node], None] = lambda node: None
         self._grown: Callable[[int | str, PageKey], None] = lambda parent, page: None
 
@@ -146,19 +147,19 @@ class HiRadixTree:
     def evictable_pages(self, tier: Tier, kept: Iterable[Node] = ()) -> int:
         """Pages that eviction could give up sooner or later: ready, and not locked if on the device. Of peers and
         host some may have to wait for those below them, on other tiers. kept: nodes that stay."""
-        return self._evictable[tier] - sum(self._evictable_pages(node, tier) for node in kept)
+        return self.counts.evictable[tier] - sum(evictable_pages(node, tier) for node in kept)
 
     def evictable_pages_in(self, match: MatchResult) -> int:
         """Evictable device pages that locking the match would take out of eviction's reach."""
         pages = 0
         for node in match.path:
-            pages += self._evictable_pages(node, Tier.DEVICE)
-        if match.path and pages and self._evictable_pages(match.path[-1], Tier.DEVICE):
+            pages += evictable_pages(node, Tier.DEVICE)
+        if match.path and pages and evictable_pages(match.path[-1], Tier.DEVICE):
             pages -= (len(match.path[-1].key) - match.last_len) // self.page_size
         return pages
 
     def resident_pages(self, tier: Tier) -> int:
-        return self._resident[tier]
+        return self.counts.resident[tier]
 
     def nodes_of(self, ticket: Ticket) -> list[Node]:
         """Nodes whose frames the operation fills; none once it is committed or all were dropped."""
@@ -193,7 +194,7 @@ class HiRadixTree:
         step: Node | None = node
         while step is not None:
             if step.lock == 0:
-                self._evictable[_DEVICE] -= self._evictable_pages(step, _DEVICE)
+                self.counts.evictable[_DEVICE] -= evictable_pages(step, _DEVICE)
             step.lock += 1
             step.last_access = launch
             step.is_stored_ahead = False
@@ -214,7 +215,7 @@ class HiRadixTree:
             if fence > step.last_use:
                 step.last_use = fence
             if step.lock == 0:
-                self._evictable[_DEVICE] += self._evictable_pages(step, _DEVICE)
+                self.counts.evictable[_DEVICE] += evictable_pages(step, _DEVICE)
                 if step.num_device_children == 0:
                     self._offer(step, _DEVICE)
                     if step.frames[_DEVICE] is None:
@@ -222,6 +223,28 @@ class HiRadixTree:
                         self._offer(step, _HOST)
                 if step.parent is None:
                     self._prune(step)
+            step = step.parent
+
+    def soft_pin(self, node: Node) -> None:
+        """A waiting request is about to load the path to `node`: peers and host give it up after everything else."""
+        self._add_soft_pins(node, 1)
+
+    def end_soft_pin(self, node: Node) -> None:
+        """End one soft pin; a no-op if the node has left the tree, and the pin with it."""
+        if node.parent is not None:
+            self._add_soft_pins(node, -1)
+
+    def _add_soft_pins(self, node: Node, num: int) -> None:
+        step: Node | None = node
+        while step is not None:
+            for tier in (_PEER, _HOST):
+                self.counts.take_out(step, tier)
+            step.soft_pins += num
+            assert step.soft_pins >= 0, f"{step} has no soft pin"
+            for tier in (_PEER, _HOST):
+                self.counts.put_in(step, tier)
+                if not step.soft_pins:
+                    self._offer(step, tier)
             step = step.parent
 
     # -- growing ------------------------------------------------------------------------------------------------
@@ -399,7 +422,7 @@ class HiRadixTree:
         for node in nodes:
             self._changed(node)
             node.tickets[tier] = None
-            self._evictable[tier] += self._evictable_pages(node, tier)
+            self.counts.evictable[tier] += evictable_pages(node, tier)
             for t in FRAME_TIERS:
                 self._offer(node, t)
         return nodes
@@ -416,13 +439,8 @@ class HiRadixTree:
             for tier in FRAME_TIERS:
                 self._offer(node, tier)
 
-    @property
-    def load_order(self) -> tuple[Tier, ...]:
-        """The tiers that nodes are loaded from, the fastest first."""
-        return self.order.load_order
-
     def set_load_order(self, order: tuple[Tier, ...]) -> None:
-        """See `load_order`. A match may come out differently for each node that several tiers have."""
+        """order: see `EvictionOrder`. A match may come out differently for each node that several tiers have."""
         if order == self.order.load_order:
             return
         self.order.load_order = order
@@ -450,6 +468,7 @@ class HiRadixTree:
     def rename_blocks(self, block_keys: BlockKeys | None) -> None:
         """Another storage, or none: forget all names of blocks and what was stored."""
         self.names.rename(block_keys, self.walk())
+        self.order.cut_tokens = block_keys.block_tokens if block_keys is not None else self.page_size
 
     def take_to_store(self, num_pages: int) -> list[Node]:
         """Of what the host gives up next, the nodes that nothing else has and that were not taken since their last
@@ -523,6 +542,7 @@ class HiRadixTree:
                 or upper.parent is None
                 or len(upper.children) != 1
                 or upper.lock != node.lock
+                or upper.soft_pins != node.soft_pins
                 or upper.is_lossy != node.is_lossy
                 or not self._is_settled(upper, done)
                 or any((upper.frames[t] is None) != (node.frames[t] is None) for t in FRAME_TIERS)
@@ -629,8 +649,7 @@ class HiRadixTree:
         node.fences[tier] = fence
         if tier == _DEVICE:
             node.parent.num_device_children += 1
-        self._resident[tier] += len(frames)
-        self._evictable[tier] += self._evictable_pages(node, tier)
+        self.counts.put_in(node, tier)
 
     def _take_frames(self, node: Node, tier: Tier, dropped: Dropped) -> None:
         """Take a node off a tier, on the device one without children there. A node on no tier is a hole as long as
@@ -638,8 +657,7 @@ class HiRadixTree:
         frames, ticket, parent = node.frames[tier], node.tickets[tier], node.parent
         assert frames is not None and parent is not None
         self._changed(node)
-        self._evictable[tier] -= self._evictable_pages(node, tier)
-        self._resident[tier] -= len(frames)
+        self.counts.take_out(node, tier)
         if ticket is None:
             fence = max(node.fences[tier], node.last_use) if tier == Tier.DEVICE else node.last_stream
             dropped.cached.append((frames, fence))
@@ -651,6 +669,8 @@ class HiRadixTree:
             dropped.filling.append((frames, ticket))
         node.frames[tier] = None
         node.tickets[tier] = None
+        if tier != _HOST:
+            node.is_next = False
         if tier == Tier.DEVICE:
             assert node.num_device_children == 0
             parent.num_device_children -= 1
@@ -662,6 +682,7 @@ class HiRadixTree:
             return
         while node.parent is not None and not node.children and is_hole(node):
             parent = node.parent
+            self._add_soft_pins(node, -node.soft_pins)
             del parent.children[self.page_key(node.key, 0)]
             node.parent = None
             self.num_nodes -= 1
@@ -669,12 +690,6 @@ class HiRadixTree:
         for t in FRAME_TIERS:
             self._offer(node, t)
         self._prune(node)
-
-    def _evictable_pages(self, node: Node, tier: int) -> int:
-        frames = node.frames[tier]
-        if frames is None or node.tickets[tier] is not None or (tier == _DEVICE and node.lock > 0):
-            return 0
-        return len(frames)
 
     def _offer(self, node: Node, tier: int) -> None:
         """Enter a node among the candidates for eviction, if it is one; also when its rank has fallen."""

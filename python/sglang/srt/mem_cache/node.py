@@ -34,6 +34,7 @@ class Node:
         "num_device_children",
         "parent",
         "priority",
+        "soft_pins",
         "start",
         "stored",
         "tickets",
@@ -59,6 +60,8 @@ class Node:
         self.num_device_children = 0
         # Locks that end here, plus those of the children.
         self.lock = 0
+        # Waiting requests that are about to load it: those whose path ends here, plus those of the children.
+        self.soft_pins = 0
         # Requests that computed it or found it.
         self.hits = 0
         # The highest priority of those requests; never above the parent's.

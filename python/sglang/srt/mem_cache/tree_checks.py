@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.node import NUM_TIERS, Node, Receipt, is_hole
+from sglang.srt.mem_cache.node import Node, Receipt, is_hole
+from sglang.srt.mem_cache.page_counts import PageCounts
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, Ticket, Tier
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 def check_tree(tree: HiRadixTree) -> None:
     """Every node, the counts and the registers."""
-    evictable, resident = [0] * NUM_TIERS, [0] * NUM_TIERS
+    counts = PageCounts()
     num_nodes = 0
     filling: dict[Ticket, set[int]] = {}
     for node in tree.walk():
@@ -28,13 +29,13 @@ def check_tree(tree: HiRadixTree) -> None:
                 assert ticket is None
                 continue
             assert len(frames) * tree.page_size == len(node.key)
-            resident[tier] += len(frames)
-            evictable[tier] += tree._evictable_pages(node, tier)
+            counts.put_in(node, tier)
             if ticket is not None:
                 filling.setdefault(ticket, set()).add(node.id)
     assert num_nodes == tree.num_nodes
-    assert resident == tree._resident, f"resident {tree._resident}, by walk {resident}"
-    assert evictable == tree._evictable, f"evictable {tree._evictable}, by walk {evictable}"
+    for name in ("resident", "evictable", "soft_pinned"):
+        kept, walked = getattr(tree.counts, name), getattr(counts, name)
+        assert kept == walked, f"{name} {kept}, by walk {walked}"
     registered = {t: {n.id for n in nodes} for t, nodes in tree._by_ticket.items()}
     assert filling == registered, "tickets on nodes differ from the register"
     for tier in FRAME_TIERS:
@@ -51,6 +52,14 @@ def check_locks(tree: HiRadixTree, receipts: Iterable[Receipt]) -> None:
         assert node.lock == locks, f"{node}: locked {node.lock} times, {locks} known"
 
 
+def check_soft_pins(tree: HiRadixTree, ends: Iterable[Node]) -> None:
+    """ends: of all paths that are soft-pinned."""
+    own = Counter(id(node) for node in ends)
+    for node in tree.walk():
+        pins = own[id(node)] + sum(c.soft_pins for c in node.children.values())
+        assert node.soft_pins == pins, f"{node}: {node.soft_pins} soft pins, {pins} known"
+
+
 def _check_place(tree: HiRadixTree, node: Node) -> None:
     parent = node.parent
     assert parent is not None
@@ -59,6 +68,7 @@ def _check_place(tree: HiRadixTree, node: Node) -> None:
     assert node.start == parent.end, f"{node} starts at {node.start}, its parent ends at {parent.end}"
     assert node.is_lossy or not parent.is_lossy, f"{node} is computed from lossy KV and is not marked as lossy"
     assert node.lock >= sum(c.lock for c in node.children.values())
+    assert node.soft_pins >= sum(c.soft_pins for c in node.children.values())
     assert parent.parent is None or node.priority <= parent.priority, f"{node} matters more than its prefix"
     tree.names.check(node)
 

@@ -56,6 +56,11 @@ _COUNTERS = (
     ("hicache_storage_probes", "Prompts that were looked up in storage.", "storage_probes"),
     ("hicache_prefetch_timeouts", "Requests that stopped waiting for storage.", "prefetch_timeouts"),
     (
+        "hicache_storage_asked_again",
+        "Requests that asked storage again, because less was cached at their start than before.",
+        "storage_asked_again",
+    ),
+    (
         "hicache_prefetch_dropped_tokens",
         "Tokens not fetched, because the host had no room.",
         "prefetch_dropped_tokens",

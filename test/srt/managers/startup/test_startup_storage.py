@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sglang.srt.managers.startup.storage import StorageOpener, parse_extra_config
-from sglang.srt.managers.storage_controller import StorageSetup
+from sglang.srt.managers.storage_setup import StorageSetup
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.schedule_policy import FETCH_ORDERS
-from sglang.srt.managers.storage_controller import PREFETCH_POLICIES, PrefetchConfig, StorageLimits, StorageSetup
+from sglang.srt.managers.storage_setup import PREFETCH_POLICIES, PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.block_store import BlockStore, StoreError
 from sglang.srt.mem_cache.placement import WRITE_POLICIES
 from sglang.srt.mem_cache.storage.registry import (

@@ -1,0 +1,60 @@
+"""What storage is attached and how it is used: `StorageSetup`, `StorageLimits` and `PrefetchConfig`. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang.srt.mem_cache.transfer import Tier
+
+PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
+
+
+@dataclass(frozen=True)
+class StorageLimits:
+    """What storage may have in flight, so that it neither takes the host pool away from others nor stands in its own
+    way."""
+
+    # One operation reads or writes that many blocks, a fraction of a second of work.
+    blocks_per_op: int
+    # Host pages that reads may be filling; and those that may be soft-pinned when a request begins to fetch.
+    max_fetch_pages: int
+    # Host pages that writes may be holding on to.
+    max_store_pages: int
+    # Reads in flight: enough that the link never runs dry, and no more, as what has been begun is served before a
+    # request that comes next, however urgent.
+    fetch_window_ops: int = 8
+
+
+@dataclass(frozen=True)
+class PrefetchConfig:
+    # best_effort goes without what has not come when the request could start, wait_complete waits for all of it,
+    # timeout waits for the time below.
+    policy: str = "timeout"
+    # Fewer tokens than that beyond the local match are not worth asking for.
+    threshold: int = 256
+    # With `timeout`: at most timeout_base_s + timeout_per_ki_token_s per 1,024 tokens, from arrival.
+    timeout_base_s: float = 1.0
+    timeout_per_ki_token_s: float = 0.25
+    # Which request is given the link next, see `fetch_rank`.
+    fetch_order: str = "fifo"
+
+
+@dataclass(frozen=True)
+class StorageSetup:
+    """What is attached."""
+
+    # The backend's name, or two.
+    backend: str
+    # What each rank opens, as JSON.
+    setup: str
+    # See `BlockKeys`; it covers what all requests share (model, weights, dtype, layout).
+    secret: bytes
+    block_tokens: int
+    limits: StorageLimits
+    prefetch: PrefetchConfig
+    # Of the host tier, through which everything goes.
+    write_policy: str
+    # One for each backend, nearest first.
+    tiers: tuple[Tier, ...] = (Tier.DISK,)
+    # Whether what it stores comes back changed.
+    is_lossy: bool = False

@@ -1,0 +1,98 @@
+"""Soft pins: what a request has fetched stays until it starts; and asking storage again."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang.srt.managers.storage_controller import MAX_ASKED
+from sglang.srt.mem_cache.transfer import (
+    Tier,
+)
+from support.storage_rig import StorageRig as Rig
+from support.storage_rig import expire, tokens
+
+HOST = Tier.HOST
+TEXT, LONG, OTHER = "aaaabbbbccccddddeeee", "aaaabbbbccccdddd", "ppppqqqqrrrrssss"
+
+
+def test_what_was_fetched_goes_last_until_its_request_starts():
+    rig = Rig(LONG, OTHER, host=36)
+    rig.storage.begin("old", "", tokens(OTHER), 0.0)
+    rig.collect()
+    rig.finish_all()
+    rig.detach("old")
+    rig.finish(rig.begin("r", LONG)[0])
+    rig.finish_all()
+    assert rig.over("r") == [True] and rig.tree.counts.soft_pinned[HOST] == 16
+    assert not rig.controller.make_room(HOST, 28, (), spares_pinned=True) and rig.on_host(OTHER) == 16
+    assert rig.controller.make_room(HOST, 12, (), spares_pinned=True)
+    assert rig.on_host(LONG) == 16 and rig.on_host(OTHER) == 8
+    assert rig.controller.make_room(HOST, 36, ()), "a soft pin yields to what must have room"
+    rig.check()
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+def test_a_request_waits_while_too_much_is_pinned_and_its_deadline_is_put_off():
+    rig = Rig(LONG, OTHER, policy="timeout", timeout_base_s=1.0, timeout_per_ki_token_s=0.0, max_fetch_pages=20)
+    rig.finish(rig.begin("r", LONG, now=0.0)[0])
+    rig.finish_all()
+    assert rig.finish(rig.begin("s", OTHER, now=0.5)[0]) == [], "16 and 16 are more than 20"
+    for now in (1.5, 2.5):
+        expire(rig, now)
+        assert rig.over("s") == [False] and rig.storage.next_deadline == now + 1.0
+    assert len(rig.detach("r")) == 2
+    expire(rig, 3.0)
+    rig.finish_all()
+    assert rig.over("s") == [True] and rig.storage.found("s") == (0, 16)
+    assert rig.storage.counters["prefetch_timeouts"] == 0
+    rig.detach("s")
+    rig.assert_nothing_left()
+
+
+def test_storage_is_asked_again_when_less_is_cached_than_before():
+    rig = Rig(TEXT)
+    rig.finish(rig.begin("r", TEXT)[0])
+    rig.finish_all()
+    assert not rig.storage.asks_again("r", 20, 0.0), "all is there"
+    for times in range(MAX_ASKED - 1):
+        assert rig.controller.make_room(HOST, 64, ())
+        assert rig.on_host(TEXT) == 0
+        assert rig.storage.asks_again("r", 0, 1.0) and rig.over("r") == [False]
+        assert not rig.storage.asks_again("r", 0, 1.0), "it waits for the answer"
+        rig.collect()
+        rig.finish_all()
+        assert rig.over("r") == [True] and rig.on_host(TEXT) == 20
+        assert rig.storage.counters["storage_asked_again"] == times + 1
+    assert rig.controller.make_room(HOST, 64, ())
+    assert not rig.storage.asks_again("r", 0, 2.0), "not for ever"
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+def test_storage_is_asked_for_what_was_there_at_first_and_has_gone():
+    """It was cached when the request came, so nothing was asked."""
+    rig = Rig(TEXT)
+    rig.finish(rig.begin("old", TEXT)[0])
+    rig.finish_all()
+    rig.detach("old")
+    assert rig.begin("r", TEXT) == [] and rig.over("r") == [True]
+    assert rig.controller.make_room(HOST, 64, ())
+    assert rig.storage.asks_again("r", 0, 1.0)
+    rig.collect()
+    rig.finish_all()
+    assert rig.on_host(TEXT) == 20
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("policy", "stored"), [("best_effort", TEXT), ("wait_complete", "")])
+def test_storage_is_not_asked_again_in_vain(policy: str, stored: str):
+    """Where requests wait for nothing, and where storage had nothing."""
+    rig = Rig(stored, policy=policy)
+    rig.finish(rig.begin("r", TEXT)[0])
+    rig.finish_all()
+    rig.controller.make_room(HOST, 64, ())
+    assert not rig.storage.asks_again("r", 0, 1.0)
+    rig.detach("r")
+    rig.assert_nothing_left()
