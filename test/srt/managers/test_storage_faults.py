@@ -940,8 +940,10 @@ def conversation(number: int) -> np.ndarray:
 @pytest.fixture(scope="module")
 def forker() -> Iterator[subprocess.Popen[str]]:
     """A process that has imported everything; for each line it forks a child, and answers its process id."""
+    # The folder of `support` is on this process's path only.
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=env
     )
     yield process
     process.communicate()
@@ -959,7 +961,9 @@ def test_kill_9_while_it_stores(files: Files, model: Model, forker: subprocess.P
         before = {p: p.stat().st_size for p in files.root.glob("*/*.kv")}
         child_seed = rng.randrange(1 << 30)
         forker.stdin.write(json.dumps([str(files.root), str(model.path), child_seed]) + "\n")
-        child = int(forker.stdout.readline())
+        started = forker.stdout.readline()
+        assert started, f"the process that forks has ended with exit code {forker.wait(120)}"
+        child = int(started)
         until = time.monotonic() + 120
         while {p: p.stat().st_size for p in files.root.glob("*/*.kv")} == before:
             assert time.monotonic() < until, "the child has stored nothing"
