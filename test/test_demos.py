@@ -7,16 +7,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import pytest
 
-from sglang.demo_common import Answer, Tiers, summarise
+from sglang import demo_common
+from sglang.demo_common import Answer, Interrupts, Tiers, run, server, summarise
 
 TIERS: Tiers = ("device", "peer", "host")
 COLD = Answer(text="yes", ttft_s=0.5, seconds=1.0, prompt_tokens=100, tokens=32, tiers={})
 PEERS = [sys.executable, "-m", "sglang.demo_peers"]
+# As a shell starts what it does not wait for.
+IN_THE_BACKGROUND = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]
 
 
 def test_a_demo_fails_if_an_answer_differs_or_a_tier_gave_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,6 +31,46 @@ def test_a_demo_fails_if_an_answer_differs_or_a_tier_gave_nothing(capsys: pytest
     assert "no tokens came from the host" in capsys.readouterr().out
     assert not summarise([(COLD, warm), (COLD, replace(warm, text="no"))], TIERS, ["peer"])
     assert "1 of 2 equal" in capsys.readouterr().out
+
+
+@pytest.fixture
+def own_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(demo_common, "_interrupts", Interrupts())
+    before = {number: signal.getsignal(number) for number in Interrupts.NUMBERS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("own_signals")
+def test_an_interrupted_start_of_a_server_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen):  # type: ignore[type-arg]
+        """A process that is interrupted three times: before its start, after it, and while it ends."""
+
+        def __init__(self, _command: list[str], **kwargs: Any) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            super().__init__([sys.executable, "-c", "import time; time.sleep(600)"], **kwargs)
+            started.append(self)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        def terminate(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            super().terminate()
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+
+    def main() -> int:
+        with server():
+            raise AssertionError("the start was interrupted")
+
+    with pytest.raises(SystemExit) as end:
+        run(main)
+    assert end.value.code == 130 and capsys.readouterr().err == "\ninterrupted; the servers are stopped\n"
+    assert [process.returncode for process in started] == [-signal.SIGTERM]
 
 
 @pytest.mark.slow
@@ -38,8 +83,11 @@ def test_the_demo_of_peers_lends_uses_and_takes_back() -> None:
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_an_interrupted_demo_ends_its_servers() -> None:
-    demo = subprocess.Popen(PEERS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+@pytest.mark.parametrize("prefix", [[], IN_THE_BACKGROUND], ids=["foreground", "background"])
+def test_an_interrupted_demo_ends_its_servers(prefix: list[str]) -> None:
+    demo = subprocess.Popen(
+        [*prefix, *PEERS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     children: list[psutil.Process] = []
     try:
         deadline = time.monotonic() + 240
@@ -50,7 +98,7 @@ def test_an_interrupted_demo_ends_its_servers() -> None:
             children = psutil.Process(demo.pid).children(recursive=True)
         os.killpg(demo.pid, signal.SIGINT)
         _, error = demo.communicate(timeout=240)
-        assert demo.returncode == 130 and error == "\ninterrupted; the servers are stopped\n"
+        assert (demo.returncode, error) == (130, "\ninterrupted; the servers are stopped\n")
         _, alive = psutil.wait_procs(children, timeout=240)
         assert not alive
     finally:

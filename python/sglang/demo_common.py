@@ -69,6 +69,40 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
+class Interrupts:
+    """The signals that end a demo. The first one raises KeyboardInterrupt in the main thread, and later ones do
+    nothing, because they would interrupt the end of the servers. Between `hold` and `release` none is raised."""
+
+    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self._held = False
+        self._came = False
+
+    def install(self) -> None:
+        """Handle SIGINT even if it is ignored, as shells have it for what they start in the background: the servers
+        handle it, too."""
+        for number in self.NUMBERS:
+            signal.signal(number, self._handle)
+
+    def _handle(self, *_: object) -> None:
+        first, self._came = not self._came, True
+        if first and not self._held:
+            raise KeyboardInterrupt
+
+    def hold(self) -> None:
+        self._held = True
+
+    def release(self) -> None:
+        """Raise what came meanwhile."""
+        self._held = False
+        if self._came:
+            raise KeyboardInterrupt
+
+
+_interrupts = Interrupts()
+
+
 @contextlib.contextmanager
 def server(
     *flags: str, module: str = "sglang.launch_server", name: str = "server"
@@ -77,11 +111,13 @@ def server(
     stands in errors, which end with the last lines of the server's log."""
     port = free_port()
     with tempfile.TemporaryFile() as log:
+        _interrupts.hold()  # an interrupted start would leave a process that nothing ends
         process = subprocess.Popen(
             [sys.executable, "-m", module, "--port", str(port), *flags], stdout=log, stderr=log
         )
         interrupted = False
         try:
+            _interrupts.release()
             yield process, f"http://127.0.0.1:{port}"
         except KeyboardInterrupt:
             interrupted = True
@@ -242,8 +278,7 @@ def summarise(pairs: Sequence[tuple[Answer, Answer]], tiers: Tiers, expected: Se
 
 def run(main: Callable[[], int]) -> NoReturn:
     """End the process with main's exit code. Its servers have ended before, however it ends."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+    _interrupts.install()
     try:
         sys.exit(main())
     except (OpenAIError, urllib.error.URLError) as error:

@@ -68,7 +68,7 @@ def is_any_of(name: str, modules: list[str]) -> bool:
 
 def loaded_by(module: str) -> list[str]:
     code = f"import sys, json, {module}; print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     return json.loads(done.stdout)
 
 

@@ -84,7 +84,7 @@ class RedisServer:
                 assert time.monotonic() < give_up and self.process.poll() is None
                 time.sleep(0.005)
 
-    def connection(self, timeout_s: float = 5.0) -> RespConnection:
+    def connection(self, timeout_s: float = 60.0) -> RespConnection:
         return RespConnection(self.address, timeout_s)
 
     def kill(self) -> None:

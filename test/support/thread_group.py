@@ -40,7 +40,7 @@ class ThreadGroup(TensorParallelGroup):
         return torch.cat(self.meeting.exchange(self.rank, x), dim=-1)
 
 
-def thread_groups(size: int, timeout_s: float = 20.0) -> list[ThreadGroup]:
+def thread_groups(size: int, timeout_s: float = 120.0) -> list[ThreadGroup]:
     """One per rank. Each rank uses its own from a thread of its own; who waits longer than timeout_s for the others
     fails, and so do they."""
     meeting = _Meeting(size, timeout_s)

@@ -39,7 +39,7 @@ def start(cache, **env):
 
 def test_processes_that_race_agree_to_the_byte(path, tmp_path):
     writers = [start(tmp_path, PYTHONHASHSEED=str(i), RAYON_NUM_THREADS=str(1 + i % 2)) for i in range(3)]
-    places = {writer.communicate(timeout=60)[0].strip() for writer in writers}
+    places = {writer.communicate(timeout=120)[0].strip() for writer in writers}
     assert all(writer.returncode == 0 for writer in writers)
     (place,) = places
     assert hashes(Path(place)) == hashes(path)

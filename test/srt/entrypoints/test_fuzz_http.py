@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
+from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from sglang.srt.entrypoints.http_limits import KEEP_ALIVE_S
 from support.server_fixture import PATIENCE_S, Server, wait_until
 
 pytestmark = pytest.mark.e2e
@@ -168,14 +171,32 @@ class Target:
         flags = "--hicache --max-total-tokens 256 --chunked-prefill-size 16 --log-level warning"
         self.server = Server(*flags.split())
         self.connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=PATIENCE_S)
-        self.statuses: dict[int, int] = {}
+        # When the last request was sent.
+        self.sent_at = 0.0
+        self.statuses: Counter[int] = Counter()
+
+    def exchange(self, path: str, content: bytes) -> tuple[http.client.HTTPResponse, bytes]:
+        try:
+            self.connection.request("POST", path, content, {"content-type": "application/json"})
+            response = self.connection.getresponse()
+            return response, response.read()
+        except BaseException:
+            # Within a request, a connection takes no other request. The next one opens it anew.
+            self.connection.close()
+            raise
 
     def post(self, path: str, content: bytes) -> None:
         """Sends it and checks what every answer must be."""
-        self.connection.request("POST", path, content, {"content-type": "application/json"})
-        response = self.connection.getresponse()
-        data = response.read()
-        self.statuses[response.status] = self.statuses.get(response.status, 0) + 1
+        before, self.sent_at = self.sent_at, time.monotonic()
+        try:
+            response, data = self.exchange(path, content)
+        except ConnectionError:
+            # The server ends a connection that is idle for KEEP_ALIVE_S. On a busy machine this process is idle so
+            # long. Any other end is a fault.
+            if time.monotonic() - before < KEEP_ALIVE_S:
+                raise
+            response, data = self.exchange(path, content)
+        self.statuses[response.status] += 1
         assert response.status < 500, (response.status, data, path, content)
         if response.status >= 400:
             self.check_error(json.loads(data), response.status)
@@ -210,7 +231,6 @@ def target():
         wait_until(target.quiet)
         assert target.server.post("/flush_cache").status_code == 200
         assert target.server.process.poll() is None
-        assert target.statuses.get(200, 0) > 50 and target.statuses.get(400, 0) > 150, target.statuses
         output = target.server.output()
         assert "Traceback" not in output and "ERROR" not in output, output[-3000:]
 
@@ -223,7 +243,10 @@ def hammer(target: Target, path: str, how_many: settings) -> None:
     def run(body: Any) -> None:
         target.post(path, json.dumps(body).encode())
 
+    target.statuses.clear()
     run()
+    # Bodies reach what is behind the checks, and the checks.
+    assert target.statuses[200] > 0 and target.statuses[400] > share.max_examples // 3, target.statuses
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -246,7 +269,7 @@ def test_damaged_json(target, path, data):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("path", BODIES)
 def test_many_more_bodies(target, path):
     hammer(target, path, MANY_CASES)

@@ -23,7 +23,7 @@ def test_a_faithful_record_agrees(record: bytes, tmp_path: Path) -> None:
     path = tmp_path / "steps.rec"
     path.write_bytes(record)
     done = subprocess.run(
-        [sys.executable, "-m", "sglang.srt.managers.replay", str(path)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "sglang.srt.managers.replay", str(path)], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert "steps, every decision as recorded" in done.stdout

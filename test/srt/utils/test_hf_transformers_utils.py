@@ -58,7 +58,7 @@ path = resolve_model_path({str(tmp_path)!r})
 get_context_and_vocab(path), get_tokenizer(path), get_tokenizer(resolve_model_path("embedded"))
 assert "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_a_broken_tokenizer_is_refused_with_a_sentence(tmp_path):

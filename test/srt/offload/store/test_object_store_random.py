@@ -18,8 +18,8 @@ def test_it_is_a_dict_that_may_lose_anything_at_any_time(start_redis, seed):
     random_ = random.Random(seed)
     num_pieces = random_.choice([1, 2, 5])
     server, clock = start_redis(), Clock()
-    store = ObjectStore(server.address, b"model", num_pieces, timeout_s=5.0, clock=clock)
-    other = ObjectStore(server.unix_address, b"another", num_pieces, timeout_s=5.0, clock=clock)
+    store = ObjectStore(server.address, b"model", num_pieces, timeout_s=120.0, clock=clock)
+    other = ObjectStore(server.unix_address, b"another", num_pieces, timeout_s=120.0, clock=clock)
     reader, writer, control = store.reader(), store.writer(), server.connection()
     keys = [random_.randbytes(16) for _ in range(NUM_BLOCKS)]
     # What the server holds: by name, which may lack any part of a block.

@@ -281,14 +281,14 @@ def test_a_slow_server_is_no_failure_while_it_is_in_time(fake):
         while connection.read():
             connection.drip(b"$10\r\n0123456789\r\n", 0.01)
 
-    connection = connect(fake(serve), 2.0)
+    connection = connect(fake(serve), 120.0)
     assert [get(connection) for _ in range(3)] == [b"0123456789"] * 3
 
 
 def test_a_server_that_reads_nothing_is_a_timeout(start_redis):
     server = start_redis()
     for address in (server.address, server.unix_address):
-        connection = RespConnection(address, TIMEOUT_S)
+        connection = RespConnection(address, 4 * TIMEOUT_S)  # long enough for the first PING
         connection.call("PING")
         server.pause()
         with pytest.raises(StoreTimeout):

@@ -120,7 +120,7 @@ C_TYPES = {
 def compile_c(tmp_path: Path, source: str, *flags: str) -> Path:
     (tmp_path / "check.c").write_text(f"#include <cuda.h>\n#include <stddef.h>\n#include <stdio.h>\n{source}")
     command = ["gcc", f"-I{header()}", *flags, str(tmp_path / "check.c"), "-o", str(tmp_path / "check")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return tmp_path / "check"
 

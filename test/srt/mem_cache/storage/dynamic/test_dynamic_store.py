@@ -615,18 +615,18 @@ def test_a_slow_read_stands_in_nobodys_way(v1):
 
     def slow(*args):
         entered.set()
-        assert leave.wait(30)
+        assert leave.wait(120)
         return read(*args)
 
     setattr(plugin, name, slow)
     counts = []
     thread = threading.Thread(target=lambda: counts.append(blocks.load(store, keys[:3])))
     thread.start()
-    assert entered.wait(30)
+    assert entered.wait(120)
     assert blocks.store(store, keys) == 6 and store.exists(keys) == 6
     assert store.stats()["blocks"] == 9
     leave.set()
-    thread.join(30)
+    thread.join(120)
     assert counts == [3]
 
 
