@@ -342,13 +342,20 @@ def test_a_copy_brings_the_front_of_its_block_along():
 
 
 def test_eviction_leaves_whole_blocks():
-    rig = Rig()
+    rig = Rig(device=256)
     node = rig.insert(TEXT[:14])
     assert [n.start for n in rig.tree.victims(DEVICE, 1)] == [12], "a page more, and the block is whole"
     assert [n.start for n in rig.tree.victims(DEVICE, 3)] == [12, 8]
     rig.storage.detach_storage()
     assert [n.start for n in rig.tree.victims(DEVICE, 1)] == [13], "without storage there are no blocks"
     assert node.end == 14
+
+
+def test_a_device_of_few_blocks_is_cut_between_pages():
+    """The device has 16 blocks."""
+    rig = Rig()
+    rig.insert(TEXT[:14])
+    assert [n.start for n in rig.tree.victims(DEVICE, 1)] == [13]
 
 
 # -- limits -----------------------------------------------------------------------------------------------------

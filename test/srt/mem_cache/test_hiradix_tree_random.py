@@ -532,8 +532,6 @@ class Driver:
                     if tier == DEVICE:
                         assert max(page.fences[tier], page.last_use) <= ticket_or_fence <= self.now
                 del page.frames[tier], page.fences[tier]
-                if tier != HOST:
-                    page.is_next = False
                 gone.add(key)
         for key in sorted(self.model, key=lambda k: -len(k[1])):
             if not self.model[key].frames and len(self.below(key)) == 1:

@@ -186,6 +186,8 @@ class HiCacheController:
         size, known, found = self.tree.names.keys.block_tokens, {node.id for node in nodes}, []
         for node in nodes:
             begin, fronts, above = node.start // size * size, [], node.parent
+            if not self.is_worth_storing(begin, node.end):
+                above = None
             while above is not None and above.end > begin and _is_only_on_device(above) and above.id not in known:
                 if above.start < begin:
                     self.tree.split(above, begin - above.start)

@@ -57,6 +57,8 @@ from sglang.srt.utils.time_units import NO_LAUNCH, Seconds
 STALLING_LINKS = (FETCH, STORE, H2D, D2H, D2P, P2H)
 # A medium that does not answer must not keep a request for ever, whatever the policy.
 WAIT_COMPLETE_LIMIT_S = Seconds(60.0)
+# Nodes are cut between blocks where these are no larger than that share of the device.
+MAX_CUT_RATIO = 1 / 64
 # So often storage is asked for one request.
 MAX_ASKED = 3
 
@@ -201,6 +203,10 @@ class StorageController:
     def open(self, limits: StorageLimits | None, block_keys: BlockKeys | None, is_lossy: bool = False) -> None:
         """Storage was attached, emptied or detached: nothing that the tree knew of it holds any more."""
         self.tree.rename_blocks(block_keys)
+        device_tokens = self.controller.tables[Tier.DEVICE].num_pages * self.tree.page_size
+        if block_keys is not None and block_keys.block_tokens > MAX_CUT_RATIO * device_tokens:
+            # To evict up to a block more than is needed would cost too much.
+            self.tree.order.cut_tokens = self.tree.page_size
         self.limits = limits
         self.is_lossy = is_lossy
         self.writer.open(limits, is_lossy, self.tiers)

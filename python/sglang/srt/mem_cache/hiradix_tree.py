@@ -669,8 +669,6 @@ class HiRadixTree:
             dropped.filling.append((frames, ticket))
         node.frames[tier] = None
         node.tickets[tier] = None
-        if tier != _HOST:
-            node.is_next = False
         if tier == Tier.DEVICE:
             assert node.num_device_children == 0
             parent.num_device_children -= 1
