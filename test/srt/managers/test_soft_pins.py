@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang.srt.managers.storage_controller import MAX_ASKED
+from sglang.srt.managers.storage_setup import PrefetchConfig
 from sglang.srt.mem_cache.transfer import (
     Tier,
 )
@@ -47,6 +48,30 @@ def test_a_request_waits_while_too_much_is_pinned_and_its_deadline_is_put_off():
     assert rig.over("s") == [True] and rig.storage.found("s") == (0, 16)
     assert rig.storage.counters["prefetch_timeouts"] == 0
     rig.detach("s")
+    rig.assert_nothing_left()
+
+
+def test_no_deadline_is_put_off_while_storage_hangs():
+    rig = Rig(LONG, OTHER, policy="timeout", timeout_base_s=1.0, timeout_per_ki_token_s=0.0, max_fetch_pages=20)
+    rig.finish(rig.begin("r", LONG, now=0.0)[0])
+    assert rig.finish(rig.begin("s", OTHER, now=0.5)[0]) == []
+    expire(rig, 1.5)
+    assert rig.over("r", "s") == [True, True], "r's fetches have not ended"
+    for rid in "rs":
+        rig.detach(rid)
+    rig.assert_nothing_left()
+
+
+def test_a_deadline_of_no_time_is_put_off_by_some():
+    rig = Rig(LONG, OTHER, max_fetch_pages=20)
+    rig.finish(rig.begin("r", LONG)[0])
+    rig.finish_all()
+    rig.storage.set_config(PrefetchConfig("timeout", 1, timeout_base_s=0.0, timeout_per_ki_token_s=0.0))
+    rig.finish(rig.begin("s", OTHER, now=0.5)[0])
+    expire(rig, 0.5)
+    assert rig.storage.next_deadline == 1.5
+    for rid in "rs":
+        rig.detach(rid)
     rig.assert_nothing_left()
 
 
@@ -96,3 +121,72 @@ def test_storage_is_not_asked_again_in_vain(policy: str, stored: str):
     assert not rig.storage.asks_again("r", 0, 1.0)
     rig.detach("r")
     rig.assert_nothing_left()
+
+
+def test_a_prompt_as_large_as_the_host_comes_whole():
+    """Its own soft pins do not stand in its way."""
+    old, new = "".join(c * 4 for c in "ABCDEFGHIJKLMNOP"), "".join(c * 4 for c in "abcdefghijklmno")
+    rig = Rig(old, new, fetch_window_ops=1)
+    rig.finish(rig.begin("old", old)[0])
+    rig.finish_all()
+    rig.detach("old")
+    rig.finish(rig.begin("r", new)[0])
+    rig.finish_all()
+    assert rig.on_host(new) == 60 and rig.storage.counters["prefetch_dropped_tokens"] == 0
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+def test_one_behind_a_request_that_waits_for_room_is_put_off_too():
+    rig = Rig(
+        LONG, OTHER, "tttt", policy="timeout", timeout_base_s=1.0, timeout_per_ki_token_s=0.0, max_fetch_pages=24
+    )
+    rig.finish(rig.begin("r", LONG)[0])
+    rig.finish_all()
+    rig.finish(rig.begin("s", OTHER, now=0.5)[0])
+    assert rig.finish(rig.begin("t", "tttt", now=0.5)[0]) == [], "it would fit, and s is older"
+    expire(rig, 1.5)
+    assert rig.over("s", "t") == [False, False]
+    assert [ticket.link for ticket in rig.detach("s")] == ["fetch"], "t goes on when s has gone"
+    rig.finish_all()
+    assert rig.over("t") == [True] and rig.storage.found("t") == (0, 4)
+    for rid in "rt":
+        rig.detach(rid)
+    rig.assert_nothing_left()
+
+
+def test_no_request_is_put_off_for_ever():
+    rig = Rig(LONG, OTHER, policy="timeout", timeout_base_s=1.0, timeout_per_ki_token_s=0.0, max_fetch_pages=20)
+    rig.finish(rig.begin("r", LONG)[0])
+    rig.finish_all()
+    rig.finish(rig.begin("s", OTHER)[0])
+    for now in range(1, 60):
+        expire(rig, float(now))
+        assert rig.over("s") == [False]
+    expire(rig, 60.0)
+    assert rig.over("s") == [True]
+    for rid in "rs":
+        rig.detach(rid)
+    rig.assert_nothing_left()
+
+
+def test_a_storage_that_is_too_slow_is_not_asked_again():
+    """The second request joins the first one's fetch."""
+    rig = Rig(LONG, policy="timeout", timeout_base_s=1.0, timeout_per_ki_token_s=0.0)
+    rig.finish(rig.begin("r", LONG, now=0.0)[0])
+    rig.begin("s", LONG, now=0.5)
+    expire(rig, 2.0)
+    assert rig.over("r", "s") == [True, True]
+    assert not any(rig.storage.asks_again(rid, 0, 2.0) for rid in "rs")
+    for rid in "rs":
+        rig.detach(rid)
+    rig.assert_nothing_left()
+
+
+def test_a_copy_for_which_there_is_room_does_not_fail_for_its_blocks_front():
+    rig = Rig(host=3)
+    top = rig.insert(TEXT[:2])
+    low = rig.insert(TEXT[2:4], below=top)
+    assert rig.controller.back_up([low], HOST) is not None
+    rig.collect()
+    rig.finish_all()

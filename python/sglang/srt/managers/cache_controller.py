@@ -165,7 +165,9 @@ class HiCacheController:
         """Copy nodes that are ready on the device to a tier that lacks them, by one operation. None if the tier has
         no room. kept: nodes whose copies are not given up for it."""
         if tier == Tier.HOST and self.feeds_storage:
-            nodes = self._from_block_starts(nodes)
+            whole = self._from_block_starts(nodes)
+            if len(whole) > len(nodes) and self.make_room(tier, self._pages_of(whole), kept, spares_pinned=True):
+                nodes = whole
         src = np.concatenate([ready_frames(n, Tier.DEVICE) for n in nodes])
         self.make_room(tier, len(src), kept)
         first_page = nodes[0].start // self.tree.page_size
@@ -302,7 +304,9 @@ class HiCacheController:
         missing = num_pages - table.num_free
         evictable = self.tree.evictable_pages(tier, kept)
         if spares_pinned:
-            evictable -= self.tree.counts.soft_pinned[tier]
+            kept_frames = (node.frames[tier] for node in kept if node.soft_pins)
+            num_kept = sum(len(frames) for frames in kept_frames if frames is not None)
+            evictable -= self.tree.counts.soft_pinned[tier] - num_kept
         if 0 < missing <= evictable:
             self._give_up(self.tree.victims(tier, missing, {node.id for node in kept}, stay=False), tier, kept)
         return table.num_free >= num_pages

@@ -628,6 +628,8 @@ class LayerStreaming(NoLayerStreaming):
                 if self._controller.begin_backup(node) is not None:
                     return True
                 if node is not self.req.hold.receipt.node or self.req.hold.num_swapped:
+                    if self._back_up_end(node):
+                        return True
                     break
                 # The host has no room for all of it: the end can only go as the request's own.
                 above = self._split_for_host(node) or above
@@ -638,9 +640,23 @@ class LayerStreaming(NoLayerStreaming):
         self._start = min(self._start, self._layout().start)
         return num_pages < before
 
+    def _back_up_end(self, node: Node) -> bool:
+        """Begin to copy to the host as much of a node's end as that has room for, without what lies above. False if
+        it has none."""
+        room = self._host_room(node)
+        if room < 1:
+            return False
+        if (surplus := len(node.key) // self._page - room) > 0:
+            self._tree.split(node, surplus * self._page)
+        return self._controller.back_up([node], Tier.HOST, self._tree.path_of(node)) is not None
+
+    def _host_room(self, node: Node) -> int:
+        """Pages that the host has free, or could give up beside the path to a node."""
+        return self._host.num_free + self._tree.evictable_pages(Tier.HOST, self._tree.path_of(node))
+
     def _split_for_host(self, node: Node) -> Node | None:
         """Cut off the front of a node that the host has room for, with what it lacks above. None if there is none."""
-        room = self._host.num_free + self._tree.evictable_pages(Tier.HOST, self._tree.path_of(node))
+        room = self._host_room(node)
         step = node.parent
         while step is not None and step.parent is not None and step.frames[Tier.HOST] is None:
             room -= len(step.key) // self._page

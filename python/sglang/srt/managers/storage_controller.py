@@ -18,10 +18,8 @@ written. Decides when a request need not wait any more. Never reads a clock: the
 from __future__ import annotations
 
 import heapq
-import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
@@ -29,11 +27,12 @@ import numpy as np
 
 from sglang.srt.managers.block_writer import BlockWriter
 from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.managers.prefetch import Prefetch
 from sglang.srt.managers.schedule_policy import FETCH_ORDERS, fetch_rank
 from sglang.srt.managers.storage_setup import PREFETCH_POLICIES, PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState
-from sglang.srt.mem_cache.node import Dropped, FilledRun, MatchResult, Node, is_hole
+from sglang.srt.mem_cache.node import Dropped, FilledRun, MatchResult, is_fetching, is_hole
 from sglang.srt.mem_cache.radix import common_len
 from sglang.srt.mem_cache.transfer import (
     D2H,
@@ -61,49 +60,8 @@ WAIT_COMPLETE_LIMIT_S = Seconds(60.0)
 MAX_CUT_RATIO = 1 / 64
 # So often storage is asked for one request.
 MAX_ASKED = 3
-
-
-@dataclass
-class Prefetch:
-    """What one request expects."""
-
-    namespace: str
-    # int32, up to the end of the last block that storage may have.
-    tokens: np.ndarray
-    # How long it waits, and until when.
-    limit_s: float
-    deadline: float = math.inf
-    # Of all its blocks from the first on, (n, 16) uint8; empty until storage is asked.
-    keys: np.ndarray = field(default_factory=lambda: np.empty((0, 16), np.uint8))
-    num_asked: int = 0
-    # Tokens that were found, or were left to storage for lack of room.
-    reach: int = 0
-    # End of its soft-pinned path.
-    pinned: Node | None = None
-    # Not answered yet; it asks for the blocks from `probed` on.
-    probe: Ticket | None = None
-    probed: int = 0
-    # Storage has the blocks up to that token; 0 when nothing more is to be begun.
-    end: int = 0
-    # Fetches that it waits for.
-    tickets: dict[Ticket, None] = field(default_factory=dict)
-    # Tokens [start, end) that storage has brought for it.
-    found: tuple[int, int] = (0, 0)
-    # Tokens from there on lie on the second storage tier.
-    far_from: int = 0
-    # To be begun, as far as it is known.
-    blocks_left: int = 0
-    # See `fetch_rank`.
-    begun_before: int = 0
-
-    @property
-    def asked(self) -> list[Ticket]:
-        """Operations that it waits for."""
-        return ([self.probe] if self.probe is not None else []) + list(self.tickets)
-
-    @property
-    def is_over(self) -> bool:
-        return self.probe is None and not self.tickets and not self.end
+# A deadline is put off by so much at least.
+MIN_PUT_OFF_S = Seconds(1.0)
 
 
 class _Outcome(Enum):
@@ -152,8 +110,8 @@ class StorageController:
         # Those that have something to begin, the oldest answer first: too much is on its way, or their prefix is not
         # on the host yet.
         self._unfinished: dict[str, None] = {}
-        # Blocks that were ever begun.
-        self._num_begun = 0
+        # Blocks that were ever begun, and fetches that have ended.
+        self._num_begun = self._num_ended = 0
         # Of all that have begun; entries go stale.
         self._deadlines: list[tuple[float, str]] = []
         # FETCH operations -> the place of their first block on its path.
@@ -275,7 +233,6 @@ class StorageController:
             or prefetch.reach < num_found + max(1, self.config.threshold)
         ):
             return False
-        self._unpin(prefetch)
         self._ask(rid, prefetch, now)
         if prefetch.is_over:
             return False
@@ -314,6 +271,7 @@ class StorageController:
         prefetch = self._prefetches.pop(rid, None)
         if prefetch is None:
             return
+        self.has_unpinned |= rid in self._unfinished
         self._unfinished.pop(rid, None)
         self._leave(rid, prefetch)
         self._unpin(prefetch)
@@ -324,10 +282,15 @@ class StorageController:
         while (deadline := self.next_deadline) is not None and deadline <= now:
             _, rid = heapq.heappop(self._deadlines)
             prefetch = self._prefetches[rid]
-            if rid in self._unfinished and self._waits_for_pinned(prefetch):
-                self._set_deadline(rid, prefetch, now)
+            # Not where storage hangs, which would cost one timeout after the other.
+            is_moving = not self._fetches or self._num_ended > prefetch.num_ended_before
+            if is_moving and now < prefetch.last_deadline and self._is_held_up(rid, prefetch):
+                self._set_deadline(rid, prefetch, now, max(prefetch.limit_s, MIN_PUT_OFF_S))
                 continue
+            # What is behind it may have waited for it; and a slow storage is not asked again.
+            self.has_unpinned |= rid in self._unfinished
             self._unfinished.pop(rid, None)
+            prefetch.num_asked = MAX_ASKED
             self._leave(rid, prefetch)
             self.counters["prefetch_timeouts"] += 1
 
@@ -373,7 +336,7 @@ class StorageController:
         while ready := [
             rid
             for rid in self._unfinished
-            if rid not in stalled and not (only_pinned and self._prefetches[rid].pinned is None)
+            if rid not in stalled and not (only_pinned and not self._prefetches[rid].is_pinned)
         ]:
             rid = min(ready, key=self._rank)
             prefetch = self._prefetches[rid]
@@ -421,6 +384,7 @@ class StorageController:
         op = self.ledger.end(ticket)
         assert isinstance(op, StorageOp) and self.tree.names.keys is not None
         first = self._fetches.pop(ticket)
+        self._num_ended += 1
         self.fetching_pages -= len(op.frames)
         dropped = self.tree.cut(ticket, Tier.HOST, (first + count) * self.tree.names.keys.block_tokens)
         self.ledger.free(dropped, Tier.HOST)
@@ -489,7 +453,9 @@ class StorageController:
         names, config = self.tree.names.keys, self.config
         assert names is not None
         match = self._match(prefetch, len(prefetch.tokens))
-        prefetch.reach = max(prefetch.reach, match.total_len)
+        # What is being fetched for others may not come.
+        coming = next((n.start for n in match.path if is_fetching(n)), match.total_len)
+        prefetch.reach = max(prefetch.reach, coming)
         lacking = len(prefetch.tokens) - match.total_len
         is_worth_asking = lacking >= max(1, config.threshold)
         if not is_worth_asking and not self._fetching(match):
@@ -499,7 +465,8 @@ class StorageController:
         prefetch.num_asked += 1
         if config.policy == "timeout":
             prefetch.limit_s = config.timeout_base_s + config.timeout_per_ki_token_s * lacking / 1024
-        self._set_deadline(rid, prefetch, now)
+        self._set_deadline(rid, prefetch, now, prefetch.limit_s)
+        prefetch.last_deadline = now + max(prefetch.limit_s, WAIT_COMPLETE_LIMIT_S)
         self._join(rid, prefetch, match)
         if is_worth_asking:
             prefetch.probed = match.total_len // names.block_tokens
@@ -507,8 +474,8 @@ class StorageController:
             self._waiters[prefetch.probe] = {rid: None}
             self.counters["storage_probes"] += 1
 
-    def _set_deadline(self, rid: str, prefetch: Prefetch, now: Seconds) -> None:
-        prefetch.deadline = now + prefetch.limit_s
+    def _set_deadline(self, rid: str, prefetch: Prefetch, now: Seconds, limit_s: float) -> None:
+        prefetch.deadline, prefetch.num_ended_before = now + limit_s, self._num_ended
         heapq.heappush(self._deadlines, (prefetch.deadline, rid))
 
     def _pin(self, prefetch: Prefetch, match: MatchResult) -> None:
@@ -530,7 +497,13 @@ class StorageController:
         assert self.limits is not None and self.tree.names.keys is not None
         num_pinned = self.tree.counts.soft_pinned[Tier.HOST]
         num_pages = prefetch.blocks_left * self.tree.names.keys.block_tokens // self.tree.page_size
-        return prefetch.pinned is None and num_pinned > 0 and num_pinned + num_pages > self.limits.max_fetch_pages
+        return not prefetch.is_pinned and num_pinned > 0 and num_pinned + num_pages > self.limits.max_fetch_pages
+
+    def _is_held_up(self, rid: str, prefetch: Prefetch) -> bool:
+        """Whether a request has begun nothing because it, or one before it, finds too much soft-pinned for others."""
+        if rid not in self._unfinished or prefetch.is_pinned:
+            return False
+        return any(self._waits_for_pinned(self._prefetches[other]) for other in self._unfinished)
 
     def _tell_waiters(self, ticket: Ticket, start: int, end: int, whole: bool) -> None:
         """A fetch is over; tokens [start, end) of the path are on the host. whole: all blocks came."""

@@ -680,7 +680,8 @@ class HiRadixTree:
             return
         while node.parent is not None and not node.children and is_hole(node):
             parent = node.parent
-            self._add_soft_pins(node, -node.soft_pins)
+            if node.soft_pins:
+                self._add_soft_pins(node, -node.soft_pins)
             del parent.children[self.page_key(node.key, 0)]
             node.parent = None
             self.num_nodes -= 1

@@ -1,0 +1,63 @@
+"""`Prefetch`: what one waiting request expects from storage. Plain data; storage_controller.py writes it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sglang.srt.mem_cache.node import Node
+from sglang.srt.mem_cache.transfer import Ticket
+
+
+@dataclass
+class Prefetch:
+    """What one request expects."""
+
+    namespace: str
+    # int32, up to the end of the last block that storage may have.
+    tokens: np.ndarray
+    # How long it waits, and until when.
+    limit_s: float
+    deadline: float = math.inf
+    # It is not put off from then on.
+    last_deadline: float = math.inf
+    # Of all its blocks from the first on, (n, 16) uint8; empty until storage is asked.
+    keys: np.ndarray = field(default_factory=lambda: np.empty((0, 16), np.uint8))
+    num_asked: int = 0
+    # Tokens that were found, or were left to storage for lack of room.
+    reach: int = 0
+    # Fetches that had ended when its deadline was set.
+    num_ended_before: int = 0
+    # End of its soft-pinned path.
+    pinned: Node | None = None
+    # Not answered yet; it asks for the blocks from `probed` on.
+    probe: Ticket | None = None
+    probed: int = 0
+    # Storage has the blocks up to that token; 0 when nothing more is to be begun.
+    end: int = 0
+    # Fetches that it waits for.
+    tickets: dict[Ticket, None] = field(default_factory=dict)
+    # Tokens [start, end) that storage has brought for it.
+    found: tuple[int, int] = (0, 0)
+    # Tokens from there on lie on the second storage tier.
+    far_from: int = 0
+    # To be begun, as far as it is known.
+    blocks_left: int = 0
+    # See `fetch_rank`.
+    begun_before: int = 0
+
+    @property
+    def asked(self) -> list[Ticket]:
+        """Operations that it waits for."""
+        return ([self.probe] if self.probe is not None else []) + list(self.tickets)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether its path has its soft pin; that ends where the path leaves the tree."""
+        return self.pinned is not None and self.pinned.parent is not None
+
+    @property
+    def is_over(self) -> bool:
+        return self.probe is None and not self.tickets and not self.end
