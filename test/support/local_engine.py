@@ -316,13 +316,19 @@ class LocalEngine:
 
     def administer(self, action: StorageAction, what: StorageSetup | None = None) -> tuple[bool, str]:
         """Attach storage, detach or clear it; attaching calls `open_store`. Whether it succeeded, and why not."""
-        request = StorageRequest(id="admin", action=action, what=what)
-        decision = self.core.step(self.clock(), self.core.progress(), storage=[request])
+        decision = self.begin_to_administer(action, what)
         while not decision.replies:
             progress = self.core.progress()
             if self.core.has_work(self.clock()):
                 decision = self.core.step(self.clock(), progress)
         return decision.replies[0].success, decision.replies[0].message
+
+    def begin_to_administer(self, action: StorageAction, what: StorageSetup | None = None) -> BatchDecision:
+        """The first step of `administer`, beside requests that are under way."""
+        request = StorageRequest(id="admin", action=action, what=what)
+        decision = self.core.step(self.clock(), self.core.progress(), storage=[request])
+        self._take_outputs(decision, 0.0)
+        return decision
 
     def forget(self) -> None:
         """Empty device and host, once all is over; storage keeps what it has."""
@@ -370,7 +376,11 @@ class LocalEngine:
             return
         if self.debug:
             self.scheduler.check_invariants()
-        now = time.perf_counter() - start
+        self._take_outputs(decision, time.perf_counter() - start)
+        after_step(decision)
+
+    def _take_outputs(self, decision: BatchDecision, now: float) -> None:
+        """now: seconds since the requests came."""
         for output in decision.outputs:
             answer = self._answers[output.rid]
             if output.output_ids and not answer.tokens:
@@ -382,4 +392,3 @@ class LocalEngine:
             if output.finish_reason is not None:
                 answer.finish_reason = output.finish_reason.type
                 answer.end_s = now
-        after_step(decision)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
+from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.transfer import StorageAction, Tier
@@ -309,7 +309,6 @@ def test_detaching_lets_go_of_those_who_wait(model_config: ModelConfig) -> None:
     text = prompt(11, 100)
     engine = Engine(model_config, store=stored(model_config, text))
     gate = Gate(engine.store, "get")
-    replies = []
 
     def detach_once_it_reads() -> None:
         gate.entered.wait(60)
@@ -322,10 +321,10 @@ def test_detaching_lets_go_of_those_who_wait(model_config: ModelConfig) -> None:
         nonlocal asked
         if gate.entered.is_set() and not asked:
             asked = True
-            request = StorageRequest(id="x", action=StorageAction.DETACH)
-            replies.extend(engine.core.step(engine.clock(), engine.core.progress(), storage=[request]).replies)
+            engine.begin_to_administer(StorageAction.DETACH)
 
     got = engine.generate([text, prompt(12, 30)], PARAMS, after_step=ask)
+    assert asked
     assert got[0].tokens == computed(model_config, text)
     engine.assert_nothing_left()
     engine.close()
