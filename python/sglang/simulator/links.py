@@ -148,14 +148,16 @@ class SimulatedStorage:
     """The names of the stored blocks; the store of a simulation's storage links.
 
     max_blocks: None for no limit. Above it, the least recently written or read block goes. Of one operation the last
-    block is touched first, so that the front of a prompt goes last.
+    block is touched first, so that the front of a prompt goes last. is_exclusive: when it is full, what is read goes
+    first, see `StorageSetup`. One of real segments gives up more than that with them.
     """
 
-    def __init__(self, max_blocks: int | None = None) -> None:
+    def __init__(self, max_blocks: int | None = None, is_exclusive: bool = False) -> None:
         # In the order of use, the least recent first.
         self.blocks: dict[bytes, None] = {}
         self.num_evicted = 0
         self._max_blocks = max_blocks
+        self._is_exclusive = is_exclusive
 
     @property
     def has_room(self) -> bool:
@@ -173,6 +175,11 @@ class SimulatedStorage:
             self.blocks.pop(key, None)
             self.blocks[key] = None
 
+    def _demote(self, keys: Sequence[bytes]) -> None:
+        """These go first, the last of them before all others."""
+        first = dict.fromkeys(reversed(keys))
+        self.blocks = first | {key: None for key in self.blocks if key not in first}
+
     def carry_out(self, op: StorageOp) -> int:
         """The count of a `StorageOp`'s result. Attaching, detaching and clearing always succeed."""
         if op.action == StorageAction.SET:
@@ -180,7 +187,9 @@ class SimulatedStorage:
         if op.action in (StorageAction.EXISTS, StorageAction.GET):
             keys = to_bytes(op.keys)
             count = next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
-            if op.action == StorageAction.GET:
+            if op.action == StorageAction.GET and self._is_exclusive and not self.has_room:
+                self._demote(keys[:count])
+            elif op.action == StorageAction.GET:
                 self._touch(keys[:count])
             return count
         if op.action == StorageAction.CLEAR:

@@ -179,7 +179,8 @@ class Simulation:
                 self.executor.launch_end,
                 _outcome(name, hardware),
             )
-        self.storage = SimulatedStorage(hardware.storage_blocks)
+        is_exclusive = config.storage is not None and config.storage.is_exclusive
+        self.storage = SimulatedStorage(hardware.storage_blocks, is_exclusive)
         for name in STORAGE_LINKS if config.storage is not None else ():
             links[name] = SimulatedStorageLink(name, clock, self.storage, self._storage_ends(name, hardware))
         self.links = links

@@ -107,6 +107,15 @@ def test_the_engine_never_does_better_than_hindsight(policy: str, seed: int) -> 
     assert 0 < found <= page * hindsight_hits(trace, machine.sum_tokens // page)
 
 
+def test_memory_and_a_full_disk_add_up() -> None:
+    """All tiers together hold the documents. What leaves memory is stored whole, its front too, and the disk gives
+    up what memory has read."""
+    machine = SmallMachine({Tier.DEVICE: 4096, Tier.HOST: 8192, Tier.DISK: 16384})
+    documents = Documents(round(0.9 * machine.sum_tokens / Documents.document_tokens), 150)
+    outcome, _ = run_documents(machine, documents)
+    assert sum(outcome.hits.values()) > 0.9
+
+
 def test_documents_are_asked_about_once_before_they_count() -> None:
     documents = Documents(5, 20)
     assert sorted(documents.about()[:5]) == list(range(5)) and len(documents.about()) == 25

@@ -41,8 +41,8 @@ class BlockWriter:
         self.limits: StorageLimits | None = None
         # Whether what storage returns is changed.
         self.is_lossy = False
-        # Of storage.
-        self.tiers: tuple[Tier, ...] = ()
+        # See `StorageSetup`.
+        self.is_exclusive = False
         # Whether storage can take more blocks without giving up others.
         self.has_room = True
         # Host pages that writes hold on to.
@@ -53,9 +53,9 @@ class BlockWriter:
         self._deferred: dict[int, Node] = {}
         self._tidy_at = _TIDY_DEFERRED_STORES
 
-    def open(self, limits: StorageLimits | None, is_lossy: bool, tiers: tuple[Tier, ...]) -> None:
+    def open(self, limits: StorageLimits | None, is_lossy: bool, is_exclusive: bool) -> None:
         """Storage was attached, emptied or detached."""
-        self.limits, self.is_lossy, self.tiers = limits, is_lossy, tiers
+        self.limits, self.is_lossy, self.is_exclusive = limits, is_lossy, is_exclusive
 
     def close(self) -> None:
         """Begin nothing new."""
@@ -95,16 +95,15 @@ class BlockWriter:
 
     @property
     def stores_late(self) -> bool:
-        """Whether only what leaves memory is stored, so that the capacities of memory and disk add up. The disk gives
-        up first what was stored first; what it still has is not written again."""
-        return not self.has_room and self.controller.write_policy == "auto" and self.tiers == (Tier.DISK,)
+        """Whether only what leaves memory is stored. What the disk still has is not written again."""
+        return self.is_exclusive and not self.has_room
 
     def store_ahead(self, num_pages: int) -> None:
         """Store what the host gives up next, with num_pages to spare, where storage is full."""
         if self.limits is None or not self.stores_late:
             return
         if wanted := self.controller.num_to_look_at(Tier.HOST, num_pages):
-            self._store_ends(self.tree.take_to_store(wanted))
+            self._store_ends(self.tree.take_to_store(self.tree.victims(Tier.HOST, wanted)))
             self.controller.num_looked_at[Tier.HOST] = wanted
 
     def store_path(self, end: Node) -> None:

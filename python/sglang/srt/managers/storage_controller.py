@@ -167,7 +167,7 @@ class StorageController:
             self.tree.order.cut_tokens = self.tree.page_size
         self.limits = limits
         self.is_lossy = is_lossy
-        self.writer.open(limits, is_lossy, self.tiers)
+        self.writer.open(limits, is_lossy, self.setup is not None and self.setup.is_exclusive)
         self.controller.feeds_storage = limits is not None
         self.note_room(has_room=True)
 

@@ -58,3 +58,9 @@ class StorageSetup:
     tiers: tuple[Tier, ...] = (Tier.DISK,)
     # Whether what it stores comes back changed.
     is_lossy: bool = False
+
+    @property
+    def is_exclusive(self) -> bool:
+        """Whether memory and a full disk hold different blocks, so that their capacities add up: memory stores what
+        it gives up, and the disk gives up first what memory has read since."""
+        return self.write_policy == "auto" and self.tiers == (Tier.DISK,)

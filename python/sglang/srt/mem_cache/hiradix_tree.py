@@ -470,11 +470,12 @@ class HiRadixTree:
         self.names.rename(block_keys, self.walk())
         self.order.cut_tokens = block_keys.block_tokens if block_keys is not None else self.page_size
 
-    def take_to_store(self, num_pages: int) -> list[Node]:
-        """Of what the host gives up next, the nodes that nothing else has and that were not taken since their last
+    def take_to_store(self, nodes: Iterable[Node]) -> list[Node]:
+        """Of nodes that the host gives up soon, those that nothing else has and that were not taken since their last
         use."""
-        nodes = [n for n in self.victims(Tier.HOST, num_pages) if self.order.class_of(n, Tier.HOST) == LAST]
-        taken = [node for node in nodes if not node.is_stored_ahead]
+        # What is below a node goes with it, or has gone before.
+        last = [n for n in nodes if self.order.class_of(n, Tier.HOST, is_covered=False) == LAST]
+        taken = [node for node in last if not node.is_stored_ahead]
         for node in taken:
             node.is_stored_ahead = True
             self.names.forget_stored(node)
@@ -563,6 +564,7 @@ class HiRadixTree:
             node.fences[tier] = max(n.fences[tier] for n in chain)
         for name in ("last_use", "last_stream", "last_access", "hits", "priority", "was_copied", "is_next"):
             setattr(node, name, max(getattr(n, name) for n in chain))
+        node.is_stored_ahead = all(n.is_stored_ahead for n in chain)
         self.names.join(chain)
         node.start = top.start
         node.parent = top.parent

@@ -49,7 +49,8 @@ def setup(extra: Any = None, prefetch: str = "timeout", write: str = "write_thro
 def test_what_nobody_said() -> None:
     found = setup()
     assert (found.backend, found.block_tokens, found.write_policy) == ("file", 64, "write_through")
-    assert json.loads(found.setup) == {"backend": "file", "config": {}, "block_tokens": 64}
+    opened = {"backend": "file", "config": {}, "block_tokens": 64, "is_exclusive": False}
+    assert json.loads(found.setup) == opened
     prefetch = found.prefetch
     assert (prefetch.policy, prefetch.threshold) == ("timeout", 256)
     assert (prefetch.timeout_base_s, prefetch.timeout_per_ki_token_s) == (1.0, 0.25)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,9 +145,9 @@ class StorageOpener:
                 f"a block of {block_tokens} tokens is more than a quarter of the host tier: raise --hicache-size, or "
                 f"lower block_tokens in {CONFIG_FLAG}"
             )
-        return StorageSetup(
+        setup = StorageSetup(
             backend=backend,
-            setup=json.dumps({"backend": backend, "config": config, "block_tokens": block_tokens}),
+            setup="",
             secret=self._chain_secret(names, config, own["secret"], block_tokens),
             block_tokens=block_tokens,
             limits=StorageLimits(
@@ -168,30 +168,37 @@ class StorageOpener:
             is_lossy=len(names) == 1 and storage_backend(names[0]).is_lossy(config),
             tiers=tuple(STORAGE_BACKENDS[name].tier for name in names),
         )
+        opened = {
+            "backend": backend,
+            "config": config,
+            "block_tokens": block_tokens,
+            "is_exclusive": setup.is_exclusive,
+        }
+        return replace(setup, setup=json.dumps(opened))
 
     def open(self, setup: str) -> BlockStore:
         """This rank's store. setup: of a `StorageSetup`. Raises StoreError."""
         found = json.loads(setup)
-        namespace = f"{self._namespace(found['block_tokens'])} rank {self.tp_rank} of {self.tp_size}"
         stores: list[BlockStore] = []
         try:
             for name, config in split_config(found["backend"], found["config"]).items():
-                stores.append(self._open_one(name, config, namespace, found["block_tokens"]))
+                stores.append(self._open_one(name, config, found["block_tokens"], found["is_exclusive"]))
         except StoreError:
             for store in stores:
                 store.close()
             raise
         return stores[0] if len(stores) == 1 else TieredStore(*stores)
 
-    def _open_one(self, name: str, config: dict[str, Any], namespace: str, block_tokens: int) -> BlockStore:
+    def _open_one(self, name: str, config: dict[str, Any], block_tokens: int, is_exclusive: bool) -> BlockStore:
         params = StoreParams(
             config=config,
-            namespace=namespace,
+            namespace=f"{self._namespace(block_tokens)} rank {self.tp_rank} of {self.tp_size}",
             pool=self.pool,
             block_tokens=block_tokens,
             model_name=self.model_name,
             tp_rank=self.tp_rank,
             tp_size=self.tp_size,
+            is_exclusive=is_exclusive,
             directory=self.directory / f"rank{self.tp_rank}",
         )
         return storage_backend(name).open(params)

@@ -60,6 +60,8 @@ class StoreParams:
     tp_rank: int = 0
     # Ranks share memory and limits.
     tp_size: int = 1
+    # See `StorageSetup`.
+    is_exclusive: bool = False
     # A private directory of this rank, which is removed when the server ends.
     directory: Path = Path()
 

@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.storage.file import backend, file_store, segment_index
 from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
 from sglang.srt.mem_cache.storage.file.folder import storage_secret
 from sglang.srt.mem_cache.storage.file.segment import ALIGNMENT, ENTRY_BYTES, SegmentLayout
+from sglang.srt.mem_cache.storage.file.segment_index import number_of
 from sglang.srt.mem_cache.storage.registry import StoreParams, storage_backend
 from support.children import wait_until
 from support.fake_pages import BLOCK_TOKENS, FakePages, key_of, keys_of
@@ -632,6 +633,85 @@ def test_the_front_of_a_prompt_goes_after_its_end(disk: Disk):
         left = [key for key in prompt if key in store._index]
         assert left == prompt[: len(left)]
     assert left == []
+
+
+def fill(disk: Disk, limit: int) -> tuple[HiCacheFile, list[list[bytes]]]:
+    """A full exclusive store, and what it holds: groups of four blocks, oldest first."""
+    store, groups = disk.open(limit_bytes=limit, is_exclusive=True), []
+    while store.has_room:
+        groups.append(keys_of(*range(4 * len(groups), 4 * len(groups) + 4)))
+        assert disk.set(store, groups[-1]) == 4
+        assert disk.get(store, groups[0]) == 4, "with room, what is read is used"
+    return store, [group for group in groups if group[0] in store._index]
+
+
+def test_what_memory_has_read_from_a_full_exclusive_store_makes_room(disk: Disk):
+    store, groups = fill(disk, 8 * (6 * SLOT_BYTES + DATA))
+    while store._index.active is not None or store._fits(SLOT_BYTES):
+        disk.set(store, keys_of(1000 + store.stats()["written_blocks"]))
+    num_segments, num_evicted = store.stats()["segments"], store.stats()["evicted_blocks"]
+    read = groups[2] + groups[5]
+    assert disk.get(store, groups[2]) == disk.get(store, groups[5]) == 4
+    # Memory gives some of it up.
+    assert disk.set(store, groups[2][:2]) == 2
+    assert store.exists(groups[5]) == 4, "until the room is needed it stays"
+    for i in range(3):
+        assert disk.set(store, keys_of(2000 + 2 * i, 2001 + 2 * i)) == 2
+        store.check_invariants()
+    stats = store.stats()
+    assert stats["segments"] == num_segments and stats["evicted_blocks"] == num_evicted + 6, "no file had to go"
+    assert [key in store._index for key in read] == [True] * 2 + [False] * 6
+    assert disk.get(store, keys_of(*range(2000, 2006))) == 6
+    # Nothing more is spare: the oldest file goes.
+    disk.set(store, keys_of(*range(2000, 2006)))
+    assert disk.set(store, keys_of(3000)) == 1
+    assert store.stats()["evicted_blocks"] > num_evicted + 6
+    store.close()
+    store = disk.open()
+    assert disk.get(store, keys_of(*range(2000, 2006))) == 6, "the tables are right"
+    assert store.stats()["read_errors"] == 0
+
+
+def test_what_is_being_read_is_not_overwritten(disk: Disk):
+    store, groups = fill(disk, 8 * (6 * SLOT_BYTES + DATA))
+    assert disk.get(store, groups[2]) == 4
+    segment = store._index.segments[number_of(store._index.places[groups[2][0]])]
+    segment.pins += 1
+    for i in range(12):
+        disk.set(store, keys_of(2000 + i))
+        assert store.exists(groups[2]) in (0, 4)
+    segment.pins -= 1
+    store.check_invariants()
+
+
+@pytest.mark.parametrize("call", ["pwritev", "pwrite"])
+def test_an_overwrite_that_fails_loses_only_what_was_spare(disk: Disk, monkeypatch: pytest.MonkeyPatch, call: str):
+    store, groups = fill(disk, 8 * (6 * SLOT_BYTES + DATA))
+    assert disk.get(store, groups[2]) == 4
+    while store._index.active is not None or store._fits(SLOT_BYTES):
+        disk.set(store, keys_of(1000 + store.stats()["written_blocks"]))
+    real, num_calls = os.pwritev, 0
+
+    def fails(*args: object) -> int:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > 1:  # the entries were erased
+            raise OSError(errno.EIO, "planted")
+        return real(*args)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", fails)
+        if call == "pwrite":
+            patch.setattr(os, "pwrite", fails)
+        assert disk.set(store, keys_of(2000, 2001, 2002)) == 0
+    assert num_calls > 1 and store.stats()["write_errors"] == 1
+    store.check_invariants()
+    others = [group for group in groups if group != groups[2]]
+    assert [disk.get(store, group) for group in others] == [4] * len(others)
+    store.close()
+    store = disk.open()
+    assert [disk.get(store, group) for group in others] == [4] * len(others)
+    assert store.stats()["read_errors"] == 0
 
 
 def test_a_prompt_longer_than_the_limit_keeps_its_front(disk: Disk):

@@ -36,8 +36,10 @@ class World:
 
     def open(self) -> HiCacheFile:
         segment_bytes = self.rng.choice((1, 50_000, 150_000))
-        limit = self.limit_bytes
-        return HiCacheFile(self.root, "m", self.pool, BLOCK_TOKENS, limit, segment_bytes, clock=lambda: self.now)
+        limit, is_exclusive = self.limit_bytes, self.rng.random() < 0.5
+        return HiCacheFile(
+            self.root, "m", self.pool, BLOCK_TOKENS, limit, segment_bytes, is_exclusive, clock=lambda: self.now
+        )
 
     def prompt(self) -> list[bytes]:
         """Neighbours, mostly: prompts share prefixes."""

@@ -68,6 +68,7 @@ class FileBackend(StorageBackend):
             params.block_tokens,
             limit_bytes=int(values["limit_gb"] * 1e9) // params.tp_size,
             segment_bytes=int(values["segment_mb"] * 1e6),
+            is_exclusive=params.is_exclusive,
         )
 
     def shared_secret(self, config: Mapping[str, Any]) -> bytes:

@@ -70,11 +70,13 @@ class HiCacheFile:
         block_tokens: int,
         limit_bytes: int = 0,
         segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+        is_exclusive: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert block_tokens % pool.page_size == 0
         self.block_tokens = block_tokens
         self.limit_bytes = limit_bytes
+        self._is_exclusive = is_exclusive
         self._pages_per_block = block_tokens // pool.page_size
         shape = (block_tokens, pool.page_size, pool.page_bytes)
         raw = namespace.encode() if isinstance(namespace, str) else namespace
@@ -128,15 +130,15 @@ class HiCacheFile:
         return not self.limit_bytes or self._fits(self._layout.size_bytes(self._layout.num_slots))
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """See BlockStore. What is asked for is soon read, so it counts as used."""
+        """See BlockStore. What is asked for is soon read."""
         with self._lock:
-            return len(self._index.use(keys))
+            return len(self._find_to_read(keys))
 
     def get(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
         """See BlockStore."""
         pages = frames.reshape(len(keys), self._pages_per_block)
         with self._lock:
-            places = self._index.use(keys)
+            places = self._find_to_read(keys)
             pinned = {number: self._index.segments[number] for number in set(map(number_of, places))}
             for segment in pinned.values():
                 segment.pins += 1
@@ -153,6 +155,8 @@ class HiCacheFile:
         count = int(verified.argmin())
         with self._lock:
             self._counters["read_blocks"] += count
+            if self._keeps_unread:
+                self._index.make_spare(keys[:count])
         return count
 
     def set(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
@@ -163,7 +167,7 @@ class HiCacheFile:
             # Each key once, at its first position.
             first = {key: i for i, key in reversed(list(enumerate(keys)))}
             missing = sorted(i for key, i in first.items() if key not in self._index)
-            self._index.touch_all([self._index.places[key] for key in keys if key in self._index])
+            self._index.use([self._index.places[key] for key in keys if key in self._index])
         if missing and self._folder.writable and self._clock() >= self._no_write_before:
             try:
                 self._store(keys, pages, missing, before)
@@ -238,6 +242,18 @@ class HiCacheFile:
             index.touch(number)
 
     # -- reading ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _keeps_unread(self) -> bool:
+        """Whether reading a block makes it the first to be evicted, instead of the last."""
+        return self._is_exclusive and not self.has_room
+
+    def _find_to_read(self, keys: Sequence[bytes]) -> list[int]:
+        """The places of the leading keys that are stored."""
+        places = self._index.find(keys)
+        if not self._keeps_unread:
+            self._index.use(places)
+        return places
 
     def _read(self, segment: Segment, first_slot: int, pages: np.ndarray) -> tuple[np.ndarray, OSError | None]:
         """Read consecutive slots into pages (n, pages per block). Returns which verified, and why the disk failed.
@@ -329,6 +345,11 @@ class HiCacheFile:
             free = active.free if active is not None else self._layout.num_slots
             batch = missing[done : done + min(free, self._files.batch_blocks)]
             need = len(batch) * self._layout.slot_bytes + (0 if active is not None else self._layout.data_offset)
+            if not self._leftover_bytes and not self._fits(need):
+                num_written = self._overwrite_spare([keys[i] for i in batch], pages[batch])
+                done += num_written
+                if num_written:
+                    continue
             if not self._make_room(need, before):
                 if not self.limit_bytes:
                     raise OSError(errno.ENOSPC, f"less than {FREE_SHARE:.0%} of the file system is free")
@@ -345,6 +366,13 @@ class HiCacheFile:
         """Write blocks to the active segment. Returns how many, fewer only where they do not fit. Raises OSError."""
         segment = self._index.active or self._begin_segment()
         keys, pages = keys[: segment.free], pages[: segment.free]
+        self._write_slots(segment, segment.used, keys, pages)
+        return len(keys)
+
+    def _write_slots(
+        self, segment: Segment, slot: int, keys: list[bytes], pages: np.ndarray, overwrites: bool = False
+    ) -> None:
+        """Write blocks to the slots from `slot` on. Raises OSError."""
         try:
             fd = self._files.open_to_write(segment.path)
         except OSError as error:
@@ -352,15 +380,25 @@ class HiCacheFile:
                 self._lose(segment)
             raise
         try:
-            checksums = self._files.write(segment.path, fd, segment.layout, segment.used, keys, pages)
+            checksums = self._files.write(segment.path, fd, segment.layout, slot, keys, pages, overwrites)
         finally:
             os.close(fd)
         with self._lock:
             # Unless a reader found that the file is gone, and the blocks with it.
             if segment.number in self._index.segments:
-                self._index.add_blocks(segment, keys, checksums)
+                self._index.add_blocks(segment, slot, keys, checksums)
                 self._counters["written_blocks"] += len(keys)
-        return len(keys)
+
+    def _overwrite_spare(self, keys: list[bytes], pages: np.ndarray) -> int:
+        """Write the first blocks in place of such that memory has. Returns how many. Raises OSError."""
+        with self._lock:
+            found = self._index.take_spare(len(keys))
+            if found is None:
+                return 0
+            segment, slots = found
+            self._counters["evicted_blocks"] += len(slots)
+        self._write_slots(segment, slots.start, keys[: len(slots)], pages[: len(slots)], overwrites=True)
+        return len(slots)
 
     def _begin_segment(self) -> Segment:
         """A new active segment, empty."""

@@ -122,11 +122,22 @@ class SegmentFiles:
             os.close(fd)
 
     def write(
-        self, path: str, fd: int, layout: SegmentLayout, slot: int, keys: list[bytes], pages: np.ndarray
+        self,
+        path: str,
+        fd: int,
+        layout: SegmentLayout,
+        slot: int,
+        keys: list[bytes],
+        pages: np.ndarray,
+        overwrites: bool = False,
     ) -> list[bytes]:
         """Write blocks to the slots from `slot` on, first their payloads, then their entries. Returns their
-        checksums. Where it fails the space is given back."""
+        checksums. overwrites: the slots have others, whose entries go before; else they are the last ones, and where
+        it fails their space is given back."""
+        no_entries = bytes(ENTRY_BYTES * len(keys))
         try:
+            if overwrites:
+                transfer(os.pwritev, fd, [memoryview(no_entries)], layout.entry_offset(slot))
             blocks = self._write_payloads(path, fd, pages, layout.slot_offset(slot))
             checksums = [layout.checksum(key, block) for key, block in zip(keys, blocks)]
             rows = [layout.entry(slot + i, key, checksums[i]) for i, key in enumerate(keys)]
@@ -135,8 +146,9 @@ class SegmentFiles:
             failed = error.error if isinstance(error, PartialTransferError) else error
             # What was written of it is not reachable.
             try:
-                os.pwrite(fd, bytes(ENTRY_BYTES * len(keys)), layout.entry_offset(slot))
-                os.ftruncate(fd, layout.slot_offset(slot))
+                os.pwrite(fd, no_entries, layout.entry_offset(slot))
+                if not overwrites:
+                    os.ftruncate(fd, layout.slot_offset(slot))
             except OSError:
                 pass
             raise failed from None

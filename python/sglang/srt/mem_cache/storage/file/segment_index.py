@@ -29,7 +29,9 @@ def slot_of(place: int) -> int:
 class Segment:
     """A file of blocks, and what is known of it. keys, checksums: of its used slots, one after the other."""
 
-    __slots__ = ("checksums", "fd", "keys", "last_used", "layout", "live", "number", "path", "pins", "size_bytes")
+    __slots__ = (
+        *("number", "path", "layout", "keys", "checksums", "live", "spare", "size_bytes", "last_used", "pins", "fd"),
+    )
 
     def __init__(self, number: int, path: str, layout: SegmentLayout) -> None:
         self.number = number
@@ -39,6 +41,8 @@ class Segment:
         self.checksums = bytearray()
         # Slots that the index points to.
         self.live = 0
+        # Of those, the ones that memory has, see `SegmentIndex.make_spare`.
+        self.spare: set[int] = set()
         self.size_bytes = layout.size_bytes(0)
         self.last_used = 0
         # Calls that are using the file; it is closed only at 0.
@@ -73,6 +77,8 @@ class SegmentIndex:
         # Takes what is written; None: the next write begins a segment.
         self.active: Segment | None = None
         self.size_bytes = 0
+        # Spare slots of all segments.
+        self.num_spare = 0
         # Rises with every use of a segment.
         self.tick = 0
         self.next_number = 1
@@ -86,22 +92,64 @@ class SegmentIndex:
 
     # -- blocks -----------------------------------------------------------------------------------------------------
 
-    def use(self, keys: Sequence[bytes]) -> list[int]:
-        """The places of the leading keys that are stored; their segments become the most recently used."""
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """The places of the leading keys that are stored."""
         places = []
         for key in keys:
             place = self.places.get(key)
             if place is None:
                 break
             places.append(place)
-        self.touch_all(places)
         return places
 
-    def add_blocks(self, segment: Segment, keys: Sequence[bytes], checksums: Sequence[bytes]) -> None:
-        """Blocks have been written to the segment's next slots."""
-        slot = segment.used
-        segment.keys += b"".join(keys)
-        segment.checksums += b"".join(checksums)
+    def use(self, places: Sequence[int]) -> None:
+        """A prompt's blocks are used here: none is spare, and their segments become the most recently used."""
+        last = None
+        # Its front most of all: without it the rest is of no use.
+        for place in reversed(places):
+            if self.num_spare:
+                self._end_spare(self.segments[number_of(place)], slot_of(place))
+            if number_of(place) != last:
+                last = number_of(place)
+                self.touch(last)
+
+    def make_spare(self, keys: Sequence[bytes]) -> None:
+        """Memory has these blocks now, and stores them when it gives them up: they may go first."""
+        for key in keys:
+            if (place := self.places.get(key)) is None:
+                continue
+            segment = self.segments[number_of(place)]
+            if slot_of(place) not in segment.spare:
+                segment.spare.add(slot_of(place))
+                self.num_spare += 1
+
+    def take_spare(self, most: int) -> tuple[Segment, range] | None:
+        """Slots to overwrite, neighbours and `most` at most, whose blocks are forgotten: spare ones of a segment that
+        nobody reads, of which it has most. None if there are none."""
+        if not self.num_spare:
+            return None
+        unread = (segment for segment in self.segments.values() if segment.spare and not segment.pins)
+        segment = max(unread, key=lambda segment: len(segment.spare), default=None)
+        if segment is None:
+            return None
+        first = last = min(segment.spare)
+        while last + 1 in segment.spare and last + 1 - first < most:
+            last += 1
+        slots = range(first, last + 1)
+        for slot in slots:
+            self.forget(segment, slot)
+        return segment, slots
+
+    def _end_spare(self, segment: Segment, slot: int) -> None:
+        if slot in segment.spare:
+            segment.spare.remove(slot)
+            self.num_spare -= 1
+
+    def add_blocks(self, segment: Segment, slot: int, keys: Sequence[bytes], checksums: Sequence[bytes]) -> None:
+        """Blocks have been written to the slots from `slot` on, behind the used ones or in place of spare ones."""
+        end = slot + len(keys)
+        segment.keys[slot * KEY_BYTES : end * KEY_BYTES] = b"".join(keys)
+        segment.checksums[slot * CHECKSUM_BYTES : end * CHECKSUM_BYTES] = b"".join(checksums)
         for i, key in enumerate(keys):
             self.places[key] = segment.place(slot + i)
         segment.live += len(keys)
@@ -109,7 +157,7 @@ class SegmentIndex:
         segment.size_bytes += added
         self.size_bytes += added
         self.touch(segment.number)
-        if not segment.free:
+        if segment is self.active and not segment.free:
             self.active = None
 
     def forget(self, segment: Segment, slot: int) -> bool:
@@ -119,6 +167,7 @@ class SegmentIndex:
             return False
         del self.places[key]
         segment.live -= 1
+        self._end_spare(segment, slot)
         return True
 
     # -- segments ---------------------------------------------------------------------------------------------------
@@ -152,15 +201,6 @@ class SegmentIndex:
         self.segments[number].last_used = self.tick
         self.segments.move_to_end(number)
 
-    def touch_all(self, places: list[int]) -> None:
-        """The segments of a prompt's blocks become the most recently used."""
-        last = None
-        # Its front most of all: without it the rest is of no use.
-        for place in reversed(places):
-            if number_of(place) != last:
-                last = number_of(place)
-                self.touch(last)
-
     def oldest(self) -> Segment | None:
         """The least recently used one that can be evicted."""
         return next((segment for segment in self.segments.values() if segment is not self.active), None)
@@ -172,6 +212,8 @@ class SegmentIndex:
             if self.places.get(key) == segment.place(slot):
                 del self.places[key]
         segment.live = 0
+        self.num_spare -= len(segment.spare)
+        segment.spare.clear()
         del self.segments[segment.number]
         self.size_bytes -= segment.size_bytes
         if segment is self.active:
@@ -189,6 +231,7 @@ class SegmentIndex:
         self.places.clear()
         self.segments.clear()
         self.active = None
+        self.num_spare = 0
         return fds
 
     # -- open files -------------------------------------------------------------------------------------------------
@@ -229,6 +272,7 @@ class SegmentIndex:
         """Asserts; with no call under way."""
         assert self.size_bytes == sum(s.size_bytes for s in self.segments.values())
         assert len(self.places) == sum(s.live for s in self.segments.values())
+        assert self.num_spare == sum(len(s.spare) for s in self.segments.values())
         for number, segment in self.segments.items():
             assert number == segment.number < self.next_number
             assert segment.pins == 0
@@ -236,7 +280,7 @@ class SegmentIndex:
             assert len(segment.checksums) == segment.used * CHECKSUM_BYTES
             slots = range(segment.used)
             live = [slot for slot in slots if self.places.get(segment.key(slot)) == segment.place(slot)]
-            assert len(live) == segment.live
+            assert len(live) == segment.live and segment.spare <= set(live)
             assert (segment.fd is not None) == (number in self._open_files)
         assert self.active is None or self.segments[self.active.number] is self.active
         assert len(self._open_files) <= MAX_OPEN_FILES
