@@ -34,7 +34,17 @@ from sglang.srt.mem_cache.placement import (
     choose_tier,
     pages_to_write_ahead,
 )
-from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2H, D2S, LOAD_LINKS, P2H, Ticket, Tier, TransferOp
+from sglang.srt.mem_cache.transfer import (
+    BACKUP_LINKS,
+    D2H,
+    D2S,
+    LOAD_LINKS,
+    P2H,
+    TIER_NAMES,
+    Ticket,
+    Tier,
+    TransferOp,
+)
 from sglang.srt.utils.time_units import LaunchSeq
 
 _FROM_DEVICE = frozenset(BACKUP_LINKS.values())
@@ -318,7 +328,8 @@ class HiCacheController:
             self._give_up(self.tree.victims(tier, num_pages, stay=False), tier)
             return
         # What is being copied from the device becomes free only then: others go first.
-        copied = {n.id for op in self.ledger.in_flight for n in self.tree.nodes_of(op) if op.link in _FROM_DEVICE}
+        in_flight = [ticket for ticket in self.ledger.in_flight if ticket.link in _FROM_DEVICE]
+        copied = {node.id for ticket in in_flight for node in self.tree.nodes_of(ticket)}
         for kept in (copied, ()) if copied else ((),):
             victims = self.tree.victims(tier, num_pages, kept, stay=False)
             num_pages -= self._pages_of(victims)
@@ -519,7 +530,7 @@ class HiCacheController:
         self.ledger.free(dropped, tier)
         self._to_compact += dropped.staying
         num_evicted = before - table.counts[FrameState.CACHED]
-        self.counters[f"evicted_tokens_{tier.name.lower()}"] += num_evicted * self.tree.page_size
+        self.counters[f"evicted_tokens_{TIER_NAMES[tier]}"] += num_evicted * self.tree.page_size
         self.num_looked_at[tier] = max(0, self.num_looked_at[tier] - num_evicted)
         table.reap(self._clock.done)
 

@@ -20,8 +20,8 @@ _DEVICE, _PEER, _HOST = int(Tier.DEVICE), int(Tier.PEER), int(Tier.HOST)
 
 
 class EvictionHeap:
-    """The candidates of one tier. Entries go stale freely: `pop` checks them. But a node whose rank falls must be
-    offered again, else `pop` comes to it too late.
+    """The candidates of one tier. Entries go stale freely: `peek` checks them. But a node whose rank falls must be
+    offered again, else `peek` comes to it too late.
 
     is_candidate: whether a node can be given up now. rank: what goes first, the least.
     """
@@ -39,24 +39,22 @@ class EvictionHeap:
             self._entries = [(self._rank(n), n.id, n) for n in best.values()]
             heapq.heapify(self._entries)
 
-    def pop(self) -> Node | None:
-        """Take out the candidate that goes first; None if there is none."""
-        while self._entries:
-            entry = heapq.heappop(self._entries)
-            node = entry[2]
+    def peek(self) -> tuple[Rank, int, Node] | None:
+        """The candidate that goes first, with its rank and id; None if there is none."""
+        entries = self._entries
+        while entries:
+            rank, node_id, node = entry = entries[0]
             if not self._is_candidate(node):
-                continue
-            if entry[0] == (rank := self._rank(node)):
-                return node
-            heapq.heappush(self._entries, (rank, node.id, node))
+                heapq.heappop(entries)
+            elif rank == (now := self._rank(node)):
+                return entry
+            else:
+                heapq.heapreplace(entries, (now, node_id, node))
         return None
 
-    def peek(self) -> Node | None:
-        """The candidate that goes first; None if there is none."""
-        node = self.pop()
-        if node is not None:
-            heapq.heappush(self._entries, (self._rank(node), node.id, node))
-        return node
+    def pop(self) -> None:
+        """Take out what `peek` has just returned."""
+        heapq.heappop(self._entries)
 
     def put_back(self, nodes: Iterable[Node]) -> None:
         """Nodes that were popped and are kept."""
@@ -122,16 +120,15 @@ class EvictionOrder:
         uncovered: list[tuple[Rank, int, Node]] = []
         # By the id of a node: children in the way.
         in_the_way: dict[int, int] = {}
-        top: Node | None = None
         while num_pages > 0:
-            while top is None and (node := heap.pop()) is not None:
-                if node.id not in popped:
-                    popped[node.id] = node
-                    top = node if node.id not in kept else None
-            if uncovered and (top is None or uncovered[0][:2] < (self.rank_on(top, tier), top.id)):
+            while (top := heap.peek()) is not None and (top[1] in popped or top[1] in kept):
+                popped[top[1]] = top[2]
+                heap.pop()
+            if uncovered and (top is None or uncovered[0][:2] < top[:2]):
                 node = heapq.heappop(uncovered)[2]
             elif top is not None:
-                node, top = top, None
+                popped[top[1]] = node = top[2]
+                heap.pop()
             else:
                 break
             if node.id in found:
@@ -165,7 +162,7 @@ class EvictionOrder:
 
     def is_evictable(self, node: Node, tier: int) -> bool:
         """Of the device the leaves go. On other tiers all may go, see `rank_on`."""
-        return self._is_free_to_go(node, tier) and (tier != _DEVICE or node.num_device_children == 0)
+        return (tier != _DEVICE or node.num_device_children == 0) and self._is_free_to_go(node, tier)
 
     @staticmethod
     def _is_free_to_go(node: Node, tier: int) -> bool:
@@ -225,7 +222,8 @@ class EvictionOrder:
 
     def next_of(self, tier: Tier) -> Node | None:
         """The node that a tier would give up next."""
-        return self._heaps[tier].peek()
+        top = self._heaps[tier].peek()
+        return top[2] if top is not None else None
 
     def rank(self, node: Node) -> Rank:
         """By the eviction policy, whatever the tier: the least goes first."""

@@ -57,10 +57,6 @@ from sglang.srt.mem_cache.transient_nodes import TransientNodes
 from sglang.srt.mem_cache.tree_checks import check_tree
 from sglang.srt.utils.time_units import NO_LAUNCH, LaunchSeq
 
-_ALIKE_IN_BOTH_HALVES = (
-    *("lock", "hits", "priority", "is_lossy", "last_access", "last_use", "last_stream"),
-    *("was_copied", "is_next", "is_stored_ahead", "soft_pins"),
-)
 # Plain integers: looking up a member of an enumeration costs as much as the rest of a line.
 _DEVICE, _PEER, _HOST = int(Tier.DEVICE), int(Tier.PEER), int(Tier.HOST)
 
@@ -423,8 +419,7 @@ class HiRadixTree:
             self._changed(node)
             node.tickets[tier] = None
             self.counts.evictable[tier] += evictable_pages(node, tier)
-            for t in FRAME_TIERS:
-                self._offer(node, t)
+            self._offer_everywhere(node)
         return nodes
 
     def retire(self, namespace: str) -> None:
@@ -436,8 +431,7 @@ class HiRadixTree:
             assert node.lock == 0, f"{node} is retired, and in use"
             node.last_access, node.hits, node.priority = NO_LAUNCH, 0, RETIRED_PRIORITY
             stack.extend(node.children.values())
-            for tier in FRAME_TIERS:
-                self._offer(node, tier)
+            self._offer_everywhere(node)
 
     def set_load_order(self, order: tuple[Tier, ...]) -> None:
         """order: see `EvictionOrder`. A match may come out differently for each node that several tiers have."""
@@ -447,8 +441,7 @@ class HiRadixTree:
         for node in self.walk():
             if all(node.frames[tier] is not None for tier in order):
                 self._changed(node)
-                self._offer(node, _PEER)
-                self._offer(node, _HOST)
+                self._offer_everywhere(node)
 
     @staticmethod
     def mark_next(nodes: Iterable[Node]) -> None:
@@ -462,8 +455,7 @@ class HiRadixTree:
             return
         self.order.adds_up = adds_up
         for node in self.walk():
-            self._offer(node, Tier.PEER)
-            self._offer(node, Tier.HOST)
+            self._offer_everywhere(node)
 
     def rename_blocks(self, block_keys: BlockKeys | None) -> None:
         """Another storage, or none: forget all names of blocks and what was stored."""
@@ -624,8 +616,7 @@ class HiRadixTree:
         self.names.split(upper, node)
         node.key = trimmed(node.key[num_tokens:])
         node.start = upper.end
-        for name in _ALIKE_IN_BOTH_HALVES:
-            setattr(upper, name, getattr(node, name))
+        upper.be_used_as(node)
         upper.num_device_children = int(node.frames[_DEVICE] is not None)
         for tier in FRAME_TIERS:
             frames = node.frames[tier]
@@ -637,8 +628,8 @@ class HiRadixTree:
             ticket = upper.tickets[tier] = node.tickets[tier]
             if ticket is not None:
                 self._by_ticket[ticket].append(upper)
-        self._offer(upper, Tier.PEER)
-        self._offer(upper, Tier.HOST)
+        self._offer(upper, _PEER)
+        self._offer(upper, _HOST)
         return upper
 
     def _set_frames(
@@ -674,28 +665,36 @@ class HiRadixTree:
         if tier == Tier.DEVICE:
             assert node.num_device_children == 0
             parent.num_device_children -= 1
-            self._offer(parent, tier)
         if node.children or not is_hole(node):
             dropped.staying.append(node)
-            for t in FRAME_TIERS:
-                self._offer(node, t)
-            return
-        while node.parent is not None and not node.children and is_hole(node):
-            parent = node.parent
+            if tier == Tier.DEVICE:
+                self._offer(parent, tier)
+        else:
+            node = self._remove(node)
+            self._prune(node)
+        self._offer_everywhere(node)
+
+    def _remove(self, node: Node) -> Node:
+        """Take a hole without children out of the tree, and those above that are such then. Returns what is above."""
+        while (above := node.parent) is not None:
             if node.soft_pins:
                 self._add_soft_pins(node, -node.soft_pins)
-            del parent.children[self.page_key(node.key, 0)]
+            del above.children[self.page_key(node.key, 0)]
             node.parent = None
             self.num_nodes -= 1
-            node = parent
-        for t in FRAME_TIERS:
-            self._offer(node, t)
-        self._prune(node)
+            node = above
+            if node.children or not is_hole(node):
+                break
+        return node
 
     def _offer(self, node: Node, tier: int) -> None:
         """Enter a node among the candidates for eviction, if it is one; also when its rank has fallen."""
         if node.frames[tier] is not None:
             self.order.offer(node, tier, self.num_nodes)
+
+    def _offer_everywhere(self, node: Node) -> None:
+        for tier in FRAME_TIERS:
+            self._offer(node, tier)
 
     def _is_settled(self, node: Node, done: int) -> bool:
         return all(t is None for t in node.tickets) and all(f < done for f in node.fences)

@@ -85,6 +85,13 @@ class Node:
         # (n,) bool, which blocks storage is believed to have.
         self.stored: np.ndarray | None = None
 
+    def be_used_as(self, node: Node) -> None:
+        """This one was a part of the node."""
+        self.lock, self.soft_pins = node.lock, node.soft_pins
+        self.hits, self.priority, self.is_lossy = node.hits, node.priority, node.is_lossy
+        self.was_copied, self.is_next, self.is_stored_ahead = node.was_copied, node.is_next, node.is_stored_ahead
+        self.last_access, self.last_use, self.last_stream = node.last_access, node.last_use, node.last_stream
+
     @property
     def end(self) -> int:
         return self.start + len(self.key)
@@ -104,7 +111,7 @@ class Root(Node):
 
 def is_hole(node: Node) -> bool:
     """Whether no tier has it, though some have what is below it."""
-    return all(frames is None for frames in node.frames)
+    return all([frames is None for frames in node.frames])
 
 
 def is_fetching(node: Node) -> bool:
