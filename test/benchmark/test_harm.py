@@ -128,17 +128,9 @@ def short(base: tuple[Tier, ...], added: Tier, speed: float, workload: str) -> C
 QUICK = {"documents": (100.0, 1.0, 0.01), "chats": (0.01,), "unique": (100.0, 0.01)}
 # What does harm today, by workload: base and added tier -> speeds. A repair takes its cases from here.
 KNOWN_HARM: dict[str, dict[str, tuple[float, ...]]] = {
-    "documents": {
-        "device+host+peer": (0.1, 0.01),
-        "device+host+remote": (1.0, 0.01),
-    },
-    "chats": {
-        "device+host+peer": (0.1, 0.01),
-        "device+host+remote": (0.01,),
-    },
-    "unique": {
-        "device+host+peer": (1.0, 0.1),
-    },
+    "documents": {"device+host+remote": (1.0, 0.01)},
+    "chats": {"device+host+remote": (0.01,)},
+    "unique": {},
 }
 
 

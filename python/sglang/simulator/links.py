@@ -6,7 +6,7 @@ Every number that comes out of it is simulated.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -154,7 +154,7 @@ class SimulatedStorage:
 
     def __init__(self, max_blocks: int | None = None, is_exclusive: bool = False) -> None:
         # In the order of use, the least recent first.
-        self.blocks: dict[bytes, None] = {}
+        self.blocks: OrderedDict[bytes, None] = OrderedDict()
         self.num_evicted = 0
         self._max_blocks = max_blocks
         self._is_exclusive = is_exclusive
@@ -177,8 +177,8 @@ class SimulatedStorage:
 
     def _demote(self, keys: Sequence[bytes]) -> None:
         """These go first, the last of them before all others."""
-        first = dict.fromkeys(reversed(keys))
-        self.blocks = first | {key: None for key in self.blocks if key not in first}
+        for key in keys:
+            self.blocks.move_to_end(key, last=False)
 
     def carry_out(self, op: StorageOp) -> int:
         """The count of a `StorageOp`'s result. Attaching, detaching and clearing always succeed."""

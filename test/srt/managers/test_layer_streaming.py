@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from test_equality import MODELS, Model, check_memory, greedy, prompts
 
 from sglang.srt.managers import kv_cache
+from sglang.srt.managers.layer_streaming import LayerStreaming
+from sglang.srt.managers.schedule_batch import ReqHold
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.transfer import P2D, Tier
 from sglang.srt.model_executor.launch import LaunchMode
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.time_units import LaunchSeq
 from support.local_engine import LocalEngine
+from support.storage_rig import DEVICE, HOST, StorageRig, tokens
 from support.two_ranks import TwoRanks
 
 CHUNK = 16
@@ -190,6 +197,40 @@ def test_what_comes_back_from_two_tiers_comes_in_any_order(model: Model):
     (answer,) = engine.generate([prompt], greedy(30), after_step=look)
     model.check(prompt, answer, 30)
     assert tiers == {Tier.DEVICE, Tier.PEER, Tier.HOST, Tier.DISK}
+
+
+def test_of_a_path_that_the_host_has_no_room_for_an_end_goes_there(monkeypatch: pytest.MonkeyPatch):
+    """The request's path: eight pages that only the device has, and four behind them that only the host has."""
+    rig = StorageRig(device=64, host=4 + 3)
+    rig.storage.open(None, None)
+    rig.clock.next, rig.clock.done = LaunchSeq(100), LaunchSeq(50)
+    front = rig.insert("A" * 8)
+    gap = rig.insert("b" * 4, below=front)
+    rig.controller.back_up([gap], HOST)
+    rig.collect()
+    rig.finish_all()
+    other = rig.insert("o")
+    rig.controller.back_up([other], HOST)
+    rig.collect()
+    rig.finish_all()
+    rig.controller.drop(other, DEVICE)
+    hold = ReqHold(1, rig.tree.lock_node(gap, rig.clock.next), 12)
+    rig.controller.demote(gap, 4)
+    streaming = LayerStreaming.__new__(LayerStreaming)
+    streaming._controller, streaming._tree, streaming._host = rig.controller, rig.tree, rig.host
+    streaming._clock, streaming._page, streaming._start, streaming.counters = rig.clock, 1, 12, Counter()
+    streaming._spilling = streaming._swapped = streaming._swapping = np.empty(0, np.int32)
+    streaming.req = SimpleNamespace(hold=hold)  # type: ignore[assignment]
+    monkeypatch.setattr(streaming, "_layout", lambda: range(12))
+
+    assert streaming._demote(4), "a copy has begun"
+    assert rig.host.num_free == 0 and gap.frames[HOST] is not None
+    rig.collect()
+    rig.finish_all()
+    assert streaming._demote(4), "and what was copied leaves the device"
+    assert rig.tree.match("", tokens("A" * 8)).device_len == 5
+    assert not streaming._demote(4), "there is no room for more"
+    rig.tree.check_invariants()
 
 
 def test_others_run_beside_it(model: Model):

@@ -155,6 +155,22 @@ def test_one_behind_a_request_that_waits_for_room_is_put_off_too():
     rig.assert_nothing_left()
 
 
+def test_no_request_is_put_off_for_one_behind_it():
+    texts = LONG, "tttt", "ppppqqqqrrrrssss"
+    one_by_one = {"max_fetch_pages": 20, "fetch_window_ops": 1, "blocks_per_op": 1}
+    rig = Rig(*texts, policy="timeout", timeout_base_s=1.0, timeout_per_ki_token_s=0.0, **one_by_one)
+    fetches = rig.finish(rig.begin("r", LONG[:20], now=0.9)[0])
+    rig.finish(rig.begin("s", texts[1], now=0.2)[0])
+    rig.finish(rig.begin("t", texts[2], now=0.9)[0])
+    rig.finish(fetches[0])
+    expire(rig, 1.25)
+    assert rig.over("s", "t") == [True, False], "s waits for its turn, and t for room"
+    for rid in "rst":
+        rig.detach(rid)
+    rig.finish_all()
+    rig.assert_nothing_left()
+
+
 def test_no_request_is_put_off_for_ever():
     rig = Rig(LONG, OTHER, policy="timeout", timeout_base_s=1.0, timeout_per_ki_token_s=0.0, max_fetch_pages=20)
     rig.finish(rig.begin("r", LONG)[0])

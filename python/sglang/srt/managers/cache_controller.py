@@ -277,6 +277,8 @@ class HiCacheController:
         nodes = self.commit_nodes(ticket, op.dst)
         if op.dst == Tier.HOST and nodes:
             self._host_filled(nodes)
+        if op.dst == Tier.PEER and self.write_policy == "auto":
+            self._end_probe(nodes)
         if (op.src, op.dst) == (Tier.PEER, Tier.DEVICE):
             for node in nodes:
                 self.back_up_inserted(node)
@@ -284,6 +286,14 @@ class HiCacheController:
         for node in reversed(nodes):
             if node.parent is not None:
                 self.tree.compact(node, self._clock.done)
+
+    def _end_probe(self, nodes: list[Node]) -> None:
+        """Give up what went to peers only to measure how slow they are: once they alone have it, all behind it that
+        the host has would be computed, too."""
+        for node in nodes:
+            is_elsewhere = node.frames[Tier.DEVICE] is not None or node.frames[Tier.HOST] is not None
+            if is_elsewhere and not self._is_worth_copying(Tier.PEER, node.start, node.end):
+                self.drop(node, Tier.PEER)
 
     def commit_nodes(self, ticket: Ticket, tier: Tier) -> list[Node]:
         """The nodes that still wanted what the operation brought; their frames are CACHED now."""

@@ -643,20 +643,23 @@ class LayerStreaming(NoLayerStreaming):
     def _back_up_end(self, node: Node) -> bool:
         """Begin to copy to the host as much of a node's end as that has room for, without what lies above. False if
         it has none."""
-        room = self._host_room(node)
+        assert self.req is not None and self.req.hold is not None
+        kept = self._tree.path_of(self.req.hold.receipt.node)
+        room = self._host_room(kept)
         if room < 1:
             return False
         if (surplus := len(node.key) // self._page - room) > 0:
             self._tree.split(node, surplus * self._page)
-        return self._controller.back_up([node], Tier.HOST, self._tree.path_of(node)) is not None
+        return self._controller.back_up([node], Tier.HOST, kept) is not None
 
-    def _host_room(self, node: Node) -> int:
-        """Pages that the host has free, or could give up beside the path to a node."""
-        return self._host.num_free + self._tree.evictable_pages(Tier.HOST, self._tree.path_of(node))
+    def _host_room(self, kept: list[Node]) -> int:
+        """Pages that the host has free, or could give up. kept: nodes that stay."""
+        self._host.reap(self._clock.done)
+        return self._host.num_free + self._tree.evictable_pages(Tier.HOST, kept)
 
     def _split_for_host(self, node: Node) -> Node | None:
         """Cut off the front of a node that the host has room for, with what it lacks above. None if there is none."""
-        room = self._host_room(node)
+        room = self._host_room(self._tree.path_of(node))
         step = node.parent
         while step is not None and step.parent is not None and step.frames[Tier.HOST] is None:
             room -= len(step.key) // self._page

@@ -503,7 +503,8 @@ class StorageController:
         """Whether a request has begun nothing because it, or one before it, finds too much soft-pinned for others."""
         if rid not in self._unfinished or prefetch.is_pinned:
             return False
-        return any(self._waits_for_pinned(self._prefetches[other]) for other in self._unfinished)
+        order = sorted(self._unfinished, key=self._rank)
+        return any(self._waits_for_pinned(self._prefetches[other]) for other in order[: order.index(rid) + 1])
 
     def _tell_waiters(self, ticket: Ticket, start: int, end: int, whole: bool) -> None:
         """A fetch is over; tokens [start, end) of the path are on the host. whole: all blocks came."""

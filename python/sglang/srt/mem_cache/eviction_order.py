@@ -218,7 +218,9 @@ class EvictionOrder:
         if is_covered is None:
             is_covered = self._is_covered(node, tier)
         is_pinned = node.soft_pins > 0
-        return class_of_copy(ready[_DEVICE] or on_other, is_first and ready[other], is_next, is_covered, is_pinned)
+        # Peers behind the host are much slower: what they have, the host is not to give up for it.
+        on_farther = is_first and tier == _PEER and ready[_HOST]
+        return class_of_copy(ready[_DEVICE] or on_other, on_farther, is_next, is_covered, is_pinned)
 
     def next_of(self, tier: Tier) -> Node | None:
         """The node that a tier would give up next."""

@@ -635,20 +635,20 @@ def test_the_front_of_a_prompt_goes_after_its_end(disk: Disk):
     assert left == []
 
 
-def fill(disk: Disk, limit: int) -> tuple[HiCacheFile, list[list[bytes]]]:
-    """A full exclusive store, and what it holds: groups of four blocks, oldest first."""
-    store, groups = disk.open(limit_bytes=limit, is_exclusive=True), []
-    while store.has_room:
-        groups.append(keys_of(*range(4 * len(groups), 4 * len(groups) + 4)))
-        assert disk.set(store, groups[-1]) == 4
-        assert disk.get(store, groups[0]) == 4, "with room, what is read is used"
-    return store, [group for group in groups if group[0] in store._index]
+def fill(disk: Disk) -> tuple[HiCacheFile, list[list[bytes]]]:
+    """A full exclusive store without room for another block, and groups of four blocks that it holds."""
+    store, keys = disk.open(limit_bytes=8 * (6 * SLOT_BYTES + DATA), is_exclusive=True), []
+    while store._fits(SLOT_BYTES + (DATA if store._index.active is None else 0)):
+        keys += keys_of(len(keys))
+        assert disk.set(store, keys[-1:]) == 1
+        if store.has_room:
+            assert disk.get(store, keys[:1]) == 1 and not store._index.num_spare
+    assert not store.has_room and store.stats()["evicted_blocks"] == 0
+    return store, [keys[i : i + 4] for i in range(0, len(keys) - 3, 4)]
 
 
 def test_what_memory_has_read_from_a_full_exclusive_store_makes_room(disk: Disk):
-    store, groups = fill(disk, 8 * (6 * SLOT_BYTES + DATA))
-    while store._index.active is not None or store._fits(SLOT_BYTES):
-        disk.set(store, keys_of(1000 + store.stats()["written_blocks"]))
+    store, groups = fill(disk)
     num_segments, num_evicted = store.stats()["segments"], store.stats()["evicted_blocks"]
     read = groups[2] + groups[5]
     assert disk.get(store, groups[2]) == disk.get(store, groups[5]) == 4
@@ -672,24 +672,33 @@ def test_what_memory_has_read_from_a_full_exclusive_store_makes_room(disk: Disk)
     assert store.stats()["read_errors"] == 0
 
 
+def test_a_full_store_stays_full_while_a_segment_makes_room(disk: Disk):
+    store, _ = fill(disk)
+    for i in range(40):
+        disk.set(store, keys_of(2000 + i))
+        assert not store.has_room
+    store.clear()
+    assert store.has_room
+
+
 def test_what_is_being_read_is_not_overwritten(disk: Disk):
-    store, groups = fill(disk, 8 * (6 * SLOT_BYTES + DATA))
+    store, groups = fill(disk)
     assert disk.get(store, groups[2]) == 4
     segment = store._index.segments[number_of(store._index.places[groups[2][0]])]
+    spare = [segment.key(slot) for slot in segment.spare]
     segment.pins += 1
     for i in range(12):
-        disk.set(store, keys_of(2000 + i))
-        assert store.exists(groups[2]) in (0, 4)
-    segment.pins -= 1
+        assert disk.set(store, keys_of(2000 + i)) == 1
+        assert segment.number not in store._index.segments or all(key in store._index for key in spare)
+    store._unpin([segment])
+    assert store.stats()["blocks"] == store.stats()["written_blocks"] - store.stats()["evicted_blocks"]
     store.check_invariants()
 
 
 @pytest.mark.parametrize("call", ["pwritev", "pwrite"])
 def test_an_overwrite_that_fails_loses_only_what_was_spare(disk: Disk, monkeypatch: pytest.MonkeyPatch, call: str):
-    store, groups = fill(disk, 8 * (6 * SLOT_BYTES + DATA))
+    store, groups = fill(disk)
     assert disk.get(store, groups[2]) == 4
-    while store._index.active is not None or store._fits(SLOT_BYTES):
-        disk.set(store, keys_of(1000 + store.stats()["written_blocks"]))
     real, num_calls = os.pwritev, 0
 
     def fails(*args: object) -> int:

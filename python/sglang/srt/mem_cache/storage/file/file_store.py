@@ -98,6 +98,8 @@ class HiCacheFile:
             ("read_blocks", "written_blocks", "evicted_blocks", "read_errors", "write_errors"), 0
         )
         self._clock = clock
+        # Whether a segment had to go for the limit.
+        self._is_full = False
         self._no_write_before = -float("inf")
         self._read_log = _RateLimit(clock)
         self._write_log = _RateLimit(clock)
@@ -126,8 +128,10 @@ class HiCacheFile:
 
     @property
     def has_room(self) -> bool:
-        """Whether another segment is within the limit; True without a limit."""
-        return not self.limit_bytes or self._fits(self._layout.size_bytes(self._layout.num_slots))
+        """Whether another segment is within the limit; True without a limit. Once a segment had to go for a new one
+        there is none, until others are lost."""
+        segment_bytes = self._layout.size_bytes(self._layout.num_slots)
+        return not self.limit_bytes or (not self._is_full and self._fits(segment_bytes))
 
     def exists(self, keys: Sequence[bytes]) -> int:
         """See BlockStore. What is asked for is soon read."""
@@ -181,6 +185,7 @@ class HiCacheFile:
         with self._lock:
             segments = list(self._index.segments.values())
             dropped = [(self._index.drop(segment), segment.path) for segment in segments]
+            self._is_full = False
         for fd, path in dropped:
             self._delete(fd, path)
 
@@ -326,6 +331,7 @@ class HiCacheFile:
             if segment.number not in self._index.segments:
                 return False
             fd = self._index.drop(segment)
+            self._is_full = False
         if fd is not None:
             os.close(fd)
         return True
@@ -345,34 +351,28 @@ class HiCacheFile:
             free = active.free if active is not None else self._layout.num_slots
             batch = missing[done : done + min(free, self._files.batch_blocks)]
             need = len(batch) * self._layout.slot_bytes + (0 if active is not None else self._layout.data_offset)
-            if not self._leftover_bytes and not self._fits(need):
-                num_written = self._overwrite_spare([keys[i] for i in batch], pages[batch])
-                done += num_written
-                if num_written:
-                    continue
-            if not self._make_room(need, before):
+            spare = None if self._leftover_bytes or self._fits(need) else self._take_spare(len(batch))
+            if spare is None and not self._make_room(need, before):
                 if not self.limit_bytes:
                     raise OSError(errno.ENOSPC, f"less than {FREE_SHARE:.0%} of the file system is free")
                 return
             try:
-                done += self._write_batch([keys[i] for i in batch], pages[batch])
+                done += self._write_batch([keys[i] for i in batch], pages[batch], spare)
             except OSError as error:
                 # Others fill the disk too: what is oldest here makes room for what is new, once.
                 if error.errno not in _FULL or not self._evict_oldest(before):
                     raise
                 done += self._write_batch([keys[i] for i in batch], pages[batch])
 
-    def _write_batch(self, keys: list[bytes], pages: np.ndarray) -> int:
-        """Write blocks to the active segment. Returns how many, fewer only where they do not fit. Raises OSError."""
-        segment = self._index.active or self._begin_segment()
-        keys, pages = keys[: segment.free], pages[: segment.free]
-        self._write_slots(segment, segment.used, keys, pages)
-        return len(keys)
-
-    def _write_slots(
-        self, segment: Segment, slot: int, keys: list[bytes], pages: np.ndarray, overwrites: bool = False
-    ) -> None:
-        """Write blocks to the slots from `slot` on. Raises OSError."""
+    def _write_batch(self, keys: list[bytes], pages: np.ndarray, spare: tuple[Segment, range] | None = None) -> int:
+        """Write blocks to the active segment, or to spare slots. Returns how many, fewer only where they do not fit.
+        Raises OSError."""
+        if spare is not None:
+            segment, slots = spare
+        else:
+            segment = self._index.active or self._begin_segment()
+            slots = range(segment.used, segment.layout.num_slots)
+        keys, pages = keys[: len(slots)], pages[: len(slots)]
         try:
             fd = self._files.open_to_write(segment.path)
         except OSError as error:
@@ -380,25 +380,25 @@ class HiCacheFile:
                 self._lose(segment)
             raise
         try:
-            checksums = self._files.write(segment.path, fd, segment.layout, slot, keys, pages, overwrites)
+            checksums = self._files.write(
+                segment.path, fd, segment.layout, slots.start, keys, pages, spare is not None
+            )
         finally:
             os.close(fd)
         with self._lock:
             # Unless a reader found that the file is gone, and the blocks with it.
             if segment.number in self._index.segments:
-                self._index.add_blocks(segment, slot, keys, checksums)
+                self._index.add_blocks(segment, slots.start, keys, checksums)
                 self._counters["written_blocks"] += len(keys)
+        return len(keys)
 
-    def _overwrite_spare(self, keys: list[bytes], pages: np.ndarray) -> int:
-        """Write the first blocks in place of such that memory has. Returns how many. Raises OSError."""
+    def _take_spare(self, most: int) -> tuple[Segment, range] | None:
+        """See `SegmentIndex.take_spare`."""
         with self._lock:
-            found = self._index.take_spare(len(keys))
-            if found is None:
-                return 0
-            segment, slots = found
-            self._counters["evicted_blocks"] += len(slots)
-        self._write_slots(segment, slots.start, keys[: len(slots)], pages[: len(slots)], overwrites=True)
-        return len(slots)
+            spare = self._index.take_spare(most)
+            if spare is not None:
+                self._counters["evicted_blocks"] += len(spare[1])
+        return spare
 
     def _begin_segment(self) -> Segment:
         """A new active segment, empty."""
@@ -442,6 +442,7 @@ class HiCacheFile:
             if victim is None or victim.last_used > before:
                 return 0
             self._counters["evicted_blocks"] += victim.live
+            self._is_full = True
             fd = self._index.drop(victim)
         self._delete(fd, victim.path)
         return victim.size_bytes
