@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 class BlockStore(Protocol):
     """name: the backend's name, as in --hicache-storage-backend. block_tokens: tokens per block, a multiple of the
-    host pool's page size."""
+    host pool's page size. A store may have an attribute `has_room`: whether it can take more blocks without giving up
+    others."""
 
     name: str
     block_tokens: int
