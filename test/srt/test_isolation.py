@@ -484,7 +484,7 @@ def test_ranks(places: Places, tier: str) -> None:
         check_ranks(places, tier, a, b)
     of_rank, of_size = "rank {self.tp_rank} ", "of {self.tp_size}"
     for (a, b), part in zip(RANKS, (of_rank, of_size)):
-        with Mutant(StorageOpener, "open", part, "").planted(), pytest.raises(Leak):
+        with Mutant(StorageOpener, "_open_one", part, "").planted(), pytest.raises(Leak):
             check_ranks(places, tier, a, b)
     nothing = Mutant(remote_backend, "open_remote_store", "namespace.encode()", "b''")
     if tier == "remote":

@@ -34,17 +34,7 @@ from sglang.srt.mem_cache.placement import (
     choose_tier,
     pages_to_write_ahead,
 )
-from sglang.srt.mem_cache.transfer import (
-    BACKUP_LINKS,
-    D2H,
-    D2S,
-    LOAD_LINKS,
-    P2H,
-    TIER_NAMES,
-    Ticket,
-    Tier,
-    TransferOp,
-)
+from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2H, D2S, LOAD_LINKS, P2H, Ticket, Tier, TransferOp
 from sglang.srt.utils.time_units import LaunchSeq
 
 _FROM_DEVICE = frozenset(BACKUP_LINKS.values())
@@ -540,7 +530,7 @@ class HiCacheController:
         self.ledger.free(dropped, tier)
         self._to_compact += dropped.staying
         num_evicted = before - table.counts[FrameState.CACHED]
-        self.counters[f"evicted_tokens_{TIER_NAMES[tier]}"] += num_evicted * self.tree.page_size
+        self.counters[f"evicted_tokens_{tier.name.lower()}"] += num_evicted * self.tree.page_size
         self.num_looked_at[tier] = max(0, self.num_looked_at[tier] - num_evicted)
         table.reap(self._clock.done)
 

@@ -124,8 +124,8 @@ class SegmentIndex:
                 self.num_spare += 1
 
     def take_spare(self, most: int) -> tuple[Segment, range] | None:
-        """Slots to overwrite, neighbours and `most` at most, whose blocks are forgotten: spare ones of a segment that
-        nobody reads, of which it has most. None if there are none."""
+        """Slots to overwrite, neighbours and `most` at most, whose blocks are forgotten: spare ones of the segment
+        that has most of them and is not being read. None if there are none."""
         if not self.num_spare:
             return None
         unread = (segment for segment in self.segments.values() if segment.spare and not segment.pins)
