@@ -149,7 +149,7 @@ class SimulatedStorage:
 
     max_blocks: None for no limit. Above it, the least recently written or read block goes. Of one operation the last
     block is touched first, so that the front of a prompt goes last. is_exclusive: when it is full, what is read goes
-    first, see `StorageSetup`. One of real segments gives up more than that with them.
+    first, see `StorageSetup`; block by block, where the file store sometimes gives up a whole file.
     """
 
     def __init__(self, max_blocks: int | None = None, is_exclusive: bool = False) -> None:

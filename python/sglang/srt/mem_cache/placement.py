@@ -30,9 +30,9 @@ _AHEAD = 1.25
 
 
 def class_of_copy(on_nearer: bool, on_farther: bool, is_next: bool, is_covered: bool, is_pinned: bool = False) -> int:
-    """on_nearer, on_farther: other tiers that have the node ready. is_next: the nearer one gives it up soon.
-    is_covered: no other tier has it, and some have what is below it. is_pinned: a waiting request is about to load
-    it.
+    """on_nearer, on_farther: other tiers that have the node ready, of the farther ones only those that are not much
+    slower. is_next: the nearer one gives it up soon. is_covered: no other tier has it, and some have what is below
+    it. is_pinned: a waiting request is about to load it.
 
     SPARE: a nearer tier has it and keeps it. CONVENIENT: without this copy it would come from a farther tier. LAST:
     without it the node would have to be computed, or read from storage. COVERED: so would all below it; it goes when
