@@ -21,8 +21,11 @@ from sglang.srt.offload.store.resp import RespConnection
 BLOCK = 32
 # Blocks that hold what is stored; as many behind them are where it is fetched to.
 NUM = 12
-# Of a proxy, which writes to them once when it starts: the least that two receiving threads can do with.
+# Of what answers only when the machine lets it: where a test is not about a timeout, none is met.
+PATIENCE_S = 60.0
+# Of a proxy, which writes to its buffers once when it starts: the least that two receiving threads can do with.
 BUFFERS = {f"{name}_buffer_bytes": 12 << 20 for name in ("compressed", "decompressed", "dequantized")}
+PROXY: dict[str, Any] = {**BUFFERS, "store_timeout_s": PATIENCE_S}
 
 
 @cache
@@ -42,9 +45,9 @@ class Remote:
         self.pool.kv[: NUM * BLOCK] = random_blocks((NUM * BLOCK, *self.pool.kv.shape[1:]))
         self.wipe()
         if backend == "remote":
-            config = {"in_process": True, **config}
+            config = {"in_process": True, "hang_timeout_s": PATIENCE_S, **config}
             if isinstance(proxy := config.get("proxy", {}), dict):
-                config["proxy"] = BUFFERS | proxy
+                config["proxy"] = PROXY | proxy
         self.folder = folder
         params = StoreParams(config, "test", self.pool, BLOCK, model_name="", directory=folder / "own")
         store = storage_backend(backend).open(params)
@@ -96,4 +99,4 @@ class Remote:
 
 
 def connection(address: StoreAddress) -> RespConnection:
-    return RespConnection(address, 5.0)
+    return RespConnection(address, PATIENCE_S)
