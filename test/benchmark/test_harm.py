@@ -104,15 +104,26 @@ def test_all_cases_are_different_and_cover_every_combination() -> None:
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_both_servers_get_the_same_requests(workload: str) -> None:
     case = short(CASE.base, CASE.added, 1.0, workload)
-    requests = case.requests()
-    assert requests is replace(case, speed=100.0, condition="slow").requests()
-    prompts = {each.context.tobytes() for each in requests.conversations}
-    assert (len(prompts) == len(requests.conversations)) == (workload != "documents")
+    others = replace(case, speed=100.0, condition="slow").requests()
+    for requests, same in zip(case.requests(), others, strict=True):
+        assert requests is same
+        prompts = {each.context.tobytes() for each in requests.conversations}
+        assert (len(prompts) == len(requests.conversations)) == (workload != "documents")
+
+
+def test_a_case_is_judged_by_all_its_workloads() -> None:
+    case = replace(CASE, num_requests=20, workload="chats")
+    together = run_server(case.machine, case.requests())
+    apart = [run_server(case.machine, [workload]) for workload in case.requests()]
+    assert len(apart) == case.num_workloads > 1 and len({run.arrivals_s for run in apart}) == len(apart)
+    assert together.ttft_s == sum((run.ttft_s for run in apart), ())
+    assert together.computed == sum(run.computed for run in apart) and together.computed > 0
+    assert together.written == {tier: sum(run.written[tier] for run in apart) for tier in together.written}
 
 
 def test_writes_are_counted_by_the_tier_that_takes_them() -> None:
     """Four prompts of 33 whole pages, of which storage takes the whole blocks of 64 tokens."""
-    run = run_server(CASE.machine, workload_of("unique", CASE.machine.sum_tokens, 4))
+    run = run_server(CASE.machine, [workload_of("unique", CASE.machine.sum_tokens, 4, seed=3)])
     assert run.written == {Tier.HOST: 4 * 33 * 16, Tier.DISK: 4 * 8 * 64}
     assert run.computed == 4 * (520 + 15)
 
@@ -121,7 +132,8 @@ def test_writes_are_counted_by_the_tier_that_takes_them() -> None:
 
 
 def short(base: tuple[Tier, ...], added: Tier, speed: float, workload: str) -> Case:
-    return Case(base, added, speed, "healthy", workload, num_requests=100 if workload == "documents" else 50, scale=2)
+    num_requests = 100 if workload == "documents" else 50
+    return Case(base, added, speed, "healthy", workload, num_requests=num_requests, num_workloads=1, scale=2)
 
 
 # Those of `make test`; the others are in `make test-all`.

@@ -33,7 +33,7 @@ def asked_twice() -> Workload:
 def test_a_queue_finds_what_storage_has(policy: str, with_peers: bool):
     assert policy in WRITE_POLICIES
     sizes = {DEVICE: 8192, HOST: 8192, REMOTE: 65536} | ({PEER: 4096} if with_peers else {})
-    run = run_server(SmallMachine(sizes, write_policy=policy), asked_twice())
+    run = run_server(SmallMachine(sizes, write_policy=policy), [asked_twice()])
     prompts = run.counters["prompt_tokens"]
     found = sum(n for name, n in run.counters.items() if name.startswith("hit_tokens_"))
     # At most half of all prompts. The end of each document is no whole block, and some fetches are slower than

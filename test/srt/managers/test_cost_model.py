@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.managers.cost_model import CostModel, LoadLimit, non_negative_solution
-from sglang.srt.mem_cache.transfer import H2D
+from sglang.srt.mem_cache.transfer import D2H, H2D
 
 # An 8B model: some ms to start, 50 us per token, a little per cached token, attention.
 TRUE = {"fixed_s": 4e-3, "token_s": 5e-5, "context_s": 1e-7, "pair_s": 2e-9}
@@ -148,6 +148,37 @@ def test_a_first_call_that_warms_up_is_forgotten_at_once(seed: int):
     assert worst_error(model, rng) < 0.3
     model.add_decode(8, 1000, 0.01)
     assert model.decode_seconds() == pytest.approx(0.01, rel=0.05)
+
+
+@pytest.mark.parametrize("slower", [4, 10, 1000])
+def test_a_link_that_slows_down_is_known_after_three_copies(slower: int):
+    """However many it was fast before, and though copies of about one size do not tell latency from bytes. What it
+    takes to load is not known any more, and believed to have changed, too."""
+    model = CostModel(BYTES_PER_TOKEN)
+    for i in range(200):
+        size = (112, 128, 128)[i % 3] * BYTES_PER_TOKEN
+        model.add_copy(size, BYTE_S * size, D2H)
+        model.add_copy(size, BYTE_S * size, H2D)
+    for num_tokens in (128, 128, 112):
+        size = num_tokens * BYTES_PER_TOKEN
+        model.add_copy(size, slower * BYTE_S * size, D2H)
+    assert model.there_and_back_seconds(512, H2D) == pytest.approx(
+        2 * slower * BYTE_S * 512 * BYTES_PER_TOKEN, rel=0.1
+    )
+    assert model.load_seconds(512 * BYTES_PER_TOKEN) == pytest.approx(
+        slower * BYTE_S * 512 * BYTES_PER_TOKEN, rel=0.1
+    )
+    model.add_copy(512 * BYTES_PER_TOKEN, BYTE_S * 512 * BYTES_PER_TOKEN, H2D)
+    assert model.load_seconds(512 * BYTES_PER_TOKEN) < 2 * BYTE_S * 512 * BYTES_PER_TOKEN, "loads are as fast as ever"
+
+
+def test_while_old_and_new_samples_are_mixed_a_slow_link_does_not_look_free():
+    """Small copies that were slow and large ones that were fast look as if bytes cost nothing."""
+    model = CostModel(BYTES_PER_TOKEN)
+    for num_tokens, seconds in ((128, 0.01), (112, 0.1), (128, 0.01), (112, 0.1)):
+        model.add_copy(num_tokens * BYTES_PER_TOKEN, seconds, D2H)
+    assert model.load_seconds(BYTES_PER_TOKEN, H2D) > 0.01, "all of it is put down to the operation"
+    assert model.there_and_back_seconds(1024, H2D) > 0.02
 
 
 @pytest.mark.parametrize("seed", range(5))

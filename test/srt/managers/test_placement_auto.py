@@ -269,6 +269,33 @@ def test_a_peer_gives_up_what_the_host_has_before_what_it_alone_has():
     assert rig.tree.order.class_of(on_both, HOST) == SPARE, "a peer is nearer"
 
 
+@pytest.mark.parametrize("slow, other", [(PEER, HOST), (HOST, PEER)])
+def test_what_a_slow_tier_has_goes_with_what_the_other_gives_up_after_it(slow: Tier, other: Tier):
+    """Nothing new displaces it. It would stay for ever, and the other tier would keep the front of its prompt."""
+    rig = AutoRig(host=8, peer=8)
+    front = rig.insert("ab", now=1)
+    end = rig.insert("cd", below=front, now=1)
+    unused, used = rig.insert("ef", now=2), rig.insert("gh", now=4)
+    for node, tier in ((front, other), (end, slow), (unused, other), (used, slow)):
+        rig.copy(node, tier)
+    for node in (end, front, unused, used):
+        rig.controller.drop(node, DEVICE)
+    rig.is_worth = lambda tier: True
+    rig.controller.consult(lambda tier, start, end: rig.is_worth(tier))
+    assert rig.tree.victims(other, 9) == [unused, front], "what is behind it is on the slow tier"
+    rig.controller.evict(other, 2)
+    assert [rig.where(n) for n in (end, used)] == ["DPH"[slow]] * 2, "nothing is slow yet"
+
+    newer = rig.insert("ij", now=3)
+    rig.copy(newer, other)
+    rig.controller.drop(newer, DEVICE)
+    rig.is_worth = lambda tier: tier != slow
+    rig.controller.evict(other, 2)
+    assert (rig.where(newer), rig.where(end), rig.where(used)) == ("", "", "DPH"[slow]), "it was used later"
+    assert rig.tree.victims(other, 9) == [front]
+    rig.check()
+
+
 def test_another_policy_ranks_copies_by_age():
     rig = AutoRig(host=8)
     old, young = rig.computed("ab", now=1), rig.computed("cd", now=2)

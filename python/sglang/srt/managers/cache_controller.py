@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from sglang.srt.managers.cost_model import USUAL_TOKENS
 from sglang.srt.managers.transfer_ledger import TransferLedger
 from sglang.srt.mem_cache.eviction import RETIRED_PRIORITY
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
@@ -28,6 +29,7 @@ from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import FilledRun, Node
 from sglang.srt.mem_cache.placement import (
     FIRST_COPYING_RATIO,
+    LAST,
     MAX_COPYING_RATIO,
     WRITE_POLICIES,
     Room,
@@ -37,9 +39,9 @@ from sglang.srt.mem_cache.placement import (
 from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2H, D2S, LOAD_LINKS, P2H, Ticket, Tier, TransferOp
 from sglang.srt.utils.time_units import LaunchSeq
 
+# The tiers below the device that pages are copied to.
+_OTHER = {Tier.PEER: Tier.HOST, Tier.HOST: Tier.PEER}
 _FROM_DEVICE = frozenset(BACKUP_LINKS.values())
-# A prompt by which a link's speed is judged.
-_USUAL_TOKENS = 1024
 # With write_through_selective, pages that so many requests have used go to the host.
 SELECTIVE_HITS = 2
 
@@ -91,7 +93,7 @@ class HiCacheController:
 
     def _is_fast(self, tier: Tier) -> bool:
         is_late = BACKUP_LINKS[tier] in self.late_links
-        return self._is_measured(tier) and not is_late and self._is_worth_copying(tier, 0, _USUAL_TOKENS)
+        return self._is_measured(tier) and not is_late and self._is_worth_copying(tier, 0, USUAL_TOKENS)
 
     def _is_measured(self, tier: Tier) -> bool:
         return self.ledger.num_ended(BACKUP_LINKS[tier]) > 0
@@ -522,11 +524,28 @@ class HiCacheController:
         return nodes
 
     def _give_up(self, victims: list[Node], tier: Tier, kept: Sequence[Node] = ()) -> None:
-        table = self.tables[tier]
         if tier == Tier.PEER and self.has_host and self.write_policy != "auto":
             self.move_to_host(victims, kept)
+        aged = self._aged_with(victims, tier)
+        self._take_off(victims, tier)
+        if aged:
+            self._take_off([node for node in aged if node.frames[_OTHER[tier]] is not None], _OTHER[tier])
+
+    def _aged_with(self, victims: list[Node], tier: Tier) -> list[Node]:
+        """What the other tier below the device gives up along with the victims of this one, if it has become so slow
+        that nothing is copied to it any more: as nothing new displaces what it has, it would keep for ever what was
+        used before the victims, and this tier would keep what is before that in a prompt."""
+        other = _OTHER.get(tier)
+        if other not in self.tables or self.write_policy != "auto" or self._is_fast(other) or not victims:
+            return []
+        newest = max(map(self.tree.order.rank, victims))
+        aged = self.tree.victims(other, self._pages_of(victims))
+        return [n for n in aged if self.tree.order.class_of(n, other) < LAST or self.tree.order.rank(n) < newest]
+
+    def _take_off(self, nodes: list[Node], tier: Tier) -> None:
+        table = self.tables[tier]
         before = table.counts[FrameState.CACHED]
-        dropped = self.tree.give_up(victims, tier)
+        dropped = self.tree.give_up(nodes, tier)
         self.ledger.free(dropped, tier)
         self._to_compact += dropped.staying
         num_evicted = before - table.counts[FrameState.CACHED]

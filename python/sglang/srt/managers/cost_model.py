@@ -23,12 +23,16 @@ _BELIEVED = 5
 _FASTER = 3.0
 # Backups that must be faster than loads before those are doubted, the first time, and how much longer each next time.
 _PATIENCE = 8
-# So many samples in a row that took so many times longer than expected: what came before counts less by this factor.
+# So many samples in a row that took so many times longer than expected: what came before counts, in all, as this
+# share of the last one.
 _SLOW_IN_A_ROW = 3
 _SLOWER = 3.0
 _FORGET = 1e-3
 # The first samples change the fit one by one, later ones in groups of this size.
 _REFIT_EVERY = 8
+# What a token costs on a link is judged by an operation of so many: pages are copied together, and while a link
+# becomes slower the samples may not tell what an operation costs from what its bytes cost.
+USUAL_TOKENS = 1024
 
 
 class _Fit:
@@ -51,20 +55,22 @@ class _Fit:
         self._gram = [[0.0] * len(ridge) for _ in ridge]
         self._moments = [0.0] * len(ridge)
 
-    def add(self, features: Sequence[float], seconds: float) -> None:
-        """Samples without a duration (0, infinite, not a number) are left out."""
+    def add(self, features: Sequence[float], seconds: float) -> bool:
+        """Whether it has become clear that everything takes far longer now. Samples without a duration (0, infinite,
+        not a number) are left out."""
         if not 0 < seconds < math.inf:
-            return
+            return False
         if self.num_samples >= _BELIEVED:
             expected = self.seconds(features)
             seconds = max(seconds, expected / _FASTER)
             self._num_slow = self._num_slow + 1 if seconds > _SLOWER * expected else 0
         has_changed = self._num_slow == _SLOW_IN_A_ROW
+        row = [feature / seconds for feature in features]
         if has_changed:
             self._num_slow = 0
-            self._moments = [_FORGET * moment for moment in self._moments]
-            self._gram = [[_FORGET * g for g in row] for row in self._gram]
-        row = [feature / seconds for feature in features]
+            kept = min(_FORGET * a * a / self._gram[i][i] for i, a in enumerate(row) if a and self._gram[i][i])
+            self._moments = [kept * moment for moment in self._moments]
+            self._gram = [[kept * g for g in each] for each in self._gram]
         moments = self._moments
         for i, a in enumerate(row):
             moments[i] = _DECAY * moments[i] + a
@@ -72,6 +78,7 @@ class _Fit:
         self.num_samples += 1
         if has_changed or self.num_samples <= _REFIT_EVERY or self.num_samples % _REFIT_EVERY == 0:
             self._refit()
+        return has_changed
 
     def seconds(self, features: Sequence[float]) -> float:
         return sum([c * f for c, f in zip(self.coefficients, features)])
@@ -201,8 +208,11 @@ class CostModel:
 
     def add_copy(self, num_bytes: int, seconds: float, link: str) -> None:
         """Seconds of an operation of a link, from its beginning to its end."""
-        self._copies[link].add((1.0, num_bytes), seconds)
+        has_slowed = self._copies[link].add((1.0, num_bytes), seconds)
         if link in BACKUP_LINKS.values():
+            if has_slowed:
+                # Loads have, too, it seems; the next one shows.
+                self._copies[_OTHER_WAY[link]] = _Fit(ridge=(1e-3, 1e-6))
             self._doubt_loads(_OTHER_WAY[link], num_bytes, seconds)
 
     def _doubt_loads(self, link: str, num_bytes: int, backup_s: float) -> None:
@@ -226,19 +236,21 @@ class CostModel:
         # The first one may have been slow by chance.
         return min(measured) if there.num_samples < 2 else there.seconds((1.0, num_bytes))
 
-    def byte_seconds(self, link: str) -> float | None:
-        """load_byte_s of a link; while no load was measured on it, of the other way; None while nothing was."""
+    def usual_load_seconds(self, link: str) -> float | None:
+        """Of a load of USUAL_TOKENS; while no load was measured on a link, of as many the other way; None while
+        nothing was."""
         fit = next((f for f in (self._copies[link], self._copies[_OTHER_WAY[link]]) if f.num_samples), None)
-        return None if fit is None else fit.coefficients[1]
+        return None if fit is None else self._usual_seconds([fit])
 
     def there_and_back_seconds(self, num_tokens: int, load_link: str) -> float | None:
-        """Seconds for which copying tokens from the device and loading them again takes the links, latencies apart.
-        None while nothing was measured."""
-        measured = [link for link in (load_link, _OTHER_WAY[load_link]) if self._copies[link].num_samples]
-        if not measured:
-            return None
-        byte_s = sum(self._copies[link].coefficients[1] for link in measured) * 2 / len(measured)
-        return byte_s * num_tokens * self._bytes_per_token
+        """Seconds for which copying tokens from the device and loading them again takes the links, as a part of
+        operations of USUAL_TOKENS. None while nothing was measured."""
+        fits = [self._copies[link] for link in (load_link, _OTHER_WAY[load_link]) if self._copies[link].num_samples]
+        return 2 * self._usual_seconds(fits) * num_tokens / USUAL_TOKENS if fits else None
+
+    def _usual_seconds(self, fits: Sequence[_Fit]) -> float:
+        """What an operation of USUAL_TOKENS takes, in the mean of some fits."""
+        return sum(fit.seconds((1.0, USUAL_TOKENS * self._bytes_per_token)) for fit in fits) / len(fits)
 
     def recompute_seconds(self, start: int, end: int) -> float | None:
         """Seconds that tokens [start, end) of a prompt add to a launch. None while no prefill was measured."""
@@ -273,13 +285,10 @@ class CostModel:
         self._store.add((1.0, num_bytes), seconds)
 
     def storage_seconds(self, num_tokens: int) -> float | None:
-        """Seconds for which reading tokens from storage, or writing them there, takes its link, latencies apart. None
-        while nothing was measured."""
-        measured = [fit for fit in (self._store, self._fetch) if fit.num_samples]
-        if not measured:
-            return None
-        byte_s = sum(fit.coefficients[1] for fit in measured) / len(measured)
-        return byte_s * num_tokens * self._bytes_per_token
+        """Seconds for which reading tokens from storage, or writing them there, takes its link, as a part of
+        operations of USUAL_TOKENS. None while nothing was measured."""
+        fits = [fit for fit in (self._store, self._fetch) if fit.num_samples]
+        return self._usual_seconds(fits) * num_tokens / USUAL_TOKENS if fits else None
 
     def forget_storage(self) -> None:
         """Forget the samples of fetches and stores, because the storage has changed."""

@@ -92,7 +92,7 @@ class LoadPlanner:
 
     def _set_load_order(self) -> None:
         """Peers come first unless the host is known to be much faster, or peers are not known."""
-        peer_s, host_s = (self.expected.costs.byte_seconds(LOAD_LINKS[tier]) for tier in (Tier.PEER, Tier.HOST))
+        peer_s, host_s = (self.expected.costs.usual_load_seconds(LOAD_LINKS[tier]) for tier in (Tier.PEER, Tier.HOST))
         if host_s is not None:
             is_slow = peer_s is None or peer_s > _MUCH_SLOWER * host_s
             self._cache.set_load_order((Tier.HOST, Tier.PEER) if is_slow else (Tier.PEER, Tier.HOST))

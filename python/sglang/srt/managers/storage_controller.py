@@ -57,7 +57,7 @@ STALLING_LINKS = (FETCH, STORE, H2D, D2H, D2P, P2H)
 # A medium that does not answer must not keep a request for ever, whatever the policy.
 WAIT_COMPLETE_LIMIT_S = Seconds(60.0)
 # Nodes are cut between blocks where these are no larger than that share of the device.
-MAX_CUT_RATIO = 1 / 64
+MAX_CUT_RATIO = 1 / 256
 # So often storage is asked for one request.
 MAX_ASKED = 3
 # A deadline is put off by so much at least.
