@@ -86,7 +86,7 @@ def test_a_failed_storage_operation_counts_nothing_and_stores_nothing() -> None:
     assert [key[0] for key in storage.blocks] == [2]
 
 
-def simulation(health: dict[str, LinkHealth], storage: bool = False) -> Simulation:
+def simulation(health: dict[str, LinkHealth], storage: bool = False, chunk: int = 512) -> Simulation:
     setup = StorageSetup(
         backend="simulated",
         setup="",
@@ -103,6 +103,8 @@ def simulation(health: dict[str, LinkHealth], storage: bool = False) -> Simulati
         page_bytes=4000,
         context_len=190,
         load_or_recompute=False,
+        chunked_prefill_size=chunk,
+        new_token_ratio=0.1,
         storage=setup if storage else None,
     )
 
@@ -112,9 +114,9 @@ def simulation(health: dict[str, LinkHealth], storage: bool = False) -> Simulati
     return Simulation(config, SimulatedHardware(4, launch_seconds, 1e6, 1e6, health=health))
 
 
-def arrivals(num_documents: int, num_requests: int, apart_s: float = 0.5) -> Any:
-    params = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
-    documents = [list(range(1000 * i, 1000 * i + 96)) for i in range(num_documents)]
+def arrivals(num_documents: int, num_requests: int, apart_s: float = 0.5, size: int = 96, new_tokens: int = 2) -> Any:
+    params = SamplingParams(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+    documents = [list(range(1000 * i, 1000 * i + size)) for i in range(num_documents)]
     return [
         (
             apart_s * n,
@@ -146,6 +148,19 @@ def test_a_load_that_hangs_for_ever_ends_the_simulation_with_requests_unanswered
     times = sim.run(arrivals(3, 16))
     unanswered = [rid for rid, each in times.items() if not each.tokens]
     assert len(times) == 16 and "8" in unanswered and not {"0", "5"} & set(unanswered)
+
+
+@pytest.mark.parametrize("size", [96, 32])
+@pytest.mark.parametrize("since", [0.1, 0.3, 0.4, 0.6, 0.8])
+def test_every_request_ends_though_a_backup_hangs_for_ever(since: float, size: int) -> None:
+    """A few pages of the device are never free again: nothing may wait for them. Of the longer prompts one has
+    room at a time; three of the shorter ones start together, and outgrow the device."""
+    sim = simulation({D2H: LinkHealth(rates=((since, 0.0),))}, chunk=16)
+    times = sim.run(arrivals(8, 12, apart_s=0.08, size=size, new_tokens=60))
+    assert {each.finish_reason for each in times.values()} == {"length"}
+    scheduler = sim.core.scheduler
+    assert scheduler.cache.device.num_pinned_only > 0 and scheduler.cache.controller.late_links == {D2H}
+    assert (scheduler.counters["retracted_reqs"] > 0) == (size == 32)
 
 
 def test_a_backup_that_fails_for_a_while_costs_hits_but_no_request() -> None:

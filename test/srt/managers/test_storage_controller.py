@@ -342,7 +342,7 @@ def test_a_copy_brings_the_front_of_its_block_along():
 
 
 def test_eviction_leaves_whole_blocks():
-    rig = Rig(device=256)
+    rig = Rig(device=1024)
     node = rig.insert(TEXT[:14])
     assert [n.start for n in rig.tree.victims(DEVICE, 1)] == [12], "a page more, and the block is whole"
     assert [n.start for n in rig.tree.victims(DEVICE, 3)] == [12, 8]

@@ -34,6 +34,7 @@ from sglang.srt.mem_cache.node import MatchResult, Node, Receipt
 from sglang.srt.mem_cache.slab_ledger import SlabLedger
 from sglang.srt.mem_cache.transfer import (
     BACKUP_LINKS,
+    COPY_LINKS,
     D2S,
     FETCH,
     FRAME_TIERS,
@@ -132,9 +133,17 @@ class KVCache:
         return self.device.counts[FrameState.FILLING]
 
     @property
-    def pending_pages(self) -> int:
-        """Device pages that were given up, and are free when launches and transfers have ended."""
-        return self.device.counts[FrameState.PENDING_FREE]
+    def num_free_soon(self) -> int:
+        """Device pages that were given up, and are free when launches and transfers have ended, but for those that a
+        slow copy reads."""
+        slow = min(self.device.num_pinned_only, self.controller.num_slow_pages)
+        return self.device.counts[FrameState.PENDING_FREE] - slow
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether copies are under way whose end gives pages back, but by links that hang."""
+        late = self.controller.late_links
+        return any(ticket.link in COPY_LINKS and ticket.link not in late for ticket in self.ledger.in_flight)
 
     def evictable_pages_in(self, match: MatchResult) -> int:
         """Device pages that locking the match takes out of eviction's reach."""
@@ -267,12 +276,11 @@ class KVCache:
         """Evict until num_pages of the device are free at once; False if they are not, or not yet."""
         if num_pages > self.device.num_free:
             self.device.reap(self.clock.done)
-        # Once more where what went first is being copied by a slow link.
-        for _ in range(2):
-            # What was given up and is still being read or written will be free soon: no need to give up more for it.
-            slow = min(self.device.num_pinned_only, self.controller.num_slow_pages)
-            soon = self.device.counts[FrameState.PENDING_FREE] - slow
-            lacking = num_pages - self.device.num_free - soon
+        # What was given up and is still being read or written will be free soon: no need to give up more for it. But
+        # what a slow copy reads will not: on with what is behind it.
+        num_cached = None
+        while num_cached != (num_cached := self.device.counts[FrameState.CACHED]):
+            lacking = num_pages - self.device.num_free - self.num_free_soon
             if lacking <= 0:
                 break
             self.controller.evict(Tier.DEVICE, lacking)

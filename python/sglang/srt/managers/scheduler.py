@@ -484,11 +484,7 @@ class Scheduler:
         if streaming.shrink(num_pages) and cache.make_room(num_pages):
             return True
         # What was given up comes back when launches and transfers end: taking more from others would not help.
-        if (
-            self.clock.is_running
-            or cache.pending_pages
-            or any(ticket.link in COPY_LINKS for ticket in cache.in_flight)
-        ):
+        if self.clock.is_running or cache.num_free_soon or cache.is_copying:
             return False
         active = self.queues.active()
         is_alone = len(active) == 1
