@@ -334,7 +334,7 @@ class HiCacheController:
         copied = {node.id for ticket in in_flight for node in self.tree.nodes_of(ticket)}
         for kept in (copied, ()) if copied else ((),):
             victims = self.tree.victims(tier, num_pages, kept, stay=False)
-            num_pages -= self._pages_of(victims)
+            num_pages -= self._pages_of(victims) if kept else num_pages
             self._give_up(self._save(victims), tier)
             if num_pages <= 0:
                 break

@@ -137,6 +137,8 @@ class EvictionOrder:
                 self._split(node, kept_tokens)
             num_pages -= len(node.key) // self._page_size
             found[node.id] = node
+            if num_pages <= 0:
+                break
             above = node.parent
             assert above is not None
             if tier == _DEVICE:
