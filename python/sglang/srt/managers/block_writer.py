@@ -136,8 +136,8 @@ class BlockWriter:
         frames = by_page[: len(keys) * (size // page)].reshape(len(keys), size // page)
         lacking = np.flatnonzero(~stored & (frames >= 0).all(axis=1))
         if not self.is_worth_storing(begin, end.end):
-            # One operation at a time shows when storage has become faster.
-            lacking = lacking[: 0 if self.storing_pages else self.limits.blocks_per_op]
+            # One block at a time shows when storage has become faster.
+            lacking = lacking[: 0 if self.storing_pages else 1]
         if (room := self._num_storable_blocks()) < len(lacking):
             self._defer_store(end)
             lacking = lacking[: max(0, room)]
