@@ -930,7 +930,7 @@ def moved_pages_not_pinned() -> Any:
 @mutation
 def late_links_awaited() -> Any:
     """Copies that hang are waited for like any other."""
-    return mock.patch.object(KVCache, "note_late_links", lambda self, links: None)
+    return mock.patch.object(KVCache, "note_late_links", lambda self, late, overdue: None)
 
 
 @mutation

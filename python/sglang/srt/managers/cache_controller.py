@@ -61,8 +61,9 @@ class HiCacheController:
         # Whether storage is attached, to which everything comes through the host; and whether what is computed goes
         # there at once, for which the host gives up copies: peers get pages that the host never had.
         self.feeds_storage = self.stores_early = False
-        # Links from the device that take far longer than expected.
+        # See `LateCopies`.
         self.late_links: frozenset[str] = frozenset()
+        self.overdue_links: frozenset[str] = frozenset()
         # Ends of paths that are to be written through when the link takes more.
         self._to_write: dict[int, Node] = {}
         # See `write_ahead`: so much may always be copied at once.
@@ -86,10 +87,15 @@ class HiCacheController:
 
     @property
     def num_slow_pages(self) -> int:
-        """Device pages that copies hold on to by links that hang, or that are so slow that only a little is copied:
-        they do not become free soon."""
-        slow = (tier for tier in LOAD_LINKS if not self._is_fast(tier))
-        return sum(self.ledger.num_pages_on(BACKUP_LINKS[tier]) for tier in slow)
+        """Device pages that copies hold on to by links that are overdue or slow: they do not become free soon."""
+        slow = self.slow_links | self.overdue_links
+        return sum(self.ledger.num_pages_on(link) for link in BACKUP_LINKS.values() if link in slow)
+
+    @property
+    def slow_links(self) -> frozenset[str]:
+        """Links of tiers that hang, or that are so slow that only a little is copied."""
+        slow = [tier for tier in LOAD_LINKS if not self._is_fast(tier)]
+        return frozenset(link for tier in slow for link in (BACKUP_LINKS[tier], LOAD_LINKS[tier]))
 
     def _is_fast(self, tier: Tier) -> bool:
         is_late = BACKUP_LINKS[tier] in self.late_links
@@ -286,6 +292,20 @@ class HiCacheController:
             is_elsewhere = node.frames[Tier.DEVICE] is not None or node.frames[Tier.HOST] is not None
             if is_elsewhere and not self._is_worth_copying(Tier.PEER, node.start, node.end):
                 self.drop(node, Tier.PEER)
+
+    def give_up_late_copies(self) -> None:
+        """Take their device pages back from copies that hang. What they bring is not used: the pages may be written
+        while they are read. Pages whose memory may be lent are not taken back, nor is what a request spills."""
+        for ticket, op in list(self.ledger.in_flight.items()):
+            if ticket.link not in self.late_links or not self.ledger.can_release(ticket):
+                continue
+            assert isinstance(op, TransferOp)
+            nodes = list(self.tree.nodes_of(ticket))
+            if any(node.lock and node.frames[Tier.DEVICE] is None for node in nodes):
+                continue
+            for node in nodes:
+                self.drop(node, op.dst)
+            self.ledger.release_source(ticket)
 
     def commit_nodes(self, ticket: Ticket, tier: Tier) -> list[Node]:
         """The nodes that still wanted what the operation brought; their frames are CACHED now."""

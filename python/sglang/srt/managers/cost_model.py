@@ -168,7 +168,9 @@ class CostModel:
         self._prefill = _Fit(ridge=(1e-3, 1e-6, 1e-3, 1e-3))
         self._decode = _Fit(ridge=(1e-6, 1e-3, 1e-3))
         self._copies = {link: _Fit(ridge=(1e-3, 1e-6)) for link in MEASURED_LINKS}
-        # By link: backups in a row that were much faster than loads, and how many it takes to forget those.
+        # By link: whether loads were ever about as fast as backups; backups in a row that were much faster, and how
+        # many it takes to forget the loads.
+        self._were_even = dict.fromkeys(MEASURED_LINKS, False)
         self._doubts = dict.fromkeys(MEASURED_LINKS, 0)
         self._patience = dict.fromkeys(MEASURED_LINKS, _PATIENCE)
         self._fetch = _Fit(ridge=(1e-3, 1e-6))
@@ -217,11 +219,12 @@ class CostModel:
 
     def _doubt_loads(self, link: str, num_bytes: int, backup_s: float) -> None:
         """Forget what loads took if backups have long been much faster: what looks slow is not loaded, and would
-        never be measured again. After each time it takes longer."""
+        never be measured again. After each time it takes longer, and longer where loads never were as fast."""
         fit = self._copies[link]
         is_faster = fit.num_samples and 0 < _SLOWER * backup_s < fit.seconds((1.0, num_bytes))
+        self._were_even[link] |= fit.num_samples > 1 and not is_faster
         self._doubts[link] = self._doubts[link] + 1 if is_faster else 0
-        if self._doubts[link] > self._patience[link]:
+        if self._doubts[link] > self._patience[link] * (1 if self._were_even[link] else _PATIENCE):
             self._copies[link] = _Fit(ridge=(1e-3, 1e-6))
             self._doubts[link] = 0
             self._patience[link] *= _PATIENCE
@@ -233,8 +236,9 @@ class CostModel:
         measured = [fit.seconds((1.0, num_bytes)) for fit in (there, back) if fit.num_samples]
         if not measured:
             return None
-        # The first one may have been slow by chance.
-        return min(measured) if there.num_samples < 2 else there.seconds((1.0, num_bytes))
+        # The first one may have been slow by chance, but not again after it was doubted.
+        is_doubtful = there.num_samples == 1 and self._patience[link] == _PATIENCE
+        return min(measured) if is_doubtful else measured[0]
 
     def usual_load_seconds(self, link: str) -> float | None:
         """Of a load of USUAL_TOKENS; while no load was measured on a link, of as many the other way; None while

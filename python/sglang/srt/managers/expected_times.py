@@ -14,6 +14,9 @@ from sglang.srt.managers.schedule_policy import NO_LOADS, LoadTimes, PrefillWork
 from sglang.srt.mem_cache.transfer import EXEC, FETCH, H2D, P2D, Ticket
 from sglang.srt.utils.time_units import Seconds
 
+# An operation is overdue so long after its expected end, or as long as it should have taken.
+_OVERDUE_S = 0.02
+
 
 @dataclass
 class _Issued:
@@ -46,6 +49,11 @@ class Forecast:
         self.free_at = now
         for each in self._issued.values():
             self.free_at = each.end = max(self.free_at, each.at) + each.seconds
+
+    def is_overdue(self, now: Seconds) -> bool:
+        """Whether the oldest operation takes far longer than expected."""
+        oldest = next(iter(self._issued.values()), None)
+        return oldest is not None and now > oldest.end + max(_OVERDUE_S, oldest.seconds)
 
     def times_of(self, seq: int) -> tuple[float, float] | None:
         """When an operation is expected to begin, or began, and to end; None if it is over."""

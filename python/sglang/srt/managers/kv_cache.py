@@ -141,9 +141,9 @@ class KVCache:
 
     @property
     def is_copying(self) -> bool:
-        """Whether copies are under way whose end gives pages back, but by links that hang."""
-        late = self.controller.late_links
-        return any(ticket.link in COPY_LINKS and ticket.link not in late for ticket in self.ledger.in_flight)
+        """Whether copies are under way whose end gives pages back soon."""
+        awaited = set(COPY_LINKS) - self.controller.slow_links
+        return any(ticket.link in awaited for ticket in self.ledger.in_flight)
 
     def evictable_pages_in(self, match: MatchResult) -> int:
         """Device pages that locking the match takes out of eviction's reach."""
@@ -340,9 +340,11 @@ class KVCache:
         """order: the tiers that nodes are loaded from, the fastest first."""
         self.tree.set_load_order(order)
 
-    def note_late_links(self, links: frozenset[str]) -> None:
-        """Links from the device that take far longer than expected."""
-        self.controller.late_links = links
+    def note_late_links(self, late: frozenset[str], overdue: frozenset[str]) -> None:
+        """See `LateCopies`."""
+        self.controller.late_links, self.controller.overdue_links = late, overdue
+        if late:
+            self.controller.give_up_late_copies()
 
     def num_done(self, link: str) -> int:
         """Operations of a link that are over."""

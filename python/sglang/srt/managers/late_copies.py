@@ -1,7 +1,8 @@
-"""`LateCopies`: which links from the device take far longer than they should, so that nothing waits for them.
+"""`LateCopies`: which links from the device take longer than they should.
 
-Owns, per link, since when its oldest copy could have been under way. A link that hangs keeps the device pages that it
-was given; nothing more is copied by it, and no request waits for these pages, until it answers.
+Owns, per link, since when its oldest copy could have been under way. No request waits for the device pages that an
+overdue link was given, as long as others can go. A late one gives them back, what it copies is not used, and nothing
+more is copied by it until it answers.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from collections.abc import Callable
 from sglang.srt.mem_cache.transfer import BACKUP_LINKS, Ticket, TransferOp
 from sglang.srt.utils.time_units import LaunchSeq, Seconds
 
-# A copy is late after so long, or so many times what it is expected to take.
-_LATE_S = 1.0
-_LATE_TIMES = 10.0
+# A copy is overdue, and late, after so long, or so many times what it is expected to take.
+_OVERDUE_S, _OVERDUE_TIMES = 0.02, 2.0
+_LATE_S, _LATE_TIMES = 1.0, 10.0
 
 
 class LateCopies:
@@ -21,9 +22,11 @@ class LateCopies:
 
     def __init__(self, expected_s: Callable[[int, str], float | None]) -> None:
         self.links: frozenset[str] = frozenset()
+        self.overdue: frozenset[str] = frozenset()
         self._expected_s = expected_s
-        # By link: the oldest copy, since when nothing else held it up, and when it is late.
-        self._oldest: dict[str, tuple[int, float]] = {}
+        self._now = 0.0
+        # By link: the number of the oldest copy, and when it is overdue and late, from when nothing else held it up.
+        self._oldest: dict[str, tuple[int, float, float]] = {}
 
     def update(self, now: Seconds, oldest: dict[str, TransferOp | None], done: LaunchSeq) -> None:
         """oldest: by link, the first operation that is not over. done: launches below are over."""
@@ -31,9 +34,12 @@ class LateCopies:
             if op is None or (op.after is not None and op.after >= done):
                 self._oldest.pop(link, None)
             elif link not in self._oldest or self._oldest[link][0] != op.ticket.seq:
-                limit_s = max(_LATE_S, _LATE_TIMES * (self._expected_s(op.size_bytes, link) or 0.0))
-                self._oldest[link] = op.ticket.seq, now + limit_s
-        self.links = frozenset(link for link, (_, late_at) in self._oldest.items() if late_at <= now)
+                expected_s = self._expected_s(op.size_bytes, link) or 0.0
+                overdue_at = now + max(_OVERDUE_S, _OVERDUE_TIMES * expected_s)
+                self._oldest[link] = op.ticket.seq, overdue_at, now + max(_LATE_S, _LATE_TIMES * expected_s)
+        self._now = now
+        self.overdue = frozenset(link for link, (_, overdue_at, _) in self._oldest.items() if overdue_at <= now)
+        self.links = frozenset(link for link, (_, _, late_at) in self._oldest.items() if late_at <= now)
 
     @property
     def is_watching(self) -> bool:
@@ -41,11 +47,9 @@ class LateCopies:
         return bool(self._oldest)
 
     @property
-    def next_late_at(self) -> float | None:
-        """When the next link is late if nothing ends before; seconds, as in `StepInputs.now`."""
-        if not self._oldest:
-            return None
-        return min((at for link, (_, at) in self._oldest.items() if link not in self.links), default=None)
+    def next_at(self) -> float | None:
+        """When the next link is overdue or late if nothing ends before; seconds, as in `StepInputs.now`."""
+        return min((at for _, *both in self._oldest.values() for at in both if at > self._now), default=None)
 
 
 def oldest_copies(in_flight: dict[Ticket, object]) -> dict[str, TransferOp | None]:

@@ -29,7 +29,19 @@ from sglang.srt.managers.schedule_policy import (
 from sglang.srt.managers.scheduler_config import DEFAULT_LOAD_RATIO, SchedulerConfig
 from sglang.srt.mem_cache.node import MatchResult, Node
 from sglang.srt.mem_cache.placement import is_worth_copying
-from sglang.srt.mem_cache.transfer import EXEC, FETCH, LOAD_LINKS, P2D, STALL, STORE, STREAM, StorageOp, Ticket, Tier
+from sglang.srt.mem_cache.transfer import (
+    EXEC,
+    FETCH,
+    H2D,
+    LOAD_LINKS,
+    P2D,
+    STALL,
+    STORE,
+    STREAM,
+    StorageOp,
+    Ticket,
+    Tier,
+)
 from sglang.srt.utils.time_units import Seconds
 
 # Peers so many times slower than the host are loaded from only where the host lacks a page.
@@ -88,7 +100,7 @@ class LoadPlanner:
         if not self._cache.in_flight and not self._late.is_watching:
             return
         self._late.update(self.expected.now, oldest_copies(self._cache.in_flight), self._cache.clock.done)
-        self._cache.note_late_links(self._late.links)
+        self._cache.note_late_links(self._late.links, self._late.overdue)
 
     def _set_load_order(self) -> None:
         """Peers come first unless the host is known to be much faster, or peers are not known."""
@@ -100,7 +112,7 @@ class LoadPlanner:
     @property
     def wake_at(self) -> float | None:
         """Seconds, as in `StepInputs.now`: a step is due then, since requests may wait for a copy that hangs."""
-        return self._late.next_late_at if self._queues.waiting or self._queues.active() else None
+        return self._late.next_at if self._queues.waiting or self._queues.active() else None
 
     def begin_launch(self) -> None:
         """Before the next launch is built."""
@@ -240,6 +252,10 @@ class LoadPlanner:
         to_load = known.load + known.from_peers
         if not to_load:
             return False
+        loads = self.expected.loads
+        needed = [link for n, link in ((known.load, H2D), (known.from_peers, P2D)) if n]
+        if any(loads[link].is_overdue(self.expected.now) for link in needed):
+            return True
         load_s = self.expected.load_seconds(known.load) + self.expected.load_seconds(known.from_peers, P2D)
         compute_s = self.expected.costs.recompute_seconds(known.prefix - to_load, known.prefix)
         return compute_s is not None and times * compute_s <= load_s

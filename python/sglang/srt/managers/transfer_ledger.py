@@ -48,6 +48,10 @@ class TransferLedger:
         self._next_seq = dict.fromkeys(LINKS, 0)
         self._new_ops: list[TransferOp | StorageOp] = []
         self._new_cancels: list[Ticket] = []
+        # Whether device pages may become another engine's.
+        self.lends_device = False
+        # Of those in flight, the ones whose source is not pinned any more.
+        self._released: set[Ticket] = set()
         self._num_ended = dict.fromkeys(LINKS, 0)
         self._pages_in_flight = dict.fromkeys(LINKS, 0)
 
@@ -102,11 +106,31 @@ class TransferLedger:
         self._num_ended[ticket.link] += 1
         if isinstance(op, TransferOp):
             self._pages_in_flight[ticket.link] -= len(op.src_frames)
-            self._table(op.src).unpin(op.src_frames)
+            if ticket in self._released:
+                self._released.remove(ticket)
+            else:
+                self._table(op.src).unpin(op.src_frames)
             self._table(op.dst).unpin(op.dst_frames)
         elif len(op.frames):
             self.tables[Tier.HOST].unpin(op.frames)
         return op
+
+    def can_release(self, ticket: Ticket) -> bool:
+        """See `release_source`. Not twice, and not of a device that is lent: the memory may go while it is read."""
+        op = self.in_flight[ticket]
+        return (
+            isinstance(op, TransferOp)
+            and op.src == Tier.DEVICE
+            and ticket not in self._released
+            and not self.lends_device
+        )
+
+    def release_source(self, ticket: Ticket) -> None:
+        """Unpin the device pages that an operation reads, though it is not over: what it brings must not be used."""
+        op = self.in_flight[ticket]
+        assert isinstance(op, TransferOp) and not self.tree.nodes_of(ticket), "what it brings is still wanted"
+        self._released.add(ticket)
+        self._table(op.src).unpin(op.src_frames)
 
     def cancel(self, ticket: Ticket) -> None:
         """A hint to the link that the operation is not wanted any more."""
@@ -146,7 +170,7 @@ class TransferLedger:
                 if tier == Tier.HOST:
                     np.add.at(pins, op.frames, 1)
                 continue
-            if op.src == tier:
+            if op.src == tier and op.ticket not in self._released:
                 np.add.at(pins, op.src_frames, 1)
             if op.dst == tier:
                 np.add.at(pins, op.dst_frames, 1)

@@ -101,8 +101,9 @@ class Rank:
 
     def __init__(self, args: ServerArgs, tmp_path: Path, device: torch.device) -> None:
         self.core: EngineCore
+        self.resources = ExitStack()
         self.core, _ = startup_engine.build_core(
-            args, RankSetup(SINGLE_RANK, lambda: None, tmp_path, ExitStack(), device)
+            args, RankSetup(SINGLE_RANK, lambda: None, tmp_path, self.resources, device)
         )
 
     def turn(self, new: list[TokenizedGenerateReqInput]) -> tuple[list[int], int | None]:
@@ -161,7 +162,7 @@ def test_ranks_on_a_gpu_lend_and_borrow(
     found = [master.ask(prompt, lambda: worker.turn([])) for prompt in prompts * 2]
     own = worker.ask(prompts[0], lambda: None)
     for rank in (worker, master):
-        rank.core.slabs.close()  # type: ignore[union-attr]
+        rank.resources.close()
     alone = Rank(ServerArgs.from_cli(f"{small} {cached}".split()), tmp_path, CPU)
     wanted = [alone.ask(prompt, lambda: None)[0] for prompt in prompts]
     assert [tokens for tokens, _ in found] == wanted * 2 and own[0] == wanted[0]
