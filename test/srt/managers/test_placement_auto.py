@@ -9,7 +9,7 @@ from test_cache_controller import DEVICE, HOST, PEER, Rig, ops_of, tokens
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.placement import CONVENIENT, FIRST_COPYING_RATIO, LAST, MAX_COPYING_RATIO, SPARE
-from sglang.srt.mem_cache.transfer import D2H, D2P, LINKS, Ticket, Tier
+from sglang.srt.mem_cache.transfer import D2H, D2P, LINKS, P2H, Ticket, Tier
 
 # Device pages of which a bound on copies in flight leaves room for some letters.
 LARGE = 8 * 64
@@ -293,6 +293,21 @@ def test_what_a_slow_tier_has_goes_with_what_the_other_gives_up_after_it(slow: T
     rig.controller.evict(other, 2)
     assert (rig.where(newer), rig.where(end), rig.where(used)) == ("", "", "DPH"[slow]), "it was used later"
     assert rig.tree.victims(other, 9) == [front]
+    rig.check()
+
+
+def test_what_is_being_saved_from_a_slow_peer_does_not_age():
+    """The older one goes where the host has free pages. The host makes room for the other one by giving up what was
+    used between them."""
+    rig = AutoRig(host=4, peer=4)
+    new, between, old = (rig.insert(text, now=now) for text, now in (("ab", 3), ("cd", 2), ("ef", 1)))
+    for node, tier in ((old, PEER), (between, HOST), (new, PEER)):
+        rig.copy(node, tier)
+        rig.controller.drop(node, DEVICE)
+    rig.controller.consult(lambda tier, start, end: tier != PEER)
+    rig.controller.withdraw(PEER, np.arange(4, dtype=np.int32))
+    assert rig.begun() == [(P2H, 4)]
+    assert [rig.where(node) for node in (old, between, new)] == ["H", "", "H"]
     rig.check()
 
 

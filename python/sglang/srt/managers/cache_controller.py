@@ -546,12 +546,12 @@ class HiCacheController:
     def _give_up(self, victims: list[Node], tier: Tier, kept: Sequence[Node] = ()) -> None:
         if tier == Tier.PEER and self.has_host and self.write_policy != "auto":
             self.move_to_host(victims, kept)
-        aged = self._aged_with(victims, tier)
+        aged = self._aged_with(victims, tier, kept)
         self._take_off(victims, tier)
         if aged:
             self._take_off([node for node in aged if node.frames[_OTHER[tier]] is not None], _OTHER[tier])
 
-    def _aged_with(self, victims: list[Node], tier: Tier) -> list[Node]:
+    def _aged_with(self, victims: list[Node], tier: Tier, kept: Sequence[Node]) -> list[Node]:
         """What the other tier below the device gives up along with the victims of this one, if it has become so slow
         that nothing is copied to it any more: as nothing new displaces what it has, it would keep for ever what was
         used before the victims, and this tier would keep what is before that in a prompt."""
@@ -559,7 +559,8 @@ class HiCacheController:
         if other not in self.tables or self.write_policy != "auto" or self._is_fast(other) or not victims:
             return []
         newest = max(map(self.tree.order.rank, victims))
-        aged = self.tree.victims(other, self._pages_of(victims))
+        stay = {node.id for node in (*victims, *kept)}
+        aged = self.tree.victims(other, self._pages_of(victims), stay)
         return [n for n in aged if self.tree.order.class_of(n, other) < LAST or self.tree.order.rank(n) < newest]
 
     def _take_off(self, nodes: list[Node], tier: Tier) -> None:
