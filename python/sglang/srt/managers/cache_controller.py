@@ -81,6 +81,11 @@ class HiCacheController:
         self.write_policy = write_policy
         self.tree.set_placement(adds_up=write_policy == "auto")
 
+    @property
+    def bounds_copies(self) -> bool:
+        """Whether what the device evicts is copied only as far as links take it."""
+        return self.write_policy == "auto"
+
     def watch_host(self, filled: Callable[[list[Node]], None]) -> None:
         """filled: called with the nodes that a copy has brought to the host."""
         self._host_filled = filled
@@ -88,14 +93,14 @@ class HiCacheController:
     @property
     def num_slow_pages(self) -> int:
         """Device pages that copies hold on to by links that are overdue or slow: they do not become free soon."""
-        slow = self.slow_links | self.overdue_links
-        return sum(self.ledger.num_pages_on(link) for link in BACKUP_LINKS.values() if link in slow)
+        slow = (t for t in LOAD_LINKS if not self._is_fast(t) or BACKUP_LINKS[t] in self.overdue_links)
+        return sum(self.ledger.num_pages_on(BACKUP_LINKS[tier]) for tier in slow)
 
     @property
     def slow_links(self) -> frozenset[str]:
-        """Links of tiers that hang, or that are so slow that only a little is copied."""
-        slow = [tier for tier in LOAD_LINKS if not self._is_fast(tier)]
-        return frozenset(link for tier in slow for link in (BACKUP_LINKS[tier], LOAD_LINKS[tier]))
+        """Links of tiers that hang, or that are known to be so slow that only a little is copied."""
+        slow = [tier for tier in LOAD_LINKS if self._is_measured(tier) and not self._is_fast(tier)]
+        return self.late_links.union(*((BACKUP_LINKS[tier], LOAD_LINKS[tier]) for tier in slow))
 
     def _is_fast(self, tier: Tier) -> bool:
         is_late = BACKUP_LINKS[tier] in self.late_links

@@ -277,13 +277,15 @@ class KVCache:
         if num_pages > self.device.num_free:
             self.device.reap(self.clock.done)
         # What was given up and is still being read or written will be free soon: no need to give up more for it. But
-        # what a slow copy reads will not: on with what is behind it.
-        num_cached = None
-        while num_cached != (num_cached := self.device.counts[FrameState.CACHED]):
+        # what a slow copy reads will not: on with what is behind it, as long as less and less of that is copied.
+        for _ in range(self.device.num_pages if self.controller.bounds_copies else 2):
             lacking = num_pages - self.device.num_free - self.num_free_soon
-            if lacking <= 0:
+            num_cached = self.device.counts[FrameState.CACHED]
+            if lacking <= 0 or not num_cached:
                 break
             self.controller.evict(Tier.DEVICE, lacking)
+            if num_cached == self.device.counts[FrameState.CACHED]:
+                break
         return self.device.num_free >= num_pages
 
     def write_ahead(self, num_pages: int) -> None:
@@ -339,6 +341,10 @@ class KVCache:
     def set_load_order(self, order: tuple[Tier, ...]) -> None:
         """order: the tiers that nodes are loaded from, the fastest first."""
         self.tree.set_load_order(order)
+
+    def note_lending(self) -> None:
+        """Device pages may become another engine's."""
+        self.ledger.lends_device = True
 
     def note_late_links(self, late: frozenset[str], overdue: frozenset[str]) -> None:
         """See `LateCopies`."""

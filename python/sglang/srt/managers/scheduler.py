@@ -512,7 +512,7 @@ class Scheduler:
 
     def _open_lending(self, config: LendingConfig) -> DeviceLending:
         ledger = SlabLedger(self.cache.device, self.config.slabs, mapped=True)
-        self.cache.ledger.lends_device = True
+        self.cache.note_lending()
         # As for `max_resident_len`, with a page that stays free.
         keep = pages_for(self.max_total_len if config.keep_tokens is None else config.keep_tokens, self.page_size) + 1
         cache = pages_for(config.cache_tokens, self.page_size)
