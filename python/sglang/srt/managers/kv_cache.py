@@ -274,8 +274,9 @@ class KVCache:
 
     def make_room(self, num_pages: int) -> bool:
         """Evict until num_pages of the device are free at once; False if they are not, or not yet."""
-        if num_pages > self.device.num_free:
-            self.device.reap(self.clock.done)
+        if num_pages <= self.device.num_free:
+            return True
+        self.device.reap(self.clock.done)
         # What was given up and is still being read or written will be free soon: no need to give up more for it. But
         # what a slow copy reads will not: on with what is behind it, as long as less and less of that is copied.
         for _ in range(self.device.num_pages if self.controller.bounds_copies else 2):
