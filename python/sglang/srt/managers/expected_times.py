@@ -10,12 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from sglang.srt.managers.cost_model import CostModel
+from sglang.srt.managers.late_copies import OVERDUE_S, OVERDUE_TIMES
 from sglang.srt.managers.schedule_policy import NO_LOADS, LoadTimes, PrefillWork, stall_seconds
 from sglang.srt.mem_cache.transfer import EXEC, FETCH, H2D, P2D, Ticket
 from sglang.srt.utils.time_units import Seconds
-
-# An operation is overdue so long after its expected end, or as long as it should have taken.
-_OVERDUE_S = 0.02
 
 
 @dataclass
@@ -53,7 +51,7 @@ class Forecast:
     def is_overdue(self, now: Seconds) -> bool:
         """Whether the oldest operation takes far longer than expected."""
         oldest = next(iter(self._issued.values()), None)
-        return oldest is not None and now > oldest.end + max(_OVERDUE_S, oldest.seconds)
+        return oldest is not None and now > oldest.end + max(OVERDUE_S, (OVERDUE_TIMES - 1) * oldest.seconds)
 
     def times_of(self, seq: int) -> tuple[float, float] | None:
         """When an operation is expected to begin, or began, and to end; None if it is over."""

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.transfer import BACKUP_LINKS, Ticket, TransferOp
 from sglang.srt.utils.time_units import LaunchSeq, Seconds
 
 # A copy is overdue, and late, after so long, or so many times what it is expected to take.
-_OVERDUE_S, _OVERDUE_TIMES = 0.02, 2.0
+OVERDUE_S, OVERDUE_TIMES = 0.02, 2.0
 _LATE_S, _LATE_TIMES = 1.0, 10.0
 
 
@@ -35,7 +35,7 @@ class LateCopies:
                 self._oldest.pop(link, None)
             elif link not in self._oldest or self._oldest[link][0] != op.ticket.seq:
                 expected_s = self._expected_s(op.size_bytes, link) or 0.0
-                overdue_at = now + max(_OVERDUE_S, _OVERDUE_TIMES * expected_s)
+                overdue_at = now + max(OVERDUE_S, OVERDUE_TIMES * expected_s)
                 self._oldest[link] = op.ticket.seq, overdue_at, now + max(_LATE_S, _LATE_TIMES * expected_s)
         self._now = now
         self.overdue = frozenset(link for link, (_, overdue_at, _) in self._oldest.items() if overdue_at <= now)
