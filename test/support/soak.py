@@ -26,6 +26,7 @@ import torch
 
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder, digest_of, replay
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
+from sglang.srt.managers.late_copies import oldest_copies
 from sglang.srt.managers.progress import reduce_progress
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Scheduler, SchedulerConfig
@@ -482,6 +483,14 @@ def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
     )
 
 
+def _check_wake_up(scheduler: Scheduler, now: Seconds) -> None:
+    assert scheduler.wake_at is None or scheduler.wake_at > now, "somebody waits beyond its time"
+    copies = [op.ticket.link for op in oldest_copies(scheduler.cache.in_flight).values() if op is not None]
+    is_watched = scheduler.wake_at is not None or scheduler.cache.controller.late_links.issuperset(copies)
+    if scheduler.queues.waiting and not scheduler.clock.is_running:
+        assert is_watched, "nothing causes a step if a copy hangs that requests may wait for"
+
+
 class Soak:
     """Drives the ranks of one configuration. `run` raises what the nets catch."""
 
@@ -566,7 +575,7 @@ class Soak:
             # Of the ranks by turns: they take the same inputs and have just decided alike.
             scheduler = self.ranks[decisions[0].step % len(self.ranks)].core.scheduler
             scheduler.check_invariants()
-            assert scheduler.wake_at is None or scheduler.wake_at > now, "somebody waits beyond its time"
+            _check_wake_up(scheduler, now)
         self.events.note_late_links()
         self._take_outputs(decisions[0])
         if decisions[0].step % self.config.oracle_every == 0:

@@ -97,10 +97,13 @@ class LoadPlanner:
         """After operations have been taken in: have nothing wait for links that hang."""
         if self.config.load_or_recompute and self.config.num_peer_pages:
             self._set_load_order()
-        if not self._cache.in_flight and not self._late.is_watching:
-            return
+        if self._cache.in_flight or self._late.is_watching:
+            self.watch_copies()
+            self._cache.note_late_links(self._late.links, self._late.overdue)
+
+    def watch_copies(self) -> None:
+        """At the end of a step, too: `wake_at` includes the copies that the step began."""
         self._late.update(self.expected.now, oldest_copies(self._cache.in_flight), self._cache.clock.done)
-        self._cache.note_late_links(self._late.links, self._late.overdue)
 
     def _set_load_order(self) -> None:
         """Peers come first unless the host is known to be much faster, or peers are not known."""

@@ -138,6 +138,8 @@ class Scheduler:
         for req in self._changed:
             self._emit(req, None)
         ops, cancels = self.cache.take_ops()
+        if ops:
+            self.planner.watch_copies()
         return BatchDecision(
             step=inputs.step,
             reset=reset,
