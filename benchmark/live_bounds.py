@@ -23,12 +23,13 @@ from sglang.demo_common import get_json, server, wait_ready
 from sglang.srt.configs.embedded_model import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS
 from sglang.srt.mem_cache.transfer import TIER_NAMES
 
-DEVICE_TOKENS = 8192
+# 16 chunks of the default size, so that little of the sum is what one chunk needs.
+DEVICE_TOKENS = 32768
 # --hicache-ratio of the default flags is 2.
-HOST_TOKENS, DISK_TOKENS, PEER_TOKENS = 2 * DEVICE_TOKENS, 32768, 8192
+HOST_TOKENS, DISK_TOKENS, PEER_TOKENS = 2 * DEVICE_TOKENS, 4 * DEVICE_TOKENS, DEVICE_TOKENS
 LIVE_MIXES = ("device+host", "device+host+disk", "device+host+peer")
 # Of the server that lends, which keeps some for itself.
-WORKER_TOKENS = 16384
+WORKER_TOKENS = PEER_TOKENS + 8192
 # Questions per document beyond the first, and the least of them.
 QUESTIONS_PER_DOCUMENT, LEAST_QUESTIONS = 2, 150
 # The default --chunked-prefill-size.
@@ -49,7 +50,9 @@ def measure_live(mix: str, working_set: float) -> dict[str, Any]:
             sizes["disk"] = DISK_TOKENS
         total = sum(sizes.values())
         number = round(working_set * total / Documents.document_tokens)
-        documents = Documents(number, max(LEAST_QUESTIONS, QUESTIONS_PER_DOCUMENT * number), output_tokens=1)
+        questions = max(LEAST_QUESTIONS, QUESTIONS_PER_DOCUMENT * number)
+        # With pages of one token questions are cached, too: the shortest ones, so that the formula holds.
+        documents = Documents(number, questions, question_tokens=1, output_tokens=1)
         answers = _ask_all(url, documents)
         policy = get_json(url + "/server_info").get("hicache_write_policy", "")
         counters = get_json(url + "/hicache/state")["counters"]
