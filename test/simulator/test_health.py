@@ -159,7 +159,7 @@ def test_every_request_ends_though_a_backup_hangs_for_ever(since: float, size: i
     times = sim.run(arrivals(8, 12, apart_s=0.08, size=size, new_tokens=60))
     assert {each.finish_reason for each in times.values()} == {"length"}
     scheduler = sim.core.scheduler
-    assert scheduler.cache.device.num_pinned_only == 0 and scheduler.cache.controller.late_links == {D2H}
+    assert scheduler.cache.device.num_pinned_only == 0 and scheduler.cache.controller.links.late == {D2H}
     assert (scheduler.counters["retracted_reqs"] > 0) == (size == 32)
 
 

@@ -59,7 +59,7 @@ class ResidencyEvents:
 
     def note_late_links(self) -> None:
         """At the end of a step."""
-        self.counts[LATE_LINK] += bool(self._controller.late_links)
+        self.counts[LATE_LINK] += bool(self._controller.links.late)
 
     @staticmethod
     def _wrap(owner: Any, name: str, before: Any) -> None:

@@ -486,7 +486,7 @@ def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
 def _check_wake_up(scheduler: Scheduler, now: Seconds) -> None:
     assert scheduler.wake_at is None or scheduler.wake_at > now, "somebody waits beyond its time"
     copies = [op.ticket.link for op in oldest_copies(scheduler.cache.in_flight).values() if op is not None]
-    is_watched = scheduler.wake_at is not None or scheduler.cache.controller.late_links.issuperset(copies)
+    is_watched = scheduler.wake_at is not None or scheduler.cache.controller.links.late.issuperset(copies)
     if scheduler.queues.waiting and not scheduler.clock.is_running:
         assert is_watched, "nothing causes a step if a copy hangs that requests may wait for"
 

@@ -1103,7 +1103,7 @@ def test_a_lost_slab_leaves_a_hole():
     rig.copy(low, HOST)
     rig.controller.drop(top, DEVICE)
     assert rig.lengths("abcd") == (0, 4)
-    rig.controller.consult(lambda tier, start, end: False)
+    rig.controller.links.is_worth_copying = lambda tier, start, end: False
     rig.controller.withdraw(PEER, np.arange(4, dtype=np.int32))
     rig.check()
     assert rig.ledger.take_ops()[0] == (), "it is not worth a copy on the host"

@@ -85,7 +85,8 @@ def test_what_a_full_host_has_no_room_for_is_not_copied_when_it_is_computed():
 def test_what_is_not_worth_a_copy_is_not_copied():
     rig = AutoRig(host=8)
     asked = []
-    rig.controller.consult(lambda tier, start, end: asked.append((tier, start, end)))  # None: not worth it
+    # None: not worth it.
+    rig.controller.links.is_worth_copying = lambda tier, start, end: asked.append((tier, start, end))
     node = rig.computed("abc")
     rig.give_up(3)
     assert rig.begun() == [] and node.parent is None
@@ -94,7 +95,7 @@ def test_what_is_not_worth_a_copy_is_not_copied():
 
 def test_a_little_is_written_ahead_where_it_is_not_worth_it_which_shows_when_it_is():
     rig = AutoRig(spare=200, host=400)
-    rig.controller.consult(lambda tier, start, end: False)
+    rig.controller.links.is_worth_copying = lambda tier, start, end: False
     most = bound(FIRST_COPYING_RATIO)
     rig.insert("".join(chr(1000 + i) for i in range(3 * most)))
     rig.at(10).write_ahead(200)
@@ -281,7 +282,7 @@ def test_what_a_slow_tier_has_goes_with_what_the_other_gives_up_after_it(slow: T
     for node in (end, front, unused, used):
         rig.controller.drop(node, DEVICE)
     rig.is_worth = lambda tier: True
-    rig.controller.consult(lambda tier, start, end: rig.is_worth(tier))
+    rig.controller.links.is_worth_copying = lambda tier, start, end: rig.is_worth(tier)
     assert rig.tree.victims(other, 9) == [unused, front], "what is behind it is on the slow tier"
     rig.controller.evict(other, 2)
     assert [rig.where(n) for n in (end, used)] == ["DPH"[slow]] * 2, "nothing is slow yet"
@@ -304,7 +305,7 @@ def test_what_is_being_saved_from_a_slow_peer_does_not_age():
     for node, tier in ((old, PEER), (between, HOST), (new, PEER)):
         rig.copy(node, tier)
         rig.controller.drop(node, DEVICE)
-    rig.controller.consult(lambda tier, start, end: tier != PEER)
+    rig.controller.links.is_worth_copying = lambda tier, start, end: tier != PEER
     rig.controller.withdraw(PEER, np.arange(4, dtype=np.int32))
     assert rig.begun() == [(P2H, 4)]
     assert [rig.where(node) for node in (old, between, new)] == ["H", "", "H"]

@@ -21,16 +21,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from sglang.srt.managers.cost_model import USUAL_TOKENS
+from sglang.srt.managers.backup_links import BackupLinks
 from sglang.srt.managers.transfer_ledger import TransferLedger
 from sglang.srt.mem_cache.eviction import RETIRED_PRIORITY
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import FilledRun, Node
 from sglang.srt.mem_cache.placement import (
-    FIRST_COPYING_RATIO,
     LAST,
-    MAX_COPYING_RATIO,
     WRITE_POLICIES,
     Room,
     choose_tier,
@@ -55,22 +53,17 @@ class HiCacheController:
         self.ledger = ledger
         self.tree: HiRadixTree = ledger.tree
         self.tables: dict[Tier, FrameTable] = ledger.tables
+        self.links = BackupLinks(ledger)
         self.counters: Counter[str] = Counter()
         self._clock = ledger.clock
         self._to_compact: list[Node] = []
         # Whether storage is attached, to which everything comes through the host; and whether what is computed goes
         # there at once, for which the host gives up copies: peers get pages that the host never had.
         self.feeds_storage = self.stores_early = False
-        # See `LateCopies`.
-        self.late_links: frozenset[str] = frozenset()
-        self.overdue_links: frozenset[str] = frozenset()
         # Ends of paths that are to be written through when the link takes more.
         self._to_write: dict[int, Node] = {}
-        # See `write_ahead`: so much may always be copied at once.
-        self._pages_ahead = 0
         # By tier: of what it gives up next, pages that were looked at, see `num_to_look_at`.
         self.num_looked_at: Counter[Tier] = Counter()
-        self._is_worth_copying: Callable[[Tier, int, int], bool] = lambda tier, start, end: True
         self.is_worth_storing: Callable[[int, int], bool] = lambda start, end: True
         self._host_filled: Callable[[list[Node]], None] = lambda nodes: None
         self.set_write_policy(write_policy)
@@ -91,30 +84,6 @@ class HiCacheController:
         self._host_filled = filled
 
     @property
-    def num_slow_pages(self) -> int:
-        """Device pages that copies hold on to by links that are overdue or slow: they do not become free soon."""
-        slow = (t for t in LOAD_LINKS if not self._is_fast(t) or BACKUP_LINKS[t] in self.overdue_links)
-        return sum(self.ledger.num_pages_on(BACKUP_LINKS[tier]) for tier in slow)
-
-    @property
-    def slow_links(self) -> frozenset[str]:
-        """Links of tiers that hang, or that are known to be so slow that only a little is copied."""
-        slow = [tier for tier in LOAD_LINKS if self._is_measured(tier) and not self._is_fast(tier)]
-        return self.late_links.union(*((BACKUP_LINKS[tier], LOAD_LINKS[tier]) for tier in slow))
-
-    def _is_fast(self, tier: Tier) -> bool:
-        is_late = BACKUP_LINKS[tier] in self.late_links
-        return self._is_measured(tier) and not is_late and self._is_worth_copying(tier, 0, USUAL_TOKENS)
-
-    def _is_measured(self, tier: Tier) -> bool:
-        return self.ledger.num_ended(BACKUP_LINKS[tier]) > 0
-
-    def consult(self, is_worth_copying: Callable[[Tier, int, int], bool]) -> None:
-        """is_worth_copying: whether tokens [start, end) of a prompt are better copied to a tier than computed
-        again."""
-        self._is_worth_copying = is_worth_copying
-
-    @property
     def has_host(self) -> bool:
         return Tier.HOST in self.tables
 
@@ -130,17 +99,13 @@ class HiCacheController:
             by_source.setdefault(source, []).append(node)
         tickets = []
         for source, part in by_source.items():
-            link = LOAD_LINKS[source]
-            src = np.concatenate([ready_frames(node, source) for node in part])
-            owner = self.ledger.next_owner(link)
-            frames = self.tables[Tier.DEVICE].allocate(len(src), owner, FrameState.FILLING)
-            assert frames is not None, "a load needs free frames: make room first"
-            op = self.ledger.begin_transfer(link, (source, Tier.DEVICE), src, frames, after=None)
-            self.tree.begin_fill(part, source, Tier.DEVICE, frames, op.ticket)
+            op = self._begin_copy(LOAD_LINKS[source], (source, Tier.DEVICE), part)
+            assert op is not None, "a load needs free frames: make room first"
             tickets.append(op.ticket)
-            self.counters["load_back_tokens"] += len(frames) * self.tree.page_size
+            num_tokens = self._tokens_of(part)
+            self.counters["load_back_tokens"] += num_tokens
             if source == Tier.PEER:
-                self.counters["load_peer_tokens"] += len(frames) * self.tree.page_size
+                self.counters["load_peer_tokens"] += num_tokens
         return tickets
 
     # -- backups ------------------------------------------------------------------------------------------------
@@ -181,18 +146,25 @@ class HiCacheController:
             whole = self._from_block_starts(nodes)
             if len(whole) > len(nodes) and self.make_room(tier, self._pages_of(whole), kept, spares_pinned=True):
                 nodes = whole
-        src = np.concatenate([ready_frames(n, Tier.DEVICE) for n in nodes])
-        self.make_room(tier, len(src), kept)
-        first_page = nodes[0].start // self.tree.page_size
-        link = BACKUP_LINKS[tier]
-        dst = self.tables[tier].allocate(len(src), self.ledger.next_owner(link), FrameState.FILLING, first_page)
-        self._count_backup(tier, len(src) * self.tree.page_size, is_dropped=dst is None)
+        self.make_room(tier, self._pages_of(nodes), kept)
+        after = LaunchSeq(max(n.fences[Tier.DEVICE] for n in nodes))
+        op = self._begin_copy(BACKUP_LINKS[tier], (Tier.DEVICE, tier), nodes, after)
+        self._count_backup(tier, self._tokens_of(nodes), is_dropped=op is None)
+        return None if op is None else op.ticket
+
+    def _begin_copy(
+        self, link: str, tiers: tuple[Tier, Tier], nodes: list[Node], after: LaunchSeq | None = None
+    ) -> TransferOp | None:
+        """Copy nodes that are ready on a tier to another one. None if that has not enough free frames. tiers: source
+        and destination. after: see `TransferOp`."""
+        src = np.concatenate([ready_frames(node, tiers[0]) for node in nodes])
+        owner, first_page = self.ledger.next_owner(link), nodes[0].start // self.tree.page_size
+        dst = self.tables[tiers[1]].allocate(len(src), owner, FrameState.FILLING, first_page)
         if dst is None:
             return None
-        after = LaunchSeq(max(n.fences[Tier.DEVICE] for n in nodes))
-        op = self.ledger.begin_transfer(link, (Tier.DEVICE, tier), src, dst, after)
-        self.tree.begin_fill(nodes, Tier.DEVICE, tier, dst, op.ticket)
-        return op.ticket
+        op = self.ledger.begin_transfer(link, tiers, src, dst, after)
+        self.tree.begin_fill(nodes, *tiers, dst, op.ticket)
+        return op
 
     def _from_block_starts(self, nodes: list[Node]) -> list[Node]:
         """The nodes, and before each what the host lacks of the block that it begins in: storage takes whole blocks,
@@ -221,7 +193,7 @@ class HiCacheController:
             is_known = (
                 is_ready(node, Tier.PEER) and node.frames[Tier.DEVICE] is None and node.frames[Tier.HOST] is None
             )
-            if not is_known or not self._is_worth_copying(Tier.HOST, node.start, node.end):
+            if not is_known or not self.links.is_worth_copying(Tier.HOST, node.start, node.end):
                 continue
             room = self._room(Tier.HOST, self._pages_of(moving))._replace(num_allowed=num_pages)
             goes = choose_tier(num_pages, self.tree.order.rank(node), {Tier.HOST: room}) is not None
@@ -231,13 +203,8 @@ class HiCacheController:
                 moving.append(node)
         if not moving:
             return
-        src = np.concatenate([ready_frames(node, Tier.PEER) for node in moving])
-        first_page = moving[0].start // self.tree.page_size
-        owner = self.ledger.next_owner(P2H)
-        dst = self.tables[Tier.HOST].allocate(len(src), owner, FrameState.FILLING, first_page)
-        assert dst is not None, "there was room"
-        op = self.ledger.begin_transfer(P2H, (Tier.PEER, Tier.HOST), src, dst, after=None)
-        self.tree.begin_fill(moving, Tier.PEER, Tier.HOST, dst, op.ticket)
+        op = self._begin_copy(P2H, (Tier.PEER, Tier.HOST), moving)
+        assert op is not None, "there was room"
         self.counters["moved_to_host_tokens"] += self._tokens_of(moving)
 
     def begin_spill(
@@ -295,14 +262,14 @@ class HiCacheController:
         the host has would be computed, too."""
         for node in nodes:
             is_elsewhere = node.frames[Tier.DEVICE] is not None or node.frames[Tier.HOST] is not None
-            if is_elsewhere and not self._is_worth_copying(Tier.PEER, node.start, node.end):
+            if is_elsewhere and not self.links.is_worth_copying(Tier.PEER, node.start, node.end):
                 self.drop(node, Tier.PEER)
 
     def give_up_late_copies(self) -> None:
         """Take their device pages back from copies that hang. What they bring is not used: the pages may be written
         while they are read. Pages whose memory may be lent are not taken back, nor is what a request spills."""
         for ticket, op in list(self.ledger.in_flight.items()):
-            if ticket.link not in self.late_links or not self.ledger.can_release(ticket):
+            if ticket.link not in self.links.late or not self.ledger.can_release(ticket):
                 continue
             assert isinstance(op, TransferOp)
             nodes = list(self.tree.nodes_of(ticket))
@@ -368,9 +335,9 @@ class HiCacheController:
         """Copy what was never copied of the path to a node to the host, the front first, as far as the link takes it
         and the host has room to spare, or passes it on to storage. The rest is tried again."""
         lacking = [n for n in self.tree.path_of(node) if not n.was_copied and _is_only_on_device(n)]
-        if not lacking or not self._is_worth_copying(Tier.HOST, lacking[0].start, node.end):
+        if not lacking or not self.links.is_worth_copying(Tier.HOST, lacking[0].start, node.end):
             return
-        num_pages, num_free = self._num_allowed(Tier.HOST), self.tables[Tier.HOST].num_free
+        num_pages, num_free = self.links.num_allowed(Tier.HOST), self.tables[Tier.HOST].num_free
         passes_on = self.stores_early and self.is_worth_storing(lacking[0].start, node.end)
         if not (passes_on or self._gives_up_retired(Tier.HOST)):
             num_pages = min(num_pages, num_free)
@@ -400,8 +367,8 @@ class HiCacheController:
         """Copy what the device gives up next, so that it can give up num_pages at once; for the policy auto."""
         if self.write_policy != "auto" or len(self.tables) == 1:
             return
-        self._pages_ahead = num_pages
-        if self._to_write and self._num_allowed(Tier.HOST) > 0:
+        self.links.pages_ahead = num_pages
+        if self._to_write and self.links.num_allowed(Tier.HOST) > 0:
             self._write_rest()
         if wanted := self.num_to_look_at(Tier.DEVICE, num_pages):
             nodes = self._copy_before_eviction(self.tree.victims(Tier.DEVICE, wanted), is_ahead=True)
@@ -458,9 +425,9 @@ class HiCacheController:
                     self._count_backup(Tier.HOST, len(node.key), is_dropped=True)
                 continue
             num_planned, num_pages = self._pages_of(parts[tier]), len(node.key) // self.tree.page_size
-            num_allowed = self._num_allowed(tier) - num_planned
-            if not self._is_worth_copying(tier, node.start, node.end):
-                num_allowed = min(num_allowed, self._probe_pages)
+            num_allowed = self.links.num_allowed(tier) - num_planned
+            if not self.links.is_worth_copying(tier, node.start, node.end):
+                num_allowed = min(num_allowed, self.links.probe_pages)
             copied = node
             if num_allowed < num_pages:
                 front = num_pages - num_allowed if is_ahead else num_allowed
@@ -476,9 +443,10 @@ class HiCacheController:
 
     def _tier_for(self, node: Node, planned: dict[Tier, list[Node]], is_ahead: bool) -> Tier | None:
         """Where a copy of a node goes that the device gives up soon. planned: copies that are about to begin."""
-        worth = {tier: nodes for tier, nodes in planned.items() if self._is_worth_copying(tier, node.start, node.end)}
+        is_worth = self.links.is_worth_copying
+        worth = {tier: nodes for tier, nodes in planned.items() if is_worth(tier, node.start, node.end)}
         # A tier whose speed is not known gets no only copy, if there is another.
-        worth = {tier: nodes for tier, nodes in worth.items() if self._is_measured(tier)} or worth
+        worth = {tier: nodes for tier, nodes in worth.items() if self.links.is_measured(tier)} or worth
         is_alone = _is_only_on_device(node)
         if is_alone and worth:
             rooms = {tier: self._room(tier, self._pages_of(nodes)) for tier, nodes in worth.items()}
@@ -488,7 +456,7 @@ class HiCacheController:
             # Another tier has it: the fastest one gets it if it has room to spare.
             num_pages = self._pages_of([*worth[first], node])
             has_room = num_pages <= self.tables[first].num_free
-            return first if has_room and num_pages <= self._num_allowed(first) else None
+            return first if has_room and num_pages <= self.links.num_allowed(first) else None
         if not is_ahead:
             return None
         # A little is copied also where it is not worth it, which shows when a tier has become faster.
@@ -497,35 +465,21 @@ class HiCacheController:
 
     def _is_probe(self, tier: Tier, planned: list[Node]) -> bool:
         """Whether nothing else is on its way to a tier."""
-        return not planned and not self.ledger.num_pages_on(BACKUP_LINKS[tier])
+        return not planned and self.links.is_idle(tier)
 
     def _gives_up_retired(self, tier: Tier) -> bool:
         """Whether what a tier would give up next is of no use to any request."""
         node = self.tree.order.next_of(tier)
         return node is not None and node.priority == RETIRED_PRIORITY
 
-    @property
-    def _probe_pages(self) -> int:
-        return max(1, int(FIRST_COPYING_RATIO * self.tables[Tier.DEVICE].num_pages))
-
     def _room(self, tier: Tier, num_planned: int) -> Room:
         node = self.tree.order.next_of(tier)
         return Room(
             self.tables[tier].num_free - num_planned,
-            self._num_allowed(tier) - num_planned,
+            self.links.num_allowed(tier) - num_planned,
             self.tree.order.class_of(node, tier) if node is not None else None,
             self.tree.order.rank(node) if node is not None else (),
         )
-
-    def _num_allowed(self, tier: Tier) -> int:
-        """Pages that may begin to be copied from the device to a tier."""
-        link = BACKUP_LINKS[tier]
-        if link in self.late_links:
-            return 0
-        most = self._probe_pages
-        if self._is_measured(tier):
-            most = max(most, self._pages_ahead, int(MAX_COPYING_RATIO * self.tables[Tier.DEVICE].num_pages))
-        return most - self.ledger.num_pages_on(link)
 
     def _front_tokens(self, node: Node, num_pages: int) -> int:
         """Where a node is cut for num_pages in front: behind a block if there is one."""
@@ -561,7 +515,7 @@ class HiCacheController:
         that nothing is copied to it any more: as nothing new displaces what it has, it would keep for ever what was
         used before the victims, and this tier would keep what is before that in a prompt."""
         other = _OTHER.get(tier)
-        if other not in self.tables or self.write_policy != "auto" or self._is_fast(other) or not victims:
+        if other not in self.tables or self.write_policy != "auto" or self.links.is_fast(other) or not victims:
             return []
         newest = max(map(self.tree.order.rank, victims))
         stay = {node.id for node in (*victims, *kept)}

@@ -136,13 +136,13 @@ class KVCache:
     def num_free_soon(self) -> int:
         """Device pages that were given up, and are free when launches and transfers have ended, but for those that a
         slow copy reads."""
-        slow = min(self.device.num_pinned_only, self.controller.num_slow_pages)
+        slow = min(self.device.num_pinned_only, self.controller.links.num_slow_pages)
         return self.device.counts[FrameState.PENDING_FREE] - slow
 
     @property
     def is_copying(self) -> bool:
         """Whether copies are under way whose end gives pages back soon."""
-        awaited = set(COPY_LINKS) - self.controller.slow_links
+        awaited = set(COPY_LINKS) - self.controller.links.slow
         return any(ticket.link in awaited for ticket in self.ledger.in_flight)
 
     def evictable_pages_in(self, match: MatchResult) -> int:
@@ -336,8 +336,8 @@ class KVCache:
         return self.ledger.in_flight
 
     def consult(self, is_worth_copying: Callable[[Tier, int, int], bool]) -> None:
-        """See `HiCacheController.consult`."""
-        self.controller.consult(is_worth_copying)
+        """See `BackupLinks`."""
+        self.controller.links.is_worth_copying = is_worth_copying
 
     def set_load_order(self, order: tuple[Tier, ...]) -> None:
         """order: the tiers that nodes are loaded from, the fastest first."""
@@ -349,7 +349,8 @@ class KVCache:
 
     def note_late_links(self, late: frozenset[str], overdue: frozenset[str]) -> None:
         """See `LateCopies`."""
-        self.controller.late_links, self.controller.overdue_links = late, overdue
+        links = self.controller.links
+        links.late, links.overdue = late, overdue
         if late:
             self.controller.give_up_late_copies()
 

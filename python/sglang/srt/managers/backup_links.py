@@ -1,0 +1,66 @@
+"""`BackupLinks`: what is known of the links that copy from the device, and how much may begin by each.
+
+Owns which of them hang, and nothing else: what they move is in the ledger. Derives the rest from the ledger and from
+what the scheduler says of costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sglang.srt.managers.cost_model import USUAL_TOKENS
+from sglang.srt.managers.transfer_ledger import TransferLedger
+from sglang.srt.mem_cache.placement import FIRST_COPYING_RATIO, MAX_COPYING_RATIO
+from sglang.srt.mem_cache.transfer import BACKUP_LINKS, LOAD_LINKS, Tier
+
+
+class BackupLinks:
+    """is_worth_copying: whether tokens [start, end) of a prompt are better copied to a tier than computed again.
+    late, overdue: see `LateCopies`. pages_ahead: so many may always be copied at once, see
+    `HiCacheController.write_ahead`."""
+
+    def __init__(self, ledger: TransferLedger) -> None:
+        self.late: frozenset[str] = frozenset()
+        self.overdue: frozenset[str] = frozenset()
+        self.is_worth_copying: Callable[[Tier, int, int], bool] = lambda tier, start, end: True
+        self.pages_ahead = 0
+        self._ledger = ledger
+        self._num_device_pages = ledger.pools.device.num_pages
+
+    @property
+    def slow(self) -> frozenset[str]:
+        """Links of tiers that hang, or that are known to be so slow that only a little is copied."""
+        slow = [tier for tier in LOAD_LINKS if self.is_measured(tier) and not self.is_fast(tier)]
+        return self.late.union(*((BACKUP_LINKS[tier], LOAD_LINKS[tier]) for tier in slow))
+
+    @property
+    def num_slow_pages(self) -> int:
+        """Device pages that copies hold on to by links that are overdue or slow: they do not become free soon."""
+        slow = (t for t in LOAD_LINKS if not self.is_fast(t) or BACKUP_LINKS[t] in self.overdue)
+        return sum(self._ledger.num_pages_on(BACKUP_LINKS[tier]) for tier in slow)
+
+    def is_fast(self, tier: Tier) -> bool:
+        """Whether a tier is known to be faster than computing."""
+        is_late = BACKUP_LINKS[tier] in self.late
+        return self.is_measured(tier) and not is_late and self.is_worth_copying(tier, 0, USUAL_TOKENS)
+
+    def is_measured(self, tier: Tier) -> bool:
+        return self._ledger.num_ended(BACKUP_LINKS[tier]) > 0
+
+    def is_idle(self, tier: Tier) -> bool:
+        return not self._ledger.num_pages_on(BACKUP_LINKS[tier])
+
+    @property
+    def probe_pages(self) -> int:
+        """Of a copy to a tier whose speed is not known, or that is slower than computing."""
+        return max(1, int(FIRST_COPYING_RATIO * self._num_device_pages))
+
+    def num_allowed(self, tier: Tier) -> int:
+        """Pages that may begin to be copied from the device to a tier."""
+        link = BACKUP_LINKS[tier]
+        if link in self.late:
+            return 0
+        most = self.probe_pages
+        if self.is_measured(tier):
+            most = max(most, self.pages_ahead, int(MAX_COPYING_RATIO * self._num_device_pages))
+        return most - self._ledger.num_pages_on(link)
