@@ -181,6 +181,29 @@ def test_while_old_and_new_samples_are_mixed_a_slow_link_does_not_look_free():
     assert model.there_and_back_seconds(1024, H2D) > 0.02
 
 
+def test_a_tiny_copy_says_nothing_of_a_large_one():
+    """A load of one token (two prompts begin alike) takes as long as one of hundreds."""
+    costs = CostModel(bytes_per_token=2048)
+    costs.add_copy(2048, 4e-4, H2D)
+    alone = costs.load_seconds(512 * 2048)
+    assert alone == pytest.approx(512 * 4e-4, rel=1e-3)  # nothing better is known
+    costs.add_copy(512 * 2048, 1e-3, D2H)
+    assert costs.load_seconds(512 * 2048) == pytest.approx(1e-3, rel=1e-3)
+    assert costs.usual_load_seconds(H2D) == pytest.approx(2e-3, rel=1e-3)
+    assert costs.there_and_back_seconds(512, H2D) == pytest.approx(2e-3, rel=1e-3)
+    costs.add_copy(512 * 2048, 3e-3, H2D)
+    assert costs.load_seconds(512 * 2048) == pytest.approx(3e-3, rel=0.1)
+
+
+def test_a_tiny_fetch_says_nothing_of_a_large_one():
+    costs = CostModel(bytes_per_token=2048)
+    costs.add_fetch(2048, 4e-4)
+    costs.add_store(512 * 2048, 1e-3)
+    assert costs.fetch_seconds(1, 512 * 2048) == pytest.approx(1e-3, rel=1e-3)
+    assert costs.fetch_seconds(512, 512 * 2048) == pytest.approx(512 * 4e-4, rel=1e-3)
+    assert costs.storage_seconds(1024) == pytest.approx(2e-3, rel=1e-3)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_outliers_change_little(seed: int):
     print(f"seed {seed}")

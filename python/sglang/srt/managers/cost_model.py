@@ -30,6 +30,8 @@ _SLOWER = 3.0
 _FORGET = 1e-3
 # The first samples change the fit one by one, later ones in groups of this size.
 _REFIT_EVERY = 8
+# A fit says nothing of operations that are so many times larger than all that were measured.
+_KNOWN_TIMES = 8
 # What a token costs on a link is judged by an operation of so many: pages are copied together, and while a link
 # becomes slower the samples may not tell what an operation costs from what its bytes cost.
 USUAL_TOKENS = 1024
@@ -95,6 +97,30 @@ class _Fit:
         self.coefficients = [0.0] * len(gram)
         for i, a, x in zip(seen, scale, solution):
             self.coefficients[i] = x / a
+
+
+class _CopyFit(_Fit):
+    """seconds = latency_s + byte_s * bytes, of an operation. What the samples do not tell apart is put down to bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(ridge=(1e-3, 1e-6))
+        # Of recent operations, in bytes.
+        self._largest = 0.0
+
+    def add_copy(self, num_bytes: int, seconds: float) -> bool:
+        """See `_Fit.add`."""
+        self._largest = max(num_bytes, _DECAY * self._largest)
+        return self.add((1.0, num_bytes), seconds)
+
+    def knows(self, num_bytes: float) -> bool:
+        """Whether operations of about that size or larger ones were measured: of a far smaller one nobody knows
+        whether it is latency or bytes that took its time."""
+        return self.num_samples > 0 and num_bytes <= _KNOWN_TIMES * self._largest
+
+
+def _informed(fits: Sequence[_CopyFit], num_bytes: float) -> list[_CopyFit]:
+    """Those that know of operations of that size; if none does, those that have samples."""
+    return [fit for fit in fits if fit.knows(num_bytes)] or [fit for fit in fits if fit.num_samples]
 
 
 def non_negative_solution(matrix: list[list[float]], vector: list[float]) -> list[float]:
@@ -167,14 +193,13 @@ class CostModel:
         # Costs that the samples do not tell apart are put down to new tokens, and to bytes.
         self._prefill = _Fit(ridge=(1e-3, 1e-6, 1e-3, 1e-3))
         self._decode = _Fit(ridge=(1e-6, 1e-3, 1e-3))
-        self._copies = {link: _Fit(ridge=(1e-3, 1e-6)) for link in MEASURED_LINKS}
+        self._copies = {link: _CopyFit() for link in MEASURED_LINKS}
         # By link: whether loads were ever about as fast as backups; backups in a row that were much faster, and how
         # many it takes to forget the loads.
         self._were_even = dict.fromkeys(MEASURED_LINKS, False)
         self._doubts = dict.fromkeys(MEASURED_LINKS, 0)
         self._patience = dict.fromkeys(MEASURED_LINKS, _PATIENCE)
-        self._fetch = _Fit(ridge=(1e-3, 1e-6))
-        self._store = _Fit(ridge=(1e-3, 1e-6))
+        self._fetch, self._store = _CopyFit(), _CopyFit()
         self._stream = _Fit(ridge=(1e-3, 1e-6, 1e-3))
         self._last_decode = (1.0, 0.0, 0.0)
         self._longest_prefill = 0.0
@@ -210,11 +235,11 @@ class CostModel:
 
     def add_copy(self, num_bytes: int, seconds: float, link: str) -> None:
         """Seconds of an operation of a link, from its beginning to its end."""
-        has_slowed = self._copies[link].add((1.0, num_bytes), seconds)
+        has_slowed = self._copies[link].add_copy(num_bytes, seconds)
         if link in BACKUP_LINKS.values():
             if has_slowed:
                 # Loads have, too, it seems; the next one shows.
-                self._copies[_OTHER_WAY[link]] = _Fit(ridge=(1e-3, 1e-6))
+                self._copies[_OTHER_WAY[link]] = _CopyFit()
             self._doubt_loads(_OTHER_WAY[link], num_bytes, seconds)
 
     def _doubt_loads(self, link: str, num_bytes: int, backup_s: float) -> None:
@@ -225,7 +250,7 @@ class CostModel:
         self._were_even[link] |= fit.num_samples > 1 and not is_faster
         self._doubts[link] = self._doubts[link] + 1 if is_faster else 0
         if self._doubts[link] > self._patience[link] * (1 if self._were_even[link] else _PATIENCE):
-            self._copies[link] = _Fit(ridge=(1e-3, 1e-6))
+            self._copies[link] = _CopyFit()
             self._doubts[link] = 0
             self._patience[link] *= _PATIENCE
 
@@ -233,7 +258,7 @@ class CostModel:
         """load_latency_s + load_byte_s * bytes. While no load was measured on that link, as many as the other way;
         None while nothing was."""
         there, back = self._copies[link], self._copies[_OTHER_WAY[link]]
-        measured = [fit.seconds((1.0, num_bytes)) for fit in (there, back) if fit.num_samples]
+        measured = [fit.seconds((1.0, num_bytes)) for fit in _informed((there, back), num_bytes)]
         if not measured:
             return None
         # The first one may have been slow by chance, but not again after it was doubted.
@@ -243,18 +268,22 @@ class CostModel:
     def usual_load_seconds(self, link: str) -> float | None:
         """Of a load of USUAL_TOKENS; while no load was measured on a link, of as many the other way; None while
         nothing was."""
-        fit = next((f for f in (self._copies[link], self._copies[_OTHER_WAY[link]]) if f.num_samples), None)
-        return None if fit is None else self._usual_seconds([fit])
+        fits = _informed((self._copies[link], self._copies[_OTHER_WAY[link]]), self._usual_bytes)
+        return self._usual_seconds(fits[:1]) if fits else None
 
     def there_and_back_seconds(self, num_tokens: int, load_link: str) -> float | None:
         """Seconds for which copying tokens from the device and loading them again takes the links, as a part of
         operations of USUAL_TOKENS. None while nothing was measured."""
-        fits = [self._copies[link] for link in (load_link, _OTHER_WAY[load_link]) if self._copies[link].num_samples]
+        fits = _informed((self._copies[load_link], self._copies[_OTHER_WAY[load_link]]), self._usual_bytes)
         return 2 * self._usual_seconds(fits) * num_tokens / USUAL_TOKENS if fits else None
 
-    def _usual_seconds(self, fits: Sequence[_Fit]) -> float:
+    @property
+    def _usual_bytes(self) -> float:
+        return USUAL_TOKENS * self._bytes_per_token
+
+    def _usual_seconds(self, fits: Sequence[_CopyFit]) -> float:
         """What an operation of USUAL_TOKENS takes, in the mean of some fits."""
-        return sum(fit.seconds((1.0, USUAL_TOKENS * self._bytes_per_token)) for fit in fits) / len(fits)
+        return sum(fit.seconds((1.0, self._usual_bytes)) for fit in fits) / len(fits)
 
     def recompute_seconds(self, start: int, end: int) -> float | None:
         """Seconds that tokens [start, end) of a prompt add to a launch. None while no prefill was measured."""
@@ -276,27 +305,27 @@ class CostModel:
 
     def add_fetch(self, num_bytes: int, seconds: float) -> None:
         """Seconds for which an operation that read all its bytes from storage held its link."""
-        self._fetch.add((1.0, num_bytes), seconds)
+        self._fetch.add_copy(num_bytes, seconds)
 
     def fetch_seconds(self, num_ops: int, num_bytes: int) -> float | None:
         """Seconds of operations one after another: fetch_latency_s * ops + fetch_byte_s * bytes. While no fetch was
         measured, as many as storing takes; None while nothing was."""
-        fit = self._fetch if self._fetch.num_samples else self._store
-        return fit.seconds((num_ops, num_bytes)) if fit.num_samples else None
+        fits = _informed((self._fetch, self._store), num_bytes / num_ops)
+        return fits[0].seconds((num_ops, num_bytes)) if fits else None
 
     def add_store(self, num_bytes: int, seconds: float) -> None:
         """Seconds for which an operation that wrote all its bytes to storage held its link."""
-        self._store.add((1.0, num_bytes), seconds)
+        self._store.add_copy(num_bytes, seconds)
 
     def storage_seconds(self, num_tokens: int) -> float | None:
         """Seconds for which reading tokens from storage, or writing them there, takes its link, as a part of
         operations of USUAL_TOKENS. None while nothing was measured."""
-        fits = [fit for fit in (self._store, self._fetch) if fit.num_samples]
+        fits = _informed((self._store, self._fetch), self._usual_bytes)
         return self._usual_seconds(fits) * num_tokens / USUAL_TOKENS if fits else None
 
     def forget_storage(self) -> None:
         """Forget the samples of fetches and stores, because the storage has changed."""
-        self._fetch, self._store = (_Fit(ridge=(1e-3, 1e-6)) for _ in range(2))
+        self._fetch, self._store = _CopyFit(), _CopyFit()
 
     def prompt_seconds(self, start: int, end: int, chunk: int) -> float | None:
         """Seconds to compute tokens [start, end) of a prompt, in launches of up to `chunk` tokens. None while such
@@ -317,7 +346,8 @@ class CostModel:
         context_s, by which each loaded token hides a little of its own load, and the latency of the link. None while
         either side is not known, or if the cost of loads does not depend on their size.
         """
-        load_token_s = self._bytes_per_token * self._copies[H2D].coefficients[1]
+        fits = _informed((self._copies[H2D], self._copies[D2H]), self._usual_bytes)
+        load_token_s = self._bytes_per_token * fits[0].coefficients[1] if fits else 0.0
         if load_token_s == 0 or not self._prefill.num_samples:
             return None
         fixed_s, token_s, _, pair_s = self._prefill.coefficients
