@@ -100,7 +100,7 @@ class _Fit:
 
 
 class _CopyFit(_Fit):
-    """seconds = latency_s + byte_s * bytes, of an operation. What the samples do not tell apart is put down to bytes."""
+    """seconds = latency_s + byte_s * bytes, of an operation. What samples do not tell apart is put down to bytes."""
 
     def __init__(self) -> None:
         super().__init__(ridge=(1e-3, 1e-6))
