@@ -498,7 +498,12 @@ class Scheduler:
         if is_alone and streaming.is_streaming(victim):
             if cache.in_flight:
                 return False
-            self._end_too_long(victim)
+            assert victim.hold is not None
+            before = victim.hold.inserted_len
+            # As in `_next_chunk`.
+            self.builder.insert_prefix(victim, victim.computed)
+            if victim.hold.inserted_len == before:
+                self._end_too_long(victim)
             return True
         self.end_hold(victim, EndReason.RETRACT)
         victim.num_retractions += 1
