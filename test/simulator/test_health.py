@@ -35,6 +35,8 @@ BLOCK = 16
         (LinkHealth(rates=((2.0, 0.0), (7.0, 1.0))), 1.0, 2.0, 8.0),
         (LinkHealth(rates=((2.0, 0.0), (7.0, 1.0))), 3.0, 2.0, 9.0),
         (LinkHealth(rates=((2.0, 0.0), (7.0, 1.0))), 8.0, 2.0, 10.0),
+        # Of no length, but it must begin.
+        (LinkHealth(rates=((2.0, 0.0), (7.0, 1.0))), 3.0, 0.0, 7.0),
     ],
 )
 def test_ends_by_hand(health: LinkHealth, begin: float, seconds: float, end: float) -> None:
@@ -175,13 +177,50 @@ def test_a_backup_that_fails_for_a_while_costs_hits_but_no_request() -> None:
 
 
 @pytest.mark.parametrize("link", [PROBE, FETCH])
-def test_storage_that_hangs_for_ever_keeps_a_request_until_its_deadline(link: str) -> None:
+def test_storage_that_hangs_for_ever_costs_the_first_request_alone(link: str) -> None:
     """Six documents of 24 pages, a host for four of them and storage for all."""
     sim = simulation({link: LinkHealth(rates=((10.0, 0.0),))}, storage=True)
     times = sim.run(arrivals(6, 36))
     assert {each.finish_reason for each in times.values()} == {"length"}
     late = [each for each in times.values() if each.arrival >= 10.0]
     early = [each for each in times.values() if 3.0 <= each.arrival < 10.0]
-    assert max(each.ttft for each in early) < 0.25 <= max(each.ttft for each in late) < 0.5
+    assert max(each.ttft for each in early) < 0.25 <= late[0].ttft < 0.5
+    assert max(each.ttft for each in late[1:]) < 0.13, "96 tokens are computed in 0.1 s"
     assert sum(each.cached_tokens_details.get("disk", 0) for each in early) > 0
     assert sum(each.cached_tokens_details.get("disk", 0) for each in late) == 0
+    assert sim.core.scheduler.storage.reads.num_opened == 1
+
+
+@pytest.mark.parametrize("link", [PROBE, FETCH])
+def test_storage_that_hung_is_used_again_within_seconds(link: str) -> None:
+    sim = simulation({link: LinkHealth(rates=((5.0, 0.0), (12.0, 1.0)))}, storage=True)
+    times = sim.run(arrivals(6, 60))
+    assert max(each.ttft for each in times.values() if each.arrival > 6.0) < 0.13
+    served = [each.arrival for each in times.values() if each.cached_tokens_details.get("disk", 0)]
+    assert any(arrival < 5.0 for arrival in served) and not any(6.0 < arrival < 12.0 for arrival in served)
+    assert min(arrival for arrival in served if arrival >= 12.0) < 15.0
+    assert not sim.core.scheduler.storage.reads.is_open
+
+
+def test_storage_whose_reads_fail_is_left_alone_and_tried_without_anybody_waiting() -> None:
+    sim = simulation({FETCH: LinkHealth(failing=((5.0, 12.0),))}, storage=True)
+    times = sim.run(arrivals(6, 60), after_step=lambda decision: sim.core.scheduler.check_invariants())
+    reads = sim.core.scheduler.storage.reads
+    assert reads.num_opened == 1 and not reads.is_open
+    served = [each.arrival for each in times.values() if each.cached_tokens_details.get("disk", 0)]
+    assert min(arrival for arrival in served if arrival >= 12.0) < 15.0
+
+
+def test_writes_that_hang_hold_on_to_no_more_than_their_limit() -> None:
+    sim = simulation({STORE: LinkHealth(rates=((3.0, 0.0), (30.0, 1.0)))}, storage=True)
+    pinned = []
+
+    def look(decision: Any) -> None:
+        sim.core.scheduler.check_invariants()
+        pinned.append(sim.core.scheduler.storage.writer.storing_pages)
+
+    times = sim.run(arrivals(16, 80), after_step=look)
+    writes = sim.core.scheduler.storage.writes
+    assert {each.finish_reason for each in times.values()} == {"length"}
+    assert max(pinned) <= 60 and writes.num_opened == 1 and not writes.is_open
+    assert pinned[-1] == 0

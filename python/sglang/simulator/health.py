@@ -31,7 +31,7 @@ class LinkHealth:
         left, now, rate = seconds, begin, 1.0
         for at, next_rate in self.rates:
             if at > now:
-                if left <= (at - now) * rate:
+                if rate and left <= (at - now) * rate:
                     break
                 left -= (at - now) * rate
                 now = at

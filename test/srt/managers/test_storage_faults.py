@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
 from sglang.srt.managers.startup.storage import StorageOpener
+from sglang.srt.managers.storage_breaker import TRIAL_PAUSE_S
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.block_store import BlockStore, StoreError
 from sglang.srt.mem_cache.frame_table import FrameState
@@ -41,6 +42,8 @@ from sglang.srt.mem_cache.storage.file.segment import ALIGNMENT, ENTRY_BYTES
 from sglang.srt.mem_cache.storage.registry import StoreParams
 from sglang.srt.mem_cache.transfer import PROBE, StorageAction, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.clock import monotonic
+from sglang.srt.utils.time_units import Seconds
 from support.faults import Gate
 from support.kv_oracle import check_kv
 from support.local_engine import Generation, LocalEngine
@@ -145,7 +148,10 @@ class Engine(LocalEngine):
             "num_device_pages": 60,
             "num_host_pages": 80,
             "page_size": PAGE,
+            "clock": lambda: Seconds(monotonic() + self.skipped_s),
         } | options
+        # What is left alone because it failed is tried again after a pause.
+        self.skipped_s = 0.0
         super().__init__(config, open_store=open_store, **options)
 
     def counter(self, name: str) -> int:
@@ -214,9 +220,11 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and r.name.startswith("sglang")]
 
 
-def until_all_comes_from_disk(engine: Engine, model: Model, text: np.ndarray, turns: int = 6) -> None:
-    """What is bad is found when it is read, an operation's first block first; then it is replaced."""
+def until_all_comes_from_disk(engine: Engine, model: Model, text: np.ndarray, turns: int = 12) -> None:
+    """What is bad is found when it is read, an operation's first block first; then it is replaced. After failures in
+    a row only one block is tried at a time."""
     for _ in range(turns):
+        engine.skipped_s += TRIAL_PAUSE_S
         engine.forget()
         answer = engine.ask(text)
         model.check(text, answer)

@@ -1,7 +1,7 @@
 """`BackupLinks`: what is known of the links that copy from the device, and how much may begin by each.
 
 Owns which of them hang, and nothing else: what they move is in the ledger. Derives the rest from the ledger and from
-what the scheduler says of costs.
+what the scheduler expects of costs.
 """
 
 from __future__ import annotations

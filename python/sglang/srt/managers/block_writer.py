@@ -19,6 +19,7 @@ from itertools import takewhile
 import numpy as np
 
 from sglang.srt.managers.cache_controller import HiCacheController, is_ready
+from sglang.srt.managers.storage_breaker import StorageBreaker
 from sglang.srt.managers.storage_setup import StorageLimits
 from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.transfer import STORE, StorageAction, StorageOp, Ticket, Tier
@@ -30,13 +31,14 @@ _TIDY_DEFERRED_STORES = 64
 
 
 class BlockWriter:
-    """counters: takes what is counted."""
+    """counters: takes what is counted. breaker: of writes."""
 
-    def __init__(self, controller: HiCacheController, counters: Counter[str]) -> None:
+    def __init__(self, controller: HiCacheController, counters: Counter[str], breaker: StorageBreaker) -> None:
         self.controller = controller
         self.ledger = controller.ledger
         self.tree = controller.tree
         self.counters = counters
+        self.breaker = breaker
         # None while no storage is attached, or is being emptied or detached.
         self.limits: StorageLimits | None = None
         # Whether what storage returns is changed.
@@ -67,6 +69,7 @@ class BlockWriter:
         op = self.ledger.end(ticket)
         assert isinstance(op, StorageOp)
         self.storing_pages -= len(op.frames)
+        self.breaker.end(succeeded=count > 0)
         block_tokens = len(op.frames) * self.tree.page_size // len(op.keys)
         self.counters["backuped_tokens"] += count * block_tokens
         self.counters["storage_backup_failed_tokens"] += (len(op.keys) - count) * block_tokens
@@ -153,6 +156,8 @@ class BlockWriter:
         """Blocks that may be handed to storage now."""
         if self.limits is None or self.tree.names.keys is None:
             return 0
+        if self.breaker.is_open:
+            return int(self.breaker.may_try and not self.storing_pages)
         pages_per_block = self.tree.names.keys.block_tokens // self.tree.page_size
         return (self.limits.max_store_pages - self.storing_pages) // pages_per_block
 

@@ -30,7 +30,7 @@ _SLOWER = 3.0
 _FORGET = 1e-3
 # The first samples change the fit one by one, later ones in groups of this size.
 _REFIT_EVERY = 8
-# A fit says nothing of operations that are so many times larger than all that were measured.
+# A fit tells nothing of operations that are so many times larger than all that were measured.
 _KNOWN_TIMES = 8
 # What a token costs on a link is judged by an operation of so many: pages are copied together, and while a link
 # becomes slower the samples may not tell what an operation costs from what its bytes cost.
@@ -113,8 +113,8 @@ class _CopyFit(_Fit):
         return self.add((1.0, num_bytes), seconds)
 
     def knows(self, num_bytes: float) -> bool:
-        """Whether operations of about that size or larger ones were measured: of a far smaller one nobody knows
-        whether it is latency or bytes that took its time."""
+        """Whether operations of about that size or larger ones were measured: a far smaller one does not tell
+        whether latency or bytes took its time."""
         return self.num_samples > 0 and num_bytes <= _KNOWN_TIMES * self._largest
 
 
@@ -316,6 +316,11 @@ class CostModel:
     def add_store(self, num_bytes: int, seconds: float) -> None:
         """Seconds for which an operation that wrote all its bytes to storage held its link."""
         self._store.add_copy(num_bytes, seconds)
+
+    def store_seconds(self, num_bytes: int) -> float | None:
+        """Of one operation, as `fetch_seconds`."""
+        fits = _informed((self._store, self._fetch), num_bytes)
+        return fits[0].seconds((1.0, num_bytes)) if fits else None
 
     def storage_seconds(self, num_tokens: int) -> float | None:
         """Seconds for which reading tokens from storage, or writing them there, takes its link, as a part of

@@ -38,6 +38,7 @@ from sglang.srt.mem_cache.transfer import (
     STALL,
     STORE,
     STREAM,
+    StorageAction,
     StorageOp,
     Ticket,
     Tier,
@@ -81,7 +82,7 @@ class LoadPlanner:
         self._late = LateCopies(self.expected.costs.load_seconds)
         worth = self.blocks_worth_fetching if config.load_or_recompute else None
         is_worth_storing = self._is_worth_storing if config.load_or_recompute else None
-        self._storage.consult(self.expected.begin_fetch, worth, is_worth_storing)
+        self._storage.consult(self._expected_storage_s, self.expected.begin_fetch, worth, is_worth_storing)
         if config.load_or_recompute:
             cache.consult(self._is_worth_copying)
 
@@ -239,6 +240,13 @@ class LoadPlanner:
         """Whether tokens [start, end) of a prompt are better fetched than computed. Nothing waits for writes."""
         costs = self.expected.costs
         return is_worth_copying(costs.storage_seconds(end - start), costs.recompute_seconds(start, end))
+
+    def _expected_storage_s(self, op: StorageOp) -> float:
+        """Of a read or write. What a probe takes is not measured."""
+        costs = self.expected.costs
+        if op.action == StorageAction.GET:
+            return costs.fetch_seconds(1, op.size_bytes) or 0.0
+        return (op.action == StorageAction.SET and costs.store_seconds(op.size_bytes)) or 0.0
 
     def computes_instead(self, req: Req) -> bool:
         """Whether a waiting request computes all that it would load: what is longer than a launch and sooner

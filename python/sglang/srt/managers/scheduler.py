@@ -106,12 +106,13 @@ class Scheduler:
     def wake_at(self) -> float | None:
         """Seconds, as in `StepInputs.now`: a step is due then even if nothing comes in."""
         lending_at = self.lending.wake_at if self.lending is not None else None
-        times = [self.storage.next_deadline, self.planner.wake_at, lending_at, self._step_again_at]
+        times = [self.storage.wake_at, self.planner.wake_at, lending_at, self._step_again_at]
         return min((t for t in times if t is not None), default=None)
 
     def step(self, inputs: StepInputs) -> BatchDecision:
         self._outputs, self._changed = [], []
         self.planner.set_now(inputs.now)
+        self.storage.set_now(inputs.now)
         self._step_again_at = None
         reset = self._take_launches(inputs)
         self._take_operations(inputs)
@@ -140,6 +141,7 @@ class Scheduler:
         ops, cancels = self.cache.take_ops()
         if ops:
             self.planner.watch_copies()
+            self.storage.watch()
         return BatchDecision(
             step=inputs.step,
             reset=reset,
@@ -187,6 +189,7 @@ class Scheduler:
             self.lending.update(inputs.slab_report)
         if inputs.storage_has_room != self.storage.writer.has_room:
             self.storage.note_room(inputs.storage_has_room)
+        self.storage.watch()
         self.storage.expire(inputs.now)
         if [cache.num_done(link) for link in STALLING_LINKS] != ended:
             self.storage.begin_fetches()
@@ -567,7 +570,7 @@ class Scheduler:
 
     def state(self) -> dict[str, Any]:
         """What `GET /hicache/state` shows: plain numbers."""
-        storage, claims = self.storage.state(), self.cache.claims
+        storage, claims = self.storage_admin.state(), self.cache.claims
         return {
             "page_size": self.page_size,
             "page_bytes": self.config.page_bytes,

@@ -106,6 +106,8 @@ class SchedulerProcess:
         self._logged: dict[str, int] = {}
         self._logged_stall_s = 0.0
         self._gen_throughput = 0.0
+        # Of storage's breakers, why they are open.
+        self._logged_reasons = {"reads": "", "writes": ""}
         self._hottest = HottestPrefixes(core.scheduler.cache.tree)
 
     def serve(self) -> None:
@@ -127,6 +129,7 @@ class SchedulerProcess:
                 progress = self.sync.lead(tick, progress)
                 self._send(self.core.step(tick.now, progress, tick.new, tick.aborts, tick.flush, tick.storage))
                 self._busy_since_check = True
+                self._log_breakers()
                 self._log_throughput()
             else:
                 self._sleep()
@@ -210,6 +213,22 @@ class SchedulerProcess:
         state["peers"] = peers.state() if isinstance(peers, BorrowedMemory | LentMemory) else None
         state["hottest"] = self._hottest.table(self.core.scheduler.clock.next)
         return msgspec.json.encode(state)
+
+    def _log_breakers(self) -> None:
+        """A line when storage is left alone, and one when it is used again."""
+        storage = self.core.scheduler.storage
+        for what, breaker in (("reads", storage.reads), ("writes", storage.writes)):
+            if breaker.reason == self._logged_reasons[what]:
+                continue
+            self._logged_reasons[what] = breaker.reason
+            if breaker.is_open:
+                logger.warning(
+                    "no more %s of storage: %s; requests go on without, and it is tried again without them",
+                    what,
+                    breaker.reason,
+                )
+            else:
+                logger.warning("%s of storage work again", what)
 
     def _log_throughput(self) -> None:
         now = monotonic()

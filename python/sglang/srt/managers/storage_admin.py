@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from sglang.srt.managers.schedule_batch import ControlReply, StorageRequest
+from sglang.srt.managers.storage_breaker import StorageBreaker
 from sglang.srt.managers.storage_controller import StorageController
 from sglang.srt.managers.storage_setup import StorageSetup
-from sglang.srt.mem_cache.transfer import StorageAction, Ticket
+from sglang.srt.mem_cache.transfer import TIER_NAMES, StorageAction, Ticket
 
 
 class StorageAdmin:
@@ -65,6 +67,27 @@ class StorageAdmin:
         self.serve()
         return True
 
+    def state(self) -> dict[str, Any] | None:
+        """What `GET /hicache/state` shows; None if nothing is attached."""
+        storage, setup = self._storage, self._storage.setup
+        if setup is None:
+            return None
+        page = storage.tree.page_size
+        return {
+            "backend": setup.backend,
+            "tiers": [TIER_NAMES[tier] for tier in setup.tiers],
+            "prefetch_policy": setup.prefetch.policy,
+            "fetch_order": setup.prefetch.fetch_order,
+            "write_policy": setup.write_policy,
+            "block_tokens": setup.block_tokens,
+            "fetching_tokens": storage.fetching_pages * page,
+            "fetching_limit_tokens": setup.limits.max_fetch_pages * page,
+            "storing_tokens": storage.writer.storing_pages * page,
+            "storing_limit_tokens": setup.limits.max_store_pages * page,
+            "reads": _breaker_state(storage.reads),
+            "writes": _breaker_state(storage.writes),
+        }
+
     def take_replies(self) -> list[ControlReply]:
         replies, self._replies = self._replies, []
         return replies
@@ -78,3 +101,7 @@ class StorageAdmin:
         if request.action != StorageAction.ATTACH and storage.setup is None:
             return "no storage backend is attached"
         return ""
+
+
+def _breaker_state(breaker: StorageBreaker) -> dict[str, Any]:
+    return {"off": breaker.is_open, "reason": breaker.reason, "times_off": breaker.num_opened}

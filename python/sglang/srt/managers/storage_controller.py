@@ -21,7 +21,6 @@ import heapq
 from collections import Counter
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Any
 
 import numpy as np
 
@@ -29,7 +28,9 @@ from sglang.srt.managers.block_writer import BlockWriter
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.prefetch import Prefetch
 from sglang.srt.managers.schedule_policy import FETCH_ORDERS, fetch_rank
+from sglang.srt.managers.storage_breaker import StorageBreaker
 from sglang.srt.managers.storage_setup import PREFETCH_POLICIES, PrefetchConfig, StorageLimits, StorageSetup
+from sglang.srt.managers.storage_trial import StorageTrial
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import Dropped, FilledRun, MatchResult, is_fetching, is_hole
@@ -43,7 +44,6 @@ from sglang.srt.mem_cache.transfer import (
     PROBE,
     STORAGE_LINKS,
     STORE,
-    TIER_NAMES,
     StorageAction,
     StorageOp,
     Ticket,
@@ -52,6 +52,8 @@ from sglang.srt.mem_cache.transfer import (
 from sglang.srt.mem_cache.tree_checks import check_soft_pins
 from sglang.srt.utils.time_units import NO_LAUNCH, Seconds
 
+# Nothing waits for writes, so they may take that long.
+_WRITE_HANG_S = 5.0
 # Links whose operations a fetch may have to wait for before it can begin. When one ends, call `begin_fetches`.
 STALLING_LINKS = (FETCH, STORE, H2D, D2H, D2P, P2H)
 # A medium that does not answer must not keep a request for ever, whatever the policy.
@@ -89,6 +91,8 @@ class StorageController:
         self.controller = controller
         self.ledger = controller.ledger
         self.tree = controller.tree
+        self.reads = StorageBreaker((PROBE, FETCH), WAIT_COMPLETE_LIMIT_S, lambda op: self._expected_s(op))
+        self.writes = StorageBreaker((STORE,), _WRITE_HANG_S, lambda op: self._expected_s(op))
         self.set_config(config)
         # What is attached.
         self.setup: StorageSetup | None = None
@@ -101,8 +105,9 @@ class StorageController:
         # Whether soft pins have ended since `begin_fetches`, which others may have waited for.
         self.has_unpinned = False
         self.counters: Counter[str] = Counter()
-        self.writer = BlockWriter(controller, self.counters)
+        self.writer = BlockWriter(controller, self.counters, self.writes)
         self._clock = controller.ledger.clock
+        self._expected_s: Callable[[StorageOp], float] = lambda op: 0.0
         self._fetch_begun: Callable[[int, int], None] = lambda seq, num_tokens: None
         self._blocks_worth_fetching: WorthFetching = lambda rid, first, num_blocks, ahead: num_blocks
         self._prefetches: dict[str, Prefetch] = {}
@@ -116,17 +121,20 @@ class StorageController:
         self._deadlines: list[tuple[float, str]] = []
         # FETCH operations -> the place of their first block on its path.
         self._fetches: dict[Ticket, int] = {}
+        self._trial = StorageTrial(controller, self.reads)
         controller.watch_host(self.writer.store_nodes)
 
     def consult(
         self,
+        expected_s: Callable[[StorageOp], float],
         fetch_begun: Callable[[int, int], None],
         blocks_worth_fetching: WorthFetching | None = None,
         is_worth_storing: Callable[[int, int], bool] | None = None,
     ) -> None:
-        """fetch_begun: told of each fetch, its number and tokens. blocks_worth_fetching: None fetches all.
-        is_worth_storing: whether tokens [start, end) of a path are; None stores all."""
-        self._fetch_begun = fetch_begun
+        """expected_s: see `StorageBreaker`. fetch_begun: told of each fetch, its number and tokens.
+        blocks_worth_fetching: None fetches all. is_worth_storing: whether tokens [start, end) of a path are; None
+        stores all."""
+        self._expected_s, self._fetch_begun = expected_s, fetch_begun
         if is_worth_storing is not None:
             self.writer.is_worth_storing = self.controller.is_worth_storing = is_worth_storing
         if blocks_worth_fetching is not None:
@@ -138,6 +146,7 @@ class StorageController:
         if config.fetch_order not in FETCH_ORDERS:
             raise ValueError(f"the order of fetches {config.fetch_order!r} is none of {', '.join(FETCH_ORDERS)}")
         self.config = config
+        self.reads.hang_s = config.timeout_base_s if config.policy == "timeout" else WAIT_COMPLETE_LIMIT_S
 
     # -- attaching ----------------------------------------------------------------------------------------------
 
@@ -167,6 +176,8 @@ class StorageController:
             self.tree.order.cut_tokens = self.tree.page_size
         self.limits = limits
         self.is_lossy = is_lossy
+        self.reads.reset()
+        self.writes.reset()
         self.writer.open(limits, is_lossy, self.setup is not None and self.setup.is_exclusive)
         self.controller.feeds_storage = limits is not None
         self.note_room(has_room=True)
@@ -186,7 +197,7 @@ class StorageController:
         self.writer.close()
         self.controller.stores_early = False
         for ticket, op in list(self.ledger.in_flight.items()):
-            if ticket.link == FETCH:
+            if ticket in self._fetches:
                 self._cancel_fetch(ticket)
             if isinstance(op, StorageOp) and op.action in (
                 StorageAction.EXISTS,
@@ -216,6 +227,11 @@ class StorageController:
         if self.limits is None or names is None:
             return
         size = names.block_tokens
+        if self.reads.is_open:
+            if self.reads.may_try and len(tokens) >= size:
+                self._trial.begin(names.of_prompt(namespace, tokens[:size]))
+                self.counters["storage_trials"] += 1
+            return
         prefetch = Prefetch(namespace, tokens[: len(tokens) // size * size], WAIT_COMPLETE_LIMIT_S)
         self._prefetches[rid] = prefetch
         self._ask(rid, prefetch, now)
@@ -227,6 +243,7 @@ class StorageController:
         if (
             prefetch is None
             or self.limits is None
+            or self.reads.is_open
             or self.config.policy == "best_effort"
             or prefetch.num_asked >= MAX_ASKED
             or not prefetch.is_over
@@ -287,16 +304,42 @@ class StorageController:
             if is_moving and now < prefetch.last_deadline and self._is_held_up(rid, prefetch):
                 self._set_deadline(rid, prefetch, now, max(prefetch.limit_s, MIN_PUT_OFF_S))
                 continue
-            # What is behind it may have waited for it; and a slow storage is not asked again.
-            self.has_unpinned |= rid in self._unfinished
-            self._unfinished.pop(rid, None)
-            prefetch.num_asked = MAX_ASKED
-            self._leave(rid, prefetch)
-            self.counters["prefetch_timeouts"] += 1
+            self._let_go(rid, prefetch)
+
+    def set_now(self, now: Seconds) -> None:
+        """At the beginning of a step; as for `begin`."""
+        self.reads.now = self.writes.now = now
+
+    def watch(self) -> None:
+        """After operations have been taken in, and again after they were begun: no request waits for storage that
+        hangs or fails."""
+        was_open = self.reads.is_open
+        for breaker in (self.reads, self.writes):
+            breaker.watch(op for op in self.ledger.in_flight.values() if isinstance(op, StorageOp))
+        if self.reads.is_open and not was_open:
+            for rid, prefetch in self._prefetches.items():
+                if not prefetch.is_over:
+                    self._let_go(rid, prefetch)
+
+    def _let_go(self, rid: str, prefetch: Prefetch) -> None:
+        """A request waits no longer."""
+        # What is behind it may have waited for it; and a slow storage is not asked again.
+        self.has_unpinned |= rid in self._unfinished
+        self._unfinished.pop(rid, None)
+        prefetch.num_asked = MAX_ASKED
+        self._leave(rid, prefetch)
+        self.counters["prefetch_timeouts"] += 1
+
+    @property
+    def wake_at(self) -> float | None:
+        """A step is due then even if nothing comes in; in the seconds that `begin` was told."""
+        if not self._prefetches:
+            return None
+        return min((t for t in (self.next_deadline, self.reads.next_at) if t is not None), default=None)
 
     @property
     def next_deadline(self) -> float | None:
-        """When a request stops waiting though not everything has come, in the seconds that `begin` was told."""
+        """When a request stops waiting though not everything has come."""
         while self._deadlines:
             deadline, rid = self._deadlines[0]
             prefetch = self._prefetches.get(rid)
@@ -309,6 +352,10 @@ class StorageController:
         """Storage has the first `count` of the blocks that it was asked for, the last `far_count` of them on its
         second tier."""
         self.ledger.end(ticket)
+        self.reads.answer(PROBE)
+        if ticket == self._trial.ticket:
+            self._trial.end_probe(found=count > 0)
+            return
         for rid in self._waiters.pop(ticket, {}):
             prefetch, names = self._prefetches[rid], self.tree.names.keys
             assert names is not None
@@ -383,8 +430,13 @@ class StorageController:
         path are on the host now, as far as the tree still wanted them."""
         op = self.ledger.end(ticket)
         assert isinstance(op, StorageOp) and self.tree.names.keys is not None
+        if ticket == self._trial.ticket:
+            self._trial.end_read(op, count)
+            return 0, 0
         first = self._fetches.pop(ticket)
         self._num_ended += 1
+        if count or ticket in self._waiters:
+            self.reads.end(succeeded=count > 0)
         self.fetching_pages -= len(op.frames)
         dropped = self.tree.cut(ticket, Tier.HOST, (first + count) * self.tree.names.keys.block_tokens)
         self.ledger.free(dropped, Tier.HOST)
@@ -402,32 +454,16 @@ class StorageController:
         self._tell_waiters(ticket, start, end, whole=count == len(op.keys))
         return start, end
 
-    def state(self) -> dict[str, Any] | None:
-        """What `GET /hicache/state` shows; None if nothing is attached."""
-        setup, page = self.setup, self.tree.page_size
-        if setup is None:
-            return None
-        return {
-            "backend": setup.backend,
-            "tiers": [TIER_NAMES[tier] for tier in setup.tiers],
-            "prefetch_policy": setup.prefetch.policy,
-            "fetch_order": setup.prefetch.fetch_order,
-            "write_policy": setup.write_policy,
-            "block_tokens": setup.block_tokens,
-            "fetching_tokens": self.fetching_pages * page,
-            "fetching_limit_tokens": setup.limits.max_fetch_pages * page,
-            "storing_tokens": self.writer.storing_pages * page,
-            "storing_limit_tokens": setup.limits.max_store_pages * page,
-        }
-
     def check_operations(self) -> None:
         """What is counted of the operations in flight."""
         by_link: dict[str, int] = dict.fromkeys(STORAGE_LINKS, 0)
         for ticket, op in self.ledger.in_flight.items():
             if isinstance(op, StorageOp):
                 by_link[ticket.link] += len(op.frames)
-        assert by_link == {PROBE: 0, FETCH: self.fetching_pages, STORE: self.writer.storing_pages}
-        assert self._fetches.keys() == {t for t in self.ledger.in_flight if t.link == FETCH}
+        reading = self.fetching_pages + self._trial.num_pages
+        assert by_link == {PROBE: 0, FETCH: reading, STORE: self.writer.storing_pages}
+        fetches = {t for t in self.ledger.in_flight if t.link == FETCH and t != self._trial.ticket}
+        assert self._fetches.keys() == fetches
 
     def check_invariants(self) -> None:
         self.check_operations()
@@ -497,7 +533,8 @@ class StorageController:
         assert self.limits is not None and self.tree.names.keys is not None
         num_pinned = self.tree.counts.soft_pinned[Tier.HOST]
         num_pages = prefetch.blocks_left * self.tree.names.keys.block_tokens // self.tree.page_size
-        return not prefetch.is_pinned and num_pinned > 0 and num_pinned + num_pages > self.limits.max_fetch_pages
+        most = self.limits.max_pinned_pages or self.limits.max_fetch_pages
+        return not prefetch.is_pinned and num_pinned > 0 and num_pinned + num_pages > most
 
     def _is_held_up(self, rid: str, prefetch: Prefetch) -> bool:
         """Whether a request has begun nothing because it, or one before it, finds too much soft-pinned for others."""

@@ -16,13 +16,15 @@ class StorageLimits:
 
     # One operation reads or writes that many blocks, a fraction of a second of work.
     blocks_per_op: int
-    # Host pages that reads may be filling; and those that may be soft-pinned when a request begins to fetch.
+    # Host pages that reads may be filling.
     max_fetch_pages: int
     # Host pages that writes may be holding on to.
     max_store_pages: int
     # Reads in flight: enough that the link never runs dry, and no more, as what has been begun is served before a
     # request that comes next, however urgent.
     fetch_window_ops: int = 8
+    # Host pages that may be soft-pinned when a request begins to fetch; 0: as many as reads may be filling.
+    max_pinned_pages: int = 0
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ _GAUGES = (
     ),
     ("hicache_storage_read_errors", "Blocks that were damaged or not read at all.", ("storage_tier", "read_errors")),
     ("hicache_storage_write_errors", "Writes to storage that failed.", ("storage_tier", "write_errors")),
+    ("hicache_storage_reads_off", "1 while storage is not read, see the log.", ("storage", "reads", "off")),
+    ("hicache_storage_writes_off", "1 while storage is not written, see the log.", ("storage", "writes", "off")),
 )
 # metric, help, name among the state's counters. A counter appears once it has counted something.
 _COUNTERS = (

@@ -54,7 +54,12 @@ def test_what_nobody_said() -> None:
     prefetch = found.prefetch
     assert (prefetch.policy, prefetch.threshold) == ("timeout", 256)
     assert (prefetch.timeout_base_s, prefetch.timeout_per_ki_token_s) == (1.0, 0.25)
-    assert (found.limits.max_fetch_pages, found.limits.max_store_pages) == (2048, 1024)
+    # Of 4,096: what hangs takes a sixteenth at most, reads and writes each.
+    assert (found.limits.max_fetch_pages, found.limits.max_store_pages, found.limits.max_pinned_pages) == (
+        256,
+        256,
+        2048,
+    )
     assert 0 < len(found.secret) <= 64
 
 
@@ -84,7 +89,18 @@ def test_a_block_is_whole_pages(page: int, block: int) -> None:
 
 @pytest.mark.parametrize(("page_bytes", "blocks"), [(1, 256), (1 << 14, 32), (1 << 19, 1), (1 << 30, 1)])
 def test_an_operation_is_a_fraction_of_a_second(page_bytes: int, blocks: int) -> None:
-    assert setup(page_bytes=page_bytes).limits.blocks_per_op == blocks
+    assert setup(page_bytes=page_bytes, num_pages=1 << 20).limits.blocks_per_op == blocks
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "page", "per_op", "in_flight"), [(256, 1, 1, 64), (8192, 1, 4, 512), (64, 64, 2, 4)]
+)
+def test_two_operations_hold_on_to_a_sixteenth_of_the_host(
+    num_pages: int, page: int, per_op: int, in_flight: int
+) -> None:
+    """But a block is not divided."""
+    limits = setup(page_size=page, num_pages=num_pages).limits
+    assert (limits.blocks_per_op, limits.max_fetch_pages, limits.max_store_pages) == (per_op, in_flight, in_flight)
 
 
 @pytest.mark.parametrize(

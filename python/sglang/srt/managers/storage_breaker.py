@@ -1,0 +1,110 @@
+"""`StorageBreaker`: whether storage is used at all, or left alone because it hangs or fails.
+
+Owns, per link, since when its oldest operation is under way, and the failures in a row. Derives its state from the
+inputs of steps alone, so all ranks agree. Begins nothing: who would, asks first.
+
+    closed ──an operation hangs, or some in a row fail──► open: no request waits for the links or gives them any work
+       ▲                                                    │ nothing is in flight, and a pause is over
+       └────────────── it succeeds ──── a trial, for which no request waits
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from sglang.srt.mem_cache.transfer import StorageOp
+from sglang.srt.utils.time_units import Seconds
+
+# An operation hangs after so many times what it is expected to take, and no sooner than the breaker's own limit.
+_HANG_TIMES = 10.0
+# So many failures in a row open it.
+FAILURES_IN_A_ROW = 3
+# Between a failure, or the end of what hung, and a trial.
+TRIAL_PAUSE_S = Seconds(1.0)
+
+
+@dataclass(frozen=True)
+class _Oldest:
+    seq: int
+    # Seconds, as in `StepInputs.now`.
+    since: float
+    hangs_at: float
+
+
+class StorageBreaker:
+    """links: those that are left alone together. hang_s: the least time after which an operation hangs. expected_s:
+    what one is expected to take, in seconds; 0 while that is not known."""
+
+    def __init__(self, links: tuple[str, ...], hang_s: float, expected_s: Callable[[StorageOp], float]) -> None:
+        self.links = links
+        self.hang_s = hang_s
+        # Seconds, as in `StepInputs.now`, set at every step.
+        self.now = Seconds(0.0)
+        # Why it is open; empty while it is closed.
+        self.reason = ""
+        self.num_opened = 0
+        self._expected_s = expected_s
+        self._oldest: dict[str, _Oldest] = {}
+        self._hung = ""
+        self._failures = 0
+        self._trial_at = -math.inf
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.reason)
+
+    @property
+    def next_at(self) -> float | None:
+        """When it opens if nothing ends before; None: it is open, or nothing is under way."""
+        return None if self.is_open else min((each.hangs_at for each in self._oldest.values()), default=None)
+
+    @property
+    def may_try(self) -> bool:
+        """Whether an open one has nothing under way, and a trial is due."""
+        return not self._oldest and self.now >= self._trial_at
+
+    def reset(self) -> None:
+        """Other storage is attached."""
+        self.reason = self._hung = ""
+        self._failures, self._trial_at = 0, -math.inf
+
+    def watch(self, in_flight: Iterable[StorageOp]) -> None:
+        """in_flight: operations of any links, in the order in which they began. At each step."""
+        oldest: dict[str, StorageOp] = {}
+        for op in in_flight:
+            if op.ticket.link in self.links:
+                oldest.setdefault(op.ticket.link, op)
+        for link in self.links:
+            before = self._oldest.get(link)
+            if link not in oldest:
+                self._oldest.pop(link, None)
+                continue
+            op = oldest[link]
+            if before is None or before.seq != op.ticket.seq:
+                limit_s = max(self.hang_s, _HANG_TIMES * self._expected_s(op))
+                self._oldest[link] = _Oldest(op.ticket.seq, self.now, self.now + limit_s)
+            elif self.now >= before.hangs_at:
+                self._hung = link
+                self._open(f"an operation on {link} has taken over {before.hangs_at - before.since:.1f} s")
+
+    def end(self, succeeded: bool) -> None:
+        """An operation that tells whether storage works is over."""
+        if succeeded:
+            self._failures, self.reason, self._hung = 0, "", ""
+            return
+        self._failures += 1
+        if self.is_open or self._failures >= FAILURES_IN_A_ROW:
+            self._open(f"{self._failures} operations in a row have failed")
+
+    def answer(self, link: str) -> None:
+        """An operation is over that tells nothing but that its link does not hang."""
+        if self._hung == link:
+            self.reason, self._hung = "", ""
+
+    def _open(self, reason: str) -> None:
+        self._trial_at = self.now + TRIAL_PAUSE_S
+        if not self.is_open:
+            self.reason = reason
+            self.num_opened += 1

@@ -1,0 +1,53 @@
+"""`StorageTrial`: what shows whether reads of storage work again, while no request asks it for anything.
+
+Owns one operation at a time: a probe for the first block of some prompt, then the read of that block. No request
+waits for it. What it reads is thrown away, as the request has begun to compute by then.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.managers.storage_breaker import StorageBreaker
+from sglang.srt.mem_cache.block_keys import NO_KEYS
+from sglang.srt.mem_cache.frame_table import FrameState
+from sglang.srt.mem_cache.transfer import FETCH, PROBE, StorageAction, StorageOp, Ticket, Tier
+from sglang.srt.utils.time_units import NO_LAUNCH
+
+
+class StorageTrial:
+    """ticket: of what is under way. num_pages: host pages that it reads into."""
+
+    def __init__(self, controller: HiCacheController, breaker: StorageBreaker) -> None:
+        self.ticket: Ticket | None = None
+        self.num_pages = 0
+        self._controller = controller
+        self._breaker = breaker
+        self._key = NO_KEYS
+
+    def begin(self, key: np.ndarray) -> None:
+        """Ask for a block. key: (1, 16) uint8."""
+        self._key = key
+        self.ticket = self._controller.ledger.begin_storage_op(PROBE, StorageAction.EXISTS, key)
+
+    def end_probe(self, found: bool) -> None:
+        """Read the block if it is there; if not, the trial has shown only that probes are answered."""
+        self.ticket = None
+        controller, names = self._controller, self._controller.tree.names.keys
+        if names is None or not found or not self._breaker.is_open:
+            return
+        num_pages = names.block_tokens // controller.tree.page_size
+        if not controller.make_room(Tier.HOST, num_pages, (), spares_pinned=True):
+            return
+        frames = controller.tables[Tier.HOST].allocate(
+            num_pages, controller.ledger.next_owner(FETCH), FrameState.HELD
+        )
+        assert frames is not None, "there was room"
+        self.ticket = controller.ledger.begin_storage_op(FETCH, StorageAction.GET, self._key, frames)
+        self.num_pages = num_pages
+
+    def end_read(self, op: StorageOp, count: int) -> None:
+        self.ticket, self.num_pages = None, 0
+        self._controller.tables[Tier.HOST].free_after(op.frames, FrameState.HELD, NO_LAUNCH)
+        self._breaker.end(succeeded=count > 0)
