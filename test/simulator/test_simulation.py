@@ -307,6 +307,21 @@ def test_what_storage_has_is_fetched_and_the_rest_computed() -> None:
     assert times["b"].cached_tokens_details["device"] == 50 and times["b"].cached_tokens_details["disk"] == 0
 
 
+def test_no_request_waits_for_answers_that_are_not_worth_it() -> None:
+    """A question takes 5 ms, computing 40 tokens 40 ms. While storage has nothing that is asked for, requests start
+    at once; the answers still come, and when they are worth it again, requests wait for them."""
+    warm = [numbers(10_000 + 100 * i, 41) for i in range(40)]
+    sim = stored(*warm, block_s=0.001, policy="timeout")
+    cold = [(float(i), request(f"cold{i}", numbers(100 * i, 41))) for i in range(60)]
+    again = [(100.0 + i, request(f"warm{i}", prompt)) for i, prompt in enumerate(warm)]
+    times = sim.run([*cold, *again], after_step=lambda decision: sim.core.scheduler.check_invariants())
+    assert times["cold0"].ttft == pytest.approx(0.005 + 41 * TOKEN_S)
+    assert times["cold59"].ttft == pytest.approx(41 * TOKEN_S)
+    assert times["warm0"].cached_tokens_details["disk"] == 0
+    assert times["warm39"].cached_tokens_details["disk"] == 40
+    assert times["warm39"].ttft < 0.5 * times["warm0"].ttft
+
+
 def test_bypassing_the_local_tiers_the_same_is_fetched_again() -> None:
     text = numbers(0, 105)
     sim = stored(text, bypass_local=True)

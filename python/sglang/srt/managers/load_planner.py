@@ -8,7 +8,7 @@ storage controller.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang.srt.managers.cost_model import MEASURED_LINKS, LoadLimit
 from sglang.srt.managers.expected_times import ExpectedTimes
@@ -27,6 +27,7 @@ from sglang.srt.managers.schedule_policy import (
     should_fill_bubble,
 )
 from sglang.srt.managers.scheduler_config import DEFAULT_LOAD_RATIO, SchedulerConfig
+from sglang.srt.managers.storage_advice import StorageAdvice
 from sglang.srt.mem_cache.node import MatchResult, Node
 from sglang.srt.mem_cache.placement import is_worth_copying
 from sglang.srt.mem_cache.transfer import (
@@ -80,11 +81,16 @@ class LoadPlanner:
         self._awaited: dict[Ticket, None] = {}
         self._needs_no_load: bool | None = None
         self._late = LateCopies(self.expected.costs.load_seconds)
-        worth = self.blocks_worth_fetching if config.load_or_recompute else None
-        is_worth_storing = self._is_worth_storing if config.load_or_recompute else None
-        self._storage.consult(self._expected_storage_s, self.expected.begin_fetch, worth, is_worth_storing)
+        advice = StorageAdvice(self._expected_storage_s, fetch_begun=self.expected.begin_fetch)
         if config.load_or_recompute:
             cache.consult(self._is_worth_copying)
+            advice = replace(
+                advice,
+                fetch_gain_s=self._fetch_gain_s,
+                blocks_worth_fetching=self.blocks_worth_fetching,
+                is_worth_storing=self._is_worth_storing,
+            )
+        self._storage.consult(advice)
 
     def set_now(self, now: Seconds) -> None:
         """At the beginning of a step."""
@@ -241,6 +247,16 @@ class LoadPlanner:
         costs = self.expected.costs
         return is_worth_copying(costs.storage_seconds(end - start), costs.recompute_seconds(start, end))
 
+    def _fetch_gain_s(self, start: int, end: int) -> float | None:
+        """How much sooner tokens [start, end) of a prompt are fetched than computed, in seconds; None: not known.
+        While no fetch was measured, it takes no time."""
+        limits, expected = self._storage.limits, self.expected
+        if limits is None:
+            return None
+        compute_s = expected.costs.prompt_seconds(start, end, self.config.chunked_prefill_size)
+        fetch_s = expected.fetch_seconds(end - start, limits.blocks_per_op * self._cache.block_tokens)
+        return None if compute_s is None else compute_s - (fetch_s or 0.0)
+
     def _expected_storage_s(self, op: StorageOp) -> float:
         """Of a read or write. What a probe takes is not measured."""
         costs = self.expected.costs
@@ -299,7 +315,7 @@ class LoadPlanner:
         return recomputed if is_idle or compute_s <= load_s else 0
 
     def blocks_worth_fetching(self, rid: str, first: int, num_blocks: int, ahead: int) -> int:
-        """See `WorthFetching`."""
+        """See `StorageAdvice`."""
         req, limits = self._queues.get(rid), self._storage.limits
         assert req is not None and limits is not None
         expected, size = self.expected, self._cache.block_tokens

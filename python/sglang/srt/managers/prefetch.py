@@ -35,6 +35,8 @@ class Prefetch:
     # Not answered yet; it asks for the blocks from `probed` on.
     probe: Ticket | None = None
     probed: int = 0
+    # Whether it is held up until the answer comes.
+    waits_for_probe: bool = True
     # Storage has the blocks up to that token; 0 when nothing more is to be begun.
     end: int = 0
     # Fetches that it waits for.
@@ -60,4 +62,4 @@ class Prefetch:
 
     @property
     def is_over(self) -> bool:
-        return self.probe is None and not self.tickets and not self.end
+        return (self.probe is None or not self.waits_for_probe) and not self.tickets and not self.end

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable
 from enum import Enum, auto
 
 import numpy as np
@@ -27,7 +26,9 @@ import numpy as np
 from sglang.srt.managers.block_writer import BlockWriter
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.prefetch import Prefetch
+from sglang.srt.managers.probe_value import ProbeValue
 from sglang.srt.managers.schedule_policy import FETCH_ORDERS, fetch_rank
+from sglang.srt.managers.storage_advice import StorageAdvice
 from sglang.srt.managers.storage_breaker import StorageBreaker
 from sglang.srt.managers.storage_setup import PREFETCH_POLICIES, PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.managers.storage_trial import StorageTrial
@@ -79,11 +80,6 @@ class _Outcome(Enum):
     OVER = auto()
 
 
-# Of a request: its blocks that are there or on their way, those that it lacks and storage has, and those that others
-# will be given before. Returns how many of its own to fetch; the rest is computed.
-WorthFetching = Callable[[str, int, int, int], int]
-
-
 class StorageController:
     """rids name the requests; those with a prefetch are waiting ones."""
 
@@ -91,8 +87,8 @@ class StorageController:
         self.controller = controller
         self.ledger = controller.ledger
         self.tree = controller.tree
-        self.reads = StorageBreaker((PROBE, FETCH), WAIT_COMPLETE_LIMIT_S, lambda op: self._expected_s(op))
-        self.writes = StorageBreaker((STORE,), _WRITE_HANG_S, lambda op: self._expected_s(op))
+        self.reads = StorageBreaker((PROBE, FETCH), WAIT_COMPLETE_LIMIT_S, lambda op: self._advice.expected_s(op))
+        self.writes = StorageBreaker((STORE,), _WRITE_HANG_S, lambda op: self._advice.expected_s(op))
         self.set_config(config)
         # What is attached.
         self.setup: StorageSetup | None = None
@@ -107,9 +103,10 @@ class StorageController:
         self.counters: Counter[str] = Counter()
         self.writer = BlockWriter(controller, self.counters, self.writes)
         self._clock = controller.ledger.clock
-        self._expected_s: Callable[[StorageOp], float] = lambda op: 0.0
-        self._fetch_begun: Callable[[int, int], None] = lambda seq, num_tokens: None
-        self._blocks_worth_fetching: WorthFetching = lambda rid, first, num_blocks, ahead: num_blocks
+        self._advice = StorageAdvice()
+        # What probes are worth, and when those began that are not over.
+        self._probe_value = ProbeValue()
+        self._probes: dict[Ticket, float] = {}
         self._prefetches: dict[str, Prefetch] = {}
         self._waiters: dict[Ticket, dict[str, None]] = {}
         # Those that have something to begin, the oldest answer first: too much is on its way, or their prefix is not
@@ -124,21 +121,9 @@ class StorageController:
         self._trial = StorageTrial(controller, self.reads)
         controller.watch_host(self.writer.store_nodes)
 
-    def consult(
-        self,
-        expected_s: Callable[[StorageOp], float],
-        fetch_begun: Callable[[int, int], None],
-        blocks_worth_fetching: WorthFetching | None = None,
-        is_worth_storing: Callable[[int, int], bool] | None = None,
-    ) -> None:
-        """expected_s: see `StorageBreaker`. fetch_begun: told of each fetch, its number and tokens.
-        blocks_worth_fetching: None fetches all. is_worth_storing: whether tokens [start, end) of a path are; None
-        stores all."""
-        self._expected_s, self._fetch_begun = expected_s, fetch_begun
-        if is_worth_storing is not None:
-            self.writer.is_worth_storing = self.controller.is_worth_storing = is_worth_storing
-        if blocks_worth_fetching is not None:
-            self._blocks_worth_fetching = blocks_worth_fetching
+    def consult(self, advice: StorageAdvice) -> None:
+        self._advice = advice
+        self.writer.is_worth_storing = self.controller.is_worth_storing = advice.is_worth_storing
 
     def set_config(self, config: PrefetchConfig) -> None:
         if config.policy not in PREFETCH_POLICIES:
@@ -178,6 +163,7 @@ class StorageController:
         self.is_lossy = is_lossy
         self.reads.reset()
         self.writes.reset()
+        self._probe_value = ProbeValue()
         self.writer.open(limits, is_lossy, self.setup is not None and self.setup.is_exclusive)
         self.controller.feeds_storage = limits is not None
         self.note_room(has_room=True)
@@ -246,6 +232,7 @@ class StorageController:
             or self.reads.is_open
             or self.config.policy == "best_effort"
             or prefetch.num_asked >= MAX_ASKED
+            or prefetch.probe is not None
             or not prefetch.is_over
             or prefetch.reach < num_found + max(1, self.config.threshold)
         ):
@@ -351,8 +338,11 @@ class StorageController:
     def end_probe(self, ticket: Ticket, count: int, far_count: int) -> None:
         """Storage has the first `count` of the blocks that it was asked for, the last `far_count` of them on its
         second tier."""
-        self.ledger.end(ticket)
+        op = self.ledger.end(ticket)
+        assert isinstance(op, StorageOp)
         self.reads.answer(PROBE)
+        if (began := self._probes.pop(ticket, None)) is not None:
+            self._probe_value.add(self.reads.now - began, count / len(op.keys))
         if ticket == self._trial.ticket:
             self._trial.end_probe(found=count > 0)
             return
@@ -365,6 +355,7 @@ class StorageController:
                 prefetch.end = (prefetch.probed + count) * names.block_tokens
                 prefetch.far_from = prefetch.end - far_count * names.block_tokens
                 prefetch.blocks_left, prefetch.begun_before = count, self._num_begun
+                heapq.heappush(self._deadlines, (prefetch.deadline, rid))
                 self._unfinished[rid] = None
                 rank = self._rank(rid)
                 others = (self._prefetches[r] for r in self._unfinished if r != rid and self._rank(r) <= rank)
@@ -507,6 +498,10 @@ class StorageController:
         if is_worth_asking:
             prefetch.probed = match.total_len // names.block_tokens
             prefetch.probe = self._begin_probe(prefetch.keys[prefetch.probed :])
+            self._probes[prefetch.probe] = now
+            if config.policy == "timeout":
+                gain_s = self._advice.fetch_gain_s(match.total_len, len(prefetch.tokens))
+                prefetch.waits_for_probe = self._probe_value.is_worth_waiting(gain_s)
             self._waiters[prefetch.probe] = {rid: None}
             self.counters["storage_probes"] += 1
 
@@ -588,7 +583,7 @@ class StorageController:
         size = self.tree.names.keys.block_tokens
         left = prefetch.end // size - first
         assert left > 0, f"{rid} has nothing to begin"
-        prefetch.blocks_left = self._blocks_worth_fetching(rid, first, left, ahead)
+        prefetch.blocks_left = self._advice.blocks_worth_fetching(rid, first, left, ahead)
         if prefetch.blocks_left < left:
             self.counters["fetches_cut"] += 1
             self.counters["fetch_cut_tokens"] += (left - prefetch.blocks_left) * size
@@ -634,7 +629,7 @@ class StorageController:
             end = hole.start + common_len(hole.key, prefetch.tokens, hole.start, end, self.tree.page_size)
         ticket = self.begin_fetch(match, prefetch.tokens[start:end], prefetch.keys[first:last])
         self._num_begun += last - first
-        self._fetch_begun(ticket.seq, (last - first) * size)
+        self._advice.fetch_begun(ticket.seq, (last - first) * size)
         prefetch.blocks_left = max(1, prefetch.blocks_left - (last - first))
         self._wait(rid, prefetch, ticket)
         self._pin(prefetch, self._match(prefetch, end))
@@ -688,6 +683,7 @@ class StorageController:
                 del self._waiters[ticket]
                 if ticket.link == FETCH:
                     self._cancel_fetch(ticket)
-                else:
+                elif prefetch.waits_for_probe:
                     self.ledger.cancel(ticket)
+                    del self._probes[ticket]
         prefetch.probe, prefetch.end, prefetch.tickets = None, 0, {}

@@ -1,0 +1,28 @@
+"""`ProbeValue`: whether a request should wait until storage has answered what it has of its prompt.
+
+Owns what recent probes took and found. A prompt for which that is not worth the wait starts when it can; what storage
+has of it is fetched only if the answer comes before.
+"""
+
+from __future__ import annotations
+
+# Of each new probe in the means.
+_WEIGHT = 1 / 8
+
+
+class ProbeValue:
+    """Until something is known, it is worth it."""
+
+    def __init__(self) -> None:
+        self._seconds: float | None = None
+        # Of what was asked for.
+        self._found_share = 1.0
+
+    def add(self, seconds: float, found_share: float) -> None:
+        """A probe took so long, and storage had that share of what it was asked for."""
+        self._seconds = seconds if self._seconds is None else self._seconds + _WEIGHT * (seconds - self._seconds)
+        self._found_share += _WEIGHT * (found_share - self._found_share)
+
+    def is_worth_waiting(self, gain_s: float | None) -> bool:
+        """gain_s: seconds that fetching is faster than computing if storage has all; None: not known."""
+        return self._seconds is None or gain_s is None or self._seconds <= self._found_share * gain_s

@@ -1,0 +1,25 @@
+"""`StorageAdvice`: what the scheduler knows of costs, for those that read and write storage. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sglang.srt.mem_cache.transfer import StorageOp
+
+
+@dataclass(frozen=True)
+class StorageAdvice:
+    """By default nothing is known: everything is stored, and every request waits for all that storage has."""
+
+    # What an operation is expected to take, in seconds; 0: not known.
+    expected_s: Callable[[StorageOp], float] = lambda op: 0.0
+    # By how many seconds tokens [start, end) of a prompt are fetched sooner than computed; None: not known.
+    fetch_gain_s: Callable[[int, int], float | None] = lambda start, end: None
+    # Of a request: its blocks that are there or on their way, those that it lacks and storage has, and those that
+    # others will be given before. Returns how many of its own to fetch; the rest is computed.
+    blocks_worth_fetching: Callable[[str, int, int, int], int] = lambda rid, first, num_blocks, ahead: num_blocks
+    # Whether tokens [start, end) of a path are worth it.
+    is_worth_storing: Callable[[int, int], bool] = lambda start, end: True
+    # Takes the number of a fetch that begins, and its tokens.
+    fetch_begun: Callable[[int, int], None] = lambda seq, num_tokens: None
