@@ -652,7 +652,7 @@ class HiRadixTree:
         self._changed(node)
         self.counts.take_out(node, tier)
         if ticket is None:
-            fence = max(node.fences[tier], node.last_use) if tier == Tier.DEVICE else node.last_stream
+            fence = max(node.fences[tier], node.last_use) if tier == _DEVICE else node.last_stream
             dropped.cached.append((frames, fence))
         else:
             waiting = self._by_ticket[ticket]
@@ -662,12 +662,12 @@ class HiRadixTree:
             dropped.filling.append((frames, ticket))
         node.frames[tier] = None
         node.tickets[tier] = None
-        if tier == Tier.DEVICE:
+        if tier == _DEVICE:
             assert node.num_device_children == 0
             parent.num_device_children -= 1
         if node.children or not is_hole(node):
             dropped.staying.append(node)
-            if tier == Tier.DEVICE:
+            if tier == _DEVICE:
                 self._offer(parent, tier)
         else:
             node = self._remove(node)
@@ -694,7 +694,8 @@ class HiRadixTree:
 
     def _offer_everywhere(self, node: Node) -> None:
         for tier in FRAME_TIERS:
-            self._offer(node, tier)
+            if node.frames[tier] is not None:
+                self.order.offer(node, tier, self.num_nodes)
 
     def _is_settled(self, node: Node, done: int) -> bool:
         return all(t is None for t in node.tickets) and all(f < done for f in node.fences)
