@@ -692,14 +692,13 @@ def peer_keeps_what_failed() -> Any:
 @mutation
 def loaded_keeps_its_place_on_the_peer() -> Any:
     """What a load brings back to the device is no candidate anew on the tier that it came from."""
-    commit, offer = HiRadixTree.commit, HiRadixTree._offer
+    commit = HiRadixTree.commit
 
     def patched(self: Any, ticket: Any, tier: Any) -> Any:
-        def offered(self: Any, node: Node, other: int) -> None:
-            if other == tier:
-                offer(self, node, other)
+        def offered(self: Any, node: Node) -> None:
+            self._offer(node, tier)
 
-        with mock.patch.object(HiRadixTree, "_offer", offered):
+        with mock.patch.object(HiRadixTree, "_offer_everywhere", offered):
             return commit(self, ticket, tier)
 
     return mock.patch.object(HiRadixTree, "commit", patched)

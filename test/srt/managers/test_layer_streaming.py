@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +17,7 @@ from sglang.srt.managers.schedule_batch import ReqHold
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.transfer import P2D, Tier
-from sglang.srt.model_executor.launch import LaunchMode
+from sglang.srt.model_executor.launch import Launch, LaunchMode, StreamedPrefix
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.time_units import LaunchSeq
 from support.local_engine import LocalEngine
@@ -197,6 +199,29 @@ def test_what_comes_back_from_two_tiers_comes_in_any_order(model: Model):
     (answer,) = engine.generate([prompt], greedy(30), after_step=look)
     model.check(prompt, answer, 30)
     assert tiers == {Tier.DEVICE, Tier.PEER, Tier.HOST, Tier.DISK}
+
+
+def test_what_the_launch_before_computes_is_streamed_from_the_device(model: Model):
+    engine = streaming(model, tokens=128)
+    executor, scheduler = engine.core.executor, engine.scheduler
+    launch, layer = executor.launch, executor._layer
+
+    def launch_streaming(found: Launch) -> None:
+        if found.mode == LaunchMode.DECODE:
+            (req,) = scheduler.queues.running
+            path = scheduler.cache.tree.path_of(req.hold.receipt.node)
+            frames = np.concatenate([*(node.frames[Tier.DEVICE] for node in path), req.hold.frames])[:14]
+            found = replace(found, streams=(StreamedPrefix(0, 0, 56, ((Tier.DEVICE, frames),)),))
+        launch(found)
+
+    def late_layer(*args) -> None:
+        time.sleep(0.01)
+        layer(*args)
+
+    executor.launch, executor._layer = launch_streaming, late_layer
+    prompt = prompts(40, [60])[0]
+    (answer,) = engine.generate([prompt], greedy(4))
+    model.check(prompt, answer, 4)
 
 
 def test_of_a_path_that_the_host_has_no_room_for_an_end_goes_there(monkeypatch: pytest.MonkeyPatch):

@@ -563,9 +563,7 @@ class LayerStreaming(NoLayerStreaming):
     def _source_of(self, node: Node) -> Tier:
         tier = self._tree.source_of(node)
         if tier is None and node.frames[Tier.DEVICE] is not None and node.tickets[Tier.DEVICE] is None:
-            # Loaded before what is above it was, and since given up below. Its launches are over: what is swapped was
-            # computed after it.
-            assert len(self._swapped)
+            # Computed behind the gap, or loaded before what is above it was, and since given up below.
             return Tier.DEVICE
         assert tier is not None, f"{node} is streamed and ready nowhere"
         return tier

@@ -231,6 +231,10 @@ class ModelExecutor:
         self._reset_pending = False
         stream = self.stream
         stream.enqueue(partial(self._prepare, run))
+        if any(tier == Tier.DEVICE for prefix in launch.streams for tier, _ in prefix.parts):
+            # The launch before may write what this one streams.
+            assert self._layer_stream is not None
+            self._layer_stream.stream.wait(stream.record())
         if run.is_graph:
             # A graph cannot wait inside. It waits for the last layer, which is loaded last.
             self._wait(run, self.model.num_layers - 1)
