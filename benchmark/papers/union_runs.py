@@ -254,11 +254,7 @@ def _storage(num_host_pages: int, write_policy: str) -> StorageSetup:
         setup="",
         secret=SECRET,
         block_tokens=BLOCK_TOKENS,
-        limits=StorageLimits(
-            blocks_per_op=STREAMED_CHUNKS,
-            max_fetch_pages=num_host_pages // 2,
-            max_store_pages=num_host_pages // 4,
-        ),
+        limits=StorageLimits.of_host(num_host_pages, BLOCK_TOKENS // PAGE_SIZE, STREAMED_CHUNKS),
         prefetch=PrefetchConfig(threshold=BLOCK_TOKENS),
         write_policy=write_policy,
         tiers=(Tier.REMOTE,),

@@ -126,8 +126,7 @@ class SmallMachine:
             setup="",
             secret=b"small machine",
             block_tokens=BLOCK_TOKENS[tier],
-            # The shares of the host are the engine's.
-            limits=StorageLimits(BLOCKS_PER_OP[tier], num_host_pages // 2, num_host_pages // 4),
+            limits=StorageLimits.of_host(num_host_pages, BLOCK_TOKENS[tier] // self.page_size, BLOCKS_PER_OP[tier]),
             prefetch=PrefetchConfig(),
             write_policy=write_policy,
             tiers=(tier,),

@@ -269,16 +269,18 @@ class SoakConfig:
 def draw_storage(rng: random.Random, page_size: int) -> StorageSetup | None:
     """Short blocks, since prompts are short, and limits that are met."""
     block_pages = rng.choice((1, 2, 4)) if page_size < 16 else 1
+    blocks_per_op, fetches, stores = rng.choice((1, 2, 3)), rng.choice((4, 20, 200)), rng.choice((2, 20))
     setup = StorageSetup(
         backend="memory",
         setup="",
         secret=b"soak",
         block_tokens=page_size * block_pages,
         limits=StorageLimits(
-            blocks_per_op=rng.choice((1, 2, 3)),
-            max_fetch_pages=rng.choice((4, 20, 200)) * block_pages,
-            max_store_pages=rng.choice((2, 20)) * block_pages,
+            blocks_per_op=blocks_per_op,
+            max_fetch_pages=fetches * block_pages,
+            max_store_pages=stores * block_pages,
             fetch_window_ops=rng.choice((1, 2, 8)),
+            max_kept_pages=2 * stores * block_pages,
         ),
         prefetch=PrefetchConfig(
             policy=rng.choice(("best_effort", "wait_complete", "timeout", "timeout")),

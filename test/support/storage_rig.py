@@ -48,6 +48,7 @@ class StorageRig:
         blocks_per_op: int = 2,
         max_fetch_pages: int = 64,
         fetch_window_ops: int = 8,
+        max_store_pages: int = 64,
         **config: object,
     ) -> None:
         self.tree = HiRadixTree(1, block_keys=NAMES)
@@ -59,7 +60,9 @@ class StorageRig:
         self.controller = HiCacheController(self.ledger, "write_through")
         config = {"policy": "wait_complete", "threshold": 1} | config
         self.storage = StorageController(self.controller, PrefetchConfig(**config))  # type: ignore[arg-type]
-        self.storage.open(StorageLimits(blocks_per_op, max_fetch_pages, 64, fetch_window_ops), NAMES)
+        self.storage.open(
+            StorageLimits(blocks_per_op, max_fetch_pages, max_store_pages, fetch_window_ops, 0, 32), NAMES
+        )
         self.stored = {key for text in stored for key in to_bytes(NAMES.of_prompt("", tokens(text)))}
         self.ops: dict[Ticket, object] = {}
         self.cancelled: list[Ticket] = []

@@ -37,3 +37,10 @@ def test_a_probe_that_has_become_slow_is_not_waited_for() -> None:
     for _ in range(10):
         value.add(0.02, 0.5)
     assert not value.is_worth_waiting(0.02)
+
+
+def test_a_probe_that_takes_less_than_a_hundredth_of_what_it_may_save_is_waited_for() -> None:
+    value = ProbeValue()
+    for _ in range(1000):
+        value.add(0.002, 0.0)
+    assert value.is_worth_waiting(0.2) and not value.is_worth_waiting(0.19)

@@ -6,9 +6,8 @@ import pytest
 
 from sglang.srt.managers.storage_controller import MAX_ASKED
 from sglang.srt.managers.storage_setup import PrefetchConfig
-from sglang.srt.mem_cache.transfer import (
-    Tier,
-)
+from sglang.srt.mem_cache.transfer import D2H, Tier
+from sglang.srt.utils.time_units import Seconds
 from support.storage_rig import StorageRig as Rig
 from support.storage_rig import expire, tokens
 
@@ -206,3 +205,50 @@ def test_a_copy_for_which_there_is_room_does_not_fail_for_its_blocks_front():
     assert rig.controller.back_up([low], HOST) is not None
     rig.collect()
     rig.finish_all()
+
+
+def backed_up(rig: Rig, text: str) -> None:
+    rig.controller.begin_backup(rig.insert(text))
+    for ticket in rig.collect():
+        if ticket.link == D2H:
+            rig.finish(ticket)
+
+
+def test_what_waits_to_be_stored_goes_last():
+    rig = Rig(LONG, OTHER, max_store_pages=8, host=40)
+    for text in (LONG, OTHER):
+        backed_up(rig, text)
+    assert rig.storage.writer.storing_pages == 8 and rig.tree.counts.soft_pinned[HOST] == 32
+    other = "qrstuvwx"
+    backed_up(rig, other)
+    assert rig.tree.counts.soft_pinned[HOST] == 32, "so much is pinned that no more is"
+    rig.controller.evict(Tier.DEVICE, 40)
+    assert rig.controller.make_room(HOST, 8, (), spares_pinned=True)
+    assert (rig.on_host(LONG), rig.on_host(OTHER), rig.on_host(other)) == (16, 16, 0)
+    rig.finish_all()
+    assert rig.tree.counts.soft_pinned[HOST] == 0 and rig.storage.counters["backuped_tokens"] == 32
+    rig.assert_nothing_left()
+
+
+def test_nothing_is_kept_for_writes_that_hang():
+    rig = Rig(LONG, max_store_pages=8)
+    backed_up(rig, OTHER)
+    assert rig.tree.counts.soft_pinned[HOST] == 16
+    for now in (0.0, 1000.0):
+        rig.storage.set_now(Seconds(now))
+        rig.storage.watch()
+    assert rig.storage.writes.is_open and rig.storage.has_unpinned and rig.tree.counts.soft_pinned[HOST] == 0
+    backed_up(rig, "qrstuvwx")
+    assert rig.tree.counts.soft_pinned[HOST] == 0
+    rig.finish_all()
+    assert rig.tree.counts.soft_pinned[HOST] == 0
+    rig.assert_nothing_left()
+
+
+def test_nothing_stays_pinned_once_storage_is_detached():
+    rig = Rig(max_store_pages=8)
+    backed_up(rig, OTHER)
+    rig.storage.writer.close()
+    assert rig.tree.counts.soft_pinned[HOST] == 0
+    rig.finish_all()
+    rig.check()

@@ -1,7 +1,7 @@
 """`BlockWriter`: what of the host goes to storage, and when.
 
-Owns the writes in flight and the paths that wait for room. Everything goes through the host: `store_nodes` is called
-when a copy has brought nodes there, `store_ahead` in every step.
+Owns the writes in flight and the paths that wait for room; the host keeps these longer than others, by soft pins. All
+goes through the host: `store_nodes` is called when a copy has brought nodes there, `store_ahead` in every step.
 
     storage has room     what comes to the host is stored at once
     the disk is full     with the policy auto, what the host gives up next is stored, so that memory and disk hold
@@ -53,6 +53,8 @@ class BlockWriter:
         self.is_worth_storing: Callable[[int, int], bool] = lambda start, end: True
         # Ends of paths that are to be stored when writes have ended, oldest first.
         self._deferred: dict[int, Node] = {}
+        # Those of them that are soft-pinned.
+        self.pinned: dict[int, Node] = {}
         self._tidy_at = _TIDY_DEFERRED_STORES
 
     def open(self, limits: StorageLimits | None, is_lossy: bool, is_exclusive: bool) -> None:
@@ -61,7 +63,14 @@ class BlockWriter:
 
     def close(self) -> None:
         """Begin nothing new."""
+        self.unpin()
         self.limits, self._deferred = None, {}
+
+    def unpin(self) -> None:
+        """What waits for room is kept no longer than anything else."""
+        for node in self.pinned.values():
+            self.tree.end_soft_pin(node)
+        self.pinned = {}
 
     def end(self, ticket: Ticket, count: int) -> None:
         """The first `count` blocks are stored, on every rank. The others are marked as stored too, until a request
@@ -75,8 +84,11 @@ class BlockWriter:
         self.counters["storage_backup_failed_tokens"] += (len(op.keys) - count) * block_tokens
         while self._deferred and self._num_storable_blocks() > 0:
             node = self._deferred.pop(next(iter(self._deferred)))
+            was_pinned = self.pinned.pop(node.id, None) is not None
             if node.parent is not None:
                 self.store_path(node)
+            if was_pinned:
+                self.tree.end_soft_pin(node)
 
     def store_nodes(self, nodes: list[Node]) -> None:
         """Copies have brought these nodes to the host: store what lacks no page any more."""
@@ -167,11 +179,20 @@ class BlockWriter:
             # Nodes that have left the tree keep their tokens alive.
             for gone in [i for i, n in deferred.items() if n.parent is None]:
                 del deferred[gone]
+                self.pinned.pop(gone, None)
             if len(deferred) >= _MAX_DEFERRED_STORES:
-                del deferred[next(iter(deferred))]
+                dropped = next(iter(deferred))
+                del deferred[dropped]
+                if (node := self.pinned.pop(dropped, None)) is not None:
+                    self.tree.end_soft_pin(node)
                 self.counters["storage_backup_dropped_paths"] += 1
             self._tidy_at = min(2 * len(deferred) + _TIDY_DEFERRED_STORES, _MAX_DEFERRED_STORES)
         deferred[end.id] = end
+        assert self.limits is not None
+        is_full = self.tree.counts.soft_pinned[Tier.HOST] >= self.limits.max_kept_pages
+        if end.id not in self.pinned and not is_full and not self.breaker.is_open:
+            self.pinned[end.id] = end
+            self.tree.soft_pin(end)
 
 
 def _host_frames(node: Node, page_size: int) -> np.ndarray:

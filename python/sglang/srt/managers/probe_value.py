@@ -8,6 +8,9 @@ from __future__ import annotations
 
 # Of each new probe in the means.
 _WEIGHT = 1 / 8
+# However many probes found nothing: prompts of which storage has much may come next. A probe that takes less than a
+# hundredth of what it may save is always waited for.
+_LEAST_SHARE = 0.01
 
 
 class ProbeValue:
@@ -25,4 +28,6 @@ class ProbeValue:
 
     def is_worth_waiting(self, gain_s: float | None) -> bool:
         """gain_s: seconds that fetching is faster than computing if storage has all; None: not known."""
-        return self._seconds is None or gain_s is None or self._seconds <= self._found_share * gain_s
+        if self._seconds is None or gain_s is None:
+            return True
+        return self._seconds <= max(self._found_share, _LEAST_SHARE) * gain_s

@@ -307,6 +307,9 @@ class StorageController:
             for rid, prefetch in self._prefetches.items():
                 if not prefetch.is_over:
                     self._let_go(rid, prefetch)
+        if self.writes.is_open and self.writer.pinned:
+            self.writer.unpin()
+            self.has_unpinned = True
 
     def _let_go(self, rid: str, prefetch: Prefetch) -> None:
         """A request waits no longer."""
@@ -470,6 +473,7 @@ class StorageController:
             assert self._prefetches[rid].end and self._prefetches[rid].blocks_left, f"{rid} has nothing to begin"
         awaited = self._is_room_to_come()
         pinned = [p.pinned for p in self._prefetches.values() if p.pinned is not None]
+        pinned += self.writer.pinned.values()
         check_soft_pins(self.tree, pinned)
         assert awaited or pinned or not self._unfinished, f"{list(self._unfinished)} wait for nothing"
 

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from sglang.srt.mem_cache.transfer import Tier
 
 PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
+# Of the host tier; so much of it may be lost to reads that hang, and to writes. In a small one so many blocks, of a
+# quarter of it at most.
+_IN_FLIGHT_SHARE = 16
+_LEAST_IN_FLIGHT = 4
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,26 @@ class StorageLimits:
     fetch_window_ops: int = 8
     # Host pages that may be soft-pinned when a request begins to fetch; 0: as many as reads may be filling.
     max_pinned_pages: int = 0
+    # Host pages with soft pins at which no more are kept for what waits to be written.
+    max_kept_pages: int = 0
+
+    @classmethod
+    def of_host(
+        cls, num_pages: int, block_pages: int, blocks_per_op: int, fetch_window_ops: int = 8
+    ) -> StorageLimits:
+        """Of reads and writes a medium that hangs can hold on to. num_pages: of the host; block_pages: of a block;
+        blocks_per_op: the most, if so many may be in flight."""
+        num_blocks = num_pages // block_pages
+        blocks_in_flight = max(1, num_blocks // _IN_FLIGHT_SHARE, min(_LEAST_IN_FLIGHT, num_blocks // 4))
+        return cls(
+            # Two at once, so that the link does not run dry.
+            blocks_per_op=max(1, min(blocks_per_op, blocks_in_flight // 2)),
+            max_fetch_pages=blocks_in_flight * block_pages,
+            max_store_pages=blocks_in_flight * block_pages,
+            fetch_window_ops=fetch_window_ops,
+            max_pinned_pages=num_pages // 2,
+            max_kept_pages=num_pages // 4,
+        )
 
 
 @dataclass(frozen=True)

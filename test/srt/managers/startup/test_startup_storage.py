@@ -55,11 +55,9 @@ def test_what_nobody_said() -> None:
     assert (prefetch.policy, prefetch.threshold) == ("timeout", 256)
     assert (prefetch.timeout_base_s, prefetch.timeout_per_ki_token_s) == (1.0, 0.25)
     # Of 4,096: what hangs takes a sixteenth at most, reads and writes each.
-    assert (found.limits.max_fetch_pages, found.limits.max_store_pages, found.limits.max_pinned_pages) == (
-        256,
-        256,
-        2048,
-    )
+    limits = found.limits
+    assert (limits.max_fetch_pages, limits.max_store_pages) == (256, 256)
+    assert (limits.max_pinned_pages, limits.max_kept_pages) == (2048, 1024)
     assert 0 < len(found.secret) <= 64
 
 
@@ -93,12 +91,12 @@ def test_an_operation_is_a_fraction_of_a_second(page_bytes: int, blocks: int) ->
 
 
 @pytest.mark.parametrize(
-    ("num_pages", "page", "per_op", "in_flight"), [(256, 1, 1, 64), (8192, 1, 4, 512), (64, 64, 2, 4)]
+    ("num_pages", "page", "per_op", "in_flight"), [(256, 1, 1, 64), (1024, 1, 2, 256), (8192, 1, 4, 512), (64, 64, 2, 4)]
 )
 def test_two_operations_hold_on_to_a_sixteenth_of_the_host(
     num_pages: int, page: int, per_op: int, in_flight: int
 ) -> None:
-    """But a block is not divided."""
+    """But to four blocks, as far as they are a quarter of it."""
     limits = setup(page_size=page, num_pages=num_pages).limits
     assert (limits.blocks_per_op, limits.max_fetch_pages, limits.max_store_pages) == (per_op, in_flight, in_flight)
 

@@ -49,8 +49,6 @@ _LAYOUT_VERSION = 1
 # An operation moves about so much: long enough to be efficient, short enough to be cut off in time.
 _BYTES_PER_OP = 32 << 20
 _MAX_BLOCKS_PER_OP = 256
-# Of the host tier; so much of it may be lost to reads that hang, and to writes.
-_IN_FLIGHT_SHARE = 16
 _MAX_TOKENS = 1 << 30
 _MAX_SECONDS = 86400
 _SECONDS = Kind(
@@ -120,19 +118,6 @@ class StorageOpener:
     # The server's private one, which is removed when it ends.
     directory: Path = Path()
 
-    def _limits(self, block_pages: int, fetch_window_ops: int) -> StorageLimits:
-        """Of reads and writes a medium that hangs can hold on to."""
-        blocks_in_flight = max(1, self.pool.num_pages // _IN_FLIGHT_SHARE // block_pages)
-        blocks_per_op = min(_MAX_BLOCKS_PER_OP, _BYTES_PER_OP // (block_pages * self.pool.page_bytes))
-        return StorageLimits(
-            # Two at once, so that the link does not run dry.
-            blocks_per_op=max(1, min(blocks_per_op, blocks_in_flight // 2)),
-            max_fetch_pages=blocks_in_flight * block_pages,
-            max_store_pages=blocks_in_flight * block_pages,
-            fetch_window_ops=fetch_window_ops,
-            max_pinned_pages=self.pool.num_pages // 2,
-        )
-
     def setup(self, backend: str, extra_config: str, prefetch_policy: str, write_policy: str) -> StorageSetup:
         """What the scheduler has to know of a backend. extra_config: JSON, or @ and a file with it. Raises
         StoreError."""
@@ -154,18 +139,19 @@ class StorageOpener:
             raise StoreError(
                 f"{CONFIG_FLAG}: block_tokens is {block_tokens}, no multiple of the page size {page_size}"
             )
-        block_pages = block_tokens // page_size
-        if block_pages > self.pool.num_pages // 4:
+        block_pages, num_pages = block_tokens // page_size, self.pool.num_pages
+        if block_pages > num_pages // 4:
             raise StoreError(
                 f"a block of {block_tokens} tokens is more than a quarter of the host tier: raise --hicache-size, or "
                 f"lower block_tokens in {CONFIG_FLAG}"
             )
+        blocks_per_op = min(_MAX_BLOCKS_PER_OP, _BYTES_PER_OP // (block_pages * self.pool.page_bytes))
         setup = StorageSetup(
             backend=backend,
             setup="",
             secret=self._chain_secret(names, config, own["secret"], block_tokens),
             block_tokens=block_tokens,
-            limits=self._limits(block_pages, own["fetch_window_ops"]),
+            limits=StorageLimits.of_host(num_pages, block_pages, blocks_per_op, own["fetch_window_ops"]),
             prefetch=PrefetchConfig(
                 policy=prefetch_policy,
                 threshold=own["prefetch_threshold"],
