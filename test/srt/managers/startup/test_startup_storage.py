@@ -91,7 +91,8 @@ def test_an_operation_is_a_fraction_of_a_second(page_bytes: int, blocks: int) ->
 
 
 @pytest.mark.parametrize(
-    ("num_pages", "page", "per_op", "in_flight"), [(256, 1, 1, 64), (1024, 1, 2, 256), (8192, 1, 4, 512), (64, 64, 2, 4)]
+    ("num_pages", "page", "per_op", "in_flight"),
+    [(256, 1, 1, 64), (1024, 1, 2, 256), (8192, 1, 4, 512), (64, 64, 2, 4)],
 )
 def test_two_operations_hold_on_to_a_sixteenth_of_the_host(
     num_pages: int, page: int, per_op: int, in_flight: int
