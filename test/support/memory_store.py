@@ -66,6 +66,13 @@ class MemoryStore:
                     del self.blocks[next(iter(self.blocks))]
         return len(keys)
 
+    def touch(self, keys: Sequence[bytes]) -> int:
+        self._maybe_raise()
+        for key in reversed(keys):
+            if (block := self.blocks.pop(key, None)) is not None:
+                self.blocks[key] = block
+        return next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
+
     def clear(self) -> None:
         self.blocks.clear()
 

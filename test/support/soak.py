@@ -280,7 +280,6 @@ def draw_storage(rng: random.Random, page_size: int) -> StorageSetup | None:
             max_fetch_pages=fetches * block_pages,
             max_store_pages=stores * block_pages,
             fetch_window_ops=rng.choice((1, 2, 8)),
-            max_kept_pages=2 * stores * block_pages,
         ),
         prefetch=PrefetchConfig(
             policy=rng.choice(("best_effort", "wait_complete", "timeout", "timeout")),

@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.transfer import (
     COPY_LINKS,
     FETCH,
     PROBE,
+    StorageAction,
     StorageOp,
     Ticket,
     Tier,
@@ -60,9 +61,7 @@ class StorageRig:
         self.controller = HiCacheController(self.ledger, "write_through")
         config = {"policy": "wait_complete", "threshold": 1} | config
         self.storage = StorageController(self.controller, PrefetchConfig(**config))  # type: ignore[arg-type]
-        self.storage.open(
-            StorageLimits(blocks_per_op, max_fetch_pages, max_store_pages, fetch_window_ops, 0, 32), NAMES
-        )
+        self.storage.open(StorageLimits(blocks_per_op, max_fetch_pages, max_store_pages, fetch_window_ops), NAMES)
         self.stored = {key for text in stored for key in to_bytes(NAMES.of_prompt("", tokens(text)))}
         self.ops: dict[Ticket, object] = {}
         self.cancelled: list[Ticket] = []
@@ -107,6 +106,7 @@ class StorageRig:
             if count is None:
                 keys = to_bytes(op.keys)
                 count = next((i for i, key in enumerate(keys) if key not in self.stored), len(keys))
+                count += op.action == StorageAction.TOUCH
             if ticket.link == PROBE:
                 self.storage.end_probe(ticket, count, far_count)
             elif ticket.link == FETCH:

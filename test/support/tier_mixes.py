@@ -94,9 +94,7 @@ def _storage(page_size: int, tiers: tuple[Tier, ...], write_policy: str, i: int)
         setup="",
         secret=b"mix",
         block_tokens=block_tokens,
-        limits=StorageLimits(
-            blocks_per_op=2, max_fetch_pages=40, max_store_pages=40, fetch_window_ops=2, max_kept_pages=20
-        ),
+        limits=StorageLimits(blocks_per_op=2, max_fetch_pages=40, max_store_pages=40, fetch_window_ops=2),
         prefetch=PrefetchConfig(("timeout", "wait_complete")[i % 2], 1, timeout_base_s=0.1),
         write_policy=write_policy,
         tiers=tiers,

@@ -192,6 +192,10 @@ class SimulatedStorage:
             elif op.action == StorageAction.GET:
                 self._touch(keys[:count])
             return count
+        if op.action == StorageAction.TOUCH:
+            keys = to_bytes(op.keys)
+            self._touch([key for key in keys if key in self.blocks])
+            return 1 + next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
         if op.action == StorageAction.CLEAR:
             self.blocks.clear()
         return len(op.keys) if op.action == StorageAction.SET else 1

@@ -215,7 +215,7 @@ def backed_up(rig: Rig, text: str) -> None:
 
 
 def test_what_waits_to_be_stored_goes_last():
-    rig = Rig(LONG, OTHER, max_store_pages=8, host=40)
+    rig = Rig(LONG, OTHER, max_store_pages=8, max_fetch_pages=32, host=40)
     for text in (LONG, OTHER):
         backed_up(rig, text)
     assert rig.storage.writer.storing_pages == 8 and rig.tree.counts.soft_pinned[HOST] == 32

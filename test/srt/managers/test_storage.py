@@ -12,6 +12,7 @@ import pytest
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
+from sglang.srt.mem_cache.block_keys import BlockKeys, to_bytes
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.transfer import StorageAction, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -157,7 +158,7 @@ def test_requests_with_the_same_prompt_read_it_once(model_config: ModelConfig, b
 def test_a_block_that_is_lost_is_computed_and_stored_anew(model_config: ModelConfig) -> None:
     text = prompt(4, 100)
     store = stored(model_config, text)
-    lost = list(store.blocks)[2]
+    lost = to_bytes(BlockKeys(SETUP.secret, BLOCK).of_prompt("", text))[2]
     kept = store.blocks[lost].copy()
     engine = Engine(model_config, store=store)
     exists = engine.store.exists

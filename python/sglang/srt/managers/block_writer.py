@@ -1,7 +1,7 @@
 """`BlockWriter`: what of the host goes to storage, and when.
 
 Owns the writes in flight and the paths that wait for room; the host keeps these longer than others, by soft pins. All
-goes through the host: `store_nodes` is called when a copy has brought nodes there, `store_ahead` in every step.
+goes through the host: `store_nodes` is called when a copy has brought nodes there, `begin_step` in every step.
 
     storage has room     what comes to the host is stored at once
     the disk is full     with the policy auto, what the host gives up next is stored, so that memory and disk hold
@@ -18,6 +18,7 @@ from itertools import takewhile
 
 import numpy as np
 
+from sglang.srt.managers.block_touches import BlockTouches
 from sglang.srt.managers.cache_controller import HiCacheController, is_ready
 from sglang.srt.managers.storage_breaker import StorageBreaker
 from sglang.srt.managers.storage_setup import StorageLimits
@@ -28,6 +29,8 @@ from sglang.srt.mem_cache.transfer import STORE, StorageAction, StorageOp, Ticke
 # are looked for.
 _MAX_DEFERRED_STORES = 4096
 _TIDY_DEFERRED_STORES = 64
+# Of the host: so much of what it gives up next is stored where storage is full, beside what it gives up at once.
+_AHEAD_SHARE = 16
 
 
 class BlockWriter:
@@ -51,6 +54,7 @@ class BlockWriter:
         self.storing_pages = 0
         # Whether tokens [start, end) of a path are worth it.
         self.is_worth_storing: Callable[[int, int], bool] = lambda start, end: True
+        self.touches = BlockTouches(controller, counters, self.store_path)
         # Ends of paths that are to be stored when writes have ended, oldest first.
         self._deferred: dict[int, Node] = {}
         # Those of them that are soft-pinned.
@@ -64,6 +68,7 @@ class BlockWriter:
     def close(self) -> None:
         """Begin nothing new."""
         self.unpin()
+        self.touches.close()
         self.limits, self._deferred = None, {}
 
     def unpin(self) -> None:
@@ -75,6 +80,10 @@ class BlockWriter:
     def end(self, ticket: Ticket, count: int) -> None:
         """The first `count` blocks are stored, on every rank. The others are marked as stored too, until a request
         misses them and computes them."""
+        if ticket == self.touches.ticket:
+            self.breaker.answer(STORE)
+            self.touches.end(count)
+            return
         op = self.ledger.end(ticket)
         assert isinstance(op, StorageOp)
         self.storing_pages -= len(op.frames)
@@ -113,10 +122,15 @@ class BlockWriter:
         """Whether only what leaves memory is stored. What the disk still has is not written again."""
         return self.is_exclusive and not self.has_room
 
-    def store_ahead(self, num_pages: int) -> None:
-        """Store what the host gives up next, with num_pages to spare, where storage is full."""
-        if self.limits is None or not self.stores_late:
-            return
+    def begin_step(self, num_pages: int) -> None:
+        """Tell storage what is used, and store what the host gives up next, with num_pages to spare, where storage is
+        full."""
+        if self.limits is not None and not self.breaker.is_open:
+            self.touches.begin(only_shared=self.stores_late)
+        if self.limits is not None and self.stores_late:
+            self._store_ahead(num_pages + self.controller.tables[Tier.HOST].num_pages // _AHEAD_SHARE)
+
+    def _store_ahead(self, num_pages: int) -> None:
         if wanted := self.controller.num_to_look_at(Tier.HOST, num_pages):
             self._store_ends(self.tree.take_to_store(self.tree.victims(Tier.HOST, wanted)))
             self.controller.num_looked_at[Tier.HOST] = wanted
@@ -161,6 +175,8 @@ class BlockWriter:
             self.ledger.begin_storage_op(STORE, StorageAction.SET, keys[blocks], frames[blocks].ravel())
             self.storing_pages += frames[blocks].size
         tree.names.mark_stored(path[first:], lacking)
+        if len(lacking):
+            self.touches.note(end)
 
     # -- inside -----------------------------------------------------------------------------------------------
 
@@ -189,7 +205,7 @@ class BlockWriter:
             self._tidy_at = min(2 * len(deferred) + _TIDY_DEFERRED_STORES, _MAX_DEFERRED_STORES)
         deferred[end.id] = end
         assert self.limits is not None
-        is_full = self.tree.counts.soft_pinned[Tier.HOST] >= self.limits.max_kept_pages
+        is_full = self.tree.counts.soft_pinned[Tier.HOST] >= self.limits.most_pinned_pages
         if end.id not in self.pinned and not is_full and not self.breaker.is_open:
             self.pinned[end.id] = end
             self.tree.soft_pin(end)

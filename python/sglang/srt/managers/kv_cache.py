@@ -199,6 +199,7 @@ class KVCache:
         """The request starts on a locked path; eviction and write policies use the count. It counts once, also when
         it starts again."""
         self.tree.count_use(receipt.node, req.priority, num_uses=int(req.epoch == 0))
+        self.storage.writer.touches.note_request(receipt.node)
 
     def back_up_reused(self, receipt: Receipt) -> None:
         """See `HiCacheController.back_up_reused`."""
@@ -292,7 +293,7 @@ class KVCache:
     def write_ahead(self, num_pages: int) -> None:
         """Copy what the device gives up next, so that it can give up num_pages at once."""
         self.controller.write_ahead(num_pages)
-        self.storage.writer.store_ahead(num_pages)
+        self.storage.writer.begin_step(num_pages)
 
     def begin_load(self, nodes: list[Node]) -> list[tuple[Ticket, int]]:
         """Load a path of nodes (top first) that are not on the device; there is room. Returns the operations and the

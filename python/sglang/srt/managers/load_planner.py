@@ -144,8 +144,10 @@ class LoadPlanner:
             first, counts = self._cache.num_done(link), inputs.counts.get(link, ())
             for seq, seconds in inputs.cost.get(link, {}).items():
                 op = in_flight.get(Ticket(link, seq))
+                if not isinstance(op, StorageOp) or not op.size_bytes or seq - first >= len(counts):
+                    continue
                 # An operation that did not move everything tells little.
-                if isinstance(op, StorageOp) and seq - first < len(counts) and counts[seq - first] == len(op.keys):
+                if counts[seq - first] == len(op.keys):
                     add(op.size_bytes, seconds)
         self.expected.complete(inputs.done)
 

@@ -61,6 +61,8 @@ STALLING_LINKS = (FETCH, STORE, H2D, D2H, D2P, P2H)
 WAIT_COMPLETE_LIMIT_S = Seconds(60.0)
 # Nodes are cut between blocks where these are no larger than that share of the device.
 MAX_CUT_RATIO = 1 / 256
+# What may be under way together. Attaching, detaching and clearing run alone.
+_OF_BLOCKS = (StorageAction.EXISTS, StorageAction.GET, StorageAction.SET, StorageAction.TOUCH)
 # So often storage is asked for one request.
 MAX_ASKED = 3
 # A deadline is put off by so much at least.
@@ -185,11 +187,7 @@ class StorageController:
         for ticket, op in list(self.ledger.in_flight.items()):
             if ticket in self._fetches:
                 self._cancel_fetch(ticket)
-            if isinstance(op, StorageOp) and op.action in (
-                StorageAction.EXISTS,
-                StorageAction.GET,
-                StorageAction.SET,
-            ):
+            if isinstance(op, StorageOp) and op.action in _OF_BLOCKS:
                 self.ledger.cancel(ticket)
 
     @property
@@ -454,6 +452,8 @@ class StorageController:
         for ticket, op in self.ledger.in_flight.items():
             if isinstance(op, StorageOp):
                 by_link[ticket.link] += len(op.frames)
+                is_alone = sum(t.link in STORAGE_LINKS for t in self.ledger.in_flight) == 1
+                assert is_alone or op.action in _OF_BLOCKS, f"{op.action.name} beside other operations"
         reading = self.fetching_pages + self._trial.num_pages
         assert by_link == {PROBE: 0, FETCH: reading, STORE: self.writer.storing_pages}
         fetches = {t for t in self.ledger.in_flight if t.link == FETCH and t != self._trial.ticket}
@@ -532,8 +532,7 @@ class StorageController:
         assert self.limits is not None and self.tree.names.keys is not None
         num_pinned = self.tree.counts.soft_pinned[Tier.HOST]
         num_pages = prefetch.blocks_left * self.tree.names.keys.block_tokens // self.tree.page_size
-        most = self.limits.max_pinned_pages or self.limits.max_fetch_pages
-        return not prefetch.is_pinned and num_pinned > 0 and num_pinned + num_pages > most
+        return not prefetch.is_pinned and num_pinned > 0 and num_pinned + num_pages > self.limits.most_pinned_pages
 
     def _is_held_up(self, rid: str, prefetch: Prefetch) -> bool:
         """Whether a request has begun nothing because it, or one before it, finds too much soft-pinned for others."""

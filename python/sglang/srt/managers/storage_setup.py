@@ -27,10 +27,13 @@ class StorageLimits:
     # Reads in flight: enough that the link never runs dry, and no more, as what has been begun is served before a
     # request that comes next, however urgent.
     fetch_window_ops: int = 8
-    # Host pages that may be soft-pinned when a request begins to fetch; 0: as many as reads may be filling.
+    # Host pages that may be soft-pinned when a request begins to fetch, and when more is kept for what waits to be
+    # written; 0: as many as reads may be filling.
     max_pinned_pages: int = 0
-    # Host pages with soft pins at which no more are kept for what waits to be written.
-    max_kept_pages: int = 0
+
+    @property
+    def most_pinned_pages(self) -> int:
+        return self.max_pinned_pages or self.max_fetch_pages
 
     @classmethod
     def of_host(
@@ -47,7 +50,6 @@ class StorageLimits:
             max_store_pages=blocks_in_flight * block_pages,
             fetch_window_ops=fetch_window_ops,
             max_pinned_pages=num_pages // 2,
-            max_kept_pages=num_pages // 4,
         )
 
 

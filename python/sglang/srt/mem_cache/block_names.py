@@ -75,13 +75,13 @@ class BlockNames:
     # -- what is stored -----------------------------------------------------------------------------------------
 
     @staticmethod
-    def mark_stored(path: Sequence[Node], blocks: np.ndarray) -> None:
-        """These blocks of the path, counted from its first one, are believed stored. Its nodes follow each other and
-        have names."""
+    def mark_stored(path: Sequence[Node], blocks: np.ndarray, is_stored: bool = True) -> None:
+        """These blocks of the path, counted from its first one, are believed stored, or not. Its nodes follow each
+        other and have names."""
         for node in path:
             assert node.stored is not None
             num_blocks = len(node.stored)
-            node.stored[blocks[(blocks >= 0) & (blocks < num_blocks)]] = True
+            node.stored[blocks[(blocks >= 0) & (blocks < num_blocks)]] = is_stored
             blocks = blocks - num_blocks
 
     @staticmethod

@@ -71,5 +71,16 @@ class OverlappingStore(Protocol):
         ...
 
 
+@runtime_checkable
+class TouchedStore(Protocol):
+    """A `BlockStore` that gives up what was used least recently, and is told what memory serves. May run beside
+    `exists` and `get`."""
+
+    def touch(self, keys: Sequence[bytes]) -> int:
+        """These blocks are in use: of each prompt the front most of all. keys: of one prompt or several, each in
+        order. Returns how many of the leading keys are stored; those behind count as used all the same."""
+        ...
+
+
 class StoreError(ValueError):
     """A store cannot be opened as asked; the message is one sentence with the remedy."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from sglang.srt.mem_cache.block_keys import to_bytes
-from sglang.srt.mem_cache.block_store import BlockStore, OverlappingStore, StoreError
+from sglang.srt.mem_cache.block_store import BlockStore, OverlappingStore, StoreError, TouchedStore
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.storage.tiered_store import TieredStore
 from sglang.srt.mem_cache.transfer import GateError, LayerGate, OpResult, StorageAction, StorageOp, Ticket
@@ -195,6 +195,8 @@ class StorageLink:
                 return store.exists(keys), 0
             near, far = store.locate(keys)
             return near + far, far
+        if op.action == StorageAction.TOUCH:
+            return 1 + (store.touch(to_bytes(op.keys)) if isinstance(store, TouchedStore) else len(op.keys)), 0
         if op.action == StorageAction.CLEAR:
             store.clear()
             return 1, 0

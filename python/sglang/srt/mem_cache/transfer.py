@@ -86,19 +86,20 @@ class StorageAction(IntEnum):
     ATTACH = 3
     DETACH = 4
     CLEAR = 5
+    TOUCH = 6
 
 
 @dataclass(frozen=True)
 class StorageOp:
     """An operation on the storage tier. It never fails; its result has a count instead. EXISTS, GET and SET count the
-    leading blocks that are stored, that were read, and that are stored now. The others count 1 for success, else
-    0."""
+    leading blocks that are stored, that were read, and that are stored now; TOUCH one more than EXISTS. The others
+    count 1 for success. All count 0 if they fail."""
 
     ticket: Ticket
     action: StorageAction
     # (n, 16) uint8, see block_keys.py.
     keys: np.ndarray
-    # (m,) int32 host frames, all pages of block after block; none for EXISTS.
+    # (m,) int32 host frames, all pages of block after block; none for EXISTS and TOUCH.
     frames: np.ndarray
     size_bytes: int
     # For ATTACH: the store to open, as JSON.

@@ -57,6 +57,7 @@ _COUNTERS = (
     ("storage_prefetch_hit_tokens", "Tokens of prompts found in storage and not on the host.", "storage_hit_tokens"),
     ("hicache_storage_probes", "Prompts that were looked up in storage.", "storage_probes"),
     ("hicache_prefetch_timeouts", "Requests that stopped waiting for storage.", "prefetch_timeouts"),
+    ("hicache_storage_losses", "Times that storage had lost a block of a prompt in use.", "storage_losses"),
     (
         "hicache_storage_asked_again",
         "Requests that asked storage again, because less was cached at their start than before.",

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from sglang.srt.mem_cache.block_store import BlockStore, OverlappingStore
+from sglang.srt.mem_cache.block_store import BlockStore, OverlappingStore, TouchedStore
 
 
 class TieredStore:
@@ -53,6 +53,11 @@ class TieredStore:
     def set(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
         """How many leading blocks at least one of the stores has taken."""
         return max(self.near.set(keys, frames), self.far.set(keys, frames))
+
+    def touch(self, keys: Sequence[bytes]) -> int:
+        """How many leading blocks all stores have that are told."""
+        told = [store.touch(keys) for store in (self.near, self.far) if isinstance(store, TouchedStore)]
+        return min(told, default=len(keys))
 
     def clear(self) -> None:
         self.near.clear()

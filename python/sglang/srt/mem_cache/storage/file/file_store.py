@@ -180,6 +180,12 @@ class HiCacheFile:
         with self._lock:
             return next((i for i, key in enumerate(keys) if key not in self._index), len(keys))
 
+    def touch(self, keys: Sequence[bytes]) -> int:
+        """See TouchedStore."""
+        with self._lock:
+            self._index.use([place for key in keys if (place := self._index.places.get(key)) is not None])
+            return next((i for i, key in enumerate(keys) if key not in self._index), len(keys))
+
     def clear(self) -> None:
         """See BlockStore. Where the folder cannot be written, the blocks are back when it is opened again."""
         with self._lock:

@@ -1,0 +1,140 @@
+"""`BlockTouches`: tells storage which of its blocks serve requests from memory, so that it keeps them, fronts first.
+
+Owns the paths that are to be told, the operation that tells some of them, one at a time, and which nodes many of the
+last requests used. The answer shows what storage has lost; `BlockWriter` stores it again. Nothing waits for it.
+
+    a request starts on a path, or its end was stored --note--> pending --begin--> TOUCH --end--> lost blocks: stored
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import takewhile
+
+import numpy as np
+
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.mem_cache.node import Node
+from sglang.srt.mem_cache.transfer import STORE, StorageAction, Ticket
+
+# Of paths that wait to be told.
+_MAX_PENDING = 256
+# Blocks of one operation, but for its first path.
+_MAX_BLOCKS_PER_OP = 4096
+# A node is shared by many if that share of so many requests used it.
+_WINDOW = 64
+_SHARED_BY = _WINDOW // 8
+
+
+@dataclass(frozen=True)
+class _Told:
+    """The part of an operation that is one path's."""
+
+    end: Node
+    # The places on the path of the blocks that are believed stored, (n,) int64, counted from the namespace's root.
+    blocks: np.ndarray
+
+
+class BlockTouches:
+    """store_path: stores what storage lacks of a path."""
+
+    def __init__(
+        self, controller: HiCacheController, counters: Counter[str], store_path: Callable[[Node], None]
+    ) -> None:
+        self.ledger = controller.ledger
+        self.tree = controller.tree
+        self.counters = counters
+        self.store_path = store_path
+        # What is under way.
+        self.ticket: Ticket | None = None
+        self._told: list[_Told] = []
+        # Ends of paths, the oldest use first.
+        self._pending: dict[int, Node] = {}
+        # Nodes that each of the last requests used, and how many requests used each.
+        self._last: deque[list[int]] = deque()
+        self._num_uses: Counter[int] = Counter()
+
+    def close(self) -> None:
+        """Begin nothing new."""
+        self._pending, self._told = {}, []
+        self._last.clear()
+        self._num_uses.clear()
+
+    def note(self, end: Node) -> None:
+        """The path to `end` was used, or stored."""
+        if end.parent is None:
+            return
+        self._pending.pop(end.id, None)
+        self._pending[end.id] = end
+        if len(self._pending) > _MAX_PENDING:
+            del self._pending[next(iter(self._pending))]
+
+    def note_request(self, end: Node) -> None:
+        """A request starts on the path to `end`."""
+        self.note(end)
+        ids = [node.id for node in self.tree.path_of(end)] if end.parent is not None else []
+        self._last.append(ids)
+        self._num_uses.update(ids)
+        if len(self._last) > _WINDOW:
+            for each in self._last.popleft():
+                self._num_uses[each] -= 1
+                if not self._num_uses[each]:
+                    del self._num_uses[each]
+
+    def begin(self, only_shared: bool) -> None:
+        """Tell storage of some paths, unless it is being told. only_shared: of nodes that many requests use alone, as
+        storage is to have what memory lacks; what it lacks of them is stored."""
+        if self.ticket is not None or not self._pending:
+            return
+        keys: list[np.ndarray] = []
+        num_blocks = 0
+        while self._pending and num_blocks < _MAX_BLOCKS_PER_OP:
+            end = self._pending.pop(next(iter(self._pending)))
+            if end.parent is None:
+                continue
+            path = self.tree.path_of(end)
+            if only_shared:
+                path = list(takewhile(lambda node: self._num_uses[node.id] >= _SHARED_BY, path))
+            path = list(takewhile(lambda node: node.block_keys is not None, path))
+            if not path:
+                continue
+            stored = np.concatenate([node.stored for node in path])  # type: ignore[misc]
+            if only_shared and not stored.all():
+                self.store_path(path[-1])
+            if not stored.any():
+                continue
+            blocks = np.flatnonzero(stored)
+            keys.append(np.concatenate([node.block_keys for node in path])[blocks])  # type: ignore[misc]
+            self._told.append(_Told(path[-1], blocks))
+            num_blocks += len(blocks)
+        if keys:
+            self.ticket = self.ledger.begin_storage_op(STORE, StorageAction.TOUCH, np.concatenate(keys))
+
+    def end(self, count: int) -> None:
+        """count: see `StorageOp`."""
+        assert self.ticket is not None
+        self.ledger.end(self.ticket)
+        told, self.ticket, self._told = self._told, None, []
+        # 0: it is not known what is there.
+        num_there = count - 1 if count else sum(len(each.blocks) for each in told)
+        for each in told:
+            if num_there >= len(each.blocks):
+                num_there -= len(each.blocks)
+                continue
+            if num_there < 0:
+                # Not known either.
+                self.note(each.end)
+            elif each.end.parent is not None:
+                self._note_lost(each.end, each.blocks[num_there:])
+            num_there = -1
+
+    def _note_lost(self, end: Node, blocks: np.ndarray) -> None:
+        """Storage lacks the first of the blocks; of the others it may have some, which are not written twice."""
+        path = self.tree.path_of(end)
+        if any(node.stored is None for node in path):
+            return
+        self.tree.names.mark_stored(path, blocks, is_stored=False)
+        self.counters["storage_losses"] += 1
+        self.store_path(end)

@@ -1,0 +1,234 @@
+"""Storage is told what memory serves: fronts stay, and what is lost is stored again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
+from sglang.srt.mem_cache.block_keys import to_bytes
+from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
+from sglang.srt.mem_cache.transfer import D2H, STORE, StorageAction, StorageOp, Tier
+from sglang.srt.sampling.sampling_params import SamplingParams
+from support.local_engine import LocalEngine
+from support.storage_rig import StorageRig as Rig
+from support.storage_rig import tokens
+from support.tiny_model import tiny_llama
+
+PARAMS = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True, sampling_seed=0)
+PAGE, BLOCK = 4, 16
+LONG, OTHER = "aaaabbbbccccdddd", "ppppqqqqrrrrssss"
+
+
+# -- without an engine ------------------------------------------------------------------------------------------
+
+
+def stored_rig(*texts: str) -> Rig:
+    rig = Rig(*texts)
+    for text in texts:
+        rig.controller.begin_backup(rig.insert(text))
+        for ticket in rig.collect():
+            if ticket.link == D2H:
+                rig.finish(ticket)
+    rig.finish_all()
+    tell(rig)
+    rig.finish_all()
+    return rig
+
+
+def tell(rig: Rig) -> list[bytes]:
+    """The keys of the operation that tells storage; none if nothing is to be told."""
+    rig.storage.writer.begin_step(0)
+    for ticket in rig.collect():
+        op = rig.ops[ticket]
+        assert ticket.link == STORE and isinstance(op, StorageOp)
+        if op.action == StorageAction.TOUCH:
+            return to_bytes(op.keys)
+    return []
+
+
+def use(rig: Rig, text: str) -> None:
+    path = rig.tree.match("", tokens(text)).path
+    rig.storage.writer.touches.note_request(path[-1] if path else rig.tree.roots[""])
+
+
+def names(rig: Rig, text: str) -> list[bytes]:
+    assert rig.tree.names.keys is not None
+    return to_bytes(rig.tree.names.keys.of_prompt("", tokens(text)))
+
+
+def test_each_path_in_use_is_told_once_and_one_operation_at_a_time():
+    rig = stored_rig(LONG, OTHER)
+    assert tell(rig) == []
+    for text in (LONG, OTHER, LONG):
+        use(rig, text)
+    assert tell(rig) == names(rig, OTHER) + names(rig, LONG), "what was used last is told last"
+    use(rig, OTHER)
+    assert tell(rig) == []
+    rig.finish_all()
+    assert tell(rig) == names(rig, OTHER)
+    rig.finish_all()
+    assert tell(rig) == []
+    rig.assert_nothing_left()
+
+
+@pytest.mark.parametrize("lost", [0, 1, 3])
+def test_what_storage_has_lost_is_stored_again(lost: int):
+    rig = stored_rig(LONG, OTHER)
+    use(rig, LONG)
+    use(rig, OTHER)
+    told = tell(rig)
+    begun = rig.finish(next(iter(rig.ops)), 1 + lost)
+    written = [key for ticket in begun for key in to_bytes(rig.ops[ticket].keys)]
+    assert written == told[lost : len(names(rig, LONG))], "from the first that is lost on"
+    assert rig.storage.counters["storage_losses"] == 1
+    rig.finish_all()
+    # The other path's blocks were behind it: it is not known whether they are there.
+    assert tell(rig) == names(rig, LONG) + names(rig, OTHER)
+    rig.finish_all()
+    assert rig.storage.counters["storage_losses"] == 1 and tell(rig) == []
+    rig.assert_nothing_left()
+
+
+def test_an_operation_that_fails_tells_nothing():
+    rig = stored_rig(LONG)
+    use(rig, LONG)
+    tell(rig)
+    assert rig.finish(next(iter(rig.ops)), 0) == []
+    assert rig.storage.counters["storage_losses"] == 0
+    rig.assert_nothing_left()
+
+
+def test_what_leaves_the_tree_meanwhile_is_no_loss():
+    rig = stored_rig(LONG)
+    use(rig, LONG)
+    tell(rig)
+    for tier in (Tier.DEVICE, Tier.HOST):
+        rig.controller.evict(tier, 16)
+    assert rig.finish(next(iter(rig.ops)), 1) == []
+    rig.assert_nothing_left()
+
+
+def test_a_full_exclusive_disk_is_told_of_what_many_use_alone():
+    rig = stored_rig(LONG, OTHER)
+    rig.storage.writer.is_exclusive = True
+    rig.storage.note_room(has_room=False)
+    for i in range(63):
+        use(rig, LONG if i % 8 == 0 else OTHER if i % 30 == 1 else "")
+    assert tell(rig) == names(rig, LONG)
+    rig.finish_all()
+    assert tell(rig) == []
+
+
+def test_nothing_is_told_to_what_hangs_or_is_detached():
+    rig = stored_rig(LONG)
+    use(rig, LONG)
+    rig.storage.writes.reason = "hangs"
+    assert tell(rig) == []
+    rig.storage.writes.reset()
+    use(rig, LONG)
+    rig.storage.writer.close()
+    assert tell(rig) == []
+
+
+# -- with a disk ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model_config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    return tiny_llama(tmp_path_factory.mktemp("model"), eos_token_id=2)
+
+
+def prompt(seed: int, n: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, 97, n).astype(np.int32)
+
+
+class Engine(LocalEngine):
+    """With a disk of some 110 blocks, and memory for 90."""
+
+    def __init__(self, model_config: ModelConfig, root: Path, write_policy: str) -> None:
+        limits = StorageLimits.of_host(240, BLOCK // PAGE, 4)
+        prefetch = PrefetchConfig("wait_complete", 1)
+        setup = StorageSetup("file", "", b"test", BLOCK, limits, prefetch, write_policy)
+
+        def open_store(pool) -> HiCacheFile:
+            block_bytes = BLOCK // PAGE * pool.page_bytes
+            limit_bytes = 120 * block_bytes + 16 * 4096
+            return HiCacheFile(root, "model", pool, BLOCK, limit_bytes, is_exclusive=setup.is_exclusive)
+
+        super().__init__(
+            model_config,
+            120,
+            240,
+            page_size=PAGE,
+            open_store=open_store,
+            storage=setup,
+            write_policy=write_policy,
+            chunked_prefill_size=32,
+        )
+
+    def on_disk(self, text: np.ndarray) -> int:
+        """Leading blocks."""
+        keys = to_bytes(self.scheduler.cache.tree.names.keys.of_prompt("", text))
+        return next((i for i, key in enumerate(keys) if key not in self.store._index), len(keys))
+
+    def stop(self) -> None:
+        self.settle()
+        self.scheduler.check_invariants()
+        self.store.check_invariants()
+        self.store.close()
+        self.close()
+
+
+def talk(engine: Engine) -> np.ndarray:
+    """Eight turns of a conversation, with others in between. Returns the prompt of the ninth."""
+    text = prompt(1, 64)
+    for turn in range(8):
+        (answer,) = engine.generate([text], PARAMS)
+        text = np.concatenate([text, np.array(answer.tokens, np.int32), prompt(100 + turn, 28)])
+        for i in range(3):
+            engine.generate([prompt(1000 + turn * 10 + i, 96)], PARAMS)
+    return text
+
+
+def test_the_front_of_a_conversation_stays_on_disk(model_config: ModelConfig, tmp_path: Path):
+    """Memory has served it from its second turn on, and the disk cannot take all that was computed."""
+    engine = Engine(model_config, tmp_path, "write_through")
+    text = talk(engine)
+    engine.stop()
+    assert engine.store.stats()["evicted_blocks"] > 0
+    engine = Engine(model_config, tmp_path, "write_through")
+    kept = engine.on_disk(text)
+    (answer,) = engine.generate([text], PARAMS)
+    assert answer.cached_tokens_details == {"device": 0, "host": 0, "disk": kept * BLOCK} and kept >= 10
+    engine.stop()
+
+
+def test_what_memory_gives_up_is_on_a_full_disk_from_its_front_on(model_config: ModelConfig, tmp_path: Path):
+    engine = Engine(model_config, tmp_path, "auto")
+    text = talk(engine)
+    for i in range(12):
+        engine.generate([prompt(2000 + i, 96)], PARAMS)
+    engine.settle()
+    assert engine.scheduler.cache.tree.match("", text).total_len == 0
+    (answer,) = engine.generate([text], PARAMS)
+    assert answer.cached_tokens_details["disk"] >= 10 * BLOCK
+    engine.stop()
+
+
+@pytest.mark.parametrize("write_policy", ["write_through", "auto"])
+def test_what_all_requests_share_is_there_after_a_restart(
+    model_config: ModelConfig, tmp_path: Path, write_policy: str
+):
+    engine = Engine(model_config, tmp_path, write_policy)
+    shared = prompt(1, 128)
+    for i in range(60):
+        engine.generate([np.concatenate([shared, prompt(1000 + i, 64)])], PARAMS)
+    engine.stop()
+    engine = Engine(model_config, tmp_path, write_policy)
+    (answer,) = engine.generate([np.concatenate([shared, prompt(3, 64)])], PARAMS)
+    assert answer.cached_tokens_details == {"device": 0, "host": 0, "disk": 128}
+    engine.stop()
