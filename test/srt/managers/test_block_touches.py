@@ -210,7 +210,7 @@ def test_the_front_of_a_conversation_stays_on_disk(model_config: ModelConfig, tm
 def test_what_memory_gives_up_is_on_a_full_disk_from_its_front_on(model_config: ModelConfig, tmp_path: Path):
     engine = Engine(model_config, tmp_path, "auto")
     text = talk(engine)
-    for i in range(12):
+    for i in range(14):
         engine.generate([prompt(2000 + i, 96)], PARAMS)
     engine.settle()
     assert engine.scheduler.cache.tree.match("", text).total_len == 0

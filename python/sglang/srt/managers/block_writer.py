@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.transfer import STORE, StorageAction, StorageOp, Ticke
 _MAX_DEFERRED_STORES = 4096
 _TIDY_DEFERRED_STORES = 64
 # Of the host: so much of what it gives up next is stored where storage is full, beside what it gives up at once.
-_AHEAD_SHARE = 16
+_AHEAD_SHARE = 64
 
 
 class BlockWriter:
