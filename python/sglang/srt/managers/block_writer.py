@@ -29,8 +29,6 @@ from sglang.srt.mem_cache.transfer import STORE, StorageAction, StorageOp, Ticke
 # are looked for.
 _MAX_DEFERRED_STORES = 4096
 _TIDY_DEFERRED_STORES = 64
-# Of the host: so much of what it gives up next is stored where storage is full, beside what it gives up at once.
-_AHEAD_SHARE = 64
 
 
 class BlockWriter:
@@ -128,7 +126,7 @@ class BlockWriter:
         if self.limits is not None and not self.breaker.is_open:
             self.touches.begin(only_shared=self.stores_late)
         if self.limits is not None and self.stores_late:
-            self._store_ahead(num_pages + self.controller.tables[Tier.HOST].num_pages // _AHEAD_SHARE)
+            self._store_ahead(num_pages)
 
     def _store_ahead(self, num_pages: int) -> None:
         if wanted := self.controller.num_to_look_at(Tier.HOST, num_pages):
