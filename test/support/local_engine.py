@@ -283,6 +283,7 @@ class LocalEngine:
         after_step: Callable[[BatchDecision], None] = lambda decision: None,
         extra_key: str = "",
         logprobs: LogprobSpec | None = None,
+        cache: str = "",
     ) -> list[Generation]:
         """Submit all prompts at once and run until all have ended. abort_after: prompt -> abort it once it has given
         this many tokens."""
@@ -300,6 +301,7 @@ class LocalEngine:
                     input_ids=ids_to_bytes(prompt),
                     sampling_params=sampling,
                     extra_key=extra_key,
+                    cache=cache,
                     stream=True,
                     logprobs=logprobs,
                 )

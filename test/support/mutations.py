@@ -1080,6 +1080,11 @@ _SLOW_FETCHES: dict[str, Any] = {
 
 
 def configurations() -> Iterator[SoakConfig]:
+    """In which all requests use the cache."""
+    return (dataclasses.replace(config, cache_modes=False) for config in _configurations())
+
+
+def _configurations() -> Iterator[SoakConfig]:
     """Small, hot and various: every mechanism acts within some hundred steps."""
     for seed in (
         10,

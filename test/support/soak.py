@@ -165,6 +165,8 @@ class SoakConfig:
     num_swap_pages: int = 0
     # Chance per tick that a link from the device begins to hang, and for how many ticks it then does.
     hang_rate: float = 0.0
+    # Whether some requests leave nothing in the cache, or do not read it.
+    cache_modes: bool = True
     hang_ticks: int = 60
     # Of a tick, as the scheduler is told.
     tick_s: float = 1e-3
@@ -612,6 +614,7 @@ class Soak:
                 max_new_tokens=max_new, temperature=0.0, sampling_seed=0, ignore_eos=ignore_eos
             ),
             extra_key=extra_key,
+            cache={5: "no_store", 9: "bypass"}.get(self._next_rid % 13, "") if self.config.cache_modes else "",
             stream=self.random.random() < 0.7,
             priority=self._next_rid % 3 - 1,
         )

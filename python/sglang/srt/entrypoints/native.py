@@ -14,6 +14,7 @@ from sglang.srt.entrypoints.request_fields import (
     MAX_ANSWERS,
     UNSUPPORTED_NATIVE_SAMPLING,
     SamplingFields,
+    cache_mode,
     check_name,
     check_num_answers,
     did_you_mean,
@@ -53,6 +54,7 @@ class GenerateReqInput(msgspec.Struct, frozen=True, kw_only=True):
     return_text_in_logprobs: bool | None = False
     extra_key: str | None = None
     cache_salt: str | None = None
+    cache: str | None = None
     priority: int | None = None
 
     def is_batch(self) -> bool:
@@ -125,6 +127,7 @@ def _generate_requests(req: GenerateReqInput, max_answers: int) -> list[Generate
             logprobs=_logprob_spec(start, top, ids) if wanted else None,
             rid=check_name(rid, "rid"),
             extra_key=namespace(req.cache_salt, req.extra_key),
+            cache=cache_mode(req.cache),
             priority=req.priority,
             stream=bool(req.stream),
         )

@@ -135,6 +135,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_NAME_LENGTH = 1024
+CACHE_MODES = ("bypass", "no_store")
 MAX_STOP_TOKEN_IDS = 1024
 # The most answers of one request over HTTP, over all its prompts.
 MAX_ANSWERS = 2048
@@ -376,6 +377,14 @@ def check_name(value: str | None, name: str) -> str | None:
     if value is not None and len(value) > MAX_NAME_LENGTH:
         raise RequestError(f"{name} has {len(value)} characters, at most {MAX_NAME_LENGTH} are allowed", param=name)
     return value
+
+
+def cache_mode(value: str | None) -> str:
+    """The field `cache`, see `TokenizedGenerateReqInput`; "" if it is not given."""
+    if value and value not in CACHE_MODES:
+        modes = " or ".join(CACHE_MODES)
+        raise RequestError(f"cache is {value!r}, but it must be {modes}", param="cache")
+    return value or ""
 
 
 def namespace(cache_salt: str | None, extra_key: str | None) -> str:

@@ -168,7 +168,7 @@ class Admission:
 
     def claim(self, req: Req) -> None:
         """Enter what a request is about to compute, and note how much of that it shares with an older one."""
-        if not self.config.deferral_threshold:
+        if not self.config.deferral_threshold or not req.fills_cache:
             return
         self._claims.release(req.rid)
         self._claims.claim(req.rid, req.order, req.namespace, self._cache.cacheable_tokens(req))

@@ -22,6 +22,7 @@ from sglang.srt.managers.block_touches import BlockTouches
 from sglang.srt.managers.cache_controller import HiCacheController, is_ready
 from sglang.srt.managers.storage_breaker import StorageBreaker
 from sglang.srt.managers.storage_setup import StorageLimits
+from sglang.srt.mem_cache.block_keys import is_alone
 from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.transfer import STORE, StorageAction, StorageOp, Ticket, Tier
 
@@ -136,7 +137,7 @@ class BlockWriter:
     def store_path(self, end: Node) -> None:
         """Write to storage what it is not believed to have of the path to `end`, as far as that is on the host, and
         exact if storage is: lossy KV is never written under a name that promises exact bytes."""
-        if self.limits is None:
+        if self.limits is None or is_alone(self.tree.root_of(end).namespace):
             return
         tree, page = self.tree, self.tree.page_size
         path = tree.path_of(end)

@@ -43,6 +43,8 @@ class TokenizedGenerateReqInput(Message, frozen=True):
     sampling_params: SamplingParams
     # The namespace. Requests with different namespaces share no cache.
     extra_key: str = ""
+    # What the request does without: `no_store` leaves nothing in the cache, `bypass` does not read it either.
+    cache: str = ""
     # Of the KV that the request leaves in the cache, for --radix-eviction-policy priority.
     priority: int = 0
     stream: bool = False

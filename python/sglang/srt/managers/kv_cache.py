@@ -86,7 +86,7 @@ class KVCache:
 
     def cacheable_len(self, req: Req) -> int:
         """How many tokens the cache may serve: the last must be computed, to sample the next one."""
-        if not self.config.enable_radix_cache:
+        if not self.config.enable_radix_cache or not req.reads_cache:
             return 0
         # A prompt token's log-probability comes from the row before it, which must be computed too.
         wanted = req.next_prompt_logprob
@@ -228,7 +228,7 @@ class KVCache:
         assert hold is not None
         page = self.page_size
         start, end = hold.inserted_len, upto - upto % page
-        if end <= start or not self.config.enable_radix_cache or hold.num_swapped:
+        if end <= start or not self.config.enable_radix_cache or not req.fills_cache or hold.num_swapped:
             return
         node = hold.receipt.node
         if node.parent is not None and node.frames[Tier.DEVICE] is None:

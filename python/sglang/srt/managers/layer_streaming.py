@@ -93,6 +93,10 @@ class NoLayerStreaming:
         """Whether the device has no room for what is known of a request."""
         return False
 
+    def may_stream(self, req: Req) -> bool:
+        """Whether the device may have no room for it before its end."""
+        return False
+
     def is_streaming(self, req: Req) -> bool:
         return req is self.req
 
@@ -219,6 +223,9 @@ class LayerStreaming(NoLayerStreaming):
 
     def must_stream(self, req: Req) -> bool:
         return req.num_known > self.max_resident_len
+
+    def may_stream(self, req: Req) -> bool:
+        return req.max_len > self.max_resident_len
 
     def future_len(self, req: Req) -> int:
         return 0 if req is self.req or self.must_stream(req) else super().future_len(req)

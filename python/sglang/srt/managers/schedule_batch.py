@@ -142,6 +142,7 @@ class Req:
         "emit_every",
         "epoch",
         "fetched",
+        "fills_cache",
         "hold",
         "insert_at",
         "last_launch",
@@ -163,6 +164,7 @@ class Req:
         "priority",
         "prompt_logprobs",
         "prompt_logprobs_asked",
+        "reads_cache",
         "rid",
         "slot",
         "spec",
@@ -176,6 +178,9 @@ class Req:
         self.rid = msg.rid
         # Requests share tokens within a namespace only.
         self.namespace = msg.extra_key
+        # Whether the cache serves it, and keeps what it computes.
+        self.reads_cache = msg.cache != "bypass"
+        self.fills_cache = not msg.cache
         self.priority = msg.priority
         self.spec = SampleSpec(msg.sampling_params, tuple(sorted(stop_ids)), len(prompt), msg.logprobs)
         # Place in the order of arrival.

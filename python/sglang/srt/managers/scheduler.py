@@ -39,7 +39,7 @@ from sglang.srt.managers.schedule_policy import choose_victim, chunk_of, decode_
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.storage_admin import StorageAdmin
 from sglang.srt.managers.storage_controller import STALLING_LINKS
-from sglang.srt.mem_cache.block_keys import private
+from sglang.srt.mem_cache.block_keys import alone, is_private, private
 from sglang.srt.mem_cache.placement import pages_ahead
 from sglang.srt.mem_cache.slab_ledger import SlabLedger
 from sglang.srt.mem_cache.transfer import COPY_LINKS, EXEC, STORAGE_LINKS, Ticket
@@ -301,6 +301,10 @@ class Scheduler:
         if self.config.bypass_local:
             # No other request's tokens are there; what storage has is found, by the same names as ever.
             req.namespace = private(req.namespace, req.order)
+        if not req.fills_cache and self.streaming.may_stream(req):
+            # What is streamed lies in the tree: where no other request finds it, nor storage.
+            req.namespace = alone(req.namespace, req.order)
+            req.reads_cache = req.fills_cache = True
         if msg.stream:
             req.emit_every = self.config.stream_interval
         elif not sampling.stop:
@@ -364,7 +368,7 @@ class Scheduler:
     def _end(self, req: Req, reason: FinishReason) -> None:
         self.queues.remove(req)
         self.cache.claims.release(req.rid)
-        if self.config.bypass_local:
+        if is_private(req.namespace):
             self.cache.retire(req.namespace)
         self._emit(req, reason)
 

@@ -32,7 +32,7 @@ from sglang.srt.managers.storage_advice import StorageAdvice
 from sglang.srt.managers.storage_breaker import StorageBreaker
 from sglang.srt.managers.storage_setup import PREFETCH_POLICIES, PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.managers.storage_trial import StorageTrial
-from sglang.srt.mem_cache.block_keys import BlockKeys
+from sglang.srt.mem_cache.block_keys import BlockKeys, is_alone
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import Dropped, FilledRun, MatchResult, is_fetching, is_hole
 from sglang.srt.mem_cache.radix import common_len
@@ -208,7 +208,7 @@ class StorageController:
     def begin(self, rid: str, namespace: str, tokens: np.ndarray, now: Seconds) -> None:
         """A request was queued. tokens: int32, all of its prompt that a cache may serve."""
         names = self.tree.names.keys
-        if self.limits is None or names is None:
+        if self.limits is None or names is None or is_alone(namespace):
             return
         size = names.block_tokens
         if self.reads.is_open:

@@ -89,6 +89,8 @@ class GenerateRequest:
     # The client's name for the request, by which `abort` finds it. Several requests may have the same.
     rid: str | None = None
     extra_key: str = ""
+    # See `TokenizedGenerateReqInput`.
+    cache: str = ""
     priority: int | None = None
     stream: bool = False
 
@@ -310,6 +312,7 @@ class TokenizerManager:
             input_ids=ids_to_bytes(ids),
             sampling_params=msgspec.structs.replace(params, max_new_tokens=max_new_tokens, sampling_seed=seed),
             extra_key=req.extra_key,
+            cache=req.cache,
             priority=req.priority or 0,
             stream=req.stream,
             logprobs=logprobs,

@@ -27,8 +27,17 @@ def private(namespace: str, owner: int) -> str:
     return f"{namespace}{_PRIVATE}{owner}"
 
 
+def alone(namespace: str, owner: int) -> str:
+    """A namespace for one owner whose blocks storage neither gets nor is asked for."""
+    return private(namespace, owner) + _PRIVATE
+
+
 def is_private(namespace: str) -> bool:
     return _PRIVATE in namespace
+
+
+def is_alone(namespace: str) -> bool:
+    return namespace.endswith(_PRIVATE)
 
 
 class BlockKeys:

@@ -56,6 +56,7 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
     rid: str | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
+    cache: str | None = None
     priority: int | None = None
     user: str | None = None
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang.srt.entrypoints.openai.logprobs import LogprobStream, chat_logprobs
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, UsageOfChoices, choice_end
+from sglang.srt.entrypoints.request_fields import cache_mode
 from sglang.srt.entrypoints.streams import close, merge
 from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.managers.tokenizer_manager import Chunk, GenerateRequest, TokenizerManager
@@ -56,6 +57,7 @@ async def _generate_request(req: ChatCompletionRequest, manager: TokenizerManage
         add_special_tokens=False,  # the template writes them
         rid=req.reply_id(),
         extra_key=req.namespace,
+        cache=cache_mode(req.cache),
         priority=req.priority,
         stream=bool(req.stream),
     )
