@@ -199,7 +199,8 @@ class KVCache:
         """The request starts on a locked path; eviction and write policies use the count. It counts once, also when
         it starts again."""
         self.tree.count_use(receipt.node, req.priority, num_uses=int(req.epoch == 0))
-        self.storage.writer.touches.note_request(receipt.node)
+        if self.storage.is_open:
+            self.storage.writer.touches.note_request(receipt.node)
 
     def back_up_reused(self, receipt: Receipt) -> None:
         """See `HiCacheController.back_up_reused`."""
