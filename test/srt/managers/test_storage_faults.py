@@ -857,7 +857,7 @@ def test_the_same_weights_elsewhere_share(model: Model, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["get", "set"])
 def test_a_host_pool_that_storage_holds_entirely(files: Files, model: Model, method: str, policy: str) -> None:
     """Reads and writes hang and may hold every page of the host."""
-    texts = [prompt(40 + i, 70) for i in range(6)]
+    texts = [prompt(40 + i, 100) for i in range(6)]
     files.fill(*texts, num_host_pages=256)
     limits = StorageLimits(blocks_per_op=2, max_fetch_pages=24, max_store_pages=24)
     prefetch = PrefetchConfig(policy, threshold=1, timeout_base_s=600.0, timeout_per_ki_token_s=0.0)
