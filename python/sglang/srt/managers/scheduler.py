@@ -38,11 +38,10 @@ from sglang.srt.managers.schedule_batch import BatchDecision, ControlReply, EndR
 from sglang.srt.managers.schedule_policy import choose_victim, chunk_of, decode_reserve, pages_for
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.storage_admin import StorageAdmin
-from sglang.srt.managers.storage_controller import STALLING_LINKS
 from sglang.srt.mem_cache.block_keys import alone, is_private, private
 from sglang.srt.mem_cache.placement import pages_ahead
 from sglang.srt.mem_cache.slab_ledger import SlabLedger
-from sglang.srt.mem_cache.transfer import COPY_LINKS, EXEC, STORAGE_LINKS, Ticket
+from sglang.srt.mem_cache.transfer import COPY_LINKS, EXEC, STALLING_LINKS, STORAGE_LINKS, Ticket
 from sglang.srt.mem_cache.tree_checks import check_locks
 from sglang.srt.model_executor.launch import Launch
 from sglang.srt.peer.lending import DeviceLending, LendingConfig
@@ -134,7 +133,7 @@ class Scheduler:
         if self.clock.next - self.clock.done < self.config.max_ahead:
             launch = self._next_launch()
         self.cache.write_ahead(pages_ahead(len(self.queues.running), self._chunk_pages))
-        if self.storage.has_unpinned:
+        if self.storage.fetches_due:
             self.storage.begin_fetches()
         for req in self._changed:
             self._emit(req, None)
@@ -191,7 +190,7 @@ class Scheduler:
             self.storage.note_room(inputs.storage_has_room)
         self.storage.watch()
         self.storage.expire(inputs.now)
-        if [cache.num_done(link) for link in STALLING_LINKS] != ended:
+        if self.storage.fetches_due or [cache.num_done(link) for link in STALLING_LINKS] != ended:
             self.storage.begin_fetches()
 
     def _take_results(self, record: LaunchRecord, results: bytes, logprobs: LaunchLogprobs | None) -> None:

@@ -37,12 +37,9 @@ from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import Dropped, FilledRun, MatchResult, is_fetching, is_hole
 from sglang.srt.mem_cache.radix import common_len
 from sglang.srt.mem_cache.transfer import (
-    D2H,
-    D2P,
     FETCH,
-    H2D,
-    P2H,
     PROBE,
+    STALLING_LINKS,
     STORAGE_LINKS,
     STORE,
     StorageAction,
@@ -55,8 +52,6 @@ from sglang.srt.utils.time_units import NO_LAUNCH, Seconds
 
 # Nothing waits for writes, so they may take that long.
 _WRITE_HANG_S = 5.0
-# Links whose operations a fetch may have to wait for before it can begin. When one ends, call `begin_fetches`.
-STALLING_LINKS = (FETCH, STORE, H2D, D2H, D2P, P2H)
 # A medium that does not answer must not keep a request for ever, whatever the policy.
 WAIT_COMPLETE_LIMIT_S = Seconds(60.0)
 # Nodes are cut between blocks where these are no larger than that share of the device.
@@ -100,8 +95,10 @@ class StorageController:
         self.is_lossy = False
         # Host pages that reads are filling.
         self.fetching_pages = 0
-        # Whether soft pins have ended since `begin_fetches`, which others may have waited for.
-        self.has_unpinned = False
+        # Whether `begin_fetches` is due: storage has answered, or something ended that others may have waited for.
+        self.fetches_due = False
+        # Blocks that the unfinished have not begun; None: to be counted.
+        self._blocks_left: int | None = None
         self.counters: Counter[str] = Counter()
         self.writer = BlockWriter(controller, self.counters, self.writes)
         self._clock = controller.ledger.clock
@@ -178,7 +175,6 @@ class StorageController:
 
     def close(self) -> None:
         """Begin nothing new, and cancel what is on its way."""
-        self._unfinished.clear()
         for rid in list(self._prefetches):
             self.detach(rid)
         self.limits = None
@@ -273,8 +269,7 @@ class StorageController:
         prefetch = self._prefetches.pop(rid, None)
         if prefetch is None:
             return
-        self.has_unpinned |= rid in self._unfinished
-        self._unfinished.pop(rid, None)
+        self._begin_no_more(rid)
         self._leave(rid, prefetch)
         self._unpin(prefetch)
 
@@ -307,13 +302,18 @@ class StorageController:
                     self._let_go(rid, prefetch)
         if self.writes.is_open and self.writer.pinned:
             self.writer.unpin()
-            self.has_unpinned = True
+            self.fetches_due = True
+
+    def _begin_no_more(self, rid: str) -> None:
+        """What is behind the request may have waited for it."""
+        if rid in self._unfinished:
+            del self._unfinished[rid]
+            self.fetches_due, self._blocks_left = True, None
 
     def _let_go(self, rid: str, prefetch: Prefetch) -> None:
         """A request waits no longer."""
-        # What is behind it may have waited for it; and a slow storage is not asked again.
-        self.has_unpinned |= rid in self._unfinished
-        self._unfinished.pop(rid, None)
+        self._begin_no_more(rid)
+        # A slow storage is not asked again.
         prefetch.num_asked = MAX_ASKED
         self._leave(rid, prefetch)
         self.counters["prefetch_timeouts"] += 1
@@ -358,19 +358,26 @@ class StorageController:
                 prefetch.blocks_left, prefetch.begun_before = count, self._num_begun
                 heapq.heappush(self._deadlines, (prefetch.deadline, rid))
                 self._unfinished[rid] = None
-                rank = self._rank(rid)
-                others = (self._prefetches[r] for r in self._unfinished if r != rid and self._rank(r) <= rank)
-                if not self._cut(rid, prefetch, prefetch.probed, sum(other.blocks_left for other in others)):
+                if not self._cut(rid, prefetch, prefetch.probed, self._blocks_before(rid)):
                     prefetch.end = 0
                     del self._unfinished[rid]
-                self.begin_fetches()
+                elif self._blocks_left is not None:
+                    self._blocks_left += prefetch.blocks_left
+                self.fetches_due = True
+
+    def _blocks_before(self, rid: str) -> int:
+        """Blocks that others will be given before one that storage has answered last."""
+        if self.config.fetch_order != "fifo":
+            rank, others = self._rank(rid), (r for r in self._unfinished if r != rid)
+            return sum(self._prefetches[r].blocks_left for r in others if self._rank(r) <= rank)
+        if self._blocks_left is None:
+            self._blocks_left = sum(self._prefetches[r].blocks_left for r in self._unfinished if r != rid)
+        return self._blocks_left
 
     def begin_fetches(self) -> None:
-        """Begin as many fetches as may be on their way, in the order of `fetch_rank`; to be called when fetches or
-        backups have ended, or soft pins. If the next request finds too little room, no other passes it; one that
-        waits for its prefix lets the others pass; one that waits for others' soft pins lets those pass that have
-        some themselves."""
-        self.has_unpinned = False
+        """Begin as many as may be on their way, in the order of `fetch_rank`. Where the next request finds too little
+        room, no other passes; where it waits for its prefix, others do; for others' soft pins, those with some."""
+        self.fetches_due, self._blocks_left = False, None
         stalled, only_pinned = set(), False
         while ready := [
             rid
@@ -452,8 +459,8 @@ class StorageController:
         for ticket, op in self.ledger.in_flight.items():
             if isinstance(op, StorageOp):
                 by_link[ticket.link] += len(op.frames)
-                is_alone = sum(t.link in STORAGE_LINKS for t in self.ledger.in_flight) == 1
-                assert is_alone or op.action in _OF_BLOCKS, f"{op.action.name} beside other operations"
+                num_ops = sum(t.link in STORAGE_LINKS for t in self.ledger.in_flight)
+                assert num_ops == 1 or op.action in _OF_BLOCKS, f"{op.action.name} beside other operations"
         reading = self.fetching_pages + self._trial.num_pages
         assert by_link == {PROBE: 0, FETCH: reading, STORE: self.writer.storing_pages}
         fetches = {t for t in self.ledger.in_flight if t.link == FETCH and t != self._trial.ticket}
@@ -471,6 +478,7 @@ class StorageController:
             assert all(rid in self._waiters[ticket] for ticket in prefetch.asked)
         for rid in self._unfinished:
             assert self._prefetches[rid].end and self._prefetches[rid].blocks_left, f"{rid} has nothing to begin"
+        assert self._blocks_left in (None, sum(self._prefetches[rid].blocks_left for rid in self._unfinished))
         awaited = self._is_room_to_come()
         pinned = [p.pinned for p in self._prefetches.values() if p.pinned is not None]
         pinned += self.writer.pinned.values()
@@ -525,7 +533,7 @@ class StorageController:
         if prefetch.pinned is not None:
             self.tree.end_soft_pin(prefetch.pinned)
             prefetch.pinned = None
-            self.has_unpinned = True
+            self.fetches_due = True
 
     def _waits_for_pinned(self, prefetch: Prefetch) -> bool:
         """Whether a request that has begun nothing finds too much soft-pinned for others."""
@@ -552,7 +560,7 @@ class StorageController:
                 self._pin(prefetch, self._match(prefetch, len(prefetch.tokens)))
             if not whole or end == start or self._is_begun(rid, prefetch):
                 prefetch.end = 0
-                self._unfinished.pop(rid, None)
+                self._begin_no_more(rid)
 
     def _begin_probe(self, keys: np.ndarray) -> Ticket:
         """Ask storage how many of the leading keys it has."""

@@ -44,6 +44,8 @@ PROBE = "probe"
 FETCH = "fetch"
 STORE = "store"
 STORAGE_LINKS = (PROBE, FETCH, STORE)
+# A fetch may have to wait for their operations before it can begin.
+STALLING_LINKS = (FETCH, STORE, H2D, D2H, D2P, P2H)
 LINKS = COPY_LINKS + STORAGE_LINKS
 # Launches of the executor count like a link's operations, under this name.
 EXEC = "exec"
