@@ -479,8 +479,8 @@ class HiRadixTree:
         node.last_stream = launch
 
     path_of, root_of = staticmethod(path_of), staticmethod(root_of)
-    # -- shrinking ----------------------------------------------------------------------------------------------
 
+    # -- shrinking ----------------------------------------------------------------------------------------------
     def victims(self, tier: Tier, num_pages: int, kept: Container[int] = (), stay: bool = True) -> list[Node]:
         """See `EvictionOrder.victims`. All stay where they are; `give_up` takes them off in this order. stay: False
         if they are given up next."""
