@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 from common import percentiles, print_table, write_json
 
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
 
 BLOCK_TOKENS = 64
@@ -47,6 +48,7 @@ class Pool:
     def __init__(self, memory: np.ndarray, num_layers: int, page_size: int, layer_first: bool) -> None:
         piece_bytes = page_size * HEADS * DIM * ITEM_BYTES
         self.page_size, self.page_bytes = page_size, 2 * num_layers * piece_bytes
+        self.page_layout = PageLayout.kv(page_size, num_layers, HEADS, DIM, "float16")
         self.num_pages = memory.nbytes // self.page_bytes
         self.layer_first = layer_first
         self.flat = memory

@@ -325,7 +325,8 @@ PARTS: dict[str, tuple[Deployment, Deployment]] = {
     "codec": (Deployment(storage={"codec": "binned"}), USUAL),
 }
 _FACTORS = "self.context_length > original"
-PLACES = [(part, tier) for part in PARTS for tier in STORED if (part, tier) != ("codec", "disk")]
+# Servers with different page sizes share what is on a disk.
+PLACES = [(part, tier) for part in PARTS for tier in STORED if tier != "disk" or part not in ("codec", "page size")]
 
 
 class Rank:
@@ -414,20 +415,26 @@ def test_deployments_that_differ(places: Places, part: str, tier: str) -> None:
     check_deployments(places, part, tier)
 
 
+def test_a_server_with_another_page_size_finds_what_is_on_the_disk(places: Places) -> None:
+    a, b = PARTS["page size"]
+    tokens = np.random.default_rng(next(fresh)).integers(3, 97, 100).astype(np.int32)
+    for deployment, found in ((a, 0), (b, 3 * BLOCK), (a, 3 * BLOCK)):
+        with places.run(deployment, "disk") as rank:
+            assert rank.ask(tokens)["disk"] == found
+
+
 # Part -> mutants.
 PART_MUTANTS: dict[str, tuple[Mutant, ...]] = {
     "config": (Mutant(ModelConfig, "fingerprint", "json.dumps(config_json, sort_keys=True).encode()", "b''"),),
     "weights": (Mutant(ModelConfig, "fingerprint", "_digest_safetensors(path, digest)", "pass"),),
     "dtype": (
-        Mutant(StorageOpener, "_namespace", "{self.pool.page_layout.fingerprint}", "page {self.pool.page_size}"),
+        # The file store has the contents of a token in its own names.
+        Mutant(StorageOpener, "_namespace", "{pages}", "page {self.pool.page_size}", ("remote",)),
     ),
     "rotary factors": (Mutant(ModelConfig, "fingerprint", _FACTORS, "True"),),
     "dummy weights": (Mutant(ModelConfig, "fingerprint", "dummy {seed}", "dummy"),),
     "layout version": (Mutant(StorageOpener, "_namespace", "v{_LAYOUT_VERSION}", ""),),
-    # The file store has the shape of a block in its own names.
-    "page size": (
-        Mutant(StorageOpener, "_namespace", "page_layout.fingerprint", "page_layout.contents", ("remote",)),
-    ),
+    "page size": (Mutant(StorageOpener, "_namespace", "else layout.fingerprint", "else layout.contents"),),
     "secret": (Mutant(StorageOpener, "_chain_secret", 'secret.encode(errors="surrogatepass")', "b''"),),
     "codec": (Mutant(session.Session, "_begin", "self.codec.spec.encode()", "b''"),),
 }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sglang.srt.mem_cache.page_layout import Component, PageLayout
 from sglang.srt.mem_cache.storage.file.page_buffers import HostPages
 
 BLOCK_TOKENS = 64
@@ -16,6 +17,7 @@ class FakePages(HostPages):
 
     page_size = 0
     page_bytes = 0
+    page_layout = PageLayout.kv(1, 1, 1, 1, "float32")
 
     def __init__(
         self,
@@ -28,6 +30,8 @@ class FakePages(HostPages):
     ) -> None:
         piece_bytes = page_size * token_bytes
         self.page_size, self.page_bytes, self.page_first = page_size, 2 * num_layers * piece_bytes, page_first
+        parts = tuple(Component(name, (token_bytes,), "uint8") for name in ("K", "V"))
+        self.page_layout = PageLayout(parts, num_layers, page_size)
         if page_first:
             # As pinned memory is, or off by 16 bytes as malloc's.
             memory = np.zeros(num_pages * self.page_bytes + 4096 + 16, np.uint8)
@@ -69,9 +73,13 @@ class FakePages(HostPages):
         return bool((self.kv[pages] == self.content(key)).all())
 
     def content(self, key: bytes) -> np.ndarray:
-        shape = (self.pages_per_block, *self.kv.shape[1:])
+        """(pages per block, 2 * num_layers, bytes of a layer's K or V); the same bytes for each token with any page
+        size."""
+        shape = (self.kv.shape[1], self.pages_per_block, self.kv.shape[2])
         words = np.arange(np.prod(shape) // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        return (words ^ np.uint64(int.from_bytes(key[-8:], "big") * 31 + 1)).view(np.uint8).reshape(shape)
+        return (
+            (words ^ np.uint64(int.from_bytes(key[-8:], "big") * 31 + 1)).view(np.uint8).reshape(shape).swapaxes(0, 1)
+        )
 
 
 def key_of(number: int) -> bytes:

@@ -37,7 +37,8 @@ from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.dynamic.dynamic_store import PluginStore
-from sglang.srt.mem_cache.storage.file.file_store import WRITE_PAUSE_S, HiCacheFile
+from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
+from sglang.srt.mem_cache.storage.file.segment_writer import WRITE_PAUSE_S
 from sglang.srt.mem_cache.storage.file.segment import ALIGNMENT, ENTRY_BYTES
 from sglang.srt.mem_cache.storage.registry import StoreParams
 from sglang.srt.mem_cache.transfer import PROBE, StorageAction, Tier
@@ -311,7 +312,8 @@ def test_damage_on_disk(
     assert answer.cached_tokens_details == {"device": 0, "host": 0, "disk": found}
     engine.settle()
     until_all_comes_from_disk(engine, model, text)
-    if found < ALL and (what, when) != ("deleted", "between two starts"):
+    # Another process may have deleted the file, to make room.
+    if found < ALL and what != "deleted":
         assert engine.store.stats()["read_errors"] > 0
     assert engine.store.stats()["write_errors"] == 0
     assert len(lines(caplog)) <= 1
@@ -331,17 +333,14 @@ def test_the_whole_folder_disappears_under_a_running_server(
     engine.ask(first)
     engine.forget()
     shutil.rmtree(files.root)
-    for text in (first, second, first):
+    for text, found in ((first, 0), (second, 0), (first, ALL)):
         answer = engine.ask(text)
         model.check(text, answer)
+        assert answer.cached_tokens_details["disk"] == found, "the folder was made anew"
         engine.forget()
     stats = engine.store.stats()
-    assert stats["read_errors"] > 0 and stats["write_errors"] > 0
-    assert engine.counter("storage_backup_failed_tokens") > 0
-    assert len(lines(caplog)) <= 2, "one for reading, one for writing"
-    # When the pause is over it is tried again.
-    files.clock.now += WRITE_PAUSE_S
-    model.check(first, engine.ask(first))
+    assert stats["read_errors"] == stats["write_errors"] == 0
+    assert len(lines(caplog)) == 1
     engine.end()
     again = files.engine()
     until_all_comes_from_disk(again, model, first)
@@ -811,7 +810,9 @@ def opened(config: ModelConfig, root: Path, **options: Any) -> Engine:
     return engine
 
 
-def test_other_models_dtypes_and_page_sizes_share_nothing(model: Model, other_model: Model, tmp_path: Path) -> None:
+def test_other_models_and_dtypes_share_nothing_and_other_page_sizes_do(
+    model: Model, other_model: Model, tmp_path: Path
+) -> None:
     text = prompt(31)
     configs: list[tuple[ModelConfig, dict[str, Any]]] = [
         (model.config, {}),
@@ -825,7 +826,8 @@ def test_other_models_dtypes_and_page_sizes_share_nothing(model: Model, other_mo
         engines = [opened(config, tmp_path / "root", **options) for config, options in configs]
         for i, engine in enumerate(engines):
             answer = engine.ask(text)
-            assert answer.cached_tokens_details["disk"] == found, configs[i]
+            assert answer.cached_tokens_details["disk"] == (ALL if i == 3 else found), configs[i]
+            engine.settle()
             if not found:
                 tokens.append(answer.tokens)
             assert answer.tokens == tokens[i]

@@ -172,13 +172,20 @@ def test_ranks_name_blocks_alike_and_other_models_do_not() -> None:
         setup(rank=0, size=2).secret,
         setup(dtype="float16").secret,
         setup(model="other").secret,
-        setup(page_size=16).secret,
         setup({"block_tokens": 128}).secret,
         setup({"secret": "t"}).secret,
         setup({"secret": "\ud800"}).secret,
     ]
     assert len(set(secrets)) == len(secrets)
     assert setup(rank=1, size=2).secret == secrets[0]
+    # The page size belongs to a remote block and not to one on the disk.
+    assert setup(page_size=16).secret == secrets[0]
+    secrets = [
+        opener(page_size=size).setup(name, "{}", "timeout", "write_through").secret
+        for size in (8, 16)
+        for name in ("remote", "file,remote")
+    ]
+    assert len(set(secrets)) == 2 and secrets[0] == secrets[1]
 
 
 def test_the_secret_of_a_folder_is_shared_by_all_who_use_it(tmp_path: Path) -> None:
@@ -193,10 +200,12 @@ def test_blocks_of_k_and_v_have_the_names_that_they_always_had() -> None:
     layout = PageLayout.kv(16, 2, 3, 8, torch.bfloat16)
     pool = MHATokenToKVPoolHost(MHATokenToKVPool(2, layout), 64)
     found = StorageOpener("fp", "name", pool, 0, 1)
-    assert found._namespace(64) == "v1 fp torch.bfloat16 page 16 block 64"
+    assert found._namespace(64, ("remote",)) == found._namespace(64, ("file", "remote"))
+    assert found._namespace(64, ("remote",)) == "v1 fp torch.bfloat16 page 16 block 64"
+    assert found._namespace(64, ("file",)) == "v1 fp torch.bfloat16 block 64"
     secret = found._chain_secret(("remote",), {}, "s", 64)
     assert secret.hex() == "6f86845176855f016cc7907df4a82d7c00f8879da8244fb8f5079930a428cb41"
-    params = StoreParams({}, found._namespace(64), pool, 64, "name")
+    params = StoreParams({}, found._namespace(64, ("dynamic",)), pool, 64, "name")
     plugin = PluginStore(mock.Mock(), params, "plugin", False, 256_000_000)
     assert plugin._digest.hex() == "6e8a662c30863432415402a978212e1e"
     assert plugin.staging.dtype == torch.bfloat16 and plugin.staging.page_bytes == 16384
@@ -227,7 +236,6 @@ def test_stores_of_ranks_models_and_block_sizes_keep_apart(tmp_path: Path) -> No
         (real_opener(1, 2), 16),
         (real_opener(), 16),
         (real_opener(model="m float16"), 16),
-        (real_opener(page_size=8), 16),
         (real_opener(), 32),
     ]
     for each, block in kinds:

@@ -188,7 +188,7 @@ class StorageOpener:
     def _open_one(self, name: str, config: dict[str, Any], block_tokens: int, is_exclusive: bool) -> BlockStore:
         params = StoreParams(
             config=config,
-            namespace=f"{self._namespace(block_tokens)} rank {self.tp_rank} of {self.tp_size}",
+            namespace=f"{self._namespace(block_tokens, (name,))} rank {self.tp_rank} of {self.tp_size}",
             pool=self.pool,
             block_tokens=block_tokens,
             model_name=self.model_name,
@@ -199,15 +199,20 @@ class StorageOpener:
         )
         return storage_backend(name).open(params)
 
-    def _namespace(self, block_tokens: int) -> str:
-        """What the bytes of a block depend on beside its tokens: equal on all ranks."""
-        return f"v{_LAYOUT_VERSION} {self.model} {self.pool.page_layout.fingerprint} block {block_tokens}"
+    def _namespace(self, block_tokens: int, names: tuple[str, ...]) -> str:
+        """What the bytes of a block depend on beside its tokens: equal on all ranks. names: of the backends that take
+        part; the page size is left out where all of them take any."""
+        layout = self.pool.page_layout
+        takes_any = all(storage_backend(name).takes_any_page_size for name in names)
+        pages = layout.contents if takes_any else layout.fingerprint
+        return f"v{_LAYOUT_VERSION} {self.model} {pages} block {block_tokens}"
 
     def _chain_secret(self, names: tuple[str, ...], config: dict[str, Any], secret: str, block_tokens: int) -> bytes:
         key = hashlib.blake2b(secret.encode(errors="surrogatepass")).digest()
         if not secret and len(names) == 1:
             key = storage_backend(names[0]).shared_secret(config) or key
-        return hashlib.blake2b(self._namespace(block_tokens).encode(), key=key[:64], digest_size=32).digest()
+        namespace = self._namespace(block_tokens, names)
+        return hashlib.blake2b(namespace.encode(), key=key[:64], digest_size=32).digest()
 
 
 def split_config(backend: str, config: dict[str, Any]) -> dict[str, dict[str, Any]]:

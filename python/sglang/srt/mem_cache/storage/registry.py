@@ -51,7 +51,8 @@ class StoreParams:
 
     # Of --hicache-storage-backend-extra-config, without what `StorageOpener` itself reads.
     config: Mapping[str, Any]
-    # What the bytes of a block depend on beside its tokens: the model, the layout, the rank.
+    # What the bytes of a block depend on beside its tokens: the model, the layout, the rank. Without the page size
+    # where the backend takes any.
     namespace: str
     # The host pool whose pages are stored, an `MHATokenToKVPoolHost`.
     pool: Any
@@ -70,11 +71,12 @@ class StorageBackend(ABC):
     """What the file of a backend defines. Holds no state.
 
     options: its settings, keys of --hicache-storage-backend-extra-config. takes_any_key: whether other keys are
-    accepted, for a plugin.
+    accepted, for a plugin. takes_any_page_size: whether servers with other page sizes find the blocks.
     """
 
     options: ClassVar[tuple[Option, ...]] = ()
     takes_any_key: ClassVar[bool] = False
+    takes_any_page_size: ClassVar[bool] = False
 
     def __init__(self, name: str) -> None:
         """name: the one in `STORAGE_BACKENDS`."""

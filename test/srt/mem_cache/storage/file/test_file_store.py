@@ -24,7 +24,7 @@ import pytest
 
 from sglang.srt.mem_cache.block_store import BlockStore, StoreError
 from sglang.srt.mem_cache.page_layout import PageLayout
-from sglang.srt.mem_cache.storage.file import backend, file_store, segment_index
+from sglang.srt.mem_cache.storage.file import backend, segment_index, segment_writer, store_log
 from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
 from sglang.srt.mem_cache.storage.file.folder import storage_secret
 from sglang.srt.mem_cache.storage.file.segment import ALIGNMENT, ENTRY_BYTES, SegmentLayout
@@ -94,7 +94,8 @@ class Disk:
         count = 0
         for fd in os.listdir("/proc/self/fd"):
             with contextlib.suppress(FileNotFoundError):  # closed since it was listed
-                count += os.readlink(f"/proc/self/fd/{fd}").startswith(str(self.folder))
+                path = os.readlink(f"/proc/self/fd/{fd}").removesuffix(" (deleted)")
+                count += path.startswith(str(self.folder)) and path.endswith(".kv")
         return count
 
 
@@ -333,13 +334,14 @@ def test_damage_is_found_counted_and_stored_anew(
         assert count < 8
     elif restart:
         assert count < 8, "the table or the header is damaged"
-    if count < 8 and not (restart and what in ("missing", "empty")):
+    # A missing file may have been evicted by another process.
+    if count < 8 and what != "missing" and not (restart and what == "empty"):
         assert store.stats()["read_errors"] > 0
         assert 1 <= len([r for r in caplog.records if r.levelno == logging.WARNING]) <= 2
     assert store.exists(keys) == disk.get(store, keys) == count, "a bad block is forgotten"
     # A write may be the first to find that the file is gone; it tries again after a pause.
     if disk.set(store, keys) < 8:
-        disk.clock.now += file_store.WRITE_PAUSE_S
+        disk.clock.now += segment_writer.WRITE_PAUSE_S
         assert disk.set(store, keys) == 8
     assert disk.get(store, keys) == 8
     store.close()
@@ -432,7 +434,7 @@ def test_two_namespaces_share_nothing(disk: Disk):
 
 
 def test_the_checksum_covers_key_and_namespace():
-    layout = SegmentLayout(bytes(32), 64, 16, 4096, 8)
+    layout = SegmentLayout(bytes(32), 64, PageLayout.kv(16, 2, 1, 8, "float32"), 8)
     payload = [memoryview(b"abc"), memoryview(b"def")]
     checksum = layout.checksum(key_of(1), payload)
     assert checksum == layout.checksum(key_of(1), [memoryview(b"abcdef")])
@@ -483,7 +485,7 @@ def test_a_failed_write_leaves_nothing_reachable(
         attempts = len(calls)
         assert disk.set(store, keys) == 2
         assert len(calls) == attempts, "not tried again at once"
-        disk.clock.now += file_store.WRITE_PAUSE_S
+        disk.clock.now += segment_writer.WRITE_PAUSE_S
         assert disk.set(store, keys) == 2
         assert len(calls) > attempts
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
@@ -638,7 +640,7 @@ def test_the_front_of_a_prompt_goes_after_its_end(disk: Disk):
 def fill(disk: Disk) -> tuple[HiCacheFile, list[list[bytes]]]:
     """A full exclusive store without room for another block, and groups of four blocks that it holds."""
     store, keys = disk.open(limit_bytes=8 * (6 * SLOT_BYTES + DATA), is_exclusive=True), []
-    while store._fits(SLOT_BYTES + (DATA if store._index.active is None else 0)):
+    while store._writer.fits(SLOT_BYTES + (DATA if store._index.active is None else 0)):
         keys += keys_of(len(keys))
         assert disk.set(store, keys[-1:]) == 1
         if store.has_room:
@@ -699,21 +701,20 @@ def test_what_is_being_read_is_not_overwritten(disk: Disk):
 def test_an_overwrite_that_fails_loses_only_what_was_spare(disk: Disk, monkeypatch: pytest.MonkeyPatch, call: str):
     store, groups = fill(disk)
     assert disk.get(store, groups[2]) == 4
-    real, num_calls = os.pwritev, 0
-
-    def fails(*args: object) -> int:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls > 1:  # the entries were erased
-            raise OSError(errno.EIO, "planted")
-        return real(*args)  # type: ignore[arg-type]
+    num_calls = 0
 
     with monkeypatch.context() as patch:
+
+        def fails(*args: object) -> int:
+            nonlocal num_calls
+            num_calls += 1  # the slots were claimed
+            if call == "pwrite":
+                patch.setattr(os, "pwrite", fails)
+            raise OSError(errno.EIO, "planted")
+
         patch.setattr(os, "pwritev", fails)
-        if call == "pwrite":
-            patch.setattr(os, "pwrite", fails)
         assert disk.set(store, keys_of(2000, 2001, 2002)) == 0
-    assert num_calls > 1 and store.stats()["write_errors"] == 1
+    assert num_calls > (call == "pwrite") and store.stats()["write_errors"] == 1
     store.check_invariants()
     others = [group for group in groups if group != groups[2]]
     assert [disk.get(store, group) for group in others] == [4] * len(others)
@@ -945,18 +946,6 @@ def test_a_process_killed_while_it_began_a_segment(disk: Disk, written: int):
     assert disk.get(store, keys_of(1, 2, 3)) == 3 and store.stats()["read_errors"] == 0
 
 
-def test_one_process_per_namespace_until_it_dies(tmp_path: Path):
-    child = start_child(tmp_path, limit=20 << 20)
-    pool = FakePages(64, token_bytes=1024)
-    try:
-        with pytest.raises(StoreError, match=rf"process {child.pid} already stores .*path"):
-            HiCacheFile(tmp_path, "model A", pool, BLOCK_TOKENS)
-        HiCacheFile(tmp_path, "model B", pool, BLOCK_TOKENS).close()
-    finally:
-        kill(child)
-    HiCacheFile(tmp_path, "model A", pool, BLOCK_TOKENS).close()
-
-
 # -- threads and time -----------------------------------------------------------------------------------------------
 
 
@@ -1055,8 +1044,8 @@ def test_log_lines_are_few(disk: Disk, caplog: pytest.LogCaptureFixture):
     assert store.stats()["read_errors"] == 8
     assert len(caplog.records) == 1
     disk.set(store, keys)
-    disk.clock.now += file_store.LOG_INTERVAL_S
-    flip(disk.segments()[1], DATA)
+    disk.clock.now += store_log.LOG_INTERVAL_S
+    flip(disk.segments()[0], DATA)
     assert disk.get(store, keys) == 0
     assert len(caplog.records) == 2 and "9 such blocks" in caplog.records[1].getMessage()
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang.srt.mem_cache.storage.file.file_store import WRITE_PAUSE_S, HiCacheFile
+from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
+from sglang.srt.mem_cache.storage.file.segment_writer import WRITE_PAUSE_S
 from support.fake_pages import BLOCK_TOKENS, FakePages, keys_of
 
 NUM_KEYS = 40

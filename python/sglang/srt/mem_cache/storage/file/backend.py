@@ -25,6 +25,7 @@ DEFAULT_ROOT = "/tmp/hicache"
 
 
 class FileBackend(StorageBackend):
+    takes_any_page_size = True
     options = (
         Option(
             "path",

@@ -1,10 +1,12 @@
-"""How models, ranks and processes share one folder on disk: its secret, a locked subfolder per namespace, leftovers.
+"""How models, ranks and processes share one folder on disk: its secret, a subfolder per namespace, leftovers.
 
-Owns the root folder's layout and the locks. Knows no blocks: segments are files with a size and an age.
+Owns the root folder's layout and the locks that show which folders are in use. Knows no blocks: segments are files
+with a size and an age.
 
     root/secret            32 random bytes, the key of the hash chain that names blocks
-    root/<namespace>/      one per model, dtype, layout, page size and rank; in use while its `lock` is held
-        lock               flock, so it ends with its process however that dies; holds the process's id
+    root/<namespace>/      one per model, dtype, layout and rank
+        lock               flock, shared: each process that uses the folder holds it, until it ends however it dies
+        changes            what the processes tell each other (`shared_changes`)
         namespace          what the folder is for, to be read by people
         00000007.kv        segments (`segment`)
 """
@@ -12,19 +14,24 @@ Owns the root folder's layout and the locks. Knows no blocks: segments are files
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
+import re
 import secrets
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from sglang.srt.mem_cache.block_store import StoreError
+from sglang.srt.mem_cache.storage.file.segment import VERSION, format_version
+from sglang.srt.mem_cache.storage.file.shared_changes import try_flock
 from sglang.srt.mem_cache.storage.registry import BACKEND_FLAG, CONFIG_FLAG
 
 SEGMENT_SUFFIX = ".kv"
 SECRET_BYTES = 32
 
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
+# Waits for a process that looks whether the folder is in use.
+_LOCK_WAITS_S = (0.001,) * 10 + (0.05,) * 20
 
 
 def storage_secret(root: Path) -> bytes:
@@ -38,7 +45,7 @@ def storage_secret(root: Path) -> bytes:
         try:
             secret = path.read_bytes()
         except FileNotFoundError:
-            _create_secret(path)
+            _create_secret(path, secrets.token_bytes(SECRET_BYTES))
             secret = path.read_bytes()
     except OSError as error:
         raise StoreError(cannot_use(root, error)) from error
@@ -50,13 +57,13 @@ def storage_secret(root: Path) -> bytes:
     return secret
 
 
-def _create_secret(path: Path) -> None:
+def _create_secret(path: Path, secret: bytes) -> None:
     """Written under another name and then linked: the first to link wins, and no process reads half of it."""
     draft = path.with_name(f"secret.{os.getpid()}.{secrets.token_hex(4)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         try:
-            os.write(fd, secrets.token_bytes(SECRET_BYTES))
+            os.write(fd, secret)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -67,69 +74,135 @@ def _create_secret(path: Path) -> None:
         draft.unlink()
 
 
-@dataclass
 class NamespaceFolder:
-    """A namespace's folder, locked by this process until `close`. writable: else it is shared with other readers."""
+    """A namespace's folder, marked as in use by this process until `close`. writable: else it is only read. Raises
+    StoreError: no such folder can be made or read."""
 
-    path: Path
-    writable: bool
-    lock_fd: int | None
+    def __init__(self, root: Path, digest: bytes, description: str) -> None:
+        self.path = root / digest.hex()[:32]
+        self.writable = True
+        # False: the file system has none, so that no process sees whether another one uses the folder.
+        self.has_locks = True
+        self._root = root
+        self._description = description
+        # Of `lock`, and of the folders: cleaners of temporary folders leave alone what is locked.
+        self._lock_fds: list[int] = []
+        self._inode: tuple[int, int] | None = None
+        try:
+            try:
+                self._make()
+            except OSError as error:
+                if error.errno not in _NOT_WRITABLE or not self.path.is_dir():
+                    raise
+            os.listdir(self.path)
+            try:
+                if not os.access(self.path, os.W_OK | os.X_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+                self._hold()
+            except OSError as error:
+                if error.errno not in _NOT_WRITABLE:
+                    raise
+                self.writable = False
+                self._hold()
+        except OSError as error:
+            self.close()
+            raise StoreError(cannot_use(root, error)) from error
+        # Given back its value where the root is deleted at run time.
+        self._secret = _read_if_there(root / "secret")
 
     def close(self) -> None:
-        if self.lock_fd is not None:
-            os.close(self.lock_fd)
-            self.lock_fd = None
+        for fd in self._lock_fds:
+            os.close(fd)
+        self._lock_fds.clear()
+        self._inode = None
 
-
-def open_namespace(root: Path, digest: bytes, description: str) -> NamespaceFolder:
-    """Make and lock the folder of a namespace. Where it exists and cannot be written, it is opened for reading.
-
-    Raises StoreError: no such folder can be made or read, or another process uses it.
-    """
-    path = root / digest.hex()[:32]
-    try:
+    def is_held(self) -> bool:
+        """Whether others see that the folder is in use."""
         try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            if error.errno not in _NOT_WRITABLE or not path.is_dir():
-                raise
-        os.listdir(path)
-        try:
-            if not os.access(path, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            lock_fd: int | None = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            writable = True
-        except OSError as error:
-            if error.errno not in _NOT_WRITABLE:
-                raise
-            lock_fd, writable = _open_if_there(path / "lock"), False
-    except OSError as error:
-        raise StoreError(cannot_use(root, error)) from error
-    folder = NamespaceFolder(path, writable, lock_fd)
-    if lock_fd is not None and _lock(lock_fd, shared=not writable) is False:
-        owner = os.pread(lock_fd, 20, 0).decode("ascii", "replace").strip() or "unknown"
-        folder.close()
-        raise StoreError(
-            f"process {owner} already stores the KV of this model and rank in {path}: stop it, or name another "
-            f"folder with path in {CONFIG_FLAG}"
-        )
-    if writable:
-        assert lock_fd is not None
-        try:
-            os.ftruncate(lock_fd, 0)
-            os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
-            (path / "namespace").write_text(description + "\n")
+            stat = os.stat(self.path / "lock")
         except OSError:
-            pass  # For people only; a full disk must not keep the store from reading.
-    return folder
+            return False
+        return (stat.st_dev, stat.st_ino) == self._inode
+
+    def make_anew(self) -> None:
+        """Make what is missing of the folder, and mark it as in use. Raises OSError."""
+        self._make()
+        if self._secret is not None and not (self._root / "secret").exists():
+            _create_secret(self._root / "secret", self._secret)
+        self._hold(waits_s=())
+
+    def _make(self) -> None:
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, exist_ok=True)
+
+    def _hold(self, waits_s: tuple[float, ...] = _LOCK_WAITS_S) -> None:
+        """Raises OSError. Where a process that deletes leftovers keeps the lock for a second, the folder is used
+        without: that process can delete blocks, and no more."""
+        self.close()
+        flags = os.O_RDWR | os.O_CREAT if self.writable else os.O_RDONLY
+        try:
+            fd = os.open(self.path / "lock", flags | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            return
+        self._lock_fds.append(fd)
+        for wait_s in (*waits_s, 0.0):
+            locked = try_flock(fd, shared=True)
+            if locked is not False:
+                self.has_locks = locked is not None
+                stat = os.fstat(fd)
+                self._inode = (stat.st_dev, stat.st_ino)
+                break
+            time.sleep(wait_s)
+        if self.writable:
+            try:
+                if _read_if_there(self.path / "namespace") != f"{self._description}\n".encode():
+                    (self.path / "namespace").write_text(self._description + "\n")
+            except OSError:
+                pass  # For people only; a full disk must not keep the store from reading.
+        for folder in (self._root, self.path):
+            try:
+                fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except OSError:
+                continue
+            self._lock_fds.append(fd)
+            try_flock(fd, shared=True)
+
+
+@dataclass(frozen=True)
+class EarlierFormat:
+    """Segments of this namespace that an earlier version of the format wrote, which is not read."""
+
+    folders: list[Path]
+    num_segments: int
+    size_bytes: int
+
+
+def find_earlier_format(root: Path, own: Path, description: str) -> EarlierFormat:
+    """Until version 1 the page size was part of a namespace and of its description."""
+    found = EarlierFormat([], 0, 0)
+    for folder in _folders(root):
+        described = (_read_if_there(folder / "namespace") or b"").decode("utf-8", "replace").rstrip("\n")
+        if folder == own or re.sub(r" page \d+(?= block )", "", described) != description:
+            continue
+        try:
+            segments = sorted(folder.glob("*" + SEGMENT_SUFFIX))
+            sizes = [allocated_bytes(path.stat(follow_symlinks=False)) for path in segments]
+            with open(segments[0], "rb") if segments else open(os.devnull, "rb") as file:
+                version = format_version(file.read(64))
+        except OSError:
+            continue
+        if version is not None and version < VERSION:
+            found = EarlierFormat(
+                [*found.folders, folder], found.num_segments + len(sizes), found.size_bytes + sum(sizes)
+            )
+    return found
 
 
 class Leftovers:
     """Segments of namespaces under the same root that no process has open: earlier weights, other models.
 
     They count against this store's limit and go first, the oldest first, else every change of a model would leave its
-    predecessor's blocks on disk for ever. Looked up once, when the store opens.
+    predecessor's blocks on disk for ever. Looked up once, at the first write.
     """
 
     def __init__(self, root: Path, own: Path) -> None:
@@ -189,24 +262,15 @@ def _try_lock(folder: Path) -> int | None:
         lock_fd = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
-    if _lock(lock_fd, shared=False):
+    if try_flock(lock_fd):
         return lock_fd
     os.close(lock_fd)
     return None
 
 
-def _lock(lock_fd: int, shared: bool) -> bool | None:
-    """False: another process holds it; None: the file system has no locks, as some network mounts."""
+def _read_if_there(path: Path) -> bytes | None:
     try:
-        fcntl.flock(lock_fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except OSError as error:
-        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
-    return True
-
-
-def _open_if_there(path: Path) -> int | None:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return path.read_bytes()
     except OSError:
         return None
 

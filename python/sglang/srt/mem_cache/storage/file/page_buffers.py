@@ -10,14 +10,19 @@ from typing import Protocol
 
 import numpy as np
 
+from sglang.srt.mem_cache.page_layout import PageLayout
+from sglang.srt.mem_cache.storage.file.page_order import reorder_pages
 from sglang.srt.mem_cache.storage.file.segment import ALIGNMENT, pieces
 
 
 class HostPages(Protocol):
-    """The host pool, as a store sees it. page_bytes: of one page, K and V of all layers; page_size: tokens.
+    """The host pool, as a store sees it. page_layout: what a page holds; page_bytes: of one page; page_size: tokens.
 
     The caller holds the frames that it passes until the store's call returns. Nothing else writes to them meanwhile.
     """
+
+    @property
+    def page_layout(self) -> PageLayout: ...
 
     @property
     def page_bytes(self) -> int: ...
@@ -83,6 +88,24 @@ class PageBuffers:
         blocks = pieces(buffers, self._payload_bytes)
         assert len(blocks) == num_blocks and sum(map(len, blocks[-1])) == self._payload_bytes
         return blocks
+
+
+class OtherPages:
+    """As `PageBuffers`, for reading blocks that a pool with another page size wrote: by way of a scratch buffer."""
+
+    def __init__(self, pool: HostPages, of: PageLayout, payload_bytes: int, max_blocks: int) -> None:
+        self._pool = pool
+        self._of = of
+        self._payload_bytes = payload_bytes
+        self._scratch = np.empty((max_blocks, payload_bytes), np.uint8)
+
+    def for_reading(self, pages: np.ndarray) -> list[list[memoryview]]:
+        return pieces([self._scratch[: len(pages)].reshape(-1).data], self._payload_bytes)
+
+    def deliver(self, pages: np.ndarray, verified: np.ndarray) -> None:
+        if verified.any():
+            data = reorder_pages(self._scratch[: len(pages)][verified], self._of, self._pool.page_layout)
+            self._pool.copy_in(pages[verified].reshape(-1), data.reshape(-1, self._pool.page_bytes))
 
 
 def _aligned_empty(num_rows: int, row_bytes: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a start finds in a namespace's folder: the heads of its segments, header and table of each.
+"""What is found in a namespace's folder: the heads of its segments, header and table of each.
 
 Owns nothing and changes nothing. The blocks themselves are not read.
 """
@@ -39,20 +39,25 @@ def segment_path(folder: Path, number: int) -> str:
     return f"{folder}/{number:08d}{SEGMENT_SUFFIX}"
 
 
+def segment_numbers(folder: Path) -> list[int]:
+    """In order. Raises OSError."""
+    return sorted(n for name in os.listdir(folder) if (n := _number_of(name)) is not None)
+
+
 def read_heads(folder: Path, layout: SegmentLayout) -> Iterator[tuple[int, UsableHead | UnusableHead]]:
     """Of every segment, in the order of their numbers. layout: of the segments that this store would write."""
-    numbers = sorted(n for name in os.listdir(folder) if (n := _number_of(name)) is not None)
+    numbers = segment_numbers(folder)
     parts = [numbers[i : i + _FILES_PER_TASK] for i in range(0, len(numbers), _FILES_PER_TASK)]
 
     def read_part(part: list[int]) -> list[UsableHead | UnusableHead]:
-        return [_read_head(segment_path(folder, number), layout) for number in part]
+        return [read_head(segment_path(folder, number), layout) for number in part]
 
     with ThreadPoolExecutor(_THREADS, "hicache-open") as threads:
         heads = [head for part in threads.map(read_part, parts) for head in part]
     return zip(numbers, heads)
 
 
-def _read_head(path: str, layout: SegmentLayout) -> UsableHead | UnusableHead:
+def read_head(path: str, layout: SegmentLayout) -> UsableHead | UnusableHead:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -67,6 +72,8 @@ def _read_head(path: str, layout: SegmentLayout) -> UsableHead | UnusableHead:
             return UsableHead(os.fstat(fd), layout, table)
         finally:
             os.close(fd)
+    except FileNotFoundError:
+        return UnusableHead("")  # Another process has deleted it.
     except SegmentError as error:
         return UnusableHead(str(error))
     except OSError as error:

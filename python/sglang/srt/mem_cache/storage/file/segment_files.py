@@ -2,6 +2,8 @@
 
 Owns the buffers, and whether writes go past the page cache. Knows neither the index nor the limit: it is told a
 file and the slots in it. Raises OSError where the medium fails.
+
+A process that writes to a segment holds a lock (flock) on the file that it has open. Others see so that it is alive.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sglang.srt.mem_cache.storage.file.page_buffers import HostPages, PageBuffers
-from sglang.srt.mem_cache.storage.file.segment import ENTRY_BYTES, SegmentLayout, pieces
+from sglang.srt.mem_cache.storage.file.page_buffers import HostPages, OtherPages, PageBuffers
+from sglang.srt.mem_cache.storage.file.segment import ALIGNMENT, ENTRY_BYTES, KEY_BYTES, SegmentLayout, Table, pieces
+from sglang.srt.mem_cache.storage.file.shared_changes import try_flock
 from sglang.srt.mem_cache.storage.file.vectored import PartialTransferError, chained, transfer
 
 # Of payloads before their entries are written; of the scratch buffers.
@@ -22,7 +25,9 @@ _BATCH_BYTES = 16 << 20
 _READ_BYTES = 1 << 20
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-_WRITE = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_WRITE = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+# A process may read an entry while another one writes it, and then reads it once more.
+_TABLE_READS = 3
 
 
 class SegmentFiles:
@@ -30,14 +35,16 @@ class SegmentFiles:
 
     def __init__(self, pool: HostPages, layout: SegmentLayout) -> None:
         self.layout = layout
-        # Blocks of one call of `read` or `write`.
+        # Blocks of one call of `read` or of one claim.
         self.batch_blocks = max(1, _BATCH_BYTES // layout.slot_bytes)
+        self._pool = pool
         self._buffers = PageBuffers(pool, layout.payload_bytes, self.batch_blocks)
-        padding_bytes = layout.slot_bytes - layout.payload_bytes
-        self._read_padding, self._write_padding = (memoryview(bytearray(padding_bytes)) for _ in range(2))
+        # By page size, of segments with another one.
+        self._others: dict[int, OtherPages] = {}
+        self._write_padding = _padding(layout)
         # Writes go past the page cache until one shows that the file system does not allow it; through the scratch
         # buffer once one shows that the pool's memory is not aligned.
-        self._direct = _O_DIRECT != 0 and not padding_bytes
+        self._direct = _O_DIRECT != 0 and not self._write_padding
         self._staged = False
 
     # -- reading ----------------------------------------------------------------------------------------------------
@@ -46,124 +53,179 @@ class SegmentFiles:
     def open_to_read(path: str) -> int:
         return os.open(path, _READ)
 
+    @staticmethod
+    def read_table(fd: int, layout: SegmentLayout) -> Table:
+        for _ in range(_TABLE_READS):
+            table = layout.read_table(os.pread(fd, layout.num_slots * ENTRY_BYTES, ALIGNMENT))
+            if not table.num_bad:
+                break
+        return table
+
+    @staticmethod
+    def read_table_if_changed(
+        fd: int, layout: SegmentLayout, keys: bytes | bytearray, checksums: bytes | bytearray
+    ) -> Table | None:
+        """None: the table has these keys and checksums."""
+        raw = os.pread(fd, layout.num_slots * ENTRY_BYTES, ALIGNMENT)
+        return None if layout.is_table_of(raw, keys, checksums) else SegmentFiles.read_table(fd, layout)
+
+    @staticmethod
+    def is_replaced(fd: int, layout: SegmentLayout, slot: int, key: bytes, checksum: bytes) -> bool:
+        """Whether another process has written something else to a slot since its entry was read: then a payload that
+        does not verify is not damaged."""
+        try:
+            if not layout.begins(os.pread(fd, ALIGNMENT, 0)):
+                return False
+            row = os.pread(fd, ENTRY_BYTES, layout.entry_offset(slot))
+        except OSError:
+            return False
+        return row != layout.entry(slot, key, checksum) and layout.is_entry(slot, row)
+
     def read(
-        self, fd: int, offset: int, pages: np.ndarray, keys: Sequence[bytes], checksums: Sequence[bytes]
+        self, fd: int, layout: SegmentLayout, slot: int, pages: np.ndarray, expected: Sequence[tuple[bytes, bytes]]
     ) -> tuple[np.ndarray, list[int], OSError | None]:
-        """Read the blocks of consecutive slots, the first at `offset`, into pages (n, pages per block).
+        """Read the blocks of consecutive slots, the first `slot`, into pages (n, pages per block). layout: of the
+        segment; expected: key and checksum of each block.
 
         Returns which verified, (n,) bool; the numbers of those that do not verify or that the disk cannot read; and
         why the disk failed. Those behind a block that the disk cannot read are not tried.
         """
         n = len(pages)
         verified = np.zeros(n, bool)
-        blocks_per_call = max(1, _READ_BYTES // self.layout.slot_bytes)
-        blocks = self._buffers.for_reading(pages)
+        blocks_per_call = max(1, _READ_BYTES // layout.slot_bytes)
+        buffers = self._buffers_of(layout)
+        blocks = buffers.for_reading(pages)
         bad = []
         start = 0
         failure: OSError | None = None
         while start < n and failure is None:
             tried = blocks[start : start + blocks_per_call]
-            place = offset + start * self.layout.slot_bytes
-            digests, failure = self._read_and_hash(fd, place, keys[start : start + len(tried)], tried)
+            keys = [key for key, _ in expected[start : start + len(tried)]]
+            digests, failure = _read_and_hash(fd, layout, slot + start, keys, tried)
             for i, digest in enumerate(digests, start):
-                verified[i] = digest == checksums[i]
+                verified[i] = digest == expected[i][1]
                 if not verified[i]:
                     bad.append(i)
             start += len(digests)
             if len(digests) < len(tried):
                 bad.append(start)
                 start += 1
-        self._buffers.deliver(pages, verified)
+        buffers.deliver(pages, verified)
         return verified, bad, failure
 
-    def _read_and_hash(
-        self, fd: int, offset: int, keys: Sequence[bytes], blocks: list[list[memoryview]]
-    ) -> tuple[list[bytes], OSError | None]:
-        """Read neighbouring blocks into their buffers. Returns the checksums of those that came in full, and why the
-        disk failed."""
-        layout = self.layout
-        try:
-            if len(blocks) == 1:
-                state = layout.hasher(keys[0])
-                done = 0
-                for part in pieces(blocks[0], _READ_BYTES):
-                    got = transfer(os.preadv, fd, list(part), offset + done)
-                    if got < sum(map(len, part)):
-                        return [], None
-                    for piece in part:
-                        state.update(piece)
-                    done += got
-                return [state.digest()], None
-            done, failure = transfer(os.preadv, fd, chained(blocks, self._read_padding), offset), None
-        except PartialTransferError as error:
-            if len(blocks) == 1:
-                return [], error.error
-            done, failure = error.done_bytes, error.error
-        # The padding behind the last block need not be there.
-        whole = (done + layout.slot_bytes - layout.payload_bytes) // layout.slot_bytes
-        return [layout.checksum(key, block) for key, block in zip(keys[:whole], blocks)], failure
+    def _buffers_of(self, layout: SegmentLayout) -> PageBuffers | OtherPages:
+        if layout.page_size == self.layout.page_size:
+            return self._buffers
+        if layout.page_size not in self._others:
+            other = OtherPages(self._pool, layout.pages, layout.payload_bytes, self.batch_blocks)
+            self._others[layout.page_size] = other
+        return self._others[layout.page_size]
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def open_to_write(path: str) -> int:
-        return os.open(path, _WRITE)
-
-    def create(self, path: str) -> None:
-        """A new segment, empty."""
+    def create(self, path: str) -> int:
+        """A new segment, empty. Returns the file, open and locked."""
         fd = os.open(path, _WRITE | os.O_CREAT | os.O_EXCL, 0o600)
         try:
+            try_flock(fd)
             transfer(os.pwritev, fd, [memoryview(self.layout.header())], 0)
             os.ftruncate(fd, self.layout.data_offset)
         except OSError:
+            os.close(fd)
             os.unlink(path)
             raise
-        finally:
-            os.close(fd)
-
-    def write(
-        self,
-        path: str,
-        fd: int,
-        layout: SegmentLayout,
-        slot: int,
-        keys: list[bytes],
-        pages: np.ndarray,
-        overwrites: bool = False,
-    ) -> list[bytes]:
-        """Write blocks to the slots from `slot` on, first their payloads, then their entries. Returns their
-        checksums. overwrites: the slots have others, whose entries go before; else they are the last ones, and where
-        it fails their space is given back."""
-        no_entries = bytes(ENTRY_BYTES * len(keys))
-        try:
-            if overwrites:
-                transfer(os.pwritev, fd, [memoryview(no_entries)], layout.entry_offset(slot))
-            blocks = self._write_payloads(path, fd, pages, layout.slot_offset(slot))
-            checksums = [layout.checksum(key, block) for key, block in zip(keys, blocks)]
-            rows = [layout.entry(slot + i, key, checksums[i]) for i, key in enumerate(keys)]
-            transfer(os.pwritev, fd, [memoryview(b"".join(rows))], layout.entry_offset(slot))
-        except OSError as error:
-            failed = error.error if isinstance(error, PartialTransferError) else error
-            # What was written of it is not reachable.
-            try:
-                os.pwrite(fd, no_entries, layout.entry_offset(slot))
-                if not overwrites:
-                    os.ftruncate(fd, layout.slot_offset(slot))
-            except OSError:
-                pass
-            raise failed from None
-        return checksums
+        return fd
 
     @staticmethod
-    def erase_entry(path: str, layout: SegmentLayout, slot: int) -> None:
-        """Zero the entry of a block, so that a restart does not find it."""
+    def open_locked(path: str) -> int | None:
+        """The file, open for writing and locked; None: a process is writing to it."""
         fd = os.open(path, _WRITE)
+        if try_flock(fd) is False:
+            os.close(fd)
+            return None
+        return fd
+
+    @staticmethod
+    def is_written_by_another(path: str) -> bool:
+        """False too where the file is gone or cannot be opened."""
         try:
-            os.pwrite(fd, bytes(ENTRY_BYTES), layout.entry_offset(slot))
+            fd = os.open(path, _READ)
+        except OSError:
+            return False
+        try:
+            return try_flock(fd, shared=True) is False
         finally:
             os.close(fd)
 
-    def _write_payloads(self, path: str, fd: int, pages: np.ndarray, offset: int) -> list[list[memoryview]]:
+    @staticmethod
+    def claim(fd: int, layout: SegmentLayout, slot: int, keys: Sequence[bytes]) -> None:
+        """Others see that these blocks are being written to the slots from `slot` on."""
+        rows = b"".join(layout.claim(slot + i, key) for i, key in enumerate(keys))
+        _write_all(fd, rows, layout.entry_offset(slot))
+
+    def write_payloads(
+        self, path: str, fd: int, layout: SegmentLayout, slot: int, keys: Sequence[bytes], pages: np.ndarray
+    ) -> list[bytes]:
+        """Write what claimed slots hold. Returns the blocks' checksums."""
+        try:
+            blocks = self._write_blocks(path, fd, pages, layout.slot_offset(slot))
+        except PartialTransferError as error:
+            raise error.error from None
+        return [layout.checksum(key, block) for key, block in zip(keys, blocks)]
+
+    @staticmethod
+    def complete(
+        fd: int, layout: SegmentLayout, slot: int, keys: Sequence[bytes], checksums: Sequence[bytes]
+    ) -> None:
+        """The blocks of a claim are whole."""
+        rows = b"".join(layout.entry(slot + i, key, checksums[i]) for i, key in enumerate(keys))
+        try:
+            transfer(os.pwritev, fd, [memoryview(rows)], layout.entry_offset(slot))
+        except PartialTransferError as error:
+            raise error.error from None
+
+    @staticmethod
+    def void(fd: int, layout: SegmentLayout, slot: int, num_slots: int, are_last: bool) -> None:
+        """Take back a claim. are_last: no slot behind these is used, and their space is given back."""
+        try:
+            _write_all(fd, bytes(ENTRY_BYTES * num_slots), layout.entry_offset(slot))
+            if are_last:
+                os.ftruncate(fd, layout.slot_offset(slot))
+        except OSError:
+            pass  # The claim counts for nothing once this process no longer writes to the segment.
+
+    @staticmethod
+    def void_dead_claims(fd: int, layout: SegmentLayout) -> Table:
+        """Take back the claims of a process that died, and the space behind the last block. fd: locked. Returns the
+        table without them. Keeps the time of the file."""
+        table = SegmentFiles.read_table(fd, layout)
+        stat = os.fstat(fd)
+        for slot in table.claims:
+            _write_all(fd, bytes(ENTRY_BYTES), layout.entry_offset(slot))
+        if table.claims:
+            table = SegmentFiles.read_table(fd, layout)
+        end = layout.slot_offset(len(table.keys) // KEY_BYTES)
+        if stat.st_size > end:
+            os.ftruncate(fd, end)
+        os.utime(fd, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        return table
+
+    @staticmethod
+    def erase_entry(path: str, layout: SegmentLayout, slot: int, key: bytes, checksum: bytes) -> bool:
+        """Zero the entry of a block, so that no process finds it; False: it was replaced. Keeps the time of the
+        file, which is that of its last use."""
+        fd = os.open(path, _WRITE)
+        try:
+            stat = os.fstat(fd)
+            if os.pread(fd, ENTRY_BYTES, layout.entry_offset(slot)) != layout.entry(slot, key, checksum):
+                return False
+            os.pwrite(fd, bytes(ENTRY_BYTES), layout.entry_offset(slot))
+            os.utime(fd, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        finally:
+            os.close(fd)
+        return True
+
+    def _write_blocks(self, path: str, fd: int, pages: np.ndarray, offset: int) -> list[list[memoryview]]:
         """Write the blocks of pages, and return the memory that they were written from.
 
         Past the page cache where the file system allows it: what was just stored is in the host pool, so a copy of it
@@ -174,6 +236,8 @@ class SegmentFiles:
             try:
                 direct_fd = os.open(path, _WRITE | _O_DIRECT)
                 try:
+                    if not os.path.samestat(os.fstat(direct_fd), os.fstat(fd)):
+                        raise OSError(errno.ENOENT, "the file was replaced")
                     transfer(os.pwritev, direct_fd, chained(blocks, self._write_padding), offset)
                 finally:
                     os.close(direct_fd)
@@ -188,3 +252,42 @@ class SegmentFiles:
         blocks = self._buffers.for_writing(pages, self._staged)
         transfer(os.pwritev, fd, chained(blocks, self._write_padding), offset)
         return blocks
+
+
+def _read_and_hash(
+    fd: int, layout: SegmentLayout, slot: int, keys: Sequence[bytes], blocks: list[list[memoryview]]
+) -> tuple[list[bytes], OSError | None]:
+    """Read neighbouring blocks into their buffers. Returns the checksums of those that came in full, and why the
+    disk failed."""
+    offset = layout.slot_offset(slot)
+    try:
+        if len(blocks) == 1:
+            state = layout.hasher(keys[0])
+            done = 0
+            for part in pieces(blocks[0], _READ_BYTES):
+                got = transfer(os.preadv, fd, list(part), offset + done)
+                if got < sum(map(len, part)):
+                    return [], None
+                for piece in part:
+                    state.update(piece)
+                done += got
+            return [state.digest()], None
+        done, failure = transfer(os.preadv, fd, chained(blocks, _padding(layout)), offset), None
+    except PartialTransferError as error:
+        if len(blocks) == 1:
+            return [], error.error
+        done, failure = error.done_bytes, error.error
+    # The padding behind the last block need not be there.
+    whole = (done + layout.slot_bytes - layout.payload_bytes) // layout.slot_bytes
+    return [layout.checksum(key, block) for key, block in zip(keys[:whole], blocks)], failure
+
+
+def _padding(layout: SegmentLayout) -> memoryview:
+    """Memory for what lies behind the payload of a slot."""
+    return memoryview(bytearray(layout.slot_bytes - layout.payload_bytes))
+
+
+def _write_all(fd: int, data: bytes, offset: int) -> None:
+    while data:
+        done = os.pwrite(fd, data, offset)
+        data, offset = data[done:], offset + done

@@ -1,16 +1,25 @@
 """`SegmentIndex`: which blocks are stored, in which segment and slot, and in which order segments were used.
 
-Owns the segments' records, their order of use, and which of their files are open. Never opens, closes, reads or
-deletes a file; a method that takes one out of use returns what is to be closed. Not safe between threads: the store
-holds its lock around every call.
+It is what this process knows of the folder, which other processes change too (`index_sync`). Owns the segments'
+records, their order of use, and which of their files are open. Never opens, closes, reads or deletes a file; a method
+that takes one out of use returns what is to be closed. Not safe between threads: the store holds its lock around
+every call.
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
-from sglang.srt.mem_cache.storage.file.segment import CHECKSUM_BYTES, KEY_BYTES, MAX_SLOTS, SegmentLayout, Table
+from sglang.srt.mem_cache.storage.file.segment import (
+    CHECKSUM_BYTES,
+    KEY_BYTES,
+    MAX_SLOTS,
+    NO_CHECKSUM,
+    SegmentLayout,
+    Table,
+)
 
 MAX_OPEN_FILES = 64
 # The number of a segment and a slot in it, as one int: the index holds a million of them.
@@ -27,24 +36,33 @@ def slot_of(place: int) -> int:
 
 
 class Segment:
-    """A file of blocks, and what is known of it. keys, checksums: of its used slots, one after the other."""
+    """A file of blocks, and what is known of it. keys, checksums: of its used slots, one after the other; zeros where
+    a slot holds no block, and no checksum where it is claimed."""
 
     __slots__ = (
-        *("number", "path", "layout", "keys", "checksums", "live", "spare", "size_bytes", "last_used", "pins", "fd"),
+        *("number", "path", "inode", "layout", "keys", "checksums", "live", "spare", "file_bytes", "size_bytes"),
+        *("last_used", "used_ns", "shared_ns", "pins", "fd"),
     )
 
-    def __init__(self, number: int, path: str, layout: SegmentLayout) -> None:
+    def __init__(self, number: int, path: str, layout: SegmentLayout, inode: int) -> None:
         self.number = number
         self.path = path
+        self.inode = inode
         self.layout = layout
         self.keys = bytearray()
         self.checksums = bytearray()
+        # What the file takes on the disk, where that was looked up; it may be more than the used slots do.
+        self.file_bytes = 0
         # Slots that the index points to.
         self.live = 0
         # Of those, the ones that memory has, see `SegmentIndex.make_spare`.
         self.spare: set[int] = set()
         self.size_bytes = layout.size_bytes(0)
+        # The tick of its last use by this process.
         self.last_used = 0
+        # When any process last used it, as far as is known, and the time that other processes see on the file.
+        self.used_ns = 0
+        self.shared_ns = 0
         # Calls that are using the file; it is closed only at 0.
         self.pins = 0
         self.fd: int | None = None
@@ -70,10 +88,12 @@ class Segment:
 class SegmentIndex:
     """`key in index`: whether a block is stored. A place is a segment's number and a slot in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, wall_ns: Callable[[], int] = time.time_ns) -> None:
         self.places: dict[bytes, int] = {}
-        # By number; the least recently used first.
-        self.segments: OrderedDict[int, Segment] = OrderedDict()
+        # Blocks that a process is writing, or was writing when it died.
+        self.claims: dict[bytes, int] = {}
+        # By number.
+        self.segments: dict[int, Segment] = {}
         # Takes what is written; None: the next write begins a segment.
         self.active: Segment | None = None
         self.size_bytes = 0
@@ -82,6 +102,8 @@ class SegmentIndex:
         # Rises with every use of a segment.
         self.tick = 0
         self.next_number = 1
+        self._wall_ns = wall_ns
+        self._last_ns = 0
         self._open_files: OrderedDict[int, Segment] = OrderedDict()
 
     def __contains__(self, key: bytes) -> bool:
@@ -123,42 +145,83 @@ class SegmentIndex:
                 segment.spare.add(slot_of(place))
                 self.num_spare += 1
 
-    def take_spare(self, most: int) -> tuple[Segment, range] | None:
-        """Slots to overwrite, neighbours and `most` at most, whose blocks are forgotten: spare ones of the segment
-        that has most of them and is not being read. None if there are none."""
+    def most_spare(self, page_size: int, but: Collection[int]) -> Segment | None:
+        """The segment with pages of this size that has most spare slots and is not being read by this process. but:
+        numbers of segments to pass over."""
         if not self.num_spare:
             return None
-        unread = (segment for segment in self.segments.values() if segment.spare and not segment.pins)
-        segment = max(unread, key=lambda segment: len(segment.spare), default=None)
-        if segment is None:
-            return None
+        unread = (
+            segment
+            for segment in self.segments.values()
+            if segment.spare
+            and not segment.pins
+            and segment.layout.page_size == page_size
+            and segment.number not in but
+        )
+        return max(unread, key=lambda segment: len(segment.spare), default=None)
+
+    def take_spare(self, segment: Segment, most: int) -> range:
+        """Slots of the segment to overwrite, neighbours and `most` at most, whose blocks are forgotten."""
         first = last = min(segment.spare)
         while last + 1 in segment.spare and last + 1 - first < most:
             last += 1
         slots = range(first, last + 1)
         for slot in slots:
             self.forget(segment, slot)
-        return segment, slots
+        return slots
 
     def _end_spare(self, segment: Segment, slot: int) -> None:
         if slot in segment.spare:
             segment.spare.remove(slot)
             self.num_spare -= 1
 
-    def add_blocks(self, segment: Segment, slot: int, keys: Sequence[bytes], checksums: Sequence[bytes]) -> None:
-        """Blocks have been written to the slots from `slot` on, behind the used ones or in place of spare ones."""
-        end = slot + len(keys)
-        segment.keys[slot * KEY_BYTES : end * KEY_BYTES] = b"".join(keys)
-        segment.checksums[slot * CHECKSUM_BYTES : end * CHECKSUM_BYTES] = b"".join(checksums)
+    def claim(self, segment: Segment, slot: int, keys: Sequence[bytes]) -> None:
+        """This process begins to write blocks to the slots from `slot` on, behind the used ones or in place of spare
+        ones. They count as used, and as no blocks."""
+        self._put(segment, slot, keys, [NO_CHECKSUM] * len(keys))
         for i, key in enumerate(keys):
-            self.places[key] = segment.place(slot + i)
-        segment.live += len(keys)
-        added = max(0, segment.layout.size_bytes(segment.used) - segment.size_bytes)
-        segment.size_bytes += added
-        self.size_bytes += added
+            self.claims[key] = segment.place(slot + i)
+
+    def complete(self, segment: Segment, slot: int, keys: Sequence[bytes], checksums: Sequence[bytes]) -> None:
+        """The blocks of a claim have been written."""
+        self._put(segment, slot, keys, checksums)
+        for i, key in enumerate(keys):
+            self._add(segment, slot + i, key)
         self.touch(segment.number)
         if segment is self.active and not segment.free:
             self.active = None
+
+    def void(self, segment: Segment, slot: int, keys: Sequence[bytes]) -> None:
+        """The blocks of a claim were not written: its slots hold nothing."""
+        for i, key in enumerate(keys):
+            if self.claims.get(key) == segment.place(slot + i):
+                del self.claims[key]
+        self._put(segment, slot, [bytes(KEY_BYTES)] * len(keys), [NO_CHECKSUM] * len(keys))
+        if slot + len(keys) == segment.used:
+            del segment.keys[slot * KEY_BYTES :], segment.checksums[slot * CHECKSUM_BYTES :]
+        self._resize(segment)
+
+    def _put(self, segment: Segment, slot: int, keys: Sequence[bytes], checksums: Sequence[bytes]) -> None:
+        end = slot + len(keys)
+        if segment.used < slot:  # Another process has erased the last blocks.
+            segment.keys.extend(bytes(slot * KEY_BYTES - len(segment.keys)))
+            segment.checksums.extend(bytes(slot * CHECKSUM_BYTES - len(segment.checksums)))
+        segment.keys[slot * KEY_BYTES : end * KEY_BYTES] = b"".join(keys)
+        segment.checksums[slot * CHECKSUM_BYTES : end * CHECKSUM_BYTES] = b"".join(checksums)
+        self._resize(segment)
+
+    def _add(self, segment: Segment, slot: int, key: bytes) -> None:
+        """The slot holds the block. Where another one holds it too, that one was bad, or its writer died."""
+        if (earlier := self.places.get(key)) is not None:
+            self.forget(self.segments[number_of(earlier)], slot_of(earlier))
+        self.claims.pop(key, None)
+        self.places[key] = segment.place(slot)
+        segment.live += 1
+
+    def _resize(self, segment: Segment) -> None:
+        size_bytes = max(segment.file_bytes, segment.layout.size_bytes(segment.used))
+        self.size_bytes += size_bytes - segment.size_bytes
+        segment.size_bytes = size_bytes
 
     def forget(self, segment: Segment, slot: int) -> bool:
         """Take a block out. False: it is not there, or stored elsewhere by now."""
@@ -170,47 +233,74 @@ class SegmentIndex:
         self._end_spare(segment, slot)
         return True
 
+    def forget_if(self, segment: Segment, slot: int, key: bytes, checksum: bytes) -> bool:
+        """As `forget`, unless the slot holds something else by now."""
+        if segment.key(slot) != key or segment.checksum(slot) != checksum:
+            return False
+        return self.forget(segment, slot)
+
     # -- segments ---------------------------------------------------------------------------------------------------
 
     def begin(self, segment: Segment) -> None:
         """A new, empty segment becomes the active one."""
-        self.next_number += 1
+        self.next_number = max(self.next_number, segment.number + 1)
         self.segments[segment.number] = segment
         self.size_bytes += segment.size_bytes
         self.touch(segment.number)
         self.active = segment
 
-    def recover(self, segment: Segment, table: Table, file_bytes: int) -> None:
-        """Take in a segment that was there before the start. In the order of their numbers. file_bytes: what the file
-        takes on the disk."""
-        segment.keys, segment.checksums = bytearray(table.keys), bytearray(table.checksums)
-        segment.size_bytes = max(segment.layout.size_bytes(segment.used), file_bytes)
-        segment.live = len(table.slots)
+    def recover(self, segment: Segment, table: Table, file_bytes: int, used_ns: int) -> None:
+        """Take in a segment that this process did not begin. At the start in the order of their numbers. file_bytes:
+        what the file takes on the disk; used_ns: the time on it."""
         self.segments[segment.number] = segment
+        self.next_number = max(self.next_number, segment.number + 1)
         self.size_bytes += segment.size_bytes
-        keys = [table.keys[at : at + KEY_BYTES] for at in range(0, len(table.keys), KEY_BYTES)]
-        for slot in table.slots:
-            # The same key again: stored anew after its block had gone bad, so the later one counts.
-            if (earlier := self.places.get(keys[slot])) is not None:
-                self.segments[number_of(earlier)].live -= 1
-            self.places[keys[slot]] = segment.place(slot)
+        segment.used_ns = segment.shared_ns = min(used_ns, self._wall_ns())
+        self.sync(segment, table, file_bytes)
+
+    def sync(self, segment: Segment, table: Table, file_bytes: int) -> None:
+        """Another process may have changed the segment, and its table is this one now."""
+        changed = set(table.changed(segment.keys, segment.checksums))
+        for slot in changed:
+            if slot < segment.used:
+                self.forget(segment, slot)
+                if self.claims.get(key := segment.key(slot)) == segment.place(slot):
+                    del self.claims[key]
+        segment.keys, segment.checksums = bytearray(table.keys), bytearray(table.checksums)
+        segment.file_bytes = file_bytes
+        self._resize(segment)
+        for slot in changed.intersection(table.slots):
+            self._add(segment, slot, segment.key(slot))
+        for slot in changed.intersection(table.claims):
+            key = segment.key(slot)
+            if key not in self.places:
+                self.claims[key] = segment.place(slot)
 
     def touch(self, number: int) -> None:
         """The segment becomes the most recently used."""
         self.tick += 1
-        self.segments[number].last_used = self.tick
-        self.segments.move_to_end(number)
+        segment = self.segments[number]
+        segment.last_used = self.tick
+        self._last_ns = segment.used_ns = max(self._wall_ns(), self._last_ns + 1)
 
-    def oldest(self) -> Segment | None:
-        """The least recently used one that can be evicted."""
-        return next((segment for segment in self.segments.values() if segment is not self.active), None)
+    def oldest(self, but: Collection[int] = ()) -> Segment | None:
+        """The least recently used one that this process does not write to. but: numbers of segments to pass over."""
+        evictable = (
+            segment for segment in self.segments.values() if segment is not self.active and segment.number not in but
+        )
+        return min(evictable, key=lambda segment: segment.used_ns, default=None)
+
+    def unshared(self) -> list[Segment]:
+        """Segments of which other processes do not see the last use on the file."""
+        return [segment for segment in self.segments.values() if segment.used_ns > segment.shared_ns]
 
     def drop(self, segment: Segment) -> int | None:
         """Forget a segment and its blocks. Returns the file to close, unless a read still uses it."""
         for slot in range(segment.used):
             key = segment.key(slot)
-            if self.places.get(key) == segment.place(slot):
-                del self.places[key]
+            for where in (self.places, self.claims):
+                if where.get(key) == segment.place(slot):
+                    del where[key]
         segment.live = 0
         self.num_spare -= len(segment.spare)
         segment.spare.clear()
@@ -229,6 +319,7 @@ class SegmentIndex:
         fds = [segment.fd for segment in self._open_files.values() if segment.fd is not None]
         self._open_files.clear()
         self.places.clear()
+        self.claims.clear()
         self.segments.clear()
         self.active = None
         self.num_spare = 0
@@ -273,10 +364,15 @@ class SegmentIndex:
         assert self.size_bytes == sum(s.size_bytes for s in self.segments.values())
         assert len(self.places) == sum(s.live for s in self.segments.values())
         assert self.num_spare == sum(len(s.spare) for s in self.segments.values())
+        assert not self.claims.keys() & self.places.keys()
+        for key, place in self.claims.items():
+            segment = self.segments[number_of(place)]
+            assert segment.key(slot_of(place)) == key and segment.checksum(slot_of(place)) == NO_CHECKSUM
         for number, segment in self.segments.items():
             assert number == segment.number < self.next_number
             assert segment.pins == 0
             assert segment.used <= segment.layout.num_slots
+            assert segment.size_bytes == max(segment.file_bytes, segment.layout.size_bytes(segment.used))
             assert len(segment.checksums) == segment.used * CHECKSUM_BYTES
             slots = range(segment.used)
             live = [slot for slot in slots if self.places.get(segment.key(slot)) == segment.place(slot)]

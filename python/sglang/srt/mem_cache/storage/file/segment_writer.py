@@ -1,0 +1,475 @@
+"""`SegmentWriter`: stores blocks: claims them, writes them, and makes room for them.
+
+Owns the segment that this process appends to, the limit, and the pause after a failed write. One call at a time.
+
+    missing --folder's lock--> claimed in the table --no lock--> payloads, then entries written: stored
+                 |                                       |
+                 | stored or being written by another    +--failed--> entry zeroed
+                 +--> left out
+
+Processes take turns only to claim: look what is missing, make room, choose slots, write down whose they are. A claim
+counts while its writer holds the lock of the segment's file, that is, until it ends, however that happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sglang.srt.mem_cache.storage.file.folder import Leftovers, allocated_bytes
+from sglang.srt.mem_cache.storage.file.index_sync import IndexSync
+from sglang.srt.mem_cache.storage.file.recovery import segment_numbers, segment_path
+from sglang.srt.mem_cache.storage.file.segment_index import Segment, number_of
+from sglang.srt.mem_cache.storage.file.store_log import FULL
+
+# Without a limit, the store stops growing when less than this share of the file system is free.
+FREE_SHARE = 0.1
+# After a failed write none is tried for so long, so that a full disk costs a failed call per pause, not per request.
+WRITE_PAUSE_S = 10.0
+# Unfinished segments of processes that have ended are tried to be filled up, so many at a time.
+_MAX_ADOPTIONS = 8
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """Slots that this process fills. fd: the segment, open and locked."""
+
+    segment: Segment
+    fd: int
+    slot: int
+    # Of the blocks among those of the call.
+    positions: list[int]
+    keys: list[bytes]
+    # In place of other blocks, else behind the last one.
+    overwrites: bool
+
+
+class SegmentWriter:
+    """root: of all namespaces. limit_bytes: of all segments and leftovers; 0 for none but FREE_SHARE."""
+
+    def __init__(
+        self, root: Path, sync: IndexSync, limit_bytes: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._root = root
+        self._sync = sync
+        self._limit_bytes = limit_bytes
+        self._clock = clock
+        # The file of the index's active segment, open and locked.
+        self._held: tuple[Segment, int] | None = None
+        # Looked up by the first write that needs room: by then the other ranks of this server hold their folders.
+        self._leftovers: Leftovers | None = None
+        # Whether a segment had to go for the limit.
+        self._is_full = False
+        self._no_write_before = -float("inf")
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another segment is within the limit; True without a limit. Once a segment had to go for a new one
+        there is none, until others are lost."""
+        layout = self._sync.files.layout
+        segment_bytes = layout.size_bytes(layout.num_slots)
+        # Another process may have deleted all, so that much is free.
+        num_free = 2 if self._is_full else 1
+        return not self._limit_bytes or self.fits(num_free * segment_bytes)
+
+    @property
+    def leftover_bytes(self) -> int:
+        return self._leftovers.size_bytes if self._leftovers is not None else 0
+
+    def fits(self, need_bytes: int) -> bool:
+        return self._sync.index.size_bytes + self.leftover_bytes + need_bytes <= self._limit_bytes
+
+    def close(self) -> None:
+        """Others may go on with the active segment."""
+        if self._held is not None:
+            os.close(self._held[1])
+            self._held = self._sync.index.active = None
+
+    # -- storing --------------------------------------------------------------------------------------------------
+
+    def store(self, keys: Sequence[bytes], pages: np.ndarray, missing: list[int], before: int) -> None:
+        """Write the blocks at positions `missing`, as far as there is room and no other process stores them.
+
+        before: the tick at which the call started; nothing that this process has used since is evicted for it.
+        """
+        if not missing or not self._sync.folder.writable or self._clock() < self._no_write_before:
+            return
+        try:
+            self._store(keys, pages, missing, before)
+        except OSError as error:
+            self.pause()
+            self._sync.log.write_failed(error)
+
+    def pause(self) -> None:
+        self._no_write_before = self._clock() + WRITE_PAUSE_S
+
+    def _store(self, keys: Sequence[bytes], pages: np.ndarray, missing: list[int], before: int) -> None:
+        """Raises OSError."""
+        index = self._sync.index
+        has_made_room = False
+        while missing:
+            self._sync.make_ready()
+            try:
+                claim = self._claim(keys, missing, before)
+                if claim is None:
+                    return
+                self._fill(claim, pages[claim.positions])
+            except OSError as error:
+                # Others fill the disk too: what is oldest here makes room for what is new, once.
+                if error.errno not in FULL or has_made_room or not self._make_room_on_disk(before):
+                    raise
+                has_made_room = True
+                continue
+            has_made_room = False
+            last = claim.positions[-1]
+            missing = [i for i in missing if i > last and keys[i] not in index]
+
+    def _claim(self, keys: Sequence[bytes], missing: list[int], before: int) -> _Claim | None:
+        """Claim as many of the missing blocks as one write takes; None: none are left, or there is no room. Raises
+        OSError."""
+        if not self.lock_folder():
+            return None
+        sync = self._sync
+        try:
+            sync.refresh_locked()
+            live: set[int] = set()
+            missing = [i for i in missing if keys[i] not in sync.index and not self._is_being_stored(keys[i], live)]
+            if not missing:
+                return None
+            found = self._find_slots(len(missing), before)
+            if found is None:
+                return None
+            segment, fd, slots, overwrites = found
+            positions = missing[: len(slots)]
+            claim = _Claim(segment, fd, slots.start, positions, [keys[i] for i in positions], overwrites)
+            try:
+                with sync.table_lock:
+                    sync.files.claim(fd, segment.layout, claim.slot, claim.keys)
+                    with sync.lock:
+                        sync.index.claim(segment, claim.slot, claim.keys)
+                sync.ring_erased(segment.number)
+            except OSError:
+                self._void(claim)
+                raise
+            return claim
+        finally:
+            self.unlock_folder()
+
+    def _fill(self, claim: _Claim, pages: np.ndarray) -> None:
+        """Write the blocks of a claim. Raises OSError; they are not stored then."""
+        sync, segment = self._sync, claim.segment
+        try:
+            checksums = sync.files.write_payloads(
+                segment.path, claim.fd, segment.layout, claim.slot, claim.keys, pages
+            )
+            with sync.table_lock:
+                sync.files.complete(claim.fd, segment.layout, claim.slot, claim.keys, checksums)
+                with sync.lock:
+                    # Unless the file was found to be gone, and the blocks with it.
+                    if sync.index.segments.get(segment.number) is segment:
+                        sync.index.complete(segment, claim.slot, claim.keys, checksums)
+                        sync.log.count("written_blocks", len(claim.keys))
+                with contextlib.suppress(OSError):
+                    sync.ring_stored(segment.number)
+        except OSError:
+            self._void(claim)
+            raise
+        if claim.overwrites:
+            os.close(claim.fd)
+        elif not segment.free:
+            self.close()
+
+    def _void(self, claim: _Claim) -> None:
+        sync, segment = self._sync, claim.segment
+        with sync.table_lock:
+            are_last = not claim.overwrites and claim.slot + len(claim.keys) >= segment.used
+            sync.files.void(claim.fd, segment.layout, claim.slot, len(claim.keys), are_last)
+            with sync.lock:
+                if sync.index.segments.get(segment.number) is segment:
+                    sync.index.void(segment, claim.slot, claim.keys)
+            with contextlib.suppress(OSError):
+                sync.ring_stored(segment.number)
+        if claim.overwrites:
+            os.close(claim.fd)
+
+    def lock_folder(self) -> bool:
+        """False: another process hangs, and nothing is written for a while. Raises OSError."""
+        changes = self._sync.changes
+        if not changes.lock():
+            if changes.is_there():
+                self.pause()
+                self._sync.log.lock_timed_out()
+            return False
+        try:
+            changes.set_holder(True)
+        except OSError:
+            changes.unlock()
+            raise
+        return True
+
+    def unlock_folder(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sync.changes.set_holder(False)
+        self._sync.changes.unlock()
+
+    # -- where blocks go, with the folder's lock ---------------------------------------------------------------------
+
+    def _is_being_stored(self, key: bytes, live: set[int]) -> bool:
+        """Whether another process is storing the block, or has stored it by now. live: numbers of segments that were
+        found to be written to by others. Raises OSError."""
+        sync = self._sync
+        place = sync.index.claims.get(key)
+        segment = sync.index.segments.get(number_of(place)) if place is not None else None
+        if segment is not None and segment.number not in live:
+            sync.reread(segment)
+            if key not in sync.index.claims:
+                return key in sync.index
+            if self._held is not None and segment is self._held[0]:
+                return False  # A claim of this process that could not be taken back.
+            fd = self._open_locked(segment)
+            if fd is None:
+                if sync.index.segments.get(segment.number) is segment:
+                    live.add(segment.number)
+            else:
+                try:
+                    self._void_dead_claims(segment, fd)
+                finally:
+                    os.close(fd)
+        return key in sync.index.claims or key in sync.index
+
+    def _open_locked(self, segment: Segment) -> int | None:
+        """The segment's file; None: another process writes to it, or it is gone. Raises OSError."""
+        try:
+            fd = self._sync.files.open_locked(segment.path)
+            if fd is not None and os.fstat(fd).st_ino != segment.inode:
+                os.close(fd)
+                raise FileNotFoundError
+        except FileNotFoundError:
+            self._sync.drop(segment)
+            return None
+        return fd
+
+    def _void_dead_claims(self, segment: Segment, fd: int) -> None:
+        """fd: locked, so that no process writes to the segment. Raises OSError."""
+        sync = self._sync
+        with sync.table_lock:
+            table = sync.files.void_dead_claims(fd, segment.layout)
+            with sync.lock:
+                if sync.index.segments.get(segment.number) is segment:
+                    sync.index.sync(segment, table, allocated_bytes(os.fstat(fd)))
+        sync.ring_erased(segment.number)
+
+    def _find_slots(self, num_missing: int, before: int) -> tuple[Segment, int, range, bool] | None:
+        """A segment, its file, locked, free slots for some of the blocks, and whether these hold spare blocks. None:
+        there is no room. Raises OSError."""
+        sync = self._sync
+        files, layout = sync.files, sync.files.layout
+        if self._leftovers is None:
+            self._leftovers = Leftovers(self._root, sync.folder.path)
+        held = self._usable_held() or self._adopt()
+        free = held[0].free if held is not None else layout.num_slots
+        num_blocks = min(num_missing, free, files.batch_blocks)
+        need = num_blocks * layout.slot_bytes + (0 if held is not None else layout.data_offset)
+        if not self.leftover_bytes and not self.fits(need) and (spare := self._take_spare(num_blocks)) is not None:
+            return *spare, True
+        if not self._make_room(need, before):
+            if not self._limit_bytes:
+                raise OSError(errno.ENOSPC, f"less than {FREE_SHARE:.0%} of the file system is free")
+            return None
+        segment, fd = held or self._begin_segment()
+        return segment, fd, range(segment.used, segment.used + num_blocks), False
+
+    def _usable_held(self) -> tuple[Segment, int] | None:
+        """The active segment, if it has free slots and its file is still there."""
+        index = self._sync.index
+        if self._held is None:
+            return None
+        segment, fd = self._held
+        if segment is index.active:
+            is_there = False
+            with contextlib.suppress(OSError):
+                is_there = os.path.samestat(os.stat(segment.path, follow_symlinks=False), os.fstat(fd))
+            if is_there and segment.free:
+                return self._held
+            if not is_there:
+                self._sync.drop(segment)
+        self.close()
+        return None
+
+    def _adopt(self) -> tuple[Segment, int] | None:
+        """An unfinished segment that no process writes to becomes the active one. Raises OSError."""
+        sync = self._sync
+        page_size = sync.files.layout.page_size
+        unfinished = [s for s in sync.index.segments.values() if s.free and s.layout.page_size == page_size]
+        for segment in sorted(unfinished, key=lambda s: -s.number)[:_MAX_ADOPTIONS]:
+            fd = self._open_locked(segment)
+            if fd is None:
+                continue
+            try:
+                self._void_dead_claims(segment, fd)
+            except OSError:
+                os.close(fd)
+                raise
+            if segment.free:
+                sync.index.active, self._held = segment, (segment, fd)
+                return self._held
+            os.close(fd)
+        return None
+
+    def _begin_segment(self) -> tuple[Segment, int]:
+        """A new active segment, empty. Raises OSError."""
+        sync = self._sync
+        numbers = segment_numbers(sync.folder.path)
+        number = max(sync.index.next_number, numbers[-1] + 1 if numbers else 1)
+        path = segment_path(sync.folder.path, number)
+        fd = sync.files.create(path)
+        segment = Segment(number, path, sync.files.layout, os.fstat(fd).st_ino)
+        with sync.lock:
+            sync.index.begin(segment)
+        self._held = segment, fd
+        sync.ring_folder()
+        return self._held
+
+    def _take_spare(self, most: int) -> tuple[Segment, int, range] | None:
+        """Slots whose blocks are given up, `most` at most. Raises OSError."""
+        sync = self._sync
+        written_by_others: set[int] = set()
+        while True:
+            with sync.lock:
+                segment = sync.index.most_spare(sync.files.layout.page_size, written_by_others)
+            if segment is None:
+                return None
+            if self._held is not None and segment is self._held[0]:
+                fd: int | None = os.dup(self._held[1])
+            else:
+                fd = self._open_locked(segment)
+            if fd is not None:
+                break
+            written_by_others.add(segment.number)
+        with sync.lock:
+            slots = sync.index.take_spare(segment, most)
+        sync.log.count("evicted_blocks", len(slots))
+        return segment, fd, slots
+
+    # -- room -----------------------------------------------------------------------------------------------------
+
+    def shrink(self) -> None:
+        """To the limit, which may have been larger. Raises OSError."""
+        if self._limit_bytes and not self.fits(0) and self.lock_folder():
+            try:
+                self._sync.refresh_locked()
+                self._make_room(0, self._sync.index.tick)
+            finally:
+                self.unlock_folder()
+
+    def _make_room(self, need_bytes: int, before: int) -> bool:
+        """Evict until need_bytes more are within the limit; False: that is not possible."""
+        if self._limit_bytes:
+            # Asked anew each time: leftovers may have gone without this store's doing.
+            while not self.fits(need_bytes):
+                if not self._evict_oldest(before):
+                    return self.fits(need_bytes)
+            return True
+        disk = os.statvfs(self._sync.folder.path)
+        reserve = int(disk.f_blocks * disk.f_frsize * FREE_SHARE)
+        # Where others fill the disk, the store stops growing, but gives nothing up.
+        over = min(need_bytes, reserve + need_bytes - disk.f_bavail * disk.f_frsize)
+        while over > 0:
+            freed = self._evict_oldest(before)
+            if not freed:
+                return False
+            over -= freed
+        return True
+
+    def _make_room_on_disk(self, before: int) -> bool:
+        if not self.lock_folder():
+            return False
+        try:
+            self._sync.refresh_locked()
+            return self._evict_oldest(before) > 0
+        finally:
+            self.unlock_folder()
+
+    def _evict_oldest(self, before: int) -> int:
+        """Delete what no process has used for longest, other namespaces' leftovers first. Returns the bytes that this
+        frees; 0: this process has used all after tick `before`, or others write to it."""
+        if self._leftovers is not None and (freed := self._leftovers.evict_oldest()):
+            return freed
+        sync = self._sync
+        written_by_others: set[int] = set()
+        while True:
+            with sync.lock:
+                victim = sync.index.oldest(written_by_others)
+            if victim is None or victim.last_used > before:
+                return 0
+            if self._used_later(victim):
+                continue
+            if sync.files.is_written_by_another(victim.path):
+                written_by_others.add(victim.number)
+                continue
+            sync.log.count("evicted_blocks", victim.live)
+            self._is_full = True
+            self.delete([victim])
+            return victim.size_bytes
+
+    @staticmethod
+    def _used_later(segment: Segment) -> bool:
+        """Whether another process has used the segment since this one last looked, which then counts."""
+        try:
+            used_ns = min(os.stat(segment.path, follow_symlinks=False).st_mtime_ns, time.time_ns())
+        except OSError:
+            return False
+        if used_ns <= segment.used_ns:
+            return False
+        segment.used_ns = segment.shared_ns = used_ns
+        return True
+
+    def delete(self, segments: list[Segment]) -> None:
+        """With the folder's lock: forget segments, and delete their files."""
+        for segment in segments:
+            self._sync.drop(segment)
+            self.unlink(segment.path)
+        with contextlib.suppress(OSError):
+            self._sync.ring_folder()
+
+    def unlink(self, path: str) -> None:
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self.pause()
+            self._sync.log.write_failed(error)
+
+    def clear(self) -> None:
+        """Delete every segment, those too to which others write: they find that out at their next write. Without the
+        lock, where another process hangs: it finds its files gone."""
+        self.close()
+        sync = self._sync
+        is_locked = self.lock_folder() if sync.folder.writable else False
+        try:
+            sync.refresh()
+            self.delete(list(sync.index.segments.values()))
+        finally:
+            if is_locked:
+                self.unlock_folder()
+        self._is_full = False
+
+    def delete_unusable(self, paths: list[str]) -> None:
+        """At the start: files that are no segments, unless another process has just begun one of them. Raises
+        OSError."""
+        if not paths or not self.lock_folder():
+            return
+        try:
+            for path in paths:
+                if not self._sync.files.is_written_by_another(path):
+                    self.unlink(path)
+        finally:
+            self.unlock_folder()
