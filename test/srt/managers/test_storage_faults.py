@@ -38,8 +38,8 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.dynamic.dynamic_store import PluginStore
 from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
-from sglang.srt.mem_cache.storage.file.segment_writer import WRITE_PAUSE_S
 from sglang.srt.mem_cache.storage.file.segment import ALIGNMENT, ENTRY_BYTES
+from sglang.srt.mem_cache.storage.file.segment_writer import WRITE_PAUSE_S
 from sglang.srt.mem_cache.storage.registry import StoreParams
 from sglang.srt.mem_cache.transfer import PROBE, StorageAction, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams

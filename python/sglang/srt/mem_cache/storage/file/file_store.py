@@ -99,8 +99,8 @@ class HiCacheFile:
                 logger.warning("%s cannot be written: KV is read from it, and none is stored", self._folder.path)
             if self._folder.writable and not self._folder.has_locks:
                 logger.warning(
-                    "the file system of %s has no file locks (flock): no other process may write to this folder; give "
-                    "each server a folder of its own with path in %s",
+                    "the file system of %s has no file locks (flock): no other process may write to this folder; "
+                    "give each server a folder of its own with path in %s",
                     self._folder.path,
                     CONFIG_FLAG,
                 )
@@ -267,7 +267,14 @@ class HiCacheFile:
         verified, bad, failure = self._files.read(fd, segment.layout, first_slot, pages, expected)
         damaged = []
         for i in bad:
-            if failure is None and self._files.is_replaced(fd, segment.layout, first_slot + i, *expected[i]):
+            again = slice(i, i + 1)
+            if (
+                failure is None
+                and self._files.read(fd, segment.layout, first_slot + i, pages[again], expected[again])[0]
+            ):
+                # The same block was overwritten meanwhile, and has been stored there again.
+                verified[i] = True
+            elif failure is None and self._files.is_replaced(fd, segment.layout, first_slot + i, *expected[i]):
                 with self._lock:
                     self._index.forget_if(segment, first_slot + i, *expected[i])
             else:
