@@ -208,7 +208,6 @@ class HiCacheFile:
     def check_invariants(self) -> None:
         """Asserts; for tests, with no call under way."""
         self._index.check_invariants()
-        assert not self.limit_bytes or self._index.size_bytes <= self.limit_bytes
 
     # -- start ------------------------------------------------------------------------------------------------------
 

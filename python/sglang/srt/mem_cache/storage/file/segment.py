@@ -41,8 +41,8 @@ KEY_BYTES = 16
 CHECKSUM_BYTES = 16
 ENTRY_BYTES = 64
 MAX_SLOTS = 1 << 20
-# Of a claimed entry, in memory.
-NO_CHECKSUM = bytes(CHECKSUM_BYTES)
+# In place of the checksum: of an entry that holds no block, and of a claimed one.
+NO_CHECKSUM, CLAIMED = bytes(CHECKSUM_BYTES), b"\xff" * CHECKSUM_BYTES
 
 _SEGMENT_MAGIC = b"HiCacheS"
 _ENTRY_MAGIC = b"HiCB"
@@ -180,7 +180,7 @@ class SegmentLayout:
 
     def claim(self, slot: int, key: bytes) -> bytes:
         """The table's row for a block that is being written."""
-        return self._row(_CLAIM_MAGIC, slot, key, NO_CHECKSUM)
+        return self._row(_CLAIM_MAGIC, slot, key, CLAIMED)
 
     def _row(self, magic: bytes, slot: int, key: bytes, checksum: bytes) -> bytes:
         packed = _ENTRY.pack(magic, VERSION, self.payload_bytes, self.namespace[:8], key, checksum)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from sglang.srt.mem_cache.storage.file.segment import (
     CHECKSUM_BYTES,
+    CLAIMED,
     KEY_BYTES,
     MAX_SLOTS,
     NO_CHECKSUM,
@@ -37,7 +38,7 @@ def slot_of(place: int) -> int:
 
 class Segment:
     """A file of blocks, and what is known of it. keys, checksums: of its used slots, one after the other; zeros where
-    a slot holds no block, and no checksum where it is claimed."""
+    a slot holds no block, and `CLAIMED` for the checksum where it is claimed."""
 
     __slots__ = (
         *("number", "path", "inode", "layout", "keys", "checksums", "live", "spare", "file_bytes", "size_bytes"),
@@ -178,7 +179,7 @@ class SegmentIndex:
     def claim(self, segment: Segment, slot: int, keys: Sequence[bytes]) -> None:
         """This process begins to write blocks to the slots from `slot` on, behind the used ones or in place of spare
         ones. They count as used, and as no blocks."""
-        self._put(segment, slot, keys, [NO_CHECKSUM] * len(keys))
+        self._put(segment, slot, keys, [CLAIMED] * len(keys))
         for i, key in enumerate(keys):
             self.claims[key] = segment.place(slot + i)
 
@@ -367,7 +368,7 @@ class SegmentIndex:
         assert not self.claims.keys() & self.places.keys()
         for key, place in self.claims.items():
             segment = self.segments[number_of(place)]
-            assert segment.key(slot_of(place)) == key and segment.checksum(slot_of(place)) == NO_CHECKSUM
+            assert segment.key(slot_of(place)) == key and segment.checksum(slot_of(place)) == CLAIMED
         for number, segment in self.segments.items():
             assert number == segment.number < self.next_number
             assert segment.pins == 0
