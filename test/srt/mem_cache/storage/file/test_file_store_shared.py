@@ -168,14 +168,16 @@ def test_what_could_not_be_written_is_stored_by_others(start):
     assert b.set(0, 1) == b.get(0, 1) == 2
 
 
-def test_what_was_completed_by_a_process_that_told_no_other_is_found_before_a_write(start):
-    """It was killed before it could ring."""
+@pytest.mark.parametrize("dies", [True, False])
+def test_what_was_completed_by_a_process_that_told_no_other_is_found_before_a_write(start, dies: bool):
+    """It was killed before it could ring, or its number was overwritten."""
     a, b = start(), start()
     a.during_write(lambda: b.set(9))  # b sees the claim
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(a.store._sync.changes, "ring_stored", lambda number: [])
         a.set(0)
-    a.die()
+    if dies:
+        a.die()
     assert b.exists(0) == 0
     assert b.set(0) == b.get(0) == 1 and b.stat("written_blocks") == 1, "only the other one"
 
@@ -432,6 +434,15 @@ def test_what_is_deleted_at_run_time_is_made_anew(start, tmp_path: Path, caplog,
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def test_nothing_is_written_to_a_file_without_a_name(start, tmp_path: Path):
+    a = start()
+    a.set(0)
+    next(folder_of(tmp_path / "root").glob("*.kv")).unlink()
+    assert a.set(1, 2) == 2 and a.no_errors()
+    b = start()
+    assert b.get(1, 2) == 2 and b.exists(0) == 0 and a.set(0) == b.get(0) == 1
+
+
 def test_cleaners_of_temporary_folders_see_a_lock(start, tmp_path: Path):
     start()
     for folder in (tmp_path / "root", folder_of(tmp_path / "root")):
@@ -506,3 +517,16 @@ def test_layouts_with_a_part_per_page_share_only_with_the_same_page_size():
     ]
     assert digests[0] == digests[1] and len(set(digests)) == 3
     assert namespace_digest(b"m", 64, whole) != namespace_digest(b"m", 64, replace(whole, num_layers=3))
+
+
+def test_nothing_is_read_again_while_nothing_changes(start, monkeypatch):
+    a, b = start(), start()
+    a.set(*range(20))
+    assert b.exists(*range(20)) == 20
+    read = []
+    monkeypatch.setattr(b.store._sync, "_reread", lambda segment: read.append(segment.number))
+    for _ in range(3):
+        assert b.exists(*range(20)) == b.set(*range(20)) == b.get(*range(20)) == 20
+    assert b.set(20) == 1 and not read, "what it writes itself it knows"
+    assert a.set(21) == 1
+    assert b.exists(20, 21) == 1 and read == [a.store._index.active.number]

@@ -138,7 +138,6 @@ class SegmentWriter:
             return None
         sync = self._sync
         try:
-            sync.refresh_locked()
             live: set[int] = set()
             missing = [i for i in missing if keys[i] not in sync.index and not self._is_being_stored(keys[i], live)]
             if not missing:
@@ -200,7 +199,8 @@ class SegmentWriter:
             os.close(claim.fd)
 
     def lock_folder(self) -> bool:
-        """False: another process hangs, and nothing is written for a while. Raises OSError."""
+        """Take the folder's lock, and take in what others have changed. False: another process hangs, and nothing is
+        written for a while. Raises OSError."""
         changes = self._sync.changes
         if not changes.lock():
             if changes.is_there():
@@ -208,8 +208,9 @@ class SegmentWriter:
                 self._sync.log.lock_timed_out()
             return False
         try:
+            self._sync.refresh_locked()
             changes.set_holder(True)
-        except OSError:
+        except BaseException:
             changes.unlock()
             raise
         return True
@@ -364,7 +365,6 @@ class SegmentWriter:
         """To the limit, which may have been larger. Raises OSError."""
         if self._limit_bytes and not self.fits(0) and self.lock_folder():
             try:
-                self._sync.refresh_locked()
                 self._make_room(0, self._sync.index.tick)
             finally:
                 self.unlock_folder()
@@ -392,7 +392,6 @@ class SegmentWriter:
         if not self.lock_folder():
             return False
         try:
-            self._sync.refresh_locked()
             return self._evict_oldest(before) > 0
         finally:
             self.unlock_folder()
