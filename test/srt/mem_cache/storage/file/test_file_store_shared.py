@@ -399,33 +399,43 @@ def test_an_earlier_format_is_refused_by_name(start, tmp_path: Path, caplog):
     store.close()
 
 
-@pytest.mark.parametrize("what", ["the root", "the folder", "changes", "lock", "namespace", "segments"])
-def test_what_is_deleted_at_run_time_is_made_anew(start, tmp_path: Path, caplog, what: str):
+@pytest.mark.parametrize(
+    ("what", "how"),
+    [
+        *((what, "deleted") for what in ("the root", "the folder", "changes", "lock", "namespace", "segments")),
+        *((what, "moved away") for what in ("the root", "the folder", "changes")),
+    ],
+)
+def test_what_is_deleted_at_run_time_is_made_anew(start, tmp_path: Path, caplog, what: str, how: str):
     root = tmp_path / "root"
     secret = storage_secret(root)
     a, b = start(), start()
     a.set(0, 1, 2)
     b.set(3, 4)
     folder = folder_of(root)
-    if what == "segments":
-        for path in folder.glob("*.kv"):
-            path.unlink()
-    else:
-        path = {"the root": root, "the folder": folder}.get(what, folder / what)
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    paths = [{"the root": root, "the folder": folder}.get(what, folder / what)]
+    for path in folder.glob("*.kv") if what == "segments" else paths:
+        if how == "moved away":
+            path.rename(tmp_path / "elsewhere")
+        else:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     is_lost = what in ("the root", "the folder", "segments")
-    if what != "segments":
+    if how == "moved away":  # A write finds that out.
+        assert a.set(10) == b.set(10) == 1
+    elif what != "segments":
         assert a.exists(0, 1, 2) == (0 if is_lost else 3)
     assert b.get(0, 1, 2) == (0 if is_lost else 3)
     assert b.set(0, 1) == 2 and a.set(0, 1, 2) == 3
     assert a.set(5) == b.set(6) == 1
     assert a.exists(0, 1, 2) == b.exists(0, 1, 2) == a.get(0, 1, 2) == b.get(0, 1, 2) == 3
     if is_lost:
-        assert a.stat("written_blocks") + b.stat("written_blocks") == 10, "each block once"
+        assert a.stat("written_blocks") + b.stat("written_blocks") == 10 + (how != "deleted"), "each block once"
     assert storage_secret(root) == secret
     assert {path.name for path in folder.iterdir()} >= {"lock", "changes"}
     assert a.no_errors() and b.no_errors()
-    assert len(caplog.records) == (2 if what in ("the root", "the folder") else 0), "a line per process"
+    # A line per process; the second finds the folder that the first has made.
+    num_lines = {"deleted": 2, "moved away": 1}[how] if what in ("the root", "the folder") else 0
+    assert len(caplog.records) == num_lines
     c = start()
     assert c.get(0, 1, 2) == 3
     c.store.close()

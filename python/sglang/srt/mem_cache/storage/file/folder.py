@@ -87,7 +87,7 @@ class NamespaceFolder:
         self._description = description
         # Of `lock`, and of the folders: cleaners of temporary folders leave alone what is locked.
         self._lock_fds: list[int] = []
-        self._inode: tuple[int, int] | None = None
+        self._is_locked = False
         try:
             try:
                 self._make()
@@ -114,15 +114,11 @@ class NamespaceFolder:
         for fd in self._lock_fds:
             os.close(fd)
         self._lock_fds.clear()
-        self._inode = None
+        self._is_locked = False
 
     def is_held(self) -> bool:
-        """Whether others see that the folder is in use."""
-        try:
-            stat = os.stat(self.path / "lock")
-        except OSError:
-            return False
-        return (stat.st_dev, stat.st_ino) == self._inode
+        """Whether others see that the folder is in use, as far as its file was not moved away."""
+        return self._is_locked and os.fstat(self._lock_fds[0]).st_nlink > 0
 
     def make_anew(self) -> None:
         """Make what is missing of the folder, and mark it as in use. Raises OSError."""
@@ -149,8 +145,7 @@ class NamespaceFolder:
             locked = try_flock(fd, shared=True)
             if locked is not False:
                 self.has_locks = locked is not None
-                stat = os.fstat(fd)
-                self._inode = (stat.st_dev, stat.st_ino)
+                self._is_locked = True
                 break
             time.sleep(wait_s)
         if self.writable:

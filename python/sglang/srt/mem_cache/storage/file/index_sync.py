@@ -108,20 +108,26 @@ class IndexSync:
         if page and self._seen.equals(page):
             return
         with self.table_lock:
-            self._refresh(is_locked=False)
+            self._refresh()
 
     def refresh_locked(self) -> None:
-        """As `refresh`, with the folder's lock: then nothing is missed."""
+        """As `refresh`, with the folder's lock: then nothing is missed. Raises OSError."""
         with self.table_lock:
-            self._refresh(is_locked=True)
+            if self.changes.is_holder_set():
+                self._seen.forget()
+            page = self.changes.read()
+            if not page or not self._seen.equals(page):
+                self._refresh()
 
-    def make_ready(self) -> None:
-        """Before a write: what is missing of the folder is made anew. Raises OSError."""
-        if not self.folder.is_held():
-            self.folder.make_anew()
-        if not self.changes.is_there():
-            with self.table_lock:
-                self._refresh(is_locked=False)
+    def make_anew(self) -> None:
+        """What is missing of the folder. Raises OSError."""
+        if not self.folder.path.is_dir():
+            self.log.folder_is_gone()
+        self.folder.make_anew()
+        with self.table_lock:
+            if not self.changes.is_there():
+                self._reopen()
+            self._refresh()
 
     def reread(self, segment: Segment) -> None:
         """Take in what others have changed in a segment."""
@@ -151,14 +157,11 @@ class IndexSync:
         if fd is not None:
             os.close(fd)
 
-    def _refresh(self, is_locked: bool) -> None:
+    def _refresh(self) -> None:
         page = self.changes.read() or self._reopen()
         if not page:
             return
         changes = self._seen.changes(page)
-        if is_locked and changes.is_holder_dead:
-            self._seen.forget()
-            changes = self._seen.changes(page)
         if changes.folder:
             self._list()
         for segment in list(self.index.segments.values()):

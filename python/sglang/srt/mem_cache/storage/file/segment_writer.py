@@ -115,7 +115,6 @@ class SegmentWriter:
         index = self._sync.index
         has_made_room = False
         while missing:
-            self._sync.make_ready()
             try:
                 claim = self._claim(keys, missing, before)
                 if claim is None:
@@ -202,11 +201,15 @@ class SegmentWriter:
         """Take the folder's lock, and take in what others have changed. False: another process hangs, and nothing is
         written for a while. Raises OSError."""
         changes = self._sync.changes
+        if not self._sync.folder.is_held():
+            self._sync.make_anew()
         if not changes.lock():
-            if changes.is_there():
+            if not changes.is_there():
+                self._sync.make_anew()
+            if not changes.lock(short=True):
                 self.pause()
                 self._sync.log.lock_timed_out()
-            return False
+                return False
         try:
             self._sync.refresh_locked()
             changes.set_holder(True)
@@ -288,19 +291,16 @@ class SegmentWriter:
         return segment, fd, range(segment.used, segment.used + num_blocks), False
 
     def _usable_held(self) -> tuple[Segment, int] | None:
-        """The active segment, if it has free slots and its file is still there."""
+        """The active segment, if it has free slots and its file was not deleted."""
         index = self._sync.index
         if self._held is None:
             return None
         segment, fd = self._held
         if segment is index.active:
-            is_there = False
-            with contextlib.suppress(OSError):
-                is_there = os.path.samestat(os.stat(segment.path, follow_symlinks=False), os.fstat(fd))
-            if is_there and segment.free:
-                return self._held
-            if not is_there:
+            if not os.fstat(fd).st_nlink:
                 self._sync.drop(segment)
+            elif segment.free:
+                return self._held
         self.close()
         return None
 

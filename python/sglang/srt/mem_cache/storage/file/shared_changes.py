@@ -82,7 +82,7 @@ class SharedChanges:
         self._fd = self._inode = None
 
     def is_there(self) -> bool:
-        """Whether the file that is open still has its name."""
+        """Whether the file that is open still has this path."""
         try:
             stat = os.stat(self.path)
         except OSError:
@@ -90,13 +90,20 @@ class SharedChanges:
         return (stat.st_dev, stat.st_ino) == self._inode
 
     def read(self) -> bytes:
-        """All numbers; empty where the file is gone."""
-        if self._fd is None or not self.is_there():
+        """All numbers but the holder; empty where the file was deleted. A file that was moved away is found by
+        `lock` alone: looking it up by its path takes longer than all else here."""
+        fd = self._fd
+        if fd is None:
             return b""
         try:
-            return os.pread(self._fd, SIZE_BYTES, 0)
+            return os.pread(fd, SIZE_BYTES - _WORD_BYTES, _WORD_BYTES) if os.fstat(fd).st_nlink else b""
         except OSError:
             return b""
+
+    def is_holder_set(self) -> bool:
+        """With the lock, before `set_holder`: whether the one who had it before was killed meanwhile."""
+        fd = self._fd
+        return fd is not None and any(os.pread(fd, _WORD_BYTES, 0))
 
     # -- ringing ------------------------------------------------------------------------------------------------
 
@@ -168,8 +175,7 @@ class Seen:
         self._page = bytearray()
 
     def equals(self, page: bytes) -> bool:
-        """But for the holder."""
-        return len(page) == len(self._page) and page[_WORD_BYTES:] == self._page[_WORD_BYTES:]
+        return self._page == page
 
     def take(self, page: bytes) -> None:
         self._page = bytearray(page)
@@ -177,36 +183,34 @@ class Seen:
     def take_own(self, written: Iterable[tuple[int, bytes]]) -> None:
         """What this process rang itself."""
         for offset, token in written:
-            self._page[offset : offset + _WORD_BYTES] = token
+            self._page[offset - _WORD_BYTES : offset] = token
 
     def forget(self) -> None:
         """Everything counts as changed."""
         self._page = bytearray()
 
     def changes(self, page: bytes) -> Changes:
-        words = np.frombuffer(page, "<u8")
-        if len(words) != len(self._page) // _WORD_BYTES or len(words) < _FIRST_STORED + _NUM_STORED:
-            return Changes(None, is_holder_dead=bool(len(words)) and bool(words[0]))
-        return Changes(words != np.frombuffer(self._page, "<u8"), is_holder_dead=bool(words[0]))
+        if len(page) != len(self._page):
+            return Changes(None)
+        return Changes(np.frombuffer(page, "<u8") != np.frombuffer(self._page, "<u8"))
 
 
 class Changes:
-    """differs: (numbers,) bool, or None for all. is_holder_dead: with the lock, see the module."""
+    """differs: (numbers but the holder,) bool, or None for all."""
 
-    def __init__(self, differs: np.ndarray | None, is_holder_dead: bool) -> None:
+    def __init__(self, differs: np.ndarray | None) -> None:
         self._differs = differs
-        self.is_holder_dead = is_holder_dead
 
     @property
     def folder(self) -> bool:
-        return self._differs is None or bool(self._differs[_FOLDER])
+        return self._differs is None or bool(self._differs[_FOLDER - 1])
 
     def of(self, number: int) -> bool:
         """Whether the segment may have changed."""
         if self._differs is None:
             return True
         erased, stored = _FIRST_ERASED + number % _NUM_ERASED, _FIRST_STORED + number % _NUM_STORED
-        return bool(self._differs[erased]) or bool(self._differs[stored])
+        return bool(self._differs[erased - 1]) or bool(self._differs[stored - 1])
 
 
 def try_flock(fd: int, shared: bool = False) -> bool | None:
