@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from sglang.srt.mem_cache.page_layout import PageLayout
+from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
 from sglang.srt.peer.memory.lent_memory import LentMemory
+from support.fake_pages import BLOCK_TOKENS, FakePages
 from support.server_fixture import PATIENCE_S, Server, wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -29,6 +31,7 @@ FIELDS, COUNTERS = (
     for table in REFERENCE.split("Counters start at 0")
 )
 
+FILE_FIELDS = {"tiers.disk.lock_timeouts", "tiers.disk.refused_segments"}
 PEER_FIELDS = {field for field in FIELDS if field.startswith("peers.")}
 
 PLUGIN = '''
@@ -89,8 +92,14 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_the_reference_lists_what_the_state_has(state):
     own = {"tiers.disk.rewritten_blocks", "tiers.disk.staging_bytes"}  # the plugin store's
     # Null without storage, or without layer streaming.
-    assert paths(state) - own == FIELDS - {"storage", "layer_stream"} - PEER_FIELDS
+    assert paths(state) - own == FIELDS - {"storage", "layer_stream"} - PEER_FIELDS - FILE_FIELDS
     assert state["counters"].keys() <= COUNTERS
+
+
+def test_the_reference_lists_what_the_file_store_adds(tmp_path: Path):
+    store = HiCacheFile(tmp_path, "model", FakePages(4), BLOCK_TOKENS)
+    assert FIELDS >= FILE_FIELDS and {f"tiers.disk.{name}" for name in store.stats()} >= FILE_FIELDS
+    store.close()
 
 
 def test_the_reference_lists_what_masters_and_workers_say(tmp_path: Path):

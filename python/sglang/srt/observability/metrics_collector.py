@@ -42,6 +42,16 @@ _GAUGES = (
     ),
     ("hicache_storage_read_errors", "Blocks that were damaged or not read at all.", ("storage_tier", "read_errors")),
     ("hicache_storage_write_errors", "Writes to storage that failed.", ("storage_tier", "write_errors")),
+    (
+        "hicache_storage_lock_timeouts",
+        "Pauses in writing because another process kept the disk's folder locked.",
+        ("storage_tier", "lock_timeouts"),
+    ),
+    (
+        "hicache_storage_refused_segments",
+        "Files on disk in an earlier format, which are not read.",
+        ("storage_tier", "refused_segments"),
+    ),
     ("hicache_storage_reads_off", "1 while storage is not read, see the log.", ("storage", "reads", "off")),
     ("hicache_storage_writes_off", "1 while storage is not written, see the log.", ("storage", "writes", "off")),
 )

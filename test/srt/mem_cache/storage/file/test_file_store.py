@@ -1097,9 +1097,31 @@ def test_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             opened(wrong)
 
 
-def test_the_default_folder_is_not_taken_from_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_default_folder_is_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(backend.ROOT_ENV, raising=False)
-    monkeypatch.setattr(backend, "DEFAULT_ROOT", str(tmp_path / "hicache"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(backend, "TEMPORARY_ROOT", str(tmp_path / "tmp"))
+    assert backend.find_root(None) == tmp_path / ".cache/sglang/hicache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert backend.find_root(None) == tmp_path / "cache/sglang/hicache"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert backend.find_root(None) == tmp_path / ".cache/sglang/hicache"
+    monkeypatch.setenv(backend.ROOT_ENV, str(tmp_path / "named"))
+    assert backend.find_root(None) == tmp_path / "named" and backend.find_root("/there") == Path("/there")
+    monkeypatch.delenv(backend.ROOT_ENV)
+    for home in (tmp_path / "none", Path("relative")):
+        monkeypatch.setenv("HOME", str(home))
+        assert backend.find_root(None) == tmp_path / "tmp"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert backend.find_root(None) == tmp_path / "tmp"
+
+
+def test_the_temporary_folder_is_not_taken_from_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(backend.ROOT_ENV, raising=False)
+    monkeypatch.setattr(backend, "_user_cache", lambda: None)
+    monkeypatch.setattr(backend, "TEMPORARY_ROOT", str(tmp_path / "hicache"))
     assert backend.find_root(None) == tmp_path / "hicache"
     (tmp_path / "hicache").mkdir()
     assert backend.find_root(None) == tmp_path / "hicache"

@@ -21,7 +21,9 @@ from sglang.srt.utils.registry import NAME, POSITIVE_NUMBER, Kind, Option
 logger = logging.getLogger(__name__)
 
 ROOT_ENV = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
-DEFAULT_ROOT = "/tmp/hicache"
+# Upstream's default, where there is no home directory. Cleaners of temporary folders delete what was not used for a
+# while, and /tmp may lie in memory.
+TEMPORARY_ROOT = "/tmp/hicache"
 
 
 class FileBackend(StorageBackend):
@@ -32,7 +34,7 @@ class FileBackend(StorageBackend):
             Kind(NAME.words, lambda value: value is None or NAME.accepts(value)),
             None,
             "a folder on a local disk, which several models and ranks may share",
-            f"${ROOT_ENV}, else {DEFAULT_ROOT}",
+            f"${ROOT_ENV}, else sglang/hicache in $XDG_CACHE_HOME or ~/.cache, else {TEMPORARY_ROOT}",
         ),
         Option(
             "limit_gb",
@@ -77,16 +79,33 @@ class FileBackend(StorageBackend):
 
 
 def find_root(path: str | None) -> Path:
-    """The folder: the option `path`, else upstream's environment variable, else its default. Raises StoreError."""
+    """The folder: the option `path`, else upstream's environment variable, else the user's cache, else upstream's
+    default. Raises StoreError."""
     if path is not None:
         return Path(path).expanduser().absolute()
     if path := os.environ.get(ROOT_ENV):
         return Path(path).absolute()
-    root = Path(DEFAULT_ROOT)
-    # Another user may make a folder there before the server starts, and would then own the KV that the server trusts.
-    if root.exists() and root.stat().st_uid != os.geteuid():
-        raise StoreError(f"{root} belongs to another user: name a folder of your own with path in {CONFIG_FLAG}")
+    root = _user_cache()
+    if root is None:
+        root = Path(TEMPORARY_ROOT)
+        # Another user may make a folder there before the server starts, and would then own the KV that the server
+        # trusts.
+        if root.exists() and root.stat().st_uid != os.geteuid():
+            raise StoreError(f"{root} belongs to another user: name a folder of your own with path in {CONFIG_FLAG}")
     return root
+
+
+def _user_cache() -> Path | None:
+    """Where SGLang keeps its other caches; None: the user has no home directory that can be written."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    if not base.is_absolute():  # As the specification of XDG has it.
+        home = Path(os.path.expanduser("~"))
+        if not home.is_absolute() or not home.is_dir():
+            return None
+        base = home / ".cache"
+    root = base / "sglang" / "hicache"
+    there = next(folder for folder in (root, *root.parents) if folder.exists())
+    return root if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else None
 
 
 def _warn_of_little_space(root: Path, limit_bytes: int) -> None:

@@ -108,12 +108,12 @@ class SharedChanges:
     # -- ringing ------------------------------------------------------------------------------------------------
 
     def ring_folder(self) -> list[tuple[int, bytes]]:
-        """Files came or went. With the lock. Each of these returns what was written: (offset, bytes). Raises
-        OSError."""
+        """Files came or went. With the lock. Returns what was written, (offset, bytes), as the
+        others do. Raises OSError."""
         return self._ring([_FOLDER])
 
     def ring_erased(self, numbers: Iterable[int]) -> list[tuple[int, bytes]]:
-        """Blocks of these segments were claimed, overwritten or lost. With the lock."""
+        """Blocks were claimed, overwritten or lost in segments `numbers`. With the lock."""
         return self._ring(sorted({_FIRST_ERASED + number % _NUM_ERASED for number in numbers}))
 
     def ring_stored(self, number: int) -> list[tuple[int, bytes]]:
