@@ -76,8 +76,14 @@ class World:
         if self.rng.random() < 0.5:
             self.store.close()
         else:
-            self.store._folder.close()
+            die(self.store)
         self.store = self.open()
+
+
+def die(store: HiCacheFile) -> None:
+    store._writer.close()
+    store._sync.changes.close()
+    store._folder.close()
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -107,6 +113,70 @@ def test_beside_a_dict(tmp_path: Path, seed: int):
         assert world.store.stats()["blocks"] == len(stored)
     assert world.store.stats()["read_errors"] == world.store.stats()["write_errors"] == 0
     world.store.close()
+
+
+class Sharer(World):
+    """One of several that share a folder."""
+
+    def __init__(self, root: Path, seed: int, clock: list[float]) -> None:
+        self.clock = clock
+        super().__init__(root, seed)
+
+    def open(self) -> HiCacheFile:
+        segment_bytes = self.rng.choice((1, 50_000, 150_000))
+        is_exclusive = self.rng.random() < 0.5
+        clock = self.clock
+        return HiCacheFile(
+            self.root, "m", self.pool, BLOCK_TOKENS, 0, segment_bytes, is_exclusive, clock=lambda: clock[0]
+        )
+
+
+@pytest.mark.parametrize("seed", range(200, 208))
+def test_several_beside_one_dict(tmp_path: Path, seed: int):
+    """What one has stored the others have, at once; each page size."""
+    rng = random.Random(seed)
+    clock = [0.0]
+    sharers = [Sharer(tmp_path, seed + 1000 * i, clock) for i in range(3)]
+    for sharer in sharers[1:]:  # blocks of one namespace have tokens of one size
+        old = sharers[0].pool
+        token_bytes = old.page_bytes // (4 * old.page_size)
+        sharer.store.close()
+        page_size = rng.choice((1, 16, 32, 64))
+        sharer.pool = FakePages(3 * LONGEST * BLOCK_TOKENS // page_size, page_size, token_bytes)
+        sharer.store = sharer.open()
+    stored: set[bytes] = set()
+
+    def leading(keys: list[bytes]) -> int:
+        return next((i for i, key in enumerate(keys) if key not in stored), len(keys))
+
+    for _ in range(150):
+        sharer = rng.choice(sharers)
+        keys = sharer.prompt()
+        what = rng.random()
+        clock[0] += rng.choice((0.0, 20.0))
+        before = sharer.store.stats()["written_blocks"]
+        if what < 0.35:
+            assert sharer.set(keys) == len(keys)
+            assert sharer.store.stats()["written_blocks"] - before == len(set(keys) - stored), "each block once"
+            stored.update(keys)
+        elif what < 0.7:
+            assert sharer.get(keys) == leading(keys)
+        elif what < 0.85:
+            assert sharer.store.exists(keys) == leading(keys)
+        elif what < 0.9:
+            assert sharer.store.touch(keys) == leading(keys)
+        elif what < 0.98:
+            assert sharer.store.stats()["read_errors"] == sharer.store.stats()["write_errors"] == 0
+            sharer.reopen()
+        else:
+            sharer.store.clear()
+            stored.clear()
+        sharer.store.exists(keys)
+        sharer.store.check_invariants()
+        assert sharer.store.stats()["blocks"] == len(stored)
+    for sharer in sharers:
+        assert sharer.store.stats()["read_errors"] == sharer.store.stats()["write_errors"] == 0
+        sharer.store.close()
 
 
 def damage(world: World) -> None:
@@ -186,3 +256,35 @@ def test_whatever_happens_to_the_disk_what_comes_back_is_right(
     world.set(keys)
     assert world.get(keys) == 3
     world.store.close()
+
+
+@pytest.mark.parametrize("seed", range(300, 308))
+def test_what_comes_back_to_several_is_right_whatever_happens_to_the_disk(tmp_path: Path, seed: int):
+    limit = random.Random(seed).choice((0, 400_000, 1_500_000))
+    worlds = [World(tmp_path, seed, limit), World(tmp_path, seed, limit)]
+    rng = worlds[0].rng
+    for _ in range(120):
+        world = rng.choice(worlds)
+        keys = world.prompt()
+        what = rng.random()
+        if what < 0.4:
+            count = world.set(keys)
+            assert world.store.exists(keys) == count
+        elif what < 0.75:
+            count = world.store.exists(keys)
+            assert world.get(keys) <= count
+        elif what < 0.9:
+            damage(world)
+        else:
+            world.reopen()
+        world.now += rng.choice((0, WRITE_PAUSE_S))
+        world.store.check_invariants()
+    keys = keys_of(0, 1, 2)
+    for _ in range(4):
+        for world in worlds:
+            world.now += WRITE_PAUSE_S
+            world.set(keys)
+            world.get(keys)
+    assert [world.get(keys) for world in worlds] == [3, 3]
+    for world in worlds:
+        world.store.close()

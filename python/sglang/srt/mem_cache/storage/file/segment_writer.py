@@ -335,7 +335,14 @@ class SegmentWriter:
         with sync.lock:
             sync.index.begin(segment)
         self._held = segment, fd
-        sync.ring_folder()
+        try:
+            sync.ring_folder()
+        except OSError:
+            # Others would not know of what is written to it.
+            self.close()
+            sync.drop(segment)
+            self.unlink(path)
+            raise
         return self._held
 
     def _take_spare(self, most: int) -> tuple[Segment, int, range] | None:
