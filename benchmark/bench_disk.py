@@ -147,7 +147,7 @@ class Bench:
         frames = self.frames(pool, order)
         store = HiCacheFile(self.folder, "bench", pool, BLOCK_TOKENS, 4 * self.size_bytes)
         if not direct:
-            store._direct = False
+            store._files._direct = False
 
         def check(count: int) -> None:
             assert count == len(self.keys), store.stats()
@@ -224,7 +224,8 @@ class OnePage:
     page_size = BLOCK_TOKENS
 
     def __init__(self, num_layers: int) -> None:
-        self.page_bytes = BLOCK_TOKENS * 2 * num_layers * HEADS * DIM * ITEM_BYTES
+        self.page_layout = PageLayout.kv(BLOCK_TOKENS, num_layers, HEADS, DIM, "float16")
+        self.page_bytes = self.page_layout.page_bytes
 
     def buffers(self, frames: np.ndarray) -> list[memoryview] | None:
         raise AssertionError
@@ -243,7 +244,7 @@ def resident_bytes() -> int:
 def start_up(folder: Path, num_blocks: int, num_layers: int) -> list[dict[str, object]]:
     pool = OnePage(num_layers)
     empty = HiCacheFile(folder, "start", pool, BLOCK_TOKENS, 1 << 62)
-    layout = empty._layout
+    layout = empty._files.layout
     directory = empty._folder.path
     empty.close()
     for number, first in enumerate(range(0, num_blocks, layout.num_slots), 1):
