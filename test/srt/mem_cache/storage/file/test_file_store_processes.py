@@ -166,7 +166,7 @@ def run(tmp_path: Path, seed: int, num_workers: int, num_calls: int, num_faults:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_processes_share_a_folder(tmp_path: Path, seed: int) -> None:
-    run(tmp_path, seed, num_workers=2 + seed % 2, num_calls=500, num_faults=16)
+    run(tmp_path, seed, num_workers=2 + seed % 2, num_calls=400, num_faults=10)
 
 
 @pytest.mark.slow

@@ -183,17 +183,18 @@ def test_what_was_completed_by_a_process_that_told_no_other_is_found_before_a_wr
 
 
 def test_a_process_killed_while_it_had_the_lock_hides_nothing(start):
-    a, b = start(), start()
-    b.set(5)
+    a, b, c = start(), start(), start()
+    assert b.set(5) == c.exists(5) == 1
     with pytest.MonkeyPatch.context() as patch:
         for name in ("ring_erased", "ring_stored", "ring_folder"):
             patch.setattr(a.store._sync.changes, name, lambda *args: [])
         patch.setattr(a.store._sync.changes, "set_holder", lambda value: None)
         a.set(0, 1)
-    assert b.exists(0) == 0
+    assert b.exists(0) == c.exists(0) == 0
     a.store._sync.changes.set_holder(True)
     a.die()
     assert b.set(0, 1, 2) == 3 and b.stat("written_blocks") == 2
+    assert c.exists(0, 1, 2, 3) == 3, "the next one tells all"
 
 
 def test_a_bad_block_is_stored_again_once(start, tmp_path: Path):

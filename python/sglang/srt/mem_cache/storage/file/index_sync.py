@@ -114,7 +114,7 @@ class IndexSync:
         """As `refresh`, with the folder's lock: then nothing is missed. Raises OSError."""
         with self.table_lock:
             if self.changes.is_holder_set():
-                self._seen.forget()
+                self.changes.ring_all()
             page = self.changes.read()
             if not page or not self._seen.equals(page):
                 self._refresh()

@@ -11,8 +11,8 @@ Owns the file `changes` of the folder: its lock (flock), and the numbers in it. 
 A process that has changed something *rings*: it overwrites the number for it with a random one. Others compare all
 numbers with those that they saw before, which is one read in the page cache. What is rung for is written before the
 number, and a number is read before what it stands for, so that no change is missed. `holder` and the numbers of the
-first half are written under the lock only. A process that has taken the lock and finds `holder` set takes everything
-for changed: another process was killed while it changed something.
+first half are written under the lock only. A process that has taken the lock and finds `holder` set rings for all:
+another process was killed while it changed something.
 """
 
 from __future__ import annotations
@@ -120,6 +120,10 @@ class SharedChanges:
         """Blocks of a segment became complete; by its writer. Two writers of segments with the same number here may
         hide each other's change, until the next one: blocks are then found late."""
         return self._ring([_FIRST_STORED + number % _NUM_STORED])
+
+    def ring_all(self) -> list[tuple[int, bytes]]:
+        """Anything may have changed. With the lock."""
+        return self._ring(list(range(_FOLDER, _FIRST_ERASED + _NUM_ERASED)))
 
     def _ring(self, words: list[int]) -> list[tuple[int, bytes]]:
         written = [(word * _WORD_BYTES, secrets.token_bytes(_WORD_BYTES)) for word in words]
