@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sglang.srt.mem_cache.storage.file import folder as folder_module
 from sglang.srt.mem_cache.storage.file import shared_changes
 from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
 from sglang.srt.mem_cache.storage.file.folder import storage_secret
@@ -452,6 +453,36 @@ def test_nothing_is_written_to_a_file_without_a_name(start, tmp_path: Path):
     assert a.set(1, 2) == 2 and a.no_errors()
     b = start()
     assert b.get(1, 2) == 2 and b.exists(0) == 0 and a.set(0) == b.get(0) == 1
+
+
+def test_a_process_that_deletes_leftovers_and_hangs_keeps_no_other_from_starting(start, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(folder_module, "_LOCK_WAITS_S", ())
+    a = start()
+    a.set(0)
+    a.store.close()
+    path = folder_of(tmp_path / "root") / "lock"
+    with open(path, "rb") as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        b = start()
+        assert b.get(0) == 1 and b.set(1) == 1
+    with open(path, "rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nothing shows that b is there
+    assert b.set(2) == 1 and b.no_errors()
+    with open(path, "rb") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_another_file_under_the_name_of_a_segment_is_taken_for_what_it_is(start, tmp_path: Path):
+    a, b = start(), start()
+    a.set(0, 1)
+    assert b.exists(0, 1) == 2
+    a.store.close()
+    (path,) = folder_of(tmp_path / "root").glob("*.kv")
+    data = path.read_bytes()
+    path.rename(tmp_path / "old")
+    path.write_bytes(data)
+    assert b.set(2) == 1 and b.get(0, 1, 2) == 3 and b.no_errors()
+    assert b.stat("segments") == 2
 
 
 def test_cleaners_of_temporary_folders_see_a_lock(start, tmp_path: Path):

@@ -252,11 +252,12 @@ class SegmentWriter:
         """The segment's file; None: another process writes to it, or it is gone. Raises OSError."""
         try:
             fd = self._sync.files.open_locked(segment.path)
-            if fd is not None and os.fstat(fd).st_ino != segment.inode:
-                os.close(fd)
-                raise FileNotFoundError
         except FileNotFoundError:
             self._sync.drop(segment)
+            return None
+        if fd is not None and os.fstat(fd).st_ino != segment.inode:
+            os.close(fd)
+            self._sync.reread(segment)  # Another file has its name.
             return None
         return fd
 
