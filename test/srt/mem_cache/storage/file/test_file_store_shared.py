@@ -446,6 +446,21 @@ def test_what_is_deleted_at_run_time_is_made_anew(start, tmp_path: Path, caplog,
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+@pytest.mark.parametrize("what", ["root", "folder", "segments"])
+def test_what_is_deleted_during_a_write_is_made_anew_by_the_next(start, tmp_path: Path, caplog, what: str):
+    a = start()
+    a.set(0)
+    folder = folder_of(tmp_path / "root")
+    paths = {"root": [tmp_path / "root"], "folder": [folder], "segments": list(folder.glob("*.kv"))}[what]
+    a.during_write(lambda: [shutil.rmtree(path) if path.is_dir() else path.unlink() for path in paths])
+    assert a.set(1, 2) in (0, 2)
+    assert a.set(1, 2, 3) == a.get(1, 2, 3) == 3 and a.no_errors()
+    assert len(caplog.records) == (what != "segments")
+    b = start()
+    assert b.get(3) == 1 and b.exists(0) == 0
+    assert a.set(0, 1, 2, 3) == b.exists(0, 1, 2, 3) == 4
+
+
 def test_nothing_is_written_to_a_file_without_a_name(start, tmp_path: Path):
     a = start()
     a.set(0)

@@ -104,8 +104,12 @@ class SegmentWriter:
         try:
             self._store(keys, pages, missing, before)
         except OSError as error:
-            self.pause()
-            self._sync.log.write_failed(error)
+            if error.errno != errno.ENOENT:
+                self.pause()
+                self._sync.log.write_failed(error)
+            elif not self._sync.changes.is_there():
+                # Deleted during the write. The next one makes it anew.
+                self._sync.log.folder_is_gone()
 
     def pause(self) -> None:
         self._no_write_before = self._clock() + WRITE_PAUSE_S
