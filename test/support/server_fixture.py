@@ -39,7 +39,7 @@ def wait_until(true: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
 
 
 class Server:
-    """fake: flags of the fake scheduler; None starts the real engine."""
+    """fake: flags of the fake scheduler; None starts the real engine. environment: on top of this process's."""
 
     def __init__(
         self,
@@ -48,6 +48,7 @@ class Server:
         drain_s: float = 5,
         model: str = "embedded",
         wait: bool = True,
+        environment: dict[str, str] | None = None,
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -60,7 +61,7 @@ class Server:
             [*command, "--model-path", model, "--port", str(self.port), *flags],
             stdout=self.log,
             stderr=self.log,
-            env={**os.environ, "TMPDIR": self.temp},
+            env={**os.environ, **(environment or {}), "TMPDIR": self.temp},
         )
         self.children: list[psutil.Process] = []
         if wait:

@@ -1,0 +1,416 @@
+"""A server with all tiers at once, and the parts that they stand on: a lender, a store behind a relay, an offload proxy
+and a disk. Each part can be killed, stopped, slowed and brought back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import torch
+
+from sglang.srt.mem_cache.page_layout import PageLayout
+from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
+from sglang.srt.peer.memory.lent_memory import LentMemory
+from support.children import Child
+from support.server_fixture import Server, wait_until
+from support.store_servers import RedisServer
+
+SOURCES = ("device", "peer", "host", "disk", "remote")
+BLOCK = 32
+SLAB_MIB = 1
+# Bytes of a token, K and V of all layers, of the embedded model on a CPU.
+_TOKEN_BYTES = 2048
+DISK_HOOK = Path(__file__).parent / "disk_hook"
+
+
+def lend(_say: Callable[..., None], endpoint: str, directory: str, num_slabs: int, strict: bool) -> None:
+    """The work of a `Child`: lends all its slabs for ever."""
+    layout = PageLayout.kv(1, 8, 4, 32, torch.bfloat16)
+    slabs = SlabsConfig(num_slabs, SLAB_MIB << 20)
+    memory = LentMemory(endpoint, Path(directory), slabs, layout, strict=strict)
+    memory.lend(range(num_slabs))
+    while True:
+        memory.poll_mapped()
+        time.sleep(0.05)
+
+
+class Lender:
+    """A process that lends slabs."""
+
+    def __init__(self, folder: Path, num_slabs: int, strict: bool) -> None:
+        folder.mkdir(mode=0o700)
+        self.endpoint = f"ipc://{folder}/peers"
+        self._arguments = (self.endpoint, str(folder), num_slabs, strict)
+        self._child: Child
+        self.start()
+
+    def start(self) -> None:
+        self._child = Child(lend, *self._arguments)
+
+    def kill(self) -> None:
+        self._child.kill()
+
+    def pause(self) -> None:
+        self._child.stop()
+
+    def resume(self) -> None:
+        self._child.go_on()
+
+
+class Relay:
+    """A TCP port of 127.0.0.1 that leads to another. bytes_per_s: how much passes in each direction; None is all that
+    comes, 0 is nothing."""
+
+    def __init__(self, port: int) -> None:
+        self.bytes_per_s: float | None = None
+        self._to = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._closed = threading.Event()
+        self._open: set[socket.socket] = set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                far = socket.create_connection(("127.0.0.1", self._to))
+            except OSError:
+                near.close()
+                continue
+            self._open |= {near, far}
+            for pair in ((near, far), (far, near)):
+                threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, to: socket.socket) -> None:
+        try:
+            while not self._closed.is_set():
+                rate = self.bytes_per_s
+                if rate == 0:
+                    time.sleep(0.02)
+                    continue
+                if not select.select([source], [], [], 0.5)[0]:
+                    continue
+                data = source.recv(1 << 16 if rate is None else max(1, int(rate / 20)))
+                if not data:
+                    break
+                to.sendall(data)
+                if rate is not None:
+                    time.sleep(len(data) / rate)
+        except (OSError, ValueError):
+            pass
+        self._open -= {source, to}
+        for sock in (source, to):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        """End all connections, in the middle of what they carry."""
+        for sock in list(self._open):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._listener.close()
+        self.cut()
+
+
+class OffloadProxy:
+    """A proxy by itself, as a user starts it."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        folder.mkdir(mode=0o700)
+        self.socket, self.token_file = folder / "kv.sock", folder / "token"
+        self.token_file.write_text("a token of the tests")
+        self._log = open(folder / "log", "w")  # noqa: SIM115
+        self._url = url
+        self._process: subprocess.Popen[bytes]
+        self.start()
+
+    def start(self) -> None:
+        small = {f"{name}_buffer_bytes": 12 << 20 for name in ("compressed", "decompressed", "dequantized")}
+        command = [sys.executable, "-m", "sglang.srt.offload.proxy", "--socket", str(self.socket)]
+        command += ["--token-file", str(self.token_file), "--settings", json.dumps(small)]
+        environment = {**os.environ, "SGLANG_OFFLOAD_STORE": self._url}
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log, env=environment)
+
+    def wait_ready(self) -> None:
+        wait_until(self._listens)
+
+    def _listens(self) -> bool:
+        assert self._process.poll() is None, self.output()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            return probe.connect_ex(str(self.socket)) == 0
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def pause(self) -> None:
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def output(self) -> str:
+        return Path(self._log.name).read_text()
+
+    def close(self) -> None:
+        self.kill()
+        self._log.close()
+
+
+class StartedProxy:
+    """The proxy that the server has started, and starts again."""
+
+    def __init__(self) -> None:
+        self.server: Server
+
+    def kill(self) -> None:
+        for pid in self._pids():
+            os.kill(pid, signal.SIGKILL)
+
+    def start(self) -> None:
+        pass
+
+    def pause(self) -> None:
+        for pid in self._pids():
+            os.kill(pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        for pid in self._pids():
+            os.kill(pid, signal.SIGCONT)
+
+    def _pids(self) -> list[int]:
+        found = []
+        for child in psutil.Process(self.server.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if child.status() != psutil.STATUS_ZOMBIE and "sglang.srt.offload.proxy" in child.cmdline():
+                    found.append(child.pid)
+        return found
+
+
+class Disk:
+    """The folder of the disk tier, and what slows it (`disk_hook`)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "kv"
+        self._speed = folder / "disk-speed"
+        path = os.pathsep.join([str(DISK_HOOK), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+        self.environment = {"PYTHONPATH": path, "HICACHE_TEST_DISK": str(self._speed)}
+
+    def set_speed(self, wanted: str) -> None:
+        """wanted: seconds of each read or write, or "hang"; empty for a disk as it is."""
+        if wanted:
+            draft = self._speed.with_suffix(".new")
+            draft.write_text(wanted)
+            draft.rename(self._speed)
+        else:
+            self._speed.unlink(missing_ok=True)
+
+    def segments(self) -> list[Path]:
+        return sorted(self.folder.rglob("*.kv"))
+
+    def delete(self) -> None:
+        """All files; empty folders are there again at once."""
+        folders = [path for path in self.folder.rglob("*") if path.is_dir()]
+        shutil.rmtree(self.folder)
+        for path in (self.folder, *folders):
+            path.mkdir(mode=0o700)
+
+    def damage(self) -> None:
+        """Change bytes all over each file."""
+        for path in self.segments():
+            with contextlib.suppress(FileNotFoundError):
+                with open(path, "r+b") as file:
+                    for at in range(0, path.stat().st_size, 1024):
+                        file.seek(at)
+                        file.write(b"\xa5")
+
+    def truncate(self) -> None:
+        for path in self.segments():
+            with contextlib.suppress(FileNotFoundError):
+                os.truncate(path, path.stat().st_size // 2)
+
+
+class AllTiers:
+    """The parts, and a server on top of them once `start_server` was called."""
+
+    def __init__(self, folder: Path, strict: bool = False, backend: str = "bluefield") -> None:
+        """strict: the lender copies for the server. backend: of the remote store; with `remote` the server starts the
+        proxy itself."""
+        folder.chmod(0o700)
+        self._flags = ["--peer-strict"] if strict else []
+        self._backend = backend
+        self._stack = contextlib.ExitStack()
+        self.lender = Lender(folder / "lender", 1, strict)
+        self._stack.callback(self.lender.kill)
+        self.store = RedisServer(folder)
+        self._stack.callback(self.store.kill)
+        self.relay = Relay(self.store.port)
+        self._stack.callback(self.relay.close)
+        self._url = f"redis://127.0.0.1:{self.relay.port}"
+        self.proxy: OffloadProxy | StartedProxy
+        if backend == "remote":
+            self.proxy = StartedProxy()
+        else:
+            self.proxy = OffloadProxy(folder / "proxy", self._url)
+            self._stack.callback(self.proxy.close)
+        self.disk = Disk(folder)
+        self.server: Server
+
+    def start_server(self, *flags: str, disk_tokens: int) -> Server:
+        """It is not ready yet. disk_tokens: what the disk holds."""
+        proxy = self.proxy
+        if isinstance(proxy, OffloadProxy):
+            proxy.wait_ready()
+            remote = {"proxy": str(proxy.socket), "token_file": str(proxy.token_file)}
+        else:
+            remote = {"url": self._url, "hang_timeout_s": 3}
+        config = {
+            "block_tokens": BLOCK,
+            "prefetch_threshold": BLOCK,
+            # Else it is in a file of the disk's folder, which faults delete.
+            "secret": "of the tests",
+            "file": {
+                "path": str(self.disk.folder),
+                "limit_gb": disk_tokens * _TOKEN_BYTES / 1e9,
+                "segment_mb": 8 * BLOCK * _TOKEN_BYTES / 1e6,
+            },
+            self._backend: remote,
+        }
+        self.server = self._stack.enter_context(
+            Server(
+                *("--hicache", "--peer-role", "master", "--peer-endpoint", self.lender.endpoint),
+                *("--peer-slab-size", str(SLAB_MIB), "--peer-size", "0.05"),
+                *("--hicache-storage-backend", f"file,{self._backend}"),
+                *("--hicache-storage-backend-extra-config", json.dumps(config)),
+                *self._flags,
+                *flags,
+                wait=False,
+                environment=self.disk.environment,
+            )
+        )
+        if isinstance(proxy, StartedProxy):
+            proxy.server = self.server
+        return self.server
+
+    def __enter__(self) -> AllTiers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def borrowed_tokens(server: Server) -> int:
+    total: int = server.state()["tiers"]["peer"]["total_tokens"]
+    return total
+
+
+# -- faults ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def killed(part: Lender | RedisServer | OffloadProxy | StartedProxy) -> Iterator[None]:
+    part.kill()
+    try:
+        yield
+    finally:
+        part.start()
+
+
+@contextlib.contextmanager
+def stopped(part: Lender | RedisServer | OffloadProxy | StartedProxy) -> Iterator[None]:
+    part.pause()
+    try:
+        yield
+    finally:
+        part.resume()
+
+
+@contextlib.contextmanager
+def relayed_at(relay: Relay, bytes_per_s: float) -> Iterator[None]:
+    relay.bytes_per_s = bytes_per_s
+    try:
+        yield
+    finally:
+        relay.bytes_per_s = None
+
+
+@contextlib.contextmanager
+def done(what: Callable[[], None]) -> Iterator[None]:
+    """Something that need not be undone."""
+    what()
+    yield
+
+
+@contextlib.contextmanager
+def gone(disk: Disk) -> Iterator[None]:
+    """As a file system that is not mounted for a while."""
+    away = disk.folder.with_name("away")
+    disk.folder.rename(away)
+    try:
+        yield
+    finally:
+        away.rename(disk.folder)
+
+
+@contextlib.contextmanager
+def disk_at(disk: Disk, speed: str) -> Iterator[None]:
+    disk.set_speed(speed)
+    try:
+        yield
+    finally:
+        disk.set_speed("")
+
+
+@contextlib.contextmanager
+def small_files(server: Server, size_bytes: int) -> Iterator[None]:
+    """The scheduler process can write to no file beyond this size."""
+    pid = server.child("scheduler_process").pid
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+
+
+def faults(tiers: AllTiers) -> dict[str, Callable[[], contextlib.AbstractContextManager[None]]]:
+    """What may happen to the parts, by name; it is undone at the end of the context."""
+    lender, store, relay, proxy, disk = tiers.lender, tiers.store, tiers.relay, tiers.proxy, tiers.disk
+    return {
+        "lender killed": lambda: killed(lender),
+        "lender stopped": lambda: stopped(lender),
+        "store killed": lambda: killed(store),
+        "store stopped": lambda: stopped(store),
+        "store slow": lambda: relayed_at(relay, 300_000),
+        "store silent": lambda: relayed_at(relay, 0),
+        "store cut off": lambda: done(relay.cut),
+        "proxy killed": lambda: killed(proxy),
+        "proxy stopped": lambda: stopped(proxy),
+        "disk slow": lambda: disk_at(disk, "0.1"),
+        "disk hangs": lambda: disk_at(disk, "hang"),
+        "disk full": lambda: small_files(tiers.server, 0),
+        "disk damaged": lambda: done(disk.damage),
+        "disk truncated": lambda: done(disk.truncate),
+        "disk deleted": lambda: done(disk.delete),
+        "disk gone": lambda: gone(disk),
+    }
