@@ -27,7 +27,7 @@ from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.copy_session import CopySession, StrictSlab
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
 from sglang.srt.peer.memory.lent_memory import LentMemory
-from sglang.srt.peer.memory.slabs import SlabRange
+from sglang.srt.peer.memory.slabs import SlabError, SlabRange
 from sglang.srt.peer.protocol.messages import BorrowerId, Copied, Copy, CopyRefused, Refused, Stage, Staged
 from sglang.srt.utils.stream import ThreadStream
 from support.children import DEADLINE_S, Child, children, wait_until
@@ -529,9 +529,30 @@ def test_a_lender_that_did_not_answer_is_not_asked_at_once(
     frames = rig.frames()[:5]
     errors = [rig.copy(P2D, arange(5), frames).error for _ in range(3)]
     assert "has not answered" in errors[0]
-    assert errors[1:] == ["the worker that has it does not answer"] * 2
+    assert errors[1:] == ["the worker that has it could not be asked for copies a moment ago"] * 2
     child.go_on()
     rig.close()
+
+
+def test_a_lender_for_which_there_is_no_staging_memory_is_not_asked_at_once(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else each operation, and each line of the log, would be a failed allocation."""
+    monkeypatch.setattr(borrowed_pool, "RETRY_S", 1000.0)
+    rig = make_rig()
+    rig.lend(1)
+    frames = rig.frames()[:3]
+    monkeypatch.setattr(SlabRange, "owned", raiser(SlabError("no memory")))
+    results = [rig.copy(D2P, arange(3), frames) for _ in range(3)]
+    assert not any(result.ok for result in results) and "no memory" in results[0].error
+    assert caplog.text.count("cannot be asked for copies") == 1
+
+
+def raiser(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any) -> None:
+        raise error
+
+    return fail
 
 
 # -- nothing leaks -----------------------------------------------------------------------------------------------

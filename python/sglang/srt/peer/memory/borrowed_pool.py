@@ -242,8 +242,9 @@ class _Direction:
         self._staging_bytes = staging_bytes
         # By slab socket, that is, by lender's life.
         self._sessions: dict[str, CopySession] = {}
-        # Slab sockets of lenders that did not answer, and until when they are not asked again.
-        self._silent: dict[str, float] = {}
+        # Slab sockets of lenders that did not answer, or for which there was no staging memory, and until when they are
+        # not asked again.
+        self._retry_at: dict[str, float] = {}
 
     def session(self, part: _Round) -> CopySession:
         """The session with the lender of a round. Raises LoadFailedError."""
@@ -251,8 +252,8 @@ class _Direction:
         if where in self._sessions:
             return self._sessions[where]
         self._forget_old()
-        if time.monotonic() < self._silent.get(where, 0.0):
-            raise LoadFailedError("the worker that has it does not answer")
+        if time.monotonic() < self._retry_at.get(where, 0.0):
+            raise LoadFailedError("the worker that has it could not be asked for copies a moment ago")
         try:
             self._sessions[where] = CopySession(part.slabs[0][0], self._staging_bytes)
         except (ChannelError, SlabError) as error:
@@ -280,8 +281,8 @@ class _Direction:
         """End a session: its requests may still be under way, so its memory must not be used again."""
         if where in self._sessions:
             self._sessions.pop(where).close()
-        if isinstance(error, SilentLenderError):
-            self._silent[where] = time.monotonic() + RETRY_S
+        if isinstance(error, SilentLenderError | SlabError):
+            self._retry_at[where] = time.monotonic() + RETRY_S
         logger.warning("a worker cannot be asked for copies: %s", error)
         return LoadFailedError(f"the worker that has it cannot be asked for copies: {error}")
 
@@ -290,8 +291,8 @@ class _Direction:
         used = {slab.slab_socket for slab in self._strict if slab is not None}
         for where in self._sessions.keys() - used:
             self._sessions.pop(where).close()
-        for where in self._silent.keys() - used:
-            del self._silent[where]
+        for where in self._retry_at.keys() - used:
+            del self._retry_at[where]
 
 
 def _request(
