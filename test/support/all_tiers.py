@@ -1,5 +1,5 @@
-"""A server with all tiers at once, and the parts that they stand on: a lender, a store behind a relay, an offload proxy
-and a disk. Each part can be killed, stopped, slowed and brought back."""
+"""A server with all tiers at once, and the parts that they need: a lender, a store behind a relay, an offload proxy and
+a disk. Each part can be killed, stopped, slowed and brought back."""
 
 from __future__ import annotations
 
@@ -238,11 +238,10 @@ class Disk:
     def damage(self) -> None:
         """Change bytes all over each file."""
         for path in self.segments():
-            with contextlib.suppress(FileNotFoundError):
-                with open(path, "r+b") as file:
-                    for at in range(0, path.stat().st_size, 1024):
-                        file.seek(at)
-                        file.write(b"\xa5")
+            with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
+                for at in range(0, path.stat().st_size, 1024):
+                    file.seek(at)
+                    file.write(b"\xa5")
 
     def truncate(self) -> None:
         for path in self.segments():
@@ -257,7 +256,6 @@ class AllTiers:
         """strict: the lender copies for the server. backend: of the remote store; with `remote` the server starts the
         proxy itself."""
         folder.chmod(0o700)
-        self._flags = ["--peer-strict"] if strict else []
         self._backend = backend
         self._stack = contextlib.ExitStack()
         self.lender = Lender(folder / "lender", 1, strict)
@@ -302,7 +300,6 @@ class AllTiers:
                 *("--peer-slab-size", str(SLAB_MIB), "--peer-size", "0.05"),
                 *("--hicache-storage-backend", f"file,{self._backend}"),
                 *("--hicache-storage-backend-extra-config", json.dumps(config)),
-                *self._flags,
                 *flags,
                 wait=False,
                 environment=self.disk.environment,

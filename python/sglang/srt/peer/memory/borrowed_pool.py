@@ -242,8 +242,8 @@ class _Direction:
         self._staging_bytes = staging_bytes
         # By slab socket, that is, by lender's life.
         self._sessions: dict[str, CopySession] = {}
-        # Slab sockets of lenders that did not answer, or for which there was no staging memory, and until when they are
-        # not asked again.
+        # Slab sockets of lenders that did not answer, or for which there was no staging memory, and until when they
+        # are not asked again.
         self._retry_at: dict[str, float] = {}
 
     def session(self, part: _Round) -> CopySession:
