@@ -26,7 +26,7 @@ HOST ?= 127.0.0.1
 PORT ?= 30000
 MODEL ?= embedded
 
-.PHONY: setup setup-strict demo demo-peers serve check test test-all test-clients test-gpu memcheck-gpu bench-gpu gpu-site fuzz bench harm docs clean
+.PHONY: setup setup-strict demo demo-peers demo-tiers serve check test test-all test-clients test-gpu memcheck-gpu bench-gpu gpu-site fuzz bench harm docs clean
 
 setup: $(STAMP)
 
@@ -42,6 +42,9 @@ demo: setup
 
 demo-peers: setup
 	$(PY) -m sglang.demo_peers
+
+demo-tiers: setup
+	$(PY) -m sglang.demo_tiers
 
 serve: setup
 	$(PY) -m sglang.launch_server --model-path $(MODEL) --hicache --host $(HOST) --port $(PORT)

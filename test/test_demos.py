@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,11 +16,12 @@ import psutil
 import pytest
 
 from sglang import demo_common
-from sglang.demo_common import Answer, Interrupts, Tiers, run, server, summarise
+from sglang.demo_common import Answer, Interrupts, Part, Tiers, run, server, summarise
 
 TIERS: Tiers = ("device", "peer", "host")
 COLD = Answer(text="yes", ttft_s=0.5, seconds=1.0, prompt_tokens=100, tokens=32, tiers={})
 PEERS = [sys.executable, "-m", "sglang.demo_peers"]
+ALL_TIERS = [sys.executable, "-m", "sglang.demo_tiers"]
 # As a shell starts what it does not wait for.
 IN_THE_BACKGROUND = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]
 
@@ -83,15 +85,46 @@ def test_the_demo_of_peers_lends_uses_and_takes_back() -> None:
 
 @pytest.mark.slow
 @pytest.mark.e2e
+def test_the_demo_of_all_tiers_uses_all_and_survives_their_faults() -> None:
+    done = subprocess.run(ALL_TIERS, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    same = re.search(r"(\d+) of (\d+) equal", done.stdout)
+    assert same is not None and same[1] == same[2] and done.stderr == ""
+
+
+def test_a_part_that_does_not_start_ends_the_demo_with_its_output() -> None:
+    part = Part("store", [sys.executable, "-c", "import sys; sys.exit('no memory')"])
+    try:
+        part.start()
+        with pytest.raises(SystemExit, match=r"the store did not start\nno memory"):
+            part.wait_until(lambda: False)
+    finally:
+        part.close()
+
+
+def test_a_part_is_killed_stopped_and_started_again() -> None:
+    part = Part("store", [sys.executable, "-c", "import time; time.sleep(600)"])
+    part.start()
+    part.kill()
+    assert part.process.returncode == -signal.SIGKILL
+    part.start()
+    part.pause()
+    part.close()
+    assert part.process.returncode == -signal.SIGTERM, "it ends although it stood still"
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.parametrize("demo_command", [PEERS, ALL_TIERS], ids=["peers", "tiers"])
 @pytest.mark.parametrize("prefix", [[], IN_THE_BACKGROUND], ids=["foreground", "background"])
-def test_an_interrupted_demo_ends_its_servers(prefix: list[str]) -> None:
+def test_an_interrupted_demo_ends_its_servers(prefix: list[str], demo_command: list[str]) -> None:
     demo = subprocess.Popen(
-        [*prefix, *PEERS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*prefix, *demo_command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     children: list[psutil.Process] = []
     try:
         deadline = time.monotonic() + 240
-        # Four servers, and processes of theirs.
+        # Of either demo: servers, parts, and processes of theirs.
         while len(children) < 6:
             assert time.monotonic() < deadline and demo.poll() is None
             time.sleep(0.05)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import statistics
@@ -13,9 +14,10 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from openai import OpenAI, OpenAIError
@@ -101,6 +103,69 @@ class Interrupts:
 
 
 _interrupts = Interrupts()
+
+
+class Part:
+    """A process that a demo kills, stops and starts again. Its output goes to a file without a name. environment: on
+    top of this process's."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        """It is not started yet."""
+        self.name = name
+        self._command = list(command)
+        self._environment = {**os.environ, **(environment or {})}
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        _interrupts.hold()  # an interrupted start would leave a process that nothing ends
+        self._process = subprocess.Popen(
+            self._command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=self._environment
+        )
+        _interrupts.release()
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "it was not started"
+        return self._process
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def pause(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def wait_until(self, is_ready: Callable[[], bool]) -> None:
+        """Raises SystemExit with the end of its output if it ends meanwhile, or is not ready in time."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not is_ready():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self._log.seek(0)
+                raise SystemExit(
+                    f"the {self.name} did not start\n" + self._log.read().decode(errors="replace")[-4000:]
+                )
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        """End it, whatever state it is in."""
+        if self._process is not None:
+            self.resume()
+            self._process.terminate()
+            try:
+                self._process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        self._log.close()
+
+
+def listens(path: Path) -> bool:
+    """Whether a process listens on the Unix socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(str(path)) == 0
 
 
 @contextlib.contextmanager
@@ -254,11 +319,15 @@ class Talk:
         print(row(self.tiers, turn, name, cold, warm), flush=True)
 
 
-def summarise(pairs: Sequence[tuple[Answer, Answer]], tiers: Tiers, expected: Sequence[str]) -> bool:
+def summarise(pairs: Sequence[tuple[Answer, Answer]], tiers: Sequence[str], expected: Sequence[str]) -> bool:
     """Print the sums over all answers. Returns whether all answers are equal and every expected tier was used."""
     prompt = sum(warm.prompt_tokens for _, warm in pairs)
     found = {tier: sum(warm.tiers.get(tier, 0) for _, warm in pairs) for tier in tiers}
-    reused = [(cold, warm) for cold, warm in pairs if 2 * sum(warm.tiers.values()) > warm.prompt_tokens]
+    reused = [
+        (cold, warm)
+        for cold, warm in pairs
+        if 2 * sum(warm.tiers.get(tier, 0) for tier in tiers) > warm.prompt_tokens
+    ]
     parts = ", ".join(f"{tokens} from the {tier}" for tier, tokens in found.items())
     print(f"prompt tokens   {prompt}, reused: {parts} ({100 * sum(found.values()) / prompt:.0f} %)")
     if reused:

@@ -185,7 +185,17 @@ RULES = [
         SRT / "server_args.py",
         srt("entrypoints", "models", "model_executor", "model_loader", "offload", "peer", "configs"),
     ),
-    (SRT, ["support", "sglang.simulator", "sglang.demo", "sglang.demo_common", "sglang.demo_peers"]),
+    (
+        SRT,
+        [
+            "support",
+            "sglang.simulator",
+            "sglang.demo",
+            "sglang.demo_common",
+            "sglang.demo_peers",
+            "sglang.demo_tiers",
+        ],
+    ),
     (ROOT / "python" / "sglang" / "simulator", ["sglang.srt.entrypoints", "support"]),
     (ROOT / "sgl-kernel" / "python", ["sglang"]),
 ]

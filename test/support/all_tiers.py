@@ -1,5 +1,5 @@
-"""A server with all tiers at once, and the parts that they need: a lender, a store behind a relay, an offload proxy and
-a disk. Each part can be killed, stopped, slowed and brought back."""
+"""A server with all tiers at once, and the parts that they need: a lender, a store behind a relay, an offload proxy
+and a disk. Each part can be killed, stopped, slowed and brought back."""
 
 from __future__ import annotations
 
