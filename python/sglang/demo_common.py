@@ -328,7 +328,7 @@ def summarise(pairs: Sequence[tuple[Answer, Answer]], tiers: Sequence[str], expe
         for cold, warm in pairs
         if 2 * sum(warm.tiers.get(tier, 0) for tier in tiers) > warm.prompt_tokens
     ]
-    parts = ", ".join(f"{tokens} from the {tier}" for tier, tokens in found.items())
+    parts = ", ".join(f"{tokens} from {tier}" for tier, tokens in found.items())
     print(f"prompt tokens   {prompt}, reused: {parts} ({100 * sum(found.values()) / prompt:.0f} %)")
     if reused:
         cold_ms = statistics.median(cold.ttft_s for cold, _ in reused) * 1e3

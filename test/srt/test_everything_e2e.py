@@ -25,12 +25,12 @@ from support.server_fixture import PATIENCE_S, Server, wait_until
 pytestmark = pytest.mark.e2e
 
 SOURCES = ("device", "peer", "host", "disk", "remote")
-# Together the memory of device, peer and host has room for two thirds of the conversations, and the disk for most.
-FLAGS = "--max-total-tokens 1024 --hicache-ratio 0.6 --chunked-prefill-size 256 --hicache-load-or-recompute off"
-DISK_TOKENS = 2200
+# Of the conversations, device, peer and host together hold two thirds, and the disk four fifths.
+FLAGS = "--max-total-tokens 768 --hicache-ratio 0.6 --chunked-prefill-size 256 --hicache-load-or-recompute off"
+DISK_TOKENS = 2000
 NUM_CONVERSATIONS, NUM_TURNS = 6, 4
-SYSTEM_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 192, 112, 8
-NUM_CLIENTS = 4
+SYSTEM_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 128, 90, 6
+NUM_CLIENTS = 3
 PARAMS = {"temperature": 0, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True}
 # Of log-probabilities: launches of other sizes round otherwise.
 TOLERANCE = 1e-3
@@ -213,7 +213,7 @@ def assert_nothing_is_left(server: Server) -> None:
     assert server.post("/flush_cache").status_code == 200
     assert [tier for tier in ("device", "peer", "host") if server.state()["tiers"][tier]["cached_tokens"]] == []
     assert what_is_left(server.state()) == []
-    print("\n".join(line for line in server.output().splitlines() if " 200" not in line))
+    print("\n".join(line for line in server.output().splitlines() if "WARNING" in line or "ERROR" in line))
     server.send()
     assert server.wait() == 0, server.output()
     assert "Traceback" not in server.output() and "terminate" not in server.output()
@@ -221,9 +221,9 @@ def assert_nothing_is_left(server: Server) -> None:
 
 
 @contextlib.contextmanager
-def everything(folder: Path, seed: int, **options: Any) -> Iterator[tuple[AllTiers, Clients]]:
-    """All parts, the server on them, and clients that have had prompts from all sources. At the end the server is as
-    good as new, and stops."""
+def everything(folder: Path, seed: int, mixed: int, **options: Any) -> Iterator[tuple[AllTiers, Clients]]:
+    """All parts, the server on them, and clients that have had prompts from all sources, one of them from `mixed` at
+    the same time. At the end all sources serve prompts again, and the server stops with nothing left."""
     with AllTiers(folder, **options) as tiers:
         with Server("--disable-radix-cache", wait=False) as plain:
             server = tiers.start_server(*FLAGS.split(), disk_tokens=DISK_TOKENS)
@@ -233,7 +233,9 @@ def everything(folder: Path, seed: int, **options: Any) -> Iterator[tuple[AllTie
         wait_until(lambda: borrowed_tokens(server) > 0)
         clients = Clients(server, conversations, seed)
         try:
-            clients.wait_until(lambda: clients.seen.most == {*SOURCES})
+            clients.wait_until(
+                lambda: len(clients.seen.most) >= mixed and all(clients.seen.tokens[s] for s in SOURCES)
+            )
             yield tiers, clients
             clients.wait_for_tokens(*SOURCES)
         finally:
@@ -274,14 +276,14 @@ def go_through(tiers: AllTiers, clients: Clients, names: tuple[str, ...]) -> Non
             clients.wait_until(lambda: borrowed_tokens(tiers.server) == 0)
         if "store stopped" in names:
             clients.wait_until(lambda: times_off(tiers.server) > times)
-        clients.wait_for_answers(3)
+        clients.wait_for_answers(2)
     clients.wait_for_answers(1)
     took = f"{time.monotonic() - began:.1f} s, the slowest request {clients.seen.slowest_s:.1f} s"
     print(f"{', '.join(names)}: {took}, {dict(clients.seen.tokens - before)}", flush=True)
 
 
 def test_all_sources_while_each_part_is_killed_stopped_and_slowed(tmp_path: Path) -> None:
-    with everything(tmp_path, seed=1) as (tiers, clients):
+    with everything(tmp_path, seed=1, mixed=4) as (tiers, clients):
         for names in STEPS:
             go_through(tiers, clients, names)
 
@@ -294,7 +296,7 @@ def test_all_sources_while_the_parts_fail_at_random(strict: bool, backend: str, 
     seed = int(os.environ.get("SEED", time.time_ns() % 1_000_000))
     print(f"SEED={seed}")
     rng = random.Random(seed)
-    with everything(tmp_path, seed, strict=strict, backend=backend) as (tiers, clients):
+    with everything(tmp_path, seed, mixed=5, strict=strict, backend=backend) as (tiers, clients):
         known = faults(tiers)
         end = time.monotonic() + float(os.environ.get("SOAK_S", "100"))
         while time.monotonic() < end:
@@ -305,8 +307,8 @@ def test_all_sources_while_the_parts_fail_at_random(strict: bool, backend: str, 
             with contextlib.ExitStack() as stack:
                 for name in chosen.values():
                     stack.enter_context(known[name]())
-                    clients.wait_for_answers(rng.choice((-4, 0)))
+                    clients.wait_for_answers(rng.choice((-3, 0)))
                 clients.wait_for_answers(rng.choice((0, 3, 20)))
-            clients.wait_for_answers(rng.choice((-4, 0, 10)))
+            clients.wait_for_answers(rng.choice((-3, 0, 10)))
             took = f"{time.monotonic() - began:.1f} s, the slowest request {clients.seen.slowest_s:.1f} s"
             print(f"{', '.join(chosen.values())}: {took}, {dict(clients.seen.tokens - before)}", flush=True)

@@ -277,6 +277,7 @@ class AllTiers:
     def start_server(self, *flags: str, disk_tokens: int) -> Server:
         """It is not ready yet. disk_tokens: what the disk holds."""
         proxy = self.proxy
+        remote: dict[str, object]
         if isinstance(proxy, OffloadProxy):
             proxy.wait_ready()
             remote = {"proxy": str(proxy.socket), "token_file": str(proxy.token_file)}
