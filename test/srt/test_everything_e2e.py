@@ -84,7 +84,7 @@ class Seen:
 
 
 class Clients:
-    """Threads, each of which holds conversations with the server, in an order of its own, until `close`."""
+    """Threads, each of which holds conversations with the server, in an order of its own, until the context ends."""
 
     def __init__(self, server: Server, conversations: list[list[Turn]], seed: int) -> None:
         self.seen = Seen()
@@ -182,7 +182,11 @@ class Clients:
             before = self.seen.tokens.copy()
         self.wait_until(lambda: all(self.seen.tokens[source] > before[source] for source in sources))
 
-    def close(self) -> None:
+    def __enter__(self) -> Clients:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Waits for what is under way."""
         self._closed.set()
         for thread in self._threads:
             thread.join(2 * PATIENCE_S)
@@ -231,15 +235,19 @@ def everything(folder: Path, seed: int, mixed: int, **options: Any) -> Iterator[
             conversations = hold_conversations(plain)
         server.wait_ready()
         wait_until(lambda: borrowed_tokens(server) > 0)
-        clients = Clients(server, conversations, seed)
-        try:
+        with Clients(server, conversations, seed) as clients:
             clients.wait_until(
                 lambda: len(clients.seen.most) >= mixed and all(clients.seen.tokens[s] for s in SOURCES)
             )
             yield tiers, clients
+        # A trial reads the first block of a prompt. If all media have lost it, reads stay off until it is stored
+        # again, for which it has to be computed anew.
+        wait_until(lambda: server.post("/flush_cache").status_code == 200)
+        with Clients(server, conversations, seed) as clients:
             clients.wait_for_tokens(*SOURCES)
-        finally:
-            clients.close()
+            clients.wait_until(
+                lambda: not any(server.state()["storage"][kind]["off"] for kind in ("reads", "writes"))
+            )
         assert_nothing_is_left(server)
 
 
