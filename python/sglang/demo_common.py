@@ -217,6 +217,12 @@ def get_json(url: str) -> dict[str, Any]:
         return json.load(response)
 
 
+def post(url: str) -> None:
+    """Without a body."""
+    with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=30) as response:
+        response.read()
+
+
 def ask(client: OpenAI, messages: Messages, model: str = "embedded", num_tokens: int = ANSWER_TOKENS) -> Answer:
     start = time.perf_counter()
     first: float | None = None

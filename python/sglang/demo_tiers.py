@@ -33,6 +33,7 @@ from sglang.demo_common import (
     free_port,
     get_json,
     listens,
+    post,
     run,
     server,
     summarise,
@@ -237,8 +238,8 @@ def show_sizes(state: dict[str, Any]) -> None:
     print(f"in the bars: {letters}, . computed\n", flush=True)
 
 
-def go_through_faults(library: Library, parts: Parts, lends: Callable[[], bool]) -> bool:
-    """Returns whether tokens came again from each part that was brought back."""
+def go_through_faults(library: Library, parts: Parts, lends: Callable[[], bool], flush: Callable[[], object]) -> bool:
+    """flush: empties device, peers and host. Returns whether tokens came again from each part that came back."""
     good = True
 
     def step(
@@ -266,6 +267,7 @@ def go_through_faults(library: Library, parts: Parts, lends: Callable[[], bool])
         parts.start_store()
         parts.start_proxy()
         start_worker()
+        flush()
 
     step(
         "The worker is killed (SIGKILL): what only its memory had is on other tiers, or computed.",
@@ -305,7 +307,7 @@ def go_through_faults(library: Library, parts: Parts, lends: Callable[[], bool])
     step(
         "Worker, store and proxy are killed, and the disk's files deleted, at the same time.",
         kill_all,
-        "All are started again.",
+        "All are started again, and memory is emptied, too (/flush_cache): everything begins anew.",
         start_all,
         TIERS,
     )
@@ -348,7 +350,7 @@ def main() -> int:
         print("Six people ask. What the device has no room for goes to the other tiers.")
         library.header()
         good = library.ask_until(TIERS, len(NAMES) * TURNS)
-        good &= go_through_faults(library, parts, lends)
+        good &= go_through_faults(library, parts, lends, lambda: post(warm_url + "/flush_cache"))
         print()
     good &= summarise(library.pairs, TIERS, TIERS)
     most = max(sum(tier in answer.tiers and answer.tiers[tier] > 0 for tier in TIERS) for _, answer in library.pairs)
