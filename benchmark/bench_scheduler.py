@@ -1,7 +1,8 @@
 """The cost of one step of the scheduler: decoding with 1, 32 and 256 running requests, alone and with 2,000 queued;
-and the cost of ordering a queue of long prompts whose documents lie on the host.
+the cost of ordering a queue of long prompts whose documents lie on the host; and that of what storage answers, beside
+such a queue.
 
-    python benchmark/bench_scheduler.py [--steps N]
+    python benchmark/bench_scheduler.py [--steps N] [--only-storage]
 
 No model and no links: every launch completes at once with made-up tokens, so that only the state machine is timed.
 """
@@ -16,14 +17,17 @@ from collections.abc import Callable
 import numpy as np
 from common import print_table, summary, write_json
 
-from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
-from sglang.srt.managers.schedule_batch import StepInputs
+from sglang.srt.managers.io_struct import PromptKeys, TokenizedGenerateReqInput, ids_to_bytes
+from sglang.srt.managers.schedule_batch import BatchDecision, StepInputs
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
+from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
+from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState
-from sglang.srt.mem_cache.transfer import D2H, EXEC, H2D, Tier
+from sglang.srt.mem_cache.transfer import D2H, EXEC, FETCH, H2D, PROBE, STORE, Tier
 from sglang.srt.model_executor.launch import Launch
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.time_units import Seconds
 
 PROMPT_LEN = 256
 MAX_NEW = 3000
@@ -175,10 +179,79 @@ def measure_formation(queued: int, page_size: int) -> list[dict[str, object]]:
     return [{"what": name, "queued": queued, "page size": page_size, **summary(of)} for name, of in first_of.items()]
 
 
+def measure_storage(queued: int, fetch_order: str, with_keys: bool) -> list[dict[str, object]]:
+    """Steps that take in what storage answers, beside a queue of prompts of 20 K tokens, each on disk."""
+    rng = np.random.default_rng(0)
+    length, page_size, block_tokens = 20_480, 64, 64
+    num_blocks = length // block_tokens
+    names = BlockKeys(b"bench", block_tokens)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            page_size=page_size,
+            num_device_pages=10 * num_blocks,
+            num_host_pages=200 * num_blocks,
+            page_bytes=1,
+            context_len=2 * length,
+            storage=StorageSetup(
+                backend="file",
+                setup="",
+                secret=b"bench",
+                block_tokens=block_tokens,
+                limits=StorageLimits.of_host(200 * num_blocks, 1, 256),
+                prefetch=PrefetchConfig("wait_complete", fetch_order=fetch_order),
+                write_policy="auto",
+            ),
+        )
+    )
+    params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+    done = dict.fromkeys((EXEC, H2D, D2H, PROBE, FETCH, STORE), 0)
+    samples: dict[str, list[float]] = {}
+
+    def step(name: str, new: tuple[TokenizedGenerateReqInput, ...] = (), **counts: tuple[int, ...]) -> BatchDecision:
+        for link, of_link in counts.items():
+            done[link] += len(of_link)
+        num_probes = len(counts.get(PROBE, ()))
+        inputs = StepInputs(
+            step=0, now=Seconds(0.0), new=new, done=dict(done), counts=counts, far_counts=(0,) * num_probes
+        )
+        start = time.perf_counter()
+        decision = scheduler.step(inputs)
+        samples.setdefault(name, []).append(time.perf_counter() - start)
+        return decision
+
+    gc.collect()
+    gc.freeze()
+    for i in range(queued):
+        prompt = rng.integers(0, 30_000, length + 1).astype(np.int32)
+        keys = PromptKeys.make(names, "", prompt) if with_keys else None
+        msg = TokenizedGenerateReqInput(
+            rid=f"r{i}", input_ids=ids_to_bytes(prompt), sampling_params=params, prompt_keys=keys
+        )
+        step("a new prompt", (msg,))
+    fetches = []
+    for _ in range(queued // 16):
+        decision = step("16 probe answers", probe=(num_blocks,) * 16)
+        fetches += [len(op.keys) for op in decision.ops if op.ticket.link == FETCH]
+    for _ in range(200):
+        decision = step("a fetch ends", fetch=(fetches.pop(0),))
+        fetches += [len(op.keys) for op in decision.ops if op.ticket.link == FETCH]
+    gc.unfreeze()
+    what = {"queued": queued, "fetch order": fetch_order, "keys came with the prompt": with_keys}
+    # The queue is as long as it gets.
+    return [{"what": name, **what, **summary(of[-len(of) // 4 :])} for name, of in samples.items()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--only-storage", action="store_true")
     args = parser.parse_args()
+    storage = [
+        row for each in (("fifo", True), ("sjf", True), ("fifo", False)) for row in measure_storage(2000, *each)
+    ]
+    print_table("A step with news of storage, a queue of 20 K tokens each", storage)
+    if args.only_storage:
+        return
     rows = []
     for page_size in (1, 16):
         for running in (1, 32, 256):
@@ -188,7 +261,7 @@ def main() -> None:
     print_table("Scheduler step, steady decoding", rows)
     formation = [row for page_size in (1, 16) for row in measure_formation(2000, page_size)]
     print_table("A batch of a queue of 20 K tokens each", formation)
-    write_json("scheduler", {"steps": args.steps, "prompt_len": PROMPT_LEN}, rows + formation)
+    write_json("scheduler", {"steps": args.steps, "prompt_len": PROMPT_LEN}, rows + formation + storage)
 
 
 if __name__ == "__main__":

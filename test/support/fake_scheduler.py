@@ -30,6 +30,7 @@ from sglang.srt.managers.io_struct import (
     GetInternalStateReq,
     GetInternalStateReqOutput,
     SchedulerReady,
+    SwitchTierReqInput,
     TokenizedGenerateReqInput,
     TokenOutput,
     bytes_to_ids,
@@ -101,6 +102,7 @@ class FakeScheduler:
         self.counters = {"aborted": 0, "requests": 0, "steps": 0, "load_back_tokens": 7}
         self.seeds: list[int | None] = []
         self.storage: dict[str, str] | None = None
+        self.switches = {"device": {"reads": True, "writes": True}, "host": {"reads": True, "writes": True}}
 
     def send(self, message: object) -> None:
         self.send_socket.send(encode(message))
@@ -147,6 +149,11 @@ class FakeScheduler:
             if isinstance(message, DetachHiCacheStorageReqInput):
                 self.storage = None
             self.send(ControlReqOutput(id=message.id, success=not refusal, message=refusal))
+        elif isinstance(message, SwitchTierReqInput):
+            refusal = "" if message.tier in self.switches else f"this server has no tier {message.tier!r}"
+            given = {"reads": message.reads, "writes": message.writes}
+            self.switches.get(message.tier, {}).update({way: on for way, on in given.items() if on is not None})
+            self.send(ControlReqOutput(id=message.id, success=not refusal, message=refusal))
         elif isinstance(message, GetInternalStateReq):
             if self.flags.deaf:
                 return
@@ -160,6 +167,7 @@ class FakeScheduler:
                 "counters": self.counters,
                 "seeds": self.seeds,
                 "storage": self.storage,
+                "switches": self.switches,
             }
             self.send(GetInternalStateReqOutput(id=message.id, state=json.dumps(state).encode()))
 

@@ -25,7 +25,13 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder
-from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
+from sglang.srt.managers.io_struct import (
+    PromptKeys,
+    SwitchTierReqInput,
+    TokenizedGenerateReqInput,
+    bytes_to_ids,
+    ids_to_bytes,
+)
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
@@ -66,6 +72,7 @@ class Generation:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     cached_tokens_details: dict[str, int] = field(default_factory=dict)
+    computed_tokens_details: dict[str, int] = field(default_factory=dict)
     first_token_s: float = 0.0
     end_s: float = 0.0
 
@@ -290,6 +297,7 @@ class LocalEngine:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         rids = []
         requests = []
+        names = self.scheduler.cache.tree.names.keys
         for prompt, sampling in zip(prompts, each):
             rid = f"local-{self._next_rid}"
             self._next_rid += 1
@@ -304,6 +312,7 @@ class LocalEngine:
                     cache=cache,
                     stream=True,
                     logprobs=logprobs,
+                    prompt_keys=PromptKeys.make(names, extra_key, np.asarray(prompt)) if names is not None else None,
                 )
             )
         pending = {rids[i]: n for i, n in (abort_after or {}).items()}
@@ -331,6 +340,15 @@ class LocalEngine:
         decision = self.core.step(self.clock(), self.core.progress(), storage=[request])
         self._take_outputs(decision, 0.0)
         return decision
+
+    def switch(self, tier: str, reads: bool | None = None, writes: bool | None = None) -> str:
+        """Turn a tier on or off. Returns why that cannot be."""
+        switch = SwitchTierReqInput(id="admin", tier=tier, reads=reads, writes=writes)
+        decision = self.core.step(self.clock(), self.core.progress(), switches=[switch])
+        self._take_outputs(decision, 0.0)
+        (reply,) = decision.replies
+        assert reply.success == (not reply.message)
+        return reply.message
 
     def forget(self) -> None:
         """Empty device and host, once all is over; storage keeps what it has."""
@@ -391,6 +409,7 @@ class LocalEngine:
             answer.logprobs += output.logprobs
             answer.prompt_logprobs += output.prompt_logprobs
             answer.cached_tokens_details = output.cached_tokens_details
+            answer.computed_tokens_details = output.computed_tokens_details
             if output.finish_reason is not None:
                 answer.finish_reason = output.finish_reason.type
                 answer.end_s = now

@@ -581,14 +581,14 @@ def preloads_never_cancelled() -> Any:
 @mutation
 def preload_not_waited_for() -> Any:
     """A request that has loaded ahead is launched as if all of that were there."""
-    plan = Admission._plan
+    count = Admission._count_found
 
     def patched(self: Any, req: Any, *args: Any) -> None:
-        plan(self, req, *args)
+        count(self, req, *args)
         if req.loaded[1]:
             req.plan = tuple(dataclasses.replace(span, ticket=None) for span in req.plan)
 
-    return mock.patch.object(Admission, "_plan", patched)
+    return mock.patch.object(Admission, "_count_found", patched)
 
 
 @mutation
@@ -1081,7 +1081,7 @@ _SLOW_FETCHES: dict[str, Any] = {
 
 def configurations() -> Iterator[SoakConfig]:
     """In which all requests use the cache."""
-    return (dataclasses.replace(config, cache_modes=False) for config in _configurations())
+    return (dataclasses.replace(config, cache_modes=False, switch_rate=0.0) for config in _configurations())
 
 
 def _configurations() -> Iterator[SoakConfig]:

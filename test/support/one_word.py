@@ -35,6 +35,7 @@ class OneWord:
             completion_tokens=1,
             cached_tokens=0,
             cached_tokens_details={},
+            computed_tokens_details={},
             latency_s=0.0,
             logprobs=[],
             prompt_logprobs=[],

@@ -25,8 +25,16 @@ import numpy as np
 import torch
 
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder, digest_of, replay
-from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
-from sglang.srt.managers.late_copies import oldest_copies
+from sglang.srt.managers.io_struct import (
+    FinishReason,
+    PromptKeys,
+    SwitchTierReqInput,
+    TokenizedGenerateReqInput,
+    TokenOutput,
+    bytes_to_ids,
+    ids_to_bytes,
+)
+from sglang.srt.managers.lost_hits import REASONS
 from sglang.srt.managers.progress import reduce_progress
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Scheduler, SchedulerConfig
@@ -167,6 +175,8 @@ class SoakConfig:
     hang_rate: float = 0.0
     # Whether some requests leave nothing in the cache, or do not read it.
     cache_modes: bool = True
+    # How often an administrator turns a tier's reads or writes off or on.
+    switch_rate: float = 0.0
     hang_ticks: int = 60
     # Of a tick, as the scheduler is told.
     tick_s: float = 1e-3
@@ -253,6 +263,8 @@ class SoakConfig:
         )
         if seed % 5 == 1:
             config = config.with_hangs()
+        if seed % 7 == 3:
+            config = replace(config, switch_rate=0.03)
         if not config.streams:
             return config
         # Too little for most requests.
@@ -490,10 +502,19 @@ def _check_wake_up(scheduler: Scheduler, now: Seconds) -> None:
     # A request that was given back to the queue is looked at in another step at once.
     is_asked_for = scheduler._step_again_at is not None
     assert is_asked_for or scheduler.wake_at is None or scheduler.wake_at > now, "somebody waits beyond its time"
-    copies = [op.ticket.link for op in oldest_copies(scheduler.cache.in_flight).values() if op is not None]
+    copies = [op.ticket.link for op in scheduler.cache.oldest_copies().values() if op is not None]
     is_watched = scheduler.wake_at is not None or scheduler.cache.controller.links.late.issuperset(copies)
     if scheduler.queues.waiting and not scheduler.clock.is_running:
         assert is_watched, "nothing causes a step if a copy hangs that requests may wait for"
+
+
+def _check_reasons(output: TokenOutput) -> None:
+    """Each prompt token of a request that has started was found, or has a reason why not."""
+    reasons = output.computed_tokens_details
+    assert reasons.keys() <= REASONS.keys() and all(n > 0 for n in reasons.values()), reasons
+    if output.cached_tokens_details:
+        num_found = sum(output.cached_tokens_details.values())
+        assert num_found + sum(reasons.values()) == output.prompt_tokens, f"{output.rid}: {reasons}"
 
 
 class Soak:
@@ -542,7 +563,7 @@ class Soak:
                 if what.is_lossy and self.random.random() < 0.5:
                     what = replace(what, is_lossy=False)
                 storage.append(StorageRequest(id="admin", action=action, what=what))
-            self._tick(arrivals, aborts, flush, storage)
+            self._tick(arrivals, aborts, flush, storage, self._switches())
         limit = self.num_ticks + 400 * (len(self.live) + 5)
         while self.live:
             self._tick()
@@ -558,6 +579,7 @@ class Soak:
         aborts: Sequence[str] = (),
         flush: Sequence[str] = (),
         storage: Sequence[StorageRequest] = (),
+        switches: Sequence[SwitchTierReqInput] = (),
     ) -> None:
         self.num_ticks += 1
         now = Seconds(self.num_ticks * self.config.tick_s)
@@ -566,14 +588,14 @@ class Soak:
             ran += rank.emulator.run(self.random.choice((0, 1, 3, 10, 60)))
         reports = [rank.core.progress() for rank in self.ranks]
         progress = reduce_progress(reports)
-        inputs = arrivals or aborts or flush or storage
+        inputs = arrivals or aborts or flush or storage or switches
         if not (inputs or any(rank.core.has_work(now) for rank in self.ranks)):
             lending = self.ranks[0].core.scheduler.lending
             awaits_slabs = lending is not None and lending.awaits_slabs
             if self.live and not awaits_slabs and not any(r.core.has_outstanding for r in self.ranks):
                 raise StuckError(f"nothing is outstanding and {len(self.live)} requests wait")
             return
-        decisions = [r.core.step(now, progress, arrivals, aborts, flush, storage) for r in self.ranks]
+        decisions = [r.core.step(now, progress, arrivals, aborts, flush, storage, switches) for r in self.ranks]
         if len({digest_of(d) for d in decisions}) != 1:
             raise AssertionError(f"ranks decide differently in step {decisions[0].step}")
         if "invariants" in self.nets:
@@ -585,6 +607,13 @@ class Soak:
         self._take_outputs(decisions[0])
         if decisions[0].step % self.config.oracle_every == 0:
             self._ask_oracle()
+
+    def _switches(self) -> list[SwitchTierReqInput]:
+        if not self.config.switch_rate or self.random.random() >= self.config.switch_rate:
+            return []
+        tier = TIER_NAMES[self.random.choice(self.ranks[0].core.scheduler.cache.tiers)]
+        reads, writes = (self.random.choice((None, False, True)) for _ in range(2))
+        return [SwitchTierReqInput(id="switch", tier=tier, reads=reads, writes=writes)]
 
     def _random_tokens(self, n: int) -> np.ndarray:
         return np.array([self.random.randrange(1, 3) for _ in range(n)], np.int32)
@@ -619,7 +648,12 @@ class Soak:
             cache={5: "no_store", 9: "bypass"}.get(self._next_rid % 13, "") if self.config.cache_modes else "",
             stream=self.random.random() < 0.7,
             priority=self._next_rid % 3 - 1,
+            prompt_keys=self._prompt_keys(extra_key, prompt) if self._next_rid % 2 else None,
         )
+
+    def _prompt_keys(self, extra_key: str, prompt: np.ndarray) -> PromptKeys | None:
+        names = self.ranks[0].core.scheduler.cache.tree.names.keys
+        return PromptKeys.make(names, extra_key, prompt) if names is not None else None
 
     def _take_outputs(self, decision: BatchDecision) -> None:
         for output in decision.outputs:
@@ -632,6 +666,7 @@ class Soak:
             if reason is None:
                 continue
             del self.live[output.rid]
+            _check_reasons(output)
             self._check_end(output.rid, expected, reason)
             if expected.refused:
                 continue

@@ -14,6 +14,7 @@ import httpx
 import pytest
 import torch
 
+from sglang.srt.managers.lost_hits import REASONS
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
@@ -65,8 +66,8 @@ def paths(value: Any, at: str = "") -> set[str]:
         return {p for key, inner in value.items() for p in paths(inner, f"{at}.{key}" if at else key)}
     if isinstance(value, list):
         return {at} | {p for inner in value for p in paths(inner, f"{at}[]")}
-    at = re.sub(r"^(tiers\.)(device|host)\.|^(links\.)\w+\.", lambda m: f"{m[1] or m[3]}*.", at)
-    return {re.sub(r"^counters\.\w+", "counters.*", at)}
+    at = re.sub(r"^(tiers\.)(device|host)\.|^(links\.|switches\.)\w+\.", lambda m: f"{m[1] or m[3]}*.", at)
+    return {re.sub(r"^(counters|lost_hits)\.\w+", r"\1.*", at)}
 
 
 @pytest.fixture(scope="module")
@@ -244,3 +245,11 @@ def test_the_numbers_of_the_page():
 
 def test_the_page_is_part_of_the_package():
     assert '"sglang.srt.entrypoints" = ["*.html"]' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_page_and_guide_know_every_reason():
+    (table,) = re.findall(r"const REASONS = \{(.*?)\n\};", PAGE, re.DOTALL)
+    assert re.findall(r"^  (\w+): ", table, re.MULTILINE) == list(REASONS)
+    guide = (ROOT / "docs" / "guides" / "hicache.md").read_text()
+    for reason, meaning in REASONS.items():
+        assert f"| `{reason}` | {meaning} |" in guide

@@ -1,4 +1,4 @@
-"""Storage, as an administrator changes it over HTTP, before the fake scheduler."""
+"""Storage and tiers, as an administrator changes them over HTTP, before the fake scheduler."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from support.server_fixture import PATIENCE_S, Server
 
 ROOT = {"Authorization": "Bearer root"}
 PATH = "/hicache/storage-backend"
+TIERS = "/hicache/tiers"
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +97,35 @@ def test_half_a_character_is_refused_and_harms_nobody(server):
     assert server.get("/health").status_code == 200
 
 
+def test_tiers_are_turned_off_and_on(server):
+    on = {"reads": True, "writes": True}
+    assert ask(server, "GET", TIERS).json() == {"device": on, "host": on}
+    reply = ask(server, "PUT", TIERS + "/host", {"reads": False})
+    assert reply.status_code == 200 and reply.text == "The tier host is switched.\n"
+    assert ask(server, "GET", TIERS).json() == {"device": on, "host": {"reads": False, "writes": True}}
+    assert 'sglang:hicache_tier_on{model_name="embedded",tier="host",what="reads"} 0.0' in server.get("/metrics").text
+    assert ask(server, "PUT", TIERS + "/host", {"reads": True}).status_code == 200
+    assert ask(server, "GET", TIERS).json() == {"device": on, "host": on}
+
+
+@pytest.mark.parametrize("body", [None, [], {}, {"reads": None}, {"reads": "no"}, {"reads": 1}, {"on": True}])
+def test_a_switch_that_is_none(server, body):
+    assert ask(server, "PUT", TIERS + "/host", body).status_code == 400
+    assert ask(server, "GET", TIERS).json()["host"] == {"reads": True, "writes": True}
+
+
+def test_a_tier_that_is_not_there(server):
+    reply = ask(server, "PUT", TIERS + "/tape", {"reads": False})
+    assert reply.status_code == 400 and "no tier 'tape'" in reply.text
+
+
 @pytest.mark.parametrize("headers", [None, {"Authorization": "Bearer user"}])
 def test_without_the_key_nothing_is_said_or_done(server, headers):
     for method, path in (("GET", PATH), ("PUT", PATH), ("DELETE", PATH), ("POST", PATH + "/clear")):
         reply = ask(server, method, path, {"hicache_storage_backend": "file"} if method == "PUT" else None, headers)
         assert reply.status_code == 401, (method, path)
     assert attached(server)["hicache_storage_backend"] is None
+    assert ask(server, "PUT", TIERS + "/host", {"reads": False}, headers).status_code == 401
 
 
 def test_a_server_without_any_key_lets_nobody_change_storage():
@@ -111,4 +135,5 @@ def test_a_server_without_any_key_lets_nobody_change_storage():
             body = {"hicache_storage_backend": "file"} if method == "PUT" else None
             reply = ask(server, method, path, body, None)
             assert reply.status_code == 400 and "--admin-api-key" in reply.text
+        assert ask(server, "PUT", TIERS + "/host", {"reads": False}, None).status_code == 400
         assert ask(server, "GET", headers=None).status_code == 200

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.managers.storage_checks import check_storage_ops
 from sglang.srt.managers.storage_controller import StorageController
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits
 from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
@@ -597,7 +598,7 @@ class StorageRig(Rig):
 
     def check(self) -> None:
         super().check()
-        self.storage.check_operations()
+        check_storage_ops(self.storage)
 
     def attach(self, blocks_per_op: int = 8, store: int = 99) -> None:
         self.storage.open(StorageLimits(blocks_per_op, 99, store), NAMES)

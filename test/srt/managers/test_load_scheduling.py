@@ -518,8 +518,9 @@ def test_nobody_waits_for_a_request_that_is_gone() -> None:
 def test_nobody_waits_for_a_request_that_waits_for_storage(insert_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(insert_at=insert_at, deferral_threshold=100)
     until = 1.0
-    monkeypatch.setattr(rig.scheduler.storage, "may_start", lambda rid: rid != "a" or rig.sim.now >= until)
-    monkeypatch.setattr(type(rig.scheduler.storage), "is_idle", False)
+    storage = rig.scheduler.storage
+    monkeypatch.setattr(storage, "may_start", lambda rid: rid != "a" or rig.sim.now >= until)
+    monkeypatch.setattr(storage, "startable", lambda waiting: [r for r in waiting if storage.may_start(r.rid)])
     prompt = fresh(200)
     times = rig.run([(0.0, request("a", prompt)), (0.0, request("b", prompt)), (until, request("c", fresh(20, 1)))])
     assert times["b"].ttft == pytest.approx(0.2)

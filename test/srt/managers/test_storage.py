@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.managers.schedule_batch import BatchDecision
+from sglang.srt.managers.io_struct import PromptKeys
+from sglang.srt.managers.schedule_batch import BatchDecision, StepInputs
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.block_keys import BlockKeys, to_bytes
 from sglang.srt.mem_cache.frame_table import FrameState
@@ -457,4 +460,45 @@ def test_bypassing_the_local_tiers_a_retracted_request_finds_its_own_work(model_
     assert engine.counter("retracted_reqs") > 0
     assert engine.counter("prefill_tokens") < 60 * (6 + engine.counter("retracted_reqs")), "nothing was found again"
     engine.assert_nothing_left()
+    engine.close()
+
+
+def test_a_step_hashes_no_prompt_whose_keys_came_with_it(
+    model_config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = prompt(31, 100)
+    engine = Engine(model_config)
+    make, in_step = BlockKeys.chain, []
+    monkeypatch.setattr(Scheduler, "step", _noting(Scheduler.step, in_step))
+
+    def chain(names: BlockKeys, last: bytes, tokens: np.ndarray) -> np.ndarray:
+        assert not in_step or len(tokens) < BLOCK, f"{len(tokens)} tokens are hashed inside a step"
+        return make(names, last, tokens)
+
+    monkeypatch.setattr(BlockKeys, "chain", chain)
+    engine.generate([text], PARAMS)
+    engine.assert_nothing_left()
+    assert engine.store.blocks.keys() == set(to_bytes(BlockKeys(b"test", BLOCK).of_prompt("", text)))
+    engine.close()
+
+
+def _noting(step: Callable[..., BatchDecision], steps: list[int]) -> Callable[..., BatchDecision]:
+    def noted(scheduler: Scheduler, inputs: StepInputs) -> BatchDecision:
+        steps.append(inputs.step)
+        try:
+            return step(scheduler, inputs)
+        finally:
+            steps.pop()
+
+    return noted
+
+
+def test_keys_of_another_storage_are_not_used(model_config: ModelConfig) -> None:
+    text = prompt(32, 100)
+    engine = Engine(model_config)
+    keys = PromptKeys.make(BlockKeys(b"another", BLOCK), "", text)
+    names = engine.scheduler.cache.tree.names.keys
+    assert names is not None
+    assert not len(keys.of_naming(names)) and not len(keys.of_naming(BlockKeys(b"another", 2 * BLOCK)))
+    assert np.array_equal(PromptKeys.make(names, "", text).of_naming(names), names.of_prompt("", text))
     engine.close()

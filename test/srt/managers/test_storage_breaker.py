@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang.srt.managers.storage_breaker import FAILURES_IN_A_ROW, TRIAL_PAUSE_S, StorageBreaker
+from sglang.srt.managers.storage_breaker import EMPTY_TRIALS, FAILURES_IN_A_ROW, TRIAL_PAUSE_S, StorageBreaker
 from sglang.srt.mem_cache.block_keys import NO_KEYS
 from sglang.srt.mem_cache.transfer import FETCH, PROBE, STORE, StorageAction, StorageOp, Ticket
 from sglang.srt.utils.time_units import Seconds
@@ -98,3 +98,28 @@ def test_other_storage_begins_closed() -> None:
     rig.at(1.0, op(0))
     rig.breaker.reset()
     assert not rig.at(1.1) and rig.breaker.may_try
+
+
+def test_trials_that_find_nothing_are_paced_and_close_it_at_last() -> None:
+    breaker = StorageBreaker(("fetch",), 1.0, lambda op: 0.0)
+    for _ in range(FAILURES_IN_A_ROW):
+        breaker.end(succeeded=False)
+    for trial in range(1, EMPTY_TRIALS + 1):
+        assert breaker.is_open and not breaker.may_try
+        breaker.now = Seconds(trial * TRIAL_PAUSE_S)
+        assert breaker.may_try
+        breaker.end_empty_trial()
+    assert not breaker.is_open
+    breaker.end(succeeded=False)
+    assert breaker.is_open, "one failure is enough now"
+
+
+def test_what_had_begun_before_the_failures_does_not_close_it() -> None:
+    breaker = StorageBreaker(("store",), 1.0, lambda op: 0.0)
+    for _ in range(FAILURES_IN_A_ROW):
+        breaker.end(succeeded=False)
+    breaker.end(succeeded=True)
+    assert breaker.is_open
+    breaker.now = TRIAL_PAUSE_S
+    breaker.end(succeeded=True)
+    assert not breaker.is_open

@@ -17,8 +17,10 @@ from sglang.srt.managers import tokenizer_manager
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchStrOutput,
+    BlockNaming,
     ControlReqOutput,
     FinishReason,
+    PromptKeys,
     SchedulerReady,
     StrOutput,
     TokenizedGenerateReqInput,
@@ -28,6 +30,7 @@ from sglang.srt.managers.io_struct import (
     ids_to_bytes,
 )
 from sglang.srt.managers.tokenizer_manager import Chunk, GenerateRequest, TokenizerManager
+from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.observability.metrics_collector import MetricsCollector
 from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -459,3 +462,29 @@ def test_seeds_of_several_answers():
     assert seeds(None, 2) == [None, None]
     biggest = (1 << 63) - 1
     assert seeds(biggest, 2) == [biggest, -(1 << 63)]
+
+
+def test_prompts_come_with_the_names_of_their_blocks():
+    async def work() -> None:
+        harness, names = Harness(), BlockKeys(b"secret", 4)
+        naming = BlockNaming(secret=b"secret", block_tokens=4)
+
+        async def keys_of(ids: list[int], **fields: str) -> PromptKeys | None:
+            request = GenerateRequest(prompt=ids, params=SamplingParams(max_new_tokens=1), **fields)
+            return (await harness.manager._tokenized("r", request)).prompt_keys
+
+        await harness.manager.ready
+        assert await keys_of([1] * 9) is None, "no storage is attached"
+        harness.tell(naming)
+        while harness.manager._names is None:
+            await asyncio.sleep(0)
+        assert await keys_of([1] * 3) is None, "no whole block"
+        assert await keys_of([1] * 9, cache="bypass") is None
+        for salt in ("", "tenant"):
+            assert await keys_of([1] * 9, extra_key=salt) == PromptKeys.make(names, salt, np.ones(9, np.int32))
+        harness.tell(BlockNaming())
+        while harness.manager._names is not None:
+            await asyncio.sleep(0)
+        assert await keys_of([1] * 9) is None
+
+    asyncio.run(work())

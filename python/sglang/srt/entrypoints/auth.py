@@ -19,6 +19,7 @@ from sglang.srt.utils.errors import RequestError
 
 _OPEN = ("/health", "/health_generate", "/hicache")
 _ADMIN = ("/flush_cache", "/hicache/storage-backend", "/hicache/storage-backend/clear")
+_ADMIN_BELOW = "/hicache/tiers/"
 
 
 class ApiKeyMiddleware:
@@ -29,7 +30,7 @@ class ApiKeyMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in _OPEN:
             try:
-                if scope["path"] in _ADMIN:
+                if scope["path"] in _ADMIN or scope["path"].startswith(_ADMIN_BELOW):
                     require_admin(Request(scope), self._args)
                 else:
                     require(Request(scope), self._args.api_key)
@@ -49,7 +50,7 @@ def require_admin(request: Request, args: ServerArgs) -> None:
 def require_a_key(args: ServerArgs) -> None:
     """For actions that must not be open to all: a storage plugin is code that this server runs."""
     if not (args.admin_api_key or args.api_key):
-        raise RequestError("storage is changed only on a server that has a key: start it with --admin-api-key", 400)
+        raise RequestError("tiers are changed only on a server that has a key: start it with --admin-api-key", 400)
 
 
 def require(request: Request, key: str | None) -> None:

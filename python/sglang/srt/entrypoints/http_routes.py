@@ -59,6 +59,11 @@ class AttachStorageRequest(msgspec.Struct, frozen=True, kw_only=True):
     hicache_write_policy: str | None = None
 
 
+class SwitchTierRequest(msgspec.Struct, frozen=True, kw_only=True):
+    reads: bool | None = None
+    writes: bool | None = None
+
+
 def make_app(args: ServerArgs, manager: TokenizerManager, ready_info: dict[str, Any]) -> FastAPI:
     app = FastAPI(title="SGLang-compatible engine", version=sglang.__version__)
     app.add_middleware(WarningHeaders)
@@ -284,6 +289,20 @@ def _add_administration(app: FastAPI, args: ServerArgs, manager: TokenizerManage
             "hicache_storage_prefetch_policy": storage.get("prefetch_policy"),
             "hicache_write_policy": storage.get("write_policy", args.hicache_write_policy),
         }
+
+    @app.get("/hicache/tiers")
+    async def hicache_tiers() -> dict[str, Any]:
+        switches: dict[str, Any] = (await manager.get_internal_state())["switches"]
+        return switches
+
+    @app.put("/hicache/tiers/{tier}")
+    async def switch_hicache_tier(tier: str, request: Request) -> Response:
+        require_a_key(args)
+        req = await _parsed(request, args, SwitchTierRequest)
+        if req.reads is None and req.writes is None:
+            raise RequestError('give "reads" or "writes", each true or false', param="reads")
+        result = await manager.switch_tier(tier, req.reads, req.writes)
+        return _done(result, f"The tier {tier} is switched.")
 
     @app.post("/abort_request")
     async def abort_request(request: Request) -> Response:

@@ -55,6 +55,7 @@ class GenerateReqInput(msgspec.Struct, frozen=True, kw_only=True):
     extra_key: str | None = None
     cache_salt: str | None = None
     cache: str | None = None
+    return_computed_tokens_details: bool | None = False
     priority: int | None = None
 
     def is_batch(self) -> bool:
@@ -70,7 +71,8 @@ async def serve_generate(
     requests = _generate_requests(req, max_answers)
     is_list = req.is_batch() or len(requests) > 1
     texts = manager.token_texts if req.return_text_in_logprobs else None
-    answers = [_Answer(request.logprobs, texts) for request in requests]
+    with_reasons = bool(req.return_computed_tokens_details)
+    answers = [_Answer(request.logprobs, texts, with_reasons) for request in requests]
     chunks = merge(manager.generate_all(requests))
     events: list[Event] = [{} for _ in requests]
     try:
@@ -174,10 +176,12 @@ def _too_many_token_ids(number: int) -> RequestError:
 
 
 class _Answer:
-    """One answer so far. texts: None leaves the texts out of the log-probabilities."""
+    """One answer so far. texts: None leaves the texts out of the log-probabilities. with_reasons: why prompt tokens
+    were computed."""
 
-    def __init__(self, spec: LogprobSpec | None, texts: TokenTexts | None) -> None:
+    def __init__(self, spec: LogprobSpec | None, texts: TokenTexts | None, with_reasons: bool) -> None:
         self._spec = spec
+        self._with_reasons = with_reasons
         self._texts = texts
         self._text = ""
         self._output_ids: list[int] = []
@@ -208,6 +212,7 @@ class _Answer:
                 "cached_tokens_details": cached_tokens_details(chunk.cached_tokens_details),
                 "weight_version": "default",
                 "e2e_latency": chunk.latency_s,
+                **({"computed_tokens_details": dict(chunk.computed_tokens_details)} if self._with_reasons else {}),
                 **self._logprob_fields(),
             },
         }

@@ -17,6 +17,7 @@ from sglang.srt.managers.kv_cache import KVCache
 from sglang.srt.managers.launch_batches import ExtendBatch
 from sglang.srt.managers.layer_streaming import NoLayerStreaming
 from sglang.srt.managers.load_planner import LoadPlanner, Outlook
+from sglang.srt.managers.lost_hits import Lookup
 from sglang.srt.managers.prefill_plan import hits_by_tier, plan_spans
 from sglang.srt.managers.request_queues import RequestQueues
 from sglang.srt.managers.schedule_batch import Preload, Req
@@ -132,9 +133,7 @@ class Admission:
     def iter_admissible(self) -> Iterator[tuple[Req, bool]]:
         """Waiting requests, in the order in which they fill the batch, and whether each came along with another.
         Yields nothing if the first of them cannot start."""
-        ready = list(self._queues.waiting)
-        if not self._storage.is_idle:
-            ready = [r for r in ready if self._storage.may_start(r.rid)]
+        ready = self._storage.startable(self._queues.waiting)
         if any([r.delay_end for r in ready]):
             ready = self._after_delay_hits(ready)
         ready = self._streaming.admissible(ready)
@@ -290,6 +289,7 @@ class Admission:
             cache.unlock(receipt)
             return 0
         num_recomputed = planner.recompute_prefix_len(batch, match, chunk, budget - chunk) if num_load else 0
+        lookup = cache.lookup(req)
         self._leave_queue(req, receipt, match)
         if streams:
             self._streaming.begin(req)
@@ -301,7 +301,8 @@ class Admission:
         path = cache.path_of(receipt)
         if num_load * page > num_recomputed:
             batch.loads = batch.loads.and_also(planner.begin_load(self._cache.lacking_nodes(receipt)))
-        self._plan(req, path, (match.device_len, match.device_len + num_recomputed))
+        req.plan = plan_spans(path, req.num_known, (match.device_len, match.device_len + num_recomputed))
+        self._count_found(req, path, lookup)
         prefix = [frames for n in path if (frames := n.frames[Tier.DEVICE]) is not None]
         batch.page_runs.append(
             PageRun(req.slot, 0, np.concatenate(prefix) if prefix else np.empty(0, np.int32), fresh=True)
@@ -333,9 +334,8 @@ class Admission:
             req.loaded_from_peers = req.preload.from_peers
             self.end_preloads([req])
 
-    def _plan(self, req: Req, path: list[Node], recomputed: tuple[int, int]) -> None:
-        """Give the request its plan; count what the cache saved, once per request."""
-        req.plan = plan_spans(path, req.num_known, recomputed)
+    def _count_found(self, req: Req, path: list[Node], lookup: Lookup) -> None:
+        """Count what the cache saves a request that has its plan, and why not more, once per request."""
         if req.num_emitted != req.num_prompt or req.num_retractions:
             return
         found = hits_by_tier(req, self._cache.tokens_from_peers(path), self._storage.tiers)
@@ -343,9 +343,14 @@ class Admission:
             self.counters["prompt_tokens"] += req.num_prompt
             for name, n in found.items():
                 self.counters[f"hit_tokens_{name}"] += n
+            req.computed_tokens_details = self._cache.explain(req, lookup, sum(found.values()))
         before = req.cached_tokens_details or found
         # On another start less may be there; what is there beyond is the request's own work.
         tiers = [*self._cache.tables, *self._storage.tiers]
         req.cached_tokens_details = {
             TIER_NAMES[t]: min(found[TIER_NAMES[t]], before.get(TIER_NAMES[t], 0)) for t in tiers
         }
+        lacking = req.num_prompt - sum(req.cached_tokens_details.values()) - sum(req.computed_tokens_details.values())
+        if lacking:
+            assert lacking > 0, f"{req}: {req.computed_tokens_details} of {req.cached_tokens_details}"
+            req.computed_tokens_details["restarted"] = req.computed_tokens_details.get("restarted", 0) + lacking

@@ -47,6 +47,10 @@ class BlockTouches:
         self.tree = controller.tree
         self.counters = counters
         self.store_path = store_path
+        # Whether what memory has of a path may never have been stored.
+        self.catches_up = False
+        # See `StorageOp`.
+        self.skips: tuple[int, ...] = ()
         # What is under way.
         self.ticket: Ticket | None = None
         self._told: list[_Told] = []
@@ -95,6 +99,10 @@ class BlockTouches:
             if end.parent is None:
                 continue
             path = self.tree.path_of(end)
+            if self.catches_up and not only_shared:
+                self.store_path(end)
+                # It may have split or merged nodes of the path.
+                path = self.tree.path_of(end) if end.parent is not None else []
             if only_shared:
                 path = list(takewhile(lambda node: self._num_uses[node.id] >= _SHARED_BY, path))
             path = list(takewhile(lambda node: node.block_keys is not None, path))
@@ -110,7 +118,8 @@ class BlockTouches:
             self._told.append(_Told(path[-1], blocks))
             num_blocks += len(blocks)
         if keys:
-            self.ticket = self.ledger.begin_storage_op(STORE, StorageAction.TOUCH, np.concatenate(keys))
+            joined = np.concatenate(keys)
+            self.ticket = self.ledger.begin_storage_op(STORE, StorageAction.TOUCH, joined, skips=self.skips)
 
     def end(self, count: int) -> None:
         """count: see `StorageOp`."""

@@ -47,6 +47,10 @@ class BlockWriter:
         self.is_lossy = False
         # See `StorageSetup`.
         self.is_exclusive = False
+        # Whether an administrator wants nothing stored.
+        self.is_off = False
+        # Of two stores, the places of those that get nothing.
+        self.skips: tuple[int, ...] = ()
         # Whether storage can take more blocks without giving up others.
         self.has_room = True
         # Host pages that writes hold on to.
@@ -69,6 +73,17 @@ class BlockWriter:
         self.unpin()
         self.touches.close()
         self.limits, self._deferred = None, {}
+
+    def turn(self, is_off: bool, skips: tuple[int, ...]) -> None:
+        """See `TierSwitches`. skips: see `StorageOp`."""
+        if is_off and not self.is_off:
+            self.unpin()
+            self.touches.close()
+            self._deferred = {}
+        # What was not stored meanwhile is, when it is used.
+        self.touches.catches_up |= self.is_off and not is_off
+        self.is_off, self.skips = is_off, skips
+        self.touches.skips = skips
 
     def unpin(self) -> None:
         """What waits for room is kept no longer than anything else."""
@@ -124,6 +139,8 @@ class BlockWriter:
     def begin_step(self, num_pages: int) -> None:
         """Tell storage what is used, and store what the host gives up next, with num_pages to spare, where storage is
         full."""
+        if self.is_off:
+            return
         if self.limits is not None and not self.breaker.is_open:
             self.touches.begin(only_shared=self.stores_late)
         if self.limits is not None and self.stores_late:
@@ -137,7 +154,7 @@ class BlockWriter:
     def store_path(self, end: Node) -> None:
         """Write to storage what it is not believed to have of the path to `end`, as far as that is on the host, and
         exact if storage is: lossy KV is never written under a name that promises exact bytes."""
-        if self.limits is None or is_alone(self.tree.root_of(end).namespace):
+        if self.limits is None or self.is_off or is_alone(self.tree.root_of(end).namespace):
             return
         tree, page = self.tree, self.tree.page_size
         path = tree.path_of(end)
@@ -171,7 +188,9 @@ class BlockWriter:
             lacking = lacking[: max(0, room)]
         for i in range(0, len(lacking), self.limits.blocks_per_op):
             blocks = lacking[i : i + self.limits.blocks_per_op]
-            self.ledger.begin_storage_op(STORE, StorageAction.SET, keys[blocks], frames[blocks].ravel())
+            self.ledger.begin_storage_op(
+                STORE, StorageAction.SET, keys[blocks], frames[blocks].ravel(), skips=self.skips
+            )
             self.storing_pages += frames[blocks].size
         tree.names.mark_stored(path[first:], lacking)
         if len(lacking):

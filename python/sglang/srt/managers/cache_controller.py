@@ -26,7 +26,7 @@ from sglang.srt.managers.transfer_ledger import TransferLedger
 from sglang.srt.mem_cache.eviction import RETIRED_PRIORITY
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
-from sglang.srt.mem_cache.node import FilledRun, Node
+from sglang.srt.mem_cache.node import FilledRun, Node, mark_next
 from sglang.srt.mem_cache.placement import (
     LAST,
     WRITE_POLICIES,
@@ -60,6 +60,8 @@ class HiCacheController:
         # Whether storage is attached, to which everything comes through the host; and whether what is computed goes
         # there at once, for which the host gives up copies: peers get pages that the host never had.
         self.feeds_storage = self.stores_early = False
+        # See `TierSwitches`.
+        self.unwritten: frozenset[Tier] = frozenset()
         # Ends of paths that are to be written through when the link takes more.
         self._to_write: dict[int, Node] = {}
         # By tier: of what it gives up next, pages that were looked at, see `num_to_look_at`.
@@ -94,7 +96,7 @@ class HiCacheController:
         caller has made room on the device."""
         by_source: dict[Tier, list[Node]] = {}
         for node in nodes:
-            source = self.tree.source_of(node)
+            source = self.tree.order.ready_tier(node)
             assert source is not None, f"{node} is ready nowhere"
             by_source.setdefault(source, []).append(node)
         tickets = []
@@ -112,6 +114,8 @@ class HiCacheController:
 
     def back_up_inserted(self, node: Node) -> None:
         """The path to `node` has got pages that the host may lack."""
+        if Tier.HOST in self.unwritten:
+            return
         if self.write_policy == "write_through":
             self.begin_backup(node)
         elif self.write_policy == "auto" and self.has_host:
@@ -119,7 +123,7 @@ class HiCacheController:
 
     def back_up_reused(self, node: Node) -> None:
         """Another request uses the path to `node`."""
-        if self.write_policy != "write_through_selective" or not self.has_host:
+        if self.write_policy != "write_through_selective" or not self.has_host or Tier.HOST in self.unwritten:
             return
         step: Node | None = node
         while step is not None and step.parent is not None and step.hits < SELECTIVE_HITS:
@@ -188,7 +192,7 @@ class HiCacheController:
         """Copy to the host those nodes that only peers have, which are about to give them up, as far as the host has
         room for them or has less valuable pages. kept: other nodes whose copies are not given up for it."""
         moving: list[Node] = []
-        for node in nodes:
+        for node in nodes if Tier.HOST not in self.unwritten else ():
             num_pages = len(node.key) // self.tree.page_size
             is_known = (
                 is_ready(node, Tier.PEER) and node.frames[Tier.DEVICE] is None and node.frames[Tier.HOST] is None
@@ -359,7 +363,7 @@ class HiCacheController:
     def _write_rest(self) -> None:
         """Write through what found the link busy."""
         ends, self._to_write = self._to_write, {}
-        for node in ends.values():
+        for node in ends.values() if Tier.HOST not in self.unwritten else ():
             if node.parent is not None:
                 self._write_through(node)
 
@@ -390,7 +394,7 @@ class HiCacheController:
             return
         nodes = [n for n in self.tree.victims(Tier.PEER, wanted) if n.frames[Tier.DEVICE] is None]
         lacking = [node for node in nodes if not self.tree.names.is_stored(node)]
-        self.tree.mark_next(lacking)
+        mark_next(lacking)
         self.move_to_host(lacking)
         self.num_looked_at[Tier.PEER] = wanted
 
@@ -402,7 +406,7 @@ class HiCacheController:
         if self.write_policy == "auto":
             return self._copy_before_eviction(victims, is_ahead=False)
         for tier in (Tier.PEER, Tier.HOST) if self.write_policy == "write_back" else (Tier.PEER,):
-            if tier not in self.tables:
+            if tier not in self.tables or tier in self.unwritten:
                 continue
             lacking = [node for node in reversed(victims) if node.frames[tier] is None]
             fitting = self._fitting(lacking, tier, kept=victims)
@@ -415,8 +419,9 @@ class HiCacheController:
         """Copy what no other tier has of the device's next victims, each to where it is worth most. is_ahead: the
         device does not give them up yet; then what goes first is copied first, else what all behind it needs. Returns
         the victims, of which some were split."""
-        self.tree.mark_next(victims)
-        parts: dict[Tier, list[Node]] = {tier: [] for tier in self.tree.order.load_order if tier in self.tables}
+        mark_next(victims)
+        tiers = (tier for tier in self.tree.order.load_order if tier in self.tables and tier not in self.unwritten)
+        parts: dict[Tier, list[Node]] = {tier: [] for tier in tiers}
         begins = [node.start for node in victims]
         for node in victims if is_ahead else reversed(victims):
             tier = self._tier_for(node, parts, is_ahead)
@@ -443,6 +448,8 @@ class HiCacheController:
 
     def _tier_for(self, node: Node, planned: dict[Tier, list[Node]], is_ahead: bool) -> Tier | None:
         """Where a copy of a node goes that the device gives up soon. planned: copies that are about to begin."""
+        if not planned:
+            return None
         is_worth = self.links.is_worth_copying
         worth = {tier: nodes for tier, nodes in planned.items() if is_worth(tier, node.start, node.end)}
         # A tier whose speed is not known gets no only copy, if there is another.

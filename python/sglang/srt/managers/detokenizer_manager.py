@@ -187,6 +187,7 @@ class RequestText:
             completion_tokens=output.completion_tokens - cut,
             cached_tokens=output.cached_tokens,
             cached_tokens_details=output.cached_tokens_details,
+            computed_tokens_details=output.computed_tokens_details,
             logprobs=output.logprobs[: len(ids)],
             prompt_logprobs=output.prompt_logprobs,
         )

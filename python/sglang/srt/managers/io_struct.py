@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from sglang.srt.mem_cache.block_keys import KEY_BYTES, NO_KEYS, BlockKeys
 from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -33,6 +34,25 @@ class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     pass
 
 
+class PromptKeys(msgspec.Struct, frozen=True):
+    """The names of a prompt's blocks, made before the scheduler gets it; see `BlockKeys`."""
+
+    # `BlockKeys.naming` of what made them.
+    naming: bytes
+    # 16 bytes per whole block of the prompt.
+    keys: bytes
+
+    @classmethod
+    def make(cls, names: BlockKeys, namespace: str, ids: np.ndarray) -> PromptKeys:
+        return cls(names.naming, names.of_prompt(namespace, ids).tobytes())
+
+    def of_naming(self, names: BlockKeys) -> np.ndarray:
+        """(n, 16) uint8; n = 0 if storage names blocks otherwise by now."""
+        if self.naming != names.naming:
+            return NO_KEYS
+        return np.frombuffer(self.keys, np.uint8).reshape(-1, KEY_BYTES)
+
+
 class TokenizedGenerateReqInput(Message, frozen=True):
     """A request, as the scheduler gets it."""
 
@@ -49,6 +69,8 @@ class TokenizedGenerateReqInput(Message, frozen=True):
     priority: int = 0
     stream: bool = False
     logprobs: LogprobSpec | None = None
+    # None: the scheduler makes them where it needs them.
+    prompt_keys: PromptKeys | None = None
 
 
 class DetokenizeReq(Message, frozen=True):
@@ -104,6 +126,15 @@ class ClearHiCacheReqInput(Message, frozen=True):
     id: str
 
 
+class SwitchTierReqInput(Message, frozen=True):
+    """Turn a tier's reads or writes off (False) or on (True); None leaves them as they are."""
+
+    id: str
+    tier: str
+    reads: bool | None = None
+    writes: bool | None = None
+
+
 class GetInternalStateReq(Message, frozen=True):
     id: str
 
@@ -129,6 +160,13 @@ class SchedulerReady(Message, frozen=True):
     max_total_num_tokens: int
     max_req_input_len: int
     info: dict[str, Any] = {}
+
+
+class BlockNaming(Message, frozen=True):
+    """How storage names blocks from now on. block_tokens: 0 while no storage is attached."""
+
+    secret: bytes = b""
+    block_tokens: int = 0
 
 
 class FinishReason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -157,6 +195,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     # Tier -> prompt tokens that were found there.
     cached_tokens_details: dict[str, int] = {}
+    # In the last output: why the other prompt tokens were computed, see `LostHits`.
+    computed_tokens_details: dict[str, int] = {}
     # One per new token, if requested.
     logprobs: list[TokenLogprob] = []
     # The prompt's, in the first output, if requested.
@@ -178,8 +218,15 @@ class BatchStrOutput(Message, frozen=True):
 
 
 StorageReqInput = AttachHiCacheStorageReqInput | DetachHiCacheStorageReqInput | ClearHiCacheReqInput
-ToScheduler = TokenizedGenerateReqInput | AbortReq | FlushCacheReqInput | StorageReqInput | GetInternalStateReq
-Control = ControlReqOutput | GetInternalStateReqOutput | SchedulerReady
+ToScheduler = (
+    TokenizedGenerateReqInput
+    | AbortReq
+    | FlushCacheReqInput
+    | StorageReqInput
+    | SwitchTierReqInput
+    | GetInternalStateReq
+)
+Control = ControlReqOutput | GetInternalStateReqOutput | SchedulerReady | BlockNaming
 ToDetokenizer = DetokenizeReq | BatchTokenIDOutput | Control
 ToTokenizer = BatchStrOutput | Control
 

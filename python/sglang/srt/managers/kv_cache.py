@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.managers.lost_hits import Lookup, LostHits
 from sglang.srt.managers.match_cursors import MatchCursors
 from sglang.srt.managers.prefill_plan import streamed_from_peers
 from sglang.srt.managers.schedule_batch import Preload, Req, ReqHold
@@ -27,7 +28,9 @@ from sglang.srt.managers.schedule_policy import Candidate, pages_for
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.storage_controller import StorageController
 from sglang.srt.managers.storage_setup import PrefetchConfig
+from sglang.srt.managers.tier_switches import TierSwitches
 from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
+from sglang.srt.mem_cache.block_keys import NO_KEYS, is_alone
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import MatchResult, Node, Receipt
@@ -72,9 +75,11 @@ class KVCache:
         self.ledger = TransferLedger(self.tree, pools, clock, config.page_bytes)
         self.tables = self.ledger.tables
         self.controller = HiCacheController(self.ledger, config.write_policy)
-        self.storage = StorageController(self.controller, PrefetchConfig())
+        self.switches = TierSwitches()
+        self.storage = StorageController(self.controller, PrefetchConfig(), self.switches)
         # Slabs of the peer pool that come and go; None if it stays as it is.
         self.borrowed = SlabLedger(pools.peer, config.slabs, mapped=False) if pools.peer and config.slabs else None
+        self.lost_hits = LostHits(self.tree, config.page_size)
         self._has_unlocked = False
         self.counters: Counter[str] = Counter()
         self._cursors = MatchCursors(self.tree)
@@ -94,6 +99,12 @@ class KVCache:
 
     def cacheable_tokens(self, req: Req) -> np.ndarray:
         return req.tokens[: self.cacheable_len(req)]
+
+    def prompt_keys(self, req: Req) -> np.ndarray:
+        """The names of the prompt's whole blocks that came with the request, (n, 16) uint8; none if storage has
+        changed since."""
+        names, given = self.tree.names.keys, req.prompt_keys
+        return given.of_naming(names) if names is not None and given is not None else NO_KEYS
 
     def match(self, req: Req) -> MatchResult:
         """What the cache has of the tokens that it may serve."""
@@ -143,7 +154,7 @@ class KVCache:
     def is_copying(self) -> bool:
         """Whether copies are under way whose end gives pages back soon."""
         awaited = set(COPY_LINKS) - self.controller.links.slow
-        return any(ticket.link in awaited for ticket in self.ledger.in_flight)
+        return any(self.ledger.oldest(link) is not None for link in awaited)
 
     def evictable_pages_in(self, match: MatchResult) -> int:
         """Device pages that locking the match takes out of eviction's reach."""
@@ -206,6 +217,21 @@ class KVCache:
         """See `HiCacheController.back_up_reused`."""
         self.controller.back_up_reused(receipt.node)
 
+    def explain(self, req: Req, lookup: Lookup, found: int) -> dict[str, int]:
+        """Why a request that starts computes tokens of its prompt: reason -> tokens. found: how many it does not."""
+        if not self.config.enable_radix_cache or not req.reads_cache or is_alone(req.namespace):
+            return self.lost_hits.explain_bypass(req.num_prompt)
+        return self.lost_hits.explain(lookup, req.num_prompt, found)
+
+    def lookup(self, req: Req) -> Lookup:
+        """What a waiting request looked for, before it starts."""
+        return Lookup(
+            req.namespace,
+            self.cacheable_tokens(req),
+            min(self.candidate(req).prefix, self.cacheable_len(req)),
+            self.storage.outcome(req.rid),
+        )
+
     def retire(self, namespace: str) -> None:
         """No request will ask for the namespace again."""
         self.tree.retire(namespace)
@@ -248,6 +274,8 @@ class KVCache:
             return
         self.extend_lock(hold, result.node)
         self._count_as_cached(result.created)
+        if len(keys := self.prompt_keys(req)):
+            self.tree.names.name_created(result.created, keys)
         hold.pass_on(result.end // page, result.end)
         if len(result.duplicates):
             self.device.free_after(result.duplicates, FrameState.HELD, req.last_launch)
@@ -328,6 +356,32 @@ class KVCache:
         """Operations begun and tickets cancelled since the last call."""
         return self.ledger.take_ops()
 
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """All that are there, storage's last."""
+        return (*self.tables, *self.storage.tiers)
+
+    def turn(self, name: str, reads: bool | None, writes: bool | None) -> str:
+        """See `TierSwitches`. Returns why that cannot be, "" if it is done."""
+        tier = next((t for t in self.tiers if TIER_NAMES[t] == name), None)
+        if tier is None:
+            return f"this server has no tier {name!r}; it has {', '.join(TIER_NAMES[t] for t in self.tiers)}"
+        self.switches.turn(tier, reads, writes)
+        self.set_load_order(self.tree.order.load_order)
+        self.controller.unwritten = self.switches.unwritten
+        self.storage.obey_switches()
+        return ""
+
+    def shown_switches(self) -> str:
+        """For the log."""
+        off = [
+            f"no {what} of {tier}"
+            for tier, on in self.switches.state(self.tiers).items()
+            for what, is_on in on.items()
+            if not is_on
+        ]
+        return ", ".join(off) or "all reads and writes are on"
+
     def take_freed(self) -> dict[int, np.ndarray]:
         """Tier -> frames that became free since the last call."""
         return {tier.value: table.take_freed() for tier, table in self.tables.items()}
@@ -337,13 +391,18 @@ class KVCache:
         """Operations that have begun and are not over; to be read only."""
         return self.ledger.in_flight
 
+    def oldest_copies(self) -> dict[str, TransferOp | None]:
+        """By link from the device, the first operation in flight."""
+        oldest = {link: self.ledger.oldest(link) for link in BACKUP_LINKS.values()}
+        return {link: op if isinstance(op, TransferOp) else None for link, op in oldest.items()}
+
     def consult(self, is_worth_copying: Callable[[Tier, int, int], bool]) -> None:
         """See `BackupLinks`."""
         self.controller.links.is_worth_copying = is_worth_copying
 
     def set_load_order(self, order: tuple[Tier, ...]) -> None:
         """order: the tiers that nodes are loaded from, the fastest first."""
-        self.tree.set_load_order(order)
+        self.tree.set_load_order(order, self.switches.unread)
 
     def note_lending(self) -> None:
         """Device pages may become another engine's."""
@@ -374,7 +433,8 @@ class KVCache:
             ticket = Ticket(link, seq)
             if seq == failed:
                 losing(ticket)
-                self.controller.abort(ticket)
+                with self.lost_hits.history.because("failed"):
+                    self.controller.abort(ticket)
             else:
                 self._link_bytes[link] += self.ledger.in_flight[ticket].size_bytes
                 self.controller.commit(ticket)
@@ -410,16 +470,18 @@ class KVCache:
 
     def drop_written_since(self, launch: int) -> None:
         """Drop what launches from this one on were to write: they are void."""
-        for node in list(self.tree.walk()):
-            for tier in FRAME_TIERS:
-                if node.frames[tier] is not None and node.fences[tier] >= launch:
-                    self.controller.drop(node, tier)
+        with self.lost_hits.history.because("failed"):
+            for node in list(self.tree.walk()):
+                for tier in FRAME_TIERS:
+                    if node.frames[tier] is not None and node.fences[tier] >= launch:
+                        self.controller.drop(node, tier)
 
     def flush(self) -> None:
         """Drop everything; no request is there."""
-        for node in list(self.tree.walk()):
-            for tier in self.tables:
-                self.controller.drop(node, tier)
+        with self.lost_hits.history.because("flushed"):
+            for node in list(self.tree.walk()):
+                for tier in self.tables:
+                    self.controller.drop(node, tier)
         self.reap()
 
     def nodes_lost_with(self, ticket: Ticket) -> set[int]:
@@ -449,7 +511,8 @@ class KVCache:
         if self.borrowed is None:
             return
         for slab in self.borrowed.update(mapped):
-            self.controller.withdraw(Tier.PEER, self.borrowed.frames_of(slab))
+            with self.lost_hits.history.because("slab_lost"):
+                self.controller.withdraw(Tier.PEER, self.borrowed.frames_of(slab))
             self.counters["slabs_withdrawn"] += 1
 
     # -- looking ------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sglang.srt.mem_cache.transfer import BACKUP_LINKS, Ticket, TransferOp
+from sglang.srt.mem_cache.transfer import TransferOp
 from sglang.srt.utils.time_units import LaunchSeq, Seconds
 
 # A copy is overdue, and late, after so long, or so many times what it is expected to take.
@@ -50,12 +50,3 @@ class LateCopies:
     def next_at(self) -> float | None:
         """When the next link is overdue or late if nothing ends before; seconds, as in `StepInputs.now`."""
         return min((at for _, *both in self._oldest.values() for at in both if at > self._now), default=None)
-
-
-def oldest_copies(in_flight: dict[Ticket, object]) -> dict[str, TransferOp | None]:
-    """By link from the device, the first operation in flight."""
-    oldest: dict[str, TransferOp | None] = dict.fromkeys(BACKUP_LINKS.values())
-    for ticket, op in in_flight.items():
-        if ticket.link in oldest and oldest[ticket.link] is None and isinstance(op, TransferOp):
-            oldest[ticket.link] = op
-    return oldest

@@ -568,7 +568,7 @@ class LayerStreaming(NoLayerStreaming):
         return _Layout(start, stop, before, streamed)
 
     def _source_of(self, node: Node) -> Tier:
-        tier = self._tree.source_of(node)
+        tier = self._tree.order.ready_tier(node)
         if tier is None and node.frames[Tier.DEVICE] is not None and node.tickets[Tier.DEVICE] is None:
             # Computed behind the gap, or loaded before what is above it was, and since given up below.
             return Tier.DEVICE

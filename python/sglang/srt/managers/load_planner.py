@@ -14,7 +14,7 @@ from sglang.srt.managers.cost_model import MEASURED_LINKS, LoadLimit
 from sglang.srt.managers.expected_times import ExpectedTimes
 from sglang.srt.managers.held_batch import HeldBatch
 from sglang.srt.managers.kv_cache import KVCache
-from sglang.srt.managers.late_copies import LateCopies, oldest_copies
+from sglang.srt.managers.late_copies import LateCopies
 from sglang.srt.managers.launch_batches import ExtendBatch, LaunchRecord
 from sglang.srt.managers.request_queues import RequestQueues
 from sglang.srt.managers.schedule_batch import Req, StepInputs
@@ -110,7 +110,7 @@ class LoadPlanner:
 
     def watch_copies(self) -> None:
         """At the end of a step, too: `wake_at` includes the copies that the step began."""
-        self._late.update(self.expected.now, oldest_copies(self._cache.in_flight), self._cache.clock.done)
+        self._late.update(self.expected.now, self._cache.oldest_copies(), self._cache.clock.done)
 
     def _set_load_order(self) -> None:
         """Peers come first unless the host is known to be much faster, or peers are not known."""
@@ -217,7 +217,7 @@ class LoadPlanner:
         if self._queues.has_decode:
             return self.expected.decode_seconds()
         if not batch.reqs and self._needs_no_load is None:
-            known = (self._cache.candidate(r) for r in self._queues.waiting if self._storage.may_start(r.rid))
+            known = (self._cache.candidate(r) for r in self._storage.startable(self._queues.waiting))
             self._needs_no_load = any(not each.load and not each.from_peers and not each.loading for each in known)
         return self.expected.compute_seconds(PrefillWork(1, 0, 1)) if batch.reqs or self._needs_no_load else None
 

@@ -47,6 +47,12 @@ class Prefetch:
     far_from: int = 0
     # To be begun, as far as it is known.
     blocks_left: int = 0
+    # Storage is known to have its prompt up to that token; from the second one on it was not worth fetching.
+    stored_end: int = 0
+    cut_from: int = 1 << 62
+    # Whether it was let go before all had come, and whether the host had no room.
+    timed_out: bool = False
+    no_room: bool = False
     # See `fetch_rank`.
     begun_before: int = 0
 
@@ -63,3 +69,12 @@ class Prefetch:
     @property
     def is_over(self) -> bool:
         return (self.probe is None or not self.waits_for_probe) and not self.tickets and not self.end
+
+    @property
+    def trouble(self) -> str:
+        """Why a request that starts now lacks what storage has, one of `REASONS`; empty for no trouble."""
+        if self.timed_out:
+            return "storage_timeout"
+        if self.no_room:
+            return "no_room"
+        return "storage_not_awaited" if self.asked or self.end else ""

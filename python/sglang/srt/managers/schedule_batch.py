@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, TokenOutput
+from sglang.srt.managers.io_struct import SwitchTierReqInput, TokenizedGenerateReqInput, TokenOutput
 from sglang.srt.managers.storage_setup import StorageSetup
 from sglang.srt.mem_cache.node import Receipt
 from sglang.srt.mem_cache.slab_ledger import SlabReport
@@ -138,6 +138,7 @@ class Req:
     __slots__ = (
         "cached_tokens_details",
         "computed",
+        "computed_tokens_details",
         "delay_end",
         "emit_every",
         "epoch",
@@ -162,6 +163,7 @@ class Req:
         "preload",
         "preload_cancelled",
         "priority",
+        "prompt_keys",
         "prompt_logprobs",
         "prompt_logprobs_asked",
         "reads_cache",
@@ -178,9 +180,9 @@ class Req:
         self.rid = msg.rid
         # Requests share tokens within a namespace only.
         self.namespace = msg.extra_key
-        # Whether the cache serves it, and keeps what it computes.
-        self.reads_cache = msg.cache != "bypass"
-        self.fills_cache = not msg.cache
+        self.set_cache_mode(msg.cache)
+        # Of its blocks, if they came with it.
+        self.prompt_keys = msg.prompt_keys
         self.priority = msg.priority
         self.spec = SampleSpec(msg.sampling_params, tuple(sorted(stop_ids)), len(prompt), msg.logprobs)
         # Place in the order of arrival.
@@ -223,6 +225,8 @@ class Req:
         # Up to there it shared its tokens with what an older request was about to compute when it came; 0 for none.
         self.delay_end = 0
         self.cached_tokens_details: dict[str, int] = {}
+        # Why it computes the others: reason -> tokens, see `LostHits`.
+        self.computed_tokens_details: dict[str, int] = {}
         # One per generated token, if asked for.
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -230,6 +234,12 @@ class Req:
             self.prompt_logprobs.append(TokenLogprob(int(prompt[0]), None))
         # Prompt tokens below it have theirs, or a launch is finding it.
         self.prompt_logprobs_asked = self.next_prompt_logprob
+
+    def set_cache_mode(self, mode: str) -> None:
+        """mode: see `TokenizedGenerateReqInput.cache`."""
+        # Whether the cache serves it, and keeps what it computes.
+        self.reads_cache = mode != "bypass"
+        self.fills_cache = not mode
 
     @property
     def next_prompt_logprob(self) -> int:
@@ -278,7 +288,7 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     found of those that were asked for. cost: seconds that rank 0 measured, by number, of completed launches (EXEC,
     STALL for what they waited, STREAM for what they streamed), loads (H2D, P2D) and reads of storage (FETCH). flush:
     ids of flush requests. storage: what an administrator asks of the storage tier. slab_report: what all ranks may
-    use of borrowed or lent memory.
+    use of borrowed or lent memory. switches: tiers to turn on or off.
     """
 
     step: int
@@ -294,6 +304,7 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     cost: dict[str, dict[int, float]] = {}
     flush: tuple[str, ...] = ()
     storage: tuple[StorageRequest, ...] = ()
+    switches: tuple[SwitchTierReqInput, ...] = ()
     slab_report: SlabReport = SlabReport()
     storage_has_room: bool = True
 

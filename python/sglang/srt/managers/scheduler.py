@@ -28,11 +28,18 @@ from typing import Any
 
 from sglang.srt.managers.admission import Admission
 from sglang.srt.managers.batch_builder import BatchBuilder
-from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput, TokenOutput, bytes_to_ids
+from sglang.srt.managers.io_struct import (
+    FinishReason,
+    SwitchTierReqInput,
+    TokenizedGenerateReqInput,
+    TokenOutput,
+    bytes_to_ids,
+)
 from sglang.srt.managers.kv_cache import KVCache
 from sglang.srt.managers.launch_batches import ExtendBatch, LaunchRecord
 from sglang.srt.managers.layer_streaming import LayerStreaming, NoLayerStreaming
 from sglang.srt.managers.load_planner import LoadPlanner
+from sglang.srt.managers.lost_hits import REASONS
 from sglang.srt.managers.request_queues import RequestQueues
 from sglang.srt.managers.schedule_batch import BatchDecision, ControlReply, EndReason, Req, StepInputs
 from sglang.srt.managers.schedule_policy import choose_victim, chunk_of, decode_reserve, pages_for
@@ -116,6 +123,7 @@ class Scheduler:
         reset = self._take_launches(inputs)
         self._take_operations(inputs)
         self.planner.note_late_copies()
+        replies = [ControlReply(s.id, *self._turn(s)) for s in inputs.switches]
         for msg in inputs.new:
             self._add(msg, inputs.now)
         # After the new ones: a request and its abort may have come together.
@@ -123,7 +131,7 @@ class Scheduler:
             self._abort(rid)
         # After everything that gives memory up: perhaps no completion is to come that would cause another step.
         self.cache.reap()
-        replies = self.storage_admin.take_replies()
+        replies += self.storage_admin.take_replies()
         replies += [ControlReply(i, *self._flush()) for i in inputs.flush]
         self.storage_admin.serve(inputs.storage)
         replies += self.storage_admin.take_replies()
@@ -297,6 +305,7 @@ class Scheduler:
             stop_ids |= frozenset(self.config.eos_token_ids)
         max_len = min(len(prompt) + max(1, sampling.max_new_tokens), self.max_total_len)
         req = Req(msg, self.queues.next_order, prompt, max_len, stop_ids)
+        req.set_cache_mode(self.cache.switches.cache_mode(msg.cache))
         if self.config.bypass_local:
             # No other request's tokens are there; what storage has is found, by the same names as ever.
             req.namespace = private(req.namespace, req.order)
@@ -311,7 +320,7 @@ class Scheduler:
         self.queues.add(req)
         self._counters["requests"] += 1
         self.admission.claim(req)
-        self.storage.begin(req.rid, req.namespace, self.cache.cacheable_tokens(req), now)
+        self.storage.begin(req.rid, req.namespace, self.cache.cacheable_tokens(req), now, self.cache.prompt_keys(req))
 
     def _refuse(self, rid: str, prompt_tokens: int, message: str) -> None:
         self._outputs.append(
@@ -338,6 +347,10 @@ class Scheduler:
             self.queues.leave_waiting(req)
         self._counters["aborted_reqs"] += 1
         self._end(req, FinishReason(type="abort", message="the request was aborted", status_code=499))
+
+    def _turn(self, switch: SwitchTierReqInput) -> tuple[bool, str]:
+        refusal = self.cache.turn(switch.tier, switch.reads, switch.writes)
+        return not refusal, refusal
 
     def _flush(self) -> tuple[bool, str]:
         if self.num_reqs:
@@ -399,6 +412,7 @@ class Scheduler:
                 completion_tokens=req.num_known - req.num_prompt,
                 cached_tokens=sum(req.cached_tokens_details.values()),
                 cached_tokens_details=req.cached_tokens_details,
+                computed_tokens_details=req.computed_tokens_details if reason is not None else {},
                 logprobs=req.logprobs[req.num_emitted - req.num_prompt :] if req.logprobs else [],
                 prompt_logprobs=req.prompt_logprobs if req.num_emitted == req.num_prompt else [],
             )
@@ -585,6 +599,7 @@ class Scheduler:
                 "running": len(self.queues.active()),
             },
             "storage": storage,
+            "switches": self.cache.switches.state(self.cache.tiers),
             "launches": {"issued": self.clock.next, "done": self.clock.done},
             "tree": self.cache.tree_state(),
             "stall_seconds": round(self.planner.stall_s, 6),
@@ -594,6 +609,7 @@ class Scheduler:
                 "in_flight_tokens": claims.tokens_in_flight,
             },
             "layer_stream": self.streaming.state(),
+            "lost_hits": {reason: self.cache.lost_hits.counts[reason] for reason in REASONS},
             "counters": dict(sorted(self.counters.items())),
         }
 

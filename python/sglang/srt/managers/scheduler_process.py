@@ -24,6 +24,7 @@ from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenIDOutput,
+    BlockNaming,
     ClearHiCacheReqInput,
     ControlReqOutput,
     DetachHiCacheStorageReqInput,
@@ -32,11 +33,13 @@ from sglang.srt.managers.io_struct import (
     GetInternalStateReqOutput,
     SchedulerReady,
     StorageReqInput,
+    SwitchTierReqInput,
     TokenizedGenerateReqInput,
     decode_to_scheduler,
     detokenize_req,
     encode,
 )
+from sglang.srt.managers.progress import Progress
 from sglang.srt.managers.rank_sync import RankSync, Tick
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS
@@ -44,6 +47,7 @@ from sglang.srt.managers.startup.device import (
     pick_device,
 )
 from sglang.srt.managers.startup.engine import RankSetup, Storage, build_core
+from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.mem_cache.hottest_prefixes import HottestPrefixes
 from sglang.srt.mem_cache.storage.tiered_store import parts_of
@@ -72,9 +76,10 @@ class _Inbox:
     aborts: list[str] = field(default_factory=list)
     flush: list[str] = field(default_factory=list)
     storage: list[StorageRequest] = field(default_factory=list)
+    switches: list[SwitchTierReqInput] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.new or self.aborts or self.flush or self.storage)
+        return bool(self.new or self.aborts or self.flush or self.storage or self.switches)
 
 
 class SchedulerProcess:
@@ -109,6 +114,9 @@ class SchedulerProcess:
         # Of storage's breakers, why they are open.
         self._logged_reasons = {"reads": "", "writes": ""}
         self._hottest = HottestPrefixes(core.scheduler.cache.tree)
+        # How the tokenizer manager names blocks.
+        self._announced: BlockKeys | None = None
+        self._announce_naming()
 
     def serve(self) -> None:
         while True:
@@ -122,13 +130,17 @@ class SchedulerProcess:
                     aborts=tuple(inbox.aborts),
                     flush=tuple(inbox.flush),
                     storage=tuple(inbox.storage),
+                    switches=tuple(inbox.switches),
                     results=progress.results,
                     logprobs=progress.logprobs,
                     cost=progress.cost,
                 )
                 progress = self.sync.lead(tick, progress)
-                self._send(self.core.step(tick.now, progress, tick.new, tick.aborts, tick.flush, tick.storage))
+                self._send(_step(self.core, tick, progress))
+                if tick.switches:
+                    logger.warning("an administrator switched tiers: %s", self.core.scheduler.cache.shown_switches())
                 self._busy_since_check = True
+                self._announce_naming()
                 self._log_breakers()
                 self._log_throughput()
             else:
@@ -148,6 +160,8 @@ class SchedulerProcess:
                 inbox.aborts.append(message.rid)
             elif isinstance(message, FlushCacheReqInput):
                 inbox.flush.append(message.id)
+            elif isinstance(message, SwitchTierReqInput):
+                inbox.switches.append(message)
             elif isinstance(message, GetInternalStateReq):
                 self.sender.send(encode(GetInternalStateReqOutput(id=message.id, state=self._state())))
             else:
@@ -214,6 +228,16 @@ class SchedulerProcess:
         state["hottest"] = self._hottest.table(self.core.scheduler.clock.next)
         return msgspec.json.encode(state)
 
+    def _announce_naming(self) -> None:
+        """Prompts come with the names of their blocks, so that no step is held up by hashing."""
+        names = self.core.scheduler.cache.tree.names.keys
+        if names is not self._announced:
+            self._announced = names
+            naming = (
+                BlockNaming() if names is None else BlockNaming(secret=names.secret, block_tokens=names.block_tokens)
+            )
+            self.sender.send(encode(naming))
+
     def _log_breakers(self) -> None:
         """A line when storage is left alone, and one when it is used again."""
         storage = self.core.scheduler.storage
@@ -223,7 +247,7 @@ class SchedulerProcess:
             self._logged_reasons[what] = breaker.reason
             if breaker.is_open:
                 logger.warning(
-                    "no more %s of storage: %s; requests go on without, and it is tried again without them",
+                    "no more %s of storage: %s; requests go on without it, and trials show when it works again",
                     what,
                     breaker.reason,
                 )
@@ -284,8 +308,12 @@ class FollowerProcess:
                 if self.core.is_idle:
                     tidy_up(self.core)
             tick, progress = self.sync.follow(self.sync.socket.recv(), self.core.progress)
-            self.core.step(tick.now, progress, tick.new, tick.aborts, tick.flush, tick.storage)
+            _step(self.core, tick, progress)
             busy_since_check = True
+
+
+def _step(core: EngineCore, tick: Tick, progress: Progress) -> BatchDecision:
+    return core.step(tick.now, progress, tick.new, tick.aborts, tick.flush, tick.storage, tick.switches)
 
 
 def tidy_up(core: EngineCore) -> None:

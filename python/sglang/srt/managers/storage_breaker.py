@@ -5,7 +5,7 @@ inputs of steps alone, so all ranks agree. Begins nothing: who would, asks first
 
     closed ──an operation hangs, or some in a row fail──► open: no request waits for the links or gives them any work
        ▲                                                    │ nothing is in flight, and a pause is over
-       └────────────── it succeeds ──── a trial, for which no request waits
+       └── it succeeds, or some in a row find nothing ──── a trial, for which no request waits
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ _HANG_TIMES = 10.0
 FAILURES_IN_A_ROW = 3
 # Between a failure, or the end of what hung, and a trial.
 TRIAL_PAUSE_S = Seconds(1.0)
+# So many trials in a row that find nothing to read close it. The next failure then opens it again.
+EMPTY_TRIALS = 3
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class StorageBreaker:
         self._oldest: dict[str, _Oldest] = {}
         self._hung = ""
         self._failures = 0
+        self._empty_trials = 0
         self._trial_at = -math.inf
 
     @property
@@ -68,7 +71,7 @@ class StorageBreaker:
     def reset(self) -> None:
         """Other storage is attached."""
         self.reason = self._hung = ""
-        self._failures, self._trial_at = 0, -math.inf
+        self._failures, self._empty_trials, self._trial_at = 0, 0, -math.inf
 
     def watch(self, in_flight: Iterable[StorageOp]) -> None:
         """in_flight: operations of any links, in the order in which they began. At each step."""
@@ -91,8 +94,11 @@ class StorageBreaker:
 
     def end(self, succeeded: bool) -> None:
         """An operation that tells whether storage works is over."""
+        self._empty_trials = 0
         if succeeded:
-            self._failures, self.reason, self._hung = 0, "", ""
+            # What had begun before others failed may have had little to do.
+            if not self.is_open or self._hung or self.now >= self._trial_at:
+                self._failures, self.reason, self._hung = 0, "", ""
             return
         self._failures += 1
         if self.is_open or self._failures >= FAILURES_IN_A_ROW:
@@ -102,6 +108,15 @@ class StorageBreaker:
         """An operation is over that tells nothing but that its link does not hang."""
         if self._hung == link:
             self.reason, self._hung = "", ""
+
+    def end_empty_trial(self) -> None:
+        """A trial was answered, and found nothing to read. Where storage has lost what requests ask for, no request
+        waits for it, and no trial would ever end the matter."""
+        self._trial_at = self.now + TRIAL_PAUSE_S
+        self._empty_trials += 1
+        if self._empty_trials >= EMPTY_TRIALS:
+            self._failures, self.reason, self._hung = FAILURES_IN_A_ROW - 1, "", ""
+            self._empty_trials = 0
 
     def _open(self, reason: str) -> None:
         self._trial_at = self.now + TRIAL_PAUSE_S

@@ -4,7 +4,7 @@ Owns what each waiting request expects from storage, which requests wait for whi
 written. Decides when a request need not wait any more. Never reads a clock: the time comes with the calls.
 
     begin ──► probe: how many blocks beyond the local match? ──► fetches, a few blocks each, in order ──► over
-                                                                 a few at once; `fetch_rank` orders them. They are
+                                                                 a few at once, see `FetchOrder`. They are
                                                                  nodes of the tree, so requests that find them there
                                                                  wait for the same operation
     detach, at dispatch or at its end: a fetch that no request waits for is cancelled; so it is at the deadline
@@ -19,25 +19,31 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from enum import Enum, auto
+from collections.abc import Collection
 
 import numpy as np
 
 from sglang.srt.managers.block_writer import BlockWriter
 from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.managers.fetch_order import Attempt, FetchOrder
+from sglang.srt.managers.lost_hits import StorageOutcome
 from sglang.srt.managers.prefetch import Prefetch
 from sglang.srt.managers.probe_value import ProbeValue
-from sglang.srt.managers.schedule_policy import FETCH_ORDERS, fetch_rank
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_policy import FETCH_ORDERS
 from sglang.srt.managers.storage_advice import StorageAdvice
 from sglang.srt.managers.storage_breaker import StorageBreaker
+from sglang.srt.managers.storage_checks import check_storage
 from sglang.srt.managers.storage_setup import PREFETCH_POLICIES, PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.managers.storage_trial import StorageTrial
-from sglang.srt.mem_cache.block_keys import BlockKeys, is_alone
+from sglang.srt.managers.tier_switches import TierSwitches
+from sglang.srt.mem_cache.block_keys import NO_KEYS, BlockKeys, is_alone
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import Dropped, FilledRun, MatchResult, is_fetching, is_hole
 from sglang.srt.mem_cache.radix import common_len
 from sglang.srt.mem_cache.transfer import (
     FETCH,
+    OPS_OF_BLOCKS,
     PROBE,
     STALLING_LINKS,
     STORAGE_LINKS,
@@ -47,7 +53,6 @@ from sglang.srt.mem_cache.transfer import (
     Ticket,
     Tier,
 )
-from sglang.srt.mem_cache.tree_checks import check_soft_pins
 from sglang.srt.utils.time_units import NO_LAUNCH, Seconds
 
 # Nothing waits for writes, so they may take that long.
@@ -56,36 +61,26 @@ _WRITE_HANG_S = 5.0
 WAIT_COMPLETE_LIMIT_S = Seconds(60.0)
 # Nodes are cut between blocks where these are no larger than that share of the device.
 MAX_CUT_RATIO = 1 / 256
-# What may be under way together. Attaching, detaching and clearing run alone.
-_OF_BLOCKS = (StorageAction.EXISTS, StorageAction.GET, StorageAction.SET, StorageAction.TOUCH)
 # So often storage is asked for one request.
 MAX_ASKED = 3
 # A deadline is put off by so much at least.
 MIN_PUT_OFF_S = Seconds(1.0)
 
 
-class _Outcome(Enum):
-    """Of an attempt to begin a fetch."""
-
-    # There is more to begin.
-    BEGUN = auto()
-    # Its prefix is on its way to the host.
-    STALLED = auto()
-    # Too much is on its way.
-    FULL = auto()
-    # Nothing more is to be begun.
-    OVER = auto()
-
-
 class StorageController:
     """rids name the requests; those with a prefetch are waiting ones."""
 
-    def __init__(self, controller: HiCacheController, config: PrefetchConfig) -> None:
+    def __init__(
+        self, controller: HiCacheController, config: PrefetchConfig, switches: TierSwitches | None = None
+    ) -> None:
         self.controller = controller
+        self._switches = switches or TierSwitches()
         self.ledger = controller.ledger
         self.tree = controller.tree
         self.reads = StorageBreaker((PROBE, FETCH), WAIT_COMPLETE_LIMIT_S, lambda op: self._advice.expected_s(op))
         self.writes = StorageBreaker((STORE,), _WRITE_HANG_S, lambda op: self._advice.expected_s(op))
+        # Those that have something to begin: too much is on its way, or their prefix is not on the host yet.
+        self._unfinished = FetchOrder(config.fetch_order)
         self.set_config(config)
         # What is attached.
         self.setup: StorageSetup | None = None
@@ -93,12 +88,13 @@ class StorageController:
         self.limits: StorageLimits | None = None
         # Whether what it stores comes back changed.
         self.is_lossy = False
+        # Whether an administrator wants nothing read; and of two stores, the places of those that are not read.
+        self.is_unread = False
+        self._skips: tuple[int, ...] = ()
         # Host pages that reads are filling.
         self.fetching_pages = 0
         # Whether `begin_fetches` is due: storage has answered, or something ended that others may have waited for.
         self.fetches_due = False
-        # Blocks that the unfinished have not begun; None: to be counted.
-        self._blocks_left: int | None = None
         self.counters: Counter[str] = Counter()
         self.writer = BlockWriter(controller, self.counters, self.writes)
         self._clock = controller.ledger.clock
@@ -107,10 +103,9 @@ class StorageController:
         self._probe_value = ProbeValue()
         self._probes: dict[Ticket, float] = {}
         self._prefetches: dict[str, Prefetch] = {}
+        # Those of them that are not over.
+        self._waiting: dict[str, None] = {}
         self._waiters: dict[Ticket, dict[str, None]] = {}
-        # Those that have something to begin, the oldest answer first: too much is on its way, or their prefix is not
-        # on the host yet.
-        self._unfinished: dict[str, None] = {}
         # Blocks that were ever begun, and fetches that have ended.
         self._num_begun = self._num_ended = 0
         # Of all that have begun; entries go stale.
@@ -129,7 +124,8 @@ class StorageController:
             raise ValueError(f"prefetch policy {config.policy!r} is none of {', '.join(PREFETCH_POLICIES)}")
         if config.fetch_order not in FETCH_ORDERS:
             raise ValueError(f"the order of fetches {config.fetch_order!r} is none of {', '.join(FETCH_ORDERS)}")
-        self.config = config
+        assert not self._unfinished, "the order of fetches changes only where there are none"
+        self.config, self._unfinished = config, FetchOrder(config.fetch_order)
         self.reads.hang_s = config.timeout_base_s if config.policy == "timeout" else WAIT_COMPLETE_LIMIT_S
 
     # -- attaching ----------------------------------------------------------------------------------------------
@@ -141,6 +137,7 @@ class StorageController:
         self.controller.set_write_policy(setup.write_policy)
         self.set_config(setup.prefetch)
         self.open(setup.limits, BlockKeys(setup.secret, setup.block_tokens), setup.is_lossy)
+        self.obey_switches()
 
     def detach_storage(self) -> None:
         self.setup = None
@@ -183,7 +180,7 @@ class StorageController:
         for ticket, op in list(self.ledger.in_flight.items()):
             if ticket in self._fetches:
                 self._cancel_fetch(ticket)
-            if isinstance(op, StorageOp) and op.action in _OF_BLOCKS:
+            if isinstance(op, StorageOp) and op.action in OPS_OF_BLOCKS:
                 self.ledger.cancel(ticket)
 
     @property
@@ -192,7 +189,7 @@ class StorageController:
 
     @property
     def is_in_flight(self) -> bool:
-        return any(ticket.link in STORAGE_LINKS for ticket in self.ledger.in_flight)
+        return any(self.ledger.oldest(link) is not None for link in STORAGE_LINKS)
 
     def administer(self, action: StorageAction, setup: str = "") -> Ticket:
         """Attach, detach or clear; nothing else is in flight to storage."""
@@ -201,10 +198,11 @@ class StorageController:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def begin(self, rid: str, namespace: str, tokens: np.ndarray, now: Seconds) -> None:
-        """A request was queued. tokens: int32, all of its prompt that a cache may serve."""
+    def begin(self, rid: str, namespace: str, tokens: np.ndarray, now: Seconds, keys: np.ndarray = NO_KEYS) -> None:
+        """A request was queued. tokens: int32, all of its prompt that a cache may serve. keys: of the prompt's
+        blocks, if they are known."""
         names = self.tree.names.keys
-        if self.limits is None or names is None or is_alone(namespace):
+        if self.limits is None or names is None or self.is_unread or is_alone(namespace):
             return
         size = names.block_tokens
         if self.reads.is_open:
@@ -212,7 +210,8 @@ class StorageController:
                 self._trial.begin(names.of_prompt(namespace, tokens[:size]))
                 self.counters["storage_trials"] += 1
             return
-        prefetch = Prefetch(namespace, tokens[: len(tokens) // size * size], WAIT_COMPLETE_LIMIT_S)
+        num_blocks = len(tokens) // size
+        prefetch = Prefetch(namespace, tokens[: num_blocks * size], WAIT_COMPLETE_LIMIT_S, keys=keys[:num_blocks])
         self._prefetches[rid] = prefetch
         self._ask(rid, prefetch, now)
 
@@ -224,6 +223,7 @@ class StorageController:
             prefetch is None
             or self.limits is None
             or self.reads.is_open
+            or self.is_unread
             or self.config.policy == "best_effort"
             or prefetch.num_asked >= MAX_ASKED
             or prefetch.probe is not None
@@ -238,18 +238,20 @@ class StorageController:
         return True
 
     @property
-    def is_idle(self) -> bool:
-        """Whether no waiting request has ever asked storage."""
-        return not self._prefetches
-
-    @property
     def num_waiting(self) -> int:
         """Requests that wait for storage."""
-        return sum(not prefetch.is_over for prefetch in self._prefetches.values())
+        return len(self._waiting)
 
     def may_start(self, rid: str) -> bool:
         """Whether storage does not hold the request up."""
-        return self.config.policy == "best_effort" or rid not in self._prefetches or self._prefetches[rid].is_over
+        return rid not in self._waiting or self.config.policy == "best_effort"
+
+    def startable(self, waiting: Collection[Req]) -> list[Req]:
+        """Those that storage does not hold up, in their order. waiting: all that wait."""
+        held_up = self._waiting
+        if not held_up or self.config.policy == "best_effort":
+            return list(waiting)
+        return [req for req in waiting if req.rid not in held_up] if len(held_up) < len(waiting) else []
 
     def found(self, rid: str) -> tuple[int, int]:
         """Tokens [start, end) of the prompt that storage has brought to the host for this request."""
@@ -264,6 +266,13 @@ class StorageController:
         border = min(max(start, self._prefetches[rid].far_from), end)
         return (start, border), (border, end)
 
+    def outcome(self, rid: str) -> StorageOutcome:
+        """What a request that starts got; before `detach`."""
+        prefetch = self._prefetches.get(rid)
+        if prefetch is None or self.is_unread:
+            return StorageOutcome("switched_off" if self.is_unread else "storage_off" if self.reads.is_open else "")
+        return StorageOutcome(prefetch.trouble, prefetch.stored_end, prefetch.cut_from)
+
     def detach(self, rid: str) -> None:
         """The request starts, or ends: it waits for nothing more."""
         prefetch = self._prefetches.pop(rid, None)
@@ -274,14 +283,19 @@ class StorageController:
         self._unpin(prefetch)
 
     def expire(self, now: Seconds) -> None:
-        """Let requests go whose deadline has passed, with what has come. Those that could begin no fetch, as others
-        have come to the host first, go on waiting."""
+        """Let requests go whose deadline has passed, with what has come. Those that could begin no fetch, as they or
+        others before them find too much soft-pinned, go on waiting."""
+        order, first, is_known = self._unfinished, None, False
         while (deadline := self.next_deadline) is not None and deadline <= now:
             _, rid = heapq.heappop(self._deadlines)
             prefetch = self._prefetches[rid]
             # Not where storage hangs, which would cost one timeout after the other.
             is_moving = not self._fetches or self._num_ended > prefetch.num_ended_before
-            if is_moving and now < prefetch.last_deadline and self._is_held_up(rid, prefetch):
+            if not is_known or (first is not None and first not in order):
+                first, is_known = self._first_held_up(), True
+            has_begun = rid not in order or prefetch.is_pinned
+            is_held_up = first is not None and not has_begun and not order.is_before(rid, first)
+            if is_held_up and is_moving and now < prefetch.last_deadline:
                 self._set_deadline(rid, prefetch, now, max(prefetch.limit_s, MIN_PUT_OFF_S))
                 continue
             self._let_go(rid, prefetch)
@@ -295,11 +309,9 @@ class StorageController:
         hangs or fails."""
         was_open = self.reads.is_open
         for breaker in (self.reads, self.writes):
-            breaker.watch(op for op in self.ledger.in_flight.values() if isinstance(op, StorageOp))
+            breaker.watch(op for link in breaker.links if isinstance(op := self.ledger.oldest(link), StorageOp))
         if self.reads.is_open and not was_open:
-            for rid, prefetch in self._prefetches.items():
-                if not prefetch.is_over:
-                    self._let_go(rid, prefetch)
+            self._let_all_go()
         if self.writes.is_open and self.writer.pinned:
             self.writer.unpin()
             self.fetches_due = True
@@ -307,14 +319,29 @@ class StorageController:
     def _begin_no_more(self, rid: str) -> None:
         """What is behind the request may have waited for it."""
         if rid in self._unfinished:
-            del self._unfinished[rid]
-            self.fetches_due, self._blocks_left = True, None
+            self._unfinished.remove(rid)
+            self.fetches_due = True
+
+    def obey_switches(self) -> None:
+        """After they were turned, or other storage was attached: no request waits for what is off."""
+        tiers, switches = self.tiers, self._switches
+        through_host = {Tier.HOST} & (switches.unread | switches.unwritten)
+        self._skips = self._trial.skips = tuple(i for i, tier in enumerate(tiers) if tier in switches.unread)
+        unwritten = tuple(i for i, tier in enumerate(tiers) if tier in switches.unwritten)
+        self.is_unread = bool(through_host) or (bool(tiers) and len(self._skips) == len(tiers))
+        if self.is_unread:
+            self._let_all_go()
+        self.writer.turn(bool(tiers) and len(unwritten) == len(tiers), unwritten)
+
+    def _let_all_go(self) -> None:
+        for rid in list(self._waiting):
+            self._let_go(rid, self._prefetches[rid])
 
     def _let_go(self, rid: str, prefetch: Prefetch) -> None:
         """A request waits no longer."""
         self._begin_no_more(rid)
         # A slow storage is not asked again.
-        prefetch.num_asked = MAX_ASKED
+        prefetch.num_asked, prefetch.timed_out = MAX_ASKED, True
         self._leave(rid, prefetch)
         self.counters["prefetch_timeouts"] += 1
 
@@ -353,50 +380,40 @@ class StorageController:
             prefetch.probe = None
             if count:
                 self.counters["storage_hit_tokens"] += count * names.block_tokens
-                prefetch.end = (prefetch.probed + count) * names.block_tokens
+                prefetch.end = prefetch.stored_end = (prefetch.probed + count) * names.block_tokens
                 prefetch.far_from = prefetch.end - far_count * names.block_tokens
                 prefetch.blocks_left, prefetch.begun_before = count, self._num_begun
                 heapq.heappush(self._deadlines, (prefetch.deadline, rid))
-                self._unfinished[rid] = None
-                if not self._cut(rid, prefetch, prefetch.probed, self._blocks_before(rid)):
+                if self._cut(rid, prefetch, prefetch.probed, self._unfinished.blocks_before(prefetch)):
+                    self._unfinished.add(rid, prefetch)
+                else:
                     prefetch.end = 0
-                    del self._unfinished[rid]
-                elif self._blocks_left is not None:
-                    self._blocks_left += prefetch.blocks_left
                 self.fetches_due = True
-
-    def _blocks_before(self, rid: str) -> int:
-        """Blocks that others will be given before one that storage has answered last."""
-        if self.config.fetch_order != "fifo":
-            rank, others = self._rank(rid), (r for r in self._unfinished if r != rid)
-            return sum(self._prefetches[r].blocks_left for r in others if self._rank(r) <= rank)
-        if self._blocks_left is None:
-            self._blocks_left = sum(self._prefetches[r].blocks_left for r in self._unfinished if r != rid)
-        return self._blocks_left
+            self._note_waiting(rid, prefetch)
 
     def begin_fetches(self) -> None:
-        """Begin as many as may be on their way, in the order of `fetch_rank`. Where the next request finds too little
+        """Begin as many as may be on their way, in the order of `FetchOrder`. Where the next request finds too little
         room, no other passes; where it waits for its prefix, others do; for others' soft pins, those with some."""
-        self.fetches_due, self._blocks_left = False, None
-        stalled, only_pinned = set(), False
-        while ready := [
-            rid
-            for rid in self._unfinished
-            if rid not in stalled and not (only_pinned and not self._prefetches[rid].is_pinned)
-        ]:
-            rid = min(ready, key=self._rank)
-            prefetch = self._prefetches[rid]
+        self.fetches_due = False
+        only_pinned = False
+        for rid in self._unfinished:
+            prefetch, outcome = self._prefetches[rid], Attempt.BEGUN
+            if only_pinned and not prefetch.is_pinned:
+                continue
             if self._waits_for_pinned(prefetch):
                 only_pinned = True
                 continue
-            outcome = self._begin_next(rid, prefetch)
-            if outcome == _Outcome.FULL:
+            # It stays the first of those that may begin: a rank never rises.
+            while outcome == Attempt.BEGUN:
+                outcome = self._begin_next(rid, prefetch)
+            if outcome == Attempt.OVER:
+                prefetch.end = 0
+                self._unfinished.remove(rid)
+                self._note_waiting(rid, prefetch)
+                continue
+            self._unfinished.update(rid, prefetch)
+            if outcome == Attempt.FULL:
                 return
-            if outcome == _Outcome.STALLED:
-                stalled.add(rid)
-            elif outcome == _Outcome.OVER:
-                self._prefetches[rid].end = 0
-                del self._unfinished[rid]
 
     # -- operations ---------------------------------------------------------------------------------------------
 
@@ -412,7 +429,7 @@ class StorageController:
         num_pages = len(keys) * names.block_tokens // page
         frames = host.allocate(num_pages, self.ledger.next_owner(FETCH), FrameState.FILLING)
         assert frames is not None, "a fetch needs free frames: make room first"
-        ticket = self.ledger.begin_storage_op(FETCH, StorageAction.GET, keys, frames)
+        ticket = self.ledger.begin_storage_op(FETCH, StorageAction.GET, keys, frames, skips=self._skips)
         self._fetches[ticket] = match.total_len // names.block_tokens
         first = match.total_len % names.block_tokens // page
         last = first + len(tokens) // page
@@ -453,37 +470,8 @@ class StorageController:
         self._tell_waiters(ticket, start, end, whole=count == len(op.keys))
         return start, end
 
-    def check_operations(self) -> None:
-        """What is counted of the operations in flight."""
-        by_link: dict[str, int] = dict.fromkeys(STORAGE_LINKS, 0)
-        for ticket, op in self.ledger.in_flight.items():
-            if isinstance(op, StorageOp):
-                by_link[ticket.link] += len(op.frames)
-                num_ops = sum(t.link in STORAGE_LINKS for t in self.ledger.in_flight)
-                assert num_ops == 1 or op.action in _OF_BLOCKS, f"{op.action.name} beside other operations"
-        reading = self.fetching_pages + self._trial.num_pages
-        assert by_link == {PROBE: 0, FETCH: reading, STORE: self.writer.storing_pages}
-        fetches = {t for t in self.ledger.in_flight if t.link == FETCH and t != self._trial.ticket}
-        assert self._fetches.keys() == fetches
-
     def check_invariants(self) -> None:
-        self.check_operations()
-        for ticket, rids in self._waiters.items():
-            assert ticket in self.ledger.in_flight, f"{list(rids)} wait for {ticket}, which is over"
-            assert rids, f"no request waits for {ticket}"
-        for ticket in self.ledger.in_flight:
-            wanted = ticket.link == FETCH and self.tree.nodes_of(ticket)
-            assert not wanted or ticket in self._waiters, f"{ticket} goes on, but no request waits for it"
-        for rid, prefetch in self._prefetches.items():
-            assert all(rid in self._waiters[ticket] for ticket in prefetch.asked)
-        for rid in self._unfinished:
-            assert self._prefetches[rid].end and self._prefetches[rid].blocks_left, f"{rid} has nothing to begin"
-        assert self._blocks_left in (None, sum(self._prefetches[rid].blocks_left for rid in self._unfinished))
-        awaited = self._is_room_to_come()
-        pinned = [p.pinned for p in self._prefetches.values() if p.pinned is not None]
-        pinned += self.writer.pinned.values()
-        check_soft_pins(self.tree, pinned)
-        assert awaited or pinned or not self._unfinished, f"{list(self._unfinished)} wait for nothing"
+        check_storage(self)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -516,6 +504,14 @@ class StorageController:
                 prefetch.waits_for_probe = self._probe_value.is_worth_waiting(gain_s)
             self._waiters[prefetch.probe] = {rid: None}
             self.counters["storage_probes"] += 1
+        self._note_waiting(rid, prefetch)
+
+    def _note_waiting(self, rid: str, prefetch: Prefetch) -> None:
+        """After its operations have changed."""
+        if prefetch.is_over:
+            self._waiting.pop(rid, None)
+        else:
+            self._waiting[rid] = None
 
     def _set_deadline(self, rid: str, prefetch: Prefetch, now: Seconds, limit_s: float) -> None:
         prefetch.deadline, prefetch.num_ended_before = now + limit_s, self._num_ended
@@ -542,12 +538,9 @@ class StorageController:
         num_pages = prefetch.blocks_left * self.tree.names.keys.block_tokens // self.tree.page_size
         return not prefetch.is_pinned and num_pinned > 0 and num_pinned + num_pages > self.limits.most_pinned_pages
 
-    def _is_held_up(self, rid: str, prefetch: Prefetch) -> bool:
-        """Whether a request has begun nothing because it, or one before it, finds too much soft-pinned for others."""
-        if rid not in self._unfinished or prefetch.is_pinned:
-            return False
-        order = sorted(self._unfinished, key=self._rank)
-        return any(self._waits_for_pinned(self._prefetches[other]) for other in order[: order.index(rid) + 1])
+    def _first_held_up(self) -> str | None:
+        """The first of the unfinished that has begun nothing because it finds too much soft-pinned for others."""
+        return next((rid for rid in self._unfinished if self._waits_for_pinned(self._prefetches[rid])), None)
 
     def _tell_waiters(self, ticket: Ticket, start: int, end: int, whole: bool) -> None:
         """A fetch is over; tokens [start, end) of the path are on the host. whole: all blocks came."""
@@ -561,10 +554,11 @@ class StorageController:
             if not whole or end == start or self._is_begun(rid, prefetch):
                 prefetch.end = 0
                 self._begin_no_more(rid)
+            self._note_waiting(rid, prefetch)
 
     def _begin_probe(self, keys: np.ndarray) -> Ticket:
         """Ask storage how many of the leading keys it has."""
-        return self.ledger.begin_storage_op(PROBE, StorageAction.EXISTS, keys)
+        return self.ledger.begin_storage_op(PROBE, StorageAction.EXISTS, keys, skips=self._skips)
 
     def _cancel_fetch(self, ticket: Ticket) -> None:
         """No request waits for it any more."""
@@ -584,10 +578,6 @@ class StorageController:
         fits = self.fetching_pages + num_pages <= self.limits.max_fetch_pages
         return not in_flight or (fits and in_flight < self.limits.fetch_window_ops)
 
-    def _rank(self, rid: str) -> int:
-        prefetch = self._prefetches[rid]
-        return fetch_rank(self.config.fetch_order, prefetch.blocks_left, prefetch.begun_before)
-
     def _cut(self, rid: str, prefetch: Prefetch, first: int, ahead: int) -> bool:
         """Give up what of the blocks from `first` on is sooner computed. Whether anything is left to fetch."""
         assert self.tree.names.keys is not None
@@ -598,7 +588,7 @@ class StorageController:
         if prefetch.blocks_left < left:
             self.counters["fetches_cut"] += 1
             self.counters["fetch_cut_tokens"] += (left - prefetch.blocks_left) * size
-            prefetch.end = (first + prefetch.blocks_left) * size
+            prefetch.end = prefetch.cut_from = (first + prefetch.blocks_left) * size
         return prefetch.blocks_left > 0
 
     def _is_begun(self, rid: str, prefetch: Prefetch) -> bool:
@@ -607,7 +597,7 @@ class StorageController:
         self._join(rid, prefetch, match)
         return match.total_len >= prefetch.end
 
-    def _begin_next(self, rid: str, prefetch: Prefetch) -> _Outcome:
+    def _begin_next(self, rid: str, prefetch: Prefetch) -> Attempt:
         """Begin the next operation for one of the unfinished."""
         names, limits = self.tree.names.keys, self.limits
         assert limits is not None and names is not None
@@ -615,25 +605,25 @@ class StorageController:
         self._join(rid, prefetch, match)
         start = match.total_len
         if start >= prefetch.end:
-            return _Outcome.OVER
+            return Attempt.OVER
         first, size = start // names.block_tokens, names.block_tokens
         if not self._cut(rid, prefetch, first, 0):
-            return _Outcome.OVER
+            return Attempt.OVER
         if (hole := self.tree.next_unmatched(match, prefetch.tokens)) is not None and not is_hole(hole):
-            return _Outcome.STALLED
+            return Attempt.STALLED
         # A hole is filled by operations of its own.
         most = hole.end if hole is not None else prefetch.end
         last = min(-(-min(most, prefetch.end) // size), first + limits.blocks_per_op)
         assert last > first, f"{rid} has nothing to begin"
         num_pages = (last - first) * size // self.tree.page_size
         if not self._may_fetch(num_pages):
-            return _Outcome.FULL
+            return Attempt.FULL
         if not self._make_room(num_pages, match):
             if self._is_room_to_come():
-                return _Outcome.FULL
+                return Attempt.FULL
             self.counters["prefetch_dropped_tokens"] += prefetch.end - start
-            prefetch.reach = max(prefetch.reach, prefetch.end)
-            return _Outcome.OVER
+            prefetch.reach, prefetch.no_room = max(prefetch.reach, prefetch.end), True
+            return Attempt.OVER
         # Once more: making room may have merged nodes, or removed a hole.
         match, end = self._match(prefetch, prefetch.end), last * size
         if (hole := self.tree.next_unmatched(match, prefetch.tokens)) is not None:
@@ -645,12 +635,12 @@ class StorageController:
         self._wait(rid, prefetch, ticket)
         self._pin(prefetch, self._match(prefetch, end))
         self._let_join(rid, prefetch, ticket, first)
-        return _Outcome.OVER if end >= prefetch.end else _Outcome.BEGUN
+        return Attempt.OVER if end >= prefetch.end else Attempt.BEGUN
 
     def _let_join(self, rid: str, prefetch: Prefetch, ticket: Ticket, first: int) -> None:
         """Others that lack the same block need not wait for their turn. A block's key names all before it."""
         key = prefetch.keys[first].tobytes()
-        for other in self._unfinished:
+        for other in self._unfinished.alike(prefetch, first):
             joining = self._prefetches[other]
             if other == rid or joining.namespace != prefetch.namespace or len(joining.keys) <= first:
                 continue
@@ -668,7 +658,7 @@ class StorageController:
 
     def _is_room_to_come(self) -> bool:
         """Whether an operation is in flight after which `begin_fetches` is called."""
-        return any([ticket.link in STALLING_LINKS for ticket in self.ledger.in_flight])
+        return any(self.ledger.oldest(link) is not None for link in STALLING_LINKS)
 
     def _match(self, prefetch: Prefetch, end: int) -> MatchResult:
         return self.tree.match(prefetch.namespace, prefetch.tokens[:end], fetching=True)
@@ -682,7 +672,7 @@ class StorageController:
         return [t for t in tickets if t is not None and t.link == FETCH]
 
     def _wait(self, rid: str, prefetch: Prefetch, ticket: Ticket) -> None:
-        prefetch.tickets[ticket] = None
+        prefetch.tickets[ticket] = self._waiting[rid] = None
         self._waiters.setdefault(ticket, {})[rid] = None
 
     def _leave(self, rid: str, prefetch: Prefetch) -> None:
@@ -698,3 +688,4 @@ class StorageController:
                     self.ledger.cancel(ticket)
                     del self._probes[ticket]
         prefetch.probe, prefetch.end, prefetch.tickets = None, 0, {}
+        self._waiting.pop(rid, None)

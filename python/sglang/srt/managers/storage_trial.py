@@ -22,6 +22,8 @@ class StorageTrial:
     def __init__(self, controller: HiCacheController, breaker: StorageBreaker) -> None:
         self.ticket: Ticket | None = None
         self.num_pages = 0
+        # See `StorageOp`.
+        self.skips: tuple[int, ...] = ()
         self._controller = controller
         self._breaker = breaker
         self._key = NO_KEYS
@@ -29,13 +31,16 @@ class StorageTrial:
     def begin(self, key: np.ndarray) -> None:
         """Ask for a block. key: (1, 16) uint8."""
         self._key = key
-        self.ticket = self._controller.ledger.begin_storage_op(PROBE, StorageAction.EXISTS, key)
+        self.ticket = self._controller.ledger.begin_storage_op(PROBE, StorageAction.EXISTS, key, skips=self.skips)
 
     def end_probe(self, found: bool) -> None:
         """Read the block if it is there; if not, the trial has shown only that probes are answered."""
         self.ticket = None
         controller, names = self._controller, self._controller.tree.names.keys
-        if names is None or not found or not self._breaker.is_open:
+        if names is None or not self._breaker.is_open:
+            return
+        if not found:
+            self._breaker.end_empty_trial()
             return
         num_pages = names.block_tokens // controller.tree.page_size
         if not controller.make_room(Tier.HOST, num_pages, (), spares_pinned=True):
@@ -44,7 +49,9 @@ class StorageTrial:
             num_pages, controller.ledger.next_owner(FETCH), FrameState.HELD
         )
         assert frames is not None, "there was room"
-        self.ticket = controller.ledger.begin_storage_op(FETCH, StorageAction.GET, self._key, frames)
+        self.ticket = controller.ledger.begin_storage_op(
+            FETCH, StorageAction.GET, self._key, frames, skips=self.skips
+        )
         self.num_pages = num_pages
 
     def end_read(self, op: StorageOp, count: int) -> None:

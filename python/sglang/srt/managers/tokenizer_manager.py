@@ -26,6 +26,7 @@ from sglang.srt.managers.io_struct import (
     AbortReq,
     AttachHiCacheStorageReqInput,
     BatchStrOutput,
+    BlockNaming,
     ClearHiCacheReqInput,
     ControlReqOutput,
     DetachHiCacheStorageReqInput,
@@ -33,8 +34,10 @@ from sglang.srt.managers.io_struct import (
     FlushCacheReqInput,
     GetInternalStateReq,
     GetInternalStateReqOutput,
+    PromptKeys,
     SchedulerReady,
     StrOutput,
+    SwitchTierReqInput,
     TokenizedGenerateReqInput,
     bytes_to_ids,
     decode_to_tokenizer,
@@ -42,6 +45,7 @@ from sglang.srt.managers.io_struct import (
     ids_to_bytes,
 )
 from sglang.srt.managers.text_encoder import EncodedText, TextEncoder
+from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.observability.metrics_collector import MetricsCollector
 from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -116,6 +120,8 @@ class Chunk:
     completion_tokens: int
     cached_tokens: int
     cached_tokens_details: Mapping[str, int]
+    # In the last chunk.
+    computed_tokens_details: Mapping[str, int]
     # Since the request's arrival.
     latency_s: float
     # One per output id, if requested.
@@ -212,6 +218,8 @@ class TokenizerManager:
         self._refusal: RequestError | None = None
         self.ready: asyncio.Future[SchedulerReady] = asyncio.get_running_loop().create_future()
         self.last_state: dict[str, Any] = {}
+        # How storage names blocks; None while there is none.
+        self._names: BlockKeys | None = None
 
     # Requests
 
@@ -276,6 +284,7 @@ class TokenizerManager:
             completion_tokens=last.completion_tokens,
             cached_tokens=last.cached_tokens,
             cached_tokens_details=last.cached_tokens_details,
+            computed_tokens_details=last.computed_tokens_details,
             latency_s=time.perf_counter() - state.arrived,
             logprobs=[entry for output in outputs for entry in output.logprobs],
             prompt_logprobs=[entry for output in outputs for entry in output.prompt_logprobs],
@@ -316,7 +325,15 @@ class TokenizerManager:
             priority=req.priority or 0,
             stream=req.stream,
             logprobs=logprobs,
+            prompt_keys=await self._prompt_keys(req, ids),
         )
+
+    async def _prompt_keys(self, req: GenerateRequest, ids: np.ndarray) -> PromptKeys | None:
+        """The scheduler would take 3 us per block, in which it does nothing else."""
+        names = self._names
+        if names is None or len(ids) < names.block_tokens or req.cache == "bypass":
+            return None
+        return await self.off_loop(PromptKeys.make, names, req.extra_key, ids.astype(np.int32, copy=False))
 
     def _check_vocabulary(self, name: str, tokens: Sequence[int] | np.ndarray) -> None:
         # An array at once where it is long; integers of any size where a client named them one by one.
@@ -447,6 +464,8 @@ class TokenizerManager:
                 now = time.perf_counter()
                 for output in message.outputs:
                     self._on_output(output, now)
+            elif isinstance(message, BlockNaming):
+                self._names = BlockKeys(message.secret, message.block_tokens) if message.block_tokens else None
             elif isinstance(message, SchedulerReady):
                 self.ready.set_result(message)
             elif (future := self._controls.pop(message.id, None)) is not None and not future.done():
@@ -521,6 +540,9 @@ class TokenizerManager:
 
     async def clear_hicache_storage(self) -> ControlReqOutput:
         return await self._control(lambda id: ClearHiCacheReqInput(id=id))
+
+    async def switch_tier(self, tier: str, reads: bool | None, writes: bool | None) -> ControlReqOutput:
+        return await self._control(lambda id: SwitchTierReqInput(id=id, tier=tier, reads=reads, writes=writes))
 
     async def get_internal_state(self) -> dict[str, Any]:
         answer: GetInternalStateReqOutput = await self._control(lambda id: GetInternalStateReq(id=id))

@@ -8,6 +8,7 @@ away.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +46,10 @@ class TransferLedger:
         tables = {Tier.DEVICE: pools.device, Tier.PEER: pools.peer, Tier.HOST: pools.host}
         self.tables: dict[Tier, FrameTable] = {tier: table for tier, table in tables.items() if table is not None}
         self.in_flight: dict[Ticket, TransferOp | StorageOp] = {}
+        # The same of each link; the first of an OrderedDict is found at once, whatever has gone before it.
+        self._by_link: dict[str, OrderedDict[Ticket, TransferOp | StorageOp]] = {
+            link: OrderedDict() for link in LINKS
+        }
         self._next_seq = dict.fromkeys(LINKS, 0)
         self._new_ops: list[TransferOp | StorageOp] = []
         self._new_cancels: list[Ticket] = []
@@ -54,6 +59,10 @@ class TransferLedger:
         self._released: set[Ticket] = set()
         self._num_ended = dict.fromkeys(LINKS, 0)
         self._pages_in_flight = dict.fromkeys(LINKS, 0)
+
+    def oldest(self, link: str) -> TransferOp | StorageOp | None:
+        """The first operation of a link that is not over."""
+        return next(iter(self._by_link[link].values()), None)
 
     def num_pages_on(self, link: str) -> int:
         """Pages that operations of a link are moving, or will."""
@@ -92,17 +101,19 @@ class TransferLedger:
         keys: np.ndarray = NO_KEYS,
         frames: np.ndarray = NO_FRAMES,
         setup: str = "",
+        skips: tuple[int, ...] = (),
     ) -> Ticket:
-        """keys, frames, setup: see `StorageOp`."""
+        """keys, frames, setup, skips: see `StorageOp`."""
         if len(frames):
             self.tables[Tier.HOST].pin(frames)
         ticket = self._take_ticket(link)
-        self._begin(StorageOp(ticket, action, keys, frames, len(frames) * self.page_bytes, setup))
+        self._begin(StorageOp(ticket, action, keys, frames, len(frames) * self.page_bytes, setup, skips))
         return ticket
 
     def end(self, ticket: Ticket) -> TransferOp | StorageOp:
         """The operation is over on every rank: its frames are unpinned."""
         op = self.in_flight.pop(ticket)
+        del self._by_link[ticket.link][ticket]
         self._num_ended[ticket.link] += 1
         if isinstance(op, TransferOp):
             self._pages_in_flight[ticket.link] -= len(op.src_frames)
@@ -158,6 +169,7 @@ class TransferLedger:
         return ops, cancels
 
     def check_invariants(self) -> None:
+        assert sum(len(ops) for ops in self._by_link.values()) == len(self.in_flight)
         for tier, table in self.tables.items():
             table.check_invariants()
             self._check_pins(tier, table)
@@ -205,7 +217,7 @@ class TransferLedger:
         return ticket
 
     def _begin(self, op: TransferOp | StorageOp) -> None:
-        self.in_flight[op.ticket] = op
+        self.in_flight[op.ticket] = self._by_link[op.ticket.link][op.ticket] = op
         self._new_ops.append(op)
 
     def _table(self, tier: Tier) -> FrameTable:

@@ -48,6 +48,8 @@ class BlockKeys:
             raise ValueError(f"a block needs at least one token, got {block_tokens}")
         self.secret = secret
         self.block_tokens = block_tokens
+        # Equal if the same tokens get the same names.
+        self.naming = hashlib.blake2b(b"%d" % block_tokens, key=secret, digest_size=8, person=b"naming").digest()
 
     def root(self, namespace: str) -> bytes:
         """The key to which the namespace's first block is chained."""

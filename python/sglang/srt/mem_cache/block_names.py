@@ -66,6 +66,16 @@ class BlockNames:
                 last = each.block_keys[-1].tobytes()
             tail = run[len(run) - each.end % names.block_tokens :]
 
+    def name_created(self, created: Iterable[Node], keys: np.ndarray) -> None:
+        """Name new nodes of a prompt whose blocks have these keys, (n, 16) uint8."""
+        assert self.keys is not None
+        size = self.keys.block_tokens
+        for node in created:
+            first, end = node.start // size, node.end // size
+            if node.block_keys is None and end <= len(keys):
+                node.block_keys = keys[first:end].copy()
+                node.stored = np.zeros(end - first, np.bool_)
+
     def name_fetched(self, node: Node, block_keys: np.ndarray) -> None:
         """A new node holds what storage has under these names."""
         assert len(block_keys) == self.num_blocks(node)

@@ -224,6 +224,11 @@ class EvictionOrder:
         on_farther = is_first and tier == _PEER and ready[_HOST]
         return class_of_copy(ready[_DEVICE] or on_other, on_farther, is_next, is_covered, is_pinned)
 
+    def ready_tier(self, node: Node) -> Tier | None:
+        """The first tier of the load order that has a node ready."""
+        ready = (t for t in self.load_order if node.frames[t] is not None and node.tickets[t] is None)
+        return next(ready, None)
+
     def next_of(self, tier: Tier) -> Node | None:
         """The node that a tier would give up next."""
         top = self._heaps[tier].peek()

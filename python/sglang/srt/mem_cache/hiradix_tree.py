@@ -77,8 +77,12 @@ class HiRadixTree:
         self.counts = PageCounts()
         # What each tier gives up next.
         self.order = EvictionOrder(EVICTION_POLICIES[eviction_policy], page_size, self.split)
+        # Tiers that a match does not count on.
+        self._unread: frozenset[Tier] = frozenset()
         self.rename_blocks(block_keys)
         self._changed: Callable[[Node], None] = lambda node: None
+        # Called with each node that leaves its last tier, while it is still in the tree.
+        self.lost: Callable[[Node, Tier], None] = lambda node, tier: None
         self._grown: Callable[[int | str, PageKey], None] = lambda parent, page: None
 
     def watch(self, changed: Callable[[Node], None], grown: Callable[[int | str, PageKey], None]) -> None:
@@ -125,10 +129,9 @@ class HiRadixTree:
         return MatchResult(namespace, tuple(path), last_len, device_len, pos, tuple(peer_runs))
 
     def source_of(self, node: Node) -> Tier | None:
-        """The tier that a node is loaded from: the first of the load order that has it. None while all it has is on
-        its way."""
+        """The first tier of the load order that is read and has a node; None while all it has is on its way."""
         for tier in self.order.load_order:
-            if node.frames[tier] is not None and node.tickets[tier] is None:
+            if node.frames[tier] is not None and node.tickets[tier] is None and tier not in self._unread:
                 return tier
         return None
 
@@ -433,21 +436,15 @@ class HiRadixTree:
             stack.extend(node.children.values())
             self._offer_everywhere(node)
 
-    def set_load_order(self, order: tuple[Tier, ...]) -> None:
-        """order: see `EvictionOrder`. A match may come out differently for each node that several tiers have."""
-        if order == self.order.load_order:
+    def set_load_order(self, order: tuple[Tier, ...], unread: frozenset[Tier] = frozenset()) -> None:
+        """order: see `EvictionOrder`. unread: no match counts on what only these tiers have."""
+        if (order, unread) == (self.order.load_order, self._unread):
             return
-        self.order.load_order = order
+        self.order.load_order, self._unread = order, unread
         for node in self.walk():
-            if all(node.frames[tier] is not None for tier in order):
+            if any(node.frames[tier] is not None for tier in order):
                 self._changed(node)
                 self._offer_everywhere(node)
-
-    @staticmethod
-    def mark_next(nodes: Iterable[Node]) -> None:
-        """A tier gives these up soon: copies on farther tiers stay."""
-        for node in nodes:
-            node.is_next = True
 
     def set_placement(self, adds_up: bool) -> None:
         """adds_up: see `EvictionOrder`."""
@@ -662,6 +659,8 @@ class HiRadixTree:
             dropped.filling.append((frames, ticket))
         node.frames[tier] = None
         node.tickets[tier] = None
+        if ticket is None and is_hole(node):
+            self.lost(node, tier)
         if tier == _DEVICE:
             assert node.num_device_children == 0
             parent.num_device_children -= 1

@@ -3,6 +3,7 @@ methods take and return. Plain data: hiradix_tree.py, block_names.py and radix.p
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -216,3 +217,9 @@ class Dropped:
     filling: list[tuple[np.ndarray, Ticket]] = field(default_factory=list)
     # Their nodes that stay in the tree, on another tier or as holes.
     staying: list[Node] = field(default_factory=list)
+
+
+def mark_next(nodes: Iterable[Node]) -> None:
+    """A tier gives these up soon: copies on farther tiers stay."""
+    for node in nodes:
+        node.is_next = True

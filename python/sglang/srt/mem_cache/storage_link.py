@@ -144,7 +144,7 @@ class StorageLink:
             self._end(begun, 0, 0, "cancelled")
             return
         begun.at = self._clock()
-        store = self.slot.store
+        store = self._store_for(op)
         try:
             is_read = op.action == StorageAction.GET
             if not is_read or self._is_synchronous or not isinstance(store, OverlappingStore):
@@ -160,6 +160,10 @@ class StorageLink:
             is_unwanted = begun.is_unwanted
         if is_unwanted:
             give_up()
+
+    def _store_for(self, op: StorageOp) -> BlockStore | None:
+        store = self.slot.store
+        return store.without(op.skips) if op.skips and isinstance(store, TieredStore) else store
 
     @property
     def has_room(self) -> bool:
@@ -184,7 +188,7 @@ class StorageLink:
 
     def _carry_out(self, op: StorageOp) -> tuple[int, int]:
         """The count of the operation's result, and of a probe its far count."""
-        store = self.slot.store
+        store = self._store_for(op)
         if op.action == StorageAction.ATTACH:
             return int(self.slot.attach(op.setup)), 0
         if store is None:

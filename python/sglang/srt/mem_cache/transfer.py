@@ -91,6 +91,10 @@ class StorageAction(IntEnum):
     TOUCH = 6
 
 
+# What may be under way together. The others run alone.
+OPS_OF_BLOCKS = (StorageAction.EXISTS, StorageAction.GET, StorageAction.SET, StorageAction.TOUCH)
+
+
 @dataclass(frozen=True)
 class StorageOp:
     """An operation on the storage tier. It never fails; its result has a count instead. EXISTS, GET and SET count the
@@ -106,6 +110,8 @@ class StorageOp:
     size_bytes: int
     # For ATTACH: the store to open, as JSON.
     setup: str = ""
+    # Of two stores, the places of those that are left out.
+    skips: tuple[int, ...] = ()
 
     @property
     def after(self) -> None:

@@ -243,6 +243,8 @@ class MetricsCollector:
                 for part, value in found.items():
                     family.add_metric([*values, part], unit * (value or 0))
                 yield family
+        yield self._reasons(self._state.get("lost_hits") or {})
+        yield self._switches(self._state.get("switches") or {})
         yield from self._peer_slabs(self._state.get("peers") or {})
         if "counters" in self._state:
             for name, help, key in _COUNTERS:
@@ -258,6 +260,24 @@ class MetricsCollector:
             for mode, keys in _REALTIME:
                 realtime.add_metric([*values, mode], sum(_at(self._state, ("counters", key)) or 0 for key in keys))
             yield realtime
+
+    def _reasons(self, lost_hits: Mapping[str, int]) -> Metric:
+        help = "Prompt tokens that were computed, by the reason why they were not found in the cache."
+        family = CounterMetricFamily("sglang:hicache_computed_tokens", help, labels=[*self._labels, "reason"])
+        for reason, num_tokens in lost_hits.items():
+            family.add_metric([*self._labels.values(), reason], num_tokens)
+        return family
+
+    def _switches(self, switches: Mapping[str, Mapping[str, bool]]) -> Metric:
+        family = GaugeMetricFamily(
+            "sglang:hicache_tier_on",
+            "0 while an administrator has turned a tier's reads or writes off.",
+            labels=[*self._labels, "tier", "what"],
+        )
+        for tier, whats in switches.items():
+            for what, is_on in whats.items():
+                family.add_metric([*self._labels.values(), tier, what], is_on)
+        return family
 
     def _peer_slabs(self, peers: Mapping[str, Any]) -> Iterator[Metric]:
         names, values = list(self._labels), list(self._labels.values())

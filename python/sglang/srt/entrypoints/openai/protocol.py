@@ -53,6 +53,7 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = True
     no_stop_trim: bool | None = False
     return_cached_tokens_details: bool | None = False
+    return_computed_tokens_details: bool | None = False
     rid: str | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
@@ -157,6 +158,7 @@ class UsageOfChoices:
     def __init__(self, req: OpenAIRequest) -> None:
         self._choices_per_prompt = req.num_choices
         self._with_details = bool(req.return_cached_tokens_details)
+        self._with_reasons = bool(req.return_computed_tokens_details)
         self._last: dict[int, Chunk] = {}
 
     def add(self, index: int, chunk: Chunk) -> None:
@@ -178,6 +180,11 @@ class UsageOfChoices:
             for chunk in prompts:
                 details.update(chunk.cached_tokens_details)
             cached["cached_tokens_details"] = cached_tokens_details(details)
+        if self._with_reasons:
+            reasons: Counter[str] = Counter()
+            for chunk in prompts:
+                reasons.update(chunk.computed_tokens_details)
+            cached["computed_tokens_details"] = dict(reasons)
         return {
             "prompt_tokens": prompt_tokens,
             "total_tokens": prompt_tokens + completion_tokens,

@@ -24,6 +24,11 @@ class TieredStore:
         self.near = near
         self.far = far
 
+    def without(self, skips: tuple[int, ...]) -> TieredStore:
+        """A view that leaves stores out. skips: 0 for the near one, 1 for the far one."""
+        near, far = (_NoBlocks(self.block_tokens) if i in skips else part for i, part in enumerate(parts_of(self)))
+        return TieredStore(near, far)
+
     def exists(self, keys: Sequence[bytes]) -> int:
         return sum(self.locate(keys))
 
@@ -76,6 +81,33 @@ class TieredStore:
         if not there:
             return 0
         return self.near.get(keys[:there], frames[: len(frames) // len(keys) * there])
+
+
+class _NoBlocks:
+    """A store that is left out."""
+
+    name = ""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+
+    def exists(self, keys: Sequence[bytes]) -> int:
+        return 0
+
+    def get(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
+        return 0
+
+    def set(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
+        return 0
+
+    def clear(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def stats(self) -> dict[str, int]:
+        return {}
 
 
 def parts_of(store: BlockStore) -> list[BlockStore]:
