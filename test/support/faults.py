@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from sgl_kernel.kvcacheio import KVPages
+from sglang.srt.mem_cache.check_link import CheckLink
 from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache, Piece
 from sglang.srt.mem_cache.link import CopyLink, Fence
+from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
 from sglang.srt.mem_cache.transfer import LoadFailedError, OpResult, TransferOp
 from sglang.srt.model_executor.executor import ModelExecutor, StepResult, _Run
@@ -113,6 +118,18 @@ class RandomClock:
     def __call__(self) -> float:
         self._now += self._random.expovariate(1 / self._mean_s)
         return self._now
+
+
+class FaultyCheckLink(CheckLink):
+    """Keeps no evidence. fail_rate: share of comparisons that find a difference where there is none."""
+
+    def __init__(self, pool: DevicePool, stream: Stream, seed: int, fail_rate: float) -> None:
+        super().__init__(pool, Path(os.devnull), 0, stream)
+        self._random = random.Random(seed)
+        self._fail_rate = fail_rate
+
+    def poll(self) -> list[OpResult]:
+        return [replace(r, ok=r.ok and self._random.random() >= self._fail_rate) for r in super().poll()]
 
 
 class FaultyExecutor(ModelExecutor):

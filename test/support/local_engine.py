@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.storage_setup import StorageSetup
 from sglang.srt.mem_cache.block_store import BlockStore
+from sglang.srt.mem_cache.check_link import CheckLink
 from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
 from sglang.srt.mem_cache.link import CopyOptions, HasPages
 from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
@@ -45,7 +47,17 @@ from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
 from sglang.srt.mem_cache.swap_file import SwapFile
-from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2S, H2D, LOAD_LINKS, P2H, STORAGE_LINKS, StorageAction, Tier
+from sglang.srt.mem_cache.transfer import (
+    BACKUP_LINKS,
+    CHECK,
+    D2S,
+    H2D,
+    LOAD_LINKS,
+    P2H,
+    STORAGE_LINKS,
+    StorageAction,
+    Tier,
+)
 from sglang.srt.model_executor.executor import ExecutorOptions
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
@@ -105,7 +117,7 @@ class LocalEngine:
     to know of the engine. device: "cuda" for a GPU's; None for `device_under_test`. attention_backend: the device's
     own by default. io_backend: as the server's flag. graph_batch_size: of the largest decode that is a CUDA graph.
     clock: seconds, of what the scheduler is told; when_idle is called whenever there is nothing to do but to wait, so
-    that a test with a clock of its own knows when to turn it.
+    that a test with a clock of its own knows when to turn it. evidence: the canary's folder.
     overrides: other fields of SchedulerConfig; nothing is computed instead of loaded unless they say so, as that
     depends on the clock."""
 
@@ -134,6 +146,7 @@ class LocalEngine:
         load_format: str = "auto",
         graph_batch_size: int = 0,
         clock: Callable[[], Seconds] = monotonic,
+        evidence: Path | None = None,
         **overrides: Any,
     ) -> None:
         self.model_config = model_config
@@ -267,6 +280,9 @@ class LocalEngine:
             StepRecorder(record, config) if record is not None else None,
             self.borrowed,
         )
+        if evidence is not None:
+            self._streams.append(ThreadStream(CHECK))
+            self.core.links[CHECK] = CheckLink(pool, evidence, group.rank, self._streams[-1], self._woken.set)
         settle_memory(where)
         executor.capture_graphs()
         self._next_rid = 0

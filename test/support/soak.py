@@ -51,6 +51,7 @@ from sglang.srt.mem_cache.storage_link import StoreSlot
 from sglang.srt.mem_cache.swap_file import SwapFile
 from sglang.srt.mem_cache.transfer import (
     BACKUP_LINKS,
+    CHECK,
     D2H,
     D2P,
     D2S,
@@ -70,6 +71,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.time_units import Seconds
 from support.coming_and_going import ComingAndGoing, LentOut, padded_slabs
 from support.faults import (
+    FaultyCheckLink,
     FaultyExecutor,
     FaultyLayerStreamCache,
     FaultyLink,
@@ -177,6 +179,9 @@ class SoakConfig:
     cache_modes: bool = True
     # How often an administrator turns a tier's reads or writes off or on.
     switch_rate: float = 0.0
+    # Of hits, and of comparisons that are said to have found a difference.
+    canary_rate: float = 0.0
+    check_fail_rate: float = 0.0
     hang_ticks: int = 60
     # Of a tick, as the scheduler is told.
     tick_s: float = 1e-3
@@ -265,6 +270,9 @@ class SoakConfig:
             config = config.with_hangs()
         if seed % 7 == 3:
             config = replace(config, switch_rate=0.03)
+        if seed % 6 == 5:
+            # Checks are made between requests.
+            config = replace(config, canary_rate=0.5, check_fail_rate=0.0 if seed % 4 else 0.1, arrival_rate=0.05)
         if not config.streams:
             return config
         # Too little for most requests.
@@ -425,9 +433,14 @@ def build_rank(
                     config.store_late_rate,
                     RandomClock(config.seed, config.fetch_s),
                 )
+    checks: dict[str, FaultyCheckLink] = {}
+    if config.canary_rate:
+        checks[CHECK] = FaultyCheckLink(
+            pool, emulator.stream(CHECK), seed=config.seed * 10 + rank, fail_rate=config.check_fail_rate
+        )
     if "poison" not in nets:
         poison = {}
-    core = EngineCore(scheduler, executor, {**links, **storage_links}, poison, record, slabs)
+    core = EngineCore(scheduler, executor, {**links, **storage_links, **checks}, poison, record, slabs)
     return Rank(core, emulator, pool, host_pool, peer_pool, slabs, stores, list(links.values()))
 
 
@@ -495,6 +508,8 @@ def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
         lending=LendingConfig(1, 0, config.lend_window_s, 0.005) if config.lend_rate else None,
         layer_stream=LayerStreamConfig(config.stream_buffers, config.stream_pages) if config.streams else None,
         num_swap_pages=config.num_swap_pages if config.streams else 0,
+        canary_rate=config.canary_rate,
+        canary_idle_s=0.0,
     )
 
 
@@ -718,6 +733,9 @@ class Soak:
                 rest = [table.counts[s] for s in (FrameState.FREE, FrameState.CACHED, FrameState.LENT)]
                 assert sum(rest) == table.num_pages, f"left on {tier.name.lower()}: {table.counts}"
             assert all(n.lock == 0 for n in scheduler.cache.tree.walk()), "a lock is left"
+            canary = scheduler.canary.state()
+            if canary is not None and not self.config.check_fail_rate:
+                assert not canary["different_tokens"], f"the canary found a difference: {canary}"
             assert rank.emulator.unrecorded_waits == 0, "somebody waited for an event that was never recorded"
         self._ask_oracle()
         self.record.seek(0)

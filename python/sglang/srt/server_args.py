@@ -238,6 +238,15 @@ class ServerArgs:
         "defer a request that shares more than this many tokens with a prompt that an older request is about to "
         "compute; 0 turns that off",
     )
+    hicache_canary: float = arg(
+        HICACHE,
+        0.0,
+        "the share of cache hits that an idle server computes again to compare, such as 0.001; where they differ, "
+        "the tier that they came from is read no more",
+    )
+    hicache_canary_dir: str = arg(
+        HICACHE, "~/.cache/sglang/hicache-canary", "folder for the KV of hits that the canary found to differ"
+    )
 
     hicache_storage_backend: str | None = arg(
         STORAGE,
@@ -387,6 +396,8 @@ class ServerArgs:
             raise ValueError(
                 "--hicache-storage-backend-extra-config is for a storage backend: add --hicache-storage-backend"
             )
+        if self.hicache_canary and not self.enable_hierarchical_cache:
+            raise ValueError("--hicache-canary checks what --hicache brings: add it")
         if self.hicache_bypass_local and not self.enable_hierarchical_cache:
             raise ValueError(
                 "--hicache-bypass-local makes storage the only cache, and storage fills the host tier: add --hicache"
@@ -436,6 +447,7 @@ class ServerArgs:
         )
         require(self.hicache_deferral_threshold >= 0, "hicache_deferral_threshold", "0 or more tokens")
         require(self.hicache_size >= 0, "hicache_size", "0 or more GB")
+        require(0 <= self.hicache_canary <= 1, "hicache_canary", "from 0 to 1")
         parse_rate_limits(self.hicache_rate_limit)
         require(self.stream_interval >= 1, "stream_interval", "at least 1")
         if self.enable_hierarchical_cache and self.disable_radix_cache:

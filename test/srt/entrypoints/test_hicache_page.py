@@ -67,7 +67,7 @@ def paths(value: Any, at: str = "") -> set[str]:
     if isinstance(value, list):
         return {at} | {p for inner in value for p in paths(inner, f"{at}[]")}
     at = re.sub(r"^(tiers\.)(device|host)\.|^(links\.|switches\.)\w+\.", lambda m: f"{m[1] or m[3]}*.", at)
-    return {re.sub(r"^(counters|lost_hits)\.\w+", r"\1.*", at)}
+    return {re.sub(r"^(counters|lost_hits|canary\.differences)\.\w+", r"\1.*", at)}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     config = {"backend_name": "kept", "module_path": "page_test_plugin", "class_name": "Plugin"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder), prepend=":")
-        flags = ("--hicache", "--layer-stream", "2", "--hicache-storage-backend", "dynamic")
+        flags = ("--hicache", "--layer-stream", "2", "--hicache-canary", "0.5", "--hicache-storage-backend", "dynamic")
         server = Server(*flags, "--hicache-storage-backend-extra-config", json.dumps(config))
     with server:
         for salt, last in (("", 300), ("a secret salt", 300), ("", 500)):
@@ -92,8 +92,8 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.e2e
 def test_the_reference_lists_what_the_state_has(state):
     own = {"tiers.disk.rewritten_blocks", "tiers.disk.staging_bytes"}  # the plugin store's
-    # Null without storage, or without layer streaming.
-    assert paths(state) - own == FIELDS - {"storage", "layer_stream"} - PEER_FIELDS - FILE_FIELDS
+    # Null without storage, without layer streaming, or without a canary.
+    assert paths(state) - own == FIELDS - {"storage", "layer_stream", "canary"} - PEER_FIELDS - FILE_FIELDS
     assert state["counters"].keys() <= COUNTERS
 
 

@@ -13,6 +13,7 @@ from itertools import takewhile
 import numpy as np
 
 from sglang.srt.managers.batch_builder import BatchBuilder
+from sglang.srt.managers.canary import Canary
 from sglang.srt.managers.kv_cache import KVCache
 from sglang.srt.managers.launch_batches import ExtendBatch
 from sglang.srt.managers.layer_streaming import NoLayerStreaming
@@ -49,6 +50,7 @@ class Admission:
         planner: LoadPlanner,
         builder: BatchBuilder,
         streaming: NoLayerStreaming,
+        canary: Canary,
     ) -> None:
         self.config = config
         self.page_size = config.page_size
@@ -60,6 +62,7 @@ class Admission:
         self._planner = planner
         self._builder = builder
         self._streaming = streaming
+        self._canary = canary
         self._rank = QUEUE_POLICIES[config.schedule_policy]
 
     # -- the next prefill ---------------------------------------------------------------------------------------
@@ -336,7 +339,7 @@ class Admission:
 
     def _count_found(self, req: Req, path: list[Node], lookup: Lookup) -> None:
         """Count what the cache saves a request that has its plan, and why not more, once per request."""
-        if req.num_emitted != req.num_prompt or req.num_retractions:
+        if req.num_emitted != req.num_prompt or req.num_retractions or req.is_check:
             return
         found = hits_by_tier(req, self._cache.tokens_from_peers(path), self._storage.tiers)
         if not req.cached_tokens_details:
@@ -344,6 +347,7 @@ class Admission:
             for name, n in found.items():
                 self.counters[f"hit_tokens_{name}"] += n
             req.computed_tokens_details = self._cache.explain(req, lookup, sum(found.values()))
+            self._canary.note_hit(req)
         before = req.cached_tokens_details or found
         # On another start less may be there; what is there beyond is the request's own work.
         tiers = [*self._cache.tables, *self._storage.tiers]

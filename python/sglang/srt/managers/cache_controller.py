@@ -26,7 +26,7 @@ from sglang.srt.managers.transfer_ledger import TransferLedger
 from sglang.srt.mem_cache.eviction import RETIRED_PRIORITY
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
-from sglang.srt.mem_cache.node import FilledRun, Node, mark_next
+from sglang.srt.mem_cache.node import FilledRun, Node, mark_next, note_source
 from sglang.srt.mem_cache.placement import (
     LAST,
     WRITE_POLICIES,
@@ -249,6 +249,7 @@ class HiCacheController:
         if op.dst == Tier.DISK:
             return
         nodes = self.commit_nodes(ticket, op.dst)
+        note_source(nodes, op.src)
         if op.dst == Tier.HOST and nodes:
             self._host_filled(nodes)
         if op.dst == Tier.PEER and self.write_policy == "auto":

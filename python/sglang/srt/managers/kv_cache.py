@@ -476,9 +476,9 @@ class KVCache:
                     if node.frames[tier] is not None and node.fences[tier] >= launch:
                         self.controller.drop(node, tier)
 
-    def flush(self) -> None:
-        """Drop everything; no request is there."""
-        with self.lost_hits.history.because("flushed"):
+    def flush(self, cause: str = "flushed") -> None:
+        """Drop everything; no request reads it. cause: see `REASONS`."""
+        with self.lost_hits.history.because(cause):
             for node in list(self.tree.walk()):
                 for tier in self.tables:
                     self.controller.drop(node, tier)

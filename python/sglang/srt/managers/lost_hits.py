@@ -38,6 +38,7 @@ REASONS = {
     "slab_lost": "a peer took its memory back",
     "failed": "a transfer or a launch failed",
     "flushed": "the cache was flushed",
+    "distrusted": "the canary found cached KV that differs from computed KV",
     "switched_off": "an administrator turned a tier off",
     "bypassed": "the request does not read the cache, or the server has none",
     "forgotten": "they left memory too long ago to know why",

@@ -146,6 +146,7 @@ class Req:
         "fills_cache",
         "hold",
         "insert_at",
+        "is_check",
         "last_launch",
         "length",
         "loaded",
@@ -181,6 +182,8 @@ class Req:
         # Requests share tokens within a namespace only.
         self.namespace = msg.extra_key
         self.set_cache_mode(msg.cache)
+        # Whether it is the canary's own: no client hears of it, and it counts nowhere.
+        self.is_check = False
         # Of its blocks, if they came with it.
         self.prompt_keys = msg.prompt_keys
         self.priority = msg.priority

@@ -28,6 +28,7 @@ from typing import Any
 
 from sglang.srt.managers.admission import Admission
 from sglang.srt.managers.batch_builder import BatchBuilder
+from sglang.srt.managers.canary import Canary
 from sglang.srt.managers.io_struct import (
     FinishReason,
     SwitchTierReqInput,
@@ -48,7 +49,16 @@ from sglang.srt.managers.storage_admin import StorageAdmin
 from sglang.srt.mem_cache.block_keys import alone, is_private, private
 from sglang.srt.mem_cache.placement import pages_ahead
 from sglang.srt.mem_cache.slab_ledger import SlabLedger
-from sglang.srt.mem_cache.transfer import COPY_LINKS, EXEC, STALLING_LINKS, STORAGE_LINKS, Ticket
+from sglang.srt.mem_cache.transfer import (
+    CHECK,
+    COPY_LINKS,
+    EXEC,
+    STALLING_LINKS,
+    STORAGE_LINKS,
+    TIER_NAMES,
+    Ticket,
+    Tier,
+)
 from sglang.srt.mem_cache.tree_checks import check_locks
 from sglang.srt.model_executor.launch import Launch
 from sglang.srt.peer.lending import DeviceLending, LendingConfig
@@ -80,7 +90,10 @@ class Scheduler:
         if config.layer_stream is not None:
             self.streaming = LayerStreaming(config, self.cache, self.queues, self.planner)
         self.builder = BatchBuilder(config, self.cache, self.queues, self.planner.expected, self.streaming)
-        self.admission = Admission(config, self.cache, self.queues, self.planner, self.builder, self.streaming)
+        self.canary = Canary(config, self.cache)
+        self.admission = Admission(
+            config, self.cache, self.queues, self.planner, self.builder, self.streaming, self.canary
+        )
         self.planner.consult(lambda: (req for req, _ in self.admission.iter_admissible()))
         self.storage_admin = StorageAdmin(self.storage, self.planner.expected.costs.forget_storage)
         if config.storage is not None:
@@ -112,7 +125,8 @@ class Scheduler:
     def wake_at(self) -> float | None:
         """Seconds, as in `StepInputs.now`: a step is due then even if nothing comes in."""
         lending_at = self.lending.wake_at if self.lending is not None else None
-        times = [self.storage.wake_at, self.planner.wake_at, lending_at, self._step_again_at]
+        canary_at = self.canary.wake_at(is_idle=not self.num_reqs)
+        times = [self.storage.wake_at, self.planner.wake_at, lending_at, canary_at, self._step_again_at]
         return min((t for t in times if t is not None), default=None)
 
     def step(self, inputs: StepInputs) -> BatchDecision:
@@ -129,6 +143,8 @@ class Scheduler:
         # After the new ones: a request and its abort may have come together.
         for rid in inputs.aborts:
             self._abort(rid)
+        if self.config.canary_rate:
+            self._run_canary(inputs.now)
         # After everything that gives memory up: perhaps no completion is to come that would cause another step.
         self.cache.reap()
         replies += self.storage_admin.take_replies()
@@ -188,6 +204,8 @@ class Scheduler:
                 losing=self._end_readers,
                 committed=self.streaming.committed,
             )
+        for tier in self.canary.complete(inputs.done.get(CHECK, 0), inputs.failed.get(CHECK)):
+            self._distrust(tier)
         for link in STORAGE_LINKS:
             done, counts = inputs.done.get(link, 0), inputs.counts.get(link, ())
             cache.complete_storage_ops(link, done, counts, inputs.far_counts, self.storage_admin.end)
@@ -286,7 +304,29 @@ class Scheduler:
         self.end_hold(req, EndReason.LOST)
         self._requeue(req)
 
+    def _distrust(self, tier: Tier) -> None:
+        """The canary found wrong KV that came from a tier: no more is read from there. Copies may be anywhere in
+        memory, so all of that goes, and requests that read it start again."""
+        self.cache.turn(TIER_NAMES[tier], reads=False, writes=None)
+        self._end_check()
+        for req in self.queues.active():
+            self._lose(req)
+        self.admission.end_preloads(self.queues.waiting)
+        self.canary.forget()
+        self.cache.flush("distrusted")
+
+    def _run_canary(self, now: Seconds) -> None:
+        if self.num_reqs > (self.canary.req is not None):
+            self.canary.note_busy(now)
+        elif (msg := self.canary.next_request(now)) is not None:
+            self._enqueue(msg, now, is_check=True)
+
+    def _end_check(self) -> None:
+        if self.canary.req is not None:
+            self._abort(self.canary.req.rid)
+
     def _add(self, msg: TokenizedGenerateReqInput, now: Seconds) -> None:
+        self._end_check()
         assert msg.rid not in self.queues, f"request id {msg.rid} is in use"
         prompt = bytes_to_ids(msg.input_ids)
         if not 0 < len(prompt) < self.max_total_len:
@@ -299,7 +339,11 @@ class Scheduler:
         if message := self.streaming.refusal(len(prompt)):
             self._refuse(msg.rid, len(prompt), message)
             return
-        sampling = msg.sampling_params
+        self._enqueue(msg, now)
+        self._counters["requests"] += 1
+
+    def _enqueue(self, msg: TokenizedGenerateReqInput, now: Seconds, is_check: bool = False) -> None:
+        prompt, sampling = bytes_to_ids(msg.input_ids), msg.sampling_params
         stop_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stop_ids |= frozenset(self.config.eos_token_ids)
@@ -317,8 +361,10 @@ class Scheduler:
             req.emit_every = self.config.stream_interval
         elif not sampling.stop:
             req.emit_every = EMIT_EVERY_UNSTREAMED
+        if is_check:
+            req.is_check = True
+            self.canary.began(req)
         self.queues.add(req)
-        self._counters["requests"] += 1
         self.admission.claim(req)
         self.storage.begin(req.rid, req.namespace, self.cache.cacheable_tokens(req), now, self.cache.prompt_keys(req))
 
@@ -345,7 +391,7 @@ class Scheduler:
             self.storage.detach(rid)
             self.cache.forget_candidate(req)
             self.queues.leave_waiting(req)
-        self._counters["aborted_reqs"] += 1
+        self._counters["aborted_reqs"] += not req.is_check
         self._end(req, FinishReason(type="abort", message="the request was aborted", status_code=499))
 
     def _turn(self, switch: SwitchTierReqInput) -> tuple[bool, str]:
@@ -353,8 +399,10 @@ class Scheduler:
         return not refusal, refusal
 
     def _flush(self) -> tuple[bool, str]:
+        self._end_check()
         if self.num_reqs:
             return False, f"{self.num_reqs} requests are queued or running; the cache is flushed only when idle"
+        self.canary.forget()
         self.cache.flush()
         return True, ""
 
@@ -374,12 +422,16 @@ class Scheduler:
         self.queues.stop(req)
 
     def _finish(self, req: Req, reason: FinishReason) -> None:
+        if req.is_check:
+            self.canary.compare()
         self.end_hold(req, EndReason.FINISH)
         self._end(req, reason)
 
     def _end(self, req: Req, reason: FinishReason) -> None:
         self.queues.remove(req)
         self.cache.claims.release(req.rid)
+        if req.is_check:
+            self.canary.ended()
         if is_private(req.namespace):
             self.cache.retire(req.namespace)
         self._emit(req, reason)
@@ -401,6 +453,8 @@ class Scheduler:
         self.admission.claim(req)
 
     def _emit(self, req: Req, reason: FinishReason | None) -> None:
+        if req.is_check:
+            return
         if reason is None and (req.rid not in self.queues or req.num_emitted == req.num_known):
             return
         self._outputs.append(
@@ -609,6 +663,7 @@ class Scheduler:
                 "in_flight_tokens": claims.tokens_in_flight,
             },
             "layer_stream": self.streaming.state(),
+            "canary": self.canary.state(),
             "lost_hits": {reason: self.cache.lost_hits.counts[reason] for reason in REASONS},
             "counters": dict(sorted(self.counters.items())),
         }

@@ -86,6 +86,10 @@ class SchedulerConfig:
     layer_stream: LayerStreamConfig | None = None
     # Of the swap file of such a request.
     num_swap_pages: int = 0
+    # The share of hits that are computed again to compare, see `Canary`.
+    canary_rate: float = 0.0
+    # That is done when no request was there for so long.
+    canary_idle_s: float = 0.5
 
     @property
     def num_usable_pages(self) -> int:

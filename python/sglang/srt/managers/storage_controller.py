@@ -39,7 +39,7 @@ from sglang.srt.managers.storage_trial import StorageTrial
 from sglang.srt.managers.tier_switches import TierSwitches
 from sglang.srt.mem_cache.block_keys import NO_KEYS, BlockKeys, is_alone
 from sglang.srt.mem_cache.frame_table import FrameState
-from sglang.srt.mem_cache.node import Dropped, FilledRun, MatchResult, is_fetching, is_hole
+from sglang.srt.mem_cache.node import Dropped, FilledRun, MatchResult, is_fetching, is_hole, note_source
 from sglang.srt.mem_cache.radix import common_len
 from sglang.srt.mem_cache.transfer import (
     FETCH,
@@ -460,6 +460,9 @@ class StorageController:
             # Computed meanwhile: what did not come is stored anew.
             self.tree.names.forget_stored(node)
         nodes = self.controller.commit_nodes(ticket, Tier.HOST)
+        far_from = next((self._prefetches[rid].far_from for rid in self._waiters.get(ticket, ())), 0)
+        for place in (0, -1) if self.tiers else ():
+            note_source([n for n in nodes if not place or n.end > far_from], self.tiers[place])
         start, end = min((n.start for n in nodes), default=0), max((n.end for n in nodes), default=0)
         self.counters["prefetched_tokens"] += end - start
         self._save_computed(dropped)

@@ -17,7 +17,16 @@ from sglang.srt.mem_cache.block_keys import NO_KEYS
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import Dropped
-from sglang.srt.mem_cache.transfer import LINKS, StorageAction, StorageOp, Ticket, Tier, TransferOp
+from sglang.srt.mem_cache.transfer import (
+    CHECK,
+    LINKS,
+    CheckOp,
+    StorageAction,
+    StorageOp,
+    Ticket,
+    Tier,
+    TransferOp,
+)
 from sglang.srt.utils.time_units import NO_LAUNCH, LaunchClock, LaunchSeq
 
 NO_FRAMES = np.empty(0, np.int32)
@@ -93,6 +102,24 @@ class TransferLedger:
         self._pages_in_flight[link] += len(src_frames)
         self._begin(op)
         return op
+
+    def begin_check(self, cached: np.ndarray, computed: np.ndarray, tokens: np.ndarray, came_from: Tier) -> Ticket:
+        """See `CheckOp`. Pins both, so that neither is written until the operation is over."""
+        for frames in (cached, computed):
+            self.tables[Tier.DEVICE].pin(frames)
+        op = CheckOp(
+            self._take_ticket(CHECK),
+            Tier.DEVICE,
+            Tier.DEVICE,
+            cached,
+            computed,
+            len(cached) * self.page_bytes,
+            tokens=tokens,
+            came_from=came_from,
+        )
+        self._pages_in_flight[CHECK] += len(cached)
+        self._begin(op)
+        return op.ticket
 
     def begin_storage_op(
         self,

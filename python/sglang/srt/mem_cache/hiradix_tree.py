@@ -551,9 +551,7 @@ class HiRadixTree:
             if node.frames[tier] is not None:
                 node.frames[tier] = np.concatenate([n.frames[tier] for n in chain])  # type: ignore[misc]
             node.fences[tier] = max(n.fences[tier] for n in chain)
-        for name in ("last_use", "last_stream", "last_access", "hits", "priority", "was_copied", "is_next"):
-            setattr(node, name, max(getattr(n, name) for n in chain))
-        node.is_stored_ahead = all(n.is_stored_ahead for n in chain)
+        node.be_made_of(chain)
         self.names.join(chain)
         node.start = top.start
         node.parent = top.parent

@@ -19,6 +19,7 @@ class Node:
 
     __slots__ = (
         "block_keys",
+        "came_from",
         "children",
         "fences",
         "frames",
@@ -69,6 +70,8 @@ class Node:
         self.priority = 0
         # Whether it came through a codec that changes KV, or was computed from what did.
         self.is_lossy: bool = parent is not None and parent.is_lossy
+        # The farthest tier that its KV passed through on the way to where it is.
+        self.came_from = Tier.DEVICE
         # Whether it was ever copied from the device, or came from elsewhere.
         self.was_copied = False
         # Whether the device gives it up soon, so that copies of it are kept. Ends with the next use.
@@ -90,8 +93,24 @@ class Node:
         """This one was a part of the node."""
         self.lock, self.soft_pins = node.lock, node.soft_pins
         self.hits, self.priority, self.is_lossy = node.hits, node.priority, node.is_lossy
+        self.came_from = node.came_from
         self.was_copied, self.is_next, self.is_stored_ahead = node.was_copied, node.is_next, node.is_stored_ahead
         self.last_access, self.last_use, self.last_stream = node.last_access, node.last_use, node.last_stream
+
+    def be_made_of(self, chain: list[Node]) -> None:
+        """These become one, and this is the last of them."""
+        for name in (
+            "last_use",
+            "last_stream",
+            "last_access",
+            "hits",
+            "priority",
+            "came_from",
+            "was_copied",
+            "is_next",
+        ):
+            setattr(self, name, max(getattr(n, name) for n in chain))
+        self.is_stored_ahead = all(n.is_stored_ahead for n in chain)
 
     @property
     def end(self) -> int:
@@ -217,6 +236,12 @@ class Dropped:
     filling: list[tuple[np.ndarray, Ticket]] = field(default_factory=list)
     # Their nodes that stay in the tree, on another tier or as holes.
     staying: list[Node] = field(default_factory=list)
+
+
+def note_source(nodes: Iterable[Node], tier: Tier) -> None:
+    """Their KV has come from a tier."""
+    for node in nodes:
+        node.came_from = max(node.came_from, tier)
 
 
 def mark_next(nodes: Iterable[Node]) -> None:

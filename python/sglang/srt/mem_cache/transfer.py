@@ -46,7 +46,9 @@ STORE = "store"
 STORAGE_LINKS = (PROBE, FETCH, STORE)
 # A fetch may have to wait for their operations before it can begin.
 STALLING_LINKS = (FETCH, STORE, H2D, D2H, D2P, P2H)
-LINKS = COPY_LINKS + STORAGE_LINKS
+# Compares pages of the device, see CheckLink.
+CHECK = "check"
+LINKS = (*COPY_LINKS, CHECK, *STORAGE_LINKS)
 # Launches of the executor count like a link's operations, under this name.
 EXEC = "exec"
 # The part of a launch in which it waits for loads; a name among measured costs.
@@ -77,6 +79,17 @@ class TransferOp:
     # Of a backup: the fence, which is the launch that writes the source, or -1 if storage wrote it. None: the source
     # is ready.
     after: int | None = None
+
+
+@dataclass(frozen=True)
+class CheckOp(TransferOp):
+    """Compare cached pages of the device, src_frames, with those that were computed from the same tokens, dst_frames.
+    Fails if they differ. Changes neither."""
+
+    # Of the prompt up to the last of the pages, (n,) int32.
+    tokens: np.ndarray = field(kw_only=True)
+    # The farthest tier that the cached pages passed through.
+    came_from: Tier = field(kw_only=True)
 
 
 class StorageAction(IntEnum):

@@ -245,6 +245,8 @@ class MetricsCollector:
                 yield family
         yield self._reasons(self._state.get("lost_hits") or {})
         yield self._switches(self._state.get("switches") or {})
+        if canary := self._state.get("canary"):
+            yield from self._canary(canary)
         yield from self._peer_slabs(self._state.get("peers") or {})
         if "counters" in self._state:
             for name, help, key in _COUNTERS:
@@ -267,6 +269,24 @@ class MetricsCollector:
         for reason, num_tokens in lost_hits.items():
             family.add_metric([*self._labels.values(), reason], num_tokens)
         return family
+
+    def _canary(self, canary: Mapping[str, Any]) -> Iterator[Metric]:
+        tokens = CounterMetricFamily(
+            "sglang:hicache_canary_tokens",
+            "Cached tokens that were computed again, by whether their KV was equal.",
+            labels=[*self._labels, "result"],
+        )
+        for result in ("equal", "different"):
+            tokens.add_metric([*self._labels.values(), result], canary[f"{result}_tokens"])
+        yield tokens
+        differences = CounterMetricFamily(
+            "sglang:hicache_canary_differences",
+            "Comparisons that found other KV than the model computes, by the tier that it came from.",
+            labels=[*self._labels, "tier"],
+        )
+        for tier, count in canary["differences"].items():
+            differences.add_metric([*self._labels.values(), tier], count)
+        yield differences
 
     def _switches(self, switches: Mapping[str, Mapping[str, bool]]) -> Metric:
         family = GaugeMetricFamily(

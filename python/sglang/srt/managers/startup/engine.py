@@ -27,6 +27,7 @@ from sglang.srt.managers.startup.device import check_device, page_layout, pick_d
 from sglang.srt.managers.startup.peers import borrow_memory, lend_memory
 from sglang.srt.managers.startup.sizes import build_config, check_weights_fit, device_pages, graph_batch_size_for
 from sglang.srt.managers.startup.storage import StorageOpener
+from sglang.srt.mem_cache.check_link import CheckLink
 from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
 from sglang.srt.mem_cache.link import CopyLink, CopyOptions, HasPages
 from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
@@ -34,7 +35,7 @@ from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
 from sglang.srt.mem_cache.swap_file import SwapFile, SwapFileError
-from sglang.srt.mem_cache.transfer import D2H, D2P, D2S, H2D, LOAD_LINKS, P2D, P2H, STORAGE_LINKS, Link, Tier
+from sglang.srt.mem_cache.transfer import CHECK, D2H, D2P, D2S, H2D, LOAD_LINKS, P2D, P2H, STORAGE_LINKS, Link, Tier
 from sglang.srt.model_executor.executor import ExecutorOptions, ModelExecutor
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.peer.lending import LendingConfig
@@ -225,6 +226,11 @@ class EngineBuilder:
                 executor.fence,
                 rank.notify,
                 CopyOptions(args.hicache_io_backend, self._limits.get(name), rank.device),
+            )
+        if args.hicache_canary:
+            folder = Path(args.hicache_canary_dir).expanduser()
+            self._links[CHECK] = CheckLink(
+                self.pool, folder, rank.group.rank, ThreadStream(CHECK, rank.notify), rank.notify
             )
         return self._open_storage(host_pool)
 

@@ -99,6 +99,7 @@ def build_config(
         deferral_threshold=args.hicache_deferral_threshold,
         layer_stream=layer_stream,
         num_swap_pages=int(args.layer_stream_disk_size * 1e9 / group.size) // page_bytes,
+        canary_rate=args.hicache_canary,
     )
 
 

@@ -1,0 +1,159 @@
+"""`CheckLink`: compares cached pages of the device with the same tokens' pages computed anew, for the canary.
+
+Owns the folder with the evidence. Changes no page; decides nothing: an operation whose pages differ
+fails, and the canary draws the conclusions.
+
+Computing in other batches changes the last bits, so a page counts as different where, in a layer and component,
+
+    max |cached - computed| > max(0.01, 64 eps of the dtype) * root mean square of computed
+
+A flipped bit of a small number may stay below that; another token's KV, zeros and NaN never do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang.srt.mem_cache.memory_pool import DevicePool
+from sglang.srt.mem_cache.transfer import CHECK, TIER_NAMES, CheckOp, GateError, LayerGate, OpResult, Ticket
+from sglang.srt.utils.device import to_device
+from sglang.srt.utils.stream import Stream
+
+logger = logging.getLogger(__name__)
+
+# Pages that are compared at a time; that many are copied twice.
+_PAGES_AT_A_TIME = 64
+# Files of evidence that are kept, the first ones.
+_MAX_FILES = 16
+_SMALLEST = 1e-30
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Of a deviation, as a multiple of the root mean square."""
+    return max(0.01, 64 * torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0
+
+
+class CheckLink:
+    """folder: where the evidence of a difference goes; made when it is needed. stream: what compares; it may wait for
+    the device. notify: called from there after every operation."""
+
+    name = CHECK
+
+    def __init__(
+        self, pool: DevicePool, folder: Path, rank: int, stream: Stream, notify: Callable[[], None] = lambda: None
+    ) -> None:
+        self._pool = pool
+        self._folder = folder
+        self._rank = rank
+        self._notify = notify
+        self._stream = stream
+        self._cuda_stream = torch.cuda.Stream(pool.kv.device) if pool.kv.is_cuda else None
+        self._next_seq = 0
+        self._results: deque[OpResult] = deque()
+
+    def submit(self, op: CheckOp) -> None:
+        assert op.ticket == (self.name, self._next_seq), f"{op.ticket} out of order, {self._next_seq} expected"
+        self._next_seq += 1
+        self._stream.enqueue(partial(self._run, op))
+
+    def cancel(self, ticket: Ticket) -> None:
+        """It is over soon."""
+
+    def gate(self, ticket: Ticket) -> LayerGate:
+        raise GateError(f"{ticket}: nothing waits for a comparison")
+
+    def poll(self) -> list[OpResult]:
+        self._stream.raise_if_dead()
+        results = []
+        while self._results:
+            results.append(self._results.popleft())
+        return results
+
+    # -- on the stream ------------------------------------------------------------------------------------------
+
+    def _run(self, op: CheckOp) -> None:
+        differing = None
+        try:
+            # None is no context at all.
+            with torch.cuda.stream(self._cuda_stream):
+                differing = self._first_differing(op)
+                if differing is not None:
+                    self._report(op, differing)
+        except Exception:
+            # Such as too little memory: no reason to stop serving.
+            logger.exception("the canary could not compare %d pages", len(op.src_frames))
+        self._results.append(OpResult(op.ticket.seq, ok=differing is None))
+        self._notify()
+
+    def _first_differing(self, op: CheckOp) -> int | None:
+        """The place of the first page that differs among the operation's."""
+        for start in range(0, len(op.src_frames), _PAGES_AT_A_TIME):
+            part = slice(start, start + _PAGES_AT_A_TIME)
+            cached, computed = self._read(op.src_frames[part]), self._read(op.dst_frames[part])
+            differs = torch.zeros(len(op.src_frames[part]), dtype=torch.bool, device=self._pool.kv.device)
+            for of_cached, of_computed in zip(cached, computed):
+                differs |= _differs(of_cached, of_computed)
+            if differs.any().item():
+                return start + int(differs.nonzero()[0].item())
+        return None
+
+    def _read(self, frames: np.ndarray) -> list[torch.Tensor]:
+        """(num_layers, n, ...) of each component."""
+        components = self._pool.kv_pages.components
+        indices = to_device(frames.astype(np.int64), components[0].device)
+        return [component.index_select(1, indices) for component in components]
+
+    def _report(self, op: CheckOp, place: int) -> None:
+        """A line in the log, and a file with the page as it was cached and as it was computed."""
+        page = self._pool.page_size
+        end = len(op.tokens) - (len(op.src_frames) - place - 1) * page
+        cached, computed = (self._read(frames[place : place + 1]) for frames in (op.src_frames, op.dst_frames))
+        logger.error(
+            "CANARY: cached KV differs from what the model computes: tokens %d to %d of a prompt, from %s. %s",
+            end - page,
+            end,
+            TIER_NAMES[op.came_from],
+            self._keep(op, end, cached, computed),
+        )
+
+    def _keep(self, op: CheckOp, end: int, cached: list[torch.Tensor], computed: list[torch.Tensor]) -> str:
+        arrays: dict[str, Any] = {"tokens": op.tokens[:end], "came_from": np.array(TIER_NAMES[op.came_from])}
+        for name, components in (("cached", cached), ("computed", computed)):
+            # NumPy lacks some of torch's dtypes; float32 holds all values of the smaller ones.
+            arrays |= {f"{name}_{i}": each[:, 0].float().cpu().numpy() for i, each in enumerate(components)}
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            num_files = sum(1 for _ in self._folder.glob("difference-*.npz"))
+            if num_files >= _MAX_FILES:
+                return f"{self._folder} has {num_files} files already; no more are written."
+            path = self._free_path()
+            with path.open("xb") as file:
+                path.chmod(0o600)
+                np.savez_compressed(file, **arrays)
+        except OSError as error:
+            return f"Its evidence could not be kept: {error}."
+        return f"Its tokens and both versions of the page are in {path}."
+
+    def _free_path(self) -> Path:
+        number = 0
+        while (path := self._folder / f"difference-{number}-rank-{self._rank}.npz").exists():
+            number += 1
+        return path
+
+
+def _differs(cached: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
+    """(n,) bool, of (num_layers, n, ...) each."""
+    limit = tolerance(computed.dtype)
+    cached, computed = cached.flatten(2).float(), computed.flatten(2).float()
+    size = computed.square().mean(dim=2).sqrt().clamp_min(_SMALLEST)
+    deviation = (cached - computed).abs().amax(dim=2)
+    # A NaN is not within any limit.
+    return ~(deviation <= limit * size).all(dim=0)
