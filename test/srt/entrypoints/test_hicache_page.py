@@ -78,7 +78,15 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     config = {"backend_name": "kept", "module_path": "page_test_plugin", "class_name": "Plugin"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder), prepend=":")
-        flags = ("--hicache", "--layer-stream", "2", "--hicache-canary", "0.5", "--hicache-storage-backend", "dynamic")
+        flags = (
+            "--hicache",
+            "--layer-stream",
+            "2",
+            "--hicache-canary",
+            "0.5",
+            "--hicache-storage-backend",
+            "dynamic",
+        )
         server = Server(*flags, "--hicache-storage-backend-extra-config", json.dumps(config))
     with server:
         for salt, last in (("", 300), ("a secret salt", 300), ("", 500)):

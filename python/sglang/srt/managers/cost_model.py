@@ -28,6 +28,8 @@ _PATIENCE = 8
 _SLOW_IN_A_ROW = 3
 _SLOWER = 3.0
 _FORGET = 1e-3
+# So many fetches in a row that were so many times faster than expected refute what was measured before.
+_FAST_IN_A_ROW = 2
 # The first samples change the fit one by one, later ones in groups of this size.
 _REFIT_EVERY = 8
 # A fit tells nothing of operations that are so many times larger than all that were measured.
@@ -200,6 +202,7 @@ class CostModel:
         self._doubts = dict.fromkeys(MEASURED_LINKS, 0)
         self._patience = dict.fromkeys(MEASURED_LINKS, _PATIENCE)
         self._fetch, self._store = _CopyFit(), _CopyFit()
+        self._num_fast_fetches = 0
         self._stream = _Fit(ridge=(1e-3, 1e-6, 1e-3))
         self._last_decode = (1.0, 0.0, 0.0)
         self._longest_prefill = 0.0
@@ -304,7 +307,12 @@ class CostModel:
         return self._stream.seconds((1.0, num_bytes, from_disk)) if self._stream.num_samples else None
 
     def add_fetch(self, num_bytes: int, seconds: float) -> None:
-        """Seconds for which an operation that read all its bytes from storage held its link."""
+        """Seconds for which an operation that read all its bytes from storage held its link. What looks slow is not
+        fetched: a few small reads have to show that it has become fast."""
+        is_fast = 0 < _FASTER * seconds < self._fetch.seconds((1.0, num_bytes))
+        self._num_fast_fetches = self._num_fast_fetches + 1 if is_fast else 0
+        if self._num_fast_fetches == _FAST_IN_A_ROW:
+            self._fetch, self._num_fast_fetches = _CopyFit(), 0
         self._fetch.add_copy(num_bytes, seconds)
 
     def fetch_seconds(self, num_ops: int, num_bytes: int) -> float | None:

@@ -6,6 +6,8 @@ inputs of steps alone, so all ranks agree. Begins nothing: who would, asks first
     closed ──an operation hangs, or some in a row fail──► open: no request waits for the links or gives them any work
        ▲                                                    │ nothing is in flight, and a pause is over
        └── it succeeds, or some in a row find nothing ──── a trial, for which no request waits
+
+The pause is longer each time that it opens again soon after it has closed.
 """
 
 from __future__ import annotations
@@ -21,8 +23,14 @@ from sglang.srt.utils.time_units import Seconds
 _HANG_TIMES = 10.0
 # So many failures in a row open it.
 FAILURES_IN_A_ROW = 3
-# Between a failure, or the end of what hung, and a trial.
+# An operation is late after so many times what it is expected to take, and no sooner than this.
+_LATE_TIMES = 2.0
+_LATE_S = 0.25
+# Between a failure, or the end of what hung, and a trial; at most so many times that.
 TRIAL_PAUSE_S = Seconds(1.0)
+MAX_PAUSES = 8
+# Closed for so long, and it is sound.
+SOUND_S = Seconds(30.0)
 # So many trials in a row that find nothing to read close it. The next failure then opens it again.
 EMPTY_TRIALS = 3
 
@@ -32,6 +40,7 @@ class _Oldest:
     seq: int
     # Seconds, as in `StepInputs.now`.
     since: float
+    late_at: float
     hangs_at: float
 
 
@@ -52,7 +61,8 @@ class StorageBreaker:
         self._hung = ""
         self._failures = 0
         self._empty_trials = 0
-        self._trial_at = -math.inf
+        self._trial_at = self._closed_at = -math.inf
+        self._num_pauses = 1
 
     @property
     def is_open(self) -> bool:
@@ -64,6 +74,16 @@ class StorageBreaker:
         return None if self.is_open else min((each.hangs_at for each in self._oldest.values()), default=None)
 
     @property
+    def is_late(self) -> bool:
+        """Whether nothing should wait for its links: it is open, or an operation takes far longer than expected."""
+        return self.is_open or any(self.now >= each.late_at for each in self._oldest.values())
+
+    @property
+    def late_at(self) -> float:
+        """When an operation becomes late; infinite if none can, or one is."""
+        return min((each.late_at for each in self._oldest.values() if self.now < each.late_at), default=math.inf)
+
+    @property
     def may_try(self) -> bool:
         """Whether an open one has nothing under way, and a trial is due."""
         return not self._oldest and self.now >= self._trial_at
@@ -71,7 +91,8 @@ class StorageBreaker:
     def reset(self) -> None:
         """Other storage is attached."""
         self.reason = self._hung = ""
-        self._failures, self._empty_trials, self._trial_at = 0, 0, -math.inf
+        self._failures, self._empty_trials = 0, 0
+        self._trial_at, self._closed_at, self._num_pauses = -math.inf, -math.inf, 1
 
     def watch(self, in_flight: Iterable[StorageOp]) -> None:
         """in_flight: operations of any links, in the order in which they began. At each step."""
@@ -86,8 +107,9 @@ class StorageBreaker:
                 continue
             op = oldest[link]
             if before is None or before.seq != op.ticket.seq:
-                limit_s = max(self.hang_s, _HANG_TIMES * self._expected_s(op))
-                self._oldest[link] = _Oldest(op.ticket.seq, self.now, self.now + limit_s)
+                expected_s = self._expected_s(op)
+                late_s, hang_s = max(_LATE_S, _LATE_TIMES * expected_s), max(self.hang_s, _HANG_TIMES * expected_s)
+                self._oldest[link] = _Oldest(op.ticket.seq, self.now, self.now + late_s, self.now + hang_s)
             elif self.now >= before.hangs_at:
                 self._hung = link
                 self._open(f"an operation on {link} has taken over {before.hangs_at - before.since:.1f} s")
@@ -98,7 +120,8 @@ class StorageBreaker:
         if succeeded:
             # What had begun before others failed may have had little to do.
             if not self.is_open or self._hung or self.now >= self._trial_at:
-                self._failures, self.reason, self._hung = 0, "", ""
+                self._failures = 0
+                self._close()
             return
         self._failures += 1
         if self.is_open or self._failures >= FAILURES_IN_A_ROW:
@@ -107,19 +130,29 @@ class StorageBreaker:
     def answer(self, link: str) -> None:
         """An operation is over that tells nothing but that its link does not hang."""
         if self._hung == link:
-            self.reason, self._hung = "", ""
+            self._close()
 
     def end_empty_trial(self) -> None:
         """A trial was answered, and found nothing to read. Where storage has lost what requests ask for, no request
         waits for it, and no trial would ever end the matter."""
-        self._trial_at = self.now + TRIAL_PAUSE_S
+        self._pause()
         self._empty_trials += 1
         if self._empty_trials >= EMPTY_TRIALS:
-            self._failures, self.reason, self._hung = FAILURES_IN_A_ROW - 1, "", ""
-            self._empty_trials = 0
+            self._failures, self._empty_trials = FAILURES_IN_A_ROW - 1, 0
+            self._close()
 
     def _open(self, reason: str) -> None:
-        self._trial_at = self.now + TRIAL_PAUSE_S
         if not self.is_open:
             self.reason = reason
             self.num_opened += 1
+            is_sound = self.now >= self._closed_at + SOUND_S
+            self._num_pauses = 1 if is_sound else min(2 * self._num_pauses, MAX_PAUSES)
+        self._pause()
+
+    def _close(self) -> None:
+        if self.is_open:
+            self._closed_at = self.now
+        self.reason = self._hung = ""
+
+    def _pause(self) -> None:
+        self._trial_at = self.now + self._num_pauses * TRIAL_PAUSE_S

@@ -18,6 +18,7 @@ written. Decides when a request need not wait any more. Never reads a clock: the
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Collection
 
@@ -312,9 +313,9 @@ class StorageController:
             breaker.watch(op for link in breaker.links if isinstance(op := self.ledger.oldest(link), StorageOp))
         if self.reads.is_open and not was_open:
             self._let_all_go()
-        if self.writes.is_open and self.writer.pinned:
+        if self.writes.is_open or (self.writes.is_late and self._unfinished):
             self.writer.unpin()
-            self.fetches_due = True
+            self.fetches_due |= bool(self._unfinished)
 
     def _begin_no_more(self, rid: str) -> None:
         """What is behind the request may have waited for it."""
@@ -350,7 +351,9 @@ class StorageController:
         """A step is due then even if nothing comes in; in the seconds that `begin` was told."""
         if not self._prefetches:
             return None
-        return min((t for t in (self.next_deadline, self.reads.next_at) if t is not None), default=None)
+        late_at = self.writes.late_at if self._unfinished else math.inf
+        wake_at = min(t for t in (self.next_deadline, self.reads.next_at, late_at) if t is not None)
+        return wake_at if wake_at < math.inf else None
 
     @property
     def next_deadline(self) -> float | None:
@@ -368,7 +371,6 @@ class StorageController:
         second tier."""
         op = self.ledger.end(ticket)
         assert isinstance(op, StorageOp)
-        self.reads.answer(PROBE)
         if (began := self._probes.pop(ticket, None)) is not None:
             self._probe_value.add(self.reads.now - began, count / len(op.keys))
         if ticket == self._trial.ticket:
@@ -502,9 +504,10 @@ class StorageController:
             prefetch.probed = match.total_len // names.block_tokens
             prefetch.probe = self._begin_probe(prefetch.keys[prefetch.probed :])
             self._probes[prefetch.probe] = now
+            gain_s = self._advice.fetch_gain_s(match.total_len, len(prefetch.tokens))
             if config.policy == "timeout":
-                gain_s = self._advice.fetch_gain_s(match.total_len, len(prefetch.tokens))
                 prefetch.waits_for_probe = self._probe_value.is_worth_waiting(gain_s)
+            self._trial.begin_doubt(prefetch.keys[:1], is_slow=gain_s is not None and gain_s <= 0)
             self._waiters[prefetch.probe] = {rid: None}
             self.counters["storage_probes"] += 1
         self._note_waiting(rid, prefetch)
@@ -655,13 +658,15 @@ class StorageController:
         host = self.controller.tables[Tier.HOST]
         host.reap(self._clock.done)
         missing = num_pages - host.num_free
-        if 0 < missing <= host.counts[FrameState.PENDING_FREE] and self._is_room_to_come():
+        num_coming = host.counts[FrameState.PENDING_FREE] - (self.writer.storing_pages if self.writes.is_late else 0)
+        if 0 < missing <= num_coming and self._is_room_to_come():
             return False
         return self.controller.make_room(Tier.HOST, num_pages, match.path, spares_pinned=True)
 
     def _is_room_to_come(self) -> bool:
         """Whether an operation is in flight after which `begin_fetches` is called."""
-        return any(self.ledger.oldest(link) is not None for link in STALLING_LINKS)
+        links = [link for link in STALLING_LINKS if link != STORE or not self.writes.is_late]
+        return any(self.ledger.oldest(link) is not None for link in links)
 
     def _match(self, prefetch: Prefetch, end: int) -> MatchResult:
         return self.tree.match(prefetch.namespace, prefetch.tokens[:end], fetching=True)
@@ -689,6 +694,6 @@ class StorageController:
                     self._cancel_fetch(ticket)
                 elif prefetch.waits_for_probe:
                     self.ledger.cancel(ticket)
-                    del self._probes[ticket]
+                    self._probe_value.add_wait(self.reads.now - self._probes.pop(ticket))
         prefetch.probe, prefetch.end, prefetch.tickets = None, 0, {}
         self._waiting.pop(rid, None)

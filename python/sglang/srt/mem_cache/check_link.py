@@ -5,7 +5,10 @@ fails, and the canary draws the conclusions.
 
 Computing in other batches changes the last bits, so a page counts as different where, in a layer and component,
 
-    max |cached - computed| > max(0.01, 64 eps of the dtype) * root mean square of computed
+    max |cached - computed| > max(0.01, 128 eps of the dtype) * root mean square of computed
+
+In a model of 30 layers (SmolLM2-135M, on a CPU) chunks of other sizes deviated by 1.4e-5 times that in float32, 0.026
+in float16 and 0.17 in bfloat16.
 
 A flipped bit of a small number may stay below that; another token's KV, zeros and NaN never do.
 """
@@ -38,7 +41,7 @@ _SMALLEST = 1e-30
 
 def tolerance(dtype: torch.dtype) -> float:
     """Of a deviation, as a multiple of the root mean square."""
-    return max(0.01, 64 * torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0
+    return max(0.01, 128 * torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0
 
 
 class CheckLink:
