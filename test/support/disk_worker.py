@@ -35,6 +35,7 @@ class WorkerConfig:
     is_exclusive: bool
     # Of calls; the others read.
     write_share: float
+    rewrite_share: float
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
@@ -54,6 +55,7 @@ def open_store(config: WorkerConfig, pool: FakePages, calls: list[int]) -> HiCac
         config.limit_bytes,
         config.segment_bytes,
         config.is_exclusive,
+        config.rewrite_share,
         clock=lambda: float(calls[0]),
     )
 

@@ -32,7 +32,13 @@ FIELDS, COUNTERS = (
     for table in REFERENCE.split("Counters start at 0")
 )
 
-FILE_FIELDS = {"tiers.disk.lock_timeouts", "tiers.disk.refused_segments"}
+FILE_FIELDS = {
+    f"tiers.disk.{name}"
+    for name in (
+        *("lock_timeouts", "refused_segments", "refused_blocks", "written_bytes", "copied_bytes"),
+        *("device_written_bytes", "last_day_written_bytes", "daily_limit_bytes"),
+    )
+}
 PEER_FIELDS = {field for field in FIELDS if field.startswith("peers.")}
 
 PLUGIN = '''

@@ -52,6 +52,31 @@ _GAUGES = (
         "Files on disk in an earlier format, which are not read.",
         ("storage_tier", "refused_segments"),
     ),
+    (
+        "hicache_storage_written_bytes",
+        "Bytes of blocks stored on disk since the start.",
+        ("storage_tier", "written_bytes"),
+    ),
+    (
+        "hicache_storage_copied_bytes",
+        "Bytes of hot blocks copied forward on disk since the start.",
+        ("storage_tier", "copied_bytes"),
+    ),
+    (
+        "hicache_storage_device_written_bytes",
+        "Bytes of any kind written to the disk since the start.",
+        ("storage_tier", "device_written_bytes"),
+    ),
+    (
+        "hicache_storage_last_day_written_bytes",
+        "Bytes of any kind written to the disk in the last 24 hours.",
+        ("storage_tier", "last_day_written_bytes"),
+    ),
+    (
+        "hicache_storage_refused_blocks",
+        "Blocks not stored because the daily limit of the disk was used up.",
+        ("storage_tier", "refused_blocks"),
+    ),
     ("hicache_storage_reads_off", "1 while storage is not read, see the log.", ("storage", "reads", "off")),
     ("hicache_storage_writes_off", "1 while storage is not written, see the log.", ("storage", "writes", "off")),
 )

@@ -526,7 +526,8 @@ def test_without_a_limit_a_share_of_the_file_system_stays_free(disk: Disk, monke
     monkeypatch.setattr(os, "statvfs", lambda path: statvfs)
     # Others fill the disk: the store replaces what is oldest, and does not grow.
     assert disk.set(store, keys_of(10, 11)) == 2
-    assert store.exists(keys_of(0)) == 0 and store.stats()["size_bytes"] < size
+    assert store.exists(keys_of(0, 1)) == store.stats()["copied_blocks"] == 1, "the front was copied forward"
+    assert store.stats()["size_bytes"] < size
     # All that is left was stored just now, so there is nothing to evict.
     assert disk.set(store, keys_of(*range(10, 30))) < 20
     assert store.stats()["write_errors"] == 1
@@ -1077,9 +1078,10 @@ def opened(config: dict[str, object], tp_size: int = 1) -> BlockStore:
 
 
 def test_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    config = json.loads(f'{{"path": "{tmp_path}/here", "limit_gb": 0.5, "segment_mb": 4}}')
+    config = json.loads(f'{{"path": "{tmp_path}/here", "limit_gb": 0.5, "segment_mb": 4, "daily_write_gb": 3}}')
     store = opened(config, tp_size=2)
     assert store.stats()["limit_bytes"] == 25 * 10**7 and (tmp_path / "here").is_dir()
+    assert store.stats()["daily_limit_bytes"] == 15 * 10**8
     store.close()
     monkeypatch.setenv(backend.ROOT_ENV, str(tmp_path / "there"))
     store = opened({})
@@ -1090,6 +1092,8 @@ def test_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ({"limit_gb": -1}, "limit_gb .* -1"),
         ({"limit_gb": "5"}, 'limit_gb .* "5"'),
         ({"segment_mb": 0}, "segment_mb .* 0"),
+        ({"rewrite_share": 1.5}, "rewrite_share .* 1.5"),
+        ({"daily_write_gb": -1}, "daily_write_gb .* -1"),
         ({"path": ""}, 'path is ""'),
         ({"path": 5}, "path is 5"),
     ):

@@ -15,8 +15,9 @@ from typing import Any
 from sglang.srt.mem_cache.block_store import BlockStore, StoreError
 from sglang.srt.mem_cache.storage.file.file_store import DEFAULT_SEGMENT_BYTES, HiCacheFile
 from sglang.srt.mem_cache.storage.file.folder import SEGMENT_SUFFIX, cannot_use, storage_secret
+from sglang.srt.mem_cache.storage.file.write_budget import DEFAULT_REWRITE_SHARE
 from sglang.srt.mem_cache.storage.registry import CONFIG_FLAG, StorageBackend, StoreParams
-from sglang.srt.utils.registry import NAME, POSITIVE_NUMBER, Kind, Option
+from sglang.srt.utils.registry import NAME, NUMBER, POSITIVE_NUMBER, Kind, Option, is_number
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,19 @@ class FileBackend(StorageBackend):
             DEFAULT_SEGMENT_BYTES / 1e6,
             "size of a file in MB (1e6 bytes): smaller files evict in finer steps, larger ones start faster",
         ),
+        Option(
+            "rewrite_share",
+            Kind("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1),
+            DEFAULT_REWRITE_SHARE,
+            "bytes that may be written again per byte stored, to keep hot blocks of a file that goes; 0: none",
+        ),
+        Option(
+            "daily_write_gb",
+            NUMBER,
+            0,
+            "the most GB (1e9 bytes) that all ranks of the server write in 24 hours; after that nothing is stored",
+            "no limit",
+        ),
     )
 
     def check(self, config: Mapping[str, Any]) -> None:
@@ -72,6 +86,8 @@ class FileBackend(StorageBackend):
             limit_bytes=int(values["limit_gb"] * 1e9) // params.tp_size,
             segment_bytes=int(values["segment_mb"] * 1e6),
             is_exclusive=params.is_exclusive,
+            rewrite_share=values["rewrite_share"],
+            daily_write_bytes=int(values["daily_write_gb"] * 1e9) // params.tp_size,
         )
 
     def shared_secret(self, config: Mapping[str, Any]) -> bytes:

@@ -4,13 +4,14 @@ Owns its parts, and reads with them. Reads go straight into the pages of the hos
 them, where the pool is page-first. Never reads the tree, starts no thread that outlives a call, and raises on opening
 alone: what a medium can do wrong ends a call's count, is counted and logged.
 
-    block --set--> entry in the active segment --segment full--> sealed --least recently used, limit--> unlinked
-      ^                  | get: checksum or read fails
-      +--- set anew <----+ forgotten: out of the index, entry zeroed
+    block --set--> entry in the active segment --segment full--> sealed --worth least, limit--> unlinked
+      ^                  | get: checksum or read fails    ^              | hot blocks
+      +--- set anew <----+ forgotten: entry zeroed        +--------------+ copied forward
 
 Its parts: `SegmentIndex` (which blocks there are, and where), `IndexSync` (what other processes change),
-`SegmentWriter` (claims, room), `SegmentFiles` (bytes in and out of files), `recovery` (what a start finds), `folder`
-(the namespace's folder, leftovers). Format, crash safety and tuning: docs/design/disk.md.
+`SegmentWriter` (claims, room, copies), `eviction` (which segment goes), `WriteBudget` (bytes written), `SegmentFiles`
+(bytes in and out of files), `recovery` (what a start finds), `folder` (the namespace's folder, leftovers). Format,
+crash safety and tuning: docs/design/disk.md.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from sglang.srt.mem_cache.storage.file.segment_files import SegmentFiles
 from sglang.srt.mem_cache.storage.file.segment_index import Segment, number_of, runs, slot_of
 from sglang.srt.mem_cache.storage.file.segment_writer import SegmentWriter
 from sglang.srt.mem_cache.storage.file.store_log import StoreLog
+from sglang.srt.mem_cache.storage.file.write_budget import DEFAULT_REWRITE_SHARE, WriteBudget
 from sglang.srt.mem_cache.storage.registry import CONFIG_FLAG
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_SEGMENT_BYTES = 256 << 20
 # Of a limit: then evicting one segment loses little of what is stored.
 _SEGMENTS_PER_LIMIT = 8
+# Segments that may go with as many hot blocks as can be copied, after others have gone without any.
+_MAX_CREDIT_SEGMENTS = 8
 
 
 class HiCacheFile:
@@ -48,7 +52,8 @@ class HiCacheFile:
 
     root: shared with other namespaces and ranks. namespace: everything that two engines must have in common to share
     KV, beside the layout without its page size: the model's fingerprint, rank. limit_bytes: 0 for none but FREE_SHARE
-    of the file system. clock: seconds, for pauses between attempts and log lines.
+    of the file system. rewrite_share, daily_write_bytes: see `WriteBudget`. clock: seconds, for pauses between
+    attempts, log lines and the last day.
 
     Raises StoreError where the folder cannot be used.
     """
@@ -64,6 +69,8 @@ class HiCacheFile:
         limit_bytes: int = 0,
         segment_bytes: int = DEFAULT_SEGMENT_BYTES,
         is_exclusive: bool = False,
+        rewrite_share: float = DEFAULT_REWRITE_SHARE,
+        daily_write_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert block_tokens % pool.page_size == 0
@@ -84,11 +91,16 @@ class HiCacheFile:
         description = raw.decode("utf-8", "backslashreplace")
         self._folder = NamespaceFolder(root, digest, description)
         self._log = StoreLog(self._folder.path, clock)
-        self._files = SegmentFiles(pool, layout.fitting(segment_bytes))
+        layout = layout.fitting(segment_bytes)
+        # With as many from each segment, what is copied is that share of what is stored.
+        max_copies = int(layout.num_slots * rewrite_share / (1 + rewrite_share))
+        max_credit = _MAX_CREDIT_SEGMENTS * max_copies * layout.slot_bytes
+        self._budget = WriteBudget(rewrite_share, max_credit, daily_write_bytes, clock)
+        self._files = SegmentFiles(pool, layout, self._budget)
         self._sync = IndexSync(self._folder, self._files, self._log, clock)
         # Guards the index, and is not held during reads and writes.
         self._lock, self._index = self._sync.lock, self._sync.index
-        self._writer = SegmentWriter(root, self._sync, limit_bytes, clock)
+        self._writer = SegmentWriter(root, self._sync, limit_bytes, max_copies, clock)
         try:
             unusable = self._sync.open()
             if self._folder.writable:
@@ -192,8 +204,9 @@ class HiCacheFile:
 
     def stats(self) -> dict[str, int]:
         """See BlockStore. Beside it: segments, leftover_bytes (files of other namespaces that no process uses),
-        refused_segments (files of this namespace in an earlier format), and since the start blocks read, written and
-        evicted, and lock_timeouts (pauses in writing because another process kept the folder's lock)."""
+        refused_segments (files of this namespace in an earlier format), the bytes of `WriteBudget`, and since the
+        start blocks read, written, copied forward, evicted and refused by the daily limit, and lock_timeouts (pauses
+        in writing because another process kept the folder's lock)."""
         with self._lock:
             return {
                 "blocks": len(self._index),
@@ -202,6 +215,7 @@ class HiCacheFile:
                 "segments": len(self._index.segments),
                 "leftover_bytes": self._writer.leftover_bytes,
                 "refused_segments": self._refused_segments,
+                **self._budget.stats(),
                 **self._log.counters(),
             }
 

@@ -46,7 +46,7 @@ class IndexSync:
         self.files = files
         self.log = log
         self.index = SegmentIndex()
-        self.changes = SharedChanges(folder.path, folder.writable)
+        self.changes = SharedChanges(folder.path, folder.writable, files.budget.count_written)
         # Guards the index.
         self.lock = threading.Lock()
         self.table_lock = threading.Lock()

@@ -63,7 +63,7 @@ class PageBuffers:
         buffers = self._pool.buffers(pages.reshape(-1))
         if buffers is None:
             if self._read_scratch is None:
-                self._read_scratch = _aligned_empty(*self._shape)
+                self._read_scratch = aligned_empty(*self._shape)
             buffers = [self._read_scratch[: len(pages)].reshape(-1).data]
         return self._blocks(buffers, len(pages))
 
@@ -78,7 +78,7 @@ class PageBuffers:
         buffers = None if aligned else self._pool.buffers(pages.reshape(-1))
         if buffers is None:
             if self._write_scratch is None:
-                self._write_scratch = _aligned_empty(*self._shape)
+                self._write_scratch = aligned_empty(*self._shape)
             scratch = self._write_scratch[: len(pages)]
             self._pool.copy_out(pages.reshape(-1), scratch.reshape(-1, self._pool.page_bytes))
             buffers = [scratch.reshape(-1).data]
@@ -108,7 +108,7 @@ class OtherPages:
             self._pool.copy_in(pages[verified].reshape(-1), data.reshape(-1, self._pool.page_bytes))
 
 
-def _aligned_empty(num_rows: int, row_bytes: int) -> np.ndarray:
+def aligned_empty(num_rows: int, row_bytes: int) -> np.ndarray:
     memory = np.empty(num_rows * row_bytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + num_rows * row_bytes].reshape(num_rows, row_bytes)

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from sglang.srt.mem_cache.storage.file.page_buffers import HostPages, OtherPages, PageBuffers
+from sglang.srt.mem_cache.storage.file.page_buffers import HostPages, OtherPages, PageBuffers, aligned_empty
 from sglang.srt.mem_cache.storage.file.segment import ALIGNMENT, ENTRY_BYTES, KEY_BYTES, SegmentLayout, Table, pieces
 from sglang.srt.mem_cache.storage.file.shared_changes import try_flock
 from sglang.srt.mem_cache.storage.file.vectored import PartialTransferError, chained, transfer
+from sglang.srt.mem_cache.storage.file.write_budget import WriteBudget
 
 # Of payloads before their entries are written; of the scratch buffers.
 _BATCH_BYTES = 16 << 20
 # Per call of reading: it is hashed while it lies in the core's cache, and meanwhile the kernel reads ahead.
 _READ_BYTES = 1 << 20
+# Of blocks that are copied from one segment to another at once.
+_COPY_BYTES = 4 << 20
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _WRITE = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -31,12 +34,18 @@ _TABLE_READS = 3
 
 
 class SegmentFiles:
-    """layout: of the segments that are written. One read and one write may be under way at a time."""
+    """layout: of the segments that are written. budget: counts what is written; a part of a page of a table counts as
+    a page, though the system may write it once for several changes. One read and one write may be under way at a
+    time."""
 
-    def __init__(self, pool: HostPages, layout: SegmentLayout) -> None:
+    def __init__(self, pool: HostPages, layout: SegmentLayout, budget: WriteBudget) -> None:
         self.layout = layout
+        self.budget = budget
         # Blocks of one call of `read` or of one claim.
         self.batch_blocks = max(1, _BATCH_BYTES // layout.slot_bytes)
+        # Blocks of one call of `read_copies`.
+        self.copy_blocks = max(1, _COPY_BYTES // layout.slot_bytes)
+        self._copies: np.ndarray | None = None
         self._pool = pool
         self._buffers = PageBuffers(pool, layout.payload_bytes, self.batch_blocks)
         # By page size, of segments with another one.
@@ -113,6 +122,28 @@ class SegmentFiles:
         buffers.deliver(pages, verified)
         return verified, bad, failure
 
+    def read_copies(
+        self, fd: int, layout: SegmentLayout, slots: list[int], expected: Sequence[tuple[bytes, bytes]]
+    ) -> tuple[list[memoryview], np.ndarray]:
+        """Read blocks to copy them to another segment, `copy_blocks` at most. slots: ascending; expected: key and
+        checksum of each block. Returns their payloads, until the next call, and which of them verified, (n,) bool."""
+        if self._copies is None:
+            self._copies = aligned_empty(self.copy_blocks, layout.payload_bytes)
+        payloads = [row.data for row in self._copies[: len(slots)]]
+        verified = np.zeros(len(slots), bool)
+        first = 0
+        while first < len(slots):
+            end = first + 1
+            while end < len(slots) and slots[end] == slots[end - 1] + 1:
+                end += 1
+            keys, blocks = [key for key, _ in expected[first:end]], [[row] for row in payloads[first:end]]
+            digests, failure = _read_and_hash(fd, layout, slots[first], keys, blocks)
+            for i, digest in enumerate(digests, first):
+                verified[i] = digest == expected[i][1]
+            # A disk that cannot read one block often takes long over it.
+            first = end if failure is None else len(slots)
+        return payloads, verified
+
     def _buffers_of(self, layout: SegmentLayout) -> PageBuffers | OtherPages:
         if layout.page_size == self.layout.page_size:
             return self._buffers
@@ -128,7 +159,7 @@ class SegmentFiles:
         fd = os.open(path, _WRITE | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             try_flock(fd)
-            transfer(os.pwritev, fd, [memoryview(self.layout.header())], 0)
+            self._write_table(fd, self.layout.header(), 0)
             os.ftruncate(fd, self.layout.data_offset)
         except OSError:
             os.close(fd)
@@ -157,61 +188,65 @@ class SegmentFiles:
         finally:
             os.close(fd)
 
-    @staticmethod
-    def claim(fd: int, layout: SegmentLayout, slot: int, keys: Sequence[bytes]) -> None:
+    def claim(self, fd: int, layout: SegmentLayout, slot: int, keys: Sequence[bytes]) -> None:
         """Others see that these blocks are being written to the slots from `slot` on."""
         rows = b"".join(layout.claim(slot + i, key) for i, key in enumerate(keys))
-        _write_all(fd, rows, layout.entry_offset(slot))
+        self._write_table(fd, rows, layout.entry_offset(slot))
 
     def write_payloads(
         self, path: str, fd: int, layout: SegmentLayout, slot: int, keys: Sequence[bytes], pages: np.ndarray
     ) -> list[bytes]:
         """Write what claimed slots hold. Returns the blocks' checksums."""
-        try:
-            blocks = self._write_blocks(path, fd, pages, layout.slot_offset(slot))
-        except PartialTransferError as error:
-            raise error.error from None
+        blocks = self._write_blocks(
+            path,
+            fd,
+            layout.slot_offset(slot),
+            lambda staged: self._buffers.for_writing(pages, staged),
+            lambda: self._buffers.is_pool_memory(pages[0]),
+        )
         return [layout.checksum(key, block) for key, block in zip(keys, blocks)]
 
-    @staticmethod
+    def write_copies(self, path: str, fd: int, layout: SegmentLayout, slot: int, payloads: list[memoryview]) -> None:
+        """As `write_payloads`, of what `read_copies` has read."""
+        blocks = [[payload] for payload in payloads]
+        self._write_blocks(path, fd, layout.slot_offset(slot), lambda staged: blocks, lambda: False)
+
     def complete(
-        fd: int, layout: SegmentLayout, slot: int, keys: Sequence[bytes], checksums: Sequence[bytes]
+        self, fd: int, layout: SegmentLayout, slot: int, keys: Sequence[bytes], checksums: Sequence[bytes]
     ) -> None:
         """The blocks of a claim are whole."""
         rows = b"".join(layout.entry(slot + i, key, checksums[i]) for i, key in enumerate(keys))
+        self._count_table(len(rows), layout.entry_offset(slot))
         try:
             transfer(os.pwritev, fd, [memoryview(rows)], layout.entry_offset(slot))
         except PartialTransferError as error:
             raise error.error from None
 
-    @staticmethod
-    def void(fd: int, layout: SegmentLayout, slot: int, num_slots: int, are_last: bool) -> None:
+    def void(self, fd: int, layout: SegmentLayout, slot: int, num_slots: int, are_last: bool) -> None:
         """Take back a claim. are_last: no slot behind these is used, and their space is given back."""
         try:
-            _write_all(fd, bytes(ENTRY_BYTES * num_slots), layout.entry_offset(slot))
+            self._write_table(fd, bytes(ENTRY_BYTES * num_slots), layout.entry_offset(slot))
             if are_last:
                 os.ftruncate(fd, layout.slot_offset(slot))
         except OSError:
             pass  # The claim counts for nothing once this process no longer writes to the segment.
 
-    @staticmethod
-    def void_dead_claims(fd: int, layout: SegmentLayout) -> Table:
+    def void_dead_claims(self, fd: int, layout: SegmentLayout) -> Table:
         """Take back the claims of a process that died, and the space behind the last block. fd: locked. Returns the
         table without them. Keeps the time of the file."""
-        table = SegmentFiles.read_table(fd, layout)
+        table = self.read_table(fd, layout)
         stat = os.fstat(fd)
         for slot in table.claims:
-            _write_all(fd, bytes(ENTRY_BYTES), layout.entry_offset(slot))
+            self._write_table(fd, bytes(ENTRY_BYTES), layout.entry_offset(slot))
         if table.claims:
-            table = SegmentFiles.read_table(fd, layout)
+            table = self.read_table(fd, layout)
         end = layout.slot_offset(len(table.keys) // KEY_BYTES)
         if stat.st_size > end:
             os.ftruncate(fd, end)
         os.utime(fd, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         return table
 
-    @staticmethod
-    def erase_entry(path: str, layout: SegmentLayout, slot: int, key: bytes, checksum: bytes) -> bool:
+    def erase_entry(self, path: str, layout: SegmentLayout, slot: int, key: bytes, checksum: bytes) -> bool:
         """Zero the entry of a block, so that no process finds it; False: it was replaced. Keeps the time of the
         file, which is that of its last use."""
         fd = os.open(path, _WRITE)
@@ -219,39 +254,69 @@ class SegmentFiles:
             stat = os.fstat(fd)
             if os.pread(fd, ENTRY_BYTES, layout.entry_offset(slot)) != layout.entry(slot, key, checksum):
                 return False
-            os.pwrite(fd, bytes(ENTRY_BYTES), layout.entry_offset(slot))
+            self._write_table(fd, bytes(ENTRY_BYTES), layout.entry_offset(slot))
             os.utime(fd, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         finally:
             os.close(fd)
         return True
 
-    def _write_blocks(self, path: str, fd: int, pages: np.ndarray, offset: int) -> list[list[memoryview]]:
-        """Write the blocks of pages, and return the memory that they were written from.
+    def _write_blocks(
+        self,
+        path: str,
+        fd: int,
+        offset: int,
+        blocks_of: Callable[[bool], list[list[memoryview]]],
+        is_pool_memory: Callable[[], bool],
+    ) -> list[list[memoryview]]:
+        """Write blocks, and return the memory that they were written from. blocks_of(staged): that memory, aligned if
+        staged; is_pool_memory: whether it may not be aligned otherwise. Raises OSError.
 
         Past the page cache where the file system allows it: what was just stored is in the host pool, so a copy of it
         in the page cache would cost a core and memory for nothing. Unaligned memory goes through the scratch buffer.
         """
-        while self._direct:
-            blocks = self._buffers.for_writing(pages, self._staged)
-            try:
-                direct_fd = os.open(path, _WRITE | _O_DIRECT)
+        try:
+            while self._direct:
+                blocks = blocks_of(self._staged)
                 try:
-                    if not os.path.samestat(os.fstat(direct_fd), os.fstat(fd)):
-                        raise OSError(errno.ENOENT, "the file was replaced")
-                    transfer(os.pwritev, direct_fd, chained(blocks, self._write_padding), offset)
-                finally:
-                    os.close(direct_fd)
-                return blocks
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                if isinstance(error, PartialTransferError) and error.done_bytes:
-                    break  # A call fell short and ended at an odd place: this once through the page cache.
-                # The memory is to blame, or else the file system.
-                self._direct = self._staged = not self._staged and self._buffers.is_pool_memory(pages[0])
-        blocks = self._buffers.for_writing(pages, self._staged)
-        transfer(os.pwritev, fd, chained(blocks, self._write_padding), offset)
-        return blocks
+                    direct_fd = os.open(path, _WRITE | _O_DIRECT)
+                    try:
+                        if not os.path.samestat(os.fstat(direct_fd), os.fstat(fd)):
+                            raise OSError(errno.ENOENT, "the file was replaced")
+                        self._write(direct_fd, chained(blocks, self._write_padding), offset)
+                    finally:
+                        os.close(direct_fd)
+                    return blocks
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    if isinstance(error, PartialTransferError) and error.done_bytes:
+                        break  # A call fell short and ended at an odd place: this once through the page cache.
+                    # The memory is to blame, or else the file system.
+                    self._direct = self._staged = not self._staged and is_pool_memory()
+            blocks = blocks_of(self._staged)
+            self._write(fd, chained(blocks, self._write_padding), offset)
+            return blocks
+        except PartialTransferError as error:
+            raise error.error from None
+
+    def _write(self, fd: int, buffers: list[memoryview], offset: int) -> None:
+        """Raises PartialTransferError."""
+        try:
+            self.budget.count_written(transfer(os.pwritev, fd, buffers, offset))
+        except PartialTransferError as error:
+            self.budget.count_written(error.done_bytes)
+            raise
+
+    def _write_table(self, fd: int, data: bytes, offset: int) -> None:
+        """A part of the first pages of a file. Raises OSError."""
+        self._count_table(len(data), offset)
+        while data:
+            done = os.pwrite(fd, data, offset)
+            data, offset = data[done:], offset + done
+
+    def _count_table(self, size_bytes: int, offset: int) -> None:
+        first, end = offset // ALIGNMENT, -(-(offset + size_bytes) // ALIGNMENT)
+        self.budget.count_written((end - first) * ALIGNMENT)
 
 
 def _read_and_hash(
@@ -285,9 +350,3 @@ def _read_and_hash(
 def _padding(layout: SegmentLayout) -> memoryview:
     """Memory for what lies behind the payload of a slot."""
     return memoryview(bytearray(layout.slot_bytes - layout.payload_bytes))
-
-
-def _write_all(fd: int, data: bytes, offset: int) -> None:
-    while data:
-        done = os.pwrite(fd, data, offset)
-        data, offset = data[done:], offset + done

@@ -12,6 +12,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+import numpy as np
+
 from sglang.srt.mem_cache.storage.file.segment import (
     CHECKSUM_BYTES,
     CLAIMED,
@@ -42,7 +44,7 @@ class Segment:
 
     __slots__ = (
         *("number", "path", "inode", "layout", "keys", "checksums", "live", "spare", "file_bytes", "size_bytes"),
-        *("last_used", "used_ns", "shared_ns", "pins", "fd"),
+        *("uses", "last_used", "used_ns", "shared_ns", "pins", "fd"),
     )
 
     def __init__(self, number: int, path: str, layout: SegmentLayout, inode: int) -> None:
@@ -59,6 +61,8 @@ class Segment:
         # Of those, the ones that memory has, see `SegmentIndex.make_spare`.
         self.spare: set[int] = set()
         self.size_bytes = layout.size_bytes(0)
+        # When the block of each slot was last used, in ns; 0 where the index points to none.
+        self.uses = np.zeros(layout.num_slots, np.int64)
         # The tick of its last use by this process.
         self.last_used = 0
         # When any process last used it, as far as is known, and the time that other processes see on the file.
@@ -127,14 +131,31 @@ class SegmentIndex:
 
     def use(self, places: Sequence[int]) -> None:
         """A prompt's blocks are used here: none is spare, and their segments become the most recently used."""
-        last = None
-        # Its front most of all: without it the rest is of no use.
-        for place in reversed(places):
-            if self.num_spare:
+        if not places:
+            return
+        if self.num_spare:
+            for place in places:
                 self._end_spare(self.segments[number_of(place)], slot_of(place))
-            if number_of(place) != last:
-                last = number_of(place)
-                self.touch(last)
+        array = np.array(places, np.int64)
+        numbers, slots, uses = array >> _SLOT_BITS, array & (MAX_SLOTS - 1), self._new_uses(len(places))
+        # The segment of its front last.
+        for number in dict.fromkeys(numbers[::-1].tolist()):
+            segment, own = self.segments[number], numbers == number
+            segment.uses[slots[own]] = uses[own]
+            self._touch(segment, int(uses[own].max()))
+
+    def _new_uses(self, num_blocks: int) -> np.ndarray:
+        """Times for a prompt's blocks that are used now, (n,) int64, its front last: without it the rest is of no
+        use."""
+        first = max(self._wall_ns(), self._last_ns + 1)
+        self._last_ns = first + num_blocks - 1
+        return first + np.arange(num_blocks - 1, -1, -1, dtype=np.int64)
+
+    def note_shared_use(self, segment: Segment, used_ns: int) -> None:
+        """Another process has used the segment, which may have been any of its blocks."""
+        segment.used_ns = segment.shared_ns = used_ns
+        uses = segment.uses
+        np.maximum(uses, used_ns, out=uses, where=uses > 0)
 
     def make_spare(self, keys: Sequence[bytes]) -> None:
         """Memory has these blocks now, and stores them when it gives them up: they may go first."""
@@ -181,14 +202,24 @@ class SegmentIndex:
         ones. They count as used, and as no blocks."""
         self._put(segment, slot, keys, [CLAIMED] * len(keys))
         for i, key in enumerate(keys):
-            self.claims[key] = segment.place(slot + i)
+            if key not in self.places:  # else it is copied
+                self.claims[key] = segment.place(slot + i)
 
-    def complete(self, segment: Segment, slot: int, keys: Sequence[bytes], checksums: Sequence[bytes]) -> None:
-        """The blocks of a claim have been written."""
+    def complete(
+        self,
+        segment: Segment,
+        slot: int,
+        keys: Sequence[bytes],
+        checksums: Sequence[bytes],
+        uses: np.ndarray | None = None,
+    ) -> None:
+        """The blocks of a claim have been written. uses: when copied blocks were last used, (n,) int64; None: now."""
         self._put(segment, slot, keys, checksums)
+        now = self._new_uses(len(keys))
+        segment.uses[slot : slot + len(keys)] = now if uses is None else uses
         for i, key in enumerate(keys):
             self._add(segment, slot + i, key)
-        self.touch(segment.number)
+        self._touch(segment, int(now[0]))
         if segment is self.active and not segment.free:
             self.active = None
 
@@ -231,6 +262,7 @@ class SegmentIndex:
             return False
         del self.places[key]
         segment.live -= 1
+        segment.uses[slot] = 0
         self._end_spare(segment, slot)
         return True
 
@@ -247,7 +279,7 @@ class SegmentIndex:
         self.next_number = max(self.next_number, segment.number + 1)
         self.segments[segment.number] = segment
         self.size_bytes += segment.size_bytes
-        self.touch(segment.number)
+        self._touch(segment, int(self._new_uses(1)[0]))
         self.active = segment
 
     def recover(self, segment: Segment, table: Table, file_bytes: int, used_ns: int) -> None:
@@ -256,11 +288,15 @@ class SegmentIndex:
         self.segments[segment.number] = segment
         self.next_number = max(self.next_number, segment.number + 1)
         self.size_bytes += segment.size_bytes
-        segment.used_ns = segment.shared_ns = min(used_ns, self._wall_ns())
-        self.sync(segment, table, file_bytes)
+        segment.used_ns = segment.shared_ns = max(1, min(used_ns, self._wall_ns()))
+        self._sync(segment, table, file_bytes, segment.used_ns)
 
     def sync(self, segment: Segment, table: Table, file_bytes: int) -> None:
-        """Another process may have changed the segment, and its table is this one now."""
+        """Another process may have changed the segment, and its table is this one now. What is new in it counts as
+        used now."""
+        self._sync(segment, table, file_bytes, self._wall_ns())
+
+    def _sync(self, segment: Segment, table: Table, file_bytes: int, used_ns: int) -> None:
         changed = set(table.changed(segment.keys, segment.checksums))
         for slot in changed:
             if slot < segment.used:
@@ -270,26 +306,29 @@ class SegmentIndex:
         segment.keys, segment.checksums = bytearray(table.keys), bytearray(table.checksums)
         segment.file_bytes = file_bytes
         self._resize(segment)
-        for slot in changed.intersection(table.slots):
+        added = sorted(changed.intersection(table.slots))
+        segment.uses[added] = used_ns
+        for slot in added:
             self._add(segment, slot, segment.key(slot))
         for slot in changed.intersection(table.claims):
             key = segment.key(slot)
             if key not in self.places:
                 self.claims[key] = segment.place(slot)
 
-    def touch(self, number: int) -> None:
-        """The segment becomes the most recently used."""
+    def _touch(self, segment: Segment, used_ns: int) -> None:
+        """This process uses the segment."""
         self.tick += 1
-        segment = self.segments[number]
         segment.last_used = self.tick
-        self._last_ns = segment.used_ns = max(self._wall_ns(), self._last_ns + 1)
+        segment.used_ns = used_ns
 
-    def oldest(self, but: Collection[int] = ()) -> Segment | None:
-        """The least recently used one that this process does not write to. but: numbers of segments to pass over."""
-        evictable = (
-            segment for segment in self.segments.values() if segment is not self.active and segment.number not in but
-        )
-        return min(evictable, key=lambda segment: segment.used_ns, default=None)
+    def evictable(self, before: int, but: Collection[int] = ()) -> list[Segment]:
+        """Segments that this process neither writes to nor has used after tick `before`. but: numbers of segments to
+        leave out."""
+        return [
+            segment
+            for segment in self.segments.values()
+            if segment is not self.active and segment.last_used <= before and segment.number not in but
+        ]
 
     def unshared(self) -> list[Segment]:
         """Segments of which other processes do not see the last use on the file."""
@@ -302,6 +341,7 @@ class SegmentIndex:
             for where in (self.places, self.claims):
                 if where.get(key) == segment.place(slot):
                     del where[key]
+        segment.uses[:] = 0
         segment.live = 0
         self.num_spare -= len(segment.spare)
         segment.spare.clear()
@@ -378,6 +418,7 @@ class SegmentIndex:
             slots = range(segment.used)
             live = [slot for slot in slots if self.places.get(segment.key(slot)) == segment.place(slot)]
             assert len(live) == segment.live and segment.spare <= set(live)
+            assert live == np.flatnonzero(segment.uses).tolist()
             assert (segment.fd is not None) == (number in self._open_files)
         assert self.active is None or self.segments[self.active.number] is self.active
         assert len(self._open_files) <= MAX_OPEN_FILES

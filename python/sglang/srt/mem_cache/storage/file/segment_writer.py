@@ -9,6 +9,9 @@ Owns the segment that this process appends to, the limit, and the pause after a 
 
 Processes take turns only to claim: look what is missing, make room, choose slots, write down whose they are. A claim
 counts while its writer holds the lock of the segment's file, that is, until it ends, however that happens.
+
+Before a segment goes, its hot blocks are copied forward: they are read without the lock, then claimed and written as
+others are. A process that is killed meanwhile leaves them in the old segment, in the new one, or in both.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sglang.srt.mem_cache.storage.file.eviction import Victim, choose_victim
 from sglang.srt.mem_cache.storage.file.folder import Leftovers, allocated_bytes
 from sglang.srt.mem_cache.storage.file.index_sync import IndexSync
 from sglang.srt.mem_cache.storage.file.recovery import segment_numbers, segment_path
@@ -51,16 +55,46 @@ class _Claim:
     overwrites: bool
 
 
+@dataclass(frozen=True)
+class _Eviction:
+    """What may go, and what is kept of it."""
+
+    # The tick at which the call started; nothing that this process has used since goes.
+    before: int
+    # Of blocks, copied forward from one segment.
+    max_copies: int = 0
+    # Its hot blocks were copied, and it goes next.
+    emptied: Segment | None = None
+
+
+class _CopyFirstError(Exception):
+    """Hot blocks of the next segment to go have to be copied forward before."""
+
+    def __init__(self, victim: Victim) -> None:
+        super().__init__()
+        self.victim = victim
+
+
 class SegmentWriter:
-    """root: of all namespaces. limit_bytes: of all segments and leftovers; 0 for none but FREE_SHARE."""
+    """root: of all namespaces. limit_bytes: of all segments and leftovers; 0 for none but FREE_SHARE. max_copies: of
+    blocks, copied forward from one segment."""
 
     def __init__(
-        self, root: Path, sync: IndexSync, limit_bytes: int, clock: Callable[[], float] = time.monotonic
+        self,
+        root: Path,
+        sync: IndexSync,
+        limit_bytes: int,
+        max_copies: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._root = root
         self._sync = sync
         self._limit_bytes = limit_bytes
+        self._max_copies = max_copies
         self._clock = clock
+        layout = sync.files.layout
+        # Of the limit: kept free for the blocks that are copied while their old segment is still there.
+        self._reserve_bytes = layout.data_offset + max_copies * layout.slot_bytes if max_copies else 0
         # The file of the index's active segment, open and locked.
         self._held: tuple[Segment, int] | None = None
         # Looked up by the first write that needs room: by then the other ranks of this server hold their folders.
@@ -68,6 +102,7 @@ class SegmentWriter:
         # Whether a segment had to go for the limit.
         self._is_full = False
         self._no_write_before = -float("inf")
+        self._budget = sync.files.budget
 
     @property
     def has_room(self) -> bool:
@@ -84,6 +119,9 @@ class SegmentWriter:
         return self._leftovers.size_bytes if self._leftovers is not None else 0
 
     def fits(self, need_bytes: int) -> bool:
+        return self._fits_copies(need_bytes + self._reserve_bytes)
+
+    def _fits_copies(self, need_bytes: int) -> bool:
         return self._sync.index.size_bytes + self.leftover_bytes + need_bytes <= self._limit_bytes
 
     def close(self) -> None:
@@ -100,6 +138,9 @@ class SegmentWriter:
         before: the tick at which the call started; nothing that this process has used since is evicted for it.
         """
         if not missing or not self._sync.folder.writable or self._clock() < self._no_write_before:
+            return
+        if self._budget.is_used_up:
+            self._sync.log.writes_refused(len(missing), self._budget.daily_bytes)
             return
         try:
             self._store(keys, pages, missing, before)
@@ -118,25 +159,32 @@ class SegmentWriter:
         """Raises OSError."""
         index = self._sync.index
         has_made_room = False
+        emptied = None
         while missing:
+            credit = self._budget.credit_bytes // self._sync.files.layout.slot_bytes
+            eviction = _Eviction(before, min(self._max_copies, credit), emptied)
             try:
-                claim = self._claim(keys, missing, before)
+                claim = self._claim(keys, missing, eviction)
                 if claim is None:
                     return
                 self._fill(claim, pages[claim.positions])
+            except _CopyFirstError as copy:
+                self._copy_forward(copy.victim)
+                emptied = copy.victim.segment
+                continue
             except OSError as error:
                 # Others fill the disk too: what is oldest here makes room for what is new, once.
                 if error.errno not in FULL or has_made_room or not self._make_room_on_disk(before):
                     raise
                 has_made_room = True
                 continue
-            has_made_room = False
+            has_made_room, emptied = False, None
             last = claim.positions[-1]
             missing = [i for i in missing if i > last and keys[i] not in index]
 
-    def _claim(self, keys: Sequence[bytes], missing: list[int], before: int) -> _Claim | None:
+    def _claim(self, keys: Sequence[bytes], missing: list[int], eviction: _Eviction) -> _Claim | None:
         """Claim as many of the missing blocks as one write takes; None: none are left, or there is no room. Raises
-        OSError."""
+        OSError and _CopyFirstError."""
         if not self.lock_folder():
             return None
         sync = self._sync
@@ -145,39 +193,50 @@ class SegmentWriter:
             missing = [i for i in missing if keys[i] not in sync.index and not self._is_being_stored(keys[i], live)]
             if not missing:
                 return None
-            found = self._find_slots(len(missing), before)
+            found = self._find_slots(len(missing), eviction)
             if found is None:
                 return None
             segment, fd, slots, overwrites = found
             positions = missing[: len(slots)]
             claim = _Claim(segment, fd, slots.start, positions, [keys[i] for i in positions], overwrites)
-            try:
-                with sync.table_lock:
-                    sync.files.claim(fd, segment.layout, claim.slot, claim.keys)
-                    with sync.lock:
-                        sync.index.claim(segment, claim.slot, claim.keys)
-                sync.ring_erased(segment.number)
-            except OSError:
-                self._void(claim)
-                raise
+            self._write_claim(claim)
             return claim
         finally:
             self.unlock_folder()
 
-    def _fill(self, claim: _Claim, pages: np.ndarray) -> None:
-        """Write the blocks of a claim. Raises OSError; they are not stored then."""
+    def _write_claim(self, claim: _Claim) -> None:
+        """With the folder's lock. Raises OSError; nothing is claimed then."""
         sync, segment = self._sync, claim.segment
         try:
-            checksums = sync.files.write_payloads(
-                segment.path, claim.fd, segment.layout, claim.slot, claim.keys, pages
-            )
+            with sync.table_lock:
+                sync.files.claim(claim.fd, segment.layout, claim.slot, claim.keys)
+                with sync.lock:
+                    sync.index.claim(segment, claim.slot, claim.keys)
+            sync.ring_erased(segment.number)
+        except OSError:
+            self._void(claim)
+            raise
+
+    def _fill(self, claim: _Claim, pages: np.ndarray) -> None:
+        """Write the blocks of a claim. Raises OSError; they are not stored then."""
+        files, segment = self._sync.files, claim.segment
+        args = (segment.path, claim.fd, segment.layout, claim.slot)
+        if self._complete(claim, lambda: files.write_payloads(*args, claim.keys, pages)):
+            self._sync.log.count("written_blocks", len(claim.keys))
+            self._budget.count_stored(len(claim.keys) * segment.layout.slot_bytes)
+
+    def _complete(self, claim: _Claim, write: Callable[[], list[bytes]], uses: np.ndarray | None = None) -> bool:
+        """write: writes the payloads, and returns their checksums. uses: see `SegmentIndex`. False: the file was
+        gone, and the blocks with it. Raises OSError; they are not stored then."""
+        sync, segment = self._sync, claim.segment
+        try:
+            checksums = write()
             with sync.table_lock:
                 sync.files.complete(claim.fd, segment.layout, claim.slot, claim.keys, checksums)
                 with sync.lock:
-                    # Unless the file was found to be gone, and the blocks with it.
-                    if sync.index.segments.get(segment.number) is segment:
-                        sync.index.complete(segment, claim.slot, claim.keys, checksums)
-                        sync.log.count("written_blocks", len(claim.keys))
+                    is_there = sync.index.segments.get(segment.number) is segment
+                    if is_there:
+                        sync.index.complete(segment, claim.slot, claim.keys, checksums, uses)
                 with contextlib.suppress(OSError):
                     sync.ring_stored(segment.number)
         except OSError:
@@ -187,6 +246,7 @@ class SegmentWriter:
             os.close(claim.fd)
         elif not segment.free:
             self.close()
+        return is_there
 
     def _void(self, claim: _Claim) -> None:
         sync, segment = self._sync, claim.segment
@@ -200,6 +260,83 @@ class SegmentWriter:
                 sync.ring_stored(segment.number)
         if claim.overwrites:
             os.close(claim.fd)
+
+    # -- copying hot blocks forward ---------------------------------------------------------------------------------
+
+    def _copy_forward(self, victim: Victim) -> None:
+        """Copy the victim's hot blocks to the active segment, as far as there is room. Raises OSError."""
+        segment, slots = victim.segment, victim.hot
+        try:
+            fd = self._sync.files.open_to_read(segment.path)
+        except FileNotFoundError:
+            self._sync.drop(segment)
+            return
+        try:
+            while slots and (num_done := self._copy_some(fd, segment, slots[: self._sync.files.copy_blocks])):
+                slots = slots[num_done:]
+        finally:
+            os.close(fd)
+
+    def _copy_some(self, fd: int, segment: Segment, slots: list[int]) -> int:
+        """Returns how many of the slots are done with; 0: there is no room. Raises OSError."""
+        sync, files = self._sync, self._sync.files
+        with sync.lock:
+            expected = [(segment.key(slot), segment.checksum(slot)) for slot in slots]
+            uses = segment.uses[slots]
+        payloads, verified = files.read_copies(fd, segment.layout, slots, expected)
+        bad = np.flatnonzero(~verified).tolist()
+        damaged = [i for i in bad if not files.is_replaced(fd, segment.layout, slots[i], *expected[i])]
+        if damaged:
+            sync.log.read_failed(len(damaged), "blocks cannot be copied", segment.path)
+        with sync.lock:
+            for i in bad:
+                sync.index.forget_if(segment, slots[i], *expected[i])
+        claim = self._claim_copies(segment, slots, expected, np.flatnonzero(verified).tolist())
+        if claim is None:
+            return 0
+        copied, target = claim.positions, claim.segment
+
+        def write() -> list[bytes]:
+            files.write_copies(target.path, claim.fd, target.layout, claim.slot, [payloads[i] for i in copied])
+            return [expected[i][1] for i in copied]
+
+        if self._complete(claim, write, uses[copied]):
+            sync.log.count("copied_blocks", len(copied))
+        self._budget.count_copied(len(copied) * target.layout.slot_bytes)
+        return copied[-1] + 1
+
+    def _claim_copies(
+        self, segment: Segment, slots: list[int], expected: list[tuple[bytes, bytes]], positions: list[int]
+    ) -> _Claim | None:
+        """Claim room in the active segment for blocks of `segment`, positions: among `slots`; None: there is none.
+        Raises OSError."""
+        if not self.lock_folder():
+            return None
+        sync = self._sync
+        layout = sync.files.layout
+        try:
+            # Others may have stored them elsewhere, or evicted the segment.
+            place_of = sync.index.places.get
+            positions = [
+                i
+                for i in positions
+                if place_of(expected[i][0]) == segment.place(slots[i])
+                and segment.checksum(slots[i]) == expected[i][1]
+            ]
+            held = self._usable_held() or self._adopt()
+            positions = positions[: held[0].free if held is not None else layout.num_slots]
+            need = len(positions) * layout.slot_bytes + (0 if held is not None else layout.data_offset)
+            is_room = not self._limit_bytes or self._fits_copies(need)
+            if not positions or not is_room or (held is not None and held[0] is segment):
+                return None
+            target, fd = held or self._begin_segment()
+            claim = _Claim(target, fd, target.used, positions, [expected[i][0] for i in positions], False)
+            self._write_claim(claim)
+            return claim
+        finally:
+            self.unlock_folder()
+
+    # -- the folder's lock ------------------------------------------------------------------------------------------
 
     def lock_folder(self) -> bool:
         """Take the folder's lock, and take in what others have changed. False: another process hangs, and nothing is
@@ -275,9 +412,9 @@ class SegmentWriter:
                     sync.index.sync(segment, table, allocated_bytes(os.fstat(fd)))
         sync.ring_erased(segment.number)
 
-    def _find_slots(self, num_missing: int, before: int) -> tuple[Segment, int, range, bool] | None:
+    def _find_slots(self, num_missing: int, eviction: _Eviction) -> tuple[Segment, int, range, bool] | None:
         """A segment, its file, locked, free slots for some of the blocks, and whether these hold spare blocks. None:
-        there is no room. Raises OSError."""
+        there is no room. Raises OSError and _CopyFirstError."""
         sync = self._sync
         files, layout = sync.files, sync.files.layout
         if self._leftovers is None:
@@ -288,7 +425,7 @@ class SegmentWriter:
         need = num_blocks * layout.slot_bytes + (0 if held is not None else layout.data_offset)
         if not self.leftover_bytes and not self.fits(need) and (spare := self._take_spare(num_blocks)) is not None:
             return *spare, True
-        if not self._make_room(need, before):
+        if not self._make_room(need, eviction):
             if not self._limit_bytes:
                 raise OSError(errno.ENOSPC, f"less than {FREE_SHARE:.0%} of the file system is free")
             return None
@@ -377,16 +514,16 @@ class SegmentWriter:
         """To the limit, which may have been larger. Raises OSError."""
         if self._limit_bytes and not self.fits(0) and self.lock_folder():
             try:
-                self._make_room(0, self._sync.index.tick)
+                self._make_room(0, _Eviction(self._sync.index.tick))
             finally:
                 self.unlock_folder()
 
-    def _make_room(self, need_bytes: int, before: int) -> bool:
-        """Evict until need_bytes more are within the limit; False: that is not possible."""
+    def _make_room(self, need_bytes: int, eviction: _Eviction) -> bool:
+        """Evict until need_bytes more are within the limit; False: that is not possible. Raises _CopyFirstError."""
         if self._limit_bytes:
             # Asked anew each time: leftovers may have gone without this store's doing.
             while not self.fits(need_bytes):
-                if not self._evict_oldest(before):
+                if not self._evict(eviction):
                     return self.fits(need_bytes)
             return True
         disk = os.statvfs(self._sync.folder.path)
@@ -394,7 +531,7 @@ class SegmentWriter:
         # Where others fill the disk, the store stops growing, but gives nothing up.
         over = min(need_bytes, reserve + need_bytes - disk.f_bavail * disk.f_frsize)
         while over > 0:
-            freed = self._evict_oldest(before)
+            freed = self._evict(eviction)
             if not freed:
                 return False
             over -= freed
@@ -404,34 +541,42 @@ class SegmentWriter:
         if not self.lock_folder():
             return False
         try:
-            return self._evict_oldest(before) > 0
+            return self._evict(_Eviction(before)) > 0
         finally:
             self.unlock_folder()
 
-    def _evict_oldest(self, before: int) -> int:
-        """Delete what no process has used for longest, other namespaces' leftovers first. Returns the bytes that this
-        frees; 0: this process has used all after tick `before`, or others write to it."""
+    def _evict(self, eviction: _Eviction) -> int:
+        """Delete the segment that is worth least, other namespaces' leftovers first. Returns the bytes that this
+        frees; 0: this process has used all, or others write to it. Raises _CopyFirstError."""
         if self._leftovers is not None and (freed := self._leftovers.evict_oldest()):
             return freed
         sync = self._sync
         written_by_others: set[int] = set()
         while True:
             with sync.lock:
-                victim = sync.index.oldest(written_by_others)
-            if victim is None or victim.last_used > before:
+                segments = list(sync.index.segments.values())
+                evictable = sync.index.evictable(eviction.before, written_by_others)
+                if eviction.emptied in evictable:
+                    victim: Victim | None = Victim(eviction.emptied, [])
+                else:
+                    page_size = sync.files.layout.page_size
+                    victim = choose_victim(segments, evictable, eviction.max_copies, page_size)
+            if victim is None:
                 return 0
-            if self._used_later(victim):
+            segment = victim.segment
+            if self._used_later(segment):
                 continue
-            if sync.files.is_written_by_another(victim.path):
-                written_by_others.add(victim.number)
+            if sync.files.is_written_by_another(segment.path):
+                written_by_others.add(segment.number)
                 continue
-            sync.log.count("evicted_blocks", victim.live)
+            if victim.hot:
+                raise _CopyFirstError(victim)
+            sync.log.count("evicted_blocks", segment.live)
             self._is_full = True
-            self.delete([victim])
-            return victim.size_bytes
+            self.delete([segment])
+            return segment.size_bytes
 
-    @staticmethod
-    def _used_later(segment: Segment) -> bool:
+    def _used_later(self, segment: Segment) -> bool:
         """Whether another process has used the segment since this one last looked, which then counts."""
         try:
             used_ns = min(os.stat(segment.path, follow_symlinks=False).st_mtime_ns, time.time_ns())
@@ -439,7 +584,8 @@ class SegmentWriter:
             return False
         if used_ns <= segment.used_ns:
             return False
-        segment.used_ns = segment.shared_ns = used_ns
+        with self._sync.lock:
+            self._sync.index.note_shared_use(segment, used_ns)
         return True
 
     def delete(self, segments: list[Segment]) -> None:

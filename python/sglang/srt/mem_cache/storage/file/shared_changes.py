@@ -23,7 +23,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -39,13 +39,15 @@ _SHORT_WAITS_S = (0.001,) * 10
 
 
 class SharedChanges:
-    """The file of one folder. writable: else it is only read, and is not there before another process has made it."""
+    """The file of one folder. writable: else it is only read, and is not there before another process has made it.
+    count_written: is told how many bytes are written."""
 
-    def __init__(self, folder: Path, writable: bool) -> None:
+    def __init__(self, folder: Path, writable: bool, count_written: Callable[[int], None]) -> None:
         self.path = str(folder / "changes")
         # False: the file system has no locks, so that one process at most may write.
         self.has_locks = True
         self._writable = writable
+        self._count_written = count_written
         self._fd: int | None = None
         self._inode: tuple[int, int] | None = None
         # Of files that are gone. Closed at the end: other threads may be about to use them.
@@ -130,7 +132,7 @@ class SharedChanges:
         for offset, token in written:
             if self._fd is None:
                 raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
-            os.pwrite(self._fd, token, offset)
+            self._count_written(os.pwrite(self._fd, token, offset))
         return written
 
     # -- the lock -------------------------------------------------------------------------------------------------
@@ -163,7 +165,7 @@ class SharedChanges:
     def set_holder(self, is_changing: bool) -> None:
         """With the lock: whether its holder is changing something. Raises OSError."""
         if self._fd is not None:
-            os.pwrite(self._fd, int(is_changing).to_bytes(_WORD_BYTES, "little"), 0)
+            self._count_written(os.pwrite(self._fd, int(is_changing).to_bytes(_WORD_BYTES, "little"), 0))
 
     def _try_lock(self, fd: int) -> bool:
         locked = try_flock(fd)

@@ -18,7 +18,10 @@ logger = logging.getLogger(__name__)
 
 LOG_INTERVAL_S = 60.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
-_COUNTERS = ("read_blocks", "written_blocks", "evicted_blocks", "read_errors", "write_errors", "lock_timeouts")
+_COUNTERS = (
+    *("read_blocks", "written_blocks", "copied_blocks", "evicted_blocks", "refused_blocks"),
+    *("read_errors", "write_errors", "lock_timeouts"),
+)
 
 
 class StoreLog:
@@ -73,6 +76,18 @@ class StoreLog:
                 "another process has held the lock of %s for a second, so that no KV is stored for now: look for a "
                 "stopped process or a slow disk (%d such pauses since the start)",
                 self._folder,
+                total,
+            )
+
+    def writes_refused(self, num_blocks: int, daily_bytes: int) -> None:
+        total = self.count("refused_blocks", num_blocks)
+        if self._allows("budget"):
+            logger.warning(
+                "%.1f GB were written to %s in 24 hours, so that no KV is stored for now: raise daily_write_gb in %s "
+                "or leave it out (%d blocks refused since the start)",
+                daily_bytes / 1e9,
+                self._folder,
+                CONFIG_FLAG,
                 total,
             )
 
