@@ -149,7 +149,7 @@ def prompt(seed: int, n: int) -> np.ndarray:
 class Engine(LocalEngine):
     """With a disk of some 110 blocks, and memory for 90."""
 
-    def __init__(self, model_config: ModelConfig, root: Path, write_policy: str) -> None:
+    def __init__(self, model_config: ModelConfig, root: Path, write_policy: str, daily_blocks: int = 0) -> None:
         limits = StorageLimits.of_host(240, BLOCK // PAGE, 4)
         prefetch = PrefetchConfig("wait_complete", 1)
         setup = StorageSetup("file", "", b"test", BLOCK, limits, prefetch, write_policy)
@@ -157,7 +157,15 @@ class Engine(LocalEngine):
         def open_store(pool) -> HiCacheFile:
             block_bytes = BLOCK // PAGE * pool.page_bytes
             limit_bytes = 120 * block_bytes + 16 * 4096
-            return HiCacheFile(root, "model", pool, BLOCK, limit_bytes, is_exclusive=setup.is_exclusive)
+            return HiCacheFile(
+                root,
+                "model",
+                pool,
+                BLOCK,
+                limit_bytes,
+                is_exclusive=setup.is_exclusive,
+                daily_write_bytes=daily_blocks * block_bytes,
+            )
 
         super().__init__(
             model_config,
@@ -225,4 +233,17 @@ def test_what_all_requests_share_is_there_after_a_restart(
     engine = Engine(model_config, tmp_path, write_policy)
     answer = engine.ask(np.concatenate([shared, prompt(3, 64)]))
     assert answer.cached_tokens_details == {"device": 0, "host": 0, "disk": 128}
+    engine.stop()
+
+
+def test_a_disk_whose_daily_limit_is_used_up_is_read_and_left_alone(model_config: ModelConfig, tmp_path: Path):
+    engine = Engine(model_config, tmp_path, "write_through", daily_blocks=40)
+    first = prompt(1, 96)
+    for i in range(1, 41):
+        engine.ask(prompt(i, 96))
+    stats = engine.store.stats()
+    assert stats["last_day_written_bytes"] >= stats["daily_limit_bytes"] and stats["write_errors"] == 0
+    # Three operations fail, then one block is tried per second.
+    assert 0 < stats["refused_blocks"] < 40 and engine.scheduler.storage.writes.is_open
+    assert engine.ask(first).cached_tokens_details == {"device": 0, "host": 0, "disk": 80}
     engine.stop()

@@ -37,9 +37,16 @@ class World:
 
     def open(self) -> HiCacheFile:
         segment_bytes = self.rng.choice((1, 50_000, 150_000))
-        limit, is_exclusive = self.limit_bytes, self.rng.random() < 0.5
         return HiCacheFile(
-            self.root, "m", self.pool, BLOCK_TOKENS, limit, segment_bytes, is_exclusive, clock=lambda: self.now
+            self.root,
+            "m",
+            self.pool,
+            BLOCK_TOKENS,
+            self.limit_bytes,
+            segment_bytes,
+            is_exclusive=self.rng.random() < 0.5,
+            rewrite_share=self.rng.choice((0.0, 0.25, 1.0)),
+            clock=lambda: self.now,
         )
 
     def prompt(self) -> list[bytes]:

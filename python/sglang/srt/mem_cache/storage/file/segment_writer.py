@@ -511,10 +511,11 @@ class SegmentWriter:
     # -- room -----------------------------------------------------------------------------------------------------
 
     def shrink(self) -> None:
-        """To the limit, which may have been larger. Raises OSError."""
-        if self._limit_bytes and not self.fits(0) and self.lock_folder():
+        """To the limit, which may have been larger. What was being copied by a process that was killed stays. Raises
+        OSError."""
+        if self._limit_bytes and not self._fits_copies(0) and self.lock_folder():
             try:
-                self._make_room(0, _Eviction(self._sync.index.tick))
+                self._make_room(-self._reserve_bytes, _Eviction(self._sync.index.tick))
             finally:
                 self.unlock_folder()
 
