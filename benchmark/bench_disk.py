@@ -2,6 +2,7 @@
 
     python benchmark/bench_disk.py [--tokens N] [--layers N] [--rounds N] [--folder PATH] [--page-sizes 1,32]
     python benchmark/bench_disk.py --start-up 1000000
+    python benchmark/bench_disk.py --fronts 800
 
 `HiCacheFile` with a page-first and a layer-first host pool, pages in runs (ascending) or scattered (a random half of
 a pool of twice the size). *Piece by piece* is the way of a store that knows only layer-first pools: one read per
@@ -15,6 +16,9 @@ not the virtual disk's host. Read warm: once more. Variants take turns within a 
 numbers are medians, also of the ratios.
 
 --start-up: opening a store of N blocks whose segments hold tables and no payload (the store reads no payload then).
+
+--fronts: N turns of conversations that grow by a block each, after a shared prompt of 8 blocks, among three prompts
+of 12 blocks per turn that are used once, on a disk of 8 segments of 50 blocks; what is found after the first quarter.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from common import percentiles, print_table, write_json
 
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
+from sglang.srt.mem_cache.storage.file.write_budget import DEFAULT_REWRITE_SHARE
 
 BLOCK_TOKENS = 64
 CHUNK_BYTES = 16 << 20
@@ -278,6 +283,78 @@ def start_up(folder: Path, num_blocks: int, num_layers: int) -> list[dict[str, o
     return rows
 
 
+class SmallPool:
+    """A pool of `num_blocks` blocks of 16 KiB in memory of zeros; a block is one page."""
+
+    page_size = BLOCK_TOKENS
+
+    def __init__(self, num_blocks: int) -> None:
+        self.page_layout = PageLayout.kv(BLOCK_TOKENS, 1, 1, 64, "float16")
+        self.page_bytes = self.page_layout.page_bytes
+        self.memory = memory_of(num_blocks * self.page_bytes)
+
+    def buffers(self, frames: np.ndarray) -> list[memoryview] | None:
+        view = self.memory.data
+        return [view[f * self.page_bytes : (f + 1) * self.page_bytes] for f in frames.tolist()]
+
+    def copy_out(self, frames: np.ndarray, out: np.ndarray) -> None:
+        out[:] = self.memory.reshape(-1, self.page_bytes)[frames]
+
+    def copy_in(self, frames: np.ndarray, data: np.ndarray) -> None:
+        self.memory.reshape(-1, self.page_bytes)[frames] = data
+
+
+def fronts(folder: Path, num_turns: int, rewrite_share: float, num_talks: int) -> dict[str, object]:
+    """Conversations that grow by a block per turn, among prompts that are used once, on a disk that is full."""
+    pool = SmallPool(32)
+    slot_bytes, num_slots = pool.page_bytes, 50
+    segment_bytes = num_slots * (slot_bytes + 64) + 3 * 4096
+    store = HiCacheFile(
+        folder,
+        "fronts",
+        pool,
+        BLOCK_TOKENS,
+        8 * segment_bytes,
+        segment_bytes,
+        rewrite_share=rewrite_share,
+    )
+
+    def put(keys: list[bytes]) -> None:
+        store.set(keys, np.arange(len(keys), dtype=np.int32))
+
+    shared = [KEY_SEED.bytes(16) for _ in range(8)]
+    talks: list[list[bytes]] = [[] for _ in range(num_talks)]
+    found = {"shared": 0, "talk": 0}
+    asked = {"shared": 0, "talk": 0}
+    put(shared)
+    for turn in range(num_turns):
+        talk = talks[turn % len(talks)]
+        if len(talk) == 12:
+            talk.clear()
+        count = store.touch([*shared, *talk])
+        if turn > num_turns // 4:  # the disk is full
+            for name, keys in (("shared", shared), ("talk", talk)):
+                found[name] += min(count, len(keys))
+                asked[name] += len(keys)
+                count = max(0, count - len(keys))
+        talk.append(KEY_SEED.bytes(16))
+        put([*shared, *talk])
+        for _ in range(3):
+            put([KEY_SEED.bytes(16) for _ in range(12)])
+    stats = store.stats()
+    store.close()
+    written = stats["written_bytes"]
+    return {
+        "conversations": num_talks,
+        "rewrite_share": rewrite_share,
+        "shared prompt found": found["shared"] / asked["shared"],
+        "conversation found": found["talk"] / asked["talk"],
+        "copied / stored": stats["copied_bytes"] / written,
+        "write amplification": stats["device_written_bytes"] / written,
+        "stored blocks": written // slot_bytes,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
@@ -286,6 +363,7 @@ def main() -> None:
     parser.add_argument("--page-sizes", default="1,32")
     parser.add_argument("--folder", default="bench-out/disk")
     parser.add_argument("--start-up", type=int, default=0)
+    parser.add_argument("--fronts", type=int, default=0)
     args = parser.parse_args()
     folder = Path(args.folder)
     folder.mkdir(parents=True)
@@ -293,11 +371,18 @@ def main() -> None:
         if args.start_up:
             rows = start_up(folder, args.start_up, args.layers)
             print_table("Opening a store", rows)
+        elif args.fronts:
+            rows = [
+                fronts(folder / f"{num_talks}-{share}", args.fronts, share, num_talks)
+                for num_talks in (4, 6, 8)
+                for share in (0.0, DEFAULT_REWRITE_SHARE)
+            ]
+            print_table("Fronts on a full disk", rows)
         else:
             bench = Bench(folder, args.tokens, args.layers)
             rows = run(bench, [int(p) for p in args.page_sizes.split(",")], args.rounds)
             print_table(f"{args.tokens:,} tokens, {bench.size_bytes / 1e9:.2f} GB", rows)
-        write_json("disk_start_up" if args.start_up else "disk", vars(args), rows)
+        write_json("disk_start_up" if args.start_up else "disk_fronts" if args.fronts else "disk", vars(args), rows)
     finally:
         shutil.rmtree(folder)
 
