@@ -121,7 +121,11 @@ def test_leading_is_one_round_trip_that_counts_as_a_use(fake):
         connection.send(b":1\r\n" * 50)
 
     server = fake(single(answer))
-    assert open_store(server.address).leading([key_of(i) for i in range(50)]) == 50
+    store = open_store(server.address)
+    keys = [key_of(i) for i in range(50)]
+    assert store.leading(keys) == 50
+    touched = [request[1] for request in server.requests if request[0] == b"TOUCH"]
+    assert touched == [store.name_of(key, b"m") for key in reversed(keys)], "the front of a prompt last"
 
 
 def test_probing_keeps_a_manifest_from_being_evicted(redis):

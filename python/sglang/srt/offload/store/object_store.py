@@ -107,11 +107,11 @@ class ObjectStore:
         if not keys:
             return 0
         # TOUCH is an EXISTS that counts as a use. A block that is looked up is read soon. Its manifest is never read,
-        # and without TOUCH a store would evict it while the block is in use.
-        commands = [(name, (b"TOUCH", name)) for name in (self.name_of(key, _MANIFEST) for key in keys)]
+        # and without TOUCH a store would evict it while the block is in use. The front of a prompt is touched last.
+        commands = [(name, (b"TOUCH", name)) for name in (self.name_of(key, _MANIFEST) for key in reversed(keys))]
         try:
             with self._lock:
-                replies = self._control.pipeline(commands)
+                replies = self._control.pipeline(commands)[::-1]
         except StoreFailure as failure:
             self.failed("looking for blocks", failure)
             replies = []
