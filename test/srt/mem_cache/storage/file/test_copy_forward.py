@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import random
@@ -196,6 +197,41 @@ def test_a_damaged_block_is_not_copied(start, tmp_path: Path):
     assert [a.store.exists([key]) for key in HOT] == [1, 0, 1]
     assert a.stat("read_errors") == 1 and a.stat("copied_blocks") == 2
     assert a.set(HOT) == a.get(HOT) == len(HOT)
+
+
+@pytest.mark.parametrize(("call", "code"), [("write_copies", errno.ENOSPC), ("open_to_read", errno.EIO)])
+def test_a_segment_whose_blocks_cannot_be_copied_goes_without(start, call: str, code: int):
+    a = start()
+    a.fill()
+    a.use_hot()
+
+    def fail(*args: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(a.store._files, call, fail)
+        a.evict_first()
+    assert a.stat("copied_blocks") == a.stat("write_errors") == 0
+    assert a.stat("read_errors") == (len(HOT) if call == "open_to_read" else 0)
+    assert a.set(HOT) == a.get(HOT) == len(HOT)
+
+
+def test_a_write_that_fails_while_blocks_are_copied_ends_the_call(start):
+    a = start()
+    a.fill()
+    a.use_hot()
+
+    def fail(*args: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(a.store._files, "write_copies", fail)
+        while not a.stat("write_errors"):
+            a.set(keys_of(next(a.cold)))
+    assert a.get(HOT) == len(HOT), "they are where they were"
+    a.now += 60.0
+    a.evict_first()
+    assert a.get(HOT) == len(HOT) and a.stat("copied_blocks") == len(HOT)
 
 
 # -- several processes, and kills -----------------------------------------------------------------------------------

@@ -265,15 +265,22 @@ class SegmentWriter:
 
     def _copy_forward(self, victim: Victim) -> None:
         """Copy the victim's hot blocks to the active segment, as far as there is room. Raises OSError."""
-        segment, slots = victim.segment, victim.hot
+        sync, segment, slots = self._sync, victim.segment, victim.hot
         try:
-            fd = self._sync.files.open_to_read(segment.path)
+            fd = sync.files.open_to_read(segment.path)
         except FileNotFoundError:
-            self._sync.drop(segment)
+            sync.drop(segment)
+            return
+        except OSError as error:
+            sync.log.read_failed(len(slots), f"opening failed ({error.strerror})", segment.path)
             return
         try:
-            while slots and (num_done := self._copy_some(fd, segment, slots[: self._sync.files.copy_blocks])):
+            while slots and (num_done := self._copy_some(fd, segment, slots[: sync.files.copy_blocks])):
                 slots = slots[num_done:]
+        except OSError as error:
+            # Where the disk is full, the blocks go with their segment.
+            if error.errno not in FULL:
+                raise
         finally:
             os.close(fd)
 
