@@ -37,36 +37,41 @@ def choose_victim(
     """segments: all, with the evictable ones; max_copies: of blocks, which must have pages of `page_size`."""
     if not evictable:
         return None
-    uses = np.concatenate([segment.uses[: segment.used] for segment in segments])
-    uses = uses[uses > 0]
-    newest = int(uses.max(initial=0))
-    hot_since = int(np.partition(uses, len(uses) // 4)[len(uses) // 4]) if len(uses) else 0
+    if (empty := next((segment for segment in evictable if not segment.used), None)) is not None:
+        return Victim(empty, [])
+    # Over all slots, as there may be thousands of segments.
+    filled = [segment for segment in segments if segment.used]
+    sizes = np.array([segment.used for segment in filled])
+    starts = np.cumsum(sizes) - sizes
+    uses = np.concatenate([segment.uses[: segment.used] for segment in filled])
+    live = uses[uses > 0]
+    newest = int(live.max(initial=0))
+    is_hot = uses > (np.partition(live, len(live) // 4)[len(live) // 4] if len(live) else 0)
+    for start, segment in zip(starts.tolist(), filled):
+        if segment.spare:  # Memory has these blocks, and stores them again when it gives them up.
+            is_hot[start + np.array(list(segment.spare))] = False
+    is_cold = (uses > 0) & ~is_hot
+    num_hot = np.add.reduceat(is_hot, starts, dtype=np.int64)
+    num_cold = np.add.reduceat(is_cold, starts, dtype=np.int64)
+    # Of differences, as a float has no room for the time since 1970 in ns.
+    age = np.add.reduceat(np.where(is_cold, newest - uses, 0), starts, dtype=np.float64) / np.maximum(num_cold, 1)
+    age[(num_cold == 0) & (num_hot == 0)] = newest
+    share = num_hot / sizes
+    gain = (1 - share) * age / (1 + share)
+    index_of = {segment.number: i for i, segment in enumerate(filled)}
 
-    def rank(segment: Segment) -> tuple[bool, float]:
-        is_hot = _are_hot(segment, hot_since)
-        num_hot = int(np.count_nonzero(is_hot))
+    def rank(segment: Segment) -> tuple[bool, float, int]:
+        i = index_of[segment.number]
         most = max_copies if segment.layout.page_size == page_size else 0
-        if num_hot and not most:
-            return True, segment.used_ns
-        cold = segment.uses[: segment.used][~is_hot]
-        # Of differences, as a float has no room for the time since 1970 in ns.
-        ages = newest - cold[cold > 0]
-        age = float(ages.mean()) if len(ages) else float(newest if not num_hot else 0)
-        share = num_hot / max(1, segment.used)
-        return num_hot > most, -(1 - share) * age / (1 + share)
+        if num_hot[i] and not most:
+            return True, 1.0, segment.used_ns
+        return bool(num_hot[i] > most), -float(gain[i]), segment.used_ns
 
-    segment = min(evictable, key=rank)
-    if segment.layout.page_size != page_size:
-        return Victim(segment, [])
-    hot = np.flatnonzero(_are_hot(segment, hot_since))
+    victim = min(evictable, key=rank)
+    if victim.layout.page_size != page_size:
+        return Victim(victim, [])
+    start = starts[index_of[victim.number]]
+    hot = np.flatnonzero(is_hot[start : start + victim.used])
     # The front of a prompt was used last.
-    hot = np.sort(hot[np.argsort(-segment.uses[hot], kind="stable")[:max_copies]])
-    return Victim(segment, hot.tolist())
-
-
-def _are_hot(segment: Segment, hot_since: int) -> np.ndarray:
-    """(used slots,) bool. Memory has spare blocks, and stores them again when it gives them up."""
-    is_hot: np.ndarray = segment.uses[: segment.used] > hot_since
-    if segment.spare:
-        is_hot[list(segment.spare)] = False
-    return is_hot
+    hot = np.sort(hot[np.argsort(-victim.uses[hot], kind="stable")[:max_copies]])
+    return Victim(victim, hot.tolist())
