@@ -337,3 +337,15 @@ def test_fetches_cost_by_operation_and_byte_until_storage_is_another():
     assert model.state()["fetch_latency_s"] == pytest.approx(2e-3, rel=0.1)
     model.forget_storage()
     assert model.fetch_seconds(1, 100) is None
+
+
+def test_two_fast_fetches_refute_slow_ones_of_any_number():
+    model = CostModel(BYTES_PER_TOKEN)
+    for _ in range(40):
+        model.add_fetch(10 << 20, 1.0)
+    model.add_fetch(1 << 20, 1e-3)
+    assert model.fetch_seconds(1, 10 << 20) > 0.5, "one may be chance"
+    model.add_fetch(10 << 20, 1.0)
+    for _ in range(2):
+        model.add_fetch(1 << 20, 1e-3)
+    assert model.fetch_seconds(1, 10 << 20) == pytest.approx(1e-2, rel=0.1)

@@ -44,3 +44,16 @@ def test_a_probe_that_takes_less_than_a_hundredth_of_what_it_may_save_is_waited_
     for _ in range(1000):
         value.add(0.002, 0.0)
     assert value.is_worth_waiting(0.2) and not value.is_worth_waiting(0.19)
+
+
+def test_one_probe_that_was_given_up_is_enough_where_it_took_far_longer_than_it_saves() -> None:
+    value = ProbeValue()
+    for _ in range(50):
+        value.add(0.002, 1.0)
+    value.add_wait(1.0)
+    assert not value.is_worth_waiting(0.4)
+    value.add_wait(0.01)
+    assert not value.is_worth_waiting(0.4), "a shorter wait tells nothing"
+    for _ in range(5):
+        value.add(0.002, 1.0)
+    assert value.is_worth_waiting(0.4)

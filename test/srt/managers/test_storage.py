@@ -502,3 +502,50 @@ def test_keys_of_another_storage_are_not_used(model_config: ModelConfig) -> None
     assert not len(keys.of_naming(names)) and not len(keys.of_naming(BlockKeys(b"another", 2 * BLOCK)))
     assert np.array_equal(PromptKeys.make(names, "", text).of_naming(names), names.of_prompt("", text))
     engine.close()
+
+
+def test_storage_that_was_slow_is_measured_again_and_used_again(model_config: ModelConfig) -> None:
+    texts = [prompt(60 + i, 100) for i in range(8)]
+    clock = Clock()
+    setup = with_policy("timeout", timeout_base_s=600.0)
+    engine = Engine(model_config, stored(model_config, *texts), storage=setup, clock=clock, load_or_recompute=True)
+    costs = engine.scheduler.planner.expected.costs
+    for _ in range(5):
+        costs.add_prefill(100, 0, 5050.0, 0.1)
+        costs.add_fetch(6 * BLOCK * 1024, 50.0)
+    hits = []
+    for text in texts:
+        got = engine.generate([text], PARAMS)[0]
+        assert got.tokens == computed(model_config, text)
+        hits.append(got.cached_tokens_details["disk"])
+        engine.settle()
+        # Reads that show that it is fast are begun this often at first, and later more seldom.
+        clock.now += 4.0
+    assert hits[0] == 0 and hits[-1] == 96, hits
+    engine.assert_nothing_left()
+    engine.close()
+
+
+def test_no_fetch_waits_for_what_a_hung_write_holds(model_config: ModelConfig) -> None:
+    text = prompt(70, 100)
+    clock = Clock()
+    setup = with_policy("timeout", timeout_base_s=600.0)
+    # The host has room for one prompt and its answer, and a few pages.
+    engine = Engine(model_config, stored(model_config, text), storage=setup, clock=clock, num_host_pages=36)
+    gate = Gate(engine.store, "set")
+    engine.generate([prompt(71, 100)], PARAMS)
+    assert gate.entered.wait(60)
+
+    def pass_time() -> None:
+        # Only where all else has ended.
+        in_flight = {ticket.link for ticket in engine.scheduler.cache.in_flight}
+        if in_flight == {"store"} and not engine.scheduler.clock.is_running:
+            clock.now += 0.125
+
+    engine.when_idle = pass_time
+    got = engine.generate([text], PARAMS)[0]
+    assert got.tokens == computed(model_config, text)
+    assert got.cached_tokens_details["disk"] > 0 and clock.now < 2.0, "their breaker opens after five seconds"
+    gate.open.set()
+    engine.assert_nothing_left()
+    engine.close()

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from sglang.srt.managers.storage_breaker import EMPTY_TRIALS, FAILURES_IN_A_ROW, TRIAL_PAUSE_S, StorageBreaker
+from sglang.srt.managers.storage_breaker import (
+    EMPTY_TRIALS,
+    FAILURES_IN_A_ROW,
+    MAX_PAUSES,
+    SOUND_S,
+    TRIAL_PAUSE_S,
+    StorageBreaker,
+)
 from sglang.srt.mem_cache.block_keys import NO_KEYS
 from sglang.srt.mem_cache.transfer import FETCH, PROBE, STORE, StorageAction, StorageOp, Ticket
 from sglang.srt.utils.time_units import Seconds
@@ -123,3 +130,33 @@ def test_what_had_begun_before_the_failures_does_not_close_it() -> None:
     breaker.now = TRIAL_PAUSE_S
     breaker.end(succeeded=True)
     assert not breaker.is_open
+
+
+def test_an_operation_is_late_before_it_hangs() -> None:
+    rig = Rig(expected_s=1.0)
+    rig.at(0.0, op(0))
+    assert not rig.breaker.is_late and rig.breaker.late_at == 2.0
+    rig.at(2.0, op(0))
+    assert rig.breaker.is_late and not rig.breaker.is_open and rig.breaker.late_at == float("inf")
+    rig.at(2.1)
+    assert not rig.breaker.is_late
+
+
+def test_a_breaker_that_opens_again_soon_waits_longer_for_a_trial() -> None:
+    breaker = StorageBreaker(("fetch",), 1.0, lambda op: 0.0)
+    now, pauses = 0.0, []
+    for _ in range(6):
+        for _ in range(FAILURES_IN_A_ROW):
+            breaker.end(succeeded=False)
+        begin = now
+        while not breaker.may_try:
+            now += 0.25
+            breaker.now = Seconds(now)
+        pauses.append(now - begin)
+        breaker.end(succeeded=True)
+    assert pauses == [1, 2, 4, MAX_PAUSES, MAX_PAUSES, MAX_PAUSES]
+    breaker.now = Seconds(now + SOUND_S)
+    for _ in range(FAILURES_IN_A_ROW):
+        breaker.end(succeeded=False)
+    breaker.now = Seconds(now + SOUND_S + TRIAL_PAUSE_S)
+    assert breaker.may_try
