@@ -9,9 +9,9 @@ padding, and a trailer with the key, the namespace and a checksum.
     | page 0 | page 1 | ... | padding | trailer |
     '------- K run -------''------- V run ------'      as the plugin sees it
 
-A plugin cannot delete, and many skip a key that exists. So a block that came wrong gets *another name* for the rest
-of this process, up to `MAX_REWRITES` times: the next `set` really writes it. After a restart the first name is tried
-again, fails to verify again, and the second one is found.
+A plugin cannot delete, and many skip a key that exists. So a bad block gets *another name* for the rest of this
+process: the next `set` really writes it. After a restart the first name is tried again, fails to verify again, and
+the second one is found. A block that fails again and again rests between its failures: see `block_troubles.py`.
 
 A plugin that hangs cannot be interrupted from here: the caller bounds how long it waits, and the thread is lost.
 """
@@ -36,6 +36,7 @@ from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE, HiCacheStor
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.page_memory import torch_dtype
 from sglang.srt.mem_cache.pool_host import HostKVCache, bytes_of
+from sglang.srt.mem_cache.storage.dynamic.block_troubles import BlockTroubles
 from sglang.srt.mem_cache.storage.registry import StoreParams
 
 logger = logging.getLogger(__name__)
@@ -46,9 +47,7 @@ _HEADER = struct.Struct("<8s16s16sQ")
 _TRAILER_BYTES = 64
 _MAGIC = b"hicache1"
 
-# How often a block that comes wrong is stored under another name; then it is neither read nor written any more.
-MAX_REWRITES = 3
-# Blocks that are remembered as having come wrong.
+# Blocks whose other names are remembered.
 MAX_REWRITTEN = 65536
 LOG_INTERVAL_S = 60.0
 
@@ -116,7 +115,8 @@ class PluginStore:
 
         self._lock = threading.Lock()  # for what follows: calls come from several threads
         self._counters: Counter[str] = Counter()
-        self._rewrites: OrderedDict[bytes, int] = OrderedDict()
+        self._rewrites: OrderedDict[bytes, int] = OrderedDict()  # how often blocks were renamed
+        self._troubles = BlockTroubles(clock)
         self._generation = 0  # another one after a `clear` that cleared nothing
         self._known: bytes | None = None  # a key that the plugin held when it was last asked
         self._log_at: dict[str, float] = {}
@@ -127,7 +127,9 @@ class PluginStore:
     # BlockStore
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        return _in_batches(STORAGE_BATCH_SIZE, len(keys), lambda part: self._count_existing(keys[part]))
+        return _in_batches(
+            STORAGE_BATCH_SIZE, len(keys), lambda part: self._count_existing(self._readable(keys[part]))
+        )
 
     def get(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
         rows = frames.reshape(len(keys), self._frames_per_block)
@@ -145,6 +147,7 @@ class PluginStore:
         cleared = answer is not _RAISED and answer is not False  # some say that they failed; None is usual
         with self._lock:
             self._rewrites.clear()
+            self._troubles.clear()
             self._counters["stored"] = 0
         if not cleared or (known is not None and self._count_existing([known]) > 0):
             with self._lock:
@@ -159,7 +162,7 @@ class PluginStore:
     def stats(self) -> dict[str, int]:
         """`blocks` and `size_bytes` count what `set` of this process reported, a block that was there already
         included: a plugin does not say what it holds, and evicts when it likes.
-        rewritten_blocks: those that came wrong and have another name now."""
+        rewritten_blocks: those that have another name now."""
         with self._lock:
             counters, rewritten = self._counters.copy(), len(self._rewrites)
         return {
@@ -191,22 +194,24 @@ class PluginStore:
         return count
 
     def _get_batch(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
-        names = self._names(keys)
+        names = self._names(self._readable(keys))
         if not names:
             return 0
         fetched = self._fetch_v1(names) if self._interface_v1 else self._fetch(names)
         if fetched is None:
-            if len(keys) > 1:  # which of them was it?
+            if len(names) > 1:  # which of them was it?
                 return _in_batches(1, len(keys), lambda part: self._get_batch(keys[part], frames[part]))
-            self._doubt(keys[0])
+            self._note_absent(keys[0])
             return 0
         for i, source in enumerate(fetched):
             if source is None:
-                self._doubt(keys[i])
+                self._note_absent(keys[i])
                 return i
             if not self._load(source) or not self._verifies(self._read_scratch, keys[i]):
                 self._rename(keys[i], "came wrong")
                 return i
+            with self._lock:
+                self._troubles.note_right(keys[i])
             self._pool.copy_in(frames[i], self._read_scratch[: self._payload_bytes])
         return len(fetched)
 
@@ -308,32 +313,42 @@ class PluginStore:
 
     # Names
 
+    def _readable(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """The leading keys whose blocks do not rest. A block that rests is written all the same."""
+        with self._lock:
+            return keys[: next((i for i, key in enumerate(keys) if self._troubles.rests(key)), len(keys))]
+
     def _names(self, keys: Sequence[bytes]) -> list[str]:
-        """The plugin's keys of the leading blocks that are not given up: 64 hexadecimal digits as upstream has them,
-        the first half from the key, the second from the namespace and from how often the block was renamed."""
+        """The plugin's keys of blocks: 64 hexadecimal digits as upstream has them, the first half from the key, the
+        second from the namespace and from how often the block was renamed."""
         names = []
         with self._lock:
             for key in keys:
-                rewrites = self._rewrites.get(key, 0)
-                if rewrites > MAX_REWRITES:
-                    break
-                salt = struct.pack("<II", self._generation, rewrites)
+                salt = struct.pack("<II", self._generation, self._rewrites.get(key, 0))
                 names.append(key.hex() + hashlib.blake2b(salt + self._namespace, digest_size=16).hexdigest())
         return names
 
-    def _doubt(self, key: bytes) -> None:
-        """The plugin did not bring a block. If it claims nevertheless to have it, it will not bring it next time
-        either, nor store it anew; if it cannot say, the trouble is somewhere else."""
-        if self._count_existing([key]) > 0:
-            self._rename(key, "exists but did not come")
+    def _note_absent(self, key: bytes) -> None:
+        """The plugin did not bring a block. In an outage this tells nothing about the block. If other blocks come
+        right, and the plugin claims to have this one, it will neither bring it next time nor store it anew."""
+        with self._lock:
+            is_alone = self._troubles.is_alone(key)
+            if not is_alone:
+                self._troubles.note_absent(key)
+        if is_alone and self._count_existing([key]) > 0:
+            self._rename(key, "exists but does not come")
 
     def _rename(self, key: bytes, why: str) -> None:
+        """Count a failure of the block itself, and give the block another name if it may have one."""
         with self._lock:
-            self._rewrites[key] = rewrites = self._rewrites.pop(key, 0) + 1
+            trouble = self._troubles.note_bad(key)
+            if trouble.may_rename:
+                self._rewrites[key] = self._rewrites.pop(key, 0) + 1
             if len(self._rewrites) > MAX_REWRITTEN:
                 self._rewrites.popitem(last=False)
-        fate = "is stored under another name next time" if rewrites <= MAX_REWRITES else "is given up"
-        self._complain("read", f"block {key.hex()} {why} and {fate}")
+        fate = ", is stored under another name next time" if trouble.may_rename else ""
+        rest = f", is not read for {trouble.rest_s:g} s" if trouble.rest_s else ""
+        self._complain("read", f"block {key.hex()} {why}{fate}{rest}")
 
     # The plugin and its failures
 
