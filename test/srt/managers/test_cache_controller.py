@@ -908,7 +908,7 @@ def test_closing_gives_up_what_is_on_its_way() -> None:
     rig.back_up(rig.insert("uvwx"))
     fetch = rig.fetch("abcd")
     low = rig.insert("abcdef")
-    probe = rig.storage._begin_probe(NAMES.of_prompt("", tokens("pqrs")))
+    probe = rig.storage.ledger.begin_storage_op(PROBE, StorageAction.EXISTS, NAMES.of_prompt("", tokens("pqrs")))
     rig.begun()
     rig.storage.close()
     rig.check()

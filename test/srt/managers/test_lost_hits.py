@@ -11,11 +11,14 @@ from test_storage import PARAMS, SETUP, Clock, Engine, computed, prompt, stored
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.lost_hits import REASONS
+from sglang.srt.managers.storage_breaker import FAILURES_IN_A_ROW
 from sglang.srt.managers.storage_setup import PrefetchConfig
-from sglang.srt.mem_cache.block_history import BlockHistory
+from sglang.srt.mem_cache.block_history import FORGOTTEN, BlockHistory, Left
+from sglang.srt.mem_cache.block_store import ExistsFailed
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.sampling.logprob_types import LogprobSpec
+from sglang.srt.utils.time_units import Seconds
 from support.faults import Gate
 from support.tiny_model import tiny_llama
 
@@ -38,6 +41,11 @@ def ask(engine: Engine, text: np.ndarray, **options: object) -> dict[str, int]:
     assert sum(reasons.values()) + sum(answer.cached_tokens_details.values()) == len(text)
     engine.settle()
     return reasons
+
+
+def flush(engine: Engine) -> None:
+    engine.core.step(engine.clock(), engine.core.progress(), flush=["f"])
+    engine.settle()
 
 
 def engine_of(model_config: ModelConfig, **options: object) -> Engine:
@@ -94,8 +102,7 @@ def test_a_flush(model_config: ModelConfig):
     engine = engine_of(model_config)
     text = prompt(6, LENGTH)
     ask(engine, text)
-    engine.core.step(engine.clock(), engine.core.progress(), flush=["f"])
-    engine.settle()
+    flush(engine)
     assert ask(engine, text) == USUAL | {"flushed": 196}
     engine.close()
 
@@ -134,7 +141,64 @@ def test_storage_that_has_lost_what_memory_gave_up(model_config: ModelConfig):
     assert ask(engine, text) == USUAL | {"never_cached": 4}
     engine.forget()
     engine.store.blocks.clear()
-    assert ask(engine, text) == USUAL | {"storage_missing": 196}
+    # Storage never had the last 4, which fill no block of it.
+    assert ask(engine, text) == USUAL | {"storage_missing": 192, "evicted_host": 4}
+    engine.close()
+
+
+def test_the_tail_of_a_prompt_whose_blocks_come_from_storage_again(model_config: ModelConfig):
+    text = prompt(8, LENGTH)
+    engine = storage_engine(model_config, text)
+    ask(engine, text)
+    flush(engine)
+    assert ask(engine, text) == USUAL | {"flushed": 4}
+    flush(engine)
+    # Three blocks of the history, which memory had, and 20 tokens that no request had.
+    longer = np.concatenate([text[:192], prompt(17, 21)])
+    assert ask(engine, longer) == {"last_token": 1, "never_cached": 20}
+    engine.close()
+
+
+def test_storage_that_was_not_asked(model_config: ModelConfig):
+    text = prompt(13, LENGTH)
+    engine = storage_engine(model_config, prompt(14, 16), threshold=LENGTH)
+    ask(engine, text)
+    flush(engine)
+    assert ask(engine, text) == USUAL | {"storage_not_awaited": 192, "flushed": 4}
+    engine.close()
+
+
+def test_storage_that_does_not_tell_what_it_has_is_left_alone(model_config: ModelConfig):
+    text = prompt(15, LENGTH)
+    engine = storage_engine(model_config, prompt(14, 16))
+    ask(engine, text)
+
+    def fail(keys: object) -> int:
+        raise ExistsFailed
+
+    engine.store.exists = fail  # type: ignore[method-assign]
+    for _ in range(FAILURES_IN_A_ROW):
+        flush(engine)
+        assert ask(engine, text) == USUAL | {"storage_failed": 192, "flushed": 4}
+    flush(engine)
+    assert ask(engine, text) == USUAL | {"storage_off": 192, "flushed": 4}
+    engine.close()
+
+
+@pytest.mark.parametrize("cause", ["storage_off", "switched_off"])
+def test_reads_that_are_on_again_when_a_request_starts(model_config: ModelConfig, cause: str):
+    engine = storage_engine(model_config, prompt(14, 16))
+    storage = engine.scheduler.storage
+    if cause == "storage_off":
+        storage.reads.reason = "it failed"
+    else:
+        engine.switch("disk", reads=False)
+    storage.begin("rid", "", prompt(16, LENGTH), Seconds(0.0))
+    storage.reads.reason = ""
+    if cause == "switched_off":
+        engine.switch("disk", reads=True)
+    assert storage.outcome("rid").reason == cause and storage.may_start("rid")
+    storage.detach("rid")
     engine.close()
 
 
@@ -176,6 +240,46 @@ def ask_while_it_hangs(engine: Engine, text: np.ndarray) -> dict[str, int]:
     (answer,) = engine.generate([text], PARAMS)
     assert answer.tokens == computed(engine.model_config, text)
     return answer.computed_tokens_details
+
+
+def left_as(history: BlockHistory, text: np.ndarray, cause: str, is_stored: bool = False) -> None:
+    tree = HiRadixTree(4)
+    node = tree.insert_prefix("", None, text, np.arange(len(text) // 4, dtype=np.int32), 0, 0).node
+    node.stored = np.array([is_stored])
+    with history.because(cause):
+        history.note(node, Tier.HOST)
+
+
+def test_a_block_that_storage_had_once_stays_known_as_such():
+    history, text = BlockHistory(4), np.arange(64, dtype=np.int32)
+    left_as(history, text, "flushed", is_stored=True)
+    left_as(history, text, "failed")
+    assert history.find("", text, 0) == [Left("failed", True)]
+
+
+@pytest.mark.parametrize("length", [8, 64 + 8, 3 * 64 + 20])
+def test_tails(length: int):
+    history, text, other = BlockHistory(4), np.arange(length, dtype=np.int32), np.arange(900, 964, dtype=np.int32)
+    left_as(history, text, "flushed")
+    for end, known in ((length, length % 64), (length - 4, length % 64 - 4)):
+        assert history.find_tail("", text[:end]) == (known, Left("flushed", False))
+    longer = np.concatenate([text, other[:8]])
+    assert history.find_tail("", longer) == (length % 64, Left("flushed", False))
+    assert history.find_tail("", np.concatenate([other, text])) == (0, FORGOTTEN)
+    assert history.find_tail("tenant", text) == (0, FORGOTTEN)
+    # A node below leaves memory before the one above it.
+    left_as(history, longer, "failed")
+    left_as(history, text, "flushed")
+    assert history.find_tail("", longer) == (length % 64 + 8, Left("failed", False))
+
+
+def test_tails_that_are_forgotten_are_known_as_such(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sglang.srt.mem_cache.block_history.NUM_TAILS", 2)
+    history = BlockHistory(4)
+    for first in range(3):
+        left_as(history, np.arange(first, first + 8, dtype=np.int32), "flushed")
+    found = [history.find_tail("", np.arange(first, first + 8, dtype=np.int32)) for first in range(4)]
+    assert found == [(8, FORGOTTEN), (8, Left("flushed", False)), (8, Left("flushed", False)), (0, FORGOTTEN)]
 
 
 def test_random_blocks_beside_a_dictionary():

@@ -29,9 +29,9 @@ REASONS = {
     "behind_hole": "they are in memory, behind tokens that are not",
     "in_transfer": "they were on their way from one tier to another",
     "storage_missing": "storage had them once, and lacks them",
-    "storage_failed": "storage has them, and they came damaged or not at all",
+    "storage_failed": "storage failed, or they came damaged or not at all",
     "storage_timeout": "storage took too long",
-    "storage_not_awaited": "storage was not waited for",
+    "storage_not_awaited": "storage was not asked, or not waited for",
     "storage_off": "storage hangs or fails, and is left alone",
     "no_room": "the host had no room to fetch them",
     "recomputed": "computing was expected to be faster than loading or fetching",
@@ -133,29 +133,44 @@ class LostHits:
     def _by_history(
         self, lookup: Lookup, start: int, end: int, reasons: Counter[str], was_there: bool = False
     ) -> None:
-        """Of tokens [start, end), which no tier of memory has. A block that they end inside counts as the one before
-        it. was_there: they were cached."""
+        """Of tokens [start, end), which no tier of memory has. A tail that the history does not know counts as the
+        block before it, unless memory has that one. was_there: they were cached."""
         if end <= start:
             return
-        size = self.history.block_tokens
-        first = start // size
-        found = self.history.find(lookup.namespace, lookup.tokens[first * size :], first)
+        size, tokens = self.history.block_tokens, lookup.tokens[:end]
+        first, tail_start = start // size, end // size * size
         default = last = FORGOTTEN if was_there else None
-        for begin in range(first * size, end, size):
-            stop = min(begin + size, end)
-            if stop == begin + size:
-                last = found[begin // size - first] or default
-            reasons[_reason(last, stop, lookup.outcome)] += stop - max(begin, start)
+        for place, left in enumerate(self.history.find(lookup.namespace, tokens[first * size :], first), first):
+            last = left or default
+            self._add(reasons, lookup, (max(place * size, start), (place + 1) * size), last)
+        if (start := max(tail_start, start)) < end:
+            num_known, left = self.history.find_tail(lookup.namespace, tokens)
+            if not num_known:
+                num_known, left = end, last
+            known_end = min(max(tail_start + num_known, start), end)
+            self._add(reasons, lookup, (start, known_end), left)
+            self._add(reasons, lookup, (known_end, end), default)
+
+    def _add(self, reasons: Counter[str], lookup: Lookup, part: tuple[int, int], left: Left | None) -> None:
+        """Count tokens [start, end) = part, which left memory like that; None: they never were there. The reason may
+        differ in front of and behind what storage has, or can have."""
+        (start, end), outcome, names = part, lookup.outcome, self._tree.names.keys
+        storable_end = len(lookup.tokens) // names.block_tokens * names.block_tokens if names is not None else 0
+        for bound in sorted((end, outcome.stored_end, outcome.cut_from, storable_end)):
+            if start < bound <= end:
+                reasons[_reason(left, bound, outcome, bound <= storable_end)] += bound - start
+                start = bound
 
 
 def _is_ready_somewhere(node: Node) -> bool:
     return any(node.frames[tier] is not None and node.tickets[tier] is None for tier in FRAME_TIERS)
 
 
-def _reason(left: Left | None, end: int, outcome: StorageOutcome) -> str:
-    """Of a block that ends at token `end` of its prompt. left: how it left memory, None if it was never there."""
+def _reason(left: Left | None, end: int, outcome: StorageOutcome, is_storable: bool) -> str:
+    """Of tokens that end at token `end` of their prompt. left: how they left memory, None if they never were there.
+    is_storable: whether they fill blocks of storage."""
     if end <= outcome.stored_end:
         return outcome.reason or ("recomputed" if end > outcome.cut_from else "storage_failed")
     if left is None:
         return "never_cached"
-    return outcome.reason or "storage_missing" if left.is_stored else left.cause
+    return outcome.reason or "storage_missing" if left.is_stored and is_storable else left.cause

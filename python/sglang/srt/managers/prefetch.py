@@ -26,6 +26,8 @@ class Prefetch:
     # Of all its blocks from the first on, (n, 16) uint8; empty until storage is asked.
     keys: np.ndarray = field(default_factory=lambda: np.empty((0, 16), np.uint8))
     num_asked: int = 0
+    # Why storage was not read when the request came, one of `REASONS`.
+    unread: str = ""
     # Tokens that were found, or were left to storage for lack of room.
     reach: int = 0
     # Fetches that had ended when its deadline was set.
@@ -35,6 +37,8 @@ class Prefetch:
     # Not answered yet; it asks for the blocks from `probed` on.
     probe: Ticket | None = None
     probed: int = 0
+    # Whether storage did not answer the last one.
+    probe_failed: bool = False
     # Whether it is held up until the answer comes.
     waits_for_probe: bool = True
     # Storage has the blocks up to that token; 0 when nothing more is to be begun.
@@ -73,8 +77,12 @@ class Prefetch:
     @property
     def trouble(self) -> str:
         """Why a request that starts now lacks what storage has, one of `REASONS`; empty for no trouble."""
+        if self.unread:
+            return self.unread
         if self.timed_out:
             return "storage_timeout"
+        if self.probe_failed:
+            return "storage_failed"
         if self.no_room:
             return "no_room"
-        return "storage_not_awaited" if self.asked or self.end else ""
+        return "storage_not_awaited" if self.asked or self.end or not self.num_asked else ""

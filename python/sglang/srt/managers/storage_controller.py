@@ -46,6 +46,7 @@ from sglang.srt.mem_cache.transfer import (
     FETCH,
     OPS_OF_BLOCKS,
     PROBE,
+    PROBE_FAILED,
     STALLING_LINKS,
     STORAGE_LINKS,
     STORE,
@@ -203,18 +204,18 @@ class StorageController:
         """A request was queued. tokens: int32, all of its prompt that a cache may serve. keys: of the prompt's
         blocks, if they are known."""
         names = self.tree.names.keys
-        if self.limits is None or names is None or self.is_unread or is_alone(namespace):
+        if self.limits is None or names is None or is_alone(namespace):
             return
         size = names.block_tokens
-        if self.reads.is_open:
-            if self.reads.may_try and len(tokens) >= size:
-                self._trial.begin(names.of_prompt(namespace, tokens[:size]))
-                self.counters["storage_trials"] += 1
-            return
         num_blocks = len(tokens) // size
         prefetch = Prefetch(namespace, tokens[: num_blocks * size], WAIT_COMPLETE_LIMIT_S, keys=keys[:num_blocks])
         self._prefetches[rid] = prefetch
-        self._ask(rid, prefetch, now)
+        prefetch.unread = "switched_off" if self.is_unread else "storage_off" if self.reads.is_open else ""
+        if not prefetch.unread:
+            self._ask(rid, prefetch, now)
+        elif not self.is_unread and self.reads.may_try and num_blocks:
+            self._trial.begin(names.of_prompt(namespace, tokens[:size]))
+            self.counters["storage_trials"] += 1
 
     def asks_again(self, rid: str, num_found: int, now: Seconds) -> bool:
         """A request could start with num_found tokens found. Whether it waits once more, as more was found before, or
@@ -271,7 +272,7 @@ class StorageController:
         """What a request that starts got; before `detach`."""
         prefetch = self._prefetches.get(rid)
         if prefetch is None or self.is_unread:
-            return StorageOutcome("switched_off" if self.is_unread else "storage_off" if self.reads.is_open else "")
+            return StorageOutcome("switched_off" if self.is_unread else "storage_not_awaited")
         return StorageOutcome(prefetch.trouble, prefetch.stored_end, prefetch.cut_from)
 
     def detach(self, rid: str) -> None:
@@ -368,9 +369,12 @@ class StorageController:
 
     def end_probe(self, ticket: Ticket, count: int, far_count: int) -> None:
         """Storage has the first `count` of the blocks that it was asked for, the last `far_count` of them on its
-        second tier."""
+        second tier. PROBE_FAILED: it did not answer."""
         op = self.ledger.end(ticket)
         assert isinstance(op, StorageOp)
+        if has_failed := count == PROBE_FAILED:
+            self.reads.end(succeeded=False)
+            count = 0
         if (began := self._probes.pop(ticket, None)) is not None:
             self._probe_value.add(self.reads.now - began, count / len(op.keys))
         if ticket == self._trial.ticket:
@@ -379,7 +383,7 @@ class StorageController:
         for rid in self._waiters.pop(ticket, {}):
             prefetch, names = self._prefetches[rid], self.tree.names.keys
             assert names is not None
-            prefetch.probe = None
+            prefetch.probe, prefetch.probe_failed = None, has_failed
             if count:
                 self.counters["storage_hit_tokens"] += count * names.block_tokens
                 prefetch.end = prefetch.stored_end = (prefetch.probed + count) * names.block_tokens
@@ -502,7 +506,8 @@ class StorageController:
         self._join(rid, prefetch, match)
         if is_worth_asking:
             prefetch.probed = match.total_len // names.block_tokens
-            prefetch.probe = self._begin_probe(prefetch.keys[prefetch.probed :])
+            keys = prefetch.keys[prefetch.probed :]
+            prefetch.probe = self.ledger.begin_storage_op(PROBE, StorageAction.EXISTS, keys, skips=self._skips)
             self._probes[prefetch.probe] = now
             gain_s = self._advice.fetch_gain_s(match.total_len, len(prefetch.tokens))
             if config.policy == "timeout":
@@ -561,10 +566,6 @@ class StorageController:
                 prefetch.end = 0
                 self._begin_no_more(rid)
             self._note_waiting(rid, prefetch)
-
-    def _begin_probe(self, keys: np.ndarray) -> Ticket:
-        """Ask storage how many of the leading keys it has."""
-        return self.ledger.begin_storage_op(PROBE, StorageAction.EXISTS, keys, skips=self._skips)
 
     def _cancel_fetch(self, ticket: Ticket) -> None:
         """No request waits for it any more."""

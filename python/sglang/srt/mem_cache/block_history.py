@@ -2,7 +2,8 @@
 
 Owns a bounded table of blocks and a filter of those that the table has forgotten. Reads the tree's nodes and changes
 none. A block is known by a hash of its namespace, its place in the prompt and its own tokens; what comes before is
-left out, so two prompts may be taken for each other. That costs an exact count and nothing else.
+left out, so two prompts may be taken for each other. That costs an exact count and nothing else. A *tail*, the tokens
+of a node behind its last whole block, is known by the block before it and its own first page.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ import numpy as np
 
 from sglang.srt.mem_cache.block_keys import is_private
 from sglang.srt.mem_cache.node import Node, root_of
+from sglang.srt.mem_cache.radix import common_len
 from sglang.srt.mem_cache.transfer import TIER_NAMES, Tier
 
 # Tokens per block, rounded up to whole pages.
 BLOCK_TOKENS = 64
 # Blocks that are remembered: some four million tokens.
 SIZE = 1 << 16
+# Tails that are remembered.
+NUM_TAILS = 1 << 13
 _FILTER_SIZE = 1 << 20
 _PLACE = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
@@ -44,6 +48,8 @@ class BlockHistory:
     def __init__(self, page_size: int, size: int = SIZE) -> None:
         self.block_tokens = -(-BLOCK_TOKENS // page_size) * page_size
         self._size = size
+        self._page_size = page_size
+        self._tails: OrderedDict[int, tuple[np.ndarray, Left]] = OrderedDict()
         self._left: OrderedDict[int, Left] = OrderedDict()
         self._is_forgotten = np.zeros(_FILTER_SIZE, np.bool_)
         # Why nodes leave memory now; empty: they are evicted.
@@ -67,9 +73,11 @@ class BlockHistory:
         """A node has left memory, with its last copy on a tier. It is still in the tree."""
         size = self.block_tokens
         first, last = node.start // size, node.end // size
-        if first == last or is_private(namespace := root_of(node).namespace):
+        if is_private(namespace := root_of(node).namespace):
             return
-        parts, lacking, above = [node.key[: last * size - node.start]], node.start - first * size, node.parent
+        # What comes before a tail is a part of its name.
+        begin = min(first, max(last - 1, 0))
+        parts, lacking, above = [node.key], node.start - begin * size, node.parent
         while lacking > 0:
             assert above is not None
             part = above.key[-lacking:]
@@ -77,10 +85,16 @@ class BlockHistory:
             lacking, above = lacking - len(part), above.parent
         tokens = np.concatenate(parts[::-1]) if len(parts) > 1 else parts[0]
         left = Left(self._cause or f"evicted_{TIER_NAMES[tier]}", node.stored is not None and bool(node.stored.all()))
-        self._left.update(zip(self._digests(namespace, tokens, first), repeat(left)))
+        digests = self._digests(namespace, tokens, begin)
+        noted, stored = digests[first - begin :], left._replace(is_stored=True)
+        # Storage may have what it had once: computed again while storage was left alone, it was not stored again.
+        were_stored = [digest for digest in noted if self._left.get(digest, left).is_stored]
+        self._left.update(zip(noted, repeat(left)))
+        self._left.update(zip(were_stored, repeat(stored)))
+        if node.end % size:
+            self._note_tail(self._tail_key(namespace, tokens, digests), tokens[len(digests) * size :], left)
         while len(self._left) > self._size:
-            digest, _ = self._left.popitem(last=False)
-            self._is_forgotten[digest % _FILTER_SIZE] = True
+            self._forget(self._left.popitem(last=False)[0])
 
     def find(self, namespace: str, tokens: np.ndarray, first: int) -> list[Left | None]:
         """Of each whole block of tokens, int32, of which the first is block `first` of a prompt. None: it was never
@@ -91,11 +105,44 @@ class BlockHistory:
             found.append(left or (FORGOTTEN if self._is_forgotten[digest % _FILTER_SIZE] else None))
         return found
 
+    def find_tail(self, namespace: str, tokens: np.ndarray) -> tuple[int, Left]:
+        """How many tokens of a prompt's tail were in memory, and how they left it. tokens: int32, from the beginning
+        of the prompt; their last block is not whole."""
+        size = self.block_tokens
+        last = len(tokens) // size
+        digests = self._digests(namespace, tokens[max(last - 1, 0) * size :], max(last - 1, 0))
+        key, tail = self._tail_key(namespace, tokens, digests), tokens[last * size :]
+        if (found := self._tails.get(key)) is not None:
+            return common_len(found[0], tail, 0, len(tail), self._page_size), found[1]
+        return len(tail) if self._is_forgotten[key % _FILTER_SIZE] else 0, FORGOTTEN
+
+    def _note_tail(self, key: int, tail: np.ndarray, left: Left) -> None:
+        before = self._tails.pop(key, None)
+        if before is not None and len(before[0]) > len(tail) and np.array_equal(before[0][: len(tail)], tail):
+            # A node below, which has left before this one.
+            tail, left = before
+        self._tails[key] = tail.copy(), left
+        if len(self._tails) > NUM_TAILS:
+            self._forget(self._tails.popitem(last=False)[0])
+
+    def _forget(self, digest: int) -> None:
+        self._is_forgotten[digest % _FILTER_SIZE] = True
+
+    def _tail_key(self, namespace: str, tokens: np.ndarray, digests: list[int]) -> int:
+        """tokens: those of a tail are behind its last whole block. digests: of whole blocks up to the tail."""
+        begin = len(tokens) // self.block_tokens * self.block_tokens
+        page = tokens[begin : begin + self._page_size].astype(np.uint64)
+        before = digests[-1] if digests else int.from_bytes(_seed(namespace), "little")
+        return (before * int(_MIX) + int(page @ self._factors[: len(page)])) % (1 << 64)
+
     def _digests(self, namespace: str, tokens: np.ndarray, first: int) -> list[int]:
         num_blocks = len(tokens) // self.block_tokens
         blocks = tokens[: num_blocks * self.block_tokens].reshape(num_blocks, self.block_tokens)
-        seed = hashlib.blake2b(namespace.encode(), digest_size=8).digest()
         places = np.arange(first, first + num_blocks, dtype=np.uint64) * _PLACE
-        digests = blocks.astype(np.uint64) @ self._factors + places + np.frombuffer(seed, "<u8")
+        digests = blocks.astype(np.uint64) @ self._factors + places + np.frombuffer(_seed(namespace), "<u8")
         digests = (digests ^ (digests >> np.uint64(29))) * _MIX
         return [int(digest) for digest in (digests ^ (digests >> np.uint64(32))).tolist()]
+
+
+def _seed(namespace: str) -> bytes:
+    return hashlib.blake2b(namespace.encode(), digest_size=8).digest()

@@ -5,8 +5,8 @@ depends on every token before it and on the namespace (see `HiRadixTree`). The t
 hint. A block counts only if its read brings the bytes and the checksum agrees.
 
 Calls block; `StorageLink` makes them on threads of its own. One `exists`, one `get` and one `set` may run at the same
-time, `clear` and `close` only alone. No call raises for a failure of the medium. It returns the number of blocks for
-which it succeeded, and the store logs the reason and counts it.
+time, `clear` and `close` only alone. The store logs a failure of the medium and counts it. No call but `exists`
+raises for such a failure; it returns the number of blocks for which it succeeded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class BlockStore(Protocol):
     block_tokens: int
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """How many of the leading keys are stored. keys: 16 bytes each, blocks of one prompt in order."""
+        """How many of the leading keys are stored. keys: 16 bytes each, blocks of one prompt in order. Raises
+        `ExistsFailed` where a failure of the medium keeps it from knowing."""
         ...
 
     def get(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
@@ -80,6 +81,10 @@ class TouchedStore(Protocol):
         """These blocks are in use: of each prompt the front most of all. keys: of one prompt or several, each in
         order. Returns how many of the leading keys are stored; those behind count as used all the same."""
         ...
+
+
+class ExistsFailed(Exception):
+    """The medium did not tell what it has; the store has logged why."""
 
 
 class StoreError(ValueError):

@@ -20,10 +20,18 @@ from dataclasses import dataclass
 from functools import partial
 
 from sglang.srt.mem_cache.block_keys import to_bytes
-from sglang.srt.mem_cache.block_store import BlockStore, OverlappingStore, StoreError, TouchedStore
+from sglang.srt.mem_cache.block_store import BlockStore, ExistsFailed, OverlappingStore, StoreError, TouchedStore
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.storage.tiered_store import TieredStore
-from sglang.srt.mem_cache.transfer import GateError, LayerGate, OpResult, StorageAction, StorageOp, Ticket
+from sglang.srt.mem_cache.transfer import (
+    PROBE_FAILED,
+    GateError,
+    LayerGate,
+    OpResult,
+    StorageAction,
+    StorageOp,
+    Ticket,
+)
 from sglang.srt.utils.stream import Stream
 
 logger = logging.getLogger(__name__)
@@ -196,7 +204,10 @@ class StorageLink:
         if op.action == StorageAction.EXISTS:
             keys = to_bytes(op.keys)
             if not isinstance(store, TieredStore):
-                return store.exists(keys), 0
+                try:
+                    return store.exists(keys), 0
+                except ExistsFailed:
+                    return PROBE_FAILED, 0
             near, far = store.locate(keys)
             return near + far, far
         if op.action == StorageAction.TOUCH:

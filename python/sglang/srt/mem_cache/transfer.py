@@ -104,6 +104,8 @@ class StorageAction(IntEnum):
     TOUCH = 6
 
 
+# The count of an EXISTS that failed. Ranks agree on the least of their counts.
+PROBE_FAILED = -1
 # What may be under way together. The others run alone.
 OPS_OF_BLOCKS = (StorageAction.EXISTS, StorageAction.GET, StorageAction.SET, StorageAction.TOUCH)
 
@@ -112,7 +114,7 @@ OPS_OF_BLOCKS = (StorageAction.EXISTS, StorageAction.GET, StorageAction.SET, Sto
 class StorageOp:
     """An operation on the storage tier. It never fails; its result has a count instead. EXISTS, GET and SET count the
     leading blocks that are stored, that were read, and that are stored now; TOUCH one more than EXISTS. The others
-    count 1 for success. All count 0 if they fail."""
+    count 1 for success. All count 0 if they fail, but EXISTS counts PROBE_FAILED."""
 
     ticket: Ticket
     action: StorageAction

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from sglang.srt.mem_cache.block_store import BlockStore, OverlappingStore, TouchedStore
+from sglang.srt.mem_cache.block_store import BlockStore, ExistsFailed, OverlappingStore, TouchedStore
 
 
 class TieredStore:
@@ -34,8 +34,8 @@ class TieredStore:
 
     def locate(self, keys: Sequence[bytes]) -> tuple[int, int]:
         """How many of the leading blocks the near store has, and how many of the blocks behind them the far one."""
-        near = self.near.exists(keys)
-        return near, self.far.exists(keys[near:]) if near < len(keys) else 0
+        near = _count_existing(self.near, keys)
+        return near, _count_existing(self.far, keys[near:]) if near < len(keys) else 0
 
     def get(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
         count = self._get_near(keys, frames)
@@ -77,7 +77,7 @@ class TieredStore:
         return self.near.stats()
 
     def _get_near(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
-        there = self.near.exists(keys)
+        there = _count_existing(self.near, keys)
         if not there:
             return 0
         return self.near.get(keys[:there], frames[: len(frames) // len(keys) * there])
@@ -113,6 +113,14 @@ class _NoBlocks:
 def parts_of(store: BlockStore) -> list[BlockStore]:
     """The stores that a store consists of, nearest first."""
     return [store.near, store.far] if isinstance(store, TieredStore) else [store]
+
+
+def _count_existing(store: BlockStore, keys: Sequence[bytes]) -> int:
+    """0 if the store fails: the other one may have them."""
+    try:
+        return store.exists(keys)
+    except ExistsFailed:
+        return 0
 
 
 def _from(count: int, keys: Sequence[bytes], frames: np.ndarray) -> tuple[Sequence[bytes], np.ndarray]:

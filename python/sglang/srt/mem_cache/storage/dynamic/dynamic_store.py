@@ -32,6 +32,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from sglang.srt.mem_cache.block_store import ExistsFailed
 from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE, HiCacheStorageExtraInfo
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.page_memory import torch_dtype
@@ -127,9 +128,7 @@ class PluginStore:
     # BlockStore
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        return _in_batches(
-            STORAGE_BATCH_SIZE, len(keys), lambda part: self._count_existing(self._readable(keys[part]))
-        )
+        return _in_batches(STORAGE_BATCH_SIZE, len(keys), lambda part: self._ask_existing(self._readable(keys[part])))
 
     def get(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
         rows = frames.reshape(len(keys), self._frames_per_block)
@@ -178,13 +177,19 @@ class PluginStore:
     # Calls of one batch
 
     def _count_existing(self, keys: Sequence[bytes]) -> int:
-        """Leading keys that the plugin claims to have."""
+        """Leading keys that the plugin claims to have; 0 if it raises."""
+        try:
+            return self._ask_existing(keys)
+        except ExistsFailed:
+            return 0
+
+    def _ask_existing(self, keys: Sequence[bytes]) -> int:
         names = self._names(keys)
         if not names:
             return 0
         answer = self._call("read", self._plugin.batch_exists, names, _no_info())
         if answer is _RAISED:
-            return 0
+            raise ExistsFailed
         count = _leading(answer, len(names), counts=True)
         if count is None:
             self._complain("read", f"batch_exists answered {_shown(answer)}, not a number")
