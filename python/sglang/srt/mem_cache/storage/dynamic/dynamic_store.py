@@ -340,8 +340,12 @@ class PluginStore:
             is_alone = self._troubles.is_alone(key)
             if not is_alone:
                 self._troubles.note_absent(key)
-        if is_alone and self._count_existing([key]) > 0:
+        if self._count_existing([key]) == 0:
+            return
+        if is_alone:
             self._rename(key, "exists but does not come")
+        else:
+            self._complain("read", f"block {key.hex()} exists but does not come")
 
     def _rename(self, key: bytes, why: str) -> None:
         """Count a failure of the block itself, and give the block another name if it may have one."""
