@@ -40,6 +40,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.page_layout import PageLayout
+from sglang.srt.mem_cache.storage.guarded_store import GuardedStore
 from sglang.srt.mem_cache.storage.registry import (
     STORAGE_BACKENDS,
     StorageBackend,
@@ -191,6 +192,8 @@ def test_a_storage_backend_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     both = setup({"drawer": {"label": "near"}, "far": {"label": "far"}}, "drawer,far")
     store = opener.open(both.setup)
     assert isinstance(store, TieredStore) and store.name == "near,far" and both.tiers == (Tier.DISK, Tier.REMOTE)
+    assert isinstance(store.far, GuardedStore) and store.far.stats()["left_alone"] == 0
+    store.close()
 
 
 def test_every_storage_backend_is_what_its_entry_names() -> None:

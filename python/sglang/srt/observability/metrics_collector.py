@@ -79,6 +79,11 @@ _GAUGES = (
     ),
     ("hicache_storage_reads_off", "1 while storage is not read, see the log.", ("storage", "reads", "off")),
     ("hicache_storage_writes_off", "1 while storage is not written, see the log.", ("storage", "writes", "off")),
+    (
+        "hicache_remote_left_alone",
+        "1 while the disk goes on without it, see the log.",
+        ("tiers", "remote", "left_alone"),
+    ),
 )
 # metric, help, name among the state's counters. A counter appears once it has counted something.
 _COUNTERS = (

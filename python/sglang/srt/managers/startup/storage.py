@@ -16,6 +16,7 @@ from sglang.srt.managers.schedule_policy import FETCH_ORDERS
 from sglang.srt.managers.storage_setup import PREFETCH_POLICIES, PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.block_store import BlockStore, StoreError
 from sglang.srt.mem_cache.placement import WRITE_POLICIES
+from sglang.srt.mem_cache.storage.guarded_store import GuardedStore
 from sglang.srt.mem_cache.storage.registry import (
     BACKEND_FLAG,
     CONFIG_FLAG,
@@ -183,7 +184,7 @@ class StorageOpener:
             for store in stores:
                 store.close()
             raise
-        return stores[0] if len(stores) == 1 else TieredStore(*stores)
+        return stores[0] if len(stores) == 1 else TieredStore(stores[0], GuardedStore(stores[1]))
 
     def _open_one(self, name: str, config: dict[str, Any], block_tokens: int, is_exclusive: bool) -> BlockStore:
         params = StoreParams(
