@@ -145,6 +145,19 @@ def test_no_caller_waits_beyond_the_limit(rig: Rig):
     gate.open.set()
 
 
+def test_two_who_ask_for_the_same_both_get_an_answer(rig: Rig):
+    gate = Gate(rig.far, "exists")
+    counts: list[int] = []
+    waiting = [threading.Thread(target=lambda: counts.append(rig.guarded.exists(KEYS))) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+    wait_until(lambda: len(rig.guarded._questions) == 2)
+    gate.open.set()
+    for thread in waiting:
+        thread.join(60)
+    assert counts == [8, 8, 8] and not rig.is_left_alone
+
+
 def test_the_limit_follows_what_is_usual(rig: Rig):
     rig.guarded._least_limit_s = 0.5
 

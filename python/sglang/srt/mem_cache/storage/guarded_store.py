@@ -45,9 +45,9 @@ _CLOSE_LIMIT_S = 5.0
 _MAX_MISSED = 1 << 14
 
 
-@dataclass
+@dataclass(eq=False)
 class _Question:
-    """One call of `exists`."""
+    """One call of `exists`. Two links may ask for the same keys."""
 
     keys: Sequence[bytes]
     is_trial: bool = False
