@@ -240,9 +240,6 @@ def everything(folder: Path, seed: int, mixed: int, **options: Any) -> Iterator[
                 lambda: len(clients.seen.most) >= mixed and all(clients.seen.tokens[s] for s in SOURCES)
             )
             yield tiers, clients
-        # A trial reads the first block of a prompt. If all media have lost it, reads stay off until it is stored
-        # again, for which it has to be computed anew.
-        wait_until(lambda: server.post("/flush_cache").status_code == 200)
         with Clients(server, conversations, seed) as clients:
             clients.wait_for_tokens(*SOURCES)
             clients.wait_until(

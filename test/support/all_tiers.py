@@ -367,7 +367,17 @@ def gone(disk: Disk) -> Iterator[None]:
     try:
         yield
     finally:
-        away.rename(disk.folder)
+        # The server makes the folder anew when it writes, at any moment.
+        wait_until(lambda: _takes_place_of(away, disk.folder))
+
+
+def _takes_place_of(folder: Path, there: Path) -> bool:
+    shutil.rmtree(there, ignore_errors=True)
+    try:
+        folder.rename(there)
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
