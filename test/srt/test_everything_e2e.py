@@ -280,7 +280,8 @@ def go_through(tiers: AllTiers, clients: Clients, names: tuple[str, ...]) -> Non
             stack.enter_context(known[name]())
         if "lender killed" in names:
             clients.wait_until(lambda: borrowed_tokens(tiers.server) == 0)
-        if "store stopped" in names:
+        # A proxy that is stopped before it listens is out of reach, and nothing hangs.
+        if "store stopped" in names and "proxy stopped" not in names:
             clients.wait_until(lambda: is_left_alone(tiers.server))
         clients.wait_for_answers(2)
     clients.wait_for_answers(1)

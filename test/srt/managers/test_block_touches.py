@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.block_keys import to_bytes
 from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
 from sglang.srt.mem_cache.transfer import D2H, STORE, StorageAction, StorageOp, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.time_units import Seconds
 from support.local_engine import Generation, LocalEngine
 from support.storage_rig import StorageRig as Rig
 from support.storage_rig import tokens
@@ -126,8 +127,11 @@ def test_a_full_exclusive_disk_is_told_of_what_many_use_alone():
 def test_nothing_is_told_to_what_hangs_or_is_detached():
     rig = stored_rig(LONG)
     use(rig, LONG)
-    rig.storage.writes.reason = "hangs"
+    rig.storage.writes.reason, rig.storage.writes._trial_at = "hangs", 1.0
     assert tell(rig) == []
+    # Where a trial is due, what is lost has to become known, or nothing would ever be written again.
+    rig.storage.set_now(Seconds(1.0))
+    assert tell(rig)
     rig.storage.writes.reset()
     use(rig, LONG)
     rig.storage.writer.close()

@@ -282,7 +282,7 @@ class Admission:
         streams = self._streaming.must_stream(req)
         if streams:
             match = self._streaming.make_streamable(req, match)
-        chunk = chunk_of(req.num_known - match.total_len, budget, page)
+        chunk = chunk_of(req.num_known - match.total_len, min(budget, req.chunk_limit), page)
         if chunk == 0:
             return 0
         receipt = cache.lock(match)

@@ -141,7 +141,8 @@ class BlockWriter:
         full."""
         if self.is_off:
             return
-        if self.limits is not None and not self.breaker.is_open:
+        # What is lost and counts as stored gives an open breaker no write to try, unless storage is asked for it.
+        if self.limits is not None and (not self.breaker.is_open or self.breaker.may_try):
             self.touches.begin(only_shared=self.stores_late)
         if self.limits is not None and self.stores_late:
             self._store_ahead(num_pages)

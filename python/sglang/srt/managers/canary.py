@@ -7,6 +7,7 @@ from a difference is done by the scheduler, see `Scheduler._distrust`.
     idle          -> a request of its own computes the tokens with `cache: bypass`; any other request ends it
     it ends       -> what the device still has of the hit is compared with what was computed, one operation for each
                      run of tokens that came from one tier
+    a difference  -> the tier of the first run that differs is to blame; what follows may have been computed from it
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from sglang.srt.utils.time_units import Seconds
 
 # The newest are kept; of the older ones the device may have nothing any more.
 MAX_SAMPLES = 8
+# Tokens of one launch: a request that comes waits for no more than those under way.
+CHUNK = 128
 # Of the device's pages: computing a sample evicts what is cached there.
 DEVICE_SHARE = 0.25
 # A sample that other requests ended so often is given up.
@@ -61,7 +64,9 @@ class Canary:
         self._random = random.Random(0)
         self._samples: deque[_Sample] = deque(maxlen=MAX_SAMPLES)
         self._num_requests = 0
-        self._num_done = 0
+        # Comparisons that were begun, and that are over; and whether one of the last sample has found a difference.
+        self._num_begun = self._num_done = 0
+        self._has_differed = False
         self._idle_since = Seconds(0.0)
 
     def note_hit(self, req: Req) -> None:
@@ -83,7 +88,7 @@ class Canary:
 
     def wake_at(self, is_idle: bool) -> Seconds | None:
         """When a sample is due."""
-        is_due = is_idle and bool(self._samples) and self.req is None
+        is_due = is_idle and bool(self._samples) and self.req is None and self._num_done == self._num_begun
         return Seconds(self._idle_since + self.config.canary_idle_s) if is_due else None
 
     def next_request(self, now: Seconds) -> TokenizedGenerateReqInput | None:
@@ -103,6 +108,7 @@ class Canary:
 
     def began(self, req: Req) -> None:
         self.req = req
+        req.chunk_limit = max(CHUNK, self.config.page_size)
 
     def ended(self) -> None:
         """The request has ended, with or without a comparison."""
@@ -125,6 +131,8 @@ class Canary:
         ready = takewhile(lambda node: node.tickets[Tier.DEVICE] is None and not node.is_lossy, match.path)
         by_tier: Callable[[Node], Tier] = lambda node: node.came_from  # noqa: E731
         runs = [(tier, list(nodes)) for tier, nodes in groupby(ready, by_tier)]
+        self._num_begun += len(runs)
+        self._has_differed = False
         for tier, nodes in runs:
             start, end = nodes[0].start, min(nodes[-1].end, match.device_len)
             parts = [frames for node in nodes if (frames := node.frames[Tier.DEVICE]) is not None]
@@ -135,7 +143,7 @@ class Canary:
         self._sample = None
 
     def complete(self, done: int, failed: int | None) -> list[Tier]:
-        """Comparisons below `done` are over on all ranks. Returns the tiers that brought what differs."""
+        """Comparisons below `done` are over on all ranks. Returns the tiers to blame for what differs."""
         differing = []
         for seq in range(self._num_done, done):
             op = self._cache.ledger.end(Ticket(CHECK, seq))
@@ -143,11 +151,16 @@ class Canary:
             num_tokens = len(op.src_frames) * self.config.page_size
             self._counts["checks"] += 1
             self._counts["different_tokens" if seq == failed else "equal_tokens"] += num_tokens
-            if seq == failed:
+            if seq == failed and not self._has_differed:
+                self._has_differed = True
                 self._differences[TIER_NAMES[op.came_from]] += 1
                 differing.append(op.came_from)
         self._num_done = done
         return differing
+
+    @property
+    def num_differences(self) -> int:
+        return sum(self._differences.values())
 
     def forget(self) -> None:
         """What was cached is not there any more."""

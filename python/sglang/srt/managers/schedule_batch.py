@@ -137,6 +137,7 @@ class Req:
 
     __slots__ = (
         "cached_tokens_details",
+        "chunk_limit",
         "computed",
         "computed_tokens_details",
         "delay_end",
@@ -184,6 +185,8 @@ class Req:
         self.set_cache_mode(msg.cache)
         # Whether it is the canary's own: no client hears of it, and it counts nowhere.
         self.is_check = False
+        # The most tokens of its prompt that one launch computes, where that is less than for others.
+        self.chunk_limit = 1 << 62
         # Of its blocks, if they came with it.
         self.prompt_keys = msg.prompt_keys
         self.priority = msg.priority

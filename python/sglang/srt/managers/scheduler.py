@@ -305,9 +305,11 @@ class Scheduler:
         self._requeue(req)
 
     def _distrust(self, tier: Tier) -> None:
-        """The canary found wrong KV that came from a tier: no more is read from there. Copies may be anywhere in
-        memory, so all of that goes, and requests that read it start again."""
-        self.cache.turn(TIER_NAMES[tier], reads=False, writes=None)
+        """The canary found wrong KV that came from a tier: no more is read from there, nor from storage, which may
+        have copies and what was computed from it. Memory may have them, too: all of that goes, and requests that
+        read it start again."""
+        for each in (tier, *self.storage.tiers):
+            self.cache.turn(TIER_NAMES[each], reads=False, writes=None)
         self._end_check()
         for req in self.queues.active():
             self._lose(req)
@@ -518,7 +520,7 @@ class Scheduler:
     def _next_chunk(self, batch: ExtendBatch, req: Req, budget: int) -> int:
         """Add the next chunk of the prompt that is being computed. Returns its tokens, 0 if there is no room yet."""
         cache = self.cache
-        chunk = chunk_of(req.num_known - req.computed, budget, self.page_size)
+        chunk = chunk_of(req.num_known - req.computed, min(budget, req.chunk_limit), self.page_size)
         num_pages = self.builder.pages_to(req, req.computed + chunk)
         frames = cache.allocate(num_pages, req.slot)
         if frames is None and self.admission.cancel_preloads(self.queues.waiting):

@@ -113,6 +113,7 @@ class SchedulerProcess:
         self._gen_throughput = 0.0
         # Of storage's breakers, why they are open.
         self._logged_reasons = {"reads": "", "writes": ""}
+        self._logged_differences = 0
         self._hottest = HottestPrefixes(core.scheduler.cache.tree)
         # How the tokenizer manager names blocks.
         self._announced: BlockKeys | None = None
@@ -142,6 +143,7 @@ class SchedulerProcess:
                 self._busy_since_check = True
                 self._announce_naming()
                 self._log_breakers()
+                self._log_differences()
                 self._log_throughput()
             else:
                 self._sleep()
@@ -253,6 +255,17 @@ class SchedulerProcess:
                 )
             else:
                 logger.warning("%s of storage work again", what)
+
+    def _log_differences(self) -> None:
+        """What the canary has turned off; `CheckLink` tells what differed."""
+        scheduler = self.core.scheduler
+        if scheduler.canary.num_differences > self._logged_differences:
+            self._logged_differences = scheduler.canary.num_differences
+            logger.error(
+                "CANARY: memory was emptied, and these are off: %s; clear storage, then turn them on with "
+                "PUT /hicache/tiers/...",
+                scheduler.cache.shown_switches(),
+            )
 
     def _log_throughput(self) -> None:
         now = monotonic()

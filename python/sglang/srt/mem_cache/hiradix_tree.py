@@ -533,7 +533,7 @@ class HiRadixTree:
                 or len(upper.children) != 1
                 or upper.lock != node.lock
                 or upper.soft_pins != node.soft_pins
-                or upper.is_lossy != node.is_lossy
+                or (upper.is_lossy, upper.came_from) != (node.is_lossy, node.came_from)
                 or not self._is_settled(upper, done)
                 or any((upper.frames[t] is None) != (node.frames[t] is None) for t in FRAME_TIERS)
                 or (upper.block_keys is None) != (node.block_keys is None)

@@ -105,7 +105,6 @@ class Node:
             "last_access",
             "hits",
             "priority",
-            "came_from",
             "was_copied",
             "is_next",
         ):
