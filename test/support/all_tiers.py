@@ -229,11 +229,11 @@ class Disk:
         return sorted(self.folder.rglob("*.kv"))
 
     def delete(self) -> None:
-        """All files; empty folders are there again at once."""
-        folders = [path for path in self.folder.rglob("*") if path.is_dir()]
-        shutil.rmtree(self.folder)
-        for path in (self.folder, *folders):
-            path.mkdir(mode=0o700)
+        """All files and folders, at once; the server makes new ones, at any moment."""
+        gone = self.folder.with_name("deleted")
+        self.folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
 
     def damage(self) -> None:
         """Change bytes all over each file."""
