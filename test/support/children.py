@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,11 @@ _CONTEXT.set_forkserver_preload(
         "support.fake_cuda_driver",
     ]
 )
+
+
+def import_path() -> dict[str, str]:
+    """The environment of a process that imports what this one does."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def wait_until(condition: Callable[[], Any], what: str) -> None:

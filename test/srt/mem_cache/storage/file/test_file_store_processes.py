@@ -21,6 +21,7 @@ import pytest
 
 from sglang.srt.mem_cache.storage.file.recovery import UsableHead, read_heads
 from sglang.srt.mem_cache.storage.file.segment import KEY_BYTES, SegmentLayout, namespace_digest
+from support.children import import_path
 from support.disk_worker import LONGEST, WorkerConfig, open_store, pool_of
 from support.fake_pages import BLOCK_TOKENS, keys_of
 
@@ -55,7 +56,9 @@ class Workers:
             rewrite_share=self.rng.choice((0.0, REWRITE_SHARE, REWRITE_SHARE)),
         )
         command = [sys.executable, "-m", "support.disk_worker", config.as_json()]
-        worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        worker = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=import_path()
+        )
         self.running.append(worker)
         assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
 
