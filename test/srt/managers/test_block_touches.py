@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.block_keys import to_bytes
 from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
 from sglang.srt.mem_cache.transfer import D2H, STORE, StorageAction, StorageOp, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.utils.time_units import Seconds
+from sglang.srt.utils.time_units import LaunchSeq, Seconds
 from support.local_engine import Generation, LocalEngine
 from support.storage_rig import StorageRig as Rig
 from support.storage_rig import tokens
@@ -94,6 +94,23 @@ def test_what_storage_has_lost_is_stored_again(lost: int):
     rig.assert_nothing_left()
 
 
+def test_full_storage_gets_back_what_many_use_alone():
+    """All is told, but storage that is smaller than memory is not written without end."""
+    rig = stored_rig(LONG, OTHER)
+    rig.storage.note_room(has_room=False)
+    for _ in range(8):
+        use(rig, LONG)
+    use(rig, OTHER)
+    assert tell(rig) == names(rig, LONG) + names(rig, OTHER)
+    assert rig.finish(next(iter(rig.ops)), 1 + len(names(rig, LONG))) == [], "the loss is of what one request uses"
+    use(rig, LONG)
+    tell(rig)
+    begun = rig.finish(next(iter(rig.ops)), 1)
+    assert [key for ticket in begun for key in to_bytes(rig.ops[ticket].keys)] == names(rig, LONG)
+    rig.finish_all()
+    rig.assert_nothing_left()
+
+
 def test_an_operation_that_fails_tells_nothing():
     rig = stored_rig(LONG)
     use(rig, LONG)
@@ -110,6 +127,26 @@ def test_what_leaves_the_tree_meanwhile_is_no_loss():
     for tier in (Tier.DEVICE, Tier.HOST):
         rig.controller.evict(tier, 16)
     assert rig.finish(next(iter(rig.ops)), 1) == []
+    rig.assert_nothing_left()
+
+
+@pytest.mark.parametrize("merged", ["before it is told", "while it is told"])
+def test_what_was_merged_meanwhile_still_counts(merged: str):
+    """As with each prompt that comes a second time: its last token is cut off, and joined again."""
+    rig = stored_rig(LONG)
+    (node,) = rig.tree.match("", tokens(LONG)).path
+    upper = rig.tree.split(node, 8)
+    rig.storage.writer.touches.note_request(upper)
+    told = names(rig, LONG[:8]) if merged == "while it is told" else names(rig, LONG)
+    if merged == "while it is told":
+        assert tell(rig) == told
+    rig.tree.compact(node, LaunchSeq(99))
+    assert upper.parent is None
+    if merged == "before it is told":
+        assert tell(rig) == told
+    begun = rig.finish(next(iter(rig.ops)), 1 + 1)
+    assert [key for ticket in begun for key in to_bytes(rig.ops[ticket].keys)] == told[1:]
+    rig.finish_all()
     rig.assert_nothing_left()
 
 

@@ -23,8 +23,8 @@ import psutil
 import pytest
 import torch
 
-from sglang.srt.mem_cache.block_store import OverlappingStore, StoreError
-from sglang.srt.offload import proxy_client, wire
+from sglang.srt.mem_cache.block_store import ExistsFailed, OverlappingStore, StoreError
+from sglang.srt.offload import proxy_client, remote_store, wire
 from sglang.srt.offload.proxy_process import OwnProxy
 from sglang.srt.offload.store.embedded import EmbeddedStore
 from support.children import children, wait_until
@@ -260,6 +260,43 @@ def test_what_was_evicted_in_the_middle_ends_the_run(remote):
     assert one.get(SOME) == 2 and one.came(range(2))
     until(lambda: one.store.exists(one.keys(SOME)) == 2)
     assert one.put(SOME) == 4 and one.get(SOME) == 4 and one.came(SOME), "it is stored anew"
+
+
+def test_what_was_evicted_is_found_when_it_is_in_use(remote, monkeypatch):
+    """A block without all of its pieces is forgotten, and stored anew."""
+    monkeypatch.setattr(remote_store, "_TOUCHED_AT_ONCE", 2)
+    one = remote()
+    keys = one.keys(range(5))
+    assert one.put(range(5)) == 5 and one.store.touch(keys) == 5 and one.store.touch([]) == 0
+    assert one.store.touch(keys[3:] + one.keys(range(9, 10)) + keys[:1]) == 2
+    store = connection(one.embedded.address)
+    piece = next(name for name in one.names() if keys[1].hex().encode() in name and name.endswith(b":0"))
+    assert store.call("DEL", piece) == 1
+    assert one.store.touch(keys) == 1
+    until(lambda: one.store.exists(keys) == 1)
+    assert one.store.touch(keys[2:]) == 3
+    assert one.put(range(5)) == 5 and one.store.touch(keys) == 5
+
+
+def test_a_store_that_is_gone_does_not_tell_what_it_has(remote):
+    one = remote()
+    assert one.put(SOME) == 4
+    os.kill(one.embedded.pid, signal.SIGKILL)
+    with pytest.raises(ExistsFailed):
+        one.store.touch(one.keys(SOME))
+    one.store._client.shut()
+    with pytest.raises(ExistsFailed):
+        until(lambda: one.store.touch(one.keys(SOME)) < 0)
+
+
+def test_a_store_that_evicts_has_no_room(remote):
+    one = remote(codec="raw")
+    assert one.put(range(2)) == 2
+    until(lambda: one.store.stats()["size_bytes"] > 2 * 2**21)
+    assert one.store.has_room
+    limit_bytes = int(1.03 * one.store.stats()["size_bytes"])
+    connection(one.embedded.address).call("CONFIG", "SET", "maxmemory", limit_bytes)
+    until(lambda: not one.store.has_room)
 
 
 SPOILT = (

@@ -16,7 +16,7 @@ from itertools import takewhile
 import numpy as np
 
 from sglang.srt.managers.cache_controller import HiCacheController
-from sglang.srt.mem_cache.node import Node
+from sglang.srt.mem_cache.node import Node, survivor_of
 from sglang.srt.mem_cache.transfer import STORE, StorageAction, Ticket
 
 # Of paths that wait to be told.
@@ -49,6 +49,8 @@ class BlockTouches:
         self.store_path = store_path
         # Whether what memory has of a path may never have been stored.
         self.catches_up = False
+        # Whether storage gives up blocks for new ones.
+        self.is_full = False
         # See `StorageOp`.
         self.skips: tuple[int, ...] = ()
         # What is under way.
@@ -68,8 +70,10 @@ class BlockTouches:
 
     def note(self, end: Node) -> None:
         """The path to `end` was used, or stored."""
-        if end.parent is None:
+        found = survivor_of(end)
+        if found is None:
             return
+        end = found
         self._pending.pop(end.id, None)
         self._pending[end.id] = end
         if len(self._pending) > _MAX_PENDING:
@@ -95,8 +99,8 @@ class BlockTouches:
         keys: list[np.ndarray] = []
         num_blocks = 0
         while self._pending and num_blocks < _MAX_BLOCKS_PER_OP:
-            end = self._pending.pop(next(iter(self._pending)))
-            if end.parent is None:
+            end = survivor_of(self._pending.pop(next(iter(self._pending))))
+            if end is None:
                 continue
             path = self.tree.path_of(end)
             if self.catches_up and not only_shared:
@@ -104,7 +108,7 @@ class BlockTouches:
                 # It may have split or merged nodes of the path.
                 path = self.tree.path_of(end) if end.parent is not None else []
             if only_shared:
-                path = list(takewhile(lambda node: self._num_uses[node.id] >= _SHARED_BY, path))
+                path = self._shared(path)
             path = list(takewhile(lambda node: node.block_keys is not None, path))
             if not path:
                 continue
@@ -135,15 +139,27 @@ class BlockTouches:
             if num_there < 0:
                 # Not known either.
                 self.note(each.end)
-            elif each.end.parent is not None:
-                self._note_lost(each.end, each.blocks[num_there:])
+            elif (end := survivor_of(each.end)) is not None:
+                self._note_lost(end, each.blocks[num_there:])
             num_there = -1
 
+    def _shared(self, path: list[Node]) -> list[Node]:
+        """What many of the last requests used."""
+        return list(takewhile(lambda node: self._num_uses[node.id] >= _SHARED_BY, path))
+
     def _note_lost(self, end: Node, blocks: np.ndarray) -> None:
-        """Storage lacks the first of the blocks; of the others it may have some, which are not written twice."""
+        """Storage lacks the first of the blocks; of the others it may have some, which are not written twice. Storage
+        that is smaller than what memory uses would be written without end: it gets back what many requests share
+        alone."""
         path = self.tree.path_of(end)
-        if any(node.stored is None for node in path):
+        if self.is_full:
+            path = self._shared(path)
+            blocks = blocks[
+                : np.searchsorted(blocks, sum(len(node.stored) for node in path if node.stored is not None))
+            ]
+        if not len(blocks) or any(node.stored is None for node in path):
             return
+        end = path[-1]
         self.tree.names.mark_stored(path, blocks, is_stored=False)
         self.counters["storage_losses"] += 1
         self.store_path(end)

@@ -23,7 +23,7 @@ from sglang.srt.managers.cache_controller import HiCacheController, is_ready
 from sglang.srt.managers.storage_breaker import StorageBreaker
 from sglang.srt.managers.storage_setup import StorageLimits
 from sglang.srt.mem_cache.block_keys import is_alone
-from sglang.srt.mem_cache.node import Node
+from sglang.srt.mem_cache.node import Node, survivor_of
 from sglang.srt.mem_cache.transfer import STORE, StorageAction, StorageOp, Ticket, Tier
 
 # Paths that are to be stored when there is room: the most that are remembered, and when those that have left the tree
@@ -106,12 +106,12 @@ class BlockWriter:
         self.counters["backuped_tokens"] += count * block_tokens
         self.counters["storage_backup_failed_tokens"] += (len(op.keys) - count) * block_tokens
         while self._deferred and self._num_storable_blocks() > 0:
-            node = self._deferred.pop(next(iter(self._deferred)))
-            was_pinned = self.pinned.pop(node.id, None) is not None
-            if node.parent is not None:
+            end = self._deferred.pop(next(iter(self._deferred)))
+            was_pinned = self.pinned.pop(end.id, None) is not None
+            if (node := survivor_of(end)) is not None:
                 self.store_path(node)
             if was_pinned:
-                self.tree.end_soft_pin(node)
+                self.tree.end_soft_pin(end)
 
     def store_nodes(self, nodes: list[Node]) -> None:
         """Copies have brought these nodes to the host: store what lacks no page any more."""
@@ -143,6 +143,7 @@ class BlockWriter:
             return
         # What is lost and counts as stored gives an open breaker no write to try, unless storage is asked for it.
         if self.limits is not None and (not self.breaker.is_open or self.breaker.may_try):
+            self.touches.is_full = not self.has_room
             self.touches.begin(only_shared=self.stores_late)
         if self.limits is not None and self.stores_late:
             self._store_ahead(num_pages)
@@ -212,7 +213,7 @@ class BlockWriter:
         deferred = self._deferred
         if end.id not in deferred and len(deferred) >= self._tidy_at:
             # Nodes that have left the tree keep their tokens alive.
-            for gone in [i for i, n in deferred.items() if n.parent is None]:
+            for gone in [i for i, n in deferred.items() if survivor_of(n) is None]:
                 del deferred[gone]
                 self.pinned.pop(gone, None)
             if len(deferred) >= _MAX_DEFERRED_STORES:

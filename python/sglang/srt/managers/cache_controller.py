@@ -26,7 +26,7 @@ from sglang.srt.managers.transfer_ledger import TransferLedger
 from sglang.srt.mem_cache.eviction import RETIRED_PRIORITY
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
-from sglang.srt.mem_cache.node import FilledRun, Node, mark_next, note_source
+from sglang.srt.mem_cache.node import FilledRun, Node, mark_next, note_source, survivor_of
 from sglang.srt.mem_cache.placement import (
     LAST,
     WRITE_POLICIES,
@@ -364,8 +364,8 @@ class HiCacheController:
     def _write_rest(self) -> None:
         """Write through what found the link busy."""
         ends, self._to_write = self._to_write, {}
-        for node in ends.values() if Tier.HOST not in self.unwritten else ():
-            if node.parent is not None:
+        for end in ends.values() if Tier.HOST not in self.unwritten else ():
+            if (node := survivor_of(end)) is not None:
                 self._write_through(node)
 
     def write_ahead(self, num_pages: int) -> None:

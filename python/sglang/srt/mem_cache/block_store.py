@@ -79,8 +79,15 @@ class TouchedStore(Protocol):
 
     def touch(self, keys: Sequence[bytes]) -> int:
         """These blocks are in use: of each prompt the front most of all. keys: of one prompt or several, each in
-        order. Returns how many of the leading keys are stored; those behind count as used all the same."""
+        order. Returns how many of the leading keys are stored; those behind count as used all the same. Raises
+        `ExistsFailed` where a failure of the medium keeps it from knowing."""
         ...
+
+
+def has_room(store: BlockStore | None) -> bool:
+    """Whether the store can take more blocks without giving up others; a store that does not tell is taken to be
+    without a limit."""
+    return getattr(store, "has_room", True)
 
 
 class ExistsFailed(Exception):

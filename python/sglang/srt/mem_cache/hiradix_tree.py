@@ -559,7 +559,7 @@ class HiRadixTree:
         self._changed(node)
         for gone in chain[:-1]:
             self._changed(gone)
-            gone.parent = None
+            gone.parent, gone.merged_into = None, node
             gone.children = {}
             gone.frames = [None] * NUM_TIERS
             self.num_nodes -= 1

@@ -33,6 +33,7 @@ class Node:
         "last_stream",
         "last_use",
         "lock",
+        "merged_into",
         "num_device_children",
         "parent",
         "priority",
@@ -88,6 +89,8 @@ class Node:
         self.block_keys: np.ndarray | None = None
         # (n,) bool, which blocks storage is believed to have.
         self.stored: np.ndarray | None = None
+        # What it has become a part of, since when it is not in the tree.
+        self.merged_into: Node | None = None
 
     def be_used_as(self, node: Node) -> None:
         """This one was a part of the node."""
@@ -118,6 +121,13 @@ class Node:
     def __repr__(self) -> str:
         where = "+".join(t.name.lower() for t in FRAME_TIERS if self.frames[t] is not None)
         return f"Node({self.id}, {len(self.key)} tokens, {where or 'nowhere'}, lock {self.lock})"
+
+
+def survivor_of(node: Node) -> Node | None:
+    """The node, or what it has become a part of; None for a root and for what has left the tree."""
+    while node.parent is None and node.merged_into is not None:
+        node = node.merged_into
+    return node if node.parent is not None else None
 
 
 class Root(Node):

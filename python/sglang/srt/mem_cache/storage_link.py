@@ -20,7 +20,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from sglang.srt.mem_cache.block_keys import to_bytes
-from sglang.srt.mem_cache.block_store import BlockStore, ExistsFailed, OverlappingStore, StoreError, TouchedStore
+from sglang.srt.mem_cache.block_store import (
+    BlockStore,
+    ExistsFailed,
+    OverlappingStore,
+    StoreError,
+    TouchedStore,
+    has_room,
+)
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.storage.tiered_store import TieredStore
 from sglang.srt.mem_cache.transfer import (
@@ -175,9 +182,7 @@ class StorageLink:
 
     @property
     def has_room(self) -> bool:
-        """Whether the store can take more blocks without giving up others; a store that does not tell is taken to be
-        without a limit."""
-        return getattr(self.slot.store, "has_room", True)
+        return has_room(self.slot.store)
 
     @property
     def _is_synchronous(self) -> bool:
@@ -211,7 +216,10 @@ class StorageLink:
             near, far = store.locate(keys)
             return near + far, far
         if op.action == StorageAction.TOUCH:
-            return 1 + (store.touch(to_bytes(op.keys)) if isinstance(store, TouchedStore) else len(op.keys)), 0
+            try:
+                return 1 + (store.touch(to_bytes(op.keys)) if isinstance(store, TouchedStore) else len(op.keys)), 0
+            except ExistsFailed:
+                return 0, 0
         if op.action == StorageAction.CLEAR:
             store.clear()
             return 1, 0

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from sglang.srt.mem_cache.block_store import StoreError
+from sglang.srt.mem_cache.block_store import ExistsFailed, StoreError
 from sglang.srt.mem_cache.storage.registry import StoreParams
 from sglang.srt.offload import wire
 from sglang.srt.offload.codec.layout import BlockLayout
@@ -36,6 +36,10 @@ logger = logging.getLogger(__name__)
 RETRY_S = 1.0
 _CHECK_INTERVAL_S = 0.5
 _WARN_INTERVAL_S = 60.0
+# Blocks of one message, so that a question of a request waits for few.
+_TOUCHED_AT_ONCE = 64
+# A store that evicts stays a little below its limit.
+_FULL_AT = 0.95
 
 
 class RemoteStore:
@@ -104,6 +108,26 @@ class RemoteStore:
                 self._counters["write_errors"] += 1
         return count
 
+    def touch(self, keys: Sequence[bytes]) -> int:
+        """See TouchedStore. Raises ExistsFailed."""
+        count = 0
+        # The front last, as `ObjectStore.touch`.
+        for begin in reversed(range(0, len(keys), _TOUCHED_AT_ONCE)):
+            part = keys[begin : begin + _TOUCHED_AT_ONCE]
+            told = self._wait(partial(wire.Touch, keys=b"".join(part)))
+            if not told:
+                raise ExistsFailed("the remote store does not answer")
+            count = told - 1 + (count if told > len(part) else 0)
+        return count
+
+    @property
+    def has_room(self) -> bool:
+        """As of the store's last answer."""
+        client = self._client
+        stats = client.stats if client is not None else {}
+        limit_bytes = stats.get("limit_bytes", 0)
+        return not limit_bytes or stats["size_bytes"] < _FULL_AT * limit_bytes
+
     def clear(self) -> None:
         if not self._wait(wire.Clear):
             logger.warning("the remote store was not emptied: it does not answer")
@@ -125,14 +149,12 @@ class RemoteStore:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _wait(self, make: Callable[[int], wire.Exists | wire.Put | wire.Clear]) -> int:
+    def _wait(self, make: Callable[[int], msgspec.Struct]) -> int:
         ended = _Result()
         self._start(make, ended.put)
         return ended.wait()
 
-    def _start(
-        self, make: Callable[[int], wire.Exists | wire.Get | wire.Put | wire.Clear], on_end: Callable[[int], None]
-    ) -> Callable[[], None]:
+    def _start(self, make: Callable[[int], msgspec.Struct], on_end: Callable[[int], None]) -> Callable[[], None]:
         client = self._live_client()
         if client is None:
             on_end(0)

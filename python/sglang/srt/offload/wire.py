@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 # A Get of 256 blocks of 256 one-token pages is 270 KB.
 MAX_FRAME_BYTES = 16 << 20
 _LENGTH = struct.Struct("<I")
@@ -56,6 +56,14 @@ class Exists(msgspec.Struct, tag=True, frozen=True):
     keys: bytes
 
 
+class Touch(msgspec.Struct, tag=True, frozen=True):
+    """These blocks are in use. A block that lacks a part is forgotten. keys: as in `Exists`, but from any number of
+    prompts."""
+
+    id: int
+    keys: bytes
+
+
 class Get(msgspec.Struct, tag=True, frozen=True):
     """Fetch blocks into pages of the pool. pages: int32, block after block. The proxy may write into them until it
     has answered."""
@@ -90,7 +98,8 @@ class GetStats(msgspec.Struct, tag=True, frozen=True):
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """count: how many leading blocks are stored (Exists, Put), or were read whole and verified (Get)."""
+    """count: how many leading blocks are stored (Exists, Put), or were read whole and verified (Get).
+    Touch: one more than are stored, or 0 if the store did not tell."""
 
     id: int
     count: int
@@ -100,7 +109,7 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     values: dict[str, int]
 
 
-ToProxy = Exists | Get | Put | Cancel | Clear | GetStats
+ToProxy = Exists | Touch | Get | Put | Cancel | Clear | GetStats
 ToEngine = Done | Stats
 _encoder = msgspec.msgpack.Encoder()
 

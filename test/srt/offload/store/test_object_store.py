@@ -142,6 +142,59 @@ def test_probing_keeps_a_manifest_from_being_evicted(redis):
     wait_until(lambda: store.leading([key_of(1)]) == 1 and idle_s() == 0, "a use")
 
 
+def test_marking_as_used_is_one_round_trip(fake):
+    def answer(connection, command):
+        # Answers only when all have come.
+        while len([r for r in server.requests if r[0] == b"TOUCH"]) < 20:
+            connection.read()
+        connection.send(b":1\r\n:3\r\n" * 10)
+
+    server = fake(single(answer))
+    store = open_store(server.address)
+    keys = [key_of(i) for i in range(10)]
+    assert store.touch(keys) == (10, [])
+    touched = [request[1:] for request in server.requests if request[0] == b"TOUCH"]
+    names = [[store.name_of(key, what) for what in (b"m", 0, 1, 2)] for key in reversed(keys)]
+    assert touched == [part for name in names for part in (name[:1], name[1:])], "the front of a prompt last"
+
+
+def test_a_block_in_use_is_not_evicted(redis):
+    """Nor is any part of it."""
+    store = open_store(redis)
+    write(store, 1)
+    connection = redis.connection()
+
+    def idle_s() -> list[int]:
+        return [connection.call("OBJECT", "IDLETIME", store.name_of(key_of(1), what)) for what in (b"m", 0, 1, 2)]
+
+    wait_until(lambda: min(idle_s()) >= 1, "a second to go by")
+    # Tried again, should it take a second to look.
+    wait_until(lambda: store.touch([key_of(1)]) == (1, []) and max(idle_s()) == 0, "a use")
+
+
+def test_marking_as_used_finds_what_was_evicted(redis):
+    store = open_store(redis)
+    keys = [key_of(i) for i in range(6)]
+    assert store.touch(keys) == (0, []) and store.touch([]) == (0, [])
+    write(store, 0, 1, 2, 3, 5)
+    assert store.touch(keys) == (4, [])
+    connection = redis.connection()
+    for i, what in ((1, 2), (2, b"m")):
+        assert connection.call("DEL", store.name_of(keys[i], what)) == 1
+    # Without its manifest a block is not there, and its pieces are nothing to remove: another may be writing it.
+    assert store.touch(keys) == (1, [keys[1]])
+    assert store.touch(keys[2:]) == (0, []) and store.touch(keys[3:]) == (1, [])
+
+
+def test_a_store_that_fails_does_not_tell_what_is_used(fake, caplog):
+    server = fake(single(lambda connection, command: connection.send(b"-NOPERM no\r\n")))
+    store = open_store(server.address)
+    assert store.touch([key_of(1)]) == (None, [])
+    assert "marking blocks as used: NOPERM" in store.last_failure
+    server.close()
+    assert store.touch([key_of(1)]) == (None, []) and store.stats()["failures"] == 2
+
+
 def test_a_manifest_says_what_is_stored(redis):
     store = open_store(redis, codec="lossless:zstd")
     assert store.manifest(key_of(1)) is None

@@ -20,7 +20,7 @@ from functools import partial
 
 import numpy as np
 
-from sglang.srt.mem_cache.block_store import BlockStore, OverlappingStore, TouchedStore
+from sglang.srt.mem_cache.block_store import BlockStore, OverlappingStore, TouchedStore, has_room
 from sglang.srt.utils.clock import monotonic
 
 logger = logging.getLogger(__name__)
@@ -138,13 +138,20 @@ class GuardedStore:
     def touch(self, keys: Sequence[bytes]) -> int:
         """See TouchedStore. Blocks that were not written while the store was left alone count as lost, so that they
         are written when they are used again. All others count as there if the store is not told, or left alone."""
-        if self.reason:
-            return len(keys)
         count = len(keys)
         if isinstance(self.store, TouchedStore) and self._ask(keys[:1]) is not None:
-            count = self._call(keys, partial(self.store.touch, keys), is_read=False)
+            try:
+                count = self.store.touch(keys)
+            except Exception as raised:
+                self._leave_alone(f"a call failed: {raised!r}")
+        if self.reason:
+            return len(keys)
         with self._changed:
             return next((i for i, key in enumerate(keys[:count]) if key in self._missed), count)
+
+    @property
+    def has_room(self) -> bool:
+        return has_room(self.store)
 
     def clear(self) -> None:
         with self._changed:

@@ -8,11 +8,12 @@ that may hang is a `GuardedStore`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
 
-from sglang.srt.mem_cache.block_store import BlockStore, ExistsFailed, OverlappingStore, TouchedStore
+from sglang.srt.mem_cache.block_store import BlockStore, ExistsFailed, OverlappingStore, TouchedStore, has_room
 
 
 class TieredStore:
@@ -24,6 +25,10 @@ class TieredStore:
         self.block_tokens = near.block_tokens
         self.near = near
         self.far = far
+
+    @property
+    def has_room(self) -> bool:
+        return has_room(self.near) and has_room(self.far)
 
     def without(self, skips: tuple[int, ...]) -> TieredStore:
         """A view that leaves stores out. skips: 0 for the near one, 1 for the far one."""
@@ -61,9 +66,14 @@ class TieredStore:
         return max(self.near.set(keys, frames), self.far.set(keys, frames))
 
     def touch(self, keys: Sequence[bytes]) -> int:
-        """How many leading blocks all stores have that are told."""
-        told = [store.touch(keys) for store in (self.near, self.far) if isinstance(store, TouchedStore)]
-        return min(told, default=len(keys))
+        """How many leading blocks all stores have that are told; of one that fails it is not known that it has lost
+        any."""
+        count = len(keys)
+        for store in (self.near, self.far):
+            if isinstance(store, TouchedStore):
+                with suppress(ExistsFailed):
+                    count = min(count, store.touch(keys))
+        return count
 
     def clear(self) -> None:
         self.near.clear()

@@ -33,6 +33,8 @@ from sglang.srt.utils.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
 
+_Question = wire.Exists | wire.Touch | wire.Clear | wire.GetStats
+
 
 class SessionRefusedError(Exception):
     """The session cannot begin; the message is sent to the engine."""
@@ -65,9 +67,9 @@ class Session:
         self._readers: dict[int, PieceReader] = {}
         self._writers: dict[int, BlockWriter] = {}
         self._outbox: queue.SimpleQueue[wire.ToEngine | None] = queue.SimpleQueue()
-        # Probes, carried out one after another on a thread of their own, because a store that does not answer must
-        # delay only them.
-        self._questions: queue.SimpleQueue[wire.Exists | wire.Clear | wire.GetStats | None] = queue.SimpleQueue()
+        # What moves no block, carried out one after another on a thread of its own, because a store that does not
+        # answer must delay nothing else.
+        self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._usage: dict[str, int] = {}
         self._lock = threading.Condition()
         # Operations that are not answered yet.
@@ -191,8 +193,17 @@ class Session:
                 self._usage = self.store.usage()
             elif isinstance(question, wire.Exists):
                 self._outbox.put(wire.Done(question.id, self.store.leading(_split(question.keys))))
+            elif isinstance(question, wire.Touch):
+                self._outbox.put(wire.Done(question.id, self._touch(_split(question.keys))))
             else:
                 self._outbox.put(wire.Done(question.id, int(self._clear())))
+
+    def _touch(self, keys: list[bytes]) -> int:
+        """As `wire.Done` has it."""
+        count, incomplete = self.store.touch(keys)
+        for key in incomplete:
+            self.incomplete(key)
+        return 0 if count is None else 1 + count
 
     def _clear(self) -> bool:
         try:

@@ -121,6 +121,30 @@ class ObjectStore:
         self.count(probed_blocks=len(keys), found_blocks=count)
         return count
 
+    def touch(self, keys: Sequence[bytes]) -> tuple[int | None, list[bytes]]:
+        """These blocks are in use, though none is read. keys: of any number of prompts, each in order.
+
+        Returns how many of the leading blocks are stored whole, or None if the store fails; and the blocks that have
+        a manifest but lack a piece. One round trip.
+        """
+        commands = []
+        # The front of a prompt last, and of a block the manifest first: without it the pieces are not looked for.
+        for key in reversed(keys):
+            name, *pieces = self._names_of(key)
+            commands += [(name, (b"TOUCH", name)), (name, (b"TOUCH", *pieces))]
+        try:
+            with self._lock:
+                replies = self._control.pipeline(commands)[::-1]
+            if (error := next((reply for reply in replies if isinstance(reply, ErrorReply)), None)) is not None:
+                raise error
+        except StoreFailure as failure:
+            self.failed("marking blocks as used", failure)
+            return None, []
+        pieces_there, manifests = replies[::2], replies[1::2]
+        is_whole = [bool(m) and n == self.num_pieces for m, n in zip(manifests, pieces_there)]
+        count = is_whole.index(False) if False in is_whole else len(keys)
+        return count, [key for key, m, whole in zip(keys, manifests, is_whole) if m and not whole]
+
     def reader(self) -> PieceReader:
         return PieceReader(self)
 
@@ -210,7 +234,11 @@ class ObjectStore:
         return b"%b%b}:%b" % (self._prefix, key.hex().encode(), what if isinstance(what, bytes) else b"%d" % what)
 
     def unlink_command(self, key: bytes) -> list[bytes]:
-        return [b"UNLINK", *(self.name_of(key, what) for what in (_MANIFEST, *range(self.num_pieces)))]
+        return [b"UNLINK", *self._names_of(key)]
+
+    def _names_of(self, key: bytes) -> list[bytes]:
+        """Of the manifest and of every piece."""
+        return [self.name_of(key, what) for what in (_MANIFEST, *range(self.num_pieces))]
 
     def may_write(self) -> bool:
         if self._clock() >= self._no_write_before:
