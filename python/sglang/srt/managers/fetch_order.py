@@ -39,6 +39,7 @@ class FetchOrder:
         # The same in order, and beside it each one's blocks that are to be begun.
         self._sorted: list[_Entry] = []
         self._blocks: list[int] = []
+        self._num_blocks = 0
         # The first block that storage was asked for -> those that asked for it.
         self._by_first_key: dict[bytes, dict[str, None]] = {}
         self._first_keys: dict[str, bytes] = {}
@@ -77,7 +78,10 @@ class FetchOrder:
 
     def blocks_before(self, prefetch: Prefetch) -> int:
         """Blocks that are begun before those of a request that comes now."""
-        return sum(self._blocks[: bisect_left(self._sorted, (self._rank(prefetch) + 1,))])
+        place = bisect_left(self._sorted, (self._rank(prefetch) + 1,))
+        if 2 * place < len(self._blocks):
+            return sum(self._blocks[:place])
+        return self._num_blocks - sum(self._blocks[place:])
 
     def is_before(self, rid: str, other: str) -> bool:
         """Whether a request is given the link before another."""
@@ -92,6 +96,7 @@ class FetchOrder:
     def check_invariants(self, prefetches: dict[str, Prefetch]) -> None:
         assert self._sorted == sorted(self._entries.values())
         assert self._blocks == [prefetches[rid].blocks_left for _, _, rid in self._sorted]
+        assert self._num_blocks == sum(self._blocks)
         assert all(rank == self._rank(prefetches[rid]) for rank, _, rid in self._sorted)
         assert {r: k for k, rids in self._by_first_key.items() for r in rids} == self._first_keys
         assert self._first_keys.keys() == self._entries.keys()
@@ -103,10 +108,12 @@ class FetchOrder:
         place = bisect_left(self._sorted, entry)
         self._sorted.insert(place, entry)
         self._blocks.insert(place, num_blocks)
+        self._num_blocks += num_blocks
         self._entries[entry[2]] = entry
 
     def _take_out(self, rid: str) -> _Entry:
         entry = self._entries.pop(rid)
         place = bisect_left(self._sorted, entry)
-        del self._sorted[place], self._blocks[place]
+        del self._sorted[place]
+        self._num_blocks -= self._blocks.pop(place)
         return entry

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.transfer import FRAME_TIERS
 
 # Reason -> what it means; the order is that of the live page.
 REASONS = {
-    "never_cached": "no request had these tokens before",
+    "never_cached": "no request since the start had them, and storage was not seen to have them",
     "evicted_device": "the device gave them up, and no other tier had them",
     "evicted_peer": "peers gave them up, and no other tier had them",
     "evicted_host": "the host gave them up, and no other tier had them",
