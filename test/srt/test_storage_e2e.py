@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -23,16 +25,17 @@ FLAGS = (
 PROMPT = [300 + i * 7 % 1500 for i in range(400)]
 
 
-def start(folder: Path | None, **settings: object) -> Server:
-    flags = FLAGS.split()
+def start(folder: Path | None, *more: str, **settings: object) -> Server:
+    flags = [*FLAGS.split(), *more]
     if folder is not None:
         config = json.dumps({"path": str(folder), "prefetch_threshold": 64, **settings})
         flags += ["--hicache-storage-backend", "file", "--hicache-storage-backend-extra-config", config]
     return Server(*flags)
 
 
-def generate(server: Server, ids: list[int] = PROMPT) -> dict:
-    body = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}}
+def generate(server: Server, ids: list[int] = PROMPT, **fields: object) -> dict:
+    params = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    body = {"input_ids": ids, "sampling_params": params, **fields}
     response = server.post("/generate", body)
     assert response.status_code == 200, response.text
     return response.json()
@@ -134,3 +137,49 @@ def test_storage_is_attached_cleared_and_detached_while_the_server_runs(tmp_path
         assert "disk" not in server.state()["tiers"]
         assert admin(server, "PUT", body=body).status_code == 200, "its folder is free again"
         server.stop()
+
+
+@pytest.mark.slow
+def test_two_servers_share_a_folder_and_one_is_killed_while_both_write(tmp_path):
+    """With other page sizes. Each finds what the other has stored, and both together keep the limit."""
+    folder, rng = tmp_path / "kv", random.Random(7)
+    limit = {"limit_gb": 0.02, "segment_mb": 1}
+
+    def prompts(count: int) -> list[list[int]]:
+        return [[rng.randrange(10, 2000) for _ in range(400)] for _ in range(count)]
+
+    def ask(server: Server, texts: list[list[int]]) -> int:
+        """Tokens from the disk. Every answer is that of a server without a cache."""
+        found = 0
+        for text in texts:
+            reply = generate(server, text)
+            assert reply["output_ids"] == generate(server, text, cache="bypass")["output_ids"]
+            found += details(reply)["disk"]
+        return found
+
+    def size_bytes() -> int:
+        return sum(path.stat().st_size for path in folder.rglob("*.kv"))
+
+    # With `auto` a full disk lacks what memory has.
+    flags = ("--hicache-write-policy", "write_through")
+    with start(folder, *flags, **limit) as one, start(folder, *flags, "--page-size", "16", **limit) as other:
+        texts = prompts(4)
+        assert ask(one, texts) == 0
+        wait_until(lambda: metric(one, "backuped_tokens_total") >= 4 * 384)
+        assert ask(other, texts) == 4 * 384
+        stored = other.state()["tiers"]["disk"]["blocks"]
+        assert stored == one.state()["tiers"]["disk"]["blocks"], "each block once"
+        with ThreadPoolExecutor(2) as pool:
+            mine, theirs = prompts(60), prompts(60)
+            running = [pool.submit(ask, one, mine), pool.submit(ask, other, theirs)]
+            wait_until(lambda: one.state()["counters"]["requests"] > 30)
+            kill(one)
+            with pytest.raises(httpx.TransportError):
+                running[0].result()
+            running[1].result()
+        wait_until(lambda: not other.state()["storage"]["storing_tokens"])
+        assert size_bytes() <= 0.02e9 + 2 * 1e6
+        with start(folder, **limit) as again:
+            assert ask(again, theirs[-3:]) == 3 * 384, "what the survivor has stored"
+            again.stop()
+        other.stop()
