@@ -161,6 +161,20 @@ def test_a_full_exclusive_disk_is_told_of_what_many_use_alone():
     assert tell(rig) == []
 
 
+def test_what_many_use_is_known_however_it_is_cut():
+    """As where one prompt comes again and again: its last token is cut off, and joined again."""
+    rig = stored_rig(LONG)
+    rig.storage.writer.is_exclusive = True
+    rig.storage.note_room(has_room=False)
+    for i in range(8):
+        assert tell(rig) == [], i
+        (node,) = rig.tree.match("", tokens(LONG)).path
+        rig.storage.writer.touches.note_request(rig.tree.split(node, 8))
+        rig.tree.compact(node, LaunchSeq(99))
+    assert tell(rig) == names(rig, LONG[:8])
+    rig.finish_all()
+
+
 def test_nothing_is_told_to_what_hangs_or_is_detached():
     rig = stored_rig(LONG)
     use(rig, LONG)

@@ -1,6 +1,6 @@
 """`BlockTouches`: tells storage which of its blocks serve requests from memory, so that it keeps them, fronts first.
 
-Owns the paths that are to be told, the operation that tells some of them, one at a time, and which nodes many of the
+Owns the paths that are to be told, the operation that tells some of them, one at a time, and which blocks many of the
 last requests used. The answer shows what storage has lost; `BlockWriter` stores it again. Nothing waits for it.
 
     a request starts on a path, or its end was stored --note--> pending --begin--> TOUCH --end--> lost blocks: stored
@@ -16,6 +16,7 @@ from itertools import takewhile
 import numpy as np
 
 from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.mem_cache.block_keys import to_bytes
 from sglang.srt.mem_cache.node import Node, survivor_of
 from sglang.srt.mem_cache.transfer import STORE, StorageAction, Ticket
 
@@ -23,9 +24,11 @@ from sglang.srt.mem_cache.transfer import STORE, StorageAction, Ticket
 _MAX_PENDING = 256
 # Blocks of one operation, but for its first path.
 _MAX_BLOCKS_PER_OP = 4096
-# A node is shared by many if that share of so many requests used it.
+# A block is shared by many if that share of so many requests used it.
 _WINDOW = 64
 _SHARED_BY = _WINDOW // 8
+# Of each path, the leading blocks that are counted.
+_MAX_COUNTED = 512
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,9 @@ class BlockTouches:
         self._told: list[_Told] = []
         # Ends of paths, the oldest use first.
         self._pending: dict[int, Node] = {}
-        # Nodes that each of the last requests used, and how many requests used each.
-        self._last: deque[list[int]] = deque()
-        self._num_uses: Counter[int] = Counter()
+        # Blocks that each of the last requests used while storage was full, and how many requests used each.
+        self._last: deque[list[bytes]] = deque()
+        self._num_uses: Counter[bytes] = Counter()
 
     def close(self) -> None:
         """Begin nothing new."""
@@ -70,21 +73,22 @@ class BlockTouches:
 
     def note(self, end: Node) -> None:
         """The path to `end` was used, or stored."""
-        found = survivor_of(end)
-        if found is None:
+        if (node := survivor_of(end)) is None:
             return
-        end = found
-        self._pending.pop(end.id, None)
-        self._pending[end.id] = end
+        self._pending.pop(node.id, None)
+        self._pending[node.id] = node
         if len(self._pending) > _MAX_PENDING:
             del self._pending[next(iter(self._pending))]
 
     def note_request(self, end: Node) -> None:
         """A request starts on the path to `end`."""
         self.note(end)
-        ids = [node.id for node in self.tree.path_of(end)] if end.parent is not None else []
-        self._last.append(ids)
-        self._num_uses.update(ids)
+        if not self.is_full:
+            return
+        keys = self._keys_of(self._named(end)) if end.parent is not None else []
+        used = to_bytes(np.concatenate(keys)[:_MAX_COUNTED]) if keys else []
+        self._last.append(used)
+        self._num_uses.update(used)
         if len(self._last) > _WINDOW:
             for each in self._last.popleft():
                 self._num_uses[each] -= 1
@@ -92,7 +96,7 @@ class BlockTouches:
                     del self._num_uses[each]
 
     def begin(self, only_shared: bool) -> None:
-        """Tell storage of some paths, unless it is being told. only_shared: of nodes that many requests use alone, as
+        """Tell storage of some paths, unless it is being told. only_shared: only of blocks that many requests use, as
         storage is to have what memory lacks; what it lacks of them is stored."""
         if self.ticket is not None or not self._pending:
             return
@@ -102,23 +106,22 @@ class BlockTouches:
             end = survivor_of(self._pending.pop(next(iter(self._pending))))
             if end is None:
                 continue
-            path = self.tree.path_of(end)
             if self.catches_up and not only_shared:
                 self.store_path(end)
-                # It may have split or merged nodes of the path.
-                path = self.tree.path_of(end) if end.parent is not None else []
-            if only_shared:
-                path = self._shared(path)
-            path = list(takewhile(lambda node: node.block_keys is not None, path))
+            # It may have split or merged nodes of the path.
+            path = self._named(end) if end.parent is not None else []
             if not path:
                 continue
+            of_path = np.concatenate(self._keys_of(path))
             stored = np.concatenate([node.stored for node in path])  # type: ignore[misc]
-            if only_shared and not stored.all():
-                self.store_path(path[-1])
+            if only_shared:
+                stored = stored[: self._num_shared(of_path)]
+                if not stored.all():
+                    self.store_path(path[-1])
             if not stored.any():
                 continue
             blocks = np.flatnonzero(stored)
-            keys.append(np.concatenate([node.block_keys for node in path])[blocks])  # type: ignore[misc]
+            keys.append(of_path[blocks])
             self._told.append(_Told(path[-1], blocks))
             num_blocks += len(blocks)
         if keys:
@@ -143,23 +146,31 @@ class BlockTouches:
                 self._note_lost(end, each.blocks[num_there:])
             num_there = -1
 
-    def _shared(self, path: list[Node]) -> list[Node]:
-        """What many of the last requests used."""
-        return list(takewhile(lambda node: self._num_uses[node.id] >= _SHARED_BY, path))
+    def _named(self, end: Node) -> list[Node]:
+        """The nodes of the path to `end`, as far as their blocks have names."""
+        return list(takewhile(lambda node: node.block_keys is not None, self.tree.path_of(end)))
+
+    @staticmethod
+    def _keys_of(path: list[Node]) -> list[np.ndarray]:
+        return [node.block_keys for node in path]  # type: ignore[misc]
+
+    def _num_shared(self, keys: np.ndarray) -> int:
+        """How many of the leading blocks many of the last requests used."""
+        uses = (self._num_uses[key] for key in to_bytes(keys[:_MAX_COUNTED]))
+        return sum(1 for _ in takewhile(lambda count: count >= _SHARED_BY, uses))
 
     def _note_lost(self, end: Node, blocks: np.ndarray) -> None:
         """Storage lacks the first of the blocks; of the others it may have some, which are not written twice. Storage
         that is smaller than what memory uses would be written without end: it gets back what many requests share
         alone."""
         path = self.tree.path_of(end)
-        if self.is_full:
-            path = self._shared(path)
-            blocks = blocks[
-                : np.searchsorted(blocks, sum(len(node.stored) for node in path if node.stored is not None))
-            ]
-        if not len(blocks) or any(node.stored is None for node in path):
+        if any(node.stored is None for node in path):
             return
-        end = path[-1]
+        if self.is_full:
+            num_shared = self._num_shared(np.concatenate(self._keys_of(path)))
+            blocks = blocks[: np.searchsorted(blocks, num_shared)]
+        if not len(blocks):
+            return
         self.tree.names.mark_stored(path, blocks, is_stored=False)
         self.counters["storage_losses"] += 1
         self.store_path(end)

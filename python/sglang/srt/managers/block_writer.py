@@ -51,8 +51,6 @@ class BlockWriter:
         self.is_off = False
         # Of two stores, the places of those that get nothing.
         self.skips: tuple[int, ...] = ()
-        # Whether storage can take more blocks without giving up others.
-        self.has_room = True
         # Host pages that writes hold on to.
         self.storing_pages = 0
         # Whether tokens [start, end) of a path are worth it.
@@ -63,6 +61,11 @@ class BlockWriter:
         # Those of them that are soft-pinned.
         self.pinned: dict[int, Node] = {}
         self._tidy_at = _TIDY_DEFERRED_STORES
+
+    @property
+    def has_room(self) -> bool:
+        """Whether storage can take more blocks without giving up others."""
+        return not self.touches.is_full
 
     def open(self, limits: StorageLimits | None, is_lossy: bool, is_exclusive: bool) -> None:
         """Storage was attached, emptied or detached."""
@@ -143,7 +146,6 @@ class BlockWriter:
             return
         # What is lost and counts as stored gives an open breaker no write to try, unless storage is asked for it.
         if self.limits is not None and (not self.breaker.is_open or self.breaker.may_try):
-            self.touches.is_full = not self.has_room
             self.touches.begin(only_shared=self.stores_late)
         if self.limits is not None and self.stores_late:
             self._store_ahead(num_pages)

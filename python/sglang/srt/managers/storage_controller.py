@@ -168,7 +168,7 @@ class StorageController:
 
     def note_room(self, has_room: bool) -> None:
         """has_room: whether storage can take more blocks without giving up others."""
-        self.writer.has_room = has_room
+        self.writer.touches.is_full = not has_room
         has_peers = Tier.PEER in self.controller.tables
         self.controller.stores_early = has_peers and self.limits is not None and not self.writer.stores_late
 
