@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.block_touches import MAX_BACK
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.block_keys import to_bytes
 from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
-from sglang.srt.mem_cache.transfer import D2H, STORE, StorageAction, StorageOp, Tier
+from sglang.srt.mem_cache.transfer import D2H, STORE, StorageAction, StorageOp, Ticket, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.time_units import LaunchSeq, Seconds
 from support.local_engine import Generation, LocalEngine
@@ -94,19 +96,87 @@ def test_what_storage_has_lost_is_stored_again(lost: int):
     rig.assert_nothing_left()
 
 
-def test_full_storage_gets_back_what_many_use_alone():
-    """All is told, but storage that is smaller than memory is not written without end."""
+def lose(rig: Rig, num_left: int) -> list[bytes]:
+    """Tell storage, which has so many of the leading blocks left. The keys that are stored again, which it ends."""
+    if not tell(rig):
+        return []
+    begun = rig.finish(next(iter(rig.ops)), 1 + num_left)
+    keys = written(rig, begun)
+    for ticket in begun:
+        rig.finish(ticket)
+    return keys
+
+
+def written(rig: Rig, tickets: Iterable[Ticket]) -> list[bytes]:
+    ops = [rig.ops[ticket] for ticket in tickets]
+    return [key for op in ops if op.action == StorageAction.SET for key in to_bytes(op.keys)]
+
+
+def test_full_storage_gets_back_the_front_as_far_as_it_has_saved_up():
+    rig = stored_rig(LONG)
+    rig.storage.note_room(has_room=False)
+    touches, keys = rig.storage.writer.touches, names(rig, LONG)
+    touches.num_back = MAX_BACK / 2 + 1
+    use(rig, LONG)
+    assert lose(rig, 2) == keys[2:3], "half is for what many share"
+    use(rig, LONG)
+    assert lose(rig, 1) == []
+    # It is told of what is before the hole alone, whatever comes.
+    for _ in range(3):
+        use(rig, LONG)
+        assert tell(rig) == keys[:1]
+        rig.finish_all()
+    touches.num_back = MAX_BACK / 2 + 2
+    use(rig, LONG)
+    rig.storage.writer.begin_step(0)
+    assert written(rig, rig.collect()) == keys[1:3]
+    rig.finish_all()
+    use(rig, LONG)
+    assert tell(rig) == keys
+    rig.finish_all()
+    rig.assert_nothing_left()
+
+
+def test_full_storage_gets_back_what_many_share_first():
     rig = stored_rig(LONG, OTHER)
     rig.storage.note_room(has_room=False)
+    rig.storage.writer.touches.num_back = MAX_BACK / 2
     for _ in range(8):
         use(rig, LONG)
     use(rig, OTHER)
-    assert tell(rig) == names(rig, LONG) + names(rig, OTHER)
-    assert rig.finish(next(iter(rig.ops)), 1 + len(names(rig, LONG))) == [], "the loss is of what one request uses"
+    assert lose(rig, len(names(rig, LONG))) == [], "the loss is of what one request uses"
     use(rig, LONG)
-    tell(rig)
-    begun = rig.finish(next(iter(rig.ops)), 1)
-    assert [key for ticket in begun for key in to_bytes(rig.ops[ticket].keys)] == names(rig, LONG)
+    assert lose(rig, 0) == names(rig, LONG)
+    rig.assert_nothing_left()
+
+
+def test_full_storage_that_cannot_hold_what_many_share_is_not_written_without_end():
+    rig = stored_rig(LONG)
+    rig.storage.note_room(has_room=False)
+    for _ in range(8):
+        use(rig, LONG)
+    rig.storage.writer.touches.num_back = 5.0
+    num_written = 0
+    for _ in range(20):
+        use(rig, LONG)
+        # All of it is gone again.
+        keys = lose(rig, 0)
+        assert keys == names(rig, LONG)[: len(keys)], "the front first"
+        num_written += len(keys)
+    # Those five, then a quarter of what was written.
+    assert 5 <= num_written <= 5 / 0.75
+
+
+def test_holes_are_filled_when_there_is_room_again():
+    rig = stored_rig(LONG)
+    rig.storage.note_room(has_room=False)
+    rig.storage.writer.touches.num_back = 0.0
+    use(rig, LONG)
+    assert lose(rig, 3) == []
+    rig.storage.note_room(has_room=True)
+    use(rig, LONG)
+    rig.storage.writer.begin_step(0)
+    assert written(rig, rig.collect()) == names(rig, LONG)[3:]
     rig.finish_all()
     rig.assert_nothing_left()
 

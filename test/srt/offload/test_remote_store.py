@@ -278,6 +278,18 @@ def test_what_was_evicted_is_found_when_it_is_in_use(remote, monkeypatch):
     assert one.put(range(5)) == 5 and one.store.touch(keys) == 5
 
 
+def test_what_is_there_is_not_written_again_behind_what_is_not(remote):
+    one = remote()
+    assert one.put(SOME) == 4
+    until(lambda: one.store.stats().get("written_blocks") == 4)
+    store = connection(one.embedded.address)
+    (manifest,) = [name for name in one.names() if one.key(0).hex().encode() in name and name.endswith(b":m")]
+    assert store.call("DEL", manifest) == 1
+    assert one.put(SOME) == 4 and one.store.exists(one.keys(SOME)) == 4
+    until(lambda: one.store.stats()["written_blocks"] == 5)
+    assert one.get(SOME) == 4 and one.came(SOME)
+
+
 def test_a_store_that_is_gone_does_not_tell_what_it_has(remote):
     one = remote()
     assert one.put(SOME) == 4
@@ -297,6 +309,19 @@ def test_a_store_that_evicts_has_no_room(remote):
     limit_bytes = int(1.03 * one.store.stats()["size_bytes"])
     connection(one.embedded.address).call("CONFIG", "SET", "maxmemory", limit_bytes)
     until(lambda: not one.store.has_room)
+
+
+def test_a_store_that_has_evicted_is_full_until_much_of_it_is_free(remote):
+    """One that evicts whole pieces may stay well below its limit."""
+    one = remote()
+    until(lambda: one.store.stats()["limit_bytes"] > 0)
+    one.store._closed.set()  # asks no more
+    for size_bytes, num_evicted, has_room in (
+        *((50, 7, False), (80, 7, False), (74, 7, True), (94, 7, True), (80, 8, False), (80, 8, False)),
+        *((96, 8, False), (80, 8, False), (10, 0, True), (96, 0, False)),
+    ):
+        one.store._client.stats = {"limit_bytes": 100, "size_bytes": size_bytes, "evicted_keys": num_evicted}
+        assert one.store.has_room == has_room, (size_bytes, num_evicted)
 
 
 SPOILT = (

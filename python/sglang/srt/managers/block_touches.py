@@ -29,6 +29,12 @@ _WINDOW = 64
 _SHARED_BY = _WINDOW // 8
 # Of each path, the leading blocks that are counted.
 _MAX_COUNTED = 512
+# For each block that is stored, full storage gets back so much of a lost one. What is not used is saved up to the
+# second number, half of it for what many share. What memory uses may be more than storage holds.
+_SHARE_BACK = 0.25
+MAX_BACK = 128.0
+# Holes that are remembered.
+_MAX_HOLES = 4096
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,11 @@ class BlockTouches:
         self.catches_up = False
         # Whether storage gives up blocks for new ones.
         self.is_full = False
+        # Blocks that it may get back.
+        self.num_back = MAX_BACK
+        # Blocks that full storage has lost and not got back, oldest first. What is behind them is not told: without
+        # them it is of no use, and is to go first.
+        self._holes: dict[bytes, None] = {}
         # See `StorageOp`.
         self.skips: tuple[int, ...] = ()
         # What is under way.
@@ -67,7 +78,7 @@ class BlockTouches:
 
     def close(self) -> None:
         """Begin nothing new."""
-        self._pending, self._told = {}, []
+        self._pending, self._told, self._holes = {}, [], {}
         self._last.clear()
         self._num_uses.clear()
 
@@ -79,6 +90,9 @@ class BlockTouches:
         self._pending[node.id] = node
         if len(self._pending) > _MAX_PENDING:
             del self._pending[next(iter(self._pending))]
+
+    def note_stored(self, num_blocks: int) -> None:
+        self.num_back = min(self.num_back + _SHARE_BACK * num_blocks, MAX_BACK)
 
     def note_request(self, end: Node) -> None:
         """A request starts on the path to `end`."""
@@ -115,9 +129,14 @@ class BlockTouches:
             of_path = np.concatenate(self._keys_of(path))
             stored = np.concatenate([node.stored for node in path])  # type: ignore[misc]
             if only_shared:
-                stored = stored[: self._num_shared(of_path)]
+                num_shared = self._num_shared(of_path)
+                of_path, stored = of_path[:num_shared], stored[:num_shared]
                 if not stored.all():
                     self.store_path(path[-1])
+            if (hole := self._hole_of(of_path)) is not None:
+                # It may be affordable now.
+                self._note_lost(path[-1], np.arange(hole, len(of_path)))
+                stored = stored[:hole]
             if not stored.any():
                 continue
             blocks = np.flatnonzero(stored)
@@ -159,18 +178,30 @@ class BlockTouches:
         uses = (self._num_uses[key] for key in to_bytes(keys[:_MAX_COUNTED]))
         return sum(1 for _ in takewhile(lambda count: count >= _SHARED_BY, uses))
 
+    def _hole_of(self, keys: np.ndarray) -> int | None:
+        """The first of the blocks that is known as a hole."""
+        if not self._holes:
+            return None
+        return next((i for i, key in enumerate(to_bytes(keys)) if key in self._holes), None)
+
     def _note_lost(self, end: Node, blocks: np.ndarray) -> None:
-        """Storage lacks the first of the blocks; of the others it may have some, which are not written twice. Storage
-        that is smaller than what memory uses would be written without end: it gets back what many requests share
-        alone."""
+        """Storage lacks the first of the blocks; of the others it may have some, which are not written twice."""
         path = self.tree.path_of(end)
         if any(node.stored is None for node in path):
             return
+        hole = np.concatenate(self._keys_of(path))[blocks[0]].tobytes()
+        self._holes.pop(hole, None)
         if self.is_full:
-            num_shared = self._num_shared(np.concatenate(self._keys_of(path)))
-            blocks = blocks[: np.searchsorted(blocks, num_shared)]
-        if not len(blocks):
-            return
+            is_shared = self._num_uses[hole] >= _SHARED_BY
+            affordable = int(self.num_back - (0 if is_shared else MAX_BACK / 2))
+            if affordable <= 0:
+                self._holes[hole] = None
+                if len(self._holes) > _MAX_HOLES:
+                    del self._holes[next(iter(self._holes))]
+                return
+            # The front first.
+            blocks = blocks[:affordable]
+            self.num_back -= len(blocks)
         self.tree.names.mark_stored(path, blocks, is_stored=False)
         self.counters["storage_losses"] += 1
         self.store_path(end)

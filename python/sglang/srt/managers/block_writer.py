@@ -105,6 +105,7 @@ class BlockWriter:
         assert isinstance(op, StorageOp)
         self.storing_pages -= len(op.frames)
         self.breaker.end(succeeded=count > 0)
+        self.touches.note_stored(count)
         block_tokens = len(op.frames) * self.tree.page_size // len(op.keys)
         self.counters["backuped_tokens"] += count * block_tokens
         self.counters["storage_backup_failed_tokens"] += (len(op.keys) - count) * block_tokens

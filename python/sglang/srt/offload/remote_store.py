@@ -38,8 +38,10 @@ _CHECK_INTERVAL_S = 0.5
 _WARN_INTERVAL_S = 60.0
 # Blocks of one message, so that a question of a request waits for few.
 _TOUCHED_AT_ONCE = 64
-# A store that evicts stays a little below its limit.
+# Parts of the limit. A store that is filled up to the first, or evicts, is full until it is down to the second: one
+# that evicts whole pieces may stay well below its limit.
 _FULL_AT = 0.95
+_ROOM_AT = 0.75
 
 
 class RemoteStore:
@@ -70,6 +72,8 @@ class RemoteStore:
         self._retry_at = 0.0
         self._warn_at = 0.0
         self._closed = threading.Event()
+        # As of the last look: whether the store gives up blocks for new ones, and how many keys it had given up.
+        self._is_full, self._num_evicted = False, 0
         self._counters = {"read_errors": 0, "write_errors": 0, "proxy_sessions": 0, "proxy_hangs": 0}
         try:
             self._client: ProxyClient | None = self._connect()
@@ -125,8 +129,14 @@ class RemoteStore:
         """As of the store's last answer."""
         client = self._client
         stats = client.stats if client is not None else {}
-        limit_bytes = stats.get("limit_bytes", 0)
-        return not limit_bytes or stats["size_bytes"] < _FULL_AT * limit_bytes
+        limit_bytes, num_evicted = stats.get("limit_bytes", 0), stats.get("evicted_keys", 0)
+        share = stats["size_bytes"] / limit_bytes if limit_bytes else 0.0
+        if share >= _FULL_AT or num_evicted > self._num_evicted:
+            self._is_full = bool(limit_bytes)
+        elif share < _ROOM_AT:
+            self._is_full = False
+        self._num_evicted = num_evicted
+        return not self._is_full
 
     def clear(self) -> None:
         if not self._wait(wire.Clear):

@@ -79,16 +79,16 @@ class Writer:
         while True:
             write = self._writes.get()
             sink, count = write.sink, 0
-            if not write.is_given_up:
-                # Blocks that another engine has stored meanwhile are not encoded.
-                count = sink.store.leading(write.keys)
+            # Blocks that are there, or that another engine has stored meanwhile, are not encoded.
+            stored = sink.store.stored(write.keys) if not write.is_given_up else []
             room = sink.layout.num_pieces * sink.codec.max_stored_bytes(sink.layout.piece_bytes)
             if len(coded) < room:
                 coded = np.empty(room, np.uint8)
             while count < len(write.keys) and not write.is_given_up:
-                pieces = self._encoded(write, count, raw, coded)
-                if not sink.block_writer(thread).write(write.keys[count], pieces):
-                    break
+                if not stored[count]:
+                    pieces = self._encoded(write, count, raw, coded)
+                    if not sink.block_writer(thread).write(write.keys[count], pieces):
+                        break
                 count += 1
             write.on_end(count)
 

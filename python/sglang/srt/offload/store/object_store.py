@@ -104,22 +104,27 @@ class ObjectStore:
 
     def leading(self, keys: Sequence[bytes]) -> int:
         """How many of the leading blocks have a manifest; 0 if the store fails. One round trip."""
+        return _num_leading(self.stored(keys))
+
+    def stored(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which blocks have a manifest; none if the store fails. One round trip."""
         if not keys:
-            return 0
+            return []
         # TOUCH is an EXISTS that counts as a use. A block that is looked up is read soon. Its manifest is never read,
         # and without TOUCH a store would evict it while the block is in use. The front of a prompt is touched last.
         commands = [(name, (b"TOUCH", name)) for name in (self.name_of(key, _MANIFEST) for key in reversed(keys))]
+        replies: list[Reply] = [None] * len(keys)
         try:
             with self._lock:
                 replies = self._control.pipeline(commands)[::-1]
         except StoreFailure as failure:
             self.failed("looking for blocks", failure)
-            replies = []
-        count = next((i for i, reply in enumerate(replies) if reply != 1), len(replies))
+        found = [reply == 1 for reply in replies]
+        count = _num_leading(found)
         if count < len(replies) and isinstance(error := replies[count], ErrorReply):
             self.failed("looking for blocks", error)
         self.count(probed_blocks=len(keys), found_blocks=count)
-        return count
+        return found
 
     def touch(self, keys: Sequence[bytes]) -> tuple[int | None, list[bytes]]:
         """These blocks are in use, though none is read. keys: of any number of prompts, each in order.
@@ -142,8 +147,7 @@ class ObjectStore:
             return None, []
         pieces_there, manifests = replies[::2], replies[1::2]
         is_whole = [bool(m) and n == self.num_pieces for m, n in zip(manifests, pieces_there)]
-        count = is_whole.index(False) if False in is_whole else len(keys)
-        return count, [key for key, m, whole in zip(keys, manifests, is_whole) if m and not whole]
+        return _num_leading(is_whole), [key for key, m, whole in zip(keys, manifests, is_whole) if m and not whole]
 
     def reader(self) -> PieceReader:
         return PieceReader(self)
@@ -412,6 +416,10 @@ class BlockWriter:
             self._connections.pipeline([(command[1], command)])
         except StoreFailure:
             pass  # The store evicts it in time.
+
+
+def _num_leading(are: list[bool]) -> int:
+    return are.index(False) if False in are else len(are)
 
 
 def _get(connection: RespConnection, name: bytes, buffer: memoryview) -> int | None:
