@@ -31,7 +31,7 @@ _CONTEXT.set_forkserver_preload(
 )
 
 
-def import_path() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """The environment of a process that imports what this one does."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 

@@ -45,7 +45,7 @@ from sglang.srt.mem_cache.transfer import PROBE, StorageAction, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.clock import monotonic
 from sglang.srt.utils.time_units import Seconds
-from support.children import import_path
+from support.children import child_environment
 from support.faults import Gate
 from support.kv_oracle import check_kv
 from support.local_engine import Generation, LocalEngine
@@ -955,7 +955,7 @@ def conversation(number: int) -> np.ndarray:
 def forker() -> Iterator[subprocess.Popen[str]]:
     """A process that has imported everything; for each line it forks a child, and answers its process id."""
     # The folder of `support` is on this process's path only.
-    env = import_path()
+    env = child_environment()
     process = subprocess.Popen(
         [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=env
     )

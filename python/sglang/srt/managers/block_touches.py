@@ -99,7 +99,7 @@ class BlockTouches:
         self.note(end)
         if not self.is_full:
             return
-        keys = self._keys_of(self._named(end)) if end.parent is not None else []
+        keys = self._keys_of(self._named(end))
         used = to_bytes(np.concatenate(keys)[:_MAX_COUNTED]) if keys else []
         self._last.append(used)
         self._num_uses.update(used)
@@ -123,7 +123,7 @@ class BlockTouches:
             if self.catches_up and not only_shared:
                 self.store_path(end)
             # It may have split or merged nodes of the path.
-            path = self._named(end) if end.parent is not None else []
+            path = self._named(end)
             if not path:
                 continue
             of_path = np.concatenate(self._keys_of(path))
@@ -161,8 +161,8 @@ class BlockTouches:
             if num_there < 0:
                 # Not known either.
                 self.note(each.end)
-            elif (end := survivor_of(each.end)) is not None:
-                self._note_lost(end, each.blocks[num_there:])
+            else:
+                self._note_lost(each.end, each.blocks[num_there:])
             num_there = -1
 
     def _named(self, end: Node) -> list[Node]:
@@ -186,8 +186,9 @@ class BlockTouches:
 
     def _note_lost(self, end: Node, blocks: np.ndarray) -> None:
         """Storage lacks the first of the blocks; of the others it may have some, which are not written twice."""
-        path = self.tree.path_of(end)
-        if any(node.stored is None for node in path):
+        node = survivor_of(end)
+        path = self.tree.path_of(node) if node is not None else []
+        if node is None or any(part.stored is None for part in path):
             return
         hole = np.concatenate(self._keys_of(path))[blocks[0]].tobytes()
         self._holes.pop(hole, None)
@@ -204,4 +205,4 @@ class BlockTouches:
             self.num_back -= len(blocks)
         self.tree.names.mark_stored(path, blocks, is_stored=False)
         self.counters["storage_losses"] += 1
-        self.store_path(end)
+        self.store_path(node)

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,8 +72,8 @@ class RemoteStore:
         self._retry_at = 0.0
         self._warn_at = 0.0
         self._closed = threading.Event()
-        # As of the last look: whether the store gives up blocks for new ones, and how many keys it had given up.
-        self._is_full, self._num_evicted = False, 0
+        # As of the store's last answer: see `BlockStore`, and how many keys it has given up.
+        self.has_room, self._num_evicted = True, 0
         self._counters = {"read_errors": 0, "write_errors": 0, "proxy_sessions": 0, "proxy_hangs": 0}
         try:
             self._client: ProxyClient | None = self._connect()
@@ -123,20 +123,6 @@ class RemoteStore:
                 raise ExistsFailed("the remote store does not answer")
             count = told - 1 + (count if told > len(part) else 0)
         return count
-
-    @property
-    def has_room(self) -> bool:
-        """As of the store's last answer."""
-        client = self._client
-        stats = client.stats if client is not None else {}
-        limit_bytes, num_evicted = stats.get("limit_bytes", 0), stats.get("evicted_keys", 0)
-        share = stats["size_bytes"] / limit_bytes if limit_bytes else 0.0
-        if share >= _FULL_AT or num_evicted > self._num_evicted:
-            self._is_full = bool(limit_bytes)
-        elif share < _ROOM_AT:
-            self._is_full = False
-        self._num_evicted = num_evicted
-        return not self._is_full
 
     def clear(self) -> None:
         if not self._wait(wire.Clear):
@@ -215,6 +201,7 @@ class RemoteStore:
                 continue
             if self._clock() - client.last_heard < self._hang_s:
                 hanging = False
+                self._look_for_room(client.stats)
                 client.request_stats()
             elif not hanging:
                 hanging = True
@@ -223,6 +210,15 @@ class RemoteStore:
                 helped = self._place.stop_hung_proxy()
                 what = "it is started anew" if helped else "its pages stay taken until it moves, or is stopped"
                 logger.error("the offload proxy has not answered for %g s: %s", self._hang_s, what)
+
+    def _look_for_room(self, stats: Mapping[str, int]) -> None:
+        limit_bytes, num_evicted = stats.get("limit_bytes", 0), stats.get("evicted_keys", 0)
+        share = stats["size_bytes"] / limit_bytes if limit_bytes else 0.0
+        if limit_bytes and (share >= _FULL_AT or num_evicted > self._num_evicted):
+            self.has_room = False
+        elif share < _ROOM_AT:
+            self.has_room = True
+        self._num_evicted = num_evicted
 
     def _warn(self, what: str) -> None:
         now = self._clock()

@@ -113,19 +113,28 @@ def test_leading_ends_at_the_first_hole(redis):
     assert store.leading(keys[3:]) == 3
 
 
-def test_leading_is_one_round_trip_that_counts_as_a_use(fake):
+def server_that_waits_for(fake, num_touches: int, answers: bytes):
+    """It answers only when all have come."""
+
     def answer(connection, command):
-        # Answers only when all have come.
-        while len([r for r in server.requests if r[0] == b"TOUCH"]) < 50:
+        while len([r for r in server.requests if r[0] == b"TOUCH"]) < num_touches:
             connection.read()
-        connection.send(b":1\r\n" * 50)
+        connection.send(answers)
 
     server = fake(single(answer))
+    return server
+
+
+def touched(server) -> list[list[bytes]]:
+    return [request[1:] for request in server.requests if request[0] == b"TOUCH"]
+
+
+def test_leading_is_one_round_trip_that_counts_as_a_use(fake):
+    server = server_that_waits_for(fake, 50, b":1\r\n" * 50)
     store = open_store(server.address)
     keys = [key_of(i) for i in range(50)]
     assert store.leading(keys) == 50
-    touched = [request[1] for request in server.requests if request[0] == b"TOUCH"]
-    assert touched == [store.name_of(key, b"m") for key in reversed(keys)], "the front of a prompt last"
+    assert touched(server) == [[store.name_of(key, b"m")] for key in reversed(keys)], "the front of a prompt last"
 
 
 def test_probing_keeps_a_manifest_from_being_evicted(redis):
@@ -143,19 +152,12 @@ def test_probing_keeps_a_manifest_from_being_evicted(redis):
 
 
 def test_marking_as_used_is_one_round_trip(fake):
-    def answer(connection, command):
-        # Answers only when all have come.
-        while len([r for r in server.requests if r[0] == b"TOUCH"]) < 20:
-            connection.read()
-        connection.send(b":1\r\n:3\r\n" * 10)
-
-    server = fake(single(answer))
+    server = server_that_waits_for(fake, 20, b":1\r\n:3\r\n" * 10)
     store = open_store(server.address)
     keys = [key_of(i) for i in range(10)]
     assert store.touch(keys) == (10, [])
-    touched = [request[1:] for request in server.requests if request[0] == b"TOUCH"]
     names = [[store.name_of(key, what) for what in (b"m", 0, 1, 2)] for key in reversed(keys)]
-    assert touched == [part for name in names for part in (name[:1], name[1:])], "the front of a prompt last"
+    assert touched(server) == [part for name in names for part in (name[:1], name[1:])], "the front of a prompt last"
 
 
 def test_a_block_in_use_is_not_evicted(redis):

@@ -21,7 +21,7 @@ import pytest
 
 from sglang.srt.mem_cache.storage.file.recovery import UsableHead, read_heads
 from sglang.srt.mem_cache.storage.file.segment import KEY_BYTES, SegmentLayout, namespace_digest
-from support.children import import_path
+from support.children import child_environment
 from support.disk_worker import LONGEST, WorkerConfig, open_store, pool_of
 from support.fake_pages import BLOCK_TOKENS, keys_of
 
@@ -57,7 +57,7 @@ class Workers:
         )
         command = [sys.executable, "-m", "support.disk_worker", config.as_json()]
         worker = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=import_path()
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=child_environment()
         )
         self.running.append(worker)
         assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
