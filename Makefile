@@ -24,7 +24,7 @@ STRICT ?=
 CLIENTS := .venv-clients
 HOST ?= 127.0.0.1
 PORT ?= 30000
-MODEL ?= embedded
+MODEL ?= smollm2
 
 .PHONY: setup setup-strict demo demo-peers demo-tiers serve check test test-all test-clients test-gpu memcheck-gpu bench-gpu gpu-site fuzz bench harm docs clean
 
@@ -35,6 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt torch
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PY) -m sglang.srt.configs.smollm2_model || echo "It is fetched at its first use; until then 'embedded' is served."
 	touch $(STAMP)
 
 demo: setup

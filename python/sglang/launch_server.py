@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
@@ -19,6 +20,9 @@ def main() -> None:
     from sglang.srt.server_args import ServerArgs  # imports take a second, more on a busy machine
 
     args = ServerArgs.from_cli(sys.argv[1:])
+    from sglang.srt.configs.smollm2_model import fetched_or_embedded
+
+    args = dataclasses.replace(args, model_path=fetched_or_embedded(args.model_path))
     from sglang.srt.entrypoints.http_server import launch_server  # after the flags: they answer at once
     from sglang.srt.utils.child_process import exit_now
 

@@ -72,7 +72,8 @@ class ServerArgs:
     model_path: str = arg(
         MODEL,
         "",
-        "a Hugging Face directory, a hub name, or 'embedded' for the built-in model",
+        "a Hugging Face directory, a .gguf file, a hub name, 'smollm2' for a small trained model (93 MB, fetched "
+        "once), or 'embedded' for one with random weights",
         aliases=("--model",),
     )
     tokenizer_path: str | None = arg(MODEL, None, "the directory of the tokenizer", unset="the model's directory")
@@ -80,8 +81,8 @@ class ServerArgs:
     load_format: str = arg(
         MODEL,
         "auto",
-        "how weights are made: auto and safetensors read them from files, dummy draws random ones",
-        choices=("auto", "safetensors", "dummy"),
+        "how weights are made: auto, safetensors and gguf read them from files, dummy draws random ones",
+        choices=("auto", "safetensors", "gguf", "dummy"),
     )
     dtype: str = arg(
         MODEL,
@@ -352,7 +353,7 @@ class ServerArgs:
 
         if not self.model_path:
             raise ValueError(
-                "--model-path is missing: give a directory, a hub name, or 'embedded' for the built-in one"
+                "--model-path is missing: give a directory, a hub name, or 'smollm2' for a small trained model"
             )
         for field in dataclasses.fields(self):
             value, choices = getattr(self, field.name), field.metadata["choices"]

@@ -168,7 +168,7 @@ def test_refuses_places_without_a_model(tmp_path, monkeypatch):
         ModelConfig.from_pretrained(str(tmp_path))
     with pytest.raises(ModelConfigError, match="no directory"):
         ModelConfig.from_pretrained(str(tmp_path / "absent"))
-    file = tmp_path / "model.gguf"
+    file = tmp_path / "model.bin"
     file.write_bytes(b"")
     with pytest.raises(ModelConfigError, match="is a file"):
         ModelConfig.from_pretrained(str(file))

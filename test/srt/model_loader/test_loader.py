@@ -175,8 +175,8 @@ def test_refuses_other_formats(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ModelLoadError, match=r"no \*\.safetensors"):
         load(tmp_path)
-    with pytest.raises(ModelLoadError, match="'gguf' is not supported; choose from auto"):
-        load(tmp_path, load_format="gguf")
+    with pytest.raises(ModelLoadError, match="'npz' is not supported; choose from auto"):
+        load(tmp_path, load_format="npz")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

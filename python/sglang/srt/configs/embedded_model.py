@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from sglang.srt.utils.cache_folder import ensure_folder, user_cache
 
 SEED = 20
 VOCAB_SIZE = 2048
@@ -53,40 +53,11 @@ def ensure_embedded_model(cache_dir: str | os.PathLike[str] | None = None) -> Pa
     """The directory of the embedded model, written first if it is not there: a fraction of a second, 17 MB.
 
     cache_dir: None takes $XDG_CACHE_HOME or ~/.cache. The directory's name holds a hash of this file, so another
-    version of the recipe gets another directory. Any number of processes may call this at once: each writes to a
-    directory of its own, and the first to rename it wins.
+    version of the recipe gets another directory. Any number of processes may call this at once.
     """
-    base = Path(cache_dir or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-embedded"
-    final = base / hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
-    if _is_complete(final):
-        return final
-    try:
-        base.mkdir(parents=True, exist_ok=True)
-        ours = Path(tempfile.mkdtemp(prefix=".writing-", dir=base))
-    except OSError as e:
-        raise OSError(
-            f"the embedded model cannot be written to {str(base)!r} ({e}); set XDG_CACHE_HOME to a writable directory"
-        ) from e
-    try:
-        # mkdtemp's directory is the owner's alone; a cache shared by a group follows the umask instead.
-        content = ours / "model"
-        content.mkdir()
-        _write_model(content)
-        while not _is_complete(final):
-            try:
-                content.rename(final)
-            except OSError:
-                # Another process was faster, or a cleaner of caches removed some files. Then the incomplete folder
-                # moves out.
-                if not _is_complete(final):
-                    final.rename(ours / "broken")
-    finally:
-        shutil.rmtree(ours, ignore_errors=True)
-    return final
-
-
-def _is_complete(path: Path) -> bool:
-    return all((path / name).is_file() for name in _FILES)
+    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+    final = user_cache(cache_dir) / "sglang-embedded" / recipe
+    return ensure_folder(final, _FILES, _write_model, "the embedded model")
 
 
 def _write_model(path: Path) -> None:

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
+from sglang.srt.configs.gguf_model import GGUF_LINK, read_tensor_list
 from sglang.srt.configs.model_files import (
     ModelConfigError,
     check_activation,
     check_quantization,
     check_tensor_parallel,
+    is_gguf,
     pick_architecture,
     pick_context_length,
     read_config_json,
@@ -88,7 +90,7 @@ class ModelConfig:
         context_length: int | None = None,
         revision: str | None = None,
     ) -> ModelConfig:
-        """model_path: a directory, a name on the Hugging Face hub, or "embedded". dtype: one of `DTYPE_CHOICES`.
+        """model_path: as --model-path. dtype: one of `DTYPE_CHOICES`.
         context_length: None takes the model's own; more than its positions reach is refused. revision: of a hub name.
         """
         local_path = resolve_model_path(model_path, revision)
@@ -154,6 +156,8 @@ class ModelConfig:
             digest.update(f"long factors {self.context_length > original}".encode())
         if load_format == "dummy":
             digest.update(f"dummy {seed}".encode())
+        elif is_gguf(self.local_path, load_format):
+            _digest_gguf(self.local_path, digest)
         else:
             for path in sorted(self.local_path.glob("*.safetensors")):
                 digest.update(path.name.encode())
@@ -255,3 +259,11 @@ def _digest_safetensors(path: Path, digest: Any) -> None:
             digest.update(f"{name} {entry['dtype']} {entry['shape']}".encode())
             f.seek(8 + header_len + max(begin, (begin + end) // 2 - 2048))
             digest.update(f.read(min(4096, end - begin)))
+
+
+def _digest_gguf(path: Path, digest: Any) -> None:
+    with (path / GGUF_LINK).open("rb") as f:
+        for name, entry in sorted(read_tensor_list(path).items()):
+            digest.update(f"{name} {entry.type} {entry.shape}".encode())
+            f.seek(entry.offset + max(0, entry.size_bytes // 2 - 2048))
+            digest.update(f.read(min(4096, entry.size_bytes)))

@@ -1,6 +1,6 @@
 """A model's files: where they lie, and what can be checked of them without torch, before any process starts.
 
-Owns finding the directory (local, hub, or the embedded model). Reads JSON files, names of files and the headers
+Owns finding the directory (local, hub, GGUF, or a model of our own). Reads JSON files, names of files and the headers
 of weights; reads no weights.
 What transformers knows of a config is in model_config.py.
 """
@@ -17,7 +17,9 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from sglang.srt.configs.embedded_model import ensure_embedded_model
+from sglang.srt.configs.gguf_model import GGUF_LINK, GGUFError, ensure_gguf_model
 from sglang.srt.configs.model_families import MODEL_FAMILIES
+from sglang.srt.configs.smollm2_model import SMOLLM2, FetchError, ensure_smollm2
 
 # What --model-path names the built-in model by.
 EMBEDDED_MODEL = "embedded"
@@ -62,15 +64,24 @@ def _resolve(name: str, what: str, files: str, patterns: Sequence[str], revision
             return ensure_embedded_model()
         except OSError as e:
             raise ModelConfigError(f"{str(e)[:1].upper()}{str(e)[1:]}.") from e
+    if name == SMOLLM2:
+        try:
+            return _from_gguf(ensure_smollm2())
+        except FetchError as e:
+            raise ModelConfigError(
+                f"The model smollm2 cannot be fetched: {e}. --model-path embedded needs no download."
+            ) from e
     path = Path(name).expanduser()
     if path.is_dir():
-        return path
+        return _of_gguf(path) if what == "model" else path
+    if path.suffix == ".gguf" and path.is_file():
+        return _from_gguf(path)
     if path.exists():
-        raise ModelConfigError(f"{name!r} is a file; give the directory that holds {files}.")
+        raise ModelConfigError(f"{name!r} is a file; give the directory that holds {files}, or a .gguf file.")
     if not _HUB_NAME.fullmatch(name):
         raise ModelConfigError(
             f"There is no directory {name!r}; give a {what} directory, a hub name such as "
-            f"Qwen/Qwen3-0.6B, or {EMBEDDED_MODEL!r}."
+            f"Qwen/Qwen3-0.6B, {SMOLLM2!r} or {EMBEDDED_MODEL!r}."
         )
     import huggingface_hub
 
@@ -82,6 +93,26 @@ def _resolve(name: str, what: str, files: str, patterns: Sequence[str], revision
         raise ModelConfigError(
             f"{name!r} is not a directory here and could not be fetched from the Hugging Face hub ({reason})"
         ) from e
+
+
+def _of_gguf(directory: Path) -> Path:
+    """The directory, or of the one GGUF file in it where there are no other weights."""
+    files = sorted(directory.glob("*.gguf"))
+    if not files or any(directory.glob(_WEIGHTS)) or (directory / GGUF_LINK).is_symlink():
+        return directory
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ModelConfigError(f"{str(directory)!r} holds several GGUF files: give one itself ({names}).")
+    return _from_gguf(files[0])
+
+
+def _from_gguf(file: Path) -> Path:
+    try:
+        return ensure_gguf_model(file)
+    except GGUFError as e:
+        raise ModelConfigError(str(e)) from e
+    except OSError as e:
+        raise ModelConfigError(f"{str(file)!r} cannot be read: {e}.") from e
 
 
 def read_config_json(local_path: Path) -> dict[str, Any]:
@@ -237,8 +268,21 @@ def open_weight_file(file: Path, framework: Literal["np", "pt"]) -> Any:
         raise ModelConfigError(f"{str(file)!r} cannot be read as safetensors (incomplete download?): {e}.") from e
 
 
-def check_weight_files(path: Path) -> None:
+def is_gguf(path: Path, load_format: str) -> bool:
+    """Whether a model's weights, in its directory, are read from a GGUF file. Raises ModelConfigError if load_format
+    asks for what is not there."""
+    has = (path / GGUF_LINK).is_file()
+    if load_format == "gguf" and not has:
+        raise ModelConfigError(f"--load-format gguf: {str(path)!r} is not a GGUF file; give the .gguf file itself.")
+    if load_format == "safetensors" and has:
+        raise ModelConfigError("--load-format safetensors: the weights are a GGUF file; leave the flag out.")
+    return has
+
+
+def check_weight_files(path: Path, load_format: str) -> None:
     """Reads the headers. Raises ModelConfigError."""
+    if is_gguf(path, load_format):
+        return  # its header was read when the directory was made
     names = weight_file_names(path)
     for name in sorted(set(names.values() if isinstance(names, dict) else names)):
         with open_weight_file(path / name, "np"):

@@ -28,13 +28,14 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from sglang.srt.configs.smollm2_model import fetched_or_embedded
 from sglang.srt.entrypoints.native import GenerateReqInput, serve_generate
 from sglang.srt.entrypoints.request_fields import UNSUPPORTED_GENERATE, convert
 from sglang.srt.entrypoints.startup_checks import check_before_start, tokenizer_dir
@@ -380,6 +381,7 @@ class Engine:
 
     def __init__(self, *, scheduler_command: Sequence[str] = SCHEDULER_COMMAND, **server_args: Any) -> None:
         self._args = ServerArgs(**{"log_level": "error", **server_args})
+        self._args = replace(self._args, model_path=fetched_or_embedded(self._args.model_path))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-engine", daemon=True)
         self._thread.start()

