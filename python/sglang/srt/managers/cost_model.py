@@ -185,6 +185,29 @@ class LoadLimit:
         return self.free + self.per_token * new_tokens + self.per_pair * pairs
 
 
+class _PrefillFit(_Fit):
+    """seconds = fixed_s + token_s * new + context_s * prefix + pair_s * pairs, of a launch.
+
+    A token that is computed is attended to as well, so that context_s is counted for new tokens, too, and token_s is
+    at least as much. Without that bound a few prompts with the same short prefix put all their seconds down to the
+    prefix, as it is the same in all: then computing looked free, and loads did not pay. The ridge of context_s keeps
+    noise from doing the same in a lesser degree; where prefixes differ, it changes little.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(ridge=(1e-3, 1e-6, 1e-2, 1e-3))
+
+    @staticmethod
+    def features(launches: float, new: float, prefix: float, pairs: float) -> tuple[float, ...]:
+        return launches, new, new + prefix, pairs
+
+    @property
+    def costs(self) -> tuple[float, float, float, float]:
+        """fixed_s, token_s, context_s, pair_s."""
+        fixed_s, more_s, context_s, pair_s = self.coefficients
+        return fixed_s, context_s + more_s, context_s, pair_s
+
+
 class CostModel:
     """bytes_per_token: the size of a token's KV on the link that loads it."""
 
@@ -193,7 +216,7 @@ class CostModel:
             raise ValueError(f"bytes per token must be above 0, got {bytes_per_token}")
         self._bytes_per_token = bytes_per_token
         # Costs that the samples do not tell apart are put down to new tokens, and to bytes.
-        self._prefill = _Fit(ridge=(1e-3, 1e-6, 1e-3, 1e-3))
+        self._prefill = _PrefillFit()
         self._decode = _Fit(ridge=(1e-6, 1e-3, 1e-3))
         self._copies = {link: _CopyFit() for link in MEASURED_LINKS}
         # By link: whether loads were ever about as fast as backups; backups in a row that were much faster, and how
@@ -210,7 +233,7 @@ class CostModel:
     def add_prefill(self, new_tokens: int, prefix_tokens: int, pairs: float, seconds: float) -> None:
         """Seconds of a prefill launch, without waits for loads. Over its requests: new tokens, cached tokens that
         they attend to, and pairs = sum(new * prefix + new * (new + 1) / 2), which attention multiplies."""
-        self._prefill.add((1.0, new_tokens, prefix_tokens, pairs), seconds)
+        self._prefill.add(self._prefill.features(1.0, new_tokens, prefix_tokens, pairs), seconds)
         self._longest_prefill = max(new_tokens, _DECAY * self._longest_prefill)
 
     @property
@@ -224,7 +247,7 @@ class CostModel:
         the reads of cached KV, attention. None while no prefill was measured."""
         if not self._prefill.num_samples:
             return None
-        return self._prefill.seconds((1.0, new_tokens, prefix_tokens, pairs))
+        return self._prefill.seconds(self._prefill.features(1.0, new_tokens, prefix_tokens, pairs))
 
     def add_decode(self, num_reqs: int, context_tokens: int, seconds: float) -> None:
         """Seconds of a decode launch of num_reqs requests. context_tokens: the tokens that they attend to, in all."""
@@ -292,7 +315,7 @@ class CostModel:
         """Seconds that tokens [start, end) of a prompt add to a launch. None while no prefill was measured."""
         if not self._prefill.num_samples:
             return None
-        _, token_s, _, pair_s = self._prefill.coefficients
+        _, token_s, _, pair_s = self._prefill.costs
         new = end - start
         return token_s * new + pair_s * (new * start + new * (new + 1) / 2)
 
@@ -348,7 +371,8 @@ class CostModel:
             return None
         launches = -(-new // chunk)
         prefix = launches * start + chunk * launches * (launches - 1) // 2
-        return self._prefill.seconds((launches, new, prefix, new * start + new * (new + 1) / 2))
+        pairs = new * start + new * (new + 1) / 2
+        return self._prefill.seconds(self._prefill.features(launches, new, prefix, pairs))
 
     def load_limit(self) -> LoadLimit | None:
         """Where expected load seconds reach expected compute seconds, in loaded tokens:
@@ -363,17 +387,17 @@ class CostModel:
         load_token_s = self._bytes_per_token * fits[0].coefficients[1] if fits else 0.0
         if load_token_s == 0 or not self._prefill.num_samples:
             return None
-        fixed_s, token_s, _, pair_s = self._prefill.coefficients
+        fixed_s, token_s, _, pair_s = self._prefill.costs
         return LoadLimit(fixed_s / load_token_s, token_s / load_token_s, pair_s / load_token_s)
 
     def state(self) -> dict[str, float]:
         """The coefficients, for display; 0 while they are not known."""
         names = {
-            "fixed_s token_s context_s pair_s": self._prefill,
-            "decode_s decode_req_s decode_context_s": self._decode,
-            "load_latency_s load_byte_s": self._copies[H2D],
-            "peer_latency_s peer_byte_s": self._copies[P2D],
-            "fetch_latency_s fetch_byte_s": self._fetch,
-            "stream_latency_s stream_byte_s stream_disk_byte_s": self._stream,
+            "fixed_s token_s context_s pair_s": self._prefill.costs,
+            "decode_s decode_req_s decode_context_s": self._decode.coefficients,
+            "load_latency_s load_byte_s": self._copies[H2D].coefficients,
+            "peer_latency_s peer_byte_s": self._copies[P2D].coefficients,
+            "fetch_latency_s fetch_byte_s": self._fetch.coefficients,
+            "stream_latency_s stream_byte_s stream_disk_byte_s": self._stream.coefficients,
         }
-        return {name: c for each, fit in names.items() for name, c in zip(each.split(), fit.coefficients)}
+        return {name: c for each, found in names.items() for name, c in zip(each.split(), found)}
