@@ -24,6 +24,8 @@ from openai import OpenAI, OpenAIError
 
 ANSWER_TOKENS = 32
 START_TIMEOUT_S = 120.0
+# An answer of a model that means nothing by its end, of full length.
+IGNORE_EOS = {"ignore_eos": True}
 
 Messages = list[dict[str, Any]]
 Tiers = tuple[str, str, str]
@@ -223,7 +225,15 @@ def post(url: str) -> None:
         response.read()
 
 
-def ask(client: OpenAI, messages: Messages, model: str = "embedded", num_tokens: int = ANSWER_TOKENS) -> Answer:
+def ask(
+    client: OpenAI,
+    messages: Messages,
+    model: str = "embedded",
+    num_tokens: int = ANSWER_TOKENS,
+    fields: Mapping[str, object] = IGNORE_EOS,
+    on_text: Callable[[str], None] | None = None,
+) -> Answer:
+    """fields: of the request, beside OpenAI's. on_text: gets the answer piece by piece."""
     start = time.perf_counter()
     first: float | None = None
     text, usage = "", None
@@ -235,13 +245,16 @@ def ask(client: OpenAI, messages: Messages, model: str = "embedded", num_tokens:
         max_tokens=num_tokens,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={"return_cached_tokens_details": True, "ignore_eos": True},
+        extra_body={"return_cached_tokens_details": True, **fields},
     )
     for chunk in stream:
         first = first or time.perf_counter()
         usage = chunk.usage or usage
         for choice in chunk.choices:
-            text += choice.delta.content or ""
+            piece = choice.delta.content or ""
+            text += piece
+            if on_text is not None:
+                on_text(piece)
     end = time.perf_counter()
     assert first is not None and usage is not None
     details = usage.prompt_tokens_details
