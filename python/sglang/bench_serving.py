@@ -80,8 +80,8 @@ class Benchmark:
         vocabulary = self._vocabulary(facts, target)
         workload = self._workload(vocabulary, facts, target)
         _tell(
-            f"{server.url}, model {target.settings.model}: {workload.num_requests} requests of {args.dataset_name} "
-            f"in {len(workload.sessions)} sessions, seed {args.seed}"
+            f"{server.url}, model {target.settings.model}, dataset {args.dataset_name}, seed {args.seed}, "
+            f"requests: {workload.num_requests}, sessions: {len(workload.sessions)}"
         )
         notes = list(workload.notes)
         notes += await self._warm_up(target, vocabulary, workload)
@@ -169,7 +169,7 @@ class Benchmark:
         records = await asyncio.gather(*(ask(made_up(key, length)) for key in range(count)))
         done = [record for record in records if record.has_succeeded]
         if not done:
-            raise ServerError(f"The warm-up failed: {records[0].error}.")
+            raise ServerError(f"The warm-up failed: {(records[0].error or '').rstrip('.')}.")
         counted = done[0].prompt_len - vocabulary.num_special_tokens
         is_plain = not (target.backend.is_chat or target.applies_template)
         if is_plain and abs(counted - length) > max(_COUNT_TOLERANCE * length, 2):
@@ -188,6 +188,7 @@ class Benchmark:
             starts = trace_starts(workload, args.mooncake_slowdown_factor)
         else:
             starts = poisson_starts(workload, rate, args.seed)
+        _tell(f"measuring at rate {report.rate_text(rate)}; Ctrl-C ends it and shows what was measured")
         progress = Progress(workload.num_requests, f"rate {report.rate_text(rate)}", not args.disable_tqdm)
         runner = Runner(
             *to,

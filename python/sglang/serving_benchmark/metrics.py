@@ -95,7 +95,7 @@ def _hits(done: Sequence[RequestRecord]) -> dict[str, Any]:
         return tokens / prompt_tokens if prompt_tokens else 0.0
 
     return {
-        "cached_tokens": cached if reported else None,
+        "total_cached_tokens": cached if reported else None,
         "cached_share": share(cached) if reported else None,
         "cached_tokens_by_tier": dict(by_tier) if has_tiers else None,
         "cached_share_by_tier": {tier: share(n) for tier, n in by_tier.items()} if has_tiers else None,

@@ -77,9 +77,9 @@ def _number(value: float | None) -> str:
 
 
 def _hits(result: dict[str, Any]) -> list[str]:
-    if result["cached_tokens"] is None:
+    if result["total_cached_tokens"] is None:
         return [f"{'Cached prompt tokens:':<40} not reported"]
-    lines = [f"{'Cached prompt tokens:':<40} {result['cached_tokens']} ({result['cached_share']:.1%})"]
+    lines = [f"{'Cached prompt tokens:':<40} {result['total_cached_tokens']} ({result['cached_share']:.1%})"]
     if result["cached_tokens_by_tier"] is None:
         return [*lines, f"{'  By tier:':<40} not reported"]
     for tier, tokens in result["cached_tokens_by_tier"].items():

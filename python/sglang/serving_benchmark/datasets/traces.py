@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 from argparse import Namespace
-from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -99,19 +99,17 @@ def _path(given: str, sample: str, flag: str) -> tuple[Path, tuple[str, ...]]:
     return path, (f"The trace is the package's sample {sample}: --dataset-path takes a whole one.",)
 
 
-def _rows(path: Path, most: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(path: Path, most: int) -> list[tuple[str, dict[str, Any]]]:
     """(where, row): where names file and line. The first `most` rows."""
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as lines:
-            found = 0
-            for number, line in enumerate(lines, 1):
-                if found == most:
-                    return
-                if line.strip():
-                    found += 1
-                    yield f"{path}:{number}", json.loads(line)
+            found = [(f"{path}:{number}", json.loads(line)) for number, line in islice(enumerate(lines, 1), most)]
     except (OSError, EOFError, ValueError) as error:
         raise DatasetError(f"{path} is not a trace in JSON lines ({error}).") from None
+    for where, row in found:
+        if not isinstance(row, dict):
+            raise DatasetError(f"{where} is no JSON object: give --dataset-path a trace, one row a line.")
+    return found
 
 
 def _malformed(where: str, error: Exception) -> DatasetError:
