@@ -121,13 +121,17 @@ def test_a_live_server_is_measured(
 def test_several_rates_are_run_in_one_go(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "load.svg"
-    flags = [*SMALL, "--request-rate", "20,inf", "--plot", str(picture), "--flush-cache", "--tokenize-prompt"]
+    flags = [*SMALL, "--request-rate", "20,inf", "--plot", str(picture), "--tokenize-prompt"]
     code, lines = measure(server, tmp_path, *flags)
     assert code == 0 and [line["request_rate"] for line in lines] == [20.0, "inf"]
     assert all(line["completed"] == 4 for line in lines) and picture.read_text().startswith("<?xml")
     # Each rate has texts of its own: at most a chance token is shared.
     assert all(line["total_cached_tokens"] <= 4 for line in lines)
     assert "Load against Latency" in capsys.readouterr().out
+    code, (_, _, line) = measure(server, tmp_path, *SMALL, "--tokenize-prompt", "--flush-cache")
+    assert code == 0 and line["total_cached_tokens"] <= 4
+    code, (*_, line) = measure(server, tmp_path, *SMALL, "--tokenize-prompt")
+    assert code == 0 and line["total_cached_tokens"] > 4, "the same texts come again with the same seed"
 
 
 @pytest.mark.e2e

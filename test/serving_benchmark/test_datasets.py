@@ -36,7 +36,8 @@ def sharegpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def flags(name: str, sharegpt: Path, *more: str) -> Namespace:
     path = ["--dataset-path", str(sharegpt)] if name == "sharegpt" else []
-    return parse(["--dataset-name", name, "--num-prompts", "40", *path, *more])
+    groups = ["--gsp-num-groups", "4", "--gsp-prompts-per-group", "5"]
+    return parse(["--dataset-name", name, "--num-prompts", "40", *path, *groups, *more])
 
 
 def ids_of(workload: Workload, vocabulary: Vocabulary, salt: int = SALT) -> list[list[list[int]]]:
@@ -142,6 +143,7 @@ def test_a_trace_shares_blocks_as_its_hashes_do(tmp_path: Path, vocabulary: Voca
         {"timestamp": 2000, "input_length": 1100, "output_length": 100, "hash_ids": [7, 8, 9]},
         {"timestamp": 1000, "input_length": 1536, "output_length": 10, "hash_ids": [7, 8, 10]},
         {"timestamp": 3000, "input_length": 512, "output_length": 1, "hash_ids": [8]},
+        {"timestamp": 4000, "input_length": 3, "output_length": 1, "hash_ids": [8]},
     ]
     path = tmp_path / "trace.jsonl.gz"
     with gzip.open(path, "wt") as file:
@@ -153,17 +155,17 @@ def test_a_trace_shares_blocks_as_its_hashes_do(tmp_path: Path, vocabulary: Voca
         )
 
     workload = build()
-    b, a, c = (turns[0] for turns in ids_of(workload, vocabulary))
-    assert [session.start_s for session in workload.sessions] == [1.0, 2.0, 3.0]
-    assert [len(a), len(b), len(c)] == [1100, 1536, 512] and shared(a, b) == 1024
+    b, a, c, d = (turns[0] for turns in ids_of(workload, vocabulary))
+    assert [session.start_s for session in workload.sessions] == [1.0, 2.0, 3.0, 4.0]
+    assert [len(a), len(b), len(c), len(d)] == [1100, 1536, 512, 3] and shared(a, b) == 1024
     assert c == b[512:1024]
     assert workload.length_scale is None and workload.notes == ()
     scaled = build("--scale-lengths", "0.1")
-    b, a, c = (turns[0] for turns in ids_of(scaled, vocabulary))
-    assert [len(a), len(b), len(c)] == [110, 153, 51] and shared(a, b) == 102  # 51 for 512, 8 for 76
+    b, a, c, d = (turns[0] for turns in ids_of(scaled, vocabulary))
+    assert [len(a), len(b), len(c), len(d)] == [110, 153, 51, 1] and shared(a, b) == 102  # 76 become 8
     assert scaled.length_scale == 51 / 512 and "51" in scaled.notes[0]
-    assert [session.turns[0].output_len for session in scaled.sessions] == [1, 10, 1]
-    assert [len(session.turns) for session in build("--mooncake-num-rounds", "3").sessions] == [3, 3, 3]
+    assert [session.turns[0].output_len for session in scaled.sessions] == [1, 10, 1, 1]
+    assert [len(session.turns) for session in build("--mooncake-num-rounds", "3").sessions] == [3, 3, 3, 3]
 
 
 def test_a_session_of_an_agent_has_its_turns_and_delays(tmp_path: Path, vocabulary: Vocabulary) -> None:
@@ -252,7 +254,7 @@ def test_what_is_longer_than_the_server_takes_is_left_out() -> None:
     cut = fit(workload, Limits(92, first_extra=2, turn_extra=1))
     # 2 + 80 + 10 = 92 fits, and + 1 + 1 + 1 does not; 2 + 70 + 30 does not; 2 + 80 fits, and + 1 + 11 does not.
     assert [len(each.turns) for each in cut.sessions] == [1, 1] and cut.num_dropped == 3
-    assert fit(workload, Limits(94, 2, 0)).num_dropped == 1
+    assert [fit(workload, Limits(94, 2, extra)).num_dropped for extra in (0, 1)] == [1, 2]
     assert fit(workload, Limits(None)) is workload
 
 

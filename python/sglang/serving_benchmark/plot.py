@@ -26,13 +26,13 @@ def problem_with(path: str) -> str | None:
 
 
 def draw(results: Sequence[dict[str, Any]], path: str, notes: Sequence[str]) -> None:
-    """results: lines of the JSON file, one per rate. Runs in which nothing succeeded are left out."""
+    """results: lines of the JSON file, one per rate. A rate at which nothing was measured has no point."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = sorted((r for r in results if r["completed"]), key=lambda r: r["request_throughput"])
+    shown = sorted(results, key=lambda r: r["request_throughput"])
     load = [r["request_throughput"] for r in shown]
     figure, axes = pyplot.subplots(1, len(_PANELS), figsize=(10, 4.2), layout="constrained")
     for axis, (name, label) in zip(axes, _PANELS.items(), strict=True):
