@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, normalizers
 
 from sglang.serving_benchmark.arguments import parse
 from sglang.serving_benchmark.datasets.errors import DatasetError
@@ -264,6 +265,21 @@ def test_a_vocabulary_without_words_gives_texts_of_other_tokens() -> None:
     assert not vocabulary.is_exact
     message = made_up(1, 50)
     assert set(message.text_in(vocabulary, 0)) == set("abc") and len(message.ids_in(vocabulary, 0)) == 50
+
+
+@pytest.mark.parametrize("own_space", [True, False])
+def test_words_are_found_where_a_tokenizer_writes_spaces_otherwise(own_space: bool) -> None:
+    """As SentencePiece vocabularies do, the older ones with a space of their own before a text."""
+    words = ["".join(letters) for letters in itertools.product("abc", repeat=3)]
+    pieces = [("<unk>", 0.0), ("▁", -2.0), *((f"▁{word}", -3.0) for word in words), *((c, -9.0) for c in "abc")]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
+    space = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space]) if own_space else space
+    vocabulary = Vocabulary(tokenizer)
+    assert vocabulary.is_exact
+    message = made_up(1, 50)
+    ids = vocabulary.encode(message.text_in(vocabulary, 0))
+    assert ids == [1] * own_space + message.ids_in(vocabulary, 0)
 
 
 def test_a_tokenizer_that_does_not_exist_is_refused(tmp_path: Path) -> None:

@@ -102,9 +102,14 @@ def _whole_words(tokenizer: Tokenizer) -> tuple[list[int], list[str]]:
     vocabulary = sorted((number, token) for token, number in tokenizer.get_vocab(with_added_tokens=False).items())
     found = [(number, " " + match[1]) for number, token in vocabulary if (match := _WORD.fullmatch(token))]
     found = found[:: -(-len(found) // _MAX_WORDS) or 1]
-    # Some tokenizers put a space of their own before a text.
-    doubled = tokenizer.encode_batch_fast([text + text for _, text in found], add_special_tokens=False)
-    kept = [each for each, twice in zip(found, doubled, strict=True) if twice.ids == [each[0]] * 2]
+    # Some tokenizers put a space of their own before a text: a word is one token more wherever it is added.
+    once, twice = (
+        [encoding.ids for encoding in tokenizer.encode_batch_fast([text * n for _, text in found], False)]
+        for n in (1, 2)
+    )
+    kept = [
+        each for each, one, two in zip(found, once, twice, strict=True) if one[-1:] == [each[0]] == two[len(one) :]
+    ]
     return [number for number, _ in kept], [text for _, text in kept]
 
 
