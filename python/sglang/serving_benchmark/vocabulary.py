@@ -103,12 +103,12 @@ def _whole_words(tokenizer: Tokenizer) -> tuple[list[int], list[str]]:
     found = [(number, " " + match[1]) for number, token in vocabulary if (match := _WORD.fullmatch(token))]
     found = found[:: -(-len(found) // _MAX_WORDS) or 1]
     # Some tokenizers put a space of their own before a text: a word is one token more wherever it is added.
-    once, twice = (
-        [encoding.ids for encoding in tokenizer.encode_batch_fast([text * n for _, text in found], False)]
-        for n in (1, 2)
-    )
+    texts = ([text * times for _, text in found] for times in (1, 2))
+    once, twice = (tokenizer.encode_batch_fast(each, add_special_tokens=False) for each in texts)
     kept = [
-        each for each, one, two in zip(found, once, twice, strict=True) if one[-1:] == [each[0]] == two[len(one) :]
+        each
+        for each, one, two in zip(found, once, twice, strict=True)
+        if one.ids[-1:] == [each[0]] == two.ids[len(one.ids) :]
     ]
     return [number for number, _ in kept], [text for _, text in kept]
 
