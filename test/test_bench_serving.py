@@ -60,6 +60,9 @@ def test_flags_have_upstreams_names_and_defaults() -> None:
         ("--extra-request-body [1]", "no JSON object"),
         ("--extra-request-body {", "no JSON object"),
         ("--plot x.gif", "must end in"),
+        ("--output-file /no/where/x", "a folder that exists"),
+        ("--output-file /tmp", "a folder that exists"),
+        ("--seed -1", "'-1' is no whole number"),
     ],
 )
 def test_a_wrong_flag_is_one_sentence(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,6 +116,7 @@ def test_a_live_server_is_measured(
     tiers = line["cached_tokens_by_tier"]
     assert tiers is None if backend == "vllm" else sum(tiers.values()) == line["total_cached_tokens"]
     assert line["server_info"]["max_total_num_tokens"] == 2048
+    assert line["arguments"]["multi_turn_num_turns"] == 3
     out = capsys.readouterr().out
     assert "Mean TTFT (ms):" in out and "Errors:" not in out
 

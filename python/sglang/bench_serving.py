@@ -229,6 +229,7 @@ class Benchmark:
             "length_scale": workload.length_scale,
             "dropped": workload.num_dropped,
             "notes": list(notes),
+            "arguments": vars(args),
             "server_info": facts.info,
             **metrics.summarize(outcome),
         }
@@ -289,6 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _tell(str(error))
         return 1
     except KeyboardInterrupt:
+        _tell("interrupted before anything was measured")
         return INTERRUPTED
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from sglang.serving_benchmark import plot
@@ -75,6 +76,10 @@ def _problem(args: argparse.Namespace) -> str | None:
             content = None
         if not isinstance(content, dict):
             return f"--extra-request-body {args.extra_request_body!r} is no JSON object"
+    if args.output_file and (
+        Path(args.output_file).is_dir() or not Path(args.output_file).absolute().parent.is_dir()
+    ):
+        return f"--output-file {args.output_file} must be a file in a folder that exists"
     return plot.problem_with(args.plot) if args.plot else None
 
 
@@ -172,7 +177,7 @@ def _add_load(group: Any) -> None:
     )
     add("--warmup-requests", type=_count_or_zero, default=1, help="requests before the run, with other texts")
     add("--flush-cache", action="store_true", help="empty the server's cache before each rate")
-    add("--seed", type=int, default=42, help="of lengths, orders, texts and times")
+    add("--seed", type=_count_or_zero, default=42, help="of lengths, orders, texts and times")
 
 
 def _add_requests(group: Any) -> None:
