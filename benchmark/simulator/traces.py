@@ -24,6 +24,8 @@ from benchmark.simulator.workloads import (
     questions_workload,
 )
 
+from sglang.serving_benchmark.draws import splitmix64
+
 Encode = Callable[[str], Sequence[int]]
 
 # Tokens that one hash id of a Mooncake trace stands for.
@@ -103,12 +105,9 @@ def read_mooncake(path: Path, speed: float = 1.0, max_in_flight: int | None = No
 
 
 def tokens_of_hashes(hashes: np.ndarray) -> np.ndarray:
-    """(n * 512,) int32: 512 ids per hash, the same for the same hash. Mixed by splitmix64 (Steele et al., 2014)."""
+    """(n * 512,) int32: 512 ids per hash, the same for the same hash."""
     x: np.ndarray = (hashes.astype(np.uint64)[:, None] << np.uint64(9)) + np.arange(MOONCAKE_BLOCK, dtype=np.uint64)
-    x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
+    x = splitmix64(x)
     return (FIRST_TOKEN + x % np.uint64(LAST_TOKEN - FIRST_TOKEN)).astype(np.int32).ravel()
 
 

@@ -19,6 +19,7 @@ from statistics import NormalDist
 
 import numpy as np
 
+from sglang.serving_benchmark.draws import lengths_with_mean, poisson_times, scale_to_mean
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -452,43 +453,3 @@ L_EVAL = SessionSpec("L-Eval", 2_600, 195_000, 500, mean_message=60, mean_out=60
 
 def random_tokens(rng: np.random.Generator, n: int) -> np.ndarray:
     return rng.integers(FIRST_TOKEN, LAST_TOKEN, n, dtype=np.int32)
-
-
-def poisson_times(rng: np.random.Generator, n: int, rate: float) -> np.ndarray:
-    """n times of a Poisson process, in seconds; an infinite rate: all at 0."""
-    if np.isinf(rate):
-        return np.zeros(n)
-    return np.cumsum(rng.exponential(1 / rate, n))
-
-
-def lengths_with_mean(
-    rng: np.random.Generator,
-    n: int,
-    mean: float,
-    cv: float,
-    longest: int | None = None,
-    weights: np.ndarray | None = None,
-) -> np.ndarray:
-    """n log-normal lengths of at least 1, scaled so that their (weighted) mean is `mean`. cv: before scaling."""
-    if mean < 1:
-        raise ValueError(f"a mean length of {mean:.1f} tokens is below 1")
-    sigma = np.sqrt(np.log(1 + cv * cv))
-    raw = rng.lognormal(np.log(mean) - sigma * sigma / 2, sigma, n)
-    weights = np.ones(n) if weights is None else weights
-    return scale_to_mean(raw, mean, weights, float(weights.sum()), longest)
-
-
-def scale_to_mean(
-    lengths: np.ndarray, mean: float, weights: np.ndarray, of: float, longest: int | None = None
-) -> np.ndarray:
-    """Whole lengths in 1..longest, in proportion to the given ones, with sum(weights * lengths) / of nearly `mean`.
-    Cutting and rounding move the mean, so the scale is found by bisection."""
-    low, high = 0.0, 2.0
-    scaled = lambda by: np.clip(np.round(lengths * by), 1, longest).astype(np.int64)  # noqa: E731
-    total = lambda by: float((weights * scaled(by)).sum()) / of  # noqa: E731
-    while total(high) < mean and high < 1e6:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if total(middle) < mean else (low, middle)
-    return scaled(high)

@@ -142,6 +142,13 @@ def srt(*names: str) -> list[str]:
 
 # Those who build and run an engine.
 UPPER = srt("entrypoints", "managers", "server_args")
+# A client knows how a model's tokenizer is found, and nothing of an engine.
+SERVING_BENCHMARK = ROOT / "python" / "sglang" / "serving_benchmark"
+CLIENT_FORBIDDEN = [
+    *UPPER,
+    *srt("models", "model_executor", "model_loader", "layers", "mem_cache", "offload", "peer"),
+    *("torch", "benchmark", "sglang.simulator", "support"),
+]
 # A folder -> what none of its files may import. Lower layers never import upper ones.
 RULES = [
     (
@@ -194,8 +201,12 @@ RULES = [
             "sglang.demo_common",
             "sglang.demo_peers",
             "sglang.demo_tiers",
+            "sglang.bench_serving",
+            "sglang.serving_benchmark",
         ],
     ),
+    (SERVING_BENCHMARK, CLIENT_FORBIDDEN),
+    (SERVING_BENCHMARK.parent / "bench_serving.py", CLIENT_FORBIDDEN),
     (ROOT / "python" / "sglang" / "simulator", ["sglang.srt.entrypoints", "support"]),
     (ROOT / "sgl-kernel" / "python", ["sglang"]),
 ]

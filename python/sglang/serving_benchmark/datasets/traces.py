@@ -1,0 +1,117 @@
+"""Traces of services without their texts: Mooncake's, and those of coding agents. Files are read, never fetched.
+
+Both name prompts by the hashes of their blocks of 512 tokens. Equal hashes give equal tokens. Lengths may be scaled:
+a block then has fewer tokens, and as large a share of each prompt is shared as before.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from argparse import Namespace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from sglang.serving_benchmark.datasets.errors import DatasetError
+from sglang.serving_benchmark.vocabulary import Vocabulary
+from sglang.serving_benchmark.workload import Message, Session, Turn, Workload
+
+# Tokens that one hash stands for.
+BLOCK = 512
+SAMPLES = Path(__file__).parents[1] / "samples"
+
+
+def mooncake(args: Namespace, vocabulary: Vocabulary) -> Workload:
+    """Rows of timestamp (ms), input_length, output_length and hash_ids."""
+    path, notes = _path(args.dataset_path, f"mooncake_{args.mooncake_workload}.jsonl", "--mooncake-workload")
+    scale = _Scale(args.scale_lengths)
+    sessions = []
+    for where, row in _rows(path, args.num_prompts):
+        try:
+            turn = scale.turn(row)
+            start = float(row["timestamp"]) / 1000
+        except (KeyError, TypeError, ValueError) as error:
+            raise _malformed(where, error) from None
+        sessions.append(Session((turn,) * args.mooncake_num_rounds, start_s=start))
+    sessions.sort(key=lambda session: session.start_s or 0.0)
+    return Workload(tuple(sessions), (*notes, *scale.notes), scale.factor)
+
+
+def agentic(args: Namespace, vocabulary: Vocabulary) -> Workload:
+    """One row per turn: session_id, output_length, and the input_length and hash_ids of what is new in it. A first
+    turn has a timestamp, a later one the delay after the answer before, both in ms."""
+    path, notes = _path(args.dataset_path, "agentic.jsonl", "")
+    scale = _Scale(args.scale_lengths)
+    turns: dict[str, list[Turn]] = {}
+    starts: dict[str, float] = {}
+    for where, row in _rows(path, args.num_prompts):
+        try:
+            name = str(row["session_id"])
+            delay = float(row["delay"]) / 1000 * args.mooncake_slowdown_factor if name in turns else 0.0
+            if name not in turns:
+                starts[name] = float(row["timestamp"]) / 1000
+            turns.setdefault(name, []).append(scale.turn(row, delay))
+        except (KeyError, TypeError, ValueError) as error:
+            raise _malformed(where, error) from None
+    sessions = [Session(tuple(each), start_s=starts[name]) for name, each in turns.items()]
+    return Workload(tuple(sessions), (*notes, *scale.notes), scale.factor)
+
+
+class _Scale:
+    """Lengths of a trace times a factor. The tokens of a block are a whole number, which gives the real factor."""
+
+    def __init__(self, asked: float) -> None:
+        self._block_len = max(1, round(BLOCK * asked))
+        by = self._block_len / BLOCK
+        self.factor = by if by != 1 else None
+        self.notes = (
+            (f"Lengths are scaled by {by:.4g}: a block of {BLOCK} tokens has {self._block_len}.",)
+            if self.factor
+            else ()
+        )
+
+    def turn(self, row: dict[str, Any], delay_s: float = 0.0) -> Turn:
+        """Raises KeyError, TypeError or ValueError."""
+        keys = tuple(int(key) % (1 << 64) for key in row["hash_ids"])
+        length, output_len = int(row["input_length"]), int(row["output_length"])
+        if not keys or not 0 < length <= len(keys) * BLOCK:
+            raise ValueError(f"{length} tokens do not fit {len(keys)} blocks of {BLOCK}")
+        # Whole blocks stay whole, so that what follows a shared prefix begins at a block.
+        whole, rest = divmod(length, BLOCK)
+        scaled = whole * self._block_len + (max(1, round(rest * self._block_len / BLOCK)) if rest else 0)
+        message = Message(scaled, keys=keys[: whole + (rest > 0)], block_len=self._block_len)
+        return Turn(message, max(1, round(output_len * self._block_len / BLOCK)), delay_s)
+
+
+def _path(given: str, sample: str, flag: str) -> tuple[Path, tuple[str, ...]]:
+    """(file, notes): the sample of the package if none is given."""
+    if given:
+        path = Path(given).expanduser()
+        if not path.is_file():
+            raise DatasetError(f"There is no file {given!r}: give --dataset-path the trace, as .jsonl or .jsonl.gz.")
+        return path, ()
+    path = SAMPLES / sample
+    if not path.is_file():
+        raise DatasetError(
+            f"The package has no sample {sample}: give the trace with --dataset-path, or change {flag}."
+        )
+    return path, (f"The trace is the package's sample {sample}: --dataset-path takes a whole one.",)
+
+
+def _rows(path: Path, most: int) -> list[tuple[str, dict[str, Any]]]:
+    """(where, row): where names file and line. The first `most` rows."""
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as lines:
+            found = [(f"{path}:{number}", json.loads(line)) for number, line in islice(enumerate(lines, 1), most)]
+    except (OSError, EOFError, ValueError) as error:
+        raise DatasetError(f"{path} is not a trace in JSON lines ({error}).") from None
+    for where, row in found:
+        if not isinstance(row, dict):
+            raise DatasetError(f"{where} is no JSON object: give --dataset-path a trace, one row a line.")
+    return found
+
+
+def _malformed(where: str, error: Exception) -> DatasetError:
+    reason = f"it has no field {error}" if isinstance(error, KeyError) else str(error)
+    return DatasetError(f"{where} is no row of this kind of trace: {reason}.")
