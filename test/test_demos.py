@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,11 +17,12 @@ from typing import Any
 import psutil
 import pytest
 
-from sglang import demo_common
+from sglang import demo, demo_common
 from sglang.demo_common import Answer, Interrupts, Part, Tiers, run, server, summarise
 
 TIERS: Tiers = ("device", "peer", "host")
 COLD = Answer(text="yes", ttft_s=0.5, seconds=1.0, prompt_tokens=100, tokens=32, tiers={})
+QUESTIONS = [sys.executable, "-m", "sglang.demo"]
 PEERS = [sys.executable, "-m", "sglang.demo_peers"]
 ALL_TIERS = [sys.executable, "-m", "sglang.demo_tiers"]
 # As a shell starts what it does not wait for.
@@ -33,6 +36,84 @@ def test_a_demo_fails_if_an_answer_differs_or_a_tier_gave_nothing(capsys: pytest
     assert "no tokens came from the host" in capsys.readouterr().out
     assert not summarise([(COLD, warm), (COLD, replace(warm, text="no"))], TIERS, ["peer"])
     assert "1 of 2 equal" in capsys.readouterr().out
+
+
+def test_the_bar_shows_where_the_tokens_of_a_prompt_came_from() -> None:
+    answer = replace(COLD, prompt_tokens=96, tiers={"device": 24, "host": 2, "disk": 46, "storage": 46})
+    assert demo.shares(answer) == {"device": 24, "host": 2, "disk": 46, "computed": 24}
+    assert demo.bar(answer, colours=False) == "█" * 12 + "▓" + "▒" * 23 + "·" * 12
+    coloured = demo.bar(answer, colours=True)
+    assert re.sub(r"\x1b\[\d+m", "", coloured) == demo.bar(answer, colours=False) and coloured.count("\x1b[0m") == 4
+    for tokens in range(97):
+        part = replace(COLD, prompt_tokens=96, tiers={"host": tokens})
+        assert len(demo.bar(part, colours=False)) == demo.BAR_WIDTH
+
+
+def test_the_demo_fails_if_answers_are_wrong_or_differ_from_those_without_the_cache(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    questions = demo.questions()
+    tiers = {"device": 30, "host": 30, "disk": 30}
+
+    def asked(right: int, same: int) -> demo.Interview:
+        interview = demo.Interview("smollm2")
+        for at, question in enumerate(questions):
+            text = f"It is {question.answer.upper()}." if at < right else "I do not know."
+            answer = replace(COLD, text=text, tiers=tiers)
+            uncached = replace(COLD, text=text if at < same else "another", ttft_s=2.5)
+            interview.asked.append(demo.Asked(question, answer, uncached))
+        return interview
+
+    assert asked(right=8, same=10).summarise()
+    assert "8 of 10;" in (out := capsys.readouterr().out) and "20.0 s of waiting in 10 questions" in out
+    assert not asked(right=7, same=10).summarise()
+    assert not asked(right=10, same=9).summarise()
+    tiers["disk"] = 0
+    assert not asked(right=10, same=10).summarise()
+    assert "no tokens came from the disk" in capsys.readouterr().out
+
+
+def test_each_question_is_about_a_page_that_holds_its_answer() -> None:
+    questions = demo.questions()
+    assert len(questions) == 10 and len({question.page for question in questions}) == 4
+    assert all(question.answer in demo.page_text(question.page) for question in questions)
+    first = [question.page for question in questions[: demo.NUM_BEFORE_RESTART]]
+    assert len(set(first[:4])) == 4, "each page once, before it comes again"
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_the_demo_answers_right_and_as_without_the_cache() -> None:
+    done = subprocess.run(QUESTIONS, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    right = re.search(r"right answers +(\d+) of 10", done.stdout)
+    assert right is not None and int(right[1]) >= 8, done.stdout
+    assert "6 of 6 with and without the cache" in done.stdout, "each page that comes again is found"
+    for part in ("device", "host", "disk"):
+        assert re.search(rf"prompt tokens .*[1-9]\d* from {part}", done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_on_a_terminal_the_demo_stays_up_until_it_is_interrupted() -> None:
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(QUESTIONS, stdin=follower, stdout=follower, stderr=follower, start_new_session=True)
+    os.close(follower)
+    shown = b""
+    try:
+        while b"Ctrl-C ends" not in shown:
+            shown += os.read(leader, 4096)
+        (url,) = re.findall(rb"http://127.0.0.1:\d+/hicache", shown)
+        with urllib.request.urlopen(url.decode(), timeout=10) as page:
+            assert page.status == 200
+        assert b"\x1b[34m" in shown, "the bar has colours"
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(60) == 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        os.close(leader)
 
 
 @pytest.fixture

