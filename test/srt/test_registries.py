@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -318,13 +319,14 @@ def test_a_model_family(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert check_before_start(args) == tmp_path
     config = ModelConfig.from_pretrained(str(tmp_path))
     assert config.architecture == "OtherForCausalLM"
-    model = get_model_class(config.architecture)(config, TorchNativeAttnBackend(), SINGLE_RANK)
+    model = get_model_class(config)(config, TorchNativeAttnBackend(), SINGLE_RANK)
     assert type(model) is OtherForCausalLM and model.num_layers == embedded.num_layers
 
 
 def test_every_model_family_is_what_its_entry_names() -> None:
+    embedded = ModelConfig.from_pretrained("embedded")
     for architecture in MODEL_FAMILIES:
-        assert callable(get_model_class(architecture).forward_layer)
+        assert callable(get_model_class(replace(embedded, architecture=architecture)).forward_layer)
 
 
 # -- policies ---------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from sglang.srt.configs.embedded_model import ensure_embedded_model
-from sglang.srt.configs.model_families import MODEL_FAMILIES
+from sglang.srt.configs.model_families import MODEL_FAMILIES, TRANSFORMERS, pick_model_impl
 
 # What --model-path names the built-in model by.
 EMBEDDED_MODEL = "embedded"
@@ -103,14 +103,17 @@ def _read_object(path: Path) -> dict[str, Any]:
     return raw
 
 
-def pick_architecture(model_path: str, raw: dict[str, Any]) -> str:
+def pick_architecture(model_path: str, raw: dict[str, Any], model_impl: str = "auto") -> str:
+    """Whether transformers can run an architecture that has no native model is checked later."""
     named = raw.get("architectures") or []
     for architecture in named:
         if architecture in MODEL_FAMILIES:
             return str(architecture)
+    if named and pick_model_impl(str(named[0]), model_impl) == TRANSFORMERS:
+        return str(named[0])
     raise ModelConfigError(
         f"{model_path!r} has the architecture {', '.join(map(str, named)) or 'unknown'}, which is not supported; "
-        f"supported are {', '.join(MODEL_FAMILIES)}."
+        f"supported are {', '.join(MODEL_FAMILIES)}, and others with --model-impl transformers."
     )
 
 
@@ -162,11 +165,16 @@ def rope_parameters_of(hf_config: Any) -> dict[str, Any]:
 
 
 def check_config(
-    model_path: str, raw: Mapping[str, Any], dtype: str, context_length: int | None, num_ranks: int
-) -> None:
+    model_path: str,
+    raw: Mapping[str, Any],
+    dtype: str,
+    context_length: int | None,
+    num_ranks: int,
+    model_impl: str = "auto",
+) -> str:
     """Refuses what config.json itself shows to be impossible. What it leaves to transformers' defaults is checked
-    later. Raises ModelConfigError."""
-    pick_architecture(model_path, dict(raw))
+    later. Returns NATIVE or TRANSFORMERS. Raises ModelConfigError."""
+    impl = pick_model_impl(pick_architecture(model_path, dict(raw), model_impl), model_impl)
     for name in _SIZES:
         value = raw.get(name)
         if value is not None and (type(value) is not int or value < 1):
@@ -175,10 +183,13 @@ def check_config(
                 "number above 0."
             )
     check_quantization(model_path, raw.get("quantization_config"))
-    check_activation(raw.get("hidden_act", "silu"))
     stored = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype == "auto" and stored not in _DTYPE_NAMES:
         raise unsupported_dtype(stored)
+    if impl == TRANSFORMERS:
+        check_one_rank(num_ranks)
+        return impl
+    check_activation(raw.get("hidden_act", "silu"))
     own = raw.get("max_position_embeddings")
     if isinstance(own, int) and context_length is not None:
         pick_context_length(context_length, own, rope_parameters_of(SimpleNamespace(**raw)))
@@ -186,6 +197,15 @@ def check_config(
     num_kv_heads = raw.get("num_key_value_heads") or num_heads
     if isinstance(num_heads, int) and isinstance(rows, int) and isinstance(num_kv_heads, int):
         check_tensor_parallel(num_ranks, num_heads, rows, num_kv_heads)
+    return impl
+
+
+def check_one_rank(num_ranks: int) -> None:
+    if num_ranks > 1:
+        raise ModelConfigError(
+            "A model that transformers computes is not divided over ranks; use --tp-size 1, or a model with a native "
+            "implementation."
+        )
 
 
 def check_quantization(model_path: str, quantization_config: object) -> None:

@@ -154,7 +154,7 @@ def check_weights_fit(model: ModelConfig, group: TensorParallelGroup, device: to
     """Log what this rank's weights need, before they are read. Raises StartupError if that is more than is free: the
     system would kill a process much later, without a reason."""
     with torch.device("meta"):
-        weights = get_model_class(model.architecture)(model, TorchNativeAttnBackend(), group)
+        weights = get_model_class(model)(model, TorchNativeAttnBackend(), group)
     size = sum(each.numel() * each.element_size() for each in weights.parameters())
     # All ranks look before any takes its part.
     free = int(group.reduce_min(torch.tensor([free_memory(device, group.size)]))[0])
