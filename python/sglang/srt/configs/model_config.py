@@ -146,9 +146,7 @@ class ModelConfig:
         check_quantization(model_path, getattr(hf_config, "quantization_config", None))
         check_transformers_config(model_path, architecture, hf_config)
         shape = shape_of(model_path, hf_config)
-        context = pick_context_length(
-            context_length, max_context(model_path, hf_config), {"rope_type": "default"}
-        )
+        context = pick_context_length(context_length, max_context(model_path, hf_config), {"rope_type": "default"})
         check_context(hf_config, context)
         return cls(
             model_path=model_path,
@@ -272,7 +270,8 @@ def _refuse_unsupported(config: ModelConfig) -> None:
         )
     if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0 or config.head_dim % 2 != 0:
         raise ModelConfigError(
-            "Rotary embeddings over a part of the head, or over an odd head_dim, are not supported."
+            "Rotary embeddings over a part of the head, or over an odd head_dim, are not supported natively; use "
+            "--model-impl transformers."
         )
     if rope_type == "longrope":
         lengths = {len(config.rope_parameters.get(f"{name}_factor") or ()) for name in ("short", "long")}
@@ -283,9 +282,9 @@ def _refuse_unsupported(config: ModelConfig) -> None:
     window = _sliding_window(hf)
     if window is not None and window < config.context_length:
         raise ModelConfigError(
-            f"The model's attention looks back on {window} tokens only (sliding_window), which is not supported in a "
-            f"context of {config.context_length}; use --context-length {window} or less, or a model with full "
-            "attention."
+            f"The model's attention looks back on {window} tokens only (sliding_window), which is not supported "
+            f"natively in a context of {config.context_length}; use --context-length {window} or less, or --model-impl "
+            "transformers."
         )
     if config.num_heads % config.num_kv_heads != 0:
         raise ModelConfigError(

@@ -215,7 +215,9 @@ def check_quantization(model_path: str, quantization_config: object) -> None:
 
 def check_activation(activation: object) -> None:
     if activation != "silu":
-        raise ModelConfigError(f"The activation {activation!r} is not supported; only 'silu' is.")
+        raise ModelConfigError(
+            f"The activation {activation!r} is not supported natively, only 'silu' is; use --model-impl transformers."
+        )
 
 
 def unsupported_dtype(stored: object) -> ModelConfigError:

@@ -71,6 +71,21 @@ def _reason_against(model_class: Any, config: Any) -> str | None:
 
 
 def shape_of(model_path: str, config: Any) -> KVShape:
+    """Raises ModelConfigError where the config does not tell one shape for all layers."""
+    try:
+        sizes = _sizes(config)
+    except Exception:
+        # Some configs raise where an attribute differs from layer to layer.
+        sizes = ()
+    if len(sizes) != 4 or any(type(size) is not int for size in sizes):
+        raise ModelConfigError(
+            f"{model_path!r} cannot be served: its config does not tell one number of heads and one head size for "
+            "all layers, and pages hold the same for every layer."
+        )
+    return KVShape(*sizes)
+
+
+def _sizes(config: Any) -> tuple[int, ...]:
     heads = config.num_attention_heads
     if getattr(config, "kv_lora_rank", None):
         # Multi-head latent attention: transformers expands the latent to a key and a value for each query head.
@@ -80,13 +95,7 @@ def shape_of(model_path: str, config: Any) -> KVShape:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     if getattr(config, "multi_query", False):
         kv_heads = 1
-    sizes = (config.num_hidden_layers, heads, kv_heads, head_dim)
-    if any(type(size) is not int for size in sizes):
-        raise ModelConfigError(
-            f"{model_path!r} cannot be served: its layers differ in heads or head size, and pages hold the same for "
-            "every layer."
-        )
-    return KVShape(*sizes)
+    return config.num_hidden_layers, heads, kv_heads, head_dim
 
 
 def max_context(model_path: str, config: Any) -> int:

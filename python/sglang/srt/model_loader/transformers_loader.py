@@ -5,6 +5,8 @@ Owns nothing after it returns. Reads local files only, and runs no code that com
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -37,11 +39,13 @@ def load_transformers_model(
     return model
 
 
-def _read(config: ModelConfig) -> object:
-    # Progress is shown by the server.
+def _read(config: ModelConfig) -> Any:
+    # The server shows the progress, and what does not fit is an error.
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        # With output_loading_info it is a pair, which its type does not tell.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             config.local_path,
             config=config.hf_config,
             dtype=config.dtype,
@@ -49,13 +53,22 @@ def _read(config: ModelConfig) -> object:
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
     except Exception as error:
         reason = " ".join(str(error).split())
-        raise ModelConfigError(f"transformers cannot load the weights in {str(config.local_path)!r}: {reason}") from error
-    kinds = (("missing", "missing_keys"), ("unexpected", "unexpected_keys"), ("of another shape", "mismatched_keys"))
-    parts = [f"{kind}: {some(sorted(map(str, info[key])))}" for kind, key in kinds if info.get(key)]
+        raise ModelConfigError(
+            f"transformers cannot load the weights in {str(config.local_path)!r}: {reason}"
+        ) from error
+    model, info = loaded
+    # Of another shape: name, shape in the file, shape in the model.
+    names = {
+        "missing": info["missing_keys"],
+        "unexpected": info["unexpected_keys"],
+        "of another shape": [name for name, *_ in info["mismatched_keys"]],
+    }
+    parts = [f"{kind}: {some(sorted(found))}" for kind, found in names.items() if found]
     if parts:
         raise ModelConfigError(
             f"The weights in {str(config.local_path)!r} do not fit {type(model).__name__}; {'; '.join(parts)}."

@@ -11,7 +11,6 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_families import MODEL_FAMILIES, TRANSFORMERS
 from sglang.srt.utils.registry import load_object
 
-
 _TRANSFORMERS_CLASS = "sglang.srt.models.transformers_model:TransformersForCausalLM"
 
 

@@ -8,10 +8,11 @@ of all layers are open, because transformers cannot be called layer by layer in 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ _NO_EFFECT = {
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "is_causal"),
 }
 
+# Of the largest value: keys that differ by less are the same but for rounding.
+_SAME = 0.02
+
 # What attention does in the current thread: serve a batch, or find out about the model.
 _Attend = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, Any, dict[str, Any]], torch.Tensor]
 _attend: ContextVar[_Attend] = ContextVar("attend")
@@ -44,10 +48,15 @@ _masks: ContextVar[list[tuple[torch.Tensor, Callable[..., torch.Tensor]]] | None
 
 
 def _attention(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any = None,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query, key, value: (1, num_heads, num_tokens, head_dim). Returns (1, num_tokens, num_heads, head_dim)."""
-    return _attend.get()(module, query, key, value, mask, kwargs), None
+    return _attend.get()(module, query, key, value, attention_mask, kwargs), None
 
 
 def _mask(mask_function: Callable[..., torch.Tensor], **kwargs: Any) -> torch.Tensor | None:
@@ -98,13 +107,16 @@ class TransformersForCausalLM(nn.Module):
 
     @torch.inference_mode()
     def inspect_layers(self) -> None:
-        """Find the windows, and that every layer is one that paged attention can compute: by a forward pass of two
+        """Find the windows, and that every layer is one that paged attention can compute: by forward passes of two
         tokens without attention. Raises ModelConfigError."""
-        found = _Inspection(self.config)
+        found, counted = _Inspection(self.config), _Inspection(self.config)
+        tokens, last = torch.tensor([3, 2]), torch.tensor([1])
         token = _masks.set(found.masks)
         try:
             with _using(found.attend):
-                logits = self._forward(torch.tensor([0, 1]), torch.tensor([0, 1]), torch.tensor([1]))
+                logits = self._forward(tokens, torch.tensor([0, 1]), last)
+            with _using(counted.attend):
+                self._forward(tokens, None, last)
         except ModelConfigError:
             raise
         except Exception as error:
@@ -114,6 +126,9 @@ class TransformersForCausalLM(nn.Module):
         self.windows = found.windows()
         if logits.shape[-1] != self.config.vocab_size:
             raise found.refusal(f"it has {logits.shape[-1]} logits, and a vocabulary of {self.config.vocab_size}")
+        for call, same in zip(found.calls, counted.calls):
+            if (call.keys - same.keys).abs().max() > _SAME * call.keys.abs().max():
+                raise found.refusal("the positions of its tokens are not 0, 1, 2, as its own code counts them")
 
     def embed(self, batch: ForwardBatch) -> None:
         return None
@@ -142,12 +157,13 @@ class TransformersForCausalLM(nn.Module):
     def logits(self, state: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         return state
 
-    def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """(num_tokens,) int64 each, and the rows whose logits are wanted. Returns (num_rows, vocab_size) float32."""
+    def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+        """(num_tokens,) int64 each, and the rows whose logits are wanted. positions: None lets the model count them.
+        Returns (num_rows, vocab_size) float32."""
         device = self.model.device
         out = self.model(
             input_ids=input_ids.to(device)[None],
-            position_ids=positions.to(device)[None],
+            position_ids=None if positions is None else positions.to(device)[None],
             use_cache=False,
             logits_to_keep=rows.to(device),
         )
@@ -195,10 +211,12 @@ class _Serving:
     def _window(self, layer: int) -> int | None:
         """None where no request is longer than the window."""
         window = self.model.windows[layer]
-        if window is None:
-            return None
-        longest = max(sum(segment.length for segment in of_req) for of_req in self.batch.segments)
-        return window if longest > window else None
+        return window if window is not None and self._longest > window else None
+
+    @cached_property
+    def _longest(self) -> int:
+        """Tokens of the batch's longest request."""
+        return max(sum(segment.length for segment in of_req) for of_req in self.batch.segments)
 
 
 @dataclass
@@ -207,6 +225,8 @@ class _Call:
 
     layer: int
     mask: Any
+    # (num_kv_heads, 2, head_dim) float32.
+    keys: torch.Tensor
 
 
 @dataclass
@@ -236,7 +256,8 @@ class _Inspection:
         wanted = ((1, config.num_heads, 2, config.head_dim), (1, config.num_kv_heads, 2, config.head_dim))
         if shapes != wanted or value.shape[:3] != key.shape[:3] or value.shape[3] > config.head_dim:
             raise self.refusal(
-                f"a layer has queries and keys of the shapes {shapes}, and its config asks for {wanted} in every layer"
+                f"a layer has queries and keys of the shapes {shapes}, and its config asks for {wanted} in every "
+                "layer"
             )
         unknown = [
             name
@@ -247,7 +268,7 @@ class _Inspection:
             raise self.refusal(
                 f"its attention takes {', '.join(unknown) or 'dropout or the future'}, which paged attention does not"
             )
-        self.calls.append(_Call(_layer_of(module), mask))
+        self.calls.append(_Call(_layer_of(module), mask, key[0].float()))
         return torch.zeros_like(query.transpose(1, 2))[..., : value.shape[-1]]
 
     def windows(self) -> list[int | None]:
@@ -274,7 +295,7 @@ class _Inspection:
         for query in (last, last - 1, last // 2):
             seen = function(zero, zero, torch.tensor(query), keys).expand(keys.shape)
             number = int(seen.sum())
-            if not bool(seen[query + 1 - number : query + 1].all()) or number == 0:
+            if not 0 < number <= query + 1 or not bool(seen[query + 1 - number : query + 1].all()):
                 raise self.refusal("a token of it sees other tokens than itself and the ones before")
             windows.add(None if number == query + 1 else number)
         if len(windows) == 2 and None in windows:
