@@ -375,9 +375,9 @@ def test_every_tier_of_a_model_of_transformers(name: str, tmp_path: Path) -> Non
             model.check(prompt, answer, 8)
             for tier, found in answer.cached_tokens_details.items():
                 hits[tier] += found
-    many = prompts(13, [20] * 5)
-    for prompt, answer in zip(many, again.generate(many, greedy(24))):
-        model.check(prompt, answer, 24)
+    many = prompts(13, [20] * 7)
+    for prompt, answer in zip(many, again.generate(many, greedy(36))):
+        model.check(prompt, answer, 36)
     counters = again.scheduler.state()["counters"]
     assert hits["host"] > 0 and hits["disk"] > 0, hits
     assert counters["failed_ops"] > 0 and counters["failed_launches"] > 0, "seed 4: nothing failed"

@@ -283,8 +283,8 @@ def _refuse_unsupported(config: ModelConfig) -> None:
     if window is not None and window < config.context_length:
         raise ModelConfigError(
             f"The model's attention looks back on {window} tokens only (sliding_window), which is not supported "
-            f"natively in a context of {config.context_length}; use --context-length {window} or less, or --model-impl "
-            "transformers."
+            f"natively in a context of {config.context_length}; use --context-length {window} or less, or "
+            "--model-impl transformers."
         )
     if config.num_heads % config.num_kv_heads != 0:
         raise ModelConfigError(
