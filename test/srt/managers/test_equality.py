@@ -358,7 +358,7 @@ def test_every_tier_of_a_model_of_transformers(name: str, tmp_path: Path) -> Non
             **{"num_device_pages": 600 // page_size, **options},
         )
 
-    batch = prompts(12, [61, 5, 90, 17], shared=32)
+    batch = prompts(12, [61, 5, 90, 70], shared=32)
     first = engine()
     for turn in range(2):
         answers = first.generate(batch, greedy(7), abort_after={3: 2} if turn else None)
@@ -370,12 +370,15 @@ def test_every_tier_of_a_model_of_transformers(name: str, tmp_path: Path) -> Non
 
     again = engine(num_device_pages=176 // page_size, load_fail_rate=0.5, new_token_ratio=0.05)
     hits = dict.fromkeys(("device", "host", "disk"), 0)
-    for _ in range(2):
-        for prompt, answer in zip(batch, again.generate(batch, greedy(8))):
-            model.check(prompt, answer, 8)
+    for _ in range(3):
+        for prompt in batch:
+            # One at a time, and all that was computed is on the host: what comes back does not depend on the clock.
+            (answer,) = again.generate([prompt], greedy(5))
+            again.settle()
+            model.check(prompt, answer, 5)
             for tier, found in answer.cached_tokens_details.items():
                 hits[tier] += found
-    many = prompts(13, [20] * 7)
+    many = prompts(13, [20] * 6)
     for prompt, answer in zip(many, again.generate(many, greedy(36))):
         model.check(prompt, answer, 36)
     counters = again.scheduler.state()["counters"]

@@ -102,7 +102,10 @@ def of_transformers(path: Path, **options: Any) -> ModelConfig:
     return ModelConfig.from_pretrained(str(path), **{"model_impl": "transformers", "dtype": "float32", **options})
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(n, marks=pytest.mark.slow) if n in ("mistral", "phi3") else n for n in MODELS],
+)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     config, windows = MODELS[request.param]
     path = tmp_path_factory.mktemp(request.param)
