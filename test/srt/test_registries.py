@@ -311,7 +311,7 @@ def test_a_model_family(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(raw | {"architectures": ["OtherForCausalLM"]}))
-    args = ServerArgs(model_path=str(tmp_path))
+    args = ServerArgs(model_path=str(tmp_path), model_impl="native")
     with pytest.raises(ModelConfigError, match="OtherForCausalLM, which is not supported; supported are LlamaFor"):
         check_before_start(args)
     monkeypatch.setitem(MODEL_FAMILIES, "OtherForCausalLM", f"{__name__}:OtherForCausalLM")
