@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from sglang.srt.configs.model_families import MODEL_IMPLS
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.managers.schedule_policy import QUEUE_POLICIES
 from sglang.srt.mem_cache.eviction import EVICTION_POLICIES
@@ -89,7 +88,7 @@ class ServerArgs:
         "auto",
         "whose code computes the model: native (also called sglang), the engine's own; transformers, that of the "
         "library; auto, native where there is one",
-        choices=MODEL_IMPLS,
+        choices=("auto", "native", "sglang", "transformers"),
     )
     dtype: str = arg(
         MODEL,

@@ -7,6 +7,7 @@ of it: GEMM results change with the batch's shape in the last bits.
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 
 import numpy as np
@@ -338,6 +339,9 @@ SETUP = StorageSetup(
 )
 
 
+@pytest.mark.skipif(
+    os.environ.get("SGLANG_TEST_DEVICE") == "emulated", reason="transformers needs the CPU or a real GPU"
+)
 @pytest.mark.parametrize(
     "name", ["gpt2", "qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma", "gemma2"))]
 )

@@ -126,10 +126,10 @@ CASES = [
 ]
 
 
-# Ranks in one process meet on the host alone.
+# Ranks in one process meet on the host alone. An emulated device does not run the code of transformers.
 @pytest.mark.parametrize(
     ("family", "dtype", "page_size", "tp", "layout", "chunk"),
-    [case for case in CASES if case[3] == 1 or device_under_test() == "cpu"],
+    [case for case in CASES if (case[3] == 1 and case[0] != "gemma") or device_under_test() == "cpu"],
 )
 def test_a_prefix_gives_the_same_bits_from_every_tier(
     paths: dict[str, str], tmp_path: Path, family: str, dtype: str, page_size: int, tp: int, layout: str, chunk: int

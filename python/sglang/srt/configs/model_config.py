@@ -98,7 +98,7 @@ class ModelConfig:
     ) -> ModelConfig:
         """model_path: a directory, a name on the Hugging Face hub, or "embedded". dtype: one of `DTYPE_CHOICES`.
         context_length: None takes the model's own; more than its positions reach is refused. revision: of a hub name.
-        model_impl: one of `MODEL_IMPLS`.
+        model_impl: as --model-impl takes it.
         """
         local_path = resolve_model_path(model_path, revision)
         raw = read_config_json(local_path)

@@ -18,12 +18,11 @@ MODEL_FAMILIES: dict[str, str] = {
 
 NATIVE = "native"
 TRANSFORMERS = "transformers"
-# What --model-impl takes. "sglang" is upstream's name for native.
-MODEL_IMPLS = ("auto", NATIVE, "sglang", TRANSFORMERS)
 
 
 def pick_model_impl(architecture: str, model_impl: str) -> str:
-    """NATIVE or TRANSFORMERS. model_impl: one of `MODEL_IMPLS`; "auto" prefers a native model."""
+    """NATIVE or TRANSFORMERS. model_impl: as --model-impl takes it; "auto" prefers a native model, and "sglang" is
+    upstream's name for NATIVE."""
     if model_impl == "auto":
         return NATIVE if architecture in MODEL_FAMILIES else TRANSFORMERS
     return TRANSFORMERS if model_impl == TRANSFORMERS else NATIVE

@@ -35,7 +35,7 @@ def load_transformers_model(
     else:
         model = TransformersForCausalLM(config, attn_backend, group, _read(config))
     model.to(device).eval()
-    model.inspect_layers()
+    model.inspect_layers(device)
     return model
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import pad
@@ -27,6 +28,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.masked_attention import MaskedAttention
 from sglang.srt.mem_cache.kv_view import KVPool, KVSegment, KVView
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.utils.device import to_device
 
 # The name of our attention in transformers.
 PAGED = "sglang_paged"
@@ -106,15 +108,15 @@ class TransformersForCausalLM(nn.Module):
         self.windows: list[int | None] = [None] * config.num_layers
 
     @torch.inference_mode()
-    def inspect_layers(self) -> None:
+    def inspect_layers(self, device: torch.device) -> None:
         """Find the windows, and that every layer is one that paged attention can compute: by forward passes of two
-        tokens without attention. Raises ModelConfigError."""
+        tokens without attention. device: the model's. Raises ModelConfigError."""
         found, counted = _Inspection(self.config), _Inspection(self.config)
-        tokens, last = torch.tensor([3, 2]), torch.tensor([1])
+        tokens, positions, last = (to_device(np.array(each), device) for each in ([3, 2], [0, 1], [1]))
         token = _masks.set(found.masks)
         try:
             with _using(found.attend):
-                logits = self._forward(tokens, torch.tensor([0, 1]), last)
+                logits = self._forward(tokens, positions, last)
             with _using(counted.attend):
                 self._forward(tokens, None, last)
         except ModelConfigError:
@@ -160,12 +162,11 @@ class TransformersForCausalLM(nn.Module):
     def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
         """(num_tokens,) int64 each, and the rows whose logits are wanted. positions: None lets the model count them.
         Returns (num_rows, vocab_size) float32."""
-        device = self.model.device
         out = self.model(
-            input_ids=input_ids.to(device)[None],
-            position_ids=None if positions is None else positions.to(device)[None],
+            input_ids=input_ids[None],
+            position_ids=None if positions is None else positions[None],
             use_cache=False,
-            logits_to_keep=rows.to(device),
+            logits_to_keep=rows,
         )
         return out.logits[0].float()  # type: ignore[no-any-return]
 
