@@ -86,8 +86,7 @@ class ServerArgs:
     model_impl: str = arg(
         MODEL,
         "auto",
-        "whose code computes the model: native (also called sglang), the engine's own; transformers, that of the "
-        "library; auto, native where there is one",
+        "whose code computes the model: native (or sglang), this engine's; auto, native where there is one",
         choices=("auto", "native", "sglang", "transformers"),
     )
     dtype: str = arg(
