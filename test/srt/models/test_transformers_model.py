@@ -148,6 +148,18 @@ def test_batch_of_extends_and_decodes(pair: SimpleNamespace) -> None:
     assert_close(got, want, "mixed batch")
 
 
+def test_nothing_is_read_or_written_before_the_gate_of_the_last_layer(pair: SimpleNamespace) -> None:
+    (seq,) = pair.ours.start([pair.prompts[0]])
+    batch, model, pool = pair.ours.batch([(seq, 37)]), pair.ours.model, pair.ours.pool
+    state = model.embed(batch)
+    for layer_id in range(model.num_layers - 1):
+        state = model.forward_layer(layer_id, state, batch, pool)
+        assert state is None and pool.kv.isnan().all()
+    state = model.forward_layer(model.num_layers - 1, state, batch, pool)
+    assert not pool.kv.isnan().flatten(3).all(-1)[:, :, seq.pages[:37]].any(), "K and V of every layer and token"
+    assert_close(model.logits(state, batch), logits_of(pair.theirs, pair.prompts[0])[-1:], "in one piece")
+
+
 def test_greedy_tokens(pair: SimpleNamespace) -> None:
     num_tokens = 16
     got = pair.ours.generate(pair.prompts, num_tokens, page_size=3)
