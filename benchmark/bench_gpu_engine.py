@@ -191,7 +191,7 @@ class Model:
             from sglang.srt.layers.attention.triton_backend import TritonAttnBackend as Backend  # type: ignore[assignment]
         self.attention = Backend()
         with torch.device(self.device):
-            model = get_model_class(self.config.architecture)(self.config, self.attention, SINGLE_RANK)
+            model = get_model_class(self.config)(self.config, self.attention, SINGLE_RANK)
         torch.manual_seed(0)
         with torch.inference_mode():
             for name, target in sorted(model.weight_targets().items()):

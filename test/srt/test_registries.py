@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -310,7 +311,7 @@ def test_a_model_family(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(raw | {"architectures": ["OtherForCausalLM"]}))
-    args = ServerArgs(model_path=str(tmp_path))
+    args = ServerArgs(model_path=str(tmp_path), model_impl="native")
     with pytest.raises(ModelConfigError, match="OtherForCausalLM, which is not supported; supported are LlamaFor"):
         check_before_start(args)
     monkeypatch.setitem(MODEL_FAMILIES, "OtherForCausalLM", f"{__name__}:OtherForCausalLM")
@@ -318,13 +319,14 @@ def test_a_model_family(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert check_before_start(args) == tmp_path
     config = ModelConfig.from_pretrained(str(tmp_path))
     assert config.architecture == "OtherForCausalLM"
-    model = get_model_class(config.architecture)(config, TorchNativeAttnBackend(), SINGLE_RANK)
+    model = get_model_class(config)(config, TorchNativeAttnBackend(), SINGLE_RANK)
     assert type(model) is OtherForCausalLM and model.num_layers == embedded.num_layers
 
 
 def test_every_model_family_is_what_its_entry_names() -> None:
+    embedded = ModelConfig.from_pretrained("embedded")
     for architecture in MODEL_FAMILIES:
-        assert callable(get_model_class(architecture).forward_layer)
+        assert callable(get_model_class(replace(embedded, architecture=architecture)).forward_layer)
 
 
 # -- policies ---------------------------------------------------------------------------------------------------

@@ -84,6 +84,12 @@ class ServerArgs:
         "how weights are made: auto, safetensors and gguf read them from files, dummy draws random ones",
         choices=("auto", "safetensors", "gguf", "dummy"),
     )
+    model_impl: str = arg(
+        MODEL,
+        "auto",
+        "whose code computes the model: native (or sglang), this engine's; auto, native where there is one",
+        choices=("auto", "native", "sglang", "transformers"),
+    )
     dtype: str = arg(
         MODEL,
         "auto",

@@ -84,6 +84,7 @@ def test_logits_are_those_of_the_model_that_was_converted(tmp_path, family, tied
     torch.testing.assert_close(logits_of(config, ids[0]), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random bytes make scales that are not finite
 def test_every_type_that_the_package_dequantises_is_read_to_the_bit(tmp_path):
     file, _ = make(tmp_path)
     writer = gguf.GGUFWriter(tmp_path / "types.gguf", "llama")
@@ -158,12 +159,14 @@ def test_the_load_format_has_to_fit(tmp_path):
     file, model = make(tmp_path)
     folder = resolve_model_path(str(file))
     for load_format in ("auto", "gguf"):
-        check_weight_files(folder, load_format)
+        check_weight_files(folder, load_format, "native")
     with pytest.raises(ModelConfigError, match="the weights are a GGUF file"):
-        check_weight_files(folder, "safetensors")
+        check_weight_files(folder, "safetensors", "native")
+    with pytest.raises(ModelConfigError, match="--model-impl transformers does not read GGUF"):
+        check_weight_files(folder, "auto", "transformers")
     model.save_pretrained(tmp_path / "hf")
     with pytest.raises(ModelConfigError, match=r"is not a GGUF file; give the \.gguf file itself"):
-        check_weight_files(tmp_path / "hf", "gguf")
+        check_weight_files(tmp_path / "hf", "gguf", "native")
 
 
 REFUSED = {

@@ -51,13 +51,29 @@ def test_a_model_that_can_be_served(model: Callable[..., str], tmp_path: Path) -
     path = model("model.safetensors", intermediate_size=None, num_key_value_heads=None, max_position_embeddings=None)
     args = ServerArgs(model_path=path, load_format="dummy", tp_size=2, context_length=512, dtype="half")
     assert check_before_start(args) == Path(path)
+    args = ServerArgs(model_path="embedded", model_impl="transformers")
+    assert check_before_start(args) == ensure_embedded_model()
 
 
 @pytest.mark.parametrize(
     ("without", "changes", "args", "sentence"),
     [
         ("config.json", {}, {}, "has no config.json; give a directory in Hugging Face's format"),
-        ("", {"architectures": ["MambaForCausalLM"]}, {}, "MambaForCausalLM, which is not supported; supported are"),
+        (
+            "",
+            {"architectures": ["GPT2LMHeadModel"]},
+            {"model_impl": "native"},
+            "GPT2LMHeadModel, which is not supported; supported are",
+        ),
+        ("", {"architectures": None}, {}, "has the architecture unknown, which is not supported; supported are"),
+        ("", {"architectures": ["GPT2LMHeadModel"]}, {"tp_size": 2}, "not divided over ranks; use --tp-size 1"),
+        ("", {}, {"tp_size": 2, "model_impl": "transformers"}, "not divided over ranks; use --tp-size 1"),
+        (
+            "",
+            {},
+            {"model_impl": "transformers", "layer_stream": 2, "enable_hierarchical_cache": True},
+            "--layer-stream computes layer by layer, and transformers computes a model in one piece",
+        ),
         ("", {"quantization_config": {"bits": 4}}, {}, "is quantized, which is not supported"),
         ("", {"hidden_act": "gelu"}, {}, "'gelu' is not supported"),
         ("", {"dtype": "float8_e4m3fn"}, {}, "dtype float8_e4m3fn is not supported; choose one with --dtype"),

@@ -7,22 +7,31 @@ of it: GEMM results change with the batch's shape in the last bits.
 from __future__ import annotations
 
 import io
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DynamicCache,
+    Gemma2Config,
+    GemmaConfig,
+    GPT2Config,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.engine_core import replay
+from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.frame_table import FrameState
+from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.kv_oracle import check_kv
@@ -76,7 +85,8 @@ class Model:
 
     def reference_kv(self, tokens: np.ndarray) -> np.ndarray:
         with torch.inference_mode():
-            cache = self.hf(torch.tensor(tokens)[None].long(), use_cache=True).past_key_values
+            # One of no config keeps what has left a window, too.
+            cache = self.hf(torch.tensor(tokens)[None].long(), past_key_values=DynamicCache()).past_key_values
         layers = [torch.stack((layer.keys[0], layer.values[0])) for layer in cache.layers]
         # (layers, 2, heads, tokens, dim) -> (tokens, 2, layers, heads, dim)
         return torch.stack(layers).permute(3, 1, 0, 2, 4).double().numpy()
@@ -87,13 +97,27 @@ MODELS = {
     "mistral": MistralConfig(**SHAPE, sliding_window=None),
     "qwen2": Qwen2Config(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
+    # Computed by transformers, with our attention; the last has windows.
+    "gpt2": GPT2Config(
+        **{name: value for name, value in SHAPE.items() if name not in ("head_dim", "num_key_value_heads")}
+    ),
+    "gemma": GemmaConfig(**SHAPE),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2),
+    "gemma2": Gemma2Config(**SHAPE, sliding_window=24),
 }
 
 
-# The other two differ from these in nothing that caching touches; test_models.py runs all.
+OF_TRANSFORMERS = ("gpt2", "gemma", "qwen3_moe", "gemma2")
+
+
+# The others differ from these in nothing that caching touches; test_models.py runs all. What is special to models
+# that transformers computes is in `test_every_tier_of_a_model_of_transformers`.
 @pytest.fixture(
     scope="module",
-    params=["llama", "qwen3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mistral", "qwen2"))],
+    params=[
+        *("llama", "qwen3"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen2", *OF_TRANSFORMERS)),
+    ],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(MODELS[request.param], str(tmp_path_factory.mktemp(request.param)))
@@ -302,3 +326,67 @@ def test_host_hits_under_other_policies(model: Model, write_policy: str, evictio
                     assert engine.scheduler.cache.tree.resident_pages(Tier.HOST) == 0
     assert hits > 100
     check_memory(model, engine)
+
+
+SETUP = StorageSetup(
+    backend="file",
+    setup="",
+    secret=b"test",
+    block_tokens=16,
+    limits=StorageLimits(blocks_per_op=2, max_fetch_pages=1000, max_store_pages=1000),
+    prefetch=PrefetchConfig(policy="wait_complete", threshold=1),
+    write_policy="write_through",
+)
+
+
+@pytest.mark.skipif(
+    os.environ.get("SGLANG_TEST_DEVICE") == "emulated", reason="transformers needs the CPU or a real GPU"
+)
+@pytest.mark.parametrize(
+    "name", ["gpt2", "qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma", "gemma2"))]
+)
+def test_every_tier_of_a_model_of_transformers(name: str, tmp_path: Path) -> None:
+    """Cold and in chunks, from the device, from the host while half of the loads fail, and from the disk of an engine
+    that has ended; beside a request that is aborted, and with more requests than fit."""
+    model = Model(MODELS[name], str(tmp_path / "model"))
+    page_size = 1 if name == "gpt2" else 16
+
+    def engine(**options: object) -> LocalEngine:
+        return model.engine(
+            page_size=page_size,
+            num_host_pages=800 // page_size,
+            chunked_prefill_size=37,
+            open_store=lambda pool: HiCacheFile(tmp_path / "store", "model", pool, 16),
+            storage=SETUP,
+            seed=4,
+            **{"num_device_pages": 600 // page_size, **options},
+        )
+
+    batch = prompts(12, [61, 5, 90, 70], shared=32)
+    first = engine()
+    for turn in range(2):
+        answers = first.generate(batch, greedy(7), abort_after={3: 2} if turn else None)
+        for prompt, answer in list(zip(batch, answers))[: 3 if turn else 4]:
+            model.check(prompt, answer, 7)
+    assert answers[2].cached_tokens_details["device"] >= 112 and answers[3].finish_reason == "abort"
+    first.settle()
+    check_memory(model, first)
+
+    again = engine(num_device_pages=176 // page_size, load_fail_rate=0.5, new_token_ratio=0.05)
+    hits = dict.fromkeys(("device", "host", "disk"), 0)
+    for _ in range(3):
+        for prompt in batch:
+            # One at a time, and all that was computed is on the host: what comes back does not depend on the clock.
+            (answer,) = again.generate([prompt], greedy(5))
+            again.settle()
+            model.check(prompt, answer, 5)
+            for tier, found in answer.cached_tokens_details.items():
+                hits[tier] += found
+    many = prompts(13, [20] * 6)
+    for prompt, answer in zip(many, again.generate(many, greedy(36))):
+        model.check(prompt, answer, 36)
+    counters = again.scheduler.state()["counters"]
+    assert hits["host"] > 0 and hits["disk"] > 0, hits
+    assert counters["failed_ops"] > 0 and counters["failed_launches"] > 0, "seed 4: nothing failed"
+    assert counters["retracted_reqs"] > 0
+    check_memory(model, again)

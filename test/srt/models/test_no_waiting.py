@@ -84,7 +84,7 @@ def make_batch(num_tokens, sample_rows, streamed):
 def test_a_model_waits_for_nothing(tmp_path, name, dtype, fused):
     config, nothing = load_config(tmp_path, name, dtype), NoAttention()
     with DEVICE:
-        model = get_model_class(config.architecture)(config, nothing, SINGLE_RANK)
+        model = get_model_class(config)(config, nothing, SINGLE_RANK)
     assert all(t.device == DEVICE for t in (*model.parameters(), *model.buffers()))
     with fake_flashinfer.installed() if fused else nullcontext({}) as calls, NoWaiting():
         for num_tokens, sample_rows, streamed in ((5, 2, False), (1, 1, False), (7, 0, False), (6, 1, True)):

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sglang.srt.configs.gguf_model import GGUF_LINK, read_tensor_list
+from sglang.srt.configs.model_families import NATIVE, TRANSFORMERS, pick_model_impl
 from sglang.srt.configs.model_files import (
     ModelConfigError,
     check_activation,
+    check_one_rank,
     check_quantization,
     check_tensor_parallel,
     is_gguf,
@@ -28,6 +30,7 @@ from sglang.srt.configs.model_files import (
     rope_parameters_of,
     unsupported_dtype,
 )
+from sglang.srt.configs.transformers_config import check_context, check_transformers_config, max_context, shape_of
 
 _DTYPES = {
     "float32": torch.float32,
@@ -52,16 +55,14 @@ class ModelConfig:
     local_path: Path
     # Of transformers.
     hf_config: Any
-    # One of `MODEL_FAMILIES`.
+    # One of `MODEL_FAMILIES`, or any that transformers computes.
     architecture: str
+    # NATIVE or TRANSFORMERS.
+    model_impl: str
     # Of weights and KV cache.
     dtype: torch.dtype
     # Tokens that a sequence may have.
     context_length: int
-    # Width of the residual stream.
-    hidden_size: int
-    # Width inside the MLP.
-    intermediate_size: int
     num_layers: int
     # Query heads of a layer, over all ranks.
     num_heads: int
@@ -70,17 +71,23 @@ class ModelConfig:
     # Values of a head.
     head_dim: int
     vocab_size: int
-    rms_norm_eps: float
-    # Always with "rope_type", "rope_theta" and "original_max_position_embeddings", and with "factor" where the type
-    # has one.
-    rope_parameters: dict[str, Any]
-    # Of queries, keys and values.
-    attention_bias: bool
-    mlp_bias: bool
-    # The head uses the embedding's weights.
-    tie_word_embeddings: bool
     # From config.json and generation_config.json, in that order, each once.
     eos_token_ids: tuple[int, ...]
+
+    # The rest is for native models only; transformers reads hf_config itself.
+    # Width of the residual stream.
+    hidden_size: int = 0
+    # Width inside the MLP.
+    intermediate_size: int = 0
+    rms_norm_eps: float = 0.0
+    # Always with "rope_type", "rope_theta" and "original_max_position_embeddings", and with "factor" where the type
+    # has one.
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
+    # Of queries, keys and values.
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    # The head uses the embedding's weights.
+    tie_word_embeddings: bool = False
 
     @classmethod
     def from_pretrained(
@@ -89,14 +96,18 @@ class ModelConfig:
         dtype: str = "auto",
         context_length: int | None = None,
         revision: str | None = None,
+        model_impl: str = "auto",
     ) -> ModelConfig:
         """model_path: as --model-path. dtype: one of `DTYPE_CHOICES`.
         context_length: None takes the model's own; more than its positions reach is refused. revision: of a hub name.
+        model_impl: as --model-impl takes it.
         """
         local_path = resolve_model_path(model_path, revision)
         raw = read_config_json(local_path)
-        architecture = pick_architecture(model_path, raw)
+        architecture = pick_architecture(model_path, raw, model_impl)
         hf_config = _auto_config(local_path)
+        if pick_model_impl(architecture, model_impl) == TRANSFORMERS:
+            return cls._of_transformers(model_path, local_path, architecture, hf_config, dtype, context_length)
         num_heads = hf_config.num_attention_heads
         rope_parameters = rope_parameters_of(hf_config)
         config = cls(
@@ -104,6 +115,7 @@ class ModelConfig:
             local_path=local_path,
             hf_config=hf_config,
             architecture=architecture,
+            model_impl=NATIVE,
             dtype=_pick_dtype(dtype, hf_config),
             context_length=pick_context_length(context_length, hf_config.max_position_embeddings, rope_parameters),
             hidden_size=hf_config.hidden_size,
@@ -123,17 +135,51 @@ class ModelConfig:
         _refuse_unsupported(config)
         return config
 
+    @classmethod
+    def _of_transformers(
+        cls,
+        model_path: str,
+        local_path: Path,
+        architecture: str,
+        hf_config: Any,
+        dtype: str,
+        context_length: int | None,
+    ) -> ModelConfig:
+        check_quantization(model_path, getattr(hf_config, "quantization_config", None))
+        check_transformers_config(model_path, architecture, hf_config)
+        shape = shape_of(model_path, hf_config)
+        context = pick_context_length(context_length, max_context(model_path, hf_config), {"rope_type": "default"})
+        check_context(hf_config, context)
+        return cls(
+            model_path=model_path,
+            local_path=local_path,
+            hf_config=hf_config,
+            architecture=architecture,
+            model_impl=TRANSFORMERS,
+            dtype=_pick_dtype(dtype, hf_config),
+            context_length=context,
+            num_layers=shape.num_layers,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            vocab_size=hf_config.vocab_size,
+            eos_token_ids=_eos_token_ids(local_path, hf_config),
+        )
+
     def kv_heads_per_rank(self, num_ranks: int) -> int:
         """A KV head is never cut: where there are fewer than ranks, several ranks keep the same one."""
         return max(1, self.num_kv_heads // num_ranks)
 
     def check_tensor_parallel(self, num_ranks: int) -> None:
         """Raises ModelConfigError if the model cannot be divided over so many ranks."""
+        if self.model_impl == TRANSFORMERS:
+            check_one_rank(num_ranks)
+            return
         check_tensor_parallel(num_ranks, self.num_heads, self.intermediate_size, self.num_kv_heads)
 
     @property
     def attn_scale(self) -> float:
-        """The factor on q.k, for `AttentionMetadata.scale`."""
+        """The factor on q.k, for `AttentionMetadata.scale`. Layers that transformers computes bring their own."""
         return float(self.head_dim**-0.5)
 
     def fingerprint(self, load_format: str = "auto", seed: int = 0) -> str:
@@ -150,7 +196,10 @@ class ModelConfig:
         for key in ("transformers_version", "_name_or_path"):
             config_json.pop(key, None)
         digest.update(json.dumps(config_json, sort_keys=True).encode())
-        if self.rope_parameters["rope_type"] == "longrope":
+        if self.model_impl == TRANSFORMERS:
+            # Its keys and values differ from a native model's in the last bits.
+            digest.update(b"transformers")
+        elif self.rope_parameters["rope_type"] == "longrope":
             # Its long and its short factors rotate keys differently; the server's context decides which are used.
             original = self.rope_parameters["original_max_position_embeddings"]
             digest.update(f"long factors {self.context_length > original}".encode())
@@ -225,7 +274,8 @@ def _refuse_unsupported(config: ModelConfig) -> None:
         )
     if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0 or config.head_dim % 2 != 0:
         raise ModelConfigError(
-            "Rotary embeddings over a part of the head, or over an odd head_dim, are not supported."
+            "Rotary embeddings over a part of the head, or over an odd head_dim, are not supported natively; use "
+            "--model-impl transformers."
         )
     if rope_type == "longrope":
         lengths = {len(config.rope_parameters.get(f"{name}_factor") or ()) for name in ("short", "long")}
@@ -236,9 +286,9 @@ def _refuse_unsupported(config: ModelConfig) -> None:
     window = _sliding_window(hf)
     if window is not None and window < config.context_length:
         raise ModelConfigError(
-            f"The model's attention looks back on {window} tokens only (sliding_window), which is not supported in a "
-            f"context of {config.context_length}; use --context-length {window} or less, or a model with full "
-            "attention."
+            f"The model's attention looks back on {window} tokens only (sliding_window), which is not supported "
+            f"natively in a context of {config.context_length}; use --context-length {window} or less, or "
+            "--model-impl transformers."
         )
     if config.num_heads % config.num_kv_heads != 0:
         raise ModelConfigError(

@@ -1,6 +1,7 @@
 """The registry of model families: which architectures of config.json have a native model here.
 
-Owns the list. Imports no model; `models/registry.py` does, when a model is built.
+Owns the list, and the choice between a native model and the modelling code of transformers. Imports no model;
+`models/registry.py` does, when a model is built.
 """
 
 from __future__ import annotations
@@ -14,3 +15,14 @@ MODEL_FAMILIES: dict[str, str] = {
     "Qwen2ForCausalLM": "sglang.srt.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "sglang.srt.models.qwen3:Qwen3ForCausalLM",
 }
+
+NATIVE = "native"
+TRANSFORMERS = "transformers"
+
+
+def pick_model_impl(architecture: str, model_impl: str) -> str:
+    """NATIVE or TRANSFORMERS. model_impl: as --model-impl takes it; "auto" prefers a native model, and "sglang" is
+    upstream's name for NATIVE."""
+    if model_impl == "auto":
+        return NATIVE if architecture in MODEL_FAMILIES else TRANSFORMERS
+    return TRANSFORMERS if model_impl == TRANSFORMERS else NATIVE

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from sglang.srt.configs.embedded_model import ensure_embedded_model
 from sglang.srt.configs.gguf_model import GGUF_LINK, GGUFError, ensure_gguf_model
-from sglang.srt.configs.model_families import MODEL_FAMILIES
+from sglang.srt.configs.model_families import MODEL_FAMILIES, TRANSFORMERS, pick_model_impl
 from sglang.srt.configs.smollm2_model import SMOLLM2, FetchError, ensure_smollm2
 
 # What --model-path names the built-in model by.
@@ -134,14 +134,17 @@ def _read_object(path: Path) -> dict[str, Any]:
     return raw
 
 
-def pick_architecture(model_path: str, raw: dict[str, Any]) -> str:
+def pick_architecture(model_path: str, raw: dict[str, Any], model_impl: str = "auto") -> str:
+    """Whether transformers can run an architecture that has no native model is checked later."""
     named = raw.get("architectures") or []
     for architecture in named:
         if architecture in MODEL_FAMILIES:
             return str(architecture)
+    if named and pick_model_impl(str(named[0]), model_impl) == TRANSFORMERS:
+        return str(named[0])
     raise ModelConfigError(
         f"{model_path!r} has the architecture {', '.join(map(str, named)) or 'unknown'}, which is not supported; "
-        f"supported are {', '.join(MODEL_FAMILIES)}."
+        f"supported are {', '.join(MODEL_FAMILIES)}, and others with --model-impl transformers."
     )
 
 
@@ -193,11 +196,16 @@ def rope_parameters_of(hf_config: Any) -> dict[str, Any]:
 
 
 def check_config(
-    model_path: str, raw: Mapping[str, Any], dtype: str, context_length: int | None, num_ranks: int
-) -> None:
+    model_path: str,
+    raw: Mapping[str, Any],
+    dtype: str,
+    context_length: int | None,
+    num_ranks: int,
+    model_impl: str = "auto",
+) -> str:
     """Refuses what config.json itself shows to be impossible. What it leaves to transformers' defaults is checked
-    later. Raises ModelConfigError."""
-    pick_architecture(model_path, dict(raw))
+    later. Returns NATIVE or TRANSFORMERS. Raises ModelConfigError."""
+    impl = pick_model_impl(pick_architecture(model_path, dict(raw), model_impl), model_impl)
     for name in _SIZES:
         value = raw.get(name)
         if value is not None and (type(value) is not int or value < 1):
@@ -206,10 +214,13 @@ def check_config(
                 "number above 0."
             )
     check_quantization(model_path, raw.get("quantization_config"))
-    check_activation(raw.get("hidden_act", "silu"))
     stored = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype == "auto" and stored not in _DTYPE_NAMES:
         raise unsupported_dtype(stored)
+    if impl == TRANSFORMERS:
+        check_one_rank(num_ranks)
+        return impl
+    check_activation(raw.get("hidden_act", "silu"))
     own = raw.get("max_position_embeddings")
     if isinstance(own, int) and context_length is not None:
         pick_context_length(context_length, own, rope_parameters_of(SimpleNamespace(**raw)))
@@ -217,6 +228,15 @@ def check_config(
     num_kv_heads = raw.get("num_key_value_heads") or num_heads
     if isinstance(num_heads, int) and isinstance(rows, int) and isinstance(num_kv_heads, int):
         check_tensor_parallel(num_ranks, num_heads, rows, num_kv_heads)
+    return impl
+
+
+def check_one_rank(num_ranks: int) -> None:
+    if num_ranks > 1:
+        raise ModelConfigError(
+            "A model that transformers computes is not divided over ranks; use --tp-size 1, or a model with a native "
+            "implementation."
+        )
 
 
 def check_quantization(model_path: str, quantization_config: object) -> None:
@@ -226,7 +246,9 @@ def check_quantization(model_path: str, quantization_config: object) -> None:
 
 def check_activation(activation: object) -> None:
     if activation != "silu":
-        raise ModelConfigError(f"The activation {activation!r} is not supported; only 'silu' is.")
+        raise ModelConfigError(
+            f"The activation {activation!r} is not supported natively, only 'silu' is; use --model-impl transformers."
+        )
 
 
 def unsupported_dtype(stored: object) -> ModelConfigError:
@@ -279,10 +301,13 @@ def is_gguf(path: Path, load_format: str) -> bool:
     return has
 
 
-def check_weight_files(path: Path, load_format: str) -> None:
-    """Reads the headers. Raises ModelConfigError."""
+def check_weight_files(path: Path, load_format: str, model_impl: str) -> None:
+    """Reads the headers. model_impl: whose code computes, see `pick_model_impl`. Raises ModelConfigError."""
     if is_gguf(path, load_format):
-        return  # its header was read when the directory was made
+        # Its header was read when the directory was made.
+        if model_impl == TRANSFORMERS:
+            raise ModelConfigError("--model-impl transformers does not read GGUF files; leave the flag out.")
+        return
     names = weight_file_names(path)
     for name in sorted(set(names.values() if isinstance(names, dict) else names)):
         with open_weight_file(path / name, "np"):

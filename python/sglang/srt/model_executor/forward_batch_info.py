@@ -78,7 +78,8 @@ class ForwardBatch:
 
 class CausalLM(Protocol):
     """A model that the executor can run layer by layer, so that the KV of later layers may still be on its way.
-    `state` holds the values that the model passes from layer to layer."""
+    `state` holds what the model passes from layer to layer. A model that cannot be cut into layers computes
+    everything in the call of the last one: the gates of all layers are open then."""
 
     num_layers: int
 

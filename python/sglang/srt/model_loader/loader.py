@@ -13,6 +13,7 @@ import torch
 
 from sglang.srt.configs.gguf_model import GGUF_LINK, read_tensor_list
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_families import TRANSFORMERS
 from sglang.srt.configs.model_files import (
     INDEX,
     ModelConfigError,
@@ -52,8 +53,16 @@ def load_model(
     if load_format not in LOAD_FORMATS:
         raise ModelLoadError(f"load format {load_format!r} is not supported; choose from {', '.join(LOAD_FORMATS)}.")
     config.check_tensor_parallel(group.size)
+    if config.model_impl == TRANSFORMERS:
+        from sglang.srt.model_loader.transformers_loader import load_transformers_model
+
+        progress.stage("loading weights with transformers")
+        try:
+            return load_transformers_model(config, load_format == "dummy", attn_backend, seed, device, group)
+        except ModelConfigError as error:
+            raise ModelLoadError(str(error)) from error
     with device:
-        model = get_model_class(config.architecture)(config, attn_backend, group)
+        model = get_model_class(config)(config, attn_backend, group)
     if load_format == "dummy":
         progress.stage("making up weights")
         _fill_at_random(model.weight_targets(), seed)

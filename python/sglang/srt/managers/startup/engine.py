@@ -124,7 +124,9 @@ class EngineBuilder:
         """Also refuse what does not fit before the weights are read. Returns what the model attends with."""
         args, group, device = self.args, self.rank.group, self.rank.device
         backend = check_device(args, device)
-        model = ModelConfig.from_pretrained(args.model_path, args.dtype, args.context_length)
+        model = ModelConfig.from_pretrained(
+            args.model_path, args.dtype, args.context_length, model_impl=args.model_impl
+        )
         self.model = replace(model, dtype=pick_dtype(args, model.dtype, device))
         self.model.check_tensor_parallel(group.size)
         check_weights_fit(self.model, group, device)
@@ -151,7 +153,7 @@ class EngineBuilder:
                 lending=LendingConfig(window_s=args.peer_window),
             )
         else:
-            graph_batch_size = graph_batch_size_for(args, config, rank.device)
+            graph_batch_size = graph_batch_size_for(args, self.model, config, rank.device)
             self.pool = MHATokenToKVPool(
                 config.num_device_pages, layout, rank.device, has_scratch=graph_batch_size > 0
             )

@@ -8,6 +8,7 @@ import logging
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_families import TRANSFORMERS
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.managers.scheduler_config import LayerStreamConfig, SchedulerConfig
@@ -125,9 +126,10 @@ def _host_pages(args: ServerArgs, num_device_pages: int, page_bytes: int, num_ra
     return num_pages
 
 
-def graph_batch_size_for(args: ServerArgs, config: SchedulerConfig, device: torch.device) -> int:
-    """The largest decode that is a CUDA graph; 0 for none."""
-    if device.type != "cuda" or args.disable_cuda_graph:
+def graph_batch_size_for(args: ServerArgs, model: ModelConfig, config: SchedulerConfig, device: torch.device) -> int:
+    """The largest decode that is a CUDA graph; 0 for none. The code of transformers may not be captured: it may look
+    at tensors on the host."""
+    if device.type != "cuda" or args.disable_cuda_graph or model.model_impl == TRANSFORMERS:
         return 0
     return min(args.cuda_graph_max_bs_decode or config.max_running_requests, config.max_running_requests)
 
@@ -154,7 +156,7 @@ def check_weights_fit(model: ModelConfig, group: TensorParallelGroup, device: to
     """Log what this rank's weights need, before they are read. Raises StartupError if that is more than is free: the
     system would kill a process much later, without a reason."""
     with torch.device("meta"):
-        weights = get_model_class(model.architecture)(model, TorchNativeAttnBackend(), group)
+        weights = get_model_class(model)(model, TorchNativeAttnBackend(), group)
     size = sum(each.numel() * each.element_size() for each in weights.parameters())
     # All ranks look before any takes its part.
     free = int(group.reduce_min(torch.tensor([free_memory(device, group.size)]))[0])

@@ -1,0 +1,309 @@
+"""Models that transformers computes with our attention, against transformers alone, on random weights."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BloomConfig,
+    DeepseekV3Config,
+    DiffLlamaConfig,
+    Gemma2Config,
+    Gemma4TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    GptOssConfig,
+    Lfm2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen3MoeConfig,
+    RobertaConfig,
+)
+
+from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
+from sglang.srt.model_loader.loader import ModelLoadError
+from support.tiny_runner import TinyRunner
+
+BASE: dict[str, Any] = dict(
+    vocab_size=131,
+    hidden_size=48,
+    intermediate_size=88,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=20,
+    max_position_embeddings=256,
+    initializer_range=0.2,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+GPT2 = {name: value for name, value in BASE.items() if name not in ("num_key_value_heads", "head_dim")}
+MOE: dict[str, Any] = dict(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
+MLA: dict[str, Any] = dict(
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
+    head_dim=8,
+    num_key_value_heads=6,
+    n_routed_experts=4,
+    n_group=1,
+    topk_group=1,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    first_k_dense_replace=1,
+)
+SEED = 3
+# What each has: the tokens that its layers see, None for all.
+MODELS = {
+    "gpt2": (GPT2Config(**GPT2, scale_attn_by_inverse_layer_idx=True), {None}),
+    "gemma": (GemmaConfig(**BASE), {None}),
+    "qwen3_moe": (Qwen3MoeConfig(**BASE, **MOE), {None}),
+    "llama": (LlamaConfig(**BASE), {None}),
+    # Windows and capped scores; every second layer sees all.
+    "gemma2": (Gemma2Config(**BASE, sliding_window=16, attn_logit_softcapping=2.0), {16, None}),
+    "mistral": (MistralConfig(**BASE, sliding_window=9), {9}),
+    # Rotary embeddings over a part of the head, which the native model refuses.
+    "phi3": (Phi3Config(**BASE | {"pad_token_id": 0, "head_dim": 8}, partial_rotary_factor=0.5), {None}),
+    # Sinks.
+    "gpt_oss": (GptOssConfig(**BASE, num_local_experts=4, num_experts_per_tok=2, sliding_window=16), {16, None}),
+    # Latent attention: values are shorter than keys.
+    "deepseek_v3": (DeepseekV3Config(**BASE | MLA), {None}),
+}
+
+
+def write(path: Path, config: Any) -> Any:
+    torch.manual_seed(SEED)
+    theirs = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.dim() == 1:
+                # Fresh norms and biases would hide one that is not applied.
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    theirs.save_pretrained(path)
+    return theirs
+
+
+def of_transformers(path: Path, **options: Any) -> ModelConfig:
+    return ModelConfig.from_pretrained(str(path), **{"model_impl": "transformers", "dtype": "float32", **options})
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(n, marks=pytest.mark.slow) if n in ("mistral", "phi3") else n for n in MODELS],
+)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    config, windows = MODELS[request.param]
+    path = tmp_path_factory.mktemp(request.param)
+    theirs = write(path, config)
+    rng = random.Random(SEED)
+    prompts = [[rng.randrange(1, BASE["vocab_size"]) for _ in range(n)] for n in (37, 1, 70, 8)]
+    ours = TinyRunner(of_transformers(path))
+    assert set(ours.model.windows) == windows
+    return SimpleNamespace(theirs=theirs, path=path, prompts=prompts, ours=ours, name=request.param)
+
+
+@torch.no_grad()
+def logits_of(theirs: Any, tokens: list[int]) -> torch.Tensor:
+    return theirs(torch.tensor([tokens])).logits[0].float()
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, what: str, tolerance: float = 1e-4) -> None:
+    error = ((got - want).abs().max() / want.std()).item()
+    assert error < tolerance, f"{what}, weights and prompts of seed {SEED}: off by {error} standard deviations"
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_chunks_of_odd_sizes(pair: SimpleNamespace, page_size: int) -> None:
+    tokens = pair.prompts[2]
+    want = logits_of(pair.theirs, tokens)
+    for chunk in (7, 33, len(tokens)):
+        (seq,) = pair.ours.start([tokens], page_size=page_size)
+        got = []
+        while seq.num_cached < len(tokens):
+            got.append(pair.ours.forward([(seq, min(chunk, len(tokens) - seq.num_cached))], all_rows=True))
+        assert_close(torch.cat(got), want, f"chunks of {chunk}, pages of {page_size}")
+
+
+def test_batch_of_extends_and_decodes(pair: SimpleNamespace) -> None:
+    seqs = pair.ours.start(pair.prompts, page_size=4)
+    # The first is one token short of done, the third in the middle, the others have not begun.
+    assert pair.ours.forward([(seqs[0], 36), (seqs[2], 51)]).shape == (0, BASE["vocab_size"])
+    got = pair.ours.forward([(seq, len(seq.tokens) - seq.num_cached) for seq in seqs])
+    want = torch.stack([logits_of(pair.theirs, tokens)[-1] for tokens in pair.prompts])
+    assert_close(got, want, "mixed batch")
+
+
+def test_nothing_is_read_or_written_before_the_gate_of_the_last_layer(pair: SimpleNamespace) -> None:
+    (seq,) = pair.ours.start([pair.prompts[0]])
+    batch, model, pool = pair.ours.batch([(seq, 37)]), pair.ours.model, pair.ours.pool
+    state = model.embed(batch)
+    for layer_id in range(model.num_layers - 1):
+        state = model.forward_layer(layer_id, state, batch, pool)
+        assert state is None and pool.kv.isnan().all()
+    state = model.forward_layer(model.num_layers - 1, state, batch, pool)
+    assert not pool.kv.isnan().flatten(3).all(-1)[:, :, seq.pages[:37]].any(), "K and V of every layer and token"
+    assert_close(model.logits(state, batch), logits_of(pair.theirs, pair.prompts[0])[-1:], "in one piece")
+
+
+def test_greedy_tokens(pair: SimpleNamespace) -> None:
+    num_tokens = 16
+    got = pair.ours.generate(pair.prompts, num_tokens, page_size=3)
+    for prompt, mine in zip(pair.prompts, got):
+        want = pair.theirs.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        assert mine == want[0, len(prompt) :].tolist(), f"prompt of {len(prompt)} tokens, seed {SEED}"
+
+
+def test_the_native_model_computes_the_same(tmp_path: Path) -> None:
+    write(tmp_path, MODELS["llama"][0])
+    prompt = [[random.Random(1).randrange(131) for _ in range(50)]]
+    logits = {}
+    for impl in ("auto", "native", "sglang", "transformers"):
+        config = of_transformers(tmp_path, model_impl=impl)
+        assert config.model_impl == ("transformers" if impl == "transformers" else "native")
+        runner = TinyRunner(config)
+        (seq,) = runner.start(prompt, page_size=4)
+        logits[impl] = runner.forward([(seq, 50)], all_rows=True)
+    assert torch.equal(logits["auto"], logits["native"]) and torch.equal(logits["auto"], logits["sglang"])
+    assert_close(logits["transformers"], logits["native"], "transformers' Llama")
+    assert not torch.equal(logits["transformers"], logits["native"]), "the same code has run twice"
+    prints = [of_transformers(tmp_path, model_impl=impl).fingerprint() for impl in ("native", "transformers")]
+    assert prints[0] == of_transformers(tmp_path, model_impl="auto").fingerprint() != prints[1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(tmp_path: Path, dtype: str) -> None:
+    theirs = write(tmp_path, MODELS["gemma"][0])
+    ours = TinyRunner(of_transformers(tmp_path, dtype=dtype))
+    assert {p.dtype for p in ours.model.parameters()} == {getattr(torch, dtype)}
+    tokens = [random.Random(2).randrange(131) for _ in range(40)]
+    (seq,) = ours.start([tokens])
+    got = ours.forward([(seq, 40)], all_rows=True)
+    assert got.dtype == torch.float32
+    exact = logits_of(theirs, tokens)
+    noise = (logits_of(theirs.to(getattr(torch, dtype)), tokens) - exact).std().item()
+    assert (got - exact).std().item() < 1.5 * noise < 0.2 * exact.std().item()
+
+
+def test_dummy_weights(tmp_path: Path) -> None:
+    MODELS["gpt2"][0].save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"architectures": ["GPT2LMHeadModel"]}))
+    drawn = torch.get_rng_state()
+    first, again, other = (
+        torch.cat([p.flatten() for p in TinyRunner(of_transformers(tmp_path), "dummy", seed).model.parameters()])
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert torch.equal(torch.get_rng_state(), drawn), "other random numbers are not those that they would have been"
+
+
+# -- what is refused --------------------------------------------------------------------------------------------
+
+
+def written(path: Path, config: Any, architecture: str) -> Path:
+    config.architectures = [architecture]
+    config.save_pretrained(path)
+    return path
+
+
+SMALL: dict[str, Any] = dict(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture", "sentence"),
+    [
+        (LlamaConfig(**SMALL), "LlamaForTokenClassification", "neither native here nor a causal language model of"),
+        (
+            BertConfig(**SMALL),
+            "OtherForCausalLM",
+            "neither native here nor a causal language model of transformers 5",
+        ),
+        (GPT2Config(**SMALL, add_cross_attention=True), "GPT2LMHeadModel", "it attends to an encoder, and only"),
+        (MambaConfig(**SMALL), "MambaForCausalLM", "it keeps a state other than keys and values"),
+        (BloomConfig(**SMALL), "BloomForCausalLM", "does not call attention through AttentionInterface"),
+        (Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]), "Lfm2ForCausalLM", "layers of the kind conv"),
+        (Llama4TextConfig(**SMALL), "Llama4ForCausalLM", "layers of the kind chunked_attention"),
+        (Gemma4TextConfig(), "Gemma4ForCausalLM", "one number of heads and one head size for all layers"),
+    ],
+)
+def test_what_the_config_shows(config: Any, architecture: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelConfigError) as refused:
+        of_transformers(written(tmp_path, config, architecture))
+    assert sentence in str(refused.value) and str(tmp_path) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture", "sentence"),
+    [
+        (BertConfig(**SMALL), "BertLMHeadModel", "a token of it sees other tokens than itself and the ones before"),
+        (RobertaConfig(**SMALL, is_decoder=True), "RobertaForCausalLM", "the positions of its tokens are not 0, 1"),
+        (DiffLlamaConfig(**SMALL), "DiffLlamaForCausalLM", "its layers [0, 0, 1, 1] attend, and layers 0 to 1"),
+        (LlamaConfig(**SMALL), "LlamaForCausalLM", "its config asks for ((1, 2, 2, 10), (1, 2, 2, 10)) in every"),
+    ],
+)
+def test_what_the_built_model_shows(config: Any, architecture: str, sentence: str, tmp_path: Path) -> None:
+    found = of_transformers(written(tmp_path, config, architecture))
+    if "every" in sentence:
+        object.__setattr__(found, "head_dim", 10)
+    with pytest.raises(ModelLoadError) as refused:
+        TinyRunner(found, "dummy")
+    assert sentence in str(refused.value)
+
+
+def test_rotations_that_depend_on_the_length(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 10000.0}
+    shape = BASE | {"head_dim": 8, "pad_token_id": 0, "original_max_position_embeddings": 64}
+    written(tmp_path, Phi3Config(**shape, rope_parameters=rope), "Phi3ForCausalLM")
+    with pytest.raises(ModelConfigError, match=r"'longrope' rotates keys by.* use --context-length 64 or less"):
+        of_transformers(tmp_path)
+    assert of_transformers(tmp_path, context_length=64).context_length == 64
+    with pytest.raises(ModelConfigError, match="257 is more than the model's 256"):
+        of_transformers(tmp_path, context_length=257)
+
+
+def test_several_ranks(tmp_path: Path) -> None:
+    config = of_transformers(written(tmp_path, LlamaConfig(**SMALL), "LlamaForCausalLM"))
+    config.check_tensor_parallel(1)
+    with pytest.raises(ModelConfigError, match="not divided over ranks; use --tp-size 1"):
+        config.check_tensor_parallel(2)
+
+
+def test_weights_that_do_not_fit(tmp_path: Path) -> None:
+    write(tmp_path, MODELS["gpt2"][0])
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "transformer.h.1.mlp.c_fc.weight"
+    save_file({key: value for key, value in tensors.items() if key != name}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=rf"do not fit GPT2LMHeadModel; missing: {name}\."):
+        TinyRunner(of_transformers(tmp_path))
+    save_file(tensors | {"transformer.h.7.x": torch.zeros(1)}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"unexpected: transformer\.h\.7\.x\."):
+        TinyRunner(of_transformers(tmp_path))
+    save_file(tensors | {name: torch.zeros(3, 4)}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=name):
+        TinyRunner(of_transformers(tmp_path))
+    file.write_bytes(b"\0" * 20)
+    with pytest.raises(ModelLoadError, match="transformers cannot load the weights in"):
+        TinyRunner(of_transformers(tmp_path))

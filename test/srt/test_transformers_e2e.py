@@ -1,0 +1,94 @@
+"""A real server whose model transformers computes: over HTTP, with host and disk, and started again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
+
+from sglang.srt.configs.embedded_model import ensure_embedded_model
+from support.server_fixture import Server
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+FLAGS = (
+    "--hicache --max-total-tokens 1024 --page-size 16 --hicache-storage-prefetch-policy wait_complete "
+    "--hicache-load-or-recompute off --chunked-prefill-size 100 --model-impl auto --hicache-storage-backend file"
+)
+TEXT = "A cache keeps what was computed once, and the next request finds it there. " * 6
+
+
+def generate(server: Server, text: str) -> dict:
+    params = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    response = server.post("/generate", {"text": text, "sampling_params": params})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    tokenizer = AutoTokenizer.from_pretrained(ensure_embedded_model())
+    torch.manual_seed(5)
+    theirs = AutoModelForCausalLM.from_config(
+        Qwen3MoeConfig(
+            vocab_size=2048,
+            hidden_size=64,
+            intermediate_size=96,
+            moe_intermediate_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            max_position_embeddings=2048,
+            initializer_range=0.3,
+        )
+    ).eval()
+    theirs.save_pretrained(model)
+    for file in ensure_embedded_model().glob("tokenizer*"):
+        shutil.copy(file, model)
+    prompt = torch.tensor([tokenizer(TEXT)["input_ids"]])
+    with torch.inference_mode():
+        mask = torch.ones_like(prompt)
+        want = theirs.generate(prompt, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)
+
+    extra = json.dumps({"path": str(tmp_path / "store"), "prefetch_threshold": 64, "block_tokens": 64})
+    for start in (1, 2):
+        flags = [*FLAGS.split(), "--hicache-storage-backend-extra-config", extra]
+        with Server(*flags, model=str(model)) as server:
+            for turn in range(2):
+                reply = generate(server, TEXT)
+                assert reply["output_ids"] == want[0, prompt.shape[1] :].tolist()
+                hits = reply["meta_info"]["cached_tokens_details"]
+                assert (hits["device"] > 64) == (turn == 1)
+                assert (hits["disk"] >= 64) == (turn == 0 and start == 2), (turn, start, hits)
+            chat = server.post(
+                "/v1/chat/completions",
+                {"model": str(model), "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4},
+            )
+            assert chat.status_code == 200 and chat.json()["usage"]["completion_tokens"] <= 4
+            assert server.get("/get_server_info").json()["model_impl"] == "auto"
+            server.stop()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sentence"),
+    [
+        ("MambaForCausalLM", "neither native here nor a causal language model of transformers"),
+        ("LlamaForSequenceClassification", "neither native here nor a causal language model of transformers"),
+    ],
+)
+def test_what_is_refused_once_a_process_runs(tmp_path: Path, architecture: str, sentence: str) -> None:
+    for file in ensure_embedded_model().iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"architectures": [architecture]}))
+    with Server("--max-total-tokens", "512", model=str(tmp_path), wait=False) as server:
+        assert server.wait() != 0
+        assert sentence in server.output() and "Traceback" not in server.output()
