@@ -1,0 +1,223 @@
+/* Attention of one query per request over paged keys and values in float32, without gathering them.
+
+   A request's keys are cut into chunks of CHUNK. A task is one chunk, for all heads: a token's heads lie side by side
+   in memory. Each task keeps its greatest score, its sum and its output; then each request's chunks are merged in
+   order. The cut depends on the request's length alone, so that a request's bits depend neither on the rest of the
+   batch, nor on the frames, nor on the number of threads. Only tokens of the request are read. */
+
+#include <omp.h>
+
+#include "cpu_vector.h"
+
+#define CHUNK 256
+/* Keys whose scores are known before their values are added. */
+#define BLOCK 64
+/* Heads and vectors of a head that are summed in registers. */
+#define SCORE_HEADS 4
+#define OUT_HEADS 3
+#define OUT_VECTORS 4
+
+typedef struct {
+    /* q, out: (rows, num_heads, head_dim), rows q_stride floats apart in q, out contiguous. lse: (rows, num_heads) or
+       NULL. */
+    const float *q;
+    float *out, *lse;
+    /* (pages, page_size, num_kv_heads, head_dim), the last two dimensions contiguous; strides in floats. */
+    const float *k, *v;
+    int64_t k_page_stride, k_token_stride, v_page_stride, v_token_stride;
+    /* Request i: row rows[i] of q, its keys are kv_lens[i] tokens from the skips[i]-th token of page table[starts[i]]
+       on. skips: NULL for none. by_slot: the table holds not pages, but slots (page * page_size + offset). */
+    const int64_t *rows, *table, *starts, *kv_lens, *skips;
+    /* Floats: for each task, num_heads * (head_dim + 2). */
+    float *scratch;
+    int64_t q_stride, num_reqs, num_heads, num_kv_heads, head_dim, page_size;
+    float scale;
+    int32_t threads, by_slot;
+} attention_args;
+
+int64_t cpu_lanes(void) { return LANES; }
+
+/* The tasks of a call, for the size of scratch. */
+int64_t cpu_attention_tasks(const int64_t *kv_lens, int64_t num_reqs) {
+    int64_t tasks = 0;
+    for (int64_t i = 0; i < num_reqs; i++)
+        tasks += (kv_lens[i] + CHUNK - 1) / CHUNK;
+    return tasks;
+}
+
+INLINE void score_heads(int heads, const float *q, const float *k, const int64_t *at, int n, int64_t head_dim,
+                        float scale, float (*scores)[BLOCK]) {
+    for (int j = 0; j < n; j++) {
+        const float *key = k + at[j];
+        vec acc[SCORE_HEADS];
+        for (int g = 0; g < heads; g++)
+            acc[g] = (vec){0};
+        for (int64_t d = 0; d < head_dim; d += LANES) {
+            vec each = load(key + d);
+            for (int g = 0; g < heads; g++)
+                acc[g] += load(q + g * head_dim + d) * each;
+        }
+        for (int g = 0; g < heads; g++)
+            scores[g][j] = sum(acc[g]) * scale;
+    }
+}
+
+INLINE void add_values(int heads, int vectors, float (*weights)[BLOCK], const float *shrink, const float *v,
+                       const int64_t *at, int n, int64_t head_dim, float *out) {
+    vec acc[OUT_HEADS][OUT_VECTORS];
+    for (int g = 0; g < heads; g++)
+        for (int i = 0; i < vectors; i++)
+            acc[g][i] = load(out + g * head_dim + i * LANES) * splat(shrink[g]);
+    for (int j = 0; j < n; j++) {
+        const float *value = v + at[j];
+        vec each[OUT_VECTORS];
+        for (int i = 0; i < vectors; i++)
+            each[i] = load(value + i * LANES);
+        for (int g = 0; g < heads; g++)
+            for (int i = 0; i < vectors; i++)
+                acc[g][i] += splat(weights[g][j]) * each[i];
+    }
+    for (int g = 0; g < heads; g++)
+        for (int i = 0; i < vectors; i++)
+            store(out + g * head_dim + i * LANES, acc[g][i]);
+}
+
+static void any_values(int heads, int vectors, float (*weights)[BLOCK], const float *shrink, const float *v,
+                       const int64_t *at, int n, int64_t head_dim, float *out) {
+#define CASE(h, w)                                                                                                     \
+    case 8 * h + w:                                                                                                    \
+        add_values(h, w, weights, shrink, v, at, n, head_dim, out);                                                    \
+        break;
+    switch (8 * heads + vectors) {
+        CASE(1, 1) CASE(1, 2) CASE(1, 3) CASE(1, 4) CASE(2, 1) CASE(2, 2) CASE(2, 3) CASE(2, 4) CASE(3, 1) CASE(3, 2)
+        CASE(3, 3) CASE(3, 4)
+    }
+#undef CASE
+}
+
+static void any_scores(int heads, const float *q, const float *k, const int64_t *at, int n, int64_t head_dim,
+                       float scale, float (*scores)[BLOCK]) {
+#define CASE(h)                                                                                                        \
+    case h:                                                                                                            \
+        score_heads(h, q, k, at, n, head_dim, scale, scores);                                                          \
+        break;
+    switch (heads) { CASE(1) CASE(2) CASE(3) CASE(4) }
+#undef CASE
+}
+
+/* The weights of a block's scores relative to the greatest so far, in place. Returns what the sums so far shrink by. */
+static float soften(float *scores, int n, float *greatest, float *total) {
+    vec most = splat(*greatest);
+    for (int j = n; j < BLOCK; j++)
+        scores[j] = -INFINITY;
+    for (int j = 0; j < BLOCK; j += LANES)
+        most = larger(load(scores + j), most);
+    float most_of_all = largest(most);
+    vec added = splat(0);
+    for (int j = 0; j < BLOCK; j += LANES) {
+        vec weight = exp_of(load(scores + j) - splat(most_of_all));
+        added += weight;
+        store(scores + j, weight);
+    }
+    float lane[LANES];
+    store(lane, exp_of(splat(*greatest - most_of_all)));
+    *total = *total * lane[0] + sum(added);
+    *greatest = most_of_all;
+    return lane[0];
+}
+
+/* Tokens begin .. end of request i. out: (num_heads, head_dim), stats: (num_heads, 2), greatest score and sum. */
+static void attend(const attention_args *a, int64_t i, int64_t begin, int64_t end, float *out, float *stats) {
+    int64_t d = a->head_dim, group = a->num_heads / a->num_kv_heads;
+    const int64_t *pages = a->table + a->starts[i];
+    const float *q = a->q + a->rows[i] * a->q_stride;
+    int64_t skip = a->skips ? a->skips[i] : 0;
+    int64_t page = (begin + skip) / a->page_size, offset = (begin + skip) % a->page_size;
+    for (int64_t h = 0; h < a->num_heads; h++)
+        stats[2 * h] = -INFINITY, stats[2 * h + 1] = 0;
+    memset(out, 0, a->num_heads * d * sizeof *out);
+    for (; begin < end; begin += BLOCK) {
+        int n = end - begin < BLOCK ? (int)(end - begin) : BLOCK;
+        int64_t k_at[BLOCK], v_at[BLOCK];
+        for (int j = 0; j < n; j++) {
+            if (a->by_slot) {
+                int64_t slot = pages[begin + j];
+                k_at[j] = slot / a->page_size * a->k_page_stride + slot % a->page_size * a->k_token_stride;
+                v_at[j] = slot / a->page_size * a->v_page_stride + slot % a->page_size * a->v_token_stride;
+                continue;
+            }
+            k_at[j] = pages[page] * a->k_page_stride + offset * a->k_token_stride;
+            v_at[j] = pages[page] * a->v_page_stride + offset * a->v_token_stride;
+            if (++offset == a->page_size)
+                page++, offset = 0;
+        }
+        for (int64_t kv = 0; kv < a->num_kv_heads; kv++) {
+            for (int64_t first = 0, heads; first < group; first += heads) {
+                float scores[SCORE_HEADS][BLOCK], shrink[SCORE_HEADS];
+                int64_t head = kv * group + first;
+                heads = group - first < SCORE_HEADS ? group - first : SCORE_HEADS;
+                any_scores(heads, q + head * d, a->k + kv * d, k_at, n, d, a->scale, scores);
+                for (int g = 0; g < heads; g++)
+                    shrink[g] = soften(scores[g], n, stats + 2 * (head + g), stats + 2 * (head + g) + 1);
+                for (int64_t g = 0, some; g < heads; g += some) {
+                    some = heads - g == 4 ? 2 : heads - g < OUT_HEADS ? heads - g : OUT_HEADS;
+                    for (int64_t at = 0; at < d; at += OUT_VECTORS * LANES) {
+                        int64_t left = (d - at) / LANES;
+                        any_values(some, left < OUT_VECTORS ? left : OUT_VECTORS, scores + g, shrink + g,
+                                   a->v + kv * d + at, v_at, n, d, out + (head + g) * d + at);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/* The end of request i, whose first task's results are `first`, the others' behind it. */
+static void merge(const attention_args *a, int64_t i, int64_t tasks, const float *first) {
+    int64_t d = a->head_dim, size = a->num_heads * (d + 2);
+    float *out = a->out + a->rows[i] * a->num_heads * d;
+    for (int64_t h = 0; h < a->num_heads; h++, out += d) {
+        float most = -INFINITY, total = 0;
+        const float *stats = first + a->num_heads * d + 2 * h;
+        for (int64_t t = 0; t < tasks; t++)
+            most = stats[t * size] > most ? stats[t * size] : most;
+        memset(out, 0, d * sizeof *out);
+        for (int64_t t = 0; t < tasks; t++) {
+            float lane[LANES];
+            const float *part = first + t * size + h * d;
+            store(lane, exp_of(splat(stats[t * size] - most)));
+            total += stats[t * size + 1] * lane[0];
+            for (int64_t at = 0; at < d; at += LANES)
+                store(out + at, load(out + at) + load(part + at) * splat(lane[0]));
+        }
+        for (int64_t at = 0; tasks && at < d; at += LANES)
+            store(out + at, load(out + at) / splat(total));
+        if (a->lse)
+            a->lse[a->rows[i] * a->num_heads + h] = tasks ? most + logf(total) : -INFINITY;
+    }
+}
+
+void cpu_attention(const attention_args *a) {
+    int64_t tasks = cpu_attention_tasks(a->kv_lens, a->num_reqs);
+    int64_t size = a->num_heads * (a->head_dim + 2);
+    int threads = a->threads;
+#pragma omp parallel num_threads(threads) if (threads > 1 && tasks > 1)
+    {
+        int64_t i = 0, before = 0; /* the request of the last task of this thread, and the tasks of those before it */
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t task = 0; task < tasks; task++) {
+            if (task < before)
+                i = before = 0;
+            for (int64_t here; task >= before + (here = (a->kv_lens[i] + CHUNK - 1) / CHUNK); i++)
+                before += here;
+            int64_t begin = (task - before) * CHUNK, end = begin + CHUNK;
+            float *out = a->scratch + task * size;
+            attend(a, i, begin, end < a->kv_lens[i] ? end : a->kv_lens[i], out, out + a->num_heads * a->head_dim);
+        }
+#pragma omp single nowait
+        for (int64_t done = 0, r = 0, here; r < a->num_reqs; r++, done += here) {
+            here = (a->kv_lens[r] + CHUNK - 1) / CHUNK;
+            merge(a, r, here, a->scratch + done * size);
+        }
+    }
+}
