@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kernel.cpu.library import function
+from sgl_kernel.cpu.library import function, takes
 
 
 def rmsnorm(x: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -45,4 +45,18 @@ def apply_rope(positions: torch.Tensor, x: torch.Tensor, cos_sin_cache: torch.Te
         x.stride(0),
         x.stride(1),
         torch.get_num_threads(),
+    )
+
+
+def takes_rows(values: torch.Tensor) -> bool:
+    """Whether `store_rows` takes values."""
+    return takes(values) and values.dim() == 3 and values.stride(2) == 1 and values.stride(1) == values.shape[2]
+
+
+def store_rows(slots: torch.Tensor, loc: torch.Tensor, values: torch.Tensor) -> None:
+    """slots[loc] = values. slots: (num_slots, heads, d), rows contiguous. loc: (n,) int64. values: (n, heads, d)."""
+    n, heads, d = values.shape
+    assert loc.is_contiguous() and slots.stride(1) == d
+    function("cpu_store_rows")(
+        values.data_ptr(), loc.data_ptr(), slots.data_ptr(), n, heads * d, values.stride(0), slots.stride(0)
     )

@@ -13,7 +13,7 @@ import torch
 from sgl_kernel.native_library import NativeLibrary
 
 _pointer, _size, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "cpu_panel": (_size, []),
     "cpu_linear": (None, [_pointer, _size, _size, _size, _pointer, _size, _pointer, _pointer, _int]),
     "cpu_lanes": (_size, []),
@@ -21,6 +21,7 @@ _FUNCTIONS = {
     "cpu_attention": (None, [_pointer]),
     "cpu_rmsnorm": (None, [_pointer, _pointer, _pointer, _pointer, _size, _size, _float, _int]),
     "cpu_silu_and_mul": (None, [_pointer, _pointer, _size, _size, _int]),
+    "cpu_store_rows": (None, [_pointer, _pointer, _pointer, *[_size] * 4]),
     "cpu_rope": (None, [_pointer, _pointer, _pointer, *[_size] * 5, _int]),
 }
 

@@ -17,7 +17,7 @@ class PackedWeight:
         num_panels = -(-self.out_features // width)
         self.panels = torch.zeros(num_panels, self.in_features, width)
         whole = self.out_features // width
-        self.panels[:whole] = weight[: whole * width].view(whole, width, -1).transpose(1, 2)
+        self.panels[:whole] = weight[: whole * width].view(whole, width, self.in_features).transpose(1, 2)
         rest = self.out_features - whole * width
         if rest:
             self.panels[whole, :, :rest] = weight[whole * width :].t()

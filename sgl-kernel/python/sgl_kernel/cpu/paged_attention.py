@@ -78,8 +78,8 @@ class PagedDecode:
         lse: torch.Tensor | None = None,
     ) -> None:
         """q, out: (num_rows, num_heads, head_dim), out contiguous. k, v: (num_pages, page_size, num_kv_heads,
-        head_dim), the last two dimensions contiguous. lse: (num_rows, num_heads), contiguous. Writes the requests' rows
-        of out and lse: zeros and -inf where a request has no keys."""
+        head_dim), the last two dimensions contiguous. lse: (num_rows, num_heads), contiguous. Writes the requests'
+        rows of out and lse: zeros and -inf where a request has no keys."""
         args = self._args
         _, num_heads, head_dim = q.shape
         needed = self._num_tasks * num_heads * (head_dim + 2)

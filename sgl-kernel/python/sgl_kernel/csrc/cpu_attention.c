@@ -12,6 +12,11 @@
 #define CHUNK 256
 /* Keys whose scores are known before their values are added. */
 #define BLOCK 64
+/* Keys before the first of a block's: they are fetched into the cache while the scores are computed, with the values of
+   the same token. Tokens may lie anywhere, so that the CPU does not guess the next one. */
+#ifndef AHEAD
+#define AHEAD 16
+#endif
 /* Heads and vectors of a head that are summed in registers. */
 #define SCORE_HEADS 4
 #define OUT_HEADS 3
@@ -45,18 +50,38 @@ int64_t cpu_attention_tasks(const int64_t *kv_lens, int64_t num_reqs) {
     return tasks;
 }
 
+/* What to fetch beside the scores of a block: keys AHEAD of it, of `left` tokens, and its values. */
+typedef struct {
+    const float *k, *v;
+    const int64_t *k_at, *v_at;
+    int64_t left, row;
+} fetches;
+
+INLINE void fetch(const float *row, int64_t floats) {
+    for (int64_t i = 0; i < floats; i += 16)
+        __builtin_prefetch(row + i);
+}
+
 INLINE void score_heads(int heads, const float *q, const float *k, const int64_t *at, int n, int64_t head_dim,
-                        float scale, float (*scores)[BLOCK]) {
+                        float scale, float (*scores)[BLOCK], const fetches *ahead) {
     for (int j = 0; j < n; j++) {
         const float *key = k + at[j];
+        if (ahead) {
+            if (j + AHEAD < ahead->left)
+                fetch(ahead->k + ahead->k_at[j + AHEAD], ahead->row);
+            fetch(ahead->v + ahead->v_at[j], ahead->row);
+        }
         vec acc[SCORE_HEADS];
+#pragma GCC unroll 4
         for (int g = 0; g < heads; g++)
             acc[g] = (vec){0};
         for (int64_t d = 0; d < head_dim; d += LANES) {
             vec each = load(key + d);
+#pragma GCC unroll 4
             for (int g = 0; g < heads; g++)
                 acc[g] += load(q + g * head_dim + d) * each;
         }
+#pragma GCC unroll 4
         for (int g = 0; g < heads; g++)
             scores[g][j] = sum(acc[g]) * scale;
     }
@@ -65,19 +90,26 @@ INLINE void score_heads(int heads, const float *q, const float *k, const int64_t
 INLINE void add_values(int heads, int vectors, float (*weights)[BLOCK], const float *shrink, const float *v,
                        const int64_t *at, int n, int64_t head_dim, float *out) {
     vec acc[OUT_HEADS][OUT_VECTORS];
+#pragma GCC unroll 4
     for (int g = 0; g < heads; g++)
+#pragma GCC unroll 4
         for (int i = 0; i < vectors; i++)
             acc[g][i] = load(out + g * head_dim + i * LANES) * splat(shrink[g]);
     for (int j = 0; j < n; j++) {
         const float *value = v + at[j];
         vec each[OUT_VECTORS];
+#pragma GCC unroll 4
         for (int i = 0; i < vectors; i++)
             each[i] = load(value + i * LANES);
+#pragma GCC unroll 4
         for (int g = 0; g < heads; g++)
+#pragma GCC unroll 4
             for (int i = 0; i < vectors; i++)
                 acc[g][i] += splat(weights[g][j]) * each[i];
     }
+#pragma GCC unroll 4
     for (int g = 0; g < heads; g++)
+#pragma GCC unroll 4
         for (int i = 0; i < vectors; i++)
             store(out + g * head_dim + i * LANES, acc[g][i]);
 }
@@ -96,10 +128,10 @@ static void any_values(int heads, int vectors, float (*weights)[BLOCK], const fl
 }
 
 static void any_scores(int heads, const float *q, const float *k, const int64_t *at, int n, int64_t head_dim,
-                       float scale, float (*scores)[BLOCK]) {
+                       float scale, float (*scores)[BLOCK], const fetches *ahead) {
 #define CASE(h)                                                                                                        \
     case h:                                                                                                            \
-        score_heads(h, q, k, at, n, head_dim, scale, scores);                                                          \
+        score_heads(h, q, k, at, n, head_dim, scale, scores, ahead);                                                          \
         break;
     switch (heads) { CASE(1) CASE(2) CASE(3) CASE(4) }
 #undef CASE
@@ -136,35 +168,39 @@ static void attend(const attention_args *a, int64_t i, int64_t begin, int64_t en
     for (int64_t h = 0; h < a->num_heads; h++)
         stats[2 * h] = -INFINITY, stats[2 * h + 1] = 0;
     memset(out, 0, a->num_heads * d * sizeof *out);
-    for (; begin < end; begin += BLOCK) {
-        int n = end - begin < BLOCK ? (int)(end - begin) : BLOCK;
-        int64_t k_at[BLOCK], v_at[BLOCK];
-        for (int j = 0; j < n; j++) {
-            if (a->by_slot) {
-                int64_t slot = pages[begin + j];
-                k_at[j] = slot / a->page_size * a->k_page_stride + slot % a->page_size * a->k_token_stride;
-                v_at[j] = slot / a->page_size * a->v_page_stride + slot % a->page_size * a->v_token_stride;
-                continue;
-            }
-            k_at[j] = pages[page] * a->k_page_stride + offset * a->k_token_stride;
-            v_at[j] = pages[page] * a->v_page_stride + offset * a->v_token_stride;
-            if (++offset == a->page_size)
-                page++, offset = 0;
+    int64_t k_at[CHUNK], v_at[CHUNK], row = a->num_kv_heads * d;
+    int total = (int)(end - begin);
+    for (int j = 0; j < total; j++) {
+        if (a->by_slot) {
+            int64_t slot = pages[begin + j];
+            k_at[j] = slot / a->page_size * a->k_page_stride + slot % a->page_size * a->k_token_stride;
+            v_at[j] = slot / a->page_size * a->v_page_stride + slot % a->page_size * a->v_token_stride;
+            continue;
         }
+        k_at[j] = pages[page] * a->k_page_stride + offset * a->k_token_stride;
+        v_at[j] = pages[page] * a->v_page_stride + offset * a->v_token_stride;
+        if (++offset == a->page_size)
+            page++, offset = 0;
+    }
+    for (int at = 0; at < total && at < AHEAD; at++)
+        fetch(a->k + k_at[at], row);
+    for (int at = 0; at < total; at += BLOCK) {
+        int n = total - at < BLOCK ? total - at : BLOCK;
+        const fetches ahead = {a->k, a->v, k_at + at, v_at + at, total - at, row};
         for (int64_t kv = 0; kv < a->num_kv_heads; kv++) {
             for (int64_t first = 0, heads; first < group; first += heads) {
                 float scores[SCORE_HEADS][BLOCK], shrink[SCORE_HEADS];
                 int64_t head = kv * group + first;
                 heads = group - first < SCORE_HEADS ? group - first : SCORE_HEADS;
-                any_scores(heads, q + head * d, a->k + kv * d, k_at, n, d, a->scale, scores);
+                any_scores(heads, q + head * d, a->k + kv * d, k_at + at, n, d, a->scale, scores, kv + first ? NULL : &ahead);
                 for (int g = 0; g < heads; g++)
                     shrink[g] = soften(scores[g], n, stats + 2 * (head + g), stats + 2 * (head + g) + 1);
                 for (int64_t g = 0, some; g < heads; g += some) {
                     some = heads - g == 4 ? 2 : heads - g < OUT_HEADS ? heads - g : OUT_HEADS;
-                    for (int64_t at = 0; at < d; at += OUT_VECTORS * LANES) {
-                        int64_t left = (d - at) / LANES;
+                    for (int64_t i = 0; i < d; i += OUT_VECTORS * LANES) {
+                        int64_t left = (d - i) / LANES;
                         any_values(some, left < OUT_VECTORS ? left : OUT_VECTORS, scores + g, shrink + g,
-                                   a->v + kv * d + at, v_at, n, d, out + (head + g) * d + at);
+                                   a->v + kv * d + i, v_at + at, n, d, out + (head + g) * d + i);
                     }
                 }
             }

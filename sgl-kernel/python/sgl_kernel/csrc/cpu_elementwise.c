@@ -79,9 +79,9 @@ void cpu_rope(float *x, const int64_t *positions, const float *table, int64_t n,
     }
 }
 
-/* Row i of values to slot loc[i], rows of d floats. */
-void cpu_store(const float *values, int64_t value_stride, const int64_t *loc, float *slots, int64_t slot_stride,
-               int64_t n, int64_t d) {
+/* Row i of values to slot loc[i]. Rows of d floats, value_stride and slot_stride floats apart. */
+void cpu_store_rows(const float *values, const int64_t *loc, float *slots, int64_t n, int64_t d, int64_t value_stride,
+                    int64_t slot_stride) {
     for (int64_t i = 0; i < n; i++)
         memcpy(slots + loc[i] * slot_stride, values + i * value_stride, d * sizeof *values);
 }

@@ -39,17 +39,16 @@ class AttentionEntry:
     device: str
     # None: only torch is needed.
     package: Package | None = None
-    # Whether it needs the kernels in C of `sgl_kernel.cpu`.
-    is_compiled: bool = False
 
 
 _ATTENTION = "sglang.srt.layers.attention"
 # The name that --attention-backend takes -> the backend. The first that a device can use is its default.
 # Triton comes before FlashInfer: CUDA builds of torch have it, it compiles in seconds, and a decode's plan costs the
 # host nothing. FlashInfer compiles with nvcc, minutes for each kind of kernel, and plans on the host before each
-# replay of a graph. On the CPU torch_native is the reference, and needs no compiler.
+# replay of a graph. On the CPU `cpu` does with torch_native what its kernel does
+# not take, and everything where there is no C compiler.
 ATTENTION_BACKENDS: dict[str, AttentionEntry] = {
-    "cpu": AttentionEntry(f"{_ATTENTION}.cpu_backend:CpuAttnBackend", "cpu", is_compiled=True),
+    "cpu": AttentionEntry(f"{_ATTENTION}.cpu_backend:CpuAttnBackend", "cpu"),
     "torch_native": AttentionEntry(f"{_ATTENTION}.torch_native_backend:TorchNativeAttnBackend", "cpu"),
     "triton": AttentionEntry(
         f"{_ATTENTION}.triton_backend:TritonAttnBackend", "cuda", Package("Triton", "triton", "triton")
@@ -78,11 +77,6 @@ def why_not(name: str, device: torch.device | str) -> str | None:
         )
     if entry.package is not None and importlib.util.find_spec(entry.package.module) is None:
         return f"{entry.package.title} is not installed; pip install {entry.package.distribution}."
-    if entry.is_compiled:
-        from sgl_kernel.cpu.library import LIBRARY
-
-        if not LIBRARY.is_available():
-            return f"The attention backend {name} needs a C compiler (the log has its error); install gcc, or set CC."
     return None
 
 
