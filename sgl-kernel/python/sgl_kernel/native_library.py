@@ -15,7 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,6 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-kernels"
 
 
-def _nothing() -> tuple[str, ...]:
-    return ()
-
-
 @dataclass
 class NativeLibrary:
     # Of its file, and in the log.
@@ -48,8 +44,6 @@ class NativeLibrary:
     without: str
     # To the compiler, beside the flags that all libraries have.
     flags: tuple[str, ...] = ()
-    # Libraries to link, found when it is compiled.
-    linked: Callable[[], tuple[str, ...]] = _nothing
     _loaded: ctypes.CDLL | None = field(default=None, init=False, repr=False)
     _is_available: bool | None = field(default=None, init=False, repr=False)
 
@@ -84,8 +78,8 @@ class NativeLibrary:
         ).stdout
         paths = [_CSRC / name for name in self.sources]
         command = [compiler, *_FLAGS, *self.flags]
-        units, libraries = [str(path) for path in paths if path.suffix == ".c"], self.linked()
-        made_of = [*(path.read_text() for path in paths), *command, *libraries, version]
+        units = [str(path) for path in paths if path.suffix == ".c"]
+        made_of = [*(path.read_text() for path in paths), *command, version]
         digest = hashlib.sha256("\0".join((*made_of, platform.machine(), _cpu_features())).encode())
         final = directory / f"{self.name}-{digest.hexdigest()[:24]}.so"
         if final.is_file():
@@ -93,7 +87,7 @@ class NativeLibrary:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".compiling-", dir=directory) as ours:
             built = Path(ours) / final.name
-            command += ["-o", str(built), *units, *libraries, "-lm"]
+            command += ["-o", str(built), *units, "-lm"]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMPILE_TIMEOUT_S)
             built.replace(final)
         return final

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import re
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +15,8 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "cpu_panel": (_size, []),
     "cpu_linear": (None, [_pointer, _size, _size, _size, _pointer, _size, _pointer, _pointer, _int]),
     "cpu_lanes": (_size, []),
-    "cpu_attention_tasks": (_size, [_pointer, _size]),
-    "cpu_attention": (None, [_pointer]),
+    "cpu_attention_chunk": (_size, []),
+    "cpu_attention": (None, [_pointer, _pointer]),
     "cpu_rmsnorm": (None, [_pointer, _pointer, _pointer, _pointer, _size, _size, _float, _int]),
     "cpu_silu_and_mul": (None, [_pointer, _pointer, _size, _size, _int]),
     "cpu_store_rows": (None, [_pointer, _pointer, _pointer, *[_size] * 4]),
@@ -26,23 +24,12 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-def _openmp_of_torch() -> tuple[str, ...]:
-    """The OpenMP library that torch has loaded. With another one there would be two sets of threads."""
-    try:
-        mapped = Path("/proc/self/maps").read_text()
-    except OSError:
-        mapped = ""
-    found = re.search(r"/\S*/lib(?:gomp|iomp5|omp)\b\S*\.so\S*", mapped)
-    return ("-Wl,--as-needed", found[0]) if found else ()
-
-
 LIBRARY = NativeLibrary(
     "cpu",
-    ("cpu_vector.h", "cpu_linear.c", "cpu_attention.c", "cpu_elementwise.c"),
+    ("cpu_vector.h", "cpu_pool.h", "cpu_pool.c", "cpu_linear.c", "cpu_attention.c", "cpu_elementwise.c"),
     _FUNCTIONS,
     "a model computes up to three times slower in torch",
-    ("-fopenmp",),
-    _openmp_of_torch,
+    ("-pthread",),
 )
 
 

@@ -63,10 +63,12 @@ class PagedDecode:
         args.rows, args.starts, args.kv_lens, args.skips = addresses
         args.table = self._table.data_ptr()
         args.num_reqs, args.by_slot = len(rows), by_slot
-        self._num_tasks = int(function("cpu_attention_tasks")(args.kv_lens, args.num_reqs))
+        chunk = int(function("cpu_attention_chunk")())
+        self._num_tasks = sum(-(-length // chunk) for length in kv_lens.tolist())
+        self._before = np.empty(len(rows) + 1, np.int64)
         self._scratch = torch.empty(0)
         self._attend = function("cpu_attention")
-        self._address = ctypes.addressof(args)
+        self._addresses = ctypes.addressof(args), self._before.ctypes.data
 
     def attend(
         self,
@@ -92,4 +94,4 @@ class PagedDecode:
         args.q_stride, args.num_heads, args.head_dim = q.stride(0), num_heads, head_dim
         args.page_size, args.num_kv_heads = k.shape[1], k.shape[2]
         args.scale, args.threads = scale, torch.get_num_threads()
-        self._attend(self._address)
+        self._attend(*self._addresses)

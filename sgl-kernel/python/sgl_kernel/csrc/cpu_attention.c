@@ -5,8 +5,7 @@
    order. The cut depends on the request's length alone, so that a request's bits depend neither on the rest of the
    batch, nor on the frames, nor on the number of threads. Only tokens of the request are read. */
 
-#include <omp.h>
-
+#include "cpu_pool.h"
 #include "cpu_vector.h"
 
 #define CHUNK 256
@@ -42,13 +41,8 @@ typedef struct {
 
 int64_t cpu_lanes(void) { return LANES; }
 
-/* The tasks of a call, for the size of scratch. */
-int64_t cpu_attention_tasks(const int64_t *kv_lens, int64_t num_reqs) {
-    int64_t tasks = 0;
-    for (int64_t i = 0; i < num_reqs; i++)
-        tasks += (kv_lens[i] + CHUNK - 1) / CHUNK;
-    return tasks;
-}
+/* The tokens of a task, for the size of scratch. */
+int64_t cpu_attention_chunk(void) { return CHUNK; }
 
 /* What to fetch beside the scores of a block: keys AHEAD of it, of `left` tokens, and its values. */
 typedef struct {
@@ -233,27 +227,42 @@ static void merge(const attention_args *a, int64_t i, int64_t tasks, const float
     }
 }
 
-void cpu_attention(const attention_args *a) {
-    int64_t tasks = cpu_attention_tasks(a->kv_lens, a->num_reqs);
-    int64_t size = a->num_heads * (a->head_dim + 2);
-    int threads = a->threads;
-#pragma omp parallel num_threads(threads) if (threads > 1 && tasks > 1)
-    {
-        int64_t i = 0, before = 0; /* the request of the last task of this thread, and the tasks of those before it */
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t task = 0; task < tasks; task++) {
-            if (task < before)
-                i = before = 0;
-            for (int64_t here; task >= before + (here = (a->kv_lens[i] + CHUNK - 1) / CHUNK); i++)
-                before += here;
-            int64_t begin = (task - before) * CHUNK, end = begin + CHUNK;
-            float *out = a->scratch + task * size;
-            attend(a, i, begin, end < a->kv_lens[i] ? end : a->kv_lens[i], out, out + a->num_heads * a->head_dim);
-        }
-#pragma omp single nowait
-        for (int64_t done = 0, r = 0, here; r < a->num_reqs; r++, done += here) {
-            here = (a->kv_lens[r] + CHUNK - 1) / CHUNK;
-            merge(a, r, here, a->scratch + done * size);
-        }
+/* The tasks of the requests before each, and of all. */
+typedef struct {
+    const attention_args *args;
+    const int64_t *before;
+} attention_job;
+
+static void attend_chunk(const void *arguments, int64_t task) {
+    const attention_job *job = arguments;
+    const attention_args *a = job->args;
+    int64_t low = 0, high = a->num_reqs; /* the last request that begins at or before the task */
+    while (high - low > 1) {
+        int64_t middle = (low + high) / 2;
+        if (job->before[middle] <= task)
+            low = middle;
+        else
+            high = middle;
     }
+    int64_t begin = (task - job->before[low]) * CHUNK, end = begin + CHUNK;
+    float *out = a->scratch + task * a->num_heads * (a->head_dim + 2);
+    attend(a, low, begin, end < a->kv_lens[low] ? end : a->kv_lens[low], out, out + a->num_heads * a->head_dim);
+}
+
+static void merge_chunks(const void *arguments, int64_t i) {
+    const attention_job *job = arguments;
+    const attention_args *a = job->args;
+    merge(a, i, job->before[i + 1] - job->before[i],
+          a->scratch + job->before[i] * a->num_heads * (a->head_dim + 2));
+}
+
+/* before: room for num_reqs + 1 numbers. */
+void cpu_attention(const attention_args *a, int64_t *before) {
+    attention_job job = {a, before};
+    before[0] = 0;
+    for (int64_t i = 0; i < a->num_reqs; i++)
+        before[i + 1] = before[i] + (a->kv_lens[i] + CHUNK - 1) / CHUNK;
+    int64_t tasks = before[a->num_reqs];
+    cpu_run(attend_chunk, &job, tasks, a->threads);
+    cpu_run(merge_chunks, &job, a->num_reqs, tasks < 64 ? 1 : a->threads);
 }

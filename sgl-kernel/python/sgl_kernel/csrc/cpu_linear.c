@@ -4,8 +4,7 @@
    panels[p][k][i] = weight[p * PANEL + i][k], rows beyond the end are 0. A tile of ROWS inputs by PANEL outputs is
    summed in registers, over k in order. Each output is therefore the same chain of additions in every batch. */
 
-#include <omp.h>
-
+#include "cpu_pool.h"
 #include "cpu_vector.h"
 
 #define PANEL (2 * LANES)
@@ -88,29 +87,37 @@ static void any_tile(int rows, const float *x, int64_t x_stride, const float *pa
     }
 }
 
+typedef struct {
+    const float *x, *panels, *bias;
+    float *out;
+    int64_t m, k, x_stride, n, group, num_groups;
+} linear_args;
+
+/* A group of panels for TASK_ROWS rows. Neighbouring tasks read neighbouring panels. */
+static void multiply(const void *arguments, int64_t task) {
+    const linear_args *a = arguments;
+    int64_t num_panels = (a->n + PANEL - 1) / PANEL, panel_floats = a->k * PANEL, n = a->n;
+    int64_t row = task / a->num_groups * TASK_ROWS, end_row = row + TASK_ROWS;
+    int64_t first = task % a->num_groups * a->group, end = first + a->group;
+    end_row = end_row < a->m ? end_row : a->m;
+    end = end < num_panels ? end : num_panels;
+    for (; row < end_row; row += ROWS) {
+        int rows = end_row - row < ROWS ? (int)(end_row - row) : ROWS;
+        for (int64_t p = first; p < end; p++) {
+            int64_t col = p * PANEL, cols = n - col < PANEL ? n - col : PANEL;
+            any_tile(rows, a->x + row * a->x_stride, a->x_stride, a->panels + p * panel_floats, a->k,
+                     a->bias ? a->bias + col : NULL, a->out + row * n + col, n, cols);
+        }
+    }
+}
+
 /* x: (m, k), rows x_stride apart; out: (m, n), contiguous; bias: (n,) or NULL. */
 void cpu_linear(const float *x, int64_t m, int64_t k, int64_t x_stride, const float *panels, int64_t n,
                 const float *bias, float *out, int threads) {
-    int64_t num_panels = (n + PANEL - 1) / PANEL, panel_floats = k * PANEL;
-    int64_t group = GROUP_BYTES / (panel_floats * sizeof(float) + 1);
+    int64_t num_panels = (n + PANEL - 1) / PANEL, group = GROUP_BYTES / (k * PANEL * sizeof(float) + 1);
     int64_t fair = (num_panels + 8 * threads - 1) / (8 * threads);
     group = group < fair ? group : fair;
     group = group > 1 ? group : 1;
-    int64_t num_groups = (num_panels + group - 1) / group, num_chunks = (m + TASK_ROWS - 1) / TASK_ROWS;
-#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-    for (int64_t chunk = 0; chunk < num_chunks; chunk++)
-        for (int64_t g = 0; g < num_groups; g++) {
-            int64_t first_row = chunk * TASK_ROWS, end_row = first_row + TASK_ROWS;
-            int64_t first = g * group, end = first + group;
-            end_row = end_row < m ? end_row : m;
-            end = end < num_panels ? end : num_panels;
-            for (int64_t row = first_row; row < end_row; row += ROWS) {
-                int rows = end_row - row < ROWS ? (int)(end_row - row) : ROWS;
-                for (int64_t p = first; p < end; p++) {
-                    int64_t col = p * PANEL, cols = n - col < PANEL ? n - col : PANEL;
-                    any_tile(rows, x + row * x_stride, x_stride, panels + p * panel_floats, k, bias ? bias + col : 0,
-                             out + row * n + col, n, cols);
-                }
-            }
-        }
+    linear_args a = {x, panels, bias, out, m, k, x_stride, n, group, (num_panels + group - 1) / group};
+    cpu_run(multiply, &a, (m + TASK_ROWS - 1) / TASK_ROWS * a.num_groups, threads);
 }
