@@ -51,7 +51,7 @@ def run(name: str, num_tokens: int, size: int, dtype: torch.dtype, device: str) 
     table = torch.cat((angles.cos(), angles.sin()), dim=1).to(dtype).float().to(device)
     positions = torch.randint(50, (num_tokens,), generator=g).to(device)
     if elementwise.has_rope_kernel(qk):
-        elementwise.apply_rope_with_cos_sin_cache_inplace(positions, qk[:, :1], qk[:, 1:], table)
+        elementwise.apply_rope_with_cos_sin_cache_inplace(positions, qk, table)
     else:
         cos, sin = table[positions].to(dtype)[:, None].chunk(2, dim=-1)
         qk = reference.apply_rope(qk, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))

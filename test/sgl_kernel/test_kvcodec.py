@@ -232,7 +232,7 @@ def test_literals_that_do_not_fit_write_nothing_beside_out(loops):
 @needs_compiler
 def test_two_processes_may_compile_at_once(tmp_path):
     code = "import sys, pathlib; from sgl_kernel.kvcodec import native\n"
-    code += "print(native.compile_library(pathlib.Path(sys.argv[1])))"
+    code += "print(native.LIBRARY.compile(pathlib.Path(sys.argv[1])))"
     command = [sys.executable, "-c", code, str(tmp_path)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     paths = {process.communicate(timeout=120)[0] for process in running}
@@ -246,12 +246,10 @@ def test_two_processes_may_compile_at_once(tmp_path):
 def test_without_a_compiler_numpy_does_it_and_the_log_says_so(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("CC", str(tmp_path / "no-such-compiler"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native.is_available.cache_clear()
-    native._library.cache_clear()
+    native.LIBRARY.forget()
     try:
         with caplog.at_level(logging.WARNING):
             assert kvcodec._loops() is reference and kvcodec._loops() is reference
         assert [r.message for r in caplog.records if "kvcodec" in r.message] == [caplog.records[0].message]
     finally:
-        native.is_available.cache_clear()
-        native._library.cache_clear()
+        native.LIBRARY.forget()

@@ -275,16 +275,16 @@ class OtherAttention(TorchNativeAttnBackend): ...
 
 def test_an_attention_backend(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--attention-backend", "other"]
-    assert "choose from 'torch_native', 'triton', 'flashinfer')" in refuses(flags, capsys)
+    assert "choose from 'cpu', 'torch_native', 'triton', 'flashinfer')" in refuses(flags, capsys)
     assert why_not("other", "cpu") is not None
     monkeypatch.setitem(ATTENTION_BACKENDS, "other", AttentionEntry(f"{__name__}:OtherAttention", "cpu"))
 
     assert accepts(flags).attention_backend == "other"
-    assert "--attention-backend {torch_native,triton,flashinfer,other}" in help_text()
-    assert "One of `torch_native`, `triton`, `flashinfer`, `other`." in render_flags()
-    with pytest.raises(ValueError, match="one of torch_native, triton, flashinfer, other"):
+    assert "--attention-backend {cpu,torch_native,triton,flashinfer,other}" in help_text()
+    assert "One of `cpu`, `torch_native`, `triton`, `flashinfer`, `other`." in render_flags()
+    with pytest.raises(ValueError, match="one of cpu, torch_native, triton, flashinfer, other"):
         ServerArgs(model_path="embedded", attention_backend="none")
-    assert pick_attention_backend("other", "cpu") == "other" and pick_attention_backend(None, "cpu") == "torch_native"
+    assert pick_attention_backend("other", "cpu") == "other" and pick_attention_backend(None, "cpu") == "cpu"
     assert type(make_attention_backend("other", "cpu")) is OtherAttention
     assert why_not("other", "cuda") == (
         "The attention backend other computes on the CPU only; on cuda, use triton or flashinfer."

@@ -104,7 +104,7 @@ def device_under_test() -> str:
 
 def _attention_for(device: torch.device) -> AttentionBackend:
     # An emulated device runs the CPU's.
-    real = device.type == "cuda" and torch.cuda.is_available()
+    real = device.type == "cpu" or torch.cuda.is_available()
     return make_attention_backend(pick_attention_backend(None, device), device) if real else TorchNativeAttnBackend()
 
 
@@ -154,6 +154,8 @@ class LocalEngine:
         where = torch.device("cuda", 0) if (device or device_under_test()) == "cuda" else CPU
         backend = attention_backend or _attention_for(where)
         self.model = model or load_model(model_config, load_format, backend, device=where, group=group)
+        if model is None:
+            self.model.finish_loading()
         c = model_config
         num_kv_heads = c.kv_heads_per_rank(group.size)
         self.debug = debug

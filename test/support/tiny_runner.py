@@ -9,7 +9,7 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
-from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.attention.cpu_backend import CpuAttnBackend
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_loader.loader import load_model
@@ -50,7 +50,8 @@ class TinyRunner:
     ) -> None:
         self.config = config
         self.num_kv_heads = config.kv_heads_per_rank(group.size)
-        self.model = load_model(config, load_format, TorchNativeAttnBackend(), seed, group=group)
+        self.model = load_model(config, load_format, CpuAttnBackend(), seed, group=group)
+        self.model.finish_loading()
 
     def start(
         self, prompts: list[list[int]], room: int = 64, page_size: int = 1, seed: int = 0

@@ -131,7 +131,7 @@ class ServerArgs:
         DEVICE,
         None,
         "the attention kernels",
-        unset="torch_native on a CPU; on a GPU triton, or flashinfer without Triton",
+        unset="cpu; on a GPU triton, or flashinfer without Triton",
         choices=ATTENTION_BACKENDS,
     )
     disable_cuda_graph: bool = arg(DEVICE, False, "on a GPU, launch each kernel of a decode step by itself")

@@ -3,6 +3,8 @@
 A column-parallel layer has some of the outputs. A row-parallel layer takes some of the inputs and sums over ranks. A
 column-parallel layer followed by a row-parallel one needs only that one sum: Megatron-LM (Shoeybi et al. 2019),
 section 3.
+
+`Weight` holds a matrix. Where a kernel reads another layout than the checkpoint's, `finish_loading` packs it.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sgl_kernel.cpu.library import takes
+from sgl_kernel.cpu.packed_weight import PackedWeight
 from sglang.srt.distributed.parallel_state import Shard, TensorParallelGroup
 from sglang.srt.layers.weights import WeightTarget
 
@@ -21,27 +25,52 @@ def _empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
-class MergedColumnParallelLinear(nn.Module):
+class Weight(nn.Module):
+    """A layer with a matrix. weight: (out_features, in_features) as loaded; None once it is packed."""
+
+    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight: nn.Parameter | None = _empty(out_features, in_features, dtype=dtype)
+        self.packed: PackedWeight | None = None
+
+    def finish_loading(self) -> None:
+        """Pack the weight if there is a kernel for its device and type. It can be loaded no more afterwards."""
+        if self.weight is not None and takes(self.weight):
+            self.packed = PackedWeight(self.weight)
+            self.weight = None
+
+    def loaded(self) -> nn.Parameter:
+        assert self.weight is not None, "a packed weight cannot be loaded"
+        return self.weight
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x: (num_rows, in_features). Returns x @ weight.T + bias, a new tensor."""
+        if self.packed is not None:
+            return self.packed.linear(x, bias)
+        assert self.weight is not None
+        return F.linear(x, self.weight, bias)
+
+
+class MergedColumnParallelLinear(Weight):
     """Several projections of the same input as one matrix. shards: this rank's rows of each projection, one below the
     other in `weight` (sum of their sizes, in_features)."""
 
     def __init__(self, in_features: int, shards: Sequence[Shard], bias: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.shards = tuple(shards)
         total = sum(shard.size for shard in shards)
-        self.weight = _empty(total, in_features, dtype=dtype)
+        super().__init__(total, in_features, dtype)
+        self.shards = tuple(shards)
         self.bias = _empty(total, dtype=dtype) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (num_tokens, in_features). Returns (num_tokens, sum of the shards' sizes)."""
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.bias)
 
     def weight_targets(self, names: Sequence[str]) -> dict[str, WeightTarget]:
         """The places of the checkpoint's separate projections: "<name>.weight" and "<name>.bias" -> parts of this
         layer's."""
         assert len(names) == len(self.shards)
         targets = {}
-        for kind, fused in (("weight", self.weight), ("bias", self.bias)):
+        for kind, fused in (("weight", self.loaded()), ("bias", self.bias)):
             if fused is None:
                 continue
             parts = fused.split([shard.size for shard in self.shards])
@@ -51,30 +80,30 @@ class MergedColumnParallelLinear(nn.Module):
         return targets
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(Weight):
     """shard: this rank's part of the inputs. weight: (out_features, shard.size); bias: whole on every rank."""
 
     def __init__(
         self, shard: Shard, out_features: int, bias: bool, dtype: torch.dtype, group: TensorParallelGroup
     ) -> None:
-        super().__init__()
+        super().__init__(out_features, shard.size, dtype)
         self.shard = shard
         self.group = group
-        self.weight = _empty(out_features, shard.size, dtype=dtype)
         self.bias = _empty(out_features, dtype=dtype) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (num_tokens, shard.size). Returns (num_tokens, out_features), the same on every rank; the caller may
         overwrite it."""
         if self.group.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        out = self.group.all_reduce(F.linear(x, self.weight))
+            return self.product(x, self.bias)
+        out = self.group.all_reduce(self.product(x))
         # The bias is added after the sum, so that it counts once and not once per rank.
         return out if self.bias is None else out.add_(self.bias)
 
     def weight_targets(self, name: str) -> dict[str, WeightTarget]:
-        shape = (self.weight.shape[0], self.shard.full)
-        targets = {f"{name}.weight": WeightTarget(self.weight, shape, 1, self.shard.start)}
+        weight = self.loaded()
+        shape = (weight.shape[0], self.shard.full)
+        targets = {f"{name}.weight": WeightTarget(weight, shape, 1, self.shard.start)}
         if self.bias is not None:
             targets[f"{name}.bias"] = WeightTarget.whole(self.bias)
         return targets

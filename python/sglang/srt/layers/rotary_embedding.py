@@ -145,9 +145,6 @@ class Rotation:
         """qk: (num_tokens, heads of queries and keys, head_dim), at least two heads, any strides of tokens and heads.
         Returns it rotated; the caller's tensor may be overwritten."""
         if elementwise.has_rope_kernel(qk):
-            # The kernel takes queries and keys as two tensors, and rotates both alike.
-            elementwise.apply_rope_with_cos_sin_cache_inplace(
-                self._positions, qk[:, :1], qk[:, 1:], self._rotary.table
-            )
+            elementwise.apply_rope_with_cos_sin_cache_inplace(self._positions, qk, self._rotary.table)
             return qk
         return reference.apply_rope(qk, *self._looked_up)

@@ -7,35 +7,42 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
+from sglang.srt.layers.linear import Weight
 from sglang.srt.layers.weights import WeightTarget
 
 
-class _VocabRows(nn.Module):
+class _VocabRows(Weight):
     """weight: (ceil(vocab_size / ranks), hidden_size)."""
 
     def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype, group: TensorParallelGroup) -> None:
-        super().__init__()
+        shard = group.shard(vocab_size)
+        super().__init__(shard.size, hidden_size, dtype)
         self.group = group
-        self.shard = group.shard(vocab_size)
-        self.weight = nn.Parameter(torch.empty(self.shard.size, hidden_size, dtype=dtype), requires_grad=False)
+        self.shard = shard
 
     def weight_targets(self, name: str) -> dict[str, WeightTarget]:
-        shape = (self.shard.full, self.weight.shape[1])
-        return {f"{name}.weight": WeightTarget(self.weight, shape, 0, self.shard.start)}
+        weight = self.loaded()
+        shape = (self.shard.full, weight.shape[1])
+        return {f"{name}.weight": WeightTarget(weight, shape, 0, self.shard.start)}
 
 
 class VocabParallelEmbedding(_VocabRows):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids: (num_tokens,) int64. Returns (num_tokens, hidden_size), the same on every rank."""
         if self.group.size == 1:
-            return F.embedding(input_ids, self.weight)
+            return self._rows(input_ids)
         rows = input_ids - self.shard.start
         elsewhere = (rows < 0) | (rows >= self.shard.size)
-        hidden = F.embedding(rows.masked_fill_(elsewhere, 0), self.weight)
+        hidden = self._rows(rows.masked_fill_(elsewhere, 0))
         return self.group.all_reduce(hidden.masked_fill_(elsewhere.unsqueeze(1), 0))
+
+    def _rows(self, index: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None:
+            return self.packed.rows(index)
+        assert self.weight is not None
+        return F.embedding(index, self.weight)
 
 
 class ParallelLMHead(_VocabRows):
@@ -50,10 +57,18 @@ class ParallelLMHead(_VocabRows):
         tied: VocabParallelEmbedding | None = None,
     ) -> None:
         super().__init__(vocab_size, 0 if tied else hidden_size, dtype, group)
+        self._tied = tied
         if tied is not None:
             self.weight = tied.weight
+
+    def finish_loading(self) -> None:
+        if self._tied is None:
+            super().finish_loading()
+            return
+        self._tied.finish_loading()
+        self.weight, self.packed = self._tied.weight, self._tied.packed
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: (num_rows, hidden_size). Returns logits of the whole vocabulary, (num_rows, vocab_size) float32, on
         every rank."""
-        return self.group.all_gather(F.linear(hidden, self.weight))[:, : self.shard.full].float()
+        return self.group.all_gather(self.product(hidden))[:, : self.shard.full].float()

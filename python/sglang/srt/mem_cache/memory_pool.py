@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from sgl_kernel.cpu.elementwise import store_rows, takes_rows
 from sgl_kernel.kvcacheio import KVPages
 from sglang.srt.mem_cache.kv_view import KVView
 from sglang.srt.mem_cache.page_layout import PageLayout
@@ -75,7 +76,10 @@ class MHATokenToKVPool:
         components = self._slots[layer_id]
         assert len(values) == len(components), f"{len(values)} values for {len(components)} components"
         for slots, value in zip(components, values):
-            slots.index_copy_(0, loc, value)
+            if takes_rows(value):
+                store_rows(slots, loc, value)
+            else:
+                slots.index_copy_(0, loc, value)
 
     def pages(self, frames: torch.Tensor) -> torch.Tensor:
         return self._memory.pages(frames)

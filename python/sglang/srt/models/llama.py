@@ -17,7 +17,7 @@ from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.layernorm import QKNorm, RMSNorm
-from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear, Weight
 from sglang.srt.layers.radix_attention import PartialState, RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -235,6 +235,12 @@ class LlamaForCausalLM(nn.Module):
         if not self.config.tie_word_embeddings:
             targets |= self.lm_head.weight_targets("lm_head")
         return targets
+
+    def finish_loading(self) -> None:
+        """Called once, when the weights are complete. Packs them for the kernels that need it."""
+        for module in self.modules():
+            if isinstance(module, Weight):
+                module.finish_loading()
 
     def parts_of_fused(self, name: str) -> tuple[str, ...]:
         """The tensors, one below the other, that a checkpoint may hold as one, `name`; () if it is no such name."""

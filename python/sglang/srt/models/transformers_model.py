@@ -108,6 +108,9 @@ class TransformersForCausalLM(nn.Module):
         self.windows: list[int | None] = [None] * config.num_layers
 
     @torch.inference_mode()
+    def finish_loading(self) -> None:
+        """Its layers are torch's own: there is nothing to pack."""
+
     def inspect_layers(self, device: torch.device) -> None:
         """Find the windows, and that every layer is one that paged attention can compute: by forward passes of two
         tokens without attention. device: the model's. Raises ModelConfigError."""

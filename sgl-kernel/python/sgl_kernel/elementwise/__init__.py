@@ -1,8 +1,9 @@
 """A decoder's work between its matrix products: norms, activation, rotation.
 
 Each function runs flashinfer's fused kernel for float16 and bfloat16 on a GPU, where flashinfer is installed and
-supports the shape. Otherwise it runs torch; `reference` defines the result. The kernels round less often in between,
-so that their results differ from torch's by a rounding. Names are SGLang's; the arguments are this package's own.
+supports the shape, and `sgl_kernel.cpu` for float32 on the CPU, where there is a C compiler. Otherwise it runs torch;
+`reference` defines the result. The kernels round less often in between, so that their results differ from torch's by
+a rounding. Names are SGLang's; the arguments are this package's own.
 
 No function waits for the device or looks at the values of `positions`.
 """
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 
+from sgl_kernel.cpu import elementwise as cpu
+from sgl_kernel.cpu.library import takes
 from sgl_kernel.elementwise import reference
 from sgl_kernel.flashinfer_kernels import flashinfer_function, is_on_gpu
 
@@ -42,6 +45,8 @@ def _kernel(name: str, x: torch.Tensor) -> Callable[..., Any] | None:
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension. x: (num_tokens, d); weight: (d,). Returns a new
     tensor."""
+    if takes(x) and x.is_contiguous():
+        return cpu.rmsnorm(x, None, weight, eps)
     kernel = _kernel("rmsnorm", x)
     if kernel is None or x.shape[-1] % _VECTOR:
         return reference.rmsnorm(x, weight, eps)
@@ -66,6 +71,8 @@ def fused_add_rmsnorm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of x + residual, and x + residual. x, residual: (num_tokens, d), contiguous. Both are overwritten, and
     may hold the results."""
+    if takes(x):
+        return cpu.rmsnorm(residual, x, weight, eps), residual
     kernel = _kernel("fused_add_rmsnorm", x)
     if kernel is None or x.shape[-1] % _VECTOR:
         return reference.fused_add_rmsnorm(x, residual, weight, eps)
@@ -75,6 +82,8 @@ def fused_add_rmsnorm(
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """x: (num_tokens, 2 * d), gate and up side by side. Returns silu(gate) * up, (num_tokens, d)."""
+    if takes(x) and x.is_contiguous():
+        return cpu.silu_and_mul(x)
     kernel = _kernel("silu_and_mul", x)
     if kernel is None or x.shape[-1] % (2 * _VECTOR):
         return reference.silu_and_mul(x)
@@ -84,15 +93,21 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 def has_rope_kernel(x: torch.Tensor) -> bool:
     """Whether `apply_rope_with_cos_sin_cache_inplace` takes x: (num_tokens, num_heads, head_dim). If not, the caller
     looks cosines and sines up, once for all layers, and calls `reference.apply_rope`."""
+    if takes(x):
+        return x.stride(-1) == 1
     return x.shape[-1] in _ROPE_HEAD_DIMS and _kernel("apply_rope_with_cos_sin_cache_inplace", x) is not None
 
 
 def apply_rope_with_cos_sin_cache_inplace(
-    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos_sin_cache: torch.Tensor
+    positions: torch.Tensor, qk: torch.Tensor, cos_sin_cache: torch.Tensor
 ) -> None:
-    """Rotate the first half of each head with its second half. positions: (num_tokens,) int64. query, key:
-    (num_tokens, heads, head_dim), any strides of tokens and heads, at least one head each; both are rotated alike.
-    cos_sin_cache: (num_positions, head_dim) float32, cosines, then sines."""
-    kernel = _kernel("apply_rope_with_cos_sin_cache_inplace", query)
+    """Rotate the first half of each head with its second half. positions: (num_tokens,) int64. qk: (num_tokens,
+    heads, head_dim), at least two heads, any strides of tokens and heads. cos_sin_cache: (num_positions, head_dim)
+    float32, cosines, then sines."""
+    if takes(qk):
+        cpu.apply_rope(positions, qk, cos_sin_cache)
+        return
+    kernel = _kernel("apply_rope_with_cos_sin_cache_inplace", qk)
     assert kernel is not None
-    kernel(positions, query, key, query.shape[-1], cos_sin_cache, is_neox=True)
+    # The kernel takes queries and keys as two tensors, and rotates both alike.
+    kernel(positions, qk[:, :1], qk[:, 1:], qk.shape[-1], cos_sin_cache, is_neox=True)

@@ -45,8 +45,10 @@ _ATTENTION = "sglang.srt.layers.attention"
 # The name that --attention-backend takes -> the backend. The first that a device can use is its default.
 # Triton comes before FlashInfer: CUDA builds of torch have it, it compiles in seconds, and a decode's plan costs the
 # host nothing. FlashInfer compiles with nvcc, minutes for each kind of kernel, and plans on the host before each
-# replay of a graph.
+# replay of a graph. On the CPU `cpu` does with torch_native what its kernel does
+# not take, and everything where there is no C compiler.
 ATTENTION_BACKENDS: dict[str, AttentionEntry] = {
+    "cpu": AttentionEntry(f"{_ATTENTION}.cpu_backend:CpuAttnBackend", "cpu"),
     "torch_native": AttentionEntry(f"{_ATTENTION}.torch_native_backend:TorchNativeAttnBackend", "cpu"),
     "triton": AttentionEntry(
         f"{_ATTENTION}.triton_backend:TritonAttnBackend", "cuda", Package("Triton", "triton", "triton")

@@ -108,6 +108,7 @@ class EngineBuilder:
             group=rank.group,
             progress=rank.progress,
         )
+        model.finish_loading()
         rank.progress.stage("allocating the pools")
         self.config = build_config(args, self.model, rank.group, rank.device)
         graph_batch_size = self._open_device_pool()

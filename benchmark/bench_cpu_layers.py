@@ -1,0 +1,149 @@
+"""A forward pass on the CPU: the kernels in C beside torch, through the real model and the attention backends.
+
+    python benchmark/bench_cpu_layers.py MODEL [--batches 1x128,16x128,1x4096,2048p] [--rounds N] [--page-size N]
+                                         [--threads N] [--in-order]
+
+MODEL is a folder with weights, or "embedded". A batch `16x128` is a decode of 16 requests of 128 tokens each; `2048p`
+is a prompt of 2,048 tokens. float32. *torch*: plain weights and the backend
+torch_native. *C*: packed weights and the backend cpu. The two take turns; a ratio is torch's time over C's of one
+turn. Where other programs use the cores, --threads 1 and the processor's time tell more than the clock. Pages are a
+random permutation of the pool's, unless --in-order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from common import print_table, write_json
+
+from sgl_kernel.cpu.library import LIBRARY
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.attention.attention_registry import make_attention_backend
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.mem_cache.kv_view import PagedSegments
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.page_layout import PageLayout
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_loader.loader import load_model
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+
+class Bench:
+    def __init__(self, path: str, num_tokens: int, page_size: int, in_order: bool) -> None:
+        self.config = ModelConfig.from_pretrained(path, dtype="float32")
+        load_format = "dummy" if path == "embedded" else "auto"
+        self.models = {}
+        for name, backend in (("torch", "torch_native"), ("C", "cpu")):
+            self.models[name] = load_model(self.config, load_format, make_attention_backend(backend, "cpu"))
+        self.models["C"].finish_loading()
+        self.page_size, self.in_order = page_size, in_order
+        self.num_pages = num_tokens // page_size
+        c = self.config
+        self.pool = MHATokenToKVPool(
+            self.num_pages, PageLayout.kv(page_size, c.num_layers, c.num_kv_heads, c.head_dim, c.dtype)
+        )
+        self.pool.kv.normal_()
+
+    def batch(self, num_reqs: int, kv_len: int, q_len: int) -> ForwardBatch:
+        """The same numbers each time, in new objects, as each launch has."""
+        g, page = torch.Generator().manual_seed(1), self.page_size
+        pages_each = -(-kv_len // page)
+        order = torch.arange(self.num_pages) if self.in_order else torch.randperm(self.num_pages, generator=g)
+        starts = np.arange(num_reqs) * pages_each
+        kv_lens, q_lens = np.full(num_reqs, kv_len), np.full(num_reqs, q_len)
+        positions = torch.arange(kv_len - q_len, kv_len).repeat(num_reqs)
+        places = torch.from_numpy(np.repeat(starts, q_len)) + positions // page
+        none, rows = torch.zeros(num_reqs), torch.arange(num_reqs) * q_len + q_len - 1
+        whole = torch.zeros(num_reqs, dtype=torch.int64)
+        return ForwardBatch(
+            seq=0,
+            mode=ForwardMode.DECODE if q_len == 1 else ForwardMode.EXTEND,
+            input_ids=torch.randint(self.config.vocab_size, (num_reqs * q_len,), generator=g),
+            positions=positions,
+            out_loc=order[places] * page + positions % page,
+            segments=PagedSegments(
+                order, page, starts, kv_lens, q_lens, torch.from_numpy(starts), torch.from_numpy(kv_lens)
+            ),
+            attn=AttentionMetadata((q_len,) * num_reqs, self.config.attn_scale),
+            sample_rows=rows,
+            sample_slots=whole,
+            sampling=SamplingBatchInfo(none, none, whole, none, whole, whole, True),
+        )
+
+    @torch.inference_mode()
+    def forward(self, name: str, batch: ForwardBatch) -> torch.Tensor:
+        model: Any = self.models[name]
+        state = model.embed(batch)
+        for layer_id in range(model.num_layers):
+            state = model.forward_layer(layer_id, state, batch, self.pool)
+        return model.logits(state, batch)
+
+    def seconds(self, name: str, shape: tuple[int, int, int]) -> tuple[float, float, torch.Tensor]:
+        """On the clock, of the processor, and the logits."""
+        # Element-wise work asks the library by itself.
+        with mock.patch.object(LIBRARY, "_is_available", name == "C"):
+            batch = self.batch(*shape)
+            start, cpu = time.perf_counter(), time.process_time()
+            logits = self.forward(name, batch)
+            return time.perf_counter() - start, time.process_time() - cpu, logits
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--batches", default="1x128,4x128,16x128,64x128,1x4096,4x4096,16x4096,2048p")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--in-order", action="store_true", help="pages lie one behind the other")
+    args = parser.parse_args()
+    if not LIBRARY.is_available():
+        parser.error("there is no C compiler")
+    torch.set_num_threads(args.threads)
+    shapes = {}
+    for name in args.batches.split(","):
+        reqs, _, length = name.partition("x")
+        shapes[name] = (int(reqs), int(length), 1) if length else (1, int(name[:-1]), int(name[:-1]))
+    page = args.page_size
+    room = max(reqs * -(-length // page) * page for reqs, length, _ in shapes.values())
+    bench = Bench(args.model, room + 64 * page, page, args.in_order)
+    rows: list[dict[str, object]] = []
+    for name, shape in shapes.items():
+        found: dict[str, list[float]] = {"torch": [], "C": []}
+        cpu_seconds: dict[str, list[float]] = {"torch": [], "C": []}
+        logits = {}
+        for round_ in range(args.rounds + 1):
+            for variant, samples in found.items():
+                seconds, cpu, logits[variant] = bench.seconds(variant, shape)
+                if round_:
+                    samples.append(seconds)
+                    cpu_seconds[variant].append(cpu)
+        ratios = sorted(a / b for a, b in zip(found["torch"], found["C"]))
+        same = int((logits["torch"].argmax(-1) == logits["C"].argmax(-1)).sum())
+        rows.append(
+            {
+                "batch": name,
+                **{f"{variant}, ms": statistics.median(s) * 1e3 for variant, s in found.items()},
+                **{f"{variant}, least CPU ms": min(s) * 1e3 for variant, s in cpu_seconds.items()},
+                "CPU ratio": statistics.median(a / b for a, b in zip(cpu_seconds["torch"], cpu_seconds["C"])),
+                "ratio": statistics.median(ratios),
+                "least": ratios[0],
+                "most": ratios[-1],
+                "logits off by": float((logits["torch"] - logits["C"]).abs().max()),
+                "same greedy token": f"{same}/{shape[0]}",
+            }
+        )
+        print_table("so far", rows[-1:])
+        write_json("cpu_layers", vars(args), rows, complete=False)
+    print_table(f"A forward pass, {torch.get_num_threads()} threads", rows)
+    write_json("cpu_layers", vars(args), rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""The compiled library of `sgl_kernel.cpu`, and which tensors its kernels take."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+
+from sgl_kernel.native_library import NativeLibrary
+
+_pointer, _size, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "cpu_panel": (_size, []),
+    "cpu_linear": (None, [_pointer, _size, _size, _size, _pointer, _size, _pointer, _pointer, _int]),
+    "cpu_lanes": (_size, []),
+    "cpu_attention_chunk": (_size, []),
+    "cpu_attention": (None, [_pointer, _pointer]),
+    "cpu_rmsnorm": (None, [_pointer, _pointer, _pointer, _pointer, _size, _size, _float, _int]),
+    "cpu_silu_and_mul": (None, [_pointer, _pointer, _size, _size, _int]),
+    "cpu_store_rows": (None, [_pointer, _pointer, _pointer, *[_size] * 4]),
+    "cpu_rope": (None, [_pointer, _pointer, _pointer, *[_size] * 5, _int]),
+}
+
+
+LIBRARY = NativeLibrary(
+    "cpu",
+    ("cpu_vector.h", "cpu_pool.h", "cpu_pool.c", "cpu_linear.c", "cpu_attention.c", "cpu_elementwise.c"),
+    _FUNCTIONS,
+    "a model computes up to three times slower in torch",
+    ("-pthread",),
+)
+
+
+def takes(x: torch.Tensor) -> bool:
+    """Whether the kernels can be used on a tensor's device and type."""
+    return x.is_cpu and x.dtype == torch.float32 and LIBRARY.is_available()
+
+
+@cache
+def function(name: str) -> Any:
+    return LIBRARY.function(name)

@@ -1,0 +1,86 @@
+/* Vectors of floats as wide as the CPU has them, in GCC's vector extension (clang has it too). Shared by the cpu_*.c
+   files. */
+
+#ifndef SGL_CPU_VECTOR_H
+#define SGL_CPU_VECTOR_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+
+INLINE vec load(const float *from) {
+    vec v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+INLINE void store(float *to, vec v) { memcpy(to, &v, sizeof v); }
+
+INLINE vec splat(float x) { return x - (vec){0}; }
+
+INLINE vec select(ivec where, vec yes, vec no) { return (vec)((where & (ivec)yes) | (~where & (ivec)no)); }
+
+/* The second one where one of them is NaN. */
+INLINE vec larger(vec a, vec b) { return select(a > b, a, b); }
+
+typedef float quad __attribute__((vector_size(16)));
+typedef int32_t iquad __attribute__((vector_size(16)));
+
+/* In an order of its own, the same for every vector. */
+INLINE float sum(vec v) {
+    quad part[LANES / 4];
+    memcpy(part, &v, sizeof v);
+    for (int n = LANES / 8; n; n /= 2)
+        for (int i = 0; i < n; i++)
+            part[i] += part[i + n];
+    quad all = part[0];
+    all += __builtin_shuffle(all, (iquad){2, 3, 0, 1});
+    all += __builtin_shuffle(all, (iquad){1, 0, 3, 2});
+    return all[0];
+}
+
+INLINE float largest(vec v) {
+    float lane[LANES];
+    memcpy(lane, &v, sizeof v);
+    for (int n = LANES / 2; n; n /= 2)
+        for (int i = 0; i < n; i++)
+            lane[i] = lane[i] > lane[i + n] ? lane[i] : lane[i + n];
+    return lane[0];
+}
+
+/* e^x to about an ulp; 0 below the least normal number, infinity above 2^127.5, NaN of NaN. x = n ln 2 + r,
+   and e^r by its series up to r^7 / 7!, |r| <= ln 2 / 2. */
+INLINE vec exp_of(vec x) {
+    const vec magic = splat(12582912.0f); /* adding 1.5 * 2^23 rounds to an integer, which stands in the low bits */
+    ivec vanishes = x < splat(-87.3365447f);
+    ivec overflows = x > splat(88.3762589f);
+    vec shifted = x * splat(1.44269504f) + magic;
+    vec n = shifted - magic;
+    vec r = x - n * splat(0.693359375f);
+    r = r - n * splat(-2.12194440e-4f);
+    vec p = splat(1.0f / 5040);
+    p = p * r + splat(1.0f / 720);
+    p = p * r + splat(1.0f / 120);
+    p = p * r + splat(1.0f / 24);
+    p = p * r + splat(1.0f / 6);
+    p = p * r + splat(0.5f);
+    p = p * r + splat(1.0f);
+    p = p * r + splat(1.0f);
+    ivec power = ((ivec)shifted - (ivec)magic + 127) << 23;
+    return select(overflows, splat(INFINITY), select(vanishes, splat(0.0f), p * (vec)power));
+}
+
+#endif

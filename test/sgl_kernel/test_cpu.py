@@ -1,0 +1,136 @@
+"""`sgl_kernel.cpu` against torch: packed weights, element-wise work, rows into slots."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sgl_kernel import elementwise
+from sgl_kernel.cpu import elementwise as cpu
+from sgl_kernel.cpu.library import LIBRARY, takes
+from sgl_kernel.cpu.packed_weight import PackedWeight
+from sgl_kernel.elementwise import reference
+
+needs_compiler = pytest.mark.skipif(not LIBRARY.is_available(), reason="no C compiler")
+# Outputs and inputs: whole panels and parts of one, chains shorter and longer than a block.
+SHAPES = [(1, 1), (16, 8), (17, 3), (31, 256), (33, 257), (200, 700), (15, 1030)]
+
+
+def near(got: torch.Tensor, want: torch.Tensor, size: float) -> bool:
+    """Off by at most a few roundings of numbers of that size."""
+    return bool((got.double() - want.double()).abs().max() <= 4e-7 * size)
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_packed_weights_multiply_as_torch(shape):
+    torch.manual_seed(1)
+    weight, bias = torch.randn(shape), torch.randn(shape[0])
+    packed = PackedWeight(weight)
+    assert torch.equal(packed.unpack(), weight)
+    for rows in (0, 1, 2, 5, 6, 7, 13, 64, 500):
+        # Rows of a wider tensor, with memory behind it that must not be read.
+        x = torch.full((rows, shape[1] + 3), torch.nan)[:, : shape[1]].normal_()
+        for b in (None, bias):
+            want = F.linear(x.double(), weight.double(), None if b is None else b.double())
+            got = packed.linear(x, b)
+            assert got.shape == want.shape and got.is_contiguous()
+            assert rows == 0 or near(got, want, 12 * shape[1] ** 0.5 + 4), f"{rows} rows"
+
+
+@needs_compiler
+def test_a_rows_product_has_the_same_bits_in_every_batch():
+    torch.manual_seed(2)
+    packed, x = PackedWeight(torch.randn(77, 600)), torch.randn(500, 600)
+    whole = packed.linear(x)
+    for first, end in ((0, 1), (3, 5), (100, 113), (499, 500), (7, 400)):
+        assert torch.equal(packed.linear(x[first:end]), whole[first:end])
+    assert torch.equal(packed.linear(x.t().contiguous().t()), whole)
+    threads = torch.get_num_threads()
+    try:
+        for n in (1, 3):
+            torch.set_num_threads(n)
+            assert torch.equal(packed.linear(x), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_compiler
+def test_rows_of_a_packed_weight():
+    torch.manual_seed(3)
+    weight = torch.randn(50, 24)
+    index = torch.tensor([49, 0, 15, 16, 16, 31, 48])
+    assert torch.equal(PackedWeight(weight).rows(index), weight[index])
+    assert PackedWeight(weight).rows(index[:0]).shape == (0, 24)
+
+
+@needs_compiler
+@pytest.mark.parametrize("d", [1, 7, 8, 64, 576, 2050])
+@pytest.mark.parametrize("rows", [0, 1, 5, 200])
+def test_elementwise_as_the_reference(d, rows):
+    torch.manual_seed(4)
+    x, residual, weight = torch.randn(rows, d), torch.randn(rows, d) * 3, torch.randn(d)
+    got = elementwise.rmsnorm(x, weight, 1e-5)
+    assert rows == 0 or near(got, reference.rmsnorm(x, weight, 1e-5), 12 + d**0.5)
+    want = reference.fused_add_rmsnorm(x.clone(), residual.clone(), weight, 1e-5)
+    got, total = elementwise.fused_add_rmsnorm(x.clone(), residual.clone(), weight, 1e-5)
+    assert torch.equal(total, want[1]) and (rows == 0 or near(got, want[0], 12 + d**0.5))
+    wide = torch.randn(rows, 2 * d) * 30
+    assert rows == 0 or near(elementwise.silu_and_mul(wide), reference.silu_and_mul(wide), 10000)
+    assert elementwise.silu_and_mul(wide).shape == (rows, d)
+
+
+@needs_compiler
+def test_silu_at_the_ends_of_the_range():
+    gate = torch.tensor([-1e30, -200.0, -89, -88, -87, -1e-30, 0, 1e-30, 87, 88, 89, 200, 1e30])
+    got = elementwise.silu_and_mul(torch.cat((gate, torch.ones(13)))[None])[0]
+    assert bool(((got - F.silu(gate)).abs() <= 1e-35 + 1e-6 * F.silu(gate).abs()).all()), got
+    gate[3] = torch.nan
+    got = elementwise.silu_and_mul(torch.cat((gate, torch.ones(13)))[None])[0]
+    assert got.isnan().nonzero().flatten().tolist() == [3]
+
+
+@needs_compiler
+@pytest.mark.parametrize("d", [2, 8, 30, 64])
+def test_rotation_as_the_reference(d):
+    torch.manual_seed(5)
+    for rows in (1, 9, 200):
+        fused = torch.randn(rows, 7, d)
+        before, angles = fused.clone(), torch.rand(50, d // 2) * 6
+        table = torch.cat((angles.cos(), angles.sin()), dim=1)
+        positions = torch.randint(50, (rows,))
+        cos, sin = table[positions][:, None].chunk(2, dim=-1)
+        want = reference.apply_rope(before[:, :5], torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+        assert elementwise.has_rope_kernel(fused[:, :5])
+        elementwise.apply_rope_with_cos_sin_cache_inplace(positions, fused[:, :5], table)
+        assert near(fused[:, :5], want, 8) and torch.equal(fused[:, 5:], before[:, 5:])
+
+
+@needs_compiler
+def test_rows_go_to_their_slots():
+    torch.manual_seed(6)
+    fused, loc = torch.randn(9, 6, 8), torch.randperm(30)[:9]
+    # Slots of a page-first pool: other tokens' memory lies between.
+    memory = torch.zeros(30, 3, 2, 8)
+    slots, want = memory[:, 1], memory.clone()
+    want[loc, 1] = fused[:, 4:]
+    assert cpu.takes_rows(fused[:, 4:]) and not cpu.takes_rows(fused[:, :, ::2])
+    cpu.store_rows(slots, loc, fused[:, 4:])
+    assert torch.equal(memory, want)
+
+
+def test_without_a_compiler_torch_does_it_and_the_log_has_one_line(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("CC", str(tmp_path / "no-such-compiler"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    LIBRARY.forget()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert not takes(x) and not elementwise.has_rope_kernel(x[None])
+            assert torch.equal(elementwise.rmsnorm(x, weight, 1e-5), reference.rmsnorm(x, weight, 1e-5))
+        assert len(caplog.records) == 1 and caplog.records[0].message.startswith("cpu: no compiled loops, ")
+    finally:
+        LIBRARY.forget()

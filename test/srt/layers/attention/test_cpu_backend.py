@@ -1,0 +1,184 @@
+"""`CpuAttnBackend` against five lines of torch, and against itself: other batches, frames and threads."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from sgl_kernel.cpu.library import LIBRARY
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.layers.attention.cpu_backend import CpuAttnBackend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.mem_cache.kv_view import KVSegment
+from support.attention_cases import DECODES, EXTENDS, LAYOUTS, Case, PagedCase, check_batch, check_partials, make_view
+
+needs_compiler = pytest.mark.skipif(not LIBRARY.is_available(), reason="no C compiler")
+
+
+@pytest.fixture
+def no_torch(monkeypatch):
+    """Fails where torch is asked for what the kernel should do."""
+
+    def fail(*args):
+        raise AssertionError("the kernel did not take it")
+
+    for name in ("forward", "partial"):
+        monkeypatch.setattr(TorchNativeAttnBackend, name, fail)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_random_batches(page_size, layout):
+    backend = CpuAttnBackend()
+    for seed in range(12):
+        check_batch(backend, Case(seed, page_size, layout, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_other_types_go_to_torch(dtype):
+    for seed in range(3):
+        check_batch(CpuAttnBackend(), Case(seed, 4, "block_major", dtype))
+        check_partials(CpuAttnBackend(), Case(seed, 4, "block_major", dtype))
+
+
+def test_without_a_compiler_torch_does_it_all(monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", str(tmp_path / "no-such-compiler"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    LIBRARY.forget()
+    try:
+        for seed in range(3):
+            case = Case(seed, 4, "block_major", torch.float32)
+            check_batch(CpuAttnBackend(), case)
+            check_partials(CpuAttnBackend(), case)
+    finally:
+        LIBRARY.forget()
+
+
+@pytest.mark.parametrize("q_lens", [None, (1, 1, 1)], ids=["any", "decodes"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_partials_merge_to_the_whole(page_size, q_lens):
+    for seed in range(8):
+        check_partials(CpuAttnBackend(), Case(seed, page_size, "block_major", torch.float32, q_lens))
+
+
+@pytest.mark.parametrize("reqs", [DECODES, EXTENDS], ids=["decodes", "extends"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("page_size", [1, 2, 7, 16, 64])
+def test_pages_in_a_table(page_size, layout, reqs):
+    for seed, table in enumerate((torch.int64, torch.int32)):
+        check_batch(CpuAttnBackend(), PagedCase(seed, page_size, layout, torch.float32, reqs, table))
+
+
+@needs_compiler
+@pytest.mark.parametrize("heads", [(1, 1, 16), (3, 3, 64), (2, 7, 48), (5, 1, 80), (1, 8, 128), (2, 5, 256)], ids=str)
+def test_head_shapes(heads, no_torch):
+    kv_heads, group, head_dim = heads
+    shape = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim}
+    reqs = ((1, 1), (255, 1), (256, 1), (257, 1), (0, 1), (900, 1))
+    for seed in range(2):
+        check_batch(CpuAttnBackend(), PagedCase(seed, 4, "block_major", torch.float32, reqs, torch.int64, **shape))
+
+
+def test_a_head_size_that_is_no_whole_vector():
+    for head_dim in (12, 33):
+        check_batch(CpuAttnBackend(), Case(1, 2, "layer_first", torch.float32, head_dim=head_dim))
+
+
+@needs_compiler
+def test_scores_of_any_size(no_torch):
+    """Weights that underflow, and a greatest score that comes last or first."""
+    for scale in (1e-3, 30.0, 300.0):
+        for order in (1, -1):
+            case = PagedCase(3, 16, "layer_first", torch.float32, ((700, 1), (40, 1)), torch.int64)
+            slots = torch.arange(700)
+            pages = case.segments.table[case.segments.starts[0] + slots // 16]
+            size = torch.linspace(0, 1, 700)[:, None, None]
+            k = case.view.k[pages, slots % 16] * (size if order == 1 else 1 - size)
+            case.view.k[pages, slots % 16] = k
+            v = case.view.v[pages, slots % 16].double()
+            q = case.q[0].double().view(2, 4, 32)
+            scores = torch.einsum("hgd,khd->hgk", q, k.double()) * scale
+            want = torch.einsum("hgk,khd->hgd", scores.softmax(-1), v).reshape(8, 32)
+            meta = AttentionMetadata(case.q_lens, scale)
+            got = CpuAttnBackend().forward(case.q, case.view, case.segments, meta)[0].double()
+            # The scores themselves are rounded: e^score is off by as many roundings as the score is large.
+            assert (got - want).abs().max() < 1e-5 * (1 + scale), f"scale {scale}, order {order}"
+
+
+@needs_compiler
+def test_a_requests_bits_depend_on_its_keys_alone(no_torch):
+    """Alone or among others, in any frames and layout, with any number of threads."""
+    reqs = ((1000, 1), (70, 1), (256, 1), (3, 1), (2000, 1))
+    for seed in range(3):
+        outs = []
+        for layout in LAYOUTS:
+            case = PagedCase(seed, 4, layout, torch.float32, reqs, torch.int64)
+            # The same numbers in every layout, as torch's generator is seeded.
+            outs.append(CpuAttnBackend().forward(case.q, case.view, case.segments, case.meta))
+        assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2]), f"seed {seed}: frames"
+        threads = torch.get_num_threads()
+        try:
+            torch.set_num_threads(3)
+            assert torch.equal(CpuAttnBackend().forward(case.q, case.view, case.segments, case.meta), outs[2])
+        finally:
+            torch.set_num_threads(threads)
+        meta = AttentionMetadata((1,), case.scale)
+        for i in range(len(reqs)):
+            alone = CpuAttnBackend().forward(case.q[i : i + 1], case.view, [case.segments[i]], meta)
+            assert torch.equal(alone[0], outs[2][i]), f"seed {seed}: request {i} alone"
+
+
+@needs_compiler
+def test_strided_queries(no_torch):
+    # The model passes a slice of its fused projection.
+    case = PagedCase(5, 1, "layer_first", torch.float32, DECODES, torch.int64)
+    fused = torch.full((case.q.shape[0], case.q.shape[1] + 4, case.q.shape[2]), math.nan)
+    fused[:, 2:-2] = case.q
+    got = CpuAttnBackend().forward(fused[:, 2:-2], case.view, case.segments, case.meta)
+    assert (got.double() - torch.cat(case.want)).abs().max() < 2e-6
+
+
+@needs_compiler
+def test_memory_that_was_never_written_shows(no_torch):
+    for part in ("k", "v"):
+        case = PagedCase(7, 4, "layer_first", torch.float32, ((70, 1), (600, 1), (5, 1)), torch.int64)
+        page = int(case.segments.table[case.segments.starts[1] + 100])
+        getattr(case.view, part)[page, 2] = math.nan
+        got = CpuAttnBackend().forward(case.q, case.view, case.segments, case.meta)
+        assert bool(got[1].isnan().all()) and bool(got[[0, 2]].isfinite().all()), part
+
+
+def test_no_keys_at_all():
+    view = make_view("layer_first", 4, 1, 2, 16, torch.float32)
+    empty = KVSegment(torch.empty(0, dtype=torch.int64), 0)
+    backend = CpuAttnBackend()
+    for q_len in (1, 3):
+        q = torch.randn(q_len, 4, 16)
+        out, lse = backend.partial(q, view, empty, 1.0)
+        assert torch.equal(out, torch.zeros(q_len, 4, 16)) and bool((lse == -math.inf).all())
+        assert lse.shape == (q_len, 4)
+    q = torch.randn(3, 4, 16)
+    for segments, q_lens in (([[empty], []], (2, 1)), ([[], [empty], []], (1, 1, 1))):
+        assert torch.equal(backend.forward(q, view, segments, AttentionMetadata(q_lens, 1.0)), torch.zeros(3, 4, 16))
+    assert backend.forward(q[:0], view, [], AttentionMetadata((), 1.0)).shape == (0, 4, 16)
+
+
+def test_the_plan_follows_the_segments_it_is_given():
+    # The same list object, refilled in place: an id() would not notice.
+    backend = CpuAttnBackend()
+    a, b = (Case(seed, 1, "layer_first", torch.float32, q_lens=(1, 5, 1)) for seed in (1, 2))
+    segments = list(a.segments)
+    backend.forward(a.q, a.view, segments, a.meta)
+    segments[:] = b.segments
+    got = backend.forward(b.q, b.view, segments, b.meta)
+    assert (got.double() - torch.cat(b.want)).abs().max() < 2e-6
+
+
+def test_decodes_between_extends():
+    for seed in range(4):
+        rng = random.Random(seed)
+        reqs = tuple((rng.randint(q_len, 300), q_len) for q_len in (1, 5, 1, 1, 9, 1))
+        check_batch(CpuAttnBackend(), PagedCase(seed, 8, "block_major", torch.float32, reqs))
