@@ -133,11 +133,11 @@ class Comparison:
             self.ask(server, [Prompts(1).text(SHORT)], 4, 1)
             return first_tokens(server, documents[:NUM_RESTARTED], 4003)
 
-        what = f"{NUM_DOCUMENTS} documents of {DOCUMENT} tokens, memory for {MEMORY_TOKENS}"
+        what = f"first token, {NUM_DOCUMENTS} documents, memory for {MEMORY_TOKENS // DOCUMENT}"
         return (
-            Scenario(f"first token, {what}: first time", lambda s, _: first_tokens(s, documents, 4001), 1),
-            Scenario("first token, the same documents again", lambda s, n: first_tokens(s, documents, 4010 + n), 2),
-            Scenario("first token, the same documents after a restart", restarted, 1),
+            Scenario(f"{what}: new", lambda s, _: first_tokens(s, documents, 4001), 1),
+            Scenario(f"{what}: again", lambda s, number: first_tokens(s, documents, 4010 + number), 2),
+            Scenario("first token, known documents after a restart", restarted, 1),
         )
 
 

@@ -33,9 +33,7 @@ def draw(colours: dict[str, str]) -> str:
         parts.append(f'<text x="{x}" y="{y}" font-size="{size}" fill="{colours[kind]}" {more}>{content}</text>')
 
     def arrow(x: float, y: float, to: float) -> None:
-        parts.append(
-            f'<path d="M{x} {y}V{to}" stroke="{colours["line"]}" stroke-width="2" marker-end="url(#tip)"/>'
-        )
+        parts.append(f'<path d="M{x} {y}V{to}" stroke="{colours["line"]}" stroke-width="2" marker-end="url(#tip)"/>')
 
     bottom = TOP + STEP * len(TIERS) - 12
     parts.append(
