@@ -107,10 +107,10 @@ class TransformersForCausalLM(nn.Module):
         # Of each layer, the tokens that a query sees; None for all.
         self.windows: list[int | None] = [None] * config.num_layers
 
-    @torch.inference_mode()
     def finish_loading(self) -> None:
         """Its layers are torch's own: there is nothing to pack."""
 
+    @torch.inference_mode()
     def inspect_layers(self, device: torch.device) -> None:
         """Find the windows, and that every layer is one that paged attention can compute: by forward passes of two
         tokens without attention. device: the model's. Raises ModelConfigError."""
