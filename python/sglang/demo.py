@@ -26,7 +26,7 @@ from sglang.srt.configs.smollm2_model import SMOLLM2, fetched_or_embedded
 
 ANSWER_TOKENS = 40
 # Of the device pool and the host pool. The embedded model cuts a page into more tokens.
-POOLS = {SMOLLM2: ("4096", "4"), "embedded": ("16384", "4")}
+POOLS = {SMOLLM2: ("4096", "4"), "embedded": ("7168", "4")}
 # Questions before the server stops: each of the four pages once, then three of them again.
 NUM_BEFORE_RESTART = 7
 # Of those that a trained model has to answer right.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import gguf
 import numpy as np
@@ -146,6 +147,9 @@ def test_a_directory_and_a_link_lead_to_the_same_model_and_a_new_file_to_a_new_o
     assert resolve_model_path(str(tmp_path / "link.gguf")) == first
     assert resolve_model_path(str(first)) == first, "its own directory is a model, too"
     before = ModelConfig.from_pretrained(str(file)).fingerprint()
+    (tmp_path / "copy").mkdir()
+    copy = shutil.copy(file, tmp_path / "copy")
+    assert ModelConfig.from_pretrained(copy).fingerprint() == before, "as on another machine"
     (tmp_path / "link.gguf").unlink()
     make(tmp_path, kind=Kind.F16)
     assert resolve_model_path(str(file)) != first
