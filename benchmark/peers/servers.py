@@ -27,6 +27,10 @@ CONTEXT = 5120
 START_TIMEOUT_S = 300.0
 # A block of vLLM's cache on the CPU.
 VLLM_BLOCK = 128
+# Of SmolLM2-135M's KV in float32.
+BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 4
+# The same weights for llama.cpp, beside the others.
+GGUF = "model.gguf"
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,8 @@ class ServerKind:
     # (settings, port) -> command line.
     command: Callable[[Setting, int], list[str]]
     environment: Callable[[Setting], Mapping[str, str]]
-    # Which of its tokens a completion's usage calls cached: named in the report.
-    has_disk: bool = False
+    # Requests that it computes together.
+    most_at_once: int = 64
 
 
 def _ours(setting: Setting, port: int) -> list[str]:
@@ -83,7 +87,7 @@ def _vllm(setting: Setting, port: int) -> list[str]:
 
 
 def _vllm_environment(setting: Setting) -> dict[str, str]:
-    gib = -(-setting.memory_tokens * 46080 // 2**30)
+    gib = -(-setting.memory_tokens * BYTES_PER_TOKEN // 2**30)
     return {
         "VLLM_CPU_KVCACHE_SPACE": str(gib),
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{setting.threads - 1}",
@@ -94,9 +98,27 @@ def _vllm_environment(setting: Setting) -> dict[str, str]:
     }
 
 
+def _llama_cpp(setting: Setting, port: int) -> list[str]:
+    script = Path(__file__).with_name("llama_cpp_server.py")
+    cache_bytes = setting.memory_tokens * BYTES_PER_TOKEN
+    return [
+        *(str(LLAMA_CPP_PYTHON), str(script), str(setting.model / GGUF), str(port), str(setting.threads)),
+        *(str(CONTEXT), str(cache_bytes)),
+    ]
+
+
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ".venv-peers/bin/python")).absolute()
-OURS = ServerKind("ours", _ours, lambda setting: {"OMP_NUM_THREADS": str(setting.threads)}, has_disk=True)
-VLLM = ServerKind("vllm", _vllm, _vllm_environment)
+LLAMA_CPP_PYTHON = Path(os.environ.get("LLAMA_CPP_PYTHON", VLLM_PYTHON)).absolute()
+OURS = ServerKind("ours", _ours, lambda setting: {"OMP_NUM_THREADS": str(setting.threads)})
+VLLM = ServerKind("vLLM", _vllm, _vllm_environment)
+LLAMA_CPP = ServerKind("llama.cpp", _llama_cpp, lambda setting: {"PYTHONPATH": ""}, most_at_once=1)
+
+
+def has_package(python: Path, name: str) -> str | None:
+    """The version of a package in that environment; None without it."""
+    code = f"import importlib.metadata as m; print(m.version({name!r}))"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True) if python.is_file() else None
+    return done.stdout.strip() if done is not None and done.returncode == 0 else None
 
 
 class RunningServer:
@@ -153,6 +175,7 @@ def make_model() -> Path:
     from safetensors.torch import save_file
 
     from sglang.srt.configs.model_files import resolve_model_path
+    from sglang.srt.configs.smollm2_model import ensure_smollm2
     from sglang.srt.model_loader.gguf_weights import GGUFWeights
 
     final = OUT / "smollm2-float32"
@@ -165,6 +188,27 @@ def make_model() -> Path:
     save_file({name: weights.get_tensor(name) for name in names}, final / "model.safetensors")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(source / name, final / name)
+    _write_float32_gguf(ensure_smollm2(), final / GGUF)
     config = json.loads((source / "config.json").read_text()) | {"dtype": "float32"}
     (final / "config.json").write_text(json.dumps(config, indent=1))
     return final
+
+
+def _write_float32_gguf(source: Path, target: Path) -> None:
+    """The same file with dequantised tensors."""
+    import gguf
+
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, str(reader.fields["general.architecture"].contents()))
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
+            continue
+        writer.add_key_value(
+            field.name, field.contents(), field.types[0], field.types[1] if len(field.types) > 1 else None
+        )
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

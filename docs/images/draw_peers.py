@@ -23,7 +23,7 @@ COLOURS = {
 
 
 def draw(report: dict[str, Any], colours: dict[str, str], file: Path) -> None:
-    rows = report["rows"]
+    rows = [row for row in report["rows"] if row["peer"] == "vLLM"]
     plt.rcParams.update({"svg.hashsalt": "peers", "font.family": "DejaVu Sans", "svg.fonttype": "none"})
     figure, axes = plt.subplots(figsize=(9.2, 0.34 * len(rows) + 1.3))
     places = range(len(rows), 0, -1)
@@ -53,7 +53,8 @@ def draw(report: dict[str, Any], colours: dict[str, str], file: Path) -> None:
         spine.set_visible(False)
     settings = report["settings"]
     axes.set_title(
-        f"Time of {settings['peer']} over ours, above 1 ours is faster; lines: least and greatest of the rounds.\n"
+        f"Time of vLLM {settings['peers']['vLLM']} (CPU) over ours; above 1 ours is faster. "
+        "Lines: least and greatest of the rounds.\n"
         f"{settings['model']}, {settings['threads']} threads, memory for {settings['memory_tokens']:,} tokens each; "
         f"measured on {report['hardware']}, {report['date'][:10]}",
         fontsize=9,
