@@ -1,0 +1,321 @@
+"""The gate on a trained model: its answers to real prompts are those of transformers, whatever tier a prefix comes from,
+and the perplexity of a page is the same with reuse as without. The model is SmolLM2-135M-Instruct.
+
+`make test` runs a few short prompts through device, host, disk and a mix of them. The slow tests run all thirty
+through every tier and their mixes. `support/golden.py` has the tolerances.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang.srt.managers.scheduler_config import LayerStreamConfig
+from sglang.srt.mem_cache.transfer import Tier
+from support.all_tiers import Lender
+from support.golden import (
+    MARGIN,
+    TOLERANCE,
+    GateError,
+    GoldenAnswer,
+    GoldenPage,
+    check_answer,
+    check_logprobs,
+    greedy_answer,
+    page_logprobs,
+    perplexity,
+    reference_model,
+)
+from support.real_engine import BLOCK, RealEngine, RealModel, Storage, real_model
+
+# The prompts of the short gate: a conversation of two turns, text without a template, and short ones.
+FEW = ("tea-on", "panama_canal-turn-1", "panama_canal-turn-2", "short-0", "chat")
+# All prompts, with what they are answered.
+ALL_TOKENS = 6400
+BATCH = 6
+# Of perplexities of one text: their quotient is no further from 1.
+PERPLEXITY_TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def real() -> RealModel:
+    return real_model()
+
+
+@pytest.fixture
+def lender(tmp_path: Path) -> Iterator[Lender]:
+    lender = Lender(tmp_path / "lender", 64, strict=False)
+    yield lender
+    lender.kill()
+
+
+def disk(folder: Path, **config: object) -> Storage:
+    return Storage("file", folder, {"path": str(folder / "disk"), "secret": "gate", **config})
+
+
+def whole_blocks(golden: list[GoldenAnswer]) -> int:
+    """Tokens in whole blocks of prompts, but for the last token, which is always computed."""
+    return sum((len(each.prompt) - 1) // BLOCK * BLOCK for each in golden)
+
+
+def in_batches(engine: RealEngine, golden: list[GoldenAnswer], where: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for start in range(0, len(golden), BATCH):
+        for tier, count in engine.check(golden[start : start + BATCH], where).items():
+            found[tier] = found.get(tier, 0) + count
+    return found
+
+
+def cut_in_three(engine: RealEngine, golden: list[GoldenAnswer]) -> None:
+    """Of what device and host hold, the device keeps the front half, and the host two thirds."""
+    controller, tree = engine.scheduler.cache.controller, engine.scheduler.cache.tree
+    for tier, share in ((Tier.DEVICE, 2), (Tier.HOST, 3)):
+        controller.evict(tier, tree.resident_pages(tier) // share)
+        engine.core.step(engine.clock(), engine.core.progress())
+        engine.settle()
+
+
+# -- in make test ------------------------------------------------------------------------------------------------
+
+
+def test_a_few_prompts_from_device_host_disk_and_a_mix(real: RealModel, tmp_path: Path) -> None:
+    few = real.named(*FEW)
+    engine = RealEngine(real, 1024, 1024, disk(tmp_path), chunked_prefill_size=96)
+    engine.check(few, "computed")
+    found = engine.check(few, "device")
+    assert found["device"] > whole_blocks(few) and not found["host"] + found["disk"]
+    engine.evict(Tier.DEVICE)
+    found = engine.check(few, "host")
+    assert found["host"] > 300 and not found["disk"]
+    engine.close()
+
+    engine = RealEngine(real, 1024, 1024, disk(tmp_path))
+    assert engine.check(few, "disk")["disk"] >= 256
+    cut_in_three(engine, few)
+    found = engine.check(few, "mixed")
+    assert all(found[tier] > 0 for tier in ("device", "host", "disk")), found
+    engine.close()
+
+
+def test_a_page_has_the_same_perplexity_with_reuse(real: RealModel, tmp_path: Path) -> None:
+    (page,) = (each for each in real.golden.pages if each.name == "tea")
+    cut = GoldenPage(page.name, page.tokens[:225], page.logprobs[:224])
+    engine = RealEngine(real, 512, 512, disk(tmp_path), page_size=1)
+    check_perplexity(engine, cut, 161, {tier: EVICTED[tier] for tier in ("device", "host", "disk")})
+    engine.close()
+
+
+EVICTED: dict[str, tuple[Tier, ...]] = {
+    "device": (),
+    "host": (Tier.DEVICE,),
+    "disk": (Tier.DEVICE, Tier.HOST),
+    "remote": (Tier.DEVICE, Tier.HOST),
+    "peer": (Tier.HOST, Tier.DEVICE),
+}
+
+
+def check_perplexity(
+    engine: RealEngine, page: GoldenPage, start: int, tiers: dict[str, tuple[Tier, ...]], is_cold: bool = True
+) -> None:
+    """The tokens before start come from each tier; those from start on have the perplexity of the page that is
+    computed whole. tiers: a tier's name -> the tiers that are emptied first."""
+    wanted = page.logprobs
+    if is_cold:
+        whole = engine.score(page.ids, 1)
+        assert sum(whole.cached.values()) == 0
+        check_logprobs(page.logprobs, whole.logprobs, f"{page.name} computed")
+        assert abs(perplexity(whole.logprobs) / perplexity(page.logprobs) - 1) < PERPLEXITY_TOLERANCE
+        wanted = whole.logprobs
+    for tier, evicted in tiers.items():
+        engine.evict(*evicted)
+        scored = engine.score(page.ids, start)
+        assert scored.cached[tier] == start - 1 == sum(scored.cached.values()), (tier, scored.cached)
+        check_logprobs(wanted[start - 1 :], scored.logprobs, f"{page.name} from {tier}")
+        quotient = perplexity(scored.logprobs) / perplexity(wanted[start - 1 :])
+        assert abs(quotient - 1) < PERPLEXITY_TOLERANCE, f"{page.name} from {tier}: {quotient}"
+
+
+# -- the golden file ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_golden_file_is_what_transformers_gives(real: RealModel) -> None:
+    model = reference_model(real.config)
+    assert len(real.golden.answers) >= 30 and len(real.golden.pages) == 6
+    for golden in real.named("short-1", "chat", "tea-on", "panama_canal-turn-2", "honeybees-0"):
+        again = greedy_answer(model, golden.prompt)
+        assert again.tokens == golden.tokens
+        check_logprobs(golden.logprobs, again.logprobs, golden.name)
+    page = real.golden.pages[0]
+    check_logprobs(page.logprobs, page_logprobs(model, page.tokens), page.name)
+
+
+def test_tokens_may_differ_where_the_golden_logits_are_as_good_as_equal() -> None:
+    from sglang.srt.sampling.logprob_types import TokenLogprob
+    from support.local_engine import Generation
+
+    golden = GoldenAnswer("name", [1], [5, 6, 7], [-0.5, -0.7, -0.1], [8, 9, 9], [1.0, MARGIN / 2, 2.0])
+
+    def answer(tokens: list[int], first: float = -0.5) -> Generation:
+        logprobs = [TokenLogprob(token, first if i == 0 else golden.logprobs[i]) for i, token in enumerate(tokens)]
+        return Generation(tokens, "length", logprobs)
+
+    check_answer(golden, answer([5, 6, 7]))
+    check_answer(golden, answer([5, 9, 3], first=-0.5 - TOLERANCE / 2))
+    wrong = [answer([8, 6, 7]), answer([5, 3, 7]), answer([5, 6, 9]), answer([5, 6])]
+    for other in [*wrong, answer([5, 6, 7], first=-0.5 - 2 * TOLERANCE), answer([5, 6, 7], first=float("nan"))]:
+        with pytest.raises(GateError):
+            check_answer(golden, other)
+
+
+# -- all prompts, all tiers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_all_prompts_from_device_host_and_disk(real: RealModel, tmp_path: Path, page_size: int) -> None:
+    golden = real.golden.answers
+    engine = RealEngine(real, ALL_TOKENS, ALL_TOKENS, disk(tmp_path), page_size=page_size, chunked_prefill_size=160)
+    engine.check(golden, "computed")
+    found = in_batches(engine, golden, "device")
+    assert found["device"] >= whole_blocks(golden)
+    engine.evict(Tier.DEVICE)
+    assert in_batches(engine, golden, "host")["host"] > 3000
+    engine.close()
+    engine = RealEngine(real, ALL_TOKENS, ALL_TOKENS, disk(tmp_path), page_size=page_size)
+    assert in_batches(engine, golden, "disk")["disk"] > 2500
+    cut_in_three(engine, golden)
+    found = in_batches(engine, golden, "mixed")
+    assert all(found[tier] > 0 for tier in ("device", "host", "disk")), found
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_all_prompts_from_the_remote_tier_and_from_a_peer(
+    real: RealModel, tmp_path: Path, lender: Lender, page_size: int
+) -> None:
+    golden = real.golden.answers
+    storage = Storage("remote", tmp_path, {})
+    engine = RealEngine(
+        real, ALL_TOKENS, ALL_TOKENS, storage, lender, 64, page_size=page_size, chunked_prefill_size=256
+    )
+    in_batches(engine, golden, "computed in batches")
+    engine.forget()
+    assert in_batches(engine, golden, "remote")["remote"] > 2500
+    # The lender has room for a part of it.
+    engine.evict(Tier.DEVICE)
+    found = in_batches(engine, golden, "peer and host")
+    assert found["peer"] > 500 and found["host"] > 500, found
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_long_prompts_are_streamed(real: RealModel, page_size: int) -> None:
+    """The device has room for less than the longer prompts."""
+    golden = real.golden.answers
+    engine = RealEngine(
+        real,
+        384,
+        ALL_TOKENS,
+        page_size=page_size,
+        chunked_prefill_size=96,
+        layer_stream=LayerStreamConfig(2, 64 // page_size),
+        new_token_ratio=0.0,
+    )
+    long = [each for each in golden if len(each.prompt) > 400]
+    in_batches(engine, long[::4], "computed and streamed")
+    found = in_batches(engine, golden, "host and streamed")
+    assert engine.counters["streamed_reqs"] >= len(long) and engine.counters["streamed_tokens"] > 0
+    assert found["host"] > 1000
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_all_tiers_at_once(real: RealModel, tmp_path: Path, lender: Lender, page_size: int) -> None:
+    """Pools so small that each tier is needed; the prompts come twice, in another order."""
+    config = {"file": {"path": str(tmp_path / "disk"), "limit_gb": 0.06, "segment_mb": 12}, "remote": {}}
+    engine = RealEngine(
+        real,
+        640,
+        1536,
+        Storage("file,remote", tmp_path, {"secret": "gate", **config}),
+        lender,
+        32,
+        page_size=page_size,
+        chunked_prefill_size=64,
+        layer_stream=LayerStreamConfig(2, 64 // page_size),
+        new_token_ratio=0.0,
+        max_running_requests=4,
+    )
+    rng = random.Random(page_size)
+    found: dict[str, int] = {}
+    for _ in range(2):
+        golden = list(real.golden.answers)
+        rng.shuffle(golden)
+        for tier, count in in_batches(engine, golden, "all tiers").items():
+            found[tier] = found.get(tier, 0) + count
+    assert all(found[tier] > 0 for tier in ("device", "peer", "host", "disk", "remote")), found
+    engine.close()
+
+
+@pytest.mark.slow
+def test_all_pages_have_the_same_perplexity_from_every_tier(real: RealModel, tmp_path: Path, lender: Lender) -> None:
+    engine = RealEngine(real, 1024, 1024, disk(tmp_path), lender, 64, chunked_prefill_size=100)
+    for page in real.golden.pages:
+        check_perplexity(engine, page, 321, {tier: EVICTED[tier] for tier in ("device", "host", "disk", "peer")})
+    engine.close()
+    engine = RealEngine(real, 1024, 1024, Storage("remote", tmp_path, {}))
+    for page in real.golden.pages:
+        check_perplexity(engine, page, 321, {"remote": EVICTED["remote"]})
+    engine.close()
+
+
+# -- planted bugs ------------------------------------------------------------------------------------------------
+
+
+# page: (2, layers, 16, heads, dim)
+
+
+def swap_k_and_v(page: torch.Tensor) -> torch.Tensor:
+    return page.flip(0)
+
+
+def shift_by_one_token(page: torch.Tensor) -> torch.Tensor:
+    return page.roll(1, dims=2)
+
+
+def drop_the_last_token(page: torch.Tensor) -> torch.Tensor:
+    page[:, :, -1] = 0
+    return page
+
+
+def take_a_layer_from_another(page: torch.Tensor) -> torch.Tensor:
+    page[:, 20] = page[:, 19]
+    return page
+
+
+BUGS = (swap_k_and_v, shift_by_one_token, drop_the_last_token, take_a_layer_from_another)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_one_wrong_page_is_noticed(real: RealModel, bug: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Of a prompt of 200 tokens one page of 16 is spoilt on the host, as a wrong copy would."""
+    (golden,) = real.named("honeybees-on")
+    engine = RealEngine(real, 512, 512)
+    engine.check([golden], "computed")
+    engine.evict(Tier.DEVICE)
+    assert engine.host_pool is not None
+    path = engine.scheduler.cache.tree.match("", golden.ids).path
+    page = engine.host_pool.kv[[int(frame) for node in path for frame in node.frames[Tier.HOST]][6]]
+    page.copy_(bug(page.clone()))
+    with pytest.raises(GateError):
+        engine.check([golden], "with a wrong page")
+    engine.close()
