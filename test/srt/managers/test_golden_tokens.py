@@ -1,5 +1,5 @@
-"""The gate on a trained model: its answers to real prompts are those of transformers, whatever tier a prefix comes from,
-and the perplexity of a page is the same with reuse as without. The model is SmolLM2-135M-Instruct.
+"""The gate on a trained model, SmolLM2-135M-Instruct. Its answers to real prompts are those of transformers, whatever
+tier a prefix comes from. The perplexity of a page is the same with reuse as without.
 
 `make test` runs a few short prompts through device, host, disk and a mix of them. The slow tests run all thirty
 through every tier and their mixes. `support/golden.py` has the tolerances.
@@ -96,16 +96,16 @@ def test_a_few_prompts_from_device_host_disk_and_a_mix(real: RealModel, tmp_path
     engine = RealEngine(real, 1024, 1024, disk(tmp_path))
     assert engine.check(few, "disk")["disk"] >= 256
     cut_in_three(engine, few)
-    found = engine.check(few, "mixed")
+    found = engine.check(few[1:3], "mixed")
     assert all(found[tier] > 0 for tier in ("device", "host", "disk")), found
     engine.close()
 
 
 def test_a_page_has_the_same_perplexity_with_reuse(real: RealModel, tmp_path: Path) -> None:
     (page,) = (each for each in real.golden.pages if each.name == "tea")
-    cut = GoldenPage(page.name, page.tokens[:225], page.logprobs[:224])
+    cut = GoldenPage(page.name, page.tokens[:161], page.logprobs[:160])
     engine = RealEngine(real, 512, 512, disk(tmp_path), page_size=1)
-    check_perplexity(engine, cut, 161, {tier: EVICTED[tier] for tier in ("device", "host", "disk")})
+    check_perplexity(engine, cut, 129, {tier: EVICTED[tier] for tier in ("device", "host", "disk")})
     engine.close()
 
 
