@@ -136,10 +136,13 @@ class RealEngine(LocalEngine):
         )
 
     def evict(self, *tiers: Tier) -> None:
-        """Empty the tiers, in this order."""
+        """Empty those of the tiers that there are, in this order."""
         self.settle()
+        tables = self.scheduler.cache.tables
         for tier in tiers:
-            self.scheduler.cache.controller.evict(tier, self.scheduler.cache.tables[tier].num_pages)
+            if tier not in tables:
+                continue
+            self.scheduler.cache.controller.evict(tier, tables[tier].num_pages)
             self.core.step(self.clock(), self.core.progress())
             self.settle()
 

@@ -39,6 +39,14 @@ ALL_TOKENS = 6400
 BATCH = 6
 # Of perplexities of one text: their quotient is no further from 1.
 PERPLEXITY_TOLERANCE = 1e-4
+# Tier -> those that are emptied before it serves. What leaves the device goes to a peer, if there is one.
+EVICTED: dict[str, tuple[Tier, ...]] = {
+    "device": (),
+    "host": (Tier.DEVICE, Tier.PEER),
+    "peer": (Tier.DEVICE,),
+    "disk": (Tier.DEVICE, Tier.PEER, Tier.HOST),
+    "remote": (Tier.DEVICE, Tier.PEER, Tier.HOST),
+}
 
 
 @pytest.fixture(scope="module")
@@ -105,33 +113,20 @@ def test_a_page_has_the_same_perplexity_with_reuse(real: RealModel, tmp_path: Pa
     (page,) = (each for each in real.golden.pages if each.name == "tea")
     cut = GoldenPage(page.name, page.tokens[:161], page.logprobs[:160])
     engine = RealEngine(real, 512, 512, disk(tmp_path), page_size=1)
-    check_perplexity(engine, cut, 129, {tier: EVICTED[tier] for tier in ("device", "host", "disk")})
+    check_perplexity(engine, cut, 129, "device", "host", "disk")
     engine.close()
 
 
-EVICTED: dict[str, tuple[Tier, ...]] = {
-    "device": (),
-    "host": (Tier.DEVICE,),
-    "disk": (Tier.DEVICE, Tier.HOST),
-    "remote": (Tier.DEVICE, Tier.HOST),
-    "peer": (Tier.HOST, Tier.DEVICE),
-}
-
-
-def check_perplexity(
-    engine: RealEngine, page: GoldenPage, start: int, tiers: dict[str, tuple[Tier, ...]], is_cold: bool = True
-) -> None:
+def check_perplexity(engine: RealEngine, page: GoldenPage, start: int, *tiers: str) -> None:
     """The tokens before start come from each tier; those from start on have the perplexity of the page that is
-    computed whole. tiers: a tier's name -> the tiers that are emptied first."""
-    wanted = page.logprobs
-    if is_cold:
-        whole = engine.score(page.ids, 1)
-        assert sum(whole.cached.values()) == 0
-        check_logprobs(page.logprobs, whole.logprobs, f"{page.name} computed")
-        assert abs(perplexity(whole.logprobs) / perplexity(page.logprobs) - 1) < PERPLEXITY_TOLERANCE
-        wanted = whole.logprobs
-    for tier, evicted in tiers.items():
-        engine.evict(*evicted)
+    computed whole."""
+    whole = engine.score(page.ids, 1)
+    assert sum(whole.cached.values()) == 0
+    check_logprobs(page.logprobs, whole.logprobs, f"{page.name} computed")
+    wanted = whole.logprobs
+    assert abs(perplexity(wanted) / perplexity(page.logprobs) - 1) < PERPLEXITY_TOLERANCE
+    for tier in tiers:
+        engine.evict(*EVICTED[tier])
         scored = engine.score(page.ids, start)
         assert scored.cached[tier] == start - 1 == sum(scored.cached.values()), (tier, scored.cached)
         check_logprobs(wanted[start - 1 :], scored.logprobs, f"{page.name} from {tier}")
@@ -269,11 +264,11 @@ def test_all_tiers_at_once(real: RealModel, tmp_path: Path, lender: Lender, page
 def test_all_pages_have_the_same_perplexity_from_every_tier(real: RealModel, tmp_path: Path, lender: Lender) -> None:
     engine = RealEngine(real, 1024, 1024, disk(tmp_path), lender, 64, chunked_prefill_size=100)
     for page in real.golden.pages:
-        check_perplexity(engine, page, 321, {tier: EVICTED[tier] for tier in ("device", "host", "disk", "peer")})
+        check_perplexity(engine, page, 321, "device", "host", "peer", "disk")
     engine.close()
     engine = RealEngine(real, 1024, 1024, Storage("remote", tmp_path, {}))
     for page in real.golden.pages:
-        check_perplexity(engine, page, 321, {"remote": EVICTED["remote"]})
+        check_perplexity(engine, page, 321, "remote")
     engine.close()
 
 
