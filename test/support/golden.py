@@ -24,8 +24,9 @@ GOLDEN = Path(__file__).parent / "golden_smollm2.msgpack.zst"
 NUM_TOKENS = 8
 # Where the greedy token is not the golden one, transformers' logits of the two are no further apart.
 MARGIN = 1e-3
-# Between log-probabilities of one token: float32, sums in another order.
-TOLERANCE = 1e-3
+# Between log-probabilities of one token: float32, sums in another order. 2e-5 was measured, and 2e-3 where the
+# positions of one page of 16 in 440 tokens are off by one.
+TOLERANCE = 2e-4
 
 
 class GateError(AssertionError):

@@ -282,8 +282,15 @@ def swap_k_and_v(page: torch.Tensor) -> torch.Tensor:
     return page.flip(0)
 
 
-def shift_by_one_token(page: torch.Tensor) -> torch.Tensor:
-    return page.roll(1, dims=2)
+def shift_positions_by_one(page: torch.Tensor) -> torch.Tensor:
+    """K as if each token stood one position later. To change the order of a page's tokens would be no bug: a key has
+    its position in itself."""
+    dim = page.shape[-1]
+    angles = real_model().config.rope_parameters["rope_theta"] ** (-torch.arange(0, dim, 2) / dim)
+    cos, sin = angles.cos().repeat(2), angles.sin().repeat(2)
+    first, second = page[0].chunk(2, dim=-1)
+    page[0] = page[0] * cos + torch.cat((-second, first), dim=-1) * sin
+    return page
 
 
 def drop_the_last_token(page: torch.Tensor) -> torch.Tensor:
@@ -296,7 +303,7 @@ def take_a_layer_from_another(page: torch.Tensor) -> torch.Tensor:
     return page
 
 
-BUGS = (swap_k_and_v, shift_by_one_token, drop_the_last_token, take_a_layer_from_another)
+BUGS = (swap_k_and_v, shift_positions_by_one, drop_the_last_token, take_a_layer_from_another)
 
 
 @pytest.mark.slow

@@ -35,12 +35,12 @@ class Limits:
     same_greedy: float
 
 
-# Measured, with room for other kernels.
+# With room beyond what was measured. One wrong head exceeds those of 255 bins.
 LOSSY = {
-    "255 bins": ({"codec": "binned"}, Limits(1.01, 0.97)),
-    "cachegen": ({"codec": "binned", "bins": "cachegen"}, Limits(1.2, 0.8)),
-    "32 bins": ({"codec": "binned", "bins": 32}, Limits(1.2, 0.8)),
-    "16 bins": ({"codec": "binned", "bins": 16}, Limits(2, 0.6)),
+    "255 bins": ({"codec": "binned"}, Limits(1.002, 0.99)),
+    "32 bins": ({"codec": "binned", "bins": 32}, Limits(1.02, 0.93)),
+    "cachegen": ({"codec": "binned", "bins": "cachegen"}, Limits(1.08, 0.87)),
+    "16 bins": ({"codec": "binned", "bins": 16}, Limits(1.09, 0.86)),
 }
 
 
