@@ -157,15 +157,13 @@ def test_the_remote_tier_brings_what_the_codec_gives(pages: Pages, tmp_path: Pat
     engine.close()
 
 
-@pytest.mark.parametrize("what", ["K", "V"])
-def test_a_codec_that_loses_a_head_is_noticed(pages: Pages, what: str) -> None:
-    """Its values are those of the head beside it, in one layer."""
+def test_a_wrong_head_of_v_is_noticed(pages: Pages) -> None:
+    """Its values are those of the head beside it, in one layer. Of K it costs more."""
     found = []
     for page, kv in zip(pages.pages, pages.kv):
         wrong = coded(LOSSY["255 bins"][0], kv)
-        wrong[:, int(what == "V"), 10, :, 1] = wrong[:, int(what == "V"), 10, :, 0]
+        wrong[:, 1, 10, :, 1] = wrong[:, 1, 10, :, 0]
         found.append(pages.score_with(page, wrong))
     ratio, same = quality(pages, found)
-    print(f"a wrong head of {what}: perplexity x {ratio:.4f}, same token {same:.2%}")
     limits = LOSSY["255 bins"][1]
-    assert ratio > limits.perplexity or same < limits.same_greedy
+    assert ratio > limits.perplexity and same < limits.same_greedy
