@@ -54,6 +54,10 @@ SCHEDULER_COMMAND = (sys.executable, "-m", "sglang.srt.managers.scheduler_proces
 _MAX_ANSWERS = 1 << 16
 DETOKENIZER_COMMAND = (sys.executable, "-m", "sglang.srt.managers.detokenizer_manager")
 
+# Torch's threads sleep between its parallel operations. Spinning, they held the cores that the threads of our own
+# kernels wait for: a prompt of 512 tokens took a third more of the processor's time. Read when OpenMP is loaded.
+_CHILD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
+
 _WATCH_INTERVAL_S = 0.1
 _STOP_TIMEOUT_S = 10.0
 _STOP_INTERVAL_S = 0.02
@@ -84,6 +88,7 @@ class Child:
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            env={**_CHILD_ENVIRONMENT, **os.environ},
         )
         assert self.process.stderr is not None
         self._reader = threading.Thread(target=self._pass_on, args=(self.process.stderr,), daemon=True)

@@ -1,0 +1,342 @@
+"""The gate on a trained model, SmolLM2-135M-Instruct. Its answers to real prompts are those of transformers, whatever
+tier a prefix comes from. The perplexity of a page is the same with reuse as without.
+
+`make test` runs a few short prompts through device, host, disk and a mix of them. The slow tests run thirty
+through every tier and their mixes. `support/golden.py` has the tolerances.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang.srt.managers.scheduler_config import LayerStreamConfig
+from sglang.srt.mem_cache.transfer import Tier
+from support.all_tiers import Lender
+from support.golden import (
+    MARGIN,
+    TOLERANCE,
+    GateError,
+    GoldenAnswer,
+    GoldenPage,
+    check_answer,
+    check_logprobs,
+    greedy_answer,
+    page_logprobs,
+    perplexity,
+    reference_model,
+)
+from support.real_engine import BLOCK, RealEngine, RealModel, Storage, real_model
+
+# The prompts of the short gate: a conversation of two turns, text without a template, and short ones.
+FEW = ("tea-on", "panama_canal-turn-1", "panama_canal-turn-2", "short-0", "chat")
+# All prompts, with what they are answered.
+ALL_TOKENS = 6400
+BATCH = 6
+# Of perplexities of one text: their quotient is no further from 1.
+PERPLEXITY_TOLERANCE = 1e-4
+# Tier -> those that are emptied before it serves. What leaves the device goes to a peer, if there is one.
+EVICTED: dict[str, tuple[Tier, ...]] = {
+    "device": (),
+    "host": (Tier.DEVICE, Tier.PEER),
+    "peer": (Tier.DEVICE,),
+    "disk": (Tier.DEVICE, Tier.PEER, Tier.HOST),
+    "remote": (Tier.DEVICE, Tier.PEER, Tier.HOST),
+}
+
+
+@pytest.fixture(scope="module")
+def real() -> RealModel:
+    return real_model()
+
+
+@pytest.fixture
+def lender(tmp_path: Path) -> Iterator[Lender]:
+    lender = Lender(tmp_path / "lender", 64, strict=False)
+    yield lender
+    lender.kill()
+
+
+def disk(folder: Path, **config: object) -> Storage:
+    return Storage("file", folder, {"path": str(folder / "disk"), "secret": "gate", **config})
+
+
+def whole_blocks(golden: list[GoldenAnswer]) -> int:
+    """Tokens in whole blocks of prompts, but for the last token, which is always computed."""
+    return sum((len(each.prompt) - 1) // BLOCK * BLOCK for each in golden)
+
+
+def in_batches(engine: RealEngine, golden: list[GoldenAnswer], where: str) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for start in range(0, len(golden), BATCH):
+        found += engine.check(golden[start : start + BATCH], where)
+    return found
+
+
+def cut_in_three(engine: RealEngine) -> None:
+    """Of what device and host hold, the device keeps the front half, and the host two thirds."""
+    controller, tree = engine.scheduler.cache.controller, engine.scheduler.cache.tree
+    for tier, share in ((Tier.DEVICE, 2), (Tier.HOST, 3)):
+        controller.evict(tier, tree.resident_pages(tier) // share)
+        engine.core.step(engine.clock(), engine.core.progress())
+        engine.settle()
+
+
+# -- in make test ------------------------------------------------------------------------------------------------
+
+
+def test_a_few_prompts_from_device_host_disk_and_a_mix(real: RealModel, tmp_path: Path) -> None:
+    few = real.named(*FEW)
+    engine = RealEngine(real, 1024, 1024, disk(tmp_path), chunked_prefill_size=96)
+    engine.check(few, "computed")
+    found = engine.check(few, "device")
+    assert found["device"] > whole_blocks(few) and not found["host"] + found["disk"]
+    engine.evict(Tier.DEVICE)
+    found = engine.check(few, "host")
+    assert found["host"] > 300 and not found["disk"]
+    engine.close()
+
+    engine = RealEngine(real, 1024, 1024, disk(tmp_path))
+    assert engine.check(few, "disk")["disk"] >= 256
+    cut_in_three(engine)
+    found = engine.check(few[1:3], "mixed")
+    assert all(found[tier] > 0 for tier in ("device", "host", "disk")), found
+    engine.close()
+
+
+def test_a_page_has_the_same_perplexity_with_reuse(real: RealModel, tmp_path: Path) -> None:
+    (page,) = (each for each in real.golden.pages if each.name == "tea")
+    cut = GoldenPage(page.name, page.tokens[:161], page.logprobs[:160])
+    engine = RealEngine(real, 512, 512, disk(tmp_path), page_size=1)
+    check_perplexity(engine, cut, 129, "device", "host", "disk")
+    engine.close()
+
+
+def check_perplexity(engine: RealEngine, page: GoldenPage, start: int, *tiers: str) -> None:
+    """The tokens before start come from each tier; those from start on have the perplexity of the page that is
+    computed whole."""
+    whole = engine.score(page.ids, 1)
+    assert sum(whole.cached.values()) == 0
+    check_logprobs(page.logprobs, whole.logprobs, f"{page.name} computed")
+    wanted = whole.logprobs
+    assert abs(perplexity(wanted) / perplexity(page.logprobs) - 1) < PERPLEXITY_TOLERANCE
+    for tier in tiers:
+        engine.evict(*EVICTED[tier])
+        scored = engine.score(page.ids, start)
+        assert scored.cached[tier] == start - 1 == sum(scored.cached.values()), (tier, scored.cached)
+        check_logprobs(wanted[start - 1 :], scored.logprobs, f"{page.name} from {tier}")
+        quotient = perplexity(scored.logprobs) / perplexity(wanted[start - 1 :])
+        assert abs(quotient - 1) < PERPLEXITY_TOLERANCE, f"{page.name} from {tier}: {quotient}"
+
+
+# -- the golden file ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_golden_file_is_what_transformers_gives(real: RealModel) -> None:
+    model = reference_model(real.config)
+    assert len(real.golden.answers) >= 30 and len(real.golden.pages) == 6
+    for golden in real.named("short-1", "chat", "tea-on", "panama_canal-turn-2", "honeybees-0"):
+        again = greedy_answer(model, golden.prompt)
+        assert again.tokens == golden.tokens
+        check_logprobs(golden.logprobs, again.logprobs, golden.name)
+    page = real.golden.pages[0]
+    check_logprobs(page.logprobs, page_logprobs(model, page.tokens), page.name)
+
+
+def test_tokens_may_differ_where_the_golden_logits_are_as_good_as_equal() -> None:
+    from sglang.srt.sampling.logprob_types import TokenLogprob
+    from support.local_engine import Generation
+
+    golden = GoldenAnswer("name", [1], [5, 6, 7], [-0.5, -0.7, -0.1], [8, 9, 9], [1.0, MARGIN / 2, 2.0])
+
+    def answer(tokens: list[int], first: float = -0.5) -> Generation:
+        logprobs = [TokenLogprob(token, first if i == 0 else golden.logprobs[i]) for i, token in enumerate(tokens)]
+        return Generation(tokens, "length", logprobs)
+
+    check_answer(golden, answer([5, 6, 7]))
+    check_answer(golden, answer([5, 9, 3], first=-0.5 - TOLERANCE / 2))
+    wrong = [answer([8, 6, 7]), answer([5, 3, 7]), answer([5, 6, 9]), answer([5, 6])]
+    for other in [*wrong, answer([5, 6, 7], first=-0.5 - 2 * TOLERANCE), answer([5, 6, 7], first=float("nan"))]:
+        with pytest.raises(GateError):
+            check_answer(golden, other)
+
+
+# -- all prompts, all tiers --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def filled(real: RealModel, tmp_path_factory: pytest.TempPathFactory) -> Storage:
+    """A disk with all prompts, computed in one batch, in chunks."""
+    storage = disk(tmp_path_factory.mktemp("filled"))
+    engine = RealEngine(real, ALL_TOKENS, ALL_TOKENS, storage, chunked_prefill_size=160)
+    found = engine.check(real.golden.answers, "computed")
+    assert not found["host"] + found["disk"]
+    engine.close()
+    return storage
+
+
+def half(real: RealModel, page_size: int) -> list[GoldenAnswer]:
+    """Of the prompts, another half for each page size. Turns of a conversation stay together."""
+    return [each for i, each in enumerate(real.golden.answers) if (i % 4 < 2) == (page_size == 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_all_prompts_from_device_host_and_disk(real: RealModel, filled: Storage, page_size: int) -> None:
+    """The disk is that of another engine, which has ended."""
+    golden = real.golden.answers
+    engine = RealEngine(real, ALL_TOKENS, ALL_TOKENS, filled, page_size=page_size)
+    assert in_batches(engine, golden, "disk")["disk"] > 2500
+    assert in_batches(engine, golden, "device")["device"] >= whole_blocks(golden)
+    engine.evict(Tier.DEVICE)
+    assert in_batches(engine, golden, "host")["host"] > 3000
+    engine.forget()
+    in_batches(engine, golden[::3], "disk again")
+    cut_in_three(engine)
+    found = in_batches(engine, golden[::3], "mixed")
+    assert all(found[tier] > 0 for tier in ("device", "host", "disk")), found
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_prompts_from_the_remote_tier_and_from_a_peer(
+    real: RealModel, tmp_path: Path, lender: Lender, page_size: int
+) -> None:
+    golden, storage = half(real, page_size), Storage("remote", tmp_path, {})
+    engine = RealEngine(
+        real, ALL_TOKENS, ALL_TOKENS, storage, lender, 64, page_size=page_size, chunked_prefill_size=256
+    )
+    in_batches(engine, golden, "computed in batches")
+    engine.forget()
+    assert in_batches(engine, golden, "remote")["remote"] > 1500
+    # The lender has room for a part of it.
+    engine.evict(Tier.DEVICE)
+    found = in_batches(engine, golden, "peer and host")
+    assert found["peer"] > 500 and found["host"] > 500, found
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_long_prompts_are_streamed(real: RealModel, filled: Storage, page_size: int) -> None:
+    """The device has room for less than the longer prompts. One is computed, the others come from disk."""
+    golden = half(real, page_size)
+    options = {
+        "page_size": page_size,
+        "chunked_prefill_size": 96,
+        "layer_stream": LayerStreamConfig(2, 64 // page_size),
+        "new_token_ratio": 0.0,
+    }
+    engine = RealEngine(real, 384, 1024, **options)
+    long = [each for each in golden if len(each.prompt) > 400]
+    engine.check(long[:1], "computed and streamed")
+    assert engine.counters["streamed_reqs"] == 1
+    engine.close()
+    engine = RealEngine(real, 384, ALL_TOKENS, filled, **options)
+    in_batches(engine, golden, "disk and streamed")
+    found = in_batches(engine, long, "host and streamed")
+    assert engine.counters["streamed_reqs"] >= 2 * len(long) and engine.counters["streamed_tokens"] > 0
+    assert found["host"] > 1000
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_all_tiers_at_once(real: RealModel, tmp_path: Path, lender: Lender, page_size: int) -> None:
+    """Pools so small that each tier is needed; the prompts come twice, in another order."""
+    config = {"file": {"path": str(tmp_path / "disk"), "limit_gb": 0.03, "segment_mb": 6}, "remote": {}}
+    engine = RealEngine(
+        real,
+        512,
+        768,
+        Storage("file,remote", tmp_path, {"secret": "gate", **config}),
+        lender,
+        16,
+        page_size=page_size,
+        chunked_prefill_size=64,
+        layer_stream=LayerStreamConfig(2, 64 // page_size),
+        new_token_ratio=0.0,
+        max_running_requests=4,
+    )
+    rng = random.Random(page_size)
+    found: Counter[str] = Counter()
+    for _ in range(2):
+        golden = half(real, page_size)
+        rng.shuffle(golden)
+        found += in_batches(engine, golden, "all tiers")
+    assert all(found[tier] > 0 for tier in ("device", "peer", "host", "disk", "remote")), found
+    engine.close()
+
+
+@pytest.mark.slow
+def test_pages_have_the_same_perplexity_from_every_tier(real: RealModel, tmp_path: Path, lender: Lender) -> None:
+    engine = RealEngine(real, 1024, 1024, disk(tmp_path), lender, 64, chunked_prefill_size=100)
+    for page in real.golden.pages[2:]:
+        check_perplexity(engine, page, 385, "device", "host", "peer", "disk")
+    engine.close()
+    engine = RealEngine(real, 1024, 1024, Storage("remote", tmp_path, {}))
+    check_perplexity(engine, real.golden.pages[0], 385, "remote")
+    engine.close()
+    stream = LayerStreamConfig(2, 4)
+    engine = RealEngine(real, 256, 1024, chunked_prefill_size=64, layer_stream=stream, new_token_ratio=0.0)
+    check_perplexity(engine, real.golden.pages[1], 385, "host")
+    assert engine.counters["streamed_reqs"] == 2
+    engine.close()
+
+
+# -- planted bugs ------------------------------------------------------------------------------------------------
+
+
+# page: (2, layers, 16, heads, dim)
+
+
+def swap_k_and_v(page: torch.Tensor) -> torch.Tensor:
+    return page.flip(0)
+
+
+def shift_positions_by_one(page: torch.Tensor) -> torch.Tensor:
+    """K as if each token stood one position later. To change the order of a page's tokens would be no bug: a key has
+    its position in itself."""
+    dim = page.shape[-1]
+    angles = real_model().config.rope_parameters["rope_theta"] ** (-torch.arange(0, dim, 2) / dim)
+    cos, sin = angles.cos().repeat(2), angles.sin().repeat(2)
+    first, second = page[0].chunk(2, dim=-1)
+    page[0] = page[0] * cos + torch.cat((-second, first), dim=-1) * sin
+    return page
+
+
+def drop_the_last_token(page: torch.Tensor) -> torch.Tensor:
+    page[:, :, -1] = 0
+    return page
+
+
+def take_a_layer_from_another(page: torch.Tensor) -> torch.Tensor:
+    page[:, 20] = page[:, 19]
+    return page
+
+
+BUGS = (swap_k_and_v, shift_positions_by_one, drop_the_last_token, take_a_layer_from_another)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_one_wrong_page_is_noticed(real: RealModel, bug: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Of a prompt of 200 tokens one page of 16 is spoilt on the host, as a wrong copy would."""
+    (golden,) = real.named("honeybees-on")
+    engine = RealEngine(real, 512, 512)
+    engine.check([golden], "computed")
+    engine.evict(Tier.DEVICE)
+    assert engine.host_pool is not None
+    path = engine.scheduler.cache.tree.match("", golden.ids).path
+    page = engine.host_pool.kv[[int(frame) for node in path for frame in node.frames[Tier.HOST]][6]]
+    page.copy_(bug(page.clone()))
+    with pytest.raises(GateError):
+        engine.check([golden], "with a wrong page")
+    engine.close()
