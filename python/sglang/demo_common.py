@@ -15,7 +15,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -275,14 +274,6 @@ def connect(url: str, model: str = "embedded") -> OpenAI:
     return client
 
 
-def together(client: OpenAI, conversations: Sequence[Messages]) -> tuple[list[Answer], float]:
-    """Send all at once. Returns the answers, and the seconds until the last one."""
-    start = time.perf_counter()
-    with ThreadPoolExecutor(len(conversations)) as pool:
-        answers = list(pool.map(lambda messages: ask(client, messages), conversations))
-    return answers, time.perf_counter() - start
-
-
 def header(tiers: Tiers) -> str:
     return (
         f"turn  who      prompt   from {tiers[0]} {tiers[1]:>8} {tiers[2]:>8}   first token: cold      cached"
@@ -317,17 +308,6 @@ class Talk:
             warm = ask(warm_client, self.conversations[name])
             cold = ask(cold_client, self.conversations[name])
             self._record(str(number), name, cold, warm)
-
-    def turn_together(self, number: int, warm_client: OpenAI, cold_client: OpenAI) -> None:
-        """Ask each conversation's next question, all at once."""
-        for name in self.conversations:
-            self._ask(name, number)
-        warm_answers, warm_s = together(warm_client, list(self.conversations.values()))
-        cold_answers, cold_s = together(cold_client, list(self.conversations.values()))
-        for name, cold, warm in zip(self.conversations, cold_answers, warm_answers):
-            self._record(f"{number}*", name, cold, warm)
-        count = sum(answer.tokens for answer in warm_answers)
-        print(f"* all at once: {count / warm_s:.0f} tok/s with the cache, {count / cold_s:.0f} without\n")
 
     def _ask(self, name: str, turn: int) -> None:
         self.conversations[name].append({"role": "user", "content": question(name, turn)})

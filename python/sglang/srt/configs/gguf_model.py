@@ -250,7 +250,7 @@ def _entries(fields: _Fields, tensors: Mapping[str, Any], config: dict[str, Any]
     for name, tensor in tensors.items():
         if name == _ROPE_FACTORS:
             continue
-        check_type(fields.file, name, tensor.tensor_type)
+        _check_type(fields.file, name, tensor.tensor_type)
         layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
         if layer and layer[2] in _LAYER_TENSORS:
             full_name = f"model.layers.{layer[1]}.{_LAYER_TENSORS[layer[2]]}.{layer[3]}"
@@ -264,7 +264,7 @@ def _entries(fields: _Fields, tensors: Mapping[str, Any], config: dict[str, Any]
     return entries
 
 
-def check_type(file: Path, name: str, tensor_type: Any) -> None:
+def _check_type(file: Path, name: str, tensor_type: Any) -> None:
     """Raises GGUFError unless the package dequantises tensors of this type."""
     from gguf import constants, quants
 
