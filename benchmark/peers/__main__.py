@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmark.common import print_table, write_json
-from benchmark.peers.scenarios import Prompts, Reply, ask_all, decode_step_s
+from benchmark.peers.scenarios import Prompts, ask_all, decode_step_s, first_token_s
 from benchmark.peers.servers import (
     LLAMA_CPP,
     LLAMA_CPP_PYTHON,
@@ -34,6 +34,8 @@ from benchmark.peers.servers import (
     has_package,
     make_model,
 )
+
+from sglang.serving_benchmark.records import RequestRecord
 
 # 0.5 GiB of this model's KV.
 MEMORY_TOKENS = 11648
@@ -60,7 +62,9 @@ class Comparison:
         self.servers, self.model = servers, str(model)
         self.rows: list[dict[str, object]] = []
 
-    def ask(self, server: RunningServer, prompts: Sequence[Sequence[int]], tokens: int, at_once: int) -> list[Reply]:
+    def ask(
+        self, server: RunningServer, prompts: Sequence[Sequence[int]], tokens: int, at_once: int
+    ) -> list[RequestRecord]:
         return ask_all(server.url, self.model, prompts, tokens, at_once)
 
     def run(self, scenario: Scenario) -> None:
@@ -96,8 +100,8 @@ class Comparison:
 
     def prefill(self, length: int, rounds: int) -> Scenario:
         def measure(server: RunningServer, number: int) -> tuple[float, None]:
-            (reply,) = self.ask(server, [Prompts(1000 + number).text(length)], 1, 1)
-            return reply.first_token_s, None
+            (record,) = self.ask(server, [Prompts(1000 + number).text(length)], 1, 1)
+            return first_token_s(record), None
 
         return Scenario(f"prefill of {length} tokens, alone", measure, rounds)
 
@@ -111,7 +115,7 @@ class Comparison:
             if document:
                 self.ask(server, [document + prompts.text(SHORT)], 1, 1)
             found = self.ask(server, [document + prompts.text(SHORT) for _ in range(num)], steps, num)
-            return decode_step_s(found) if num > 1 else found[0].step_s, None
+            return decode_step_s(found), None
 
         context = f"contexts of {length} tokens"
         return Scenario(f"decode step of {num}, {context}", measure, rounds, num)
@@ -124,8 +128,8 @@ class Comparison:
                 self.ask(server, [each + Prompts(9).text(QUESTION) for each in documents], 1, 1)
             ask = Prompts(3000 + 10 * number + at_once)
             found = self.ask(server, [each + ask.text(QUESTION) for each in documents], ANSWER, at_once)
-            share = sum(reply.cached_tokens for reply in found) / (len(found) * (DOCUMENT + QUESTION))
-            return statistics.median(reply.first_token_s for reply in found), share
+            share = sum(record.cached_tokens or 0 for record in found) / (len(found) * (DOCUMENT + QUESTION))
+            return statistics.median(map(first_token_s, found)), share
 
         return Scenario(f"first token, cached documents, {at_once} at a time", measure, rounds, at_once)
 
@@ -134,22 +138,22 @@ class Comparison:
         restart."""
         documents = [Prompts(500 + i).text(DOCUMENT) for i in range(NUM_DOCUMENTS)]
 
-        def first_tokens(server: RunningServer, which: Sequence[list[int]], salt: int) -> tuple[float, float]:
+        def median_first_token(server: RunningServer, which: Sequence[list[int]], salt: int) -> tuple[float, float]:
             ask = Prompts(salt)
             found = self.ask(server, [each + ask.text(QUESTION) for each in which], ANSWER, 1)
-            share = sum(reply.cached_tokens for reply in found) / (len(found) * (DOCUMENT + QUESTION))
-            return statistics.median(reply.first_token_s for reply in found), share
+            share = sum(record.cached_tokens or 0 for record in found) / (len(found) * (DOCUMENT + QUESTION))
+            return statistics.median(map(first_token_s, found)), share
 
         def restarted(server: RunningServer, _number: int) -> tuple[float, float]:
             server.stop()
             server.start()
             self.ask(server, [Prompts(1).text(SHORT)], 4, 1)
-            return first_tokens(server, documents[:NUM_RESTARTED], 4003)
+            return median_first_token(server, documents[:NUM_RESTARTED], 4003)
 
         what = f"first token, {NUM_DOCUMENTS} documents, memory for {MEMORY_TOKENS // DOCUMENT}"
         return (
-            Scenario(f"{what}: new", lambda s, _: first_tokens(s, documents, 4001), 1),
-            Scenario(f"{what}: again", lambda s, number: first_tokens(s, documents, 4010 + number), 2),
+            Scenario(f"{what}: new", lambda s, _: median_first_token(s, documents, 4001), 1),
+            Scenario(f"{what}: again", lambda s, number: median_first_token(s, documents, 4010 + number), 2),
             Scenario("first token, known documents after a restart", restarted, 1),
         )
 

@@ -136,7 +136,7 @@ class Runner:
         """One request by itself, as for a warm-up."""
         history = History(self._target, self._vocabulary, self._salt)
         history.add_question(message)
-        return await self._ask(Ask(history.prompt(), output_len), message.num_tokens)
+        return await send_ask(self._target, Ask(history.prompt(), output_len), message.num_tokens, self._clock)
 
     async def _session(
         self, session: Session, start_at: float, slots: asyncio.Semaphore | None, outcome: Outcome
@@ -153,7 +153,7 @@ class Runner:
                 parts = [turn.message] if number or session.context is None else [session.context, turn.message]
                 history.add_question(*parts)
                 prompt_len += sum(part.num_tokens for part in parts)
-                record = await self._ask(Ask(history.prompt(), turn.output_len), prompt_len)
+                record = await send_ask(self._target, Ask(history.prompt(), turn.output_len), prompt_len, self._clock)
             outcome.records.append(record)
             self._on_end(record)
             if not record.has_succeeded:
@@ -162,38 +162,42 @@ class Runner:
             prompt_len += record.output_len
             history.add_answer(record)
 
-    async def _ask(self, ask: Ask, prompt_len: int) -> RequestRecord:
-        target = self._target
-        body = orjson.dumps(target.backend.request_body(ask, target.settings))
-        record = RequestRecord(prompt_len, ask.output_len, self._clock())
-        try:
-            async with send(target.server, "POST", target.backend.path, body) as reply:
-                if reply.status != 200:
-                    record.error = _refusal(reply.status, await reply.read())
-                elif target.settings.stream:
-                    await self._read_stream(reply, record)
-                else:
-                    record.add(target.backend.read(_parsed(await reply.read()), ""), None)
-        except HttpError as error:
-            record.error = str(error)
-        except AnswerError as error:
-            record.error = str(error)[:_MAX_REASON]
-        record.finish(self._clock())
-        return record
 
-    async def _read_stream(self, reply: Reply, record: RequestRecord) -> None:
-        """Raises `HttpError` or `AnswerError`."""
-        events = EventReader()
-        is_done = False
-        async for piece in reply.pieces():
-            now = self._clock()
-            for data in events.feed(piece):
-                if data == DONE:
-                    is_done = True
-                else:
-                    record.add(self._target.backend.read(_parsed(data), record.text), now)
-        if not is_done:
-            raise HttpError("the stream ended without [DONE]")
+async def send_ask(
+    target: Target, ask: Ask, prompt_len: int, clock: Callable[[], float] = time.perf_counter
+) -> RequestRecord:
+    """Send one request and read its answer to the end. A failure stands in the record."""
+    body = orjson.dumps(target.backend.request_body(ask, target.settings))
+    record = RequestRecord(prompt_len, ask.output_len, clock())
+    try:
+        async with send(target.server, "POST", target.backend.path, body) as reply:
+            if reply.status != 200:
+                record.error = _refusal(reply.status, await reply.read())
+            elif target.settings.stream:
+                await _read_stream(target.backend, reply, record, clock)
+            else:
+                record.add(target.backend.read(_parsed(await reply.read()), ""), None)
+    except HttpError as error:
+        record.error = str(error)
+    except AnswerError as error:
+        record.error = str(error)[:_MAX_REASON]
+    record.finish(clock())
+    return record
+
+
+async def _read_stream(backend: Backend, reply: Reply, record: RequestRecord, clock: Callable[[], float]) -> None:
+    """Raises `HttpError` or `AnswerError`."""
+    events = EventReader()
+    is_done = False
+    async for piece in reply.pieces():
+        now = clock()
+        for data in events.feed(piece):
+            if data == DONE:
+                is_done = True
+            else:
+                record.add(backend.read(_parsed(data), record.text), now)
+    if not is_done:
+        raise HttpError("the stream ended without [DONE]")
 
 
 def _parsed(data: bytes) -> Any:
