@@ -169,6 +169,9 @@ def test_the_load_format_has_to_fit(tmp_path):
     with pytest.raises(ModelConfigError, match="--model-impl transformers does not read GGUF"):
         check_weight_files(folder, "auto", "transformers")
     model.save_pretrained(tmp_path / "hf")
+    shutil.copy(file, tmp_path / "hf" / "model.gguf")
+    assert resolve_model_path(str(tmp_path / "hf")) == tmp_path / "hf", "its safetensors are taken"
+    check_weight_files(tmp_path / "hf", "auto", "native")
     with pytest.raises(ModelConfigError, match=r"is not a GGUF file; give the \.gguf file itself"):
         check_weight_files(tmp_path / "hf", "gguf", "native")
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from sglang.srt.configs.embedded_model import ensure_embedded_model
-from sglang.srt.configs.gguf_model import GGUF_LINK, GGUFError, ensure_gguf_model
+from sglang.srt.configs.gguf_model import GGUF_TENSORS, GGUFError, ensure_gguf_model
 from sglang.srt.configs.model_families import MODEL_FAMILIES, TRANSFORMERS, pick_model_impl
 from sglang.srt.configs.smollm2_model import SMOLLM2, FetchError, ensure_smollm2
 
@@ -98,7 +98,7 @@ def _resolve(name: str, what: str, files: str, patterns: Sequence[str], revision
 def _of_gguf(directory: Path) -> Path:
     """The directory, or of the one GGUF file in it where there are no other weights."""
     files = sorted(directory.glob("*.gguf"))
-    if not files or any(directory.glob(_WEIGHTS)) or (directory / GGUF_LINK).is_symlink():
+    if not files or any(directory.glob(_WEIGHTS)) or (directory / GGUF_TENSORS).is_file():
         return directory
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
@@ -293,7 +293,7 @@ def open_weight_file(file: Path, framework: Literal["np", "pt"]) -> Any:
 def is_gguf(path: Path, load_format: str) -> bool:
     """Whether a model's weights, in its directory, are read from a GGUF file. Raises ModelConfigError if load_format
     asks for what is not there."""
-    has = (path / GGUF_LINK).is_file()
+    has = (path / GGUF_TENSORS).is_file()
     if load_format == "gguf" and not has:
         raise ModelConfigError(f"--load-format gguf: {str(path)!r} is not a GGUF file; give the .gguf file itself.")
     if load_format == "safetensors" and has:
