@@ -3,7 +3,7 @@
     python -m benchmark.peers [--rounds N] [--only NAME,...]
 
 Same model (SmolLM2-135M-Instruct, float32), threads, requests and memory: ours has half of it as its device and half
-as its host tier, a peer has all as its cache. All servers are up and take turns; those that are not asked are idle.
+as its host tier, a peer has all as its cache. All servers are up and take turns; a turn begins when all are idle.
 llama.cpp (llama-cpp-python) takes part where it is installed, in what it computes: one request at a time. A ratio is
 the peer's seconds over ours in the same round: above 1 ours is faster.
 """
@@ -74,6 +74,8 @@ class Comparison:
         cached: dict[str, list[float]] = {server.kind.name: [] for server in servers}
         for number in range(scenario.rounds):
             for server in servers if number % 2 == 0 else servers[::-1]:
+                for each in self.servers:
+                    each.wait_until_idle()
                 found, share = scenario.measure(server, number)
                 seconds[server.kind.name].append(found)
                 if share is not None:

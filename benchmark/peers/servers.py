@@ -21,10 +21,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from benchmark.common import OUT
 
 CONTEXT = 5120
 START_TIMEOUT_S = 300.0
+IDLE_TIMEOUT_S = 60.0
+IDLE_WINDOW_S = 0.5
 # A block of vLLM's cache on the CPU.
 VLLM_BLOCK = 128
 # Of SmolLM2-135M's KV in float32.
@@ -156,6 +159,31 @@ class RunningServer:
                 return bool(reply.status == 200)
         except (urllib.error.URLError, OSError):
             return False
+
+    def wait_until_idle(self) -> None:
+        """Until its processes use no core. vLLM looks for work, without a pause, for a second after each answer."""
+        deadline = time.monotonic() + IDLE_TIMEOUT_S
+        before = self._processor_s()
+        while True:
+            time.sleep(IDLE_WINDOW_S)
+            now = self._processor_s()
+            if now - before < 0.1 * IDLE_WINDOW_S:
+                return
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{self.kind.name} still computes {IDLE_TIMEOUT_S:.0f} s after its last answer")
+            before = now
+
+    def _processor_s(self) -> float:
+        """Seconds of the processor that its processes have used."""
+        total = 0.0
+        main = psutil.Process(self._process.pid)
+        for process in (main, *main.children(recursive=True)):
+            try:
+                times = process.cpu_times()
+                total += times.user + times.system
+            except psutil.NoSuchProcess:
+                pass
+        return total
 
     def stop(self) -> None:
         if self._process.poll() is None:

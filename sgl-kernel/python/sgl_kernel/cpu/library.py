@@ -15,8 +15,9 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "cpu_panel": (_size, []),
     "cpu_linear": (None, [_pointer, _size, _size, _size, _pointer, _size, _pointer, _pointer, _int]),
     "cpu_lanes": (_size, []),
-    "cpu_attention_chunk": (_size, []),
-    "cpu_attention": (None, [_pointer, _pointer]),
+    "cpu_decode_chunk": (_size, []),
+    "cpu_decode": (None, [_pointer, _pointer]),
+    "cpu_extend": (None, [_pointer, _pointer]),
     "cpu_rmsnorm": (None, [_pointer, _pointer, _pointer, _pointer, _size, _size, _float, _int]),
     "cpu_silu_and_mul": (None, [_pointer, _pointer, _size, _size, _int]),
     "cpu_store_rows": (None, [_pointer, _pointer, _pointer, *[_size] * 4]),
@@ -26,7 +27,10 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 
 LIBRARY = NativeLibrary(
     "cpu",
-    ("cpu_vector.h", "cpu_pool.h", "cpu_pool.c", "cpu_linear.c", "cpu_attention.c", "cpu_elementwise.c"),
+    (
+        *("cpu_vector.h", "cpu_tile.h", "cpu_attention.h", "cpu_pool.h", "cpu_pool.c"),
+        *("cpu_linear.c", "cpu_decode.c", "cpu_extend.c", "cpu_elementwise.c"),
+    ),
     _FUNCTIONS,
     "a model computes up to three times slower in torch",
     ("-pthread",),

@@ -5,22 +5,12 @@
    summed in registers, over k in order. Each output is therefore the same chain of additions in every batch. */
 
 #include "cpu_pool.h"
-#include "cpu_vector.h"
+#include "cpu_tile.h"
 
-#define PANEL (2 * LANES)
-#if LANES == 16
-#define ROWS 12
-#else
-#define ROWS 6
-#endif
 /* Panels that are multiplied with one tile of rows after the other should stay in a core's second-level cache. */
 #define GROUP_BYTES (192 << 10)
 /* Inputs that are summed in one chain; the chains' sums are added. Shorter chains round less. */
 #define BLOCK 256
-/* How far ahead a panel is fetched, in inputs. */
-#ifndef AHEAD
-#define AHEAD 16
-#endif
 /* Rows of a task. */
 #define TASK_ROWS (40 * ROWS)
 
@@ -36,18 +26,7 @@ INLINE void tile(int rows, const float *x, int64_t x_stride, const float *panel,
         vec acc[ROWS][2];
         for (int r = 0; r < rows; r++)
             acc[r][0] = acc[r][1] = (vec){0};
-        for (int64_t i = begin; i < end; i++, panel += PANEL) {
-            vec a = load(panel), b = load(panel + LANES);
-            __builtin_prefetch(panel + AHEAD * PANEL);
-            if (PANEL > 16)
-                __builtin_prefetch(panel + AHEAD * PANEL + 16);
-#pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) {
-                vec each = splat(x[r * x_stride + i]);
-                acc[r][0] += each * a;
-                acc[r][1] += each * b;
-            }
-        }
+        add_product(rows, x + begin, x_stride, panel + begin * PANEL, end - begin, acc);
         for (int r = 0; r < rows; r++)
             total[r][0] += acc[r][0], total[r][1] += acc[r][1];
     }
@@ -79,12 +58,8 @@ static void any_tile(int rows, const float *x, int64_t x_stride, const float *pa
     case n:                                                                                                            \
         tile(n, x, x_stride, panel, k, bias, out, out_stride, cols);                                                   \
         break;
-    switch (rows) {
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if ROWS == 12
-        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
-    }
+    SWITCH_ROWS(rows, CASE)
+#undef CASE
 }
 
 typedef struct {

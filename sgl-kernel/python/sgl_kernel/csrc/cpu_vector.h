@@ -52,13 +52,20 @@ INLINE float sum(vec v) {
     return all[0];
 }
 
+INLINE quad larger_of_four(quad a, quad b) {
+    iquad where = a > b;
+    return (quad)((where & (iquad)a) | (~where & (iquad)b));
+}
+
 INLINE float largest(vec v) {
-    float lane[LANES];
-    memcpy(lane, &v, sizeof v);
-    for (int n = LANES / 2; n; n /= 2)
+    quad part[LANES / 4];
+    memcpy(part, &v, sizeof v);
+    for (int n = LANES / 8; n; n /= 2)
         for (int i = 0; i < n; i++)
-            lane[i] = lane[i] > lane[i + n] ? lane[i] : lane[i + n];
-    return lane[0];
+            part[i] = larger_of_four(part[i], part[i + n]);
+    quad all = larger_of_four(part[0], __builtin_shuffle(part[0], (iquad){2, 3, 0, 1}));
+    all = larger_of_four(all, __builtin_shuffle(all, (iquad){1, 0, 3, 2}));
+    return all[0];
 }
 
 /* e^x to about an ulp; 0 below the least normal number, infinity above 2^127.5, NaN of NaN. x = n ln 2 + r,

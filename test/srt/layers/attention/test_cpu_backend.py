@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -77,7 +80,7 @@ def test_pages_in_a_table(page_size, layout, reqs):
 def test_head_shapes(heads, no_torch):
     kv_heads, group, head_dim = heads
     shape = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim}
-    reqs = ((1, 1), (255, 1), (256, 1), (257, 1), (0, 1), (900, 1))
+    reqs = ((1, 1), (255, 1), (256, 1), (257, 1), (0, 1), (900, 1), (2, 2), (65, 65), (0, 3), (300, 130))
     for seed in range(2):
         check_batch(CpuAttnBackend(), PagedCase(seed, 4, "block_major", torch.float32, reqs, torch.int64, **shape))
 
@@ -132,13 +135,43 @@ def test_a_requests_bits_depend_on_its_keys_alone(no_torch):
 
 
 @needs_compiler
+def test_a_tokens_bits_do_not_depend_on_its_chunk(no_torch):
+    """A prompt at once, in chunks, and its end behind a cached prefix: with any tasks, frames and threads."""
+    length = 333
+    for seed, layout in enumerate(LAYOUTS):
+        case = PagedCase(seed, 4, layout, torch.float32, ((length, length), (40, 7)), torch.int64)
+        whole = CpuAttnBackend().forward(case.q, case.view, case.segments, case.meta)
+        threads = torch.get_num_threads()
+        for cuts, num_threads in (((200,), 1), ((2, 66, 130), 3), ((64, 128, 330), 2)):
+            bounds = (0, *cuts, length)
+            try:
+                torch.set_num_threads(num_threads)
+                for begin, end in itertools.pairwise(bounds):
+                    segments = dataclasses.replace(
+                        case.segments, kv_lens=np.array([end, 40]), q_lens=np.array([end - begin, 7])
+                    )
+                    meta = AttentionMetadata((end - begin, 7), case.scale)
+                    q = torch.cat([case.q[begin:end], case.q[length:]])
+                    got = CpuAttnBackend().forward(q, case.view, segments, meta)
+                    # as lists of segments, it is the same work
+                    again = CpuAttnBackend().forward(q, case.view, list(segments), meta)
+                    where = f"seed {seed}: {begin}..{end} of {bounds}"
+                    assert torch.equal(got[: end - begin], whole[begin:end]), where
+                    assert torch.equal(got[end - begin :], whole[length:]), where
+                    assert torch.equal(again, got), where
+            finally:
+                torch.set_num_threads(threads)
+
+
+@needs_compiler
 def test_strided_queries(no_torch):
     # The model passes a slice of its fused projection.
-    case = PagedCase(5, 1, "layer_first", torch.float32, DECODES, torch.int64)
-    fused = torch.full((case.q.shape[0], case.q.shape[1] + 4, case.q.shape[2]), math.nan)
-    fused[:, 2:-2] = case.q
-    got = CpuAttnBackend().forward(fused[:, 2:-2], case.view, case.segments, case.meta)
-    assert (got.double() - torch.cat(case.want)).abs().max() < 2e-6
+    for reqs in (DECODES, EXTENDS):
+        case = PagedCase(5, 1, "layer_first", torch.float32, reqs, torch.int64)
+        fused = torch.full((case.q.shape[0], case.q.shape[1] + 4, case.q.shape[2]), math.nan)
+        fused[:, 2:-2] = case.q
+        got = CpuAttnBackend().forward(fused[:, 2:-2], case.view, case.segments, case.meta)
+        assert (got.double() - torch.cat(case.want)).abs().max() < 2e-6
 
 
 @needs_compiler

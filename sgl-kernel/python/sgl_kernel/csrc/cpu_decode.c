@@ -5,12 +5,9 @@
    order. The cut depends on the request's length alone, so that a request's bits depend neither on the rest of the
    batch, nor on the frames, nor on the number of threads. Only tokens of the request are read. */
 
-#include "cpu_pool.h"
-#include "cpu_vector.h"
+#include "cpu_attention.h"
 
 #define CHUNK 256
-/* Keys whose scores are known before their values are added. */
-#define BLOCK 64
 /* Keys before the first of a block's: they are fetched into the cache while the scores are computed, with the values of
    the same token. Tokens may lie anywhere, so that the CPU does not guess the next one. */
 #ifndef AHEAD
@@ -21,28 +18,10 @@
 #define OUT_HEADS 3
 #define OUT_VECTORS 4
 
-typedef struct {
-    /* q, out: (rows, num_heads, head_dim), rows q_stride floats apart in q, out contiguous. lse: (rows, num_heads) or
-       NULL. */
-    const float *q;
-    float *out, *lse;
-    /* (pages, page_size, num_kv_heads, head_dim), the last two dimensions contiguous; strides in floats. */
-    const float *k, *v;
-    int64_t k_page_stride, k_token_stride, v_page_stride, v_token_stride;
-    /* Request i: row rows[i] of q, its keys are kv_lens[i] tokens from the skips[i]-th token of page table[starts[i]]
-       on. skips: NULL for none. by_slot: the table holds not pages, but slots (page * page_size + offset). */
-    const int64_t *rows, *table, *starts, *kv_lens, *skips;
-    /* Floats: for each task, num_heads * (head_dim + 2). */
-    float *scratch;
-    int64_t q_stride, num_reqs, num_heads, num_kv_heads, head_dim, page_size;
-    float scale;
-    int32_t threads, by_slot;
-} attention_args;
-
 int64_t cpu_lanes(void) { return LANES; }
 
 /* The tokens of a task, for the size of scratch. */
-int64_t cpu_attention_chunk(void) { return CHUNK; }
+int64_t cpu_decode_chunk(void) { return CHUNK; }
 
 /* What to fetch beside the scores of a block: keys AHEAD of it, of `left` tokens, and its values. */
 typedef struct {
@@ -131,51 +110,16 @@ static void any_scores(int heads, const float *q, const float *k, const int64_t 
 #undef CASE
 }
 
-/* The weights of a block's scores relative to the greatest so far, in place. Returns what the sums so far shrink by. */
-static float soften(float *scores, int n, float *greatest, float *total) {
-    vec most = splat(*greatest);
-    for (int j = n; j < BLOCK; j++)
-        scores[j] = -INFINITY;
-    for (int j = 0; j < BLOCK; j += LANES)
-        most = larger(load(scores + j), most);
-    float most_of_all = largest(most);
-    vec added = splat(0);
-    for (int j = 0; j < BLOCK; j += LANES) {
-        vec weight = exp_of(load(scores + j) - splat(most_of_all));
-        added += weight;
-        store(scores + j, weight);
-    }
-    float lane[LANES];
-    store(lane, exp_of(splat(*greatest - most_of_all)));
-    *total = *total * lane[0] + sum(added);
-    *greatest = most_of_all;
-    return lane[0];
-}
-
 /* Tokens begin .. end of request i. out: (num_heads, head_dim), stats: (num_heads, 2), greatest score and sum. */
 static void attend(const attention_args *a, int64_t i, int64_t begin, int64_t end, float *out, float *stats) {
     int64_t d = a->head_dim, group = a->num_heads / a->num_kv_heads;
-    const int64_t *pages = a->table + a->starts[i];
     const float *q = a->q + a->rows[i] * a->q_stride;
-    int64_t skip = a->skips ? a->skips[i] : 0;
-    int64_t page = (begin + skip) / a->page_size, offset = (begin + skip) % a->page_size;
     for (int64_t h = 0; h < a->num_heads; h++)
         stats[2 * h] = -INFINITY, stats[2 * h + 1] = 0;
     memset(out, 0, a->num_heads * d * sizeof *out);
     int64_t k_at[CHUNK], v_at[CHUNK], row = a->num_kv_heads * d;
     int total = (int)(end - begin);
-    for (int j = 0; j < total; j++) {
-        if (a->by_slot) {
-            int64_t slot = pages[begin + j];
-            k_at[j] = slot / a->page_size * a->k_page_stride + slot % a->page_size * a->k_token_stride;
-            v_at[j] = slot / a->page_size * a->v_page_stride + slot % a->page_size * a->v_token_stride;
-            continue;
-        }
-        k_at[j] = pages[page] * a->k_page_stride + offset * a->k_token_stride;
-        v_at[j] = pages[page] * a->v_page_stride + offset * a->v_token_stride;
-        if (++offset == a->page_size)
-            page++, offset = 0;
-    }
+    find_tokens(a, i, begin, total, k_at, v_at);
     for (int at = 0; at < total && at < AHEAD; at++)
         fetch(a->k + k_at[at], row);
     for (int at = 0; at < total; at += BLOCK) {
@@ -231,34 +175,27 @@ static void merge(const attention_args *a, int64_t i, int64_t tasks, const float
 typedef struct {
     const attention_args *args;
     const int64_t *before;
-} attention_job;
+} decode_job;
 
 static void attend_chunk(const void *arguments, int64_t task) {
-    const attention_job *job = arguments;
+    const decode_job *job = arguments;
     const attention_args *a = job->args;
-    int64_t low = 0, high = a->num_reqs; /* the last request that begins at or before the task */
-    while (high - low > 1) {
-        int64_t middle = (low + high) / 2;
-        if (job->before[middle] <= task)
-            low = middle;
-        else
-            high = middle;
-    }
-    int64_t begin = (task - job->before[low]) * CHUNK, end = begin + CHUNK;
+    int64_t req = find_request(job->before, a->num_reqs, task);
+    int64_t begin = (task - job->before[req]) * CHUNK, end = begin + CHUNK;
     float *out = a->scratch + task * a->num_heads * (a->head_dim + 2);
-    attend(a, low, begin, end < a->kv_lens[low] ? end : a->kv_lens[low], out, out + a->num_heads * a->head_dim);
+    attend(a, req, begin, end < a->kv_lens[req] ? end : a->kv_lens[req], out, out + a->num_heads * a->head_dim);
 }
 
 static void merge_chunks(const void *arguments, int64_t i) {
-    const attention_job *job = arguments;
+    const decode_job *job = arguments;
     const attention_args *a = job->args;
     merge(a, i, job->before[i + 1] - job->before[i],
           a->scratch + job->before[i] * a->num_heads * (a->head_dim + 2));
 }
 
-/* before: room for num_reqs + 1 numbers. */
-void cpu_attention(const attention_args *a, int64_t *before) {
-    attention_job job = {a, before};
+/* Every request has one row of q, which sees all its keys. before: room for num_reqs + 1 numbers. */
+void cpu_decode(const attention_args *a, int64_t *before) {
+    decode_job job = {a, before};
     before[0] = 0;
     for (int64_t i = 0; i < a->num_reqs; i++)
         before[i + 1] = before[i] + (a->kv_lens[i] + CHUNK - 1) / CHUNK;

@@ -1,0 +1,87 @@
+/* What the kernels of attention over paged keys and values share. */
+
+#ifndef SGL_CPU_ATTENTION_H
+#define SGL_CPU_ATTENTION_H
+
+#include "cpu_pool.h"
+#include "cpu_vector.h"
+
+/* Keys whose scores are known before their values are added. */
+#define BLOCK 64
+
+typedef struct {
+    /* q, out: (rows, num_heads, head_dim), rows q_stride floats apart in q, out contiguous. lse: (rows, num_heads) or
+       NULL. */
+    const float *q;
+    float *out, *lse;
+    /* (pages, page_size, num_kv_heads, head_dim), the last two dimensions contiguous; strides in floats. */
+    const float *k, *v;
+    int64_t k_page_stride, k_token_stride, v_page_stride, v_token_stride;
+    /* Request i: rows rows[i] .. rows[i] + q_lens[i] of q, its keys are kv_lens[i] tokens from the skips[i]-th token
+       of page table[starts[i]] on. skips: NULL for none. by_slot: the table holds not pages, but slots (page *
+       page_size + offset). The first row sees the first sees[i] keys, each following row one key more, up to all. */
+    const int64_t *rows, *q_lens, *table, *starts, *kv_lens, *sees, *skips;
+    /* Floats: for each task, num_heads * (head_dim + 2). */
+    float *scratch;
+    int64_t q_stride, num_reqs, num_heads, num_kv_heads, head_dim, page_size;
+    float scale;
+    int32_t threads, by_slot;
+} attention_args;
+
+/* Where n keys and values of request i lie, from its key `begin` on, in floats from k and v. */
+INLINE void find_tokens(const attention_args *a, int64_t i, int64_t begin, int n, int64_t *k_at, int64_t *v_at) {
+    const int64_t *entries = a->table + a->starts[i];
+    int64_t skip = a->skips ? a->skips[i] : 0;
+    int64_t page = (begin + skip) / a->page_size, offset = (begin + skip) % a->page_size;
+    for (int j = 0; j < n; j++) {
+        if (a->by_slot) {
+            int64_t slot = entries[begin + j];
+            k_at[j] = slot / a->page_size * a->k_page_stride + slot % a->page_size * a->k_token_stride;
+            v_at[j] = slot / a->page_size * a->v_page_stride + slot % a->page_size * a->v_token_stride;
+            continue;
+        }
+        k_at[j] = entries[page] * a->k_page_stride + offset * a->k_token_stride;
+        v_at[j] = entries[page] * a->v_page_stride + offset * a->v_token_stride;
+        if (++offset == a->page_size)
+            page++, offset = 0;
+    }
+}
+
+/* The weights of a block's scores relative to the greatest so far, in place. Returns what the sums so far shrink by. */
+INLINE float soften(float *scores, int n, float *greatest, float *total) {
+    vec most = splat(*greatest);
+    for (int j = n; j < BLOCK; j++)
+        scores[j] = -INFINITY;
+    for (int j = 0; j < BLOCK; j += LANES)
+        most = larger(load(scores + j), most);
+    float most_of_all = largest(most);
+    vec added = splat(0);
+    for (int j = 0; j < BLOCK; j += LANES) {
+        vec weight = exp_of(load(scores + j) - splat(most_of_all));
+        added += weight;
+        store(scores + j, weight);
+    }
+    float shrinks = 1;
+    if (most_of_all > *greatest) {
+        vec each = exp_of(splat(*greatest - most_of_all));
+        shrinks = each[0];
+    }
+    *total = *total * shrinks + sum(added);
+    *greatest = most_of_all;
+    return shrinks;
+}
+
+/* The last of n requests that begins at or before a task. before: the tasks before each. */
+INLINE int64_t find_request(const int64_t *before, int64_t n, int64_t task) {
+    int64_t low = 0, high = n;
+    while (high - low > 1) {
+        int64_t middle = (low + high) / 2;
+        if (before[middle] <= task)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+#endif

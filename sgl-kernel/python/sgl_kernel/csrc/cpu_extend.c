@@ -1,0 +1,198 @@
+/* Attention of requests with several queries over paged keys and values in float32.
+
+   A task is a run of a request's queries with the query heads that share one KV head: they are the rows of one matrix.
+   Blocks of keys and values are copied out of the pages into panels, which the rows are multiplied with while they are
+   in the core's cache. A row's blocks begin at multiples of BLOCK from the request's first key, and its sums run over
+   them in order: its bits depend on its keys alone, neither on the chunk of the prompt it is computed in, nor on the
+   rest of the batch, nor on the frames, nor on the number of threads. */
+
+#include "cpu_attention.h"
+#include "cpu_tile.h"
+
+/* Rows of a task, unless there are too few tasks for the threads. */
+#define TASK_ROWS 192
+#define LEAST_TASK_ROWS 48
+
+/* The rows of a task and where they stand. */
+typedef struct {
+    const attention_args *args;
+    /* The request, its KV head, and the first of the queries. */
+    int64_t req, kv_head, first;
+    int rows;
+} task_rows;
+
+/* Keys that row r sees. */
+INLINE int64_t visible(const task_rows *t, int r) {
+    const attention_args *a = t->args;
+    int64_t keys = a->sees[t->req] + t->first + r / (a->num_heads / a->num_kv_heads);
+    return keys < a->kv_lens[t->req] ? keys : a->kv_lens[t->req];
+}
+
+/* Row r's place in an array of (rows, num_heads). */
+INLINE int64_t place(const task_rows *t, int r) {
+    const attention_args *a = t->args;
+    int64_t group = a->num_heads / a->num_kv_heads;
+    return (a->rows[t->req] + t->first + r / group) * a->num_heads + t->kv_head * group + r % group;
+}
+
+/* Scores of a tile with a block of keys, their softmax, and the sum of its values, on top of what the blocks before
+   gave. q: (rows, d), out: (rows, width), keys: (BLOCK / PANEL, d, PANEL), values: (width / PANEL, BLOCK, PANEL).
+   seen: how many of the n keys each row sees. stats: (rows, 2), greatest score and sum. */
+INLINE void attend_tile(int rows, const float *q, int64_t d, const float *keys, const float *values, int n,
+                        const int *seen, int64_t width, float *stats, float *out) {
+    float scores[ROWS][BLOCK], shrink[ROWS];
+    vec acc[ROWS][2];
+    for (int j = 0; j < n; j += PANEL) {
+        for (int r = 0; r < rows; r++)
+            acc[r][0] = acc[r][1] = (vec){0};
+        add_product(rows, q, d, keys + j * d, d, acc);
+        for (int r = 0; r < rows; r++)
+            store(scores[r] + j, acc[r][0]), store(scores[r] + j + LANES, acc[r][1]);
+    }
+    for (int r = 0; r < rows; r++)
+        shrink[r] = soften(scores[r], seen[r], stats + 2 * r, stats + 2 * r + 1);
+    for (int64_t i = 0; i < width; i += PANEL) {
+        for (int r = 0; r < rows; r++) {
+            acc[r][0] = load(out + r * width + i) * splat(shrink[r]);
+            acc[r][1] = load(out + r * width + i + LANES) * splat(shrink[r]);
+        }
+        add_product(rows, scores[0], BLOCK, values + i * BLOCK, n, acc);
+        for (int r = 0; r < rows; r++)
+            store(out + r * width + i, acc[r][0]), store(out + r * width + i + LANES, acc[r][1]);
+    }
+}
+
+static void any_attend_tile(int rows, const float *q, int64_t d, const float *keys, const float *values, int n,
+                            const int *seen, int64_t width, float *stats, float *out) {
+#define CASE(count)                                                                                                    \
+    case count:                                                                                                        \
+        attend_tile(count, q, d, keys, values, n, seen, width, stats, out);                                            \
+        break;
+    SWITCH_ROWS(rows, CASE)
+#undef CASE
+}
+
+/* A block of keys and where they and their values lie. */
+typedef struct {
+    int n;
+    int64_t k_at[BLOCK], v_at[BLOCK];
+} block;
+
+static void find_block(const task_rows *t, int64_t begin, int64_t end, block *b) {
+    b->n = end - begin < BLOCK ? end - begin : BLOCK;
+    if (b->n > 0)
+        find_tokens(t->args, t->req, begin, b->n, b->k_at, b->v_at);
+}
+
+/* Fetch part `part` of `parts` of a block into the cache. Tokens may lie anywhere, so that the CPU does not guess. */
+INLINE void fetch_part(const task_rows *t, const block *b, int part, int parts) {
+    int64_t d = t->args->head_dim;
+    for (int j = b->n * part / parts; j < b->n * (part + 1) / parts; j++) {
+        for (int64_t i = 0; i < d; i += 16) {
+            __builtin_prefetch(t->args->k + b->k_at[j] + t->kv_head * d + i);
+            __builtin_prefetch(t->args->v + b->v_at[j] + t->kv_head * d + i);
+        }
+    }
+}
+
+/* Copy a block into panels. Columns without a key, and what a value's last panel has beyond it, become 0. */
+static void pack(const task_rows *t, const block *b, int64_t width, float *keys, float *values) {
+    const attention_args *a = t->args;
+    int64_t d = a->head_dim;
+    int n = b->n;
+    for (int first = 0; first < n; first += PANEL, keys += d * PANEL) {
+        const float *key[PANEL];
+        int count = n - first < PANEL ? n - first : PANEL;
+        for (int j = 0; j < count; j++)
+            key[j] = a->k + b->k_at[first + j] + t->kv_head * d;
+        if (count < PANEL)
+            memset(keys, 0, d * PANEL * sizeof *keys);
+        for (int64_t i = 0; i < d; i++)
+            for (int j = 0; j < count; j++)
+                keys[i * PANEL + j] = key[j][i];
+    }
+    for (int j = 0; j < n; j++) {
+        const float *value = a->v + b->v_at[j] + t->kv_head * d;
+        for (int64_t i = 0; i < width; i += PANEL) {
+            float *to = values + i * BLOCK + j * PANEL;
+            if (d - i < PANEL)
+                memset(to, 0, PANEL * sizeof *to);
+            memcpy(to, value + i, (d - i < PANEL ? d - i : PANEL) * sizeof *to);
+        }
+    }
+}
+
+static void attend(const task_rows *t) {
+    const attention_args *a = t->args;
+    int64_t d = a->head_dim, width = (d + PANEL - 1) / PANEL * PANEL, keys_end = visible(t, t->rows - 1);
+    float q[t->rows * d], out[t->rows * width], stats[t->rows * 2], keys[BLOCK * d], values[BLOCK * width];
+    memset(out, 0, sizeof out);
+    for (int r = 0; r < t->rows; r++) {
+        int64_t at = place(t, r);
+        const float *from = a->q + at / a->num_heads * a->q_stride + at % a->num_heads * d;
+        for (int64_t i = 0; i < d; i++)
+            q[r * d + i] = from[i] * a->scale;
+        stats[2 * r] = -INFINITY, stats[2 * r + 1] = 0;
+    }
+    block now, next;
+    find_block(t, 0, keys_end, &next);
+    for (int64_t begin = 0; begin < keys_end; begin += BLOCK) {
+        now = next;
+        find_block(t, begin + BLOCK, keys_end, &next);
+        pack(t, &now, width, keys, values);
+        for (int first = 0, n = now.n; first < t->rows; first += ROWS) {
+            fetch_part(t, &next, first / ROWS, (t->rows + ROWS - 1) / ROWS);
+            int rows = t->rows - first < ROWS ? t->rows - first : ROWS, seen[ROWS];
+            if (visible(t, first + rows - 1) <= begin)
+                continue;
+            for (int r = 0; r < rows; r++) {
+                int64_t more = visible(t, first + r) - begin;
+                seen[r] = more < 0 ? 0 : more < n ? more : n;
+            }
+            any_attend_tile(rows, q + first * d, d, keys, values, n, seen, width, stats + 2 * first,
+                            out + first * width);
+        }
+    }
+    for (int r = 0; r < t->rows; r++) {
+        float total = stats[2 * r + 1], *to = a->out + place(t, r) * d;
+        for (int64_t i = 0; i < d; i++)
+            to[i] = keys_end > 0 ? out[r * width + i] / total : 0;
+        if (a->lse)
+            a->lse[place(t, r)] = keys_end > 0 ? stats[2 * r] + logf(total) : -INFINITY;
+    }
+}
+
+typedef struct {
+    const attention_args *args;
+    /* Tasks before each request, and of all. */
+    const int64_t *before;
+    /* Of a task. */
+    int64_t queries;
+} extend_job;
+
+static void attend_task(const void *arguments, int64_t task) {
+    const extend_job *job = arguments;
+    const attention_args *a = job->args;
+    int64_t req = find_request(job->before, a->num_reqs, task);
+    /* The last queries see the most keys: they are begun first, so that the threads end together. */
+    int64_t run = (job->before[req + 1] - 1 - task) / a->num_kv_heads, first = run * job->queries;
+    int64_t queries = a->q_lens[req] - first < job->queries ? a->q_lens[req] - first : job->queries;
+    const task_rows t = {a, req, (task - job->before[req]) % a->num_kv_heads, first,
+                         queries * (a->num_heads / a->num_kv_heads)};
+    attend(&t);
+}
+
+/* Every q_lens[i] is 1 or more. before: room for num_reqs + 1 numbers. */
+void cpu_extend(const attention_args *a, int64_t *before) {
+    int64_t group = a->num_heads / a->num_kv_heads, rows = TASK_ROWS;
+    extend_job job = {a, before, 0};
+    before[0] = 0;
+    for (;; rows /= 2) {
+        job.queries = rows > group ? rows / group : 1;
+        for (int64_t i = 0; i < a->num_reqs; i++)
+            before[i + 1] = before[i] + (a->q_lens[i] + job.queries - 1) / job.queries * a->num_kv_heads;
+        if (before[a->num_reqs] >= 4 * a->threads || rows / 2 < LEAST_TASK_ROWS)
+            break;
+    }
+    cpu_run(attend_task, &job, before[a->num_reqs], a->threads);
+}
