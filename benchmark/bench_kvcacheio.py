@@ -70,7 +70,7 @@ class Variant:
 def variants_on(device: str) -> list[Variant]:
     staged = Variant("staged", "dma", staged=True)
     if device == "cpu":
-        plain = [Variant(name, name) for name in ("reference", "dma", "direct")]
+        plain = [Variant(name, name) for name in ("cpu", "reference", "dma", "direct")]
         return [plain[0], Variant("copied twice"), *plain[1:], staged]
     found = []
     for name, package in (("cuda", "cupy"), ("triton", "triton")):

@@ -11,7 +11,7 @@ from sgl_kernel.kvcacheio import KVLayoutError, KVPages, dma, reference
 from support.kv_model import DTYPES, PAGE_SIZES, ROUTES, Pool, expected, index_patterns, random_bytes
 
 LAYERS = 3
-CPU_BACKENDS = ("reference", "dma", "direct")
+CPU_BACKENDS = ("cpu", "reference", "dma", "direct")
 
 
 def ids(pages: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -255,8 +255,11 @@ def test_pools_that_do_not_fit_are_named():
 
 def test_picking_a_backend(monkeypatch: pytest.MonkeyPatch):
     pick = kvcacheio.pick_backend
-    for requested in ("auto", "kernel", "cuda", "triton", "reference"):
-        assert pick(requested, 2048, 100, "cpu") == "reference"
+    for has_library, chosen in ((True, "cpu"), (False, "reference")):
+        monkeypatch.setattr(kvcacheio.pick.LIBRARY, "is_available", lambda has_library=has_library: has_library)
+        for requested in ("auto", "kernel", "cuda", "triton"):
+            assert pick(requested, 2048, 100, "cpu") == chosen
+        assert pick("reference", 2048, 100, "cpu") == "reference"
     assert pick("dma", 2048, 100, "cpu") == "dma" and pick("direct", 2048, 100, "cpu") == "direct"
     for requested in ("kernel", "cuda", "triton", "dma", "direct", "reference"):
         assert pick(requested, 2048, 100, "cuda:0") == requested

@@ -18,6 +18,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "cpu_decode_chunk": (_size, []),
     "cpu_decode": (None, [_pointer, _pointer]),
     "cpu_extend": (None, [_pointer, _pointer]),
+    "cpu_copy_pages": (None, [*[_pointer] * 4, *[_size] * 3]),
     "cpu_rmsnorm": (None, [_pointer, _pointer, _pointer, _pointer, _size, _size, _float, _int]),
     "cpu_silu_and_mul": (None, [_pointer, _pointer, _size, _size, _int]),
     "cpu_store_rows": (None, [_pointer, _pointer, _pointer, *[_size] * 4]),
@@ -29,7 +30,7 @@ LIBRARY = NativeLibrary(
     "cpu",
     (
         *("cpu_vector.h", "cpu_tile.h", "cpu_attention.h", "cpu_pool.h", "cpu_pool.c"),
-        *("cpu_linear.c", "cpu_decode.c", "cpu_extend.c", "cpu_elementwise.c"),
+        *("cpu_linear.c", "cpu_decode.c", "cpu_extend.c", "cpu_elementwise.c", "cpu_copy.c"),
     ),
     _FUNCTIONS,
     "a model computes up to three times slower in torch",

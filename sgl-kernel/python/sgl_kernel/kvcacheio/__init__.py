@@ -27,7 +27,7 @@ import torch
 
 from sgl_kernel.kvcacheio import reference
 from sgl_kernel.kvcacheio.layout import KVLayoutError, KVPages, check_fit, check_indices
-from sgl_kernel.kvcacheio.pick import BACKENDS, available_kernel, pick_backend, why_not
+from sgl_kernel.kvcacheio.pick import BACKENDS, HOST_BACKENDS, available_kernel, pick_backend, why_not
 
 __all__ = [
     "BACKENDS",
@@ -69,10 +69,14 @@ def copy_pages(
         return
     device = dst.device if dst.is_cuda else src.device
     chosen = pick_backend(backend, max(src.run_bytes), len(src_pages), device)
+    if chosen in HOST_BACKENDS and device.type != "cpu":
+        raise KVLayoutError(f"the {chosen} backend copies in host memory only; use auto, kernel, dma or direct")
     if chosen == "reference":
-        if device.type != "cpu":
-            raise KVLayoutError("the reference backend copies in host memory only; use auto, kernel, dma or direct")
         reference.copy_pages(src, dst, src_pages, dst_pages)
+    elif chosen == "cpu":
+        from sgl_kernel.kvcacheio import cpu_kernels
+
+        cpu_kernels.copy_pages(src, dst, src_pages, dst_pages)
     elif chosen in ("dma", "direct"):
         from sgl_kernel.kvcacheio import dma
 

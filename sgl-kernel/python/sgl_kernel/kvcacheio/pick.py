@@ -11,28 +11,34 @@ from functools import cache
 
 import torch
 
+from sgl_kernel.cpu.library import LIBRARY
 from sgl_kernel.kvcacheio.layout import KVLayoutError
 
+# Those that copy in host memory only.
+HOST_BACKENDS = ("cpu", "reference")
 # The names that a user may request. cuda and triton are the two implementations of kernel.
-BACKENDS = ("auto", "kernel", "dma", "direct", "cuda", "triton", "reference")
+BACKENDS = ("auto", "kernel", "dma", "direct", "cuda", "triton", *HOST_BACKENDS)
 # Copy engines reach the link's bandwidth with pieces of 64 KiB (published: 28 KiB 40-44 GB/s, 64 KiB 51-52) and take
 # no SM from the model. With smaller pieces a kernel is faster.
 DMA_PIECE_BYTES = 64 << 10
 
 
 def pick_backend(requested: str, page_bytes_per_layer: int, num_pages: int, device: torch.device | str) -> str:
-    """The backend that carries out a transfer of num_pages pages: reference, kernel, cuda, triton, dma or direct.
+    """The backend that carries out a transfer of num_pages pages: cpu, reference, kernel, cuda, triton, dma or direct.
 
     page_bytes_per_layer: the largest component of one page and one layer. device: the GPU's, or cpu if no GPU is
-    involved. On the CPU `auto`, `kernel`, `cuda` and `triton` are the reference; `dma` and `direct` execute their
-    plans in numpy. On a GPU, `auto` is `dma` where single pages are 64 KiB and more and CuPy is installed to issue
-    copies, or where no kernel can be compiled (neither CuPy nor Triton is installed), else `kernel`. num_pages
-    decides nothing yet: adjacent pages would make `dma` faster, but only the plan knows whether they are adjacent.
+    involved. On the CPU `auto`, `kernel`, `cuda` and `triton` are `cpu`, or the reference where nothing can be
+    compiled; `dma` and `direct` execute their plans in numpy. On a GPU, `auto` is `dma` where single pages are 64 KiB
+    and more and CuPy is installed to issue copies, or where no kernel can be compiled (neither CuPy nor Triton is
+    installed), else `kernel`. num_pages decides nothing yet: adjacent pages would make `dma` faster, but only the
+    plan knows whether they are adjacent.
     """
     if requested not in BACKENDS:
         raise KVLayoutError(f"backend {requested!r} is none of {', '.join(BACKENDS)}")
     if torch.device(device).type == "cpu":
-        return requested if requested in ("dma", "direct") else "reference"
+        if requested in ("dma", "direct", "reference"):
+            return requested
+        return "cpu" if LIBRARY.is_available() else "reference"
     if requested != "auto":
         return requested
     if num_pages and page_bytes_per_layer >= DMA_PIECE_BYTES and _installed("cupy"):
@@ -61,7 +67,7 @@ def why_not(requested: str, device: torch.device | str) -> str | None:
     if torch.device(device).type == "cpu":
         needs_gpu = requested in ("kernel", "cuda", "triton")
         return "it needs a GPU; on the CPU use auto, dma or direct" if needs_gpu else None
-    if requested == "reference":
+    if requested in HOST_BACKENDS:
         return "it copies in host memory only; use auto, kernel, dma or direct"
     if requested == "triton":
         return None if _installed("triton") else "it needs Triton"
