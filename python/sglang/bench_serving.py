@@ -94,8 +94,8 @@ class Benchmark:
                 await flush_cache(server, target.backend.flush_path)
             outcome = await self._measure(number, rate, workload, (target, vocabulary), stop)
             self._results.append(self._result(outcome, rate, workload, facts, target, notes))
-            self._write(self._results[-1], outcome)
             print(report.table(self._results[-1], notes), flush=True)
+            self._write(self._results[-1], outcome)
             if stop.is_set():
                 break
         return self._finish(stop.is_set(), notes)
@@ -121,6 +121,7 @@ class Benchmark:
             ignore_eos=not args.disable_ignore_eos,
             temperature=args.temperature,
             top_p=args.top_p,
+            timeout_s=args.request_timeout_sec,
             extra_body=args.extra_request_body,
         )
         return Target(server, BACKENDS[args.backend], settings, args.tokenize_prompt, args.apply_chat_template)
@@ -139,12 +140,10 @@ class Benchmark:
         )
         workload = fit(whole, limits)
         if not workload.sessions:
-            what = (
-                "has no requests"
-                if not whole.sessions
-                else f"has no request of at most {limits.max_total_len} tokens"
-            )
+            if not whole.sessions:
+                raise DatasetError(f"The dataset {args.dataset_name} has no requests.")
             more = "; --scale-lengths shortens them" if self._dataset.is_trace else ""
+            what = f"has no request of at most {limits.max_total_len} tokens"
             raise DatasetError(f"The dataset {args.dataset_name} {what}, answer included{more}.")
         if workload.num_dropped:
             note = f"{workload.num_dropped} requests do not fit the {limits.max_total_len} tokens of the server."
@@ -236,8 +235,11 @@ class Benchmark:
 
     def _write(self, result: dict[str, Any], outcome: Outcome) -> None:
         line = result | metrics.details(outcome.records) if self._args.output_details else result
-        with open(self._output_file(), "ab") as file:
-            file.write(orjson.dumps(report.json_ready(line)) + b"\n")
+        try:
+            with open(self._output_file(), "ab") as file:
+                file.write(orjson.dumps(report.json_ready(line)) + b"\n")
+        except OSError as error:
+            raise ServerError(f"The result cannot be written to {self._output_file()}: {error.strerror}.") from None
 
     def _output_file(self) -> Path:
         args = self._args

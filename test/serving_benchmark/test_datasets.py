@@ -217,7 +217,32 @@ def test_chats_of_sharegpt_come_with_the_lengths_of_their_answers(sharegpt: Path
     [
         ("sharegpt", "{", "not in ShareGPT's format"),
         ("sharegpt", '[{"conversations": [{"value": 1}, {}]}]', "not in ShareGPT's format"),
+        ("sharegpt", '[{"conversations": [{"value": "a"}, {"value": null}]}]', "not in ShareGPT's format"),
+        ("sharegpt", '[{"conversations": [{"value": "a"}, {"value": "\\ud800"}]}]', "not in ShareGPT's format"),
+        ("sharegpt", "[" * 100_000, "not in ShareGPT's format"),
         ("mooncake", "{", "not a trace"),
+        ("mooncake", "\n{", "line 2"),
+        (
+            "mooncake",
+            '{"timestamp": Infinity, "input_length": 5, "output_length": 1, "hash_ids": [1]}',
+            "timestamp is inf",
+        ),
+        (
+            "mooncake",
+            '{"timestamp": 1, "input_length": Infinity, "output_length": 1, "hash_ids": [1]}',
+            "no row of this kind",
+        ),
+        (
+            "mooncake",
+            '{"timestamp": 1, "input_length": 5, "output_length": -7, "hash_ids": [1]}',
+            "output_length is -7",
+        ),
+        ("mooncake", '{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": "1"}', "is no list"),
+        (
+            "agentic-trace",
+            '{"session_id": "a", "timestamp": NaN, "input_length": 5, "output_length": 1, "hash_ids": [1]}',
+            "timestamp is nan",
+        ),
         ("mooncake", "[1]", "trace.json:1 is no JSON object"),
         ("mooncake", '{"timestamp": 1}', "trace.json:1 .* no field 'hash_ids'"),
         (

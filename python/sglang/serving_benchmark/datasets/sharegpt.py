@@ -64,9 +64,18 @@ def _pairs(path: Path) -> list[tuple[str, str]]:
     try:
         rows: Any = json.loads(path.read_text())
         talks = [row.get("conversations", row.get("conversation", ())) for row in rows]
-        return [(talk[0]["value"], talk[1]["value"]) for talk in talks if len(talk) >= 2]
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return [(_text(talk[0]), _text(talk[1])) for talk in talks if len(talk) >= 2]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DatasetError(
             f"{path} is not in ShareGPT's format, a JSON list of "
             '{"conversations": [{"from": …, "value": …}, …]}: give another file with --dataset-path.'
         ) from None
+
+
+def _text(message: Any) -> str:
+    """Raises KeyError, TypeError or ValueError if it has none that can be sent."""
+    value = message["value"]
+    if not isinstance(value, str):
+        raise TypeError("a value that is no text")
+    value.encode()
+    return value

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
+import zlib
 from argparse import Namespace
 from itertools import islice
 from pathlib import Path
@@ -30,8 +32,8 @@ def mooncake(args: Namespace, vocabulary: Vocabulary) -> Workload:
     for where, row in _rows(path, args.num_prompts):
         try:
             turn = scale.turn(row)
-            start = float(row["timestamp"]) / 1000
-        except (KeyError, TypeError, ValueError) as error:
+            start = _seconds(row, "timestamp")
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise _malformed(where, error) from None
         sessions.append(Session((turn,) * args.mooncake_num_rounds, start_s=start))
     sessions.sort(key=lambda session: session.start_s or 0.0)
@@ -48,11 +50,11 @@ def agentic(args: Namespace, vocabulary: Vocabulary) -> Workload:
     for where, row in _rows(path, args.num_prompts):
         try:
             name = str(row["session_id"])
-            delay = float(row["delay"]) / 1000 * args.mooncake_slowdown_factor if name in turns else 0.0
+            delay = _seconds(row, "delay") * args.mooncake_slowdown_factor if name in turns else 0.0
             if name not in turns:
-                starts[name] = float(row["timestamp"]) / 1000
+                starts[name] = _seconds(row, "timestamp")
             turns.setdefault(name, []).append(scale.turn(row, delay))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise _malformed(where, error) from None
     sessions = [Session(tuple(each), start_s=starts[name]) for name, each in turns.items()]
     return Workload(tuple(sessions), (*notes, *scale.notes), scale.factor)
@@ -72,16 +74,28 @@ class _Scale:
         )
 
     def turn(self, row: dict[str, Any], delay_s: float = 0.0) -> Turn:
-        """Raises KeyError, TypeError or ValueError."""
+        """Raises KeyError, TypeError, ValueError or OverflowError."""
+        if not isinstance(row["hash_ids"], list):
+            raise ValueError("hash_ids is no list")
         keys = tuple(int(key) % (1 << 64) for key in row["hash_ids"])
         length, output_len = int(row["input_length"]), int(row["output_length"])
         if not keys or not 0 < length <= len(keys) * BLOCK:
             raise ValueError(f"{length} tokens do not fit {len(keys)} blocks of {BLOCK}")
+        if output_len < 1:
+            raise ValueError(f"output_length is {output_len}")
         # Whole blocks stay whole, so that what follows a shared prefix begins at a block.
         whole, rest = divmod(length, BLOCK)
         scaled = whole * self._block_len + (max(1, round(rest * self._block_len / BLOCK)) if rest else 0)
         message = Message(scaled, keys=keys[: whole + (rest > 0)], block_len=self._block_len)
         return Turn(message, max(1, round(output_len * self._block_len / BLOCK)), delay_s)
+
+
+def _seconds(row: dict[str, Any], field: str) -> float:
+    """Of a field in ms. Raises KeyError, TypeError or ValueError."""
+    found = float(row[field]) / 1000
+    if not 0 <= found < math.inf:
+        raise ValueError(f"{field} is {row[field]}")
+    return found
 
 
 def _path(given: str, sample: str, flag: str) -> tuple[Path, tuple[str, ...]]:
@@ -103,13 +117,21 @@ def _rows(path: Path, most: int) -> list[tuple[str, dict[str, Any]]]:
     """(where, row): where names file and line. The first `most` rows."""
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as lines:
-            found = [(f"{path}:{number}", json.loads(line)) for number, line in islice(enumerate(lines, 1), most)]
-    except (OSError, EOFError, ValueError) as error:
+            numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+            found = [(f"{path}:{number}", _parsed(number, line)) for number, line in islice(numbered, most)]
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise DatasetError(f"{path} is not a trace in JSON lines ({error}).") from None
     for where, row in found:
         if not isinstance(row, dict):
             raise DatasetError(f"{where} is no JSON object: give --dataset-path a trace, one row a line.")
     return found
+
+
+def _parsed(number: int, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"line {number}: {getattr(error, 'msg', error)}") from None
 
 
 def _malformed(where: str, error: Exception) -> DatasetError:

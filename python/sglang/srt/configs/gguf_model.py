@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang.srt.configs.gguf_tokenizer import GGUFTokenizer, UnknownTokenizerError
+from sglang.srt.configs.gguf_tokenizer import GGUFTokenizer, SpecialIds, UnknownTokenizerError
 from sglang.srt.utils.cache_folder import ensure_folder, user_cache
 
 logger = logging.getLogger(__name__)
@@ -26,9 +26,11 @@ logger = logging.getLogger(__name__)
 # In the directory: the link to the file, and the list of its tensors.
 GGUF_LINK = "model.gguf"
 GGUF_TENSORS = "gguf_tensors.json"
-_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", GGUF_TENSORS, GGUF_LINK)
+_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", GGUF_TENSORS, GGUF_LINK)
+# In tokenizer_config.json, in place of a tokenizer: why there is none.
+NO_TOKENIZER = "gguf_has_no_tokenizer"
 # Part of the directory's name: change it when equal files give other directories.
-_VERSION = 1
+_VERSION = 2
 
 # general.architecture -> (architecture, model_type) of config.json. Converters write Mistral's models as "llama".
 _ARCHITECTURES = {
@@ -99,21 +101,31 @@ def read_tensor_list(folder: Path) -> dict[str, TensorEntry]:
 def _write(folder: Path, file: Path) -> None:
     logger.info("reading the header of %s, once", file)
     reader = _open(file)
+    try:
+        _write_from(folder, file, reader)
+    except GGUFError:
+        raise
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, ZeroDivisionError) as e:
+        raise GGUFError(f"{str(file)!r} cannot be served: its metadata does not fit together ({e}).") from e
+
+
+def _write_from(folder: Path, file: Path, reader: Any) -> None:
     fields = _Fields(file, reader)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     config = _config(fields, tensors)
+    ends = SpecialIds.of(fields)
+    config |= ends.of_config
+    generation = {"eos_token_id": ends.eos_ids} if ends.eos_ids else {}
     try:
         tokenizer = GGUFTokenizer.of(fields)
+        tokenizer_config = tokenizer.config | {"model_max_length": config["max_position_embeddings"]}
+        tokenizer.save(folder / "tokenizer.json")
     except UnknownTokenizerError as e:
-        raise GGUFError(f"{str(file)!r}: {e}") from e
-    config |= tokenizer.special_ids
-    generation = {"eos_token_id": tokenizer.eos_ids} if tokenizer.eos_ids else {}
+        # The model can be served with another's tokenizer.
+        tokenizer_config = {NO_TOKENIZER: f"{str(file)!r}: {e}"}
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", generation)
-    _write_json(
-        folder / "tokenizer_config.json", tokenizer.config | {"model_max_length": config["max_position_embeddings"]}
-    )
-    tokenizer.save(folder / "tokenizer.json")
+    _write_json(folder / "tokenizer_config.json", tokenizer_config)
     _write_json(folder / GGUF_TENSORS, {name: asdict(entry) for name, entry in _entries(fields, tensors, config)})
     (folder / GGUF_LINK).symlink_to(file)
 
@@ -215,7 +227,7 @@ def _dtype(tensors: Mapping[str, Any]) -> str:
 
 
 def _rope_parameters(fields: _Fields, tensors: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
-    params: dict[str, Any] = {"rope_type": "default", "rope_theta": fields.own("rope.freq_base", 10000.0)}
+    params: dict[str, Any] = {"rope_type": "default", "rope_theta": _positive(fields, "rope.freq_base", 10000.0)}
     rotated = fields.own("rope.dimension_count", head_dim)
     if rotated != head_dim:
         params["partial_rotary_factor"] = rotated / head_dim
@@ -226,12 +238,14 @@ def _rope_parameters(fields: _Fields, tensors: Mapping[str, Any], head_dim: int)
         params |= {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
         params["original_max_position_embeddings"] = original or fields.number("context_length")
         return params
-    scaling = fields.own("rope.scaling.type", "none")
+    # A file may have the factor alone, older ones under another name: then it is linear.
+    factor = _positive(fields, "rope.scaling.factor", _positive(fields, "rope.scale_linear", 1.0))
+    scaling = fields.own("rope.scaling.type") or ("linear" if factor != 1 else "none")
     if scaling == "none":
         return params
     if scaling not in ("linear", "yarn"):
         raise GGUFError(f"{str(fields.file)!r} scales its positions by {scaling!r}, which is not read from GGUF.")
-    params |= {"rope_type": scaling, "factor": fields.own("rope.scaling.factor", 1.0)}
+    params |= {"rope_type": scaling, "factor": factor}
     if original:
         params["original_max_position_embeddings"] = original
     for key, name in (
@@ -242,6 +256,15 @@ def _rope_parameters(fields: _Fields, tensors: Mapping[str, Any], head_dim: int)
         if (value := fields.own(f"rope.scaling.{key}")) is not None:
             params[name] = value
     return params
+
+
+def _positive(fields: _Fields, key: str, default: float) -> Any:
+    value = fields.own(key, default)
+    if isinstance(value, (int, float)) and 0 < value < float("inf"):
+        return value
+    raise GGUFError(
+        f"{str(fields.file)!r} cannot be served: {fields.architecture}.{key} is {value!r}, but has to be above 0."
+    )
 
 
 def _entries(fields: _Fields, tensors: Mapping[str, Any], config: dict[str, Any]) -> list[tuple[str, TensorEntry]]:

@@ -80,13 +80,28 @@ class Metadata(Protocol):
 
 
 @dataclass(frozen=True)
+class SpecialIds:
+    """of_config: bos_token_id and eos_token_id, for config.json. eos_ids: every token that ends an answer."""
+
+    of_config: dict[str, int]
+    eos_ids: list[int]
+
+    @classmethod
+    def of(cls, metadata: Metadata) -> SpecialIds:
+        """Raises ValueError if one is no number."""
+        ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot")}
+        for name, at in ids.items():
+            if at is not None and not isinstance(at, int):
+                raise ValueError(f"{name}_token_id is {at!r}")
+        of_config = {f"{name}_token_id": ids[name] for name in ("bos", "eos") if ids[name] is not None}
+        return cls(of_config, sorted({at for at in (ids["eos"], ids["eot"]) if at is not None}))
+
+
+@dataclass(frozen=True)
 class GGUFTokenizer:
-    """config: of tokenizer_config.json. special_ids: bos_token_id and others, for config.json. eos_ids: every token
-    that ends an answer."""
+    """config: of tokenizer_config.json."""
 
     config: dict[str, Any]
-    special_ids: dict[str, int]
-    eos_ids: list[int]
     _tokenizer: Tokenizer
 
     def save(self, file: Path) -> None:
@@ -110,6 +125,8 @@ class GGUFTokenizer:
                 tokenizer, adds_bos = _byte_level(tokens, get("merges") or [], get("pre"))
             elif model == "llama":
                 scores = dict(zip(tokens, get("scores") or []))
+                if len(scores) < len(set(tokens)):
+                    raise UnknownTokenizerError(f"its tokenizer lacks the scores of tokens; {_REMEDY}.")
                 tokenizer, adds_bos = (
                     _sentence_piece(tokens, kinds, scores, bool(get("add_space_prefix", True))),
                     True,
@@ -137,13 +154,11 @@ class GGUFTokenizer:
             if name in named:
                 config[field] = named[name]
         template = metadata.get("tokenizer.chat_template")
+        if template and not isinstance(template, str):
+            raise UnknownTokenizerError(f"its chat template is no text; {_REMEDY}.")
         if template:
             config["chat_template"] = template
-        special_ids = {
-            f"{name}_token_id": at for name, at in ids.items() if name in ("bos", "eos") and at is not None
-        }
-        eos_ids = sorted({at for at in (ids["eos"], ids["eot"]) if at is not None})
-        return cls(config, special_ids, eos_ids, tokenizer)
+        return cls(config, tokenizer)
 
 
 def _byte_level(tokens: Sequence[str], merges: Sequence[str], pre: str | None) -> tuple[Tokenizer, bool]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sglang.srt.configs.gguf_model import GGUF_LINK, read_tensor_list
+from sglang.srt.configs.gguf_model import GGUF_LINK, GGUF_TENSORS, read_tensor_list
 from sglang.srt.configs.model_families import NATIVE, TRANSFORMERS, pick_model_impl
 from sglang.srt.configs.model_files import (
     ModelConfigError,
@@ -274,8 +274,8 @@ def _refuse_unsupported(config: ModelConfig) -> None:
         )
     if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0 or config.head_dim % 2 != 0:
         raise ModelConfigError(
-            "Rotary embeddings over a part of the head, or over an odd head_dim, are not supported natively; use "
-            "--model-impl transformers."
+            "Rotary embeddings over a part of the head, or over an odd head_dim, are not supported natively; "
+            f"{_use_transformers(config)}."
         )
     if rope_type == "longrope":
         lengths = {len(config.rope_parameters.get(f"{name}_factor") or ()) for name in ("short", "long")}
@@ -288,12 +288,19 @@ def _refuse_unsupported(config: ModelConfig) -> None:
         raise ModelConfigError(
             f"The model's attention looks back on {window} tokens only (sliding_window), which is not supported "
             f"natively in a context of {config.context_length}; use --context-length {window} or less, or "
-            "--model-impl transformers."
+            f"{_use_transformers(config)}."
         )
     if config.num_heads % config.num_kv_heads != 0:
         raise ModelConfigError(
             f"{config.num_heads} attention heads cannot share {config.num_kv_heads} KV heads evenly."
         )
+
+
+def _use_transformers(config: ModelConfig) -> str:
+    """The remedy where there is no native implementation."""
+    if (config.local_path / GGUF_TENSORS).is_file():
+        return "give the model as a directory in Hugging Face's format and use --model-impl transformers"
+    return "use --model-impl transformers"
 
 
 def _digest_safetensors(path: Path, digest: Any) -> None:

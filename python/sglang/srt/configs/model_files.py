@@ -17,7 +17,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from sglang.srt.configs.embedded_model import ensure_embedded_model
-from sglang.srt.configs.gguf_model import GGUF_TENSORS, GGUFError, ensure_gguf_model
+from sglang.srt.configs.gguf_model import GGUF_TENSORS, NO_TOKENIZER, GGUFError, ensure_gguf_model
 from sglang.srt.configs.model_families import MODEL_FAMILIES, TRANSFORMERS, pick_model_impl
 from sglang.srt.configs.smollm2_model import SMOLLM2, FetchError, ensure_smollm2
 
@@ -29,6 +29,7 @@ _WEIGHTS = "*.safetensors"
 _HUB_PATTERNS = ("*.json", _WEIGHTS, "*.jinja", "*.txt", "tokenizer.model")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
+_GGUF_SUFFIX, _GGUF_MAGIC = ".gguf", b"GGUF"
 INDEX = "model.safetensors.index.json"
 # Of which a tokenizer has at least one.
 _TOKENIZER_FILES = (
@@ -74,8 +75,10 @@ def _resolve(name: str, what: str, files: str, patterns: Sequence[str], revision
     path = Path(name).expanduser()
     if path.is_dir():
         return _of_gguf(path) if what == "model" else path
-    if path.suffix == ".gguf" and path.is_file():
+    if _is_gguf_file(path):
         return _from_gguf(path)
+    if path.suffix.lower() == _GGUF_SUFFIX and not path.exists():
+        raise ModelConfigError(f"There is no file {name!r}, or it is a link that leads nowhere.")
     if path.exists():
         raise ModelConfigError(f"{name!r} is a file; give the directory that holds {files}, or a .gguf file.")
     if not _HUB_NAME.fullmatch(name):
@@ -97,13 +100,26 @@ def _resolve(name: str, what: str, files: str, patterns: Sequence[str], revision
 
 def _of_gguf(directory: Path) -> Path:
     """The directory, or of the one GGUF file in it where there are no other weights."""
-    files = sorted(directory.glob("*.gguf"))
+    files = sorted(file for file in directory.iterdir() if file.suffix.lower() == _GGUF_SUFFIX and file.is_file())
     if not files or any(directory.glob(_WEIGHTS)) or (directory / GGUF_TENSORS).is_file():
         return directory
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise ModelConfigError(f"{str(directory)!r} holds several GGUF files: give one itself ({names}).")
     return _from_gguf(files[0])
+
+
+def _is_gguf_file(path: Path) -> bool:
+    """By its name or by its first bytes."""
+    if not path.is_file():
+        return False
+    if path.suffix.lower() == _GGUF_SUFFIX:
+        return True
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_GGUF_MAGIC)) == _GGUF_MAGIC
+    except OSError:
+        return False
 
 
 def _from_gguf(file: Path) -> Path:
@@ -306,7 +322,10 @@ def check_weight_files(path: Path, load_format: str, model_impl: str) -> None:
     if is_gguf(path, load_format):
         # Its header was read when the directory was made.
         if model_impl == TRANSFORMERS:
-            raise ModelConfigError("--model-impl transformers does not read GGUF files; leave the flag out.")
+            raise ModelConfigError(
+                "--model-impl transformers does not read GGUF files; leave the flag out, or give the model as a "
+                "directory in Hugging Face's format."
+            )
         return
     names = weight_file_names(path)
     for name in sorted(set(names.values() if isinstance(names, dict) else names)):
@@ -322,8 +341,8 @@ def check_tokenizer_files(path: Path) -> None:
             "--tokenizer-path."
         )
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (path / name).is_file():
-            _read_object(path / name)
+        if (path / name).is_file() and (problem := _read_object(path / name).get(NO_TOKENIZER)):
+            raise ModelConfigError(problem)
 
 
 def some(names: Sequence[str], limit: int = 5) -> str:

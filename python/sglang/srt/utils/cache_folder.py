@@ -5,8 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+
+_WRITING = ".writing-"
+# A process that still writes after so long was killed.
+_ABANDONED_S = 24 * 3600.0
 
 
 def user_cache(cache_dir: str | os.PathLike[str] | None = None) -> Path:
@@ -26,7 +32,8 @@ def ensure_folder(final: Path, files: Sequence[str], write: Callable[[Path], Non
         return final
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        ours = Path(tempfile.mkdtemp(prefix=".writing-", dir=final.parent))
+        _remove_abandoned(final.parent)
+        ours = Path(tempfile.mkdtemp(prefix=_WRITING, dir=final.parent))
     except OSError as e:
         raise OSError(
             f"{what} cannot be written to {str(final.parent)!r} ({e}); set XDG_CACHE_HOME to a writable directory"
@@ -47,3 +54,11 @@ def ensure_folder(final: Path, files: Sequence[str], write: Callable[[Path], Non
     finally:
         shutil.rmtree(ours, ignore_errors=True)
     return final
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """What killed processes left behind."""
+    for folder in parent.glob(f"{_WRITING}*"):
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(folder, ignore_errors=True)

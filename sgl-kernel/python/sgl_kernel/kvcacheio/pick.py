@@ -24,7 +24,7 @@ DMA_PIECE_BYTES = 64 << 10
 
 
 def pick_backend(requested: str, page_bytes_per_layer: int, num_pages: int, device: torch.device | str) -> str:
-    """The backend that carries out a transfer of num_pages pages: cpu, reference, kernel, cuda, triton, dma or direct.
+    """The backend that carries out a transfer of num_pages pages: of BACKENDS, but not auto.
 
     page_bytes_per_layer: the largest component of one page and one layer. device: the GPU's, or cpu if no GPU is
     involved. On the CPU `auto`, `kernel`, `cuda` and `triton` are `cpu`, or the reference where nothing can be
