@@ -62,6 +62,9 @@ def test_flags_have_upstreams_names_and_defaults() -> None:
         ("--plot x.gif", "must end in"),
         ("--output-file /no/where/x", "a folder that exists"),
         ("--output-file /tmp", "a folder that exists"),
+        ("--temperature nan", "--temperature nan must be 0 or more"),
+        ("--temperature -1", "--temperature -1 must be 0 or more"),
+        ("--request-timeout-sec 0", "--request-timeout-sec"),
         ("--seed -1", "'-1' is no whole number"),
     ],
 )
@@ -178,3 +181,13 @@ def test_an_interrupt_prints_what_was_measured(server: Server, tmp_path: Path) -
     out, _ = process.communicate(timeout=120)
     assert process.returncode == INTERRUPTED
     assert "Unfinished requests:" in out and "The run was interrupted." in out and out.count("Benchmark Result") == 1
+
+
+@pytest.mark.e2e
+def test_a_result_that_cannot_be_written_is_one_sentence_after_the_table(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--base-url", server.url, "--output-file", "/dev/full", "--disable-tqdm", *SMALL]) == 1
+    shown = capsys.readouterr()
+    assert "Successful requests" in shown.out
+    assert "cannot be written to /dev/full: No space left on device." in shown.err

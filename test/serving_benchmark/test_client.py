@@ -329,3 +329,28 @@ def test_addresses(url: str, shown: str) -> None:
 def test_what_is_no_address_is_refused() -> None:
     with pytest.raises(ValueError, match="'a:1' is no address"):
         Server.from_url("a:1", {})
+
+
+def test_who_never_answers_is_not_waited_for_without_end(vocabulary: Vocabulary) -> None:
+    async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async def ask() -> str | None:
+        async with await asyncio.start_server(mute, "127.0.0.1", 0) as listening:
+            server = Server("127.0.0.1", listening.sockets[0].getsockname()[1])
+            with pytest.raises(ServerError, match="did not answer within 1 s"):
+                await wait_ready(server, 0.0, lambda _: None)
+            record = await Runner(target(server, timeout_s=0.1), vocabulary).ask_once(made_up(0, 5), 4)
+            return record.error
+
+    assert asyncio.run(ask()) == "no whole answer within 0.1 s (--request-timeout-sec)"
+
+
+@pytest.mark.parametrize("models", [{"data": ["a"]}, {"data": {}}, {"data": []}, {}], ids=str)
+def test_an_odd_list_of_models_names_none(models: dict[str, Any]) -> None:
+    async def ask() -> str | None:
+        async with FakeServer(lambda *_: reply_of(models)).running() as server:
+            return (await ask_facts(server)).model
+
+    assert asyncio.run(ask()) is None

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 # In the directory: the link to the file, and the list of its tensors.
 GGUF_LINK = "model.gguf"
 GGUF_TENSORS = "gguf_tensors.json"
-_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", GGUF_TENSORS, GGUF_LINK)
-# In tokenizer_config.json, in place of a tokenizer: why there is none.
+_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", GGUF_TENSORS, GGUF_LINK)
+# In tokenizer.json, in place of a tokenizer: why there is none.
 NO_TOKENIZER = "gguf_has_no_tokenizer"
 # Part of the directory's name: change it when equal files give other directories.
 _VERSION = 2
@@ -122,7 +122,8 @@ def _write_from(folder: Path, file: Path, reader: Any) -> None:
         tokenizer.save(folder / "tokenizer.json")
     except UnknownTokenizerError as e:
         # The model can be served with another's tokenizer.
-        tokenizer_config = {NO_TOKENIZER: f"{str(file)!r}: {e}"}
+        tokenizer_config = {}
+        _write_json(folder / "tokenizer.json", {NO_TOKENIZER: f"{str(file)!r}: {e}"})
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", generation)
     _write_json(folder / "tokenizer_config.json", tokenizer_config)

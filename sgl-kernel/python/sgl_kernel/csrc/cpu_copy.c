@@ -26,18 +26,15 @@ static inline __attribute__((always_inline)) void fetch(const char *from, int64_
    in the host's pool. */
 void cpu_copy_pages(const runs *src, const runs *dst, const int64_t *src_pages, const int64_t *dst_pages, int64_t n,
                     int64_t layers, int64_t run) {
-    int64_t fetched = run < FETCHED ? run : FETCHED;
+    int64_t fetched = run < FETCHED ? run : FETCHED, next_page = AHEAD / layers, next_layer = AHEAD % layers;
     for (int64_t i = 0; i < n; i++) {
         const char *from = src->base + src_pages[i] * src->page_stride;
         char *to = dst->base + dst_pages[i] * dst->page_stride;
         for (int64_t layer = 0; layer < layers; layer++) {
-            int64_t page = i, next = layer + AHEAD;
-            if (next >= layers && ++page < n)
-                next -= layers;
-            if (layers <= AHEAD)
-                page = i + AHEAD, next = layer;
-            if (page < n)
-                fetch(src->base + src_pages[page] * src->page_stride + next * src->layer_stride, fetched);
+            if (next_page < n)
+                fetch(src->base + src_pages[next_page] * src->page_stride + next_layer * src->layer_stride, fetched);
+            if (++next_layer == layers)
+                next_layer = 0, next_page++;
             memcpy(to + layer * dst->layer_stride, from + layer * src->layer_stride, run);
         }
     }
