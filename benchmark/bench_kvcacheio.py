@@ -4,7 +4,7 @@
                                         [--page-sizes 1,16,64,256] [--layouts page_first] [--orders scattered]
                                         [--rounds N] [--budget-s N]
 
-On the CPU: the reference, and the plans of `dma` and `direct` executed in numpy, in one thread. The torch code that
+On the CPU: the kernel in C, the reference, and the plans of `dma` and `direct` executed in numpy, in one thread. The torch code that
 was the reference before it copied only once stands beside it. On a GPU: every backend at every quota of blocks,
 between a pinned host pool and the device, page sizes 1 to 1024. There a memcpy is one call for all bytes. Times are
 those of CUDA events around everything that a variant issues, with the upload of indices; *issuing* is the part of
