@@ -6,10 +6,10 @@
 
 On the CPU: the kernel in C, the reference, and the plans of `dma` and `direct` executed in numpy, in one thread. The
 torch code that was the reference before it copied only once stands beside it. On a GPU: every backend at every quota
-of blocks, between a pinned host pool and the device, page sizes 1 to 1024. There a memcpy is one call for all bytes. Times are
-those of CUDA events around everything that a variant issues, with the upload of indices; *issuing* is the part of
-that time that the host's thread spent. Every variant's bytes are checked once. A wrong or failing variant gives an
-exit code of 1 and does not affect the numbers of the others.
+of blocks, between a pinned host pool and the device, page sizes 1 to 1024. There a memcpy is one call for all bytes.
+Times are those of CUDA events around everything that a variant issues, with the upload of indices; *issuing* is the
+part of that time that the host's thread spent. Every variant's bytes are checked once. A wrong or failing variant
+gives an exit code of 1 and does not affect the numbers of the others.
 
 Pages: in runs (page i to page i), random (a permutation of all pages on both sides, as an allocator's free list may
 have) or scattered (random halves of both pools, where no order makes a run). A round goes through every layer once,
