@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -14,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from sglang.bench_serving import INTERRUPTED, main
+from sglang.bench_serving import INTERRUPTED, Benchmark, main
 from sglang.serving_benchmark.arguments import parse
+from support.fake_http_server import FakeServer, reply_of, stream_of
 from support.server_fixture import Server, free_port
 
 COMMAND = [sys.executable, "-m", "sglang.bench_serving"]
@@ -59,6 +61,12 @@ def test_flags_have_upstreams_names_and_defaults() -> None:
         ("--gsp-group-distribution zipf", "belong together"),
         ("--extra-request-body [1]", "no JSON object"),
         ("--extra-request-body {", "no JSON object"),
+        ('--extra-request-body {"stream":false}', "the benchmark measures streams: --disable-stream measures whole"),
+        ('--disable-stream --extra-request-body {"stream":true}', "leave one of them out"),
+        ('--extra-request-body {"n":2}', "sets n to 2, but the benchmark measures one answer of each request"),
+        ('--extra-request-body {"sampling_params":{"n":2}}', "sets n to 2"),
+        ('--extra-request-body {"prompt":"x"}', "sets prompt, but the benchmark makes the prompts"),
+        ('--extra-request-body {"stream_options":{"include_usage":false}}', "leaves include_usage out"),
         ("--plot x.gif", "must end in"),
         ("--output-file /no/where/x", "a folder that exists"),
         ("--output-file /tmp", "a folder that exists"),
@@ -75,6 +83,11 @@ def test_a_wrong_flag_is_one_sentence(flags: str, message: str, capsys: pytest.C
     assert message in capsys.readouterr().err
 
 
+def test_harmless_fields_are_laid_over_the_body() -> None:
+    extra = {"stream": True, "n": 1, "sampling_params": {"min_p": 0.1}, "stream_options": {"other": 1}}
+    assert parse(["--extra-request-body", json.dumps(extra)]).extra_request_body == extra
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -88,6 +101,64 @@ def test_a_server_that_is_not_there_is_one_sentence(
     port = free_port()
     assert main([*SMALL, "--port", str(port), *flags]) == 1
     assert message.format(port=port) in capsys.readouterr().err
+
+
+MEASURED = stream_of(
+    [{"text": "a", "meta_info": {"prompt_tokens": 9, "completion_tokens": n, "finish_reason": None}} for n in (1, 4)]
+)
+
+
+@pytest.mark.parametrize("flags", [(), ("--flush-cache",)], ids=str)
+def test_a_server_that_dies_between_rates_ends_the_command(
+    flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out.jsonl"
+
+    def answer(path: str, _: Any) -> bytes:
+        num_asked = [path for path, _ in fake.requests].count("/generate")
+        if num_asked > 4 or (num_asked == 4 and path != "/generate"):
+            return b""  # the connection ends
+        return MEASURED if path == "/generate" else reply_of({"data": []})
+
+    fake = FakeServer(answer)
+
+    async def go() -> int:
+        async with fake.running() as server:
+            args = [*SMALL, "--model", "m", "--tokenizer", "embedded", "--warmup-requests", "0", "--disable-tqdm"]
+            args += ["--base-url", server.url, "--output-file", str(path), "--request-rate", "inf,20,30", *flags]
+            return await Benchmark(parse(args)).run()
+
+    assert asyncio.run(go()) == 1
+    (line,) = [json.loads(line) for line in path.read_text().splitlines()]
+    assert line["completed"] == 4 and line["request_rate"] == "inf"
+    shown = capsys.readouterr()
+    assert re.search(r"http://127\S+ does not answer any more: .*\. Not measured: rates 20, 30\.\n$", shown.err)
+    assert shown.err.count("measuring at") == 1 and "Results were added to" in shown.out
+
+
+def test_a_rate_without_a_success_gives_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(path: str, _: Any) -> bytes:
+        if path != "/generate":
+            return reply_of({"data": []})
+        return MEASURED if [path for path, _ in fake.requests].count("/generate") <= 4 else reply_of({}, "400 No")
+
+    fake = FakeServer(answer)
+
+    async def go() -> int:
+        async with fake.running() as server:
+            args = [*SMALL, "--model", "m", "--tokenizer", "embedded", "--warmup-requests", "0", "--disable-tqdm"]
+            args += [
+                "--base-url",
+                server.url,
+                "--output-file",
+                str(tmp_path / "x"),
+                "--request-rate",
+                "inf,1000,2000",
+            ]
+            return await Benchmark(parse(args)).run()
+
+    assert asyncio.run(go()) == 1
+    assert "no request succeeded at rates 1000, 2000" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,14 @@ from sglang.serving_benchmark.datasets.registry import DATASETS
 from sglang.serving_benchmark.http_stream import Server
 from sglang.serving_benchmark.records import RequestRecord
 from sglang.serving_benchmark.runner import Outcome, Runner, Target
-from sglang.serving_benchmark.server_facts import ServerError, ServerFacts, ask_facts, flush_cache, wait_ready
+from sglang.serving_benchmark.server_facts import (
+    ServerError,
+    ServerFacts,
+    ask_facts,
+    check_alive,
+    flush_cache,
+    wait_ready,
+)
 from sglang.serving_benchmark.vocabulary import Vocabulary, VocabularyError
 from sglang.serving_benchmark.workload import Limits, Message, Workload, first_requests, fit, made_up
 
@@ -89,16 +96,25 @@ class Benchmark:
             notes.append("Every rate sends the same texts, which the cache has after the first: see --flush-cache.")
         stop = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, _interrupt, stop)
+        problem = None
         for number, rate in enumerate(args.request_rate):
-            if args.flush_cache:
-                await flush_cache(server, target.backend.flush_path)
+            try:
+                if number:
+                    await check_alive(server)
+                if args.flush_cache:
+                    await flush_cache(server, target.backend.flush_path)
+            except ServerError as error:
+                if not number:
+                    raise
+                problem = f"{error} Not measured: {_rates_text(args.request_rate[number:])}."
+                break
             outcome = await self._measure(number, rate, workload, (target, vocabulary), stop)
             self._results.append(self._result(outcome, rate, workload, facts, target, notes))
             print(report.table(self._results[-1], notes), flush=True)
             self._write(self._results[-1], outcome)
             if stop.is_set():
                 break
-        return self._finish(stop.is_set(), notes)
+        return self._finish(stop.is_set(), notes, problem)
 
     def _server(self) -> Server:
         args = self._args
@@ -246,21 +262,27 @@ class Benchmark:
         name = f"{args.backend}_{datetime.now():%m%d}_{args.num_prompts}_{args.dataset_name}.jsonl"
         return Path(args.output_file or name)
 
-    def _finish(self, was_interrupted: bool, notes: Sequence[str]) -> int:
+    def _finish(self, was_interrupted: bool, notes: Sequence[str], problem: str | None) -> int:
+        """problem: why rates were left out. Returns the exit code."""
         if len(self._results) > 1:
             print(report.comparison(self._results))
-        has_succeeded = any(result["completed"] for result in self._results)
+        failed = [result["request_rate"] for result in self._results if not result["completed"]]
         print(f"\nResults were added to {self._output_file()}.")
-        if self._args.plot and has_succeeded:
+        if self._args.plot and len(failed) < len(self._results):
             plot.draw(self._results, self._args.plot, notes)
             print(f"Load against latency is drawn in {self._args.plot}.")
         if was_interrupted:
             print("The run was interrupted.")
             return INTERRUPTED
-        if not has_succeeded:
-            _tell("no request succeeded")
-            return 1
-        return 0
+        if failed:
+            _tell(f"no request succeeded at {_rates_text(failed)}")
+        if problem is not None:
+            _tell(problem)
+        return 1 if failed or problem is not None else 0
+
+
+def _rates_text(rates: Sequence[float | str]) -> str:
+    return f"rate{'s' if len(rates) > 1 else ''} {', '.join(map(report.rate_text, rates))}"
 
 
 def _tell(sentence: str) -> None:

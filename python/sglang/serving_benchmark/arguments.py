@@ -15,6 +15,8 @@ from sglang.serving_benchmark.backends import BACKENDS
 from sglang.serving_benchmark.datasets.registry import DATASETS
 
 _NUM_PROMPTS = 1000
+# Fields of a body that hold the prompt, by kind of server.
+_PROMPT_FIELDS = ("text", "input_ids", "prompt", "messages")
 # Flags of upstream's command for what this one does not measure.
 _UPSTREAM_ONLY = {
     *("--agentic-max-turns", "--dataset-offset", "--speed-bench-category", "--speed-bench-output-len"),
@@ -77,6 +79,8 @@ def _problem(args: argparse.Namespace) -> str | None:
             content = None
         if not isinstance(content, dict):
             return f"--extra-request-body {args.extra_request_body!r} is no JSON object"
+        if problem := _problem_of_body(content, not args.disable_stream):
+            return f"--extra-request-body {problem}"
     if args.output_file and (
         Path(args.output_file).is_dir() or not Path(args.output_file).absolute().parent.is_dir()
     ):
@@ -86,6 +90,30 @@ def _problem(args: argparse.Namespace) -> str | None:
     if not 0 <= args.temperature < math.inf:
         return f"--temperature {args.temperature:g} must be 0 or more"
     return plot.problem_with(args.plot) if args.plot else None
+
+
+def _problem_of_body(extra: dict[str, Any], is_stream: bool) -> str | None:
+    """Why the answers to bodies with these fields would not be measured right. Other fields may change."""
+    for name in _PROMPT_FIELDS:
+        if name in extra:
+            return f"sets {name}, but the benchmark makes the prompts: leave it out"
+    if extra.get("stream", is_stream) is not is_stream:
+        value = json.dumps(extra["stream"])
+        if is_stream:
+            return (
+                f"sets stream to {value}, but the benchmark measures streams: --disable-stream measures whole answers"
+            )
+        return f"sets stream to {value}, but --disable-stream measures whole answers: leave one of them out"
+    params = extra.get("sampling_params")
+    for fields in (extra, params if isinstance(params, dict) else {}):
+        for name in ("n", "best_of"):
+            if fields.get(name) not in (None, 1):
+                value = json.dumps(fields[name])
+                return f"sets {name} to {value}, but the benchmark measures one answer of each request: leave it out"
+    options = extra.get("stream_options", {})
+    if is_stream and not (isinstance(options, dict) and options.get("include_usage", True) is True):
+        return "leaves include_usage out of stream_options, but the benchmark reads token counts from it: leave it in"
+    return None
 
 
 def _rates(text: str) -> list[float]:

@@ -86,6 +86,16 @@ async def _get(server: Server, path: str) -> dict[str, Any] | None:
     return content if status == 200 and isinstance(content, dict) else None
 
 
+async def check_alive(server: Server) -> None:
+    """Raises `ServerError` unless it answers."""
+    try:
+        status, _ = await send_json(server, "GET", "/v1/models")
+    except HttpError as error:
+        raise ServerError(f"{server.url} does not answer any more: {error}.") from None
+    if status >= 500:
+        raise ServerError(f"{server.url} does not answer any more: /v1/models answers with status {status}.")
+
+
 async def flush_cache(server: Server, path: str) -> None:
     """Raises `ServerError`. A server that is still busy is asked again."""
     deadline = time.monotonic() + _FLUSH_TIMEOUT_S
