@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import gguf
@@ -19,6 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from sglang.srt.configs import gguf_model
 from sglang.srt.configs.gguf_model import GGUF_LINK, ensure_gguf_model, read_tensor_list
 from sglang.srt.configs.gguf_tokenizer import GGUFTokenizer, UnknownTokenizerError
 from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
@@ -157,6 +159,21 @@ def test_a_directory_and_a_link_lead_to_the_same_model_and_a_new_file_to_a_new_o
     make(tmp_path, name="second.gguf")
     with pytest.raises(ModelConfigError, match=r"several GGUF files: give one itself \(model.gguf, second.gguf\)"):
         resolve_model_path(str(tmp_path))
+
+
+def test_the_cache_keeps_the_models_used_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_model, "_MAX_MODELS", 2)
+    file, _ = make(tmp_path)
+    parent = tmp_path / "cache" / "sglang-gguf"
+    for name in ("old", "older", "oldest"):
+        (parent / name).mkdir(parents=True)
+    for second, name in enumerate(("oldest", "older", "old")):
+        os.utime(parent / name, (second, second))
+    folder = ensure_gguf_model(file)
+    assert sorted(path.name for path in parent.iterdir()) == [folder.name, "old"]
+    os.utime(folder, (0, 0))  # it is in use, and stays
+    ensure_gguf_model(file.rename(tmp_path / "renamed.gguf"))
+    assert folder.is_dir() and len(list(parent.iterdir())) == 3
 
 
 def test_the_load_format_has_to_fit(tmp_path):

@@ -1,7 +1,7 @@
 """A GGUF file as a directory in Hugging Face's format: config.json, the tokenizer, and a list of its tensors.
 
-Owns these directories in the user's cache. Weights stay in the file: the directory links to it, and
-model_loader/gguf_weights.py reads them there.
+Owns these directories in the user's cache; it removes the least recently used ones. Weights stay in the file: the
+directory links to it, and model_loader/gguf_weights.py reads them there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from sglang.srt.configs.gguf_tokenizer import GGUFTokenizer, SpecialIds, UnknownTokenizerError
-from sglang.srt.utils.cache_folder import ensure_folder, user_cache
+from sglang.srt.utils.cache_folder import ensure_folder, hold_folder, trim_folders, user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,8 @@ _FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_
 NO_TOKENIZER = "gguf_has_no_tokenizer"
 # Part of the directory's name: change it when equal files give other directories.
 _VERSION = 2
+# Directories that are kept, of up to some 20 MB, beside those that a process uses.
+_MAX_MODELS = 16
 
 # general.architecture -> (architecture, model_type) of config.json. Converters write Mistral's models as "llama".
 _ARCHITECTURES = {
@@ -79,17 +81,22 @@ class TensorEntry:
 
 
 def ensure_gguf_model(file: Path) -> Path:
-    """The directory of a GGUF file's model, written at first use: seconds, a few MB. Raises GGUFError, OSError."""
+    """The directory of a GGUF file's model, written at first use: seconds, a few MB. No process removes it while
+    this one runs. Raises GGUFError, OSError."""
     file = file.resolve()
     stat = file.stat()
     made_of = f"{_VERSION} {file} {stat.st_size} {stat.st_mtime_ns}"
     name = f"{file.stem[:60]}-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}"
-    return ensure_folder(
-        user_cache() / "sglang-gguf" / name,
-        _FILES,
-        lambda folder: _write(folder, file),
-        f"what {str(file)!r} holds beside weights",
-    )
+    final = user_cache() / "sglang-gguf" / name
+    is_new = not final.is_dir()
+    what = f"what {str(file)!r} holds beside weights"
+    while True:
+        ensure_folder(final, _FILES, lambda folder: _write(folder, file), what)
+        if hold_folder(final):  # another process may have removed it meanwhile
+            break
+    if is_new:
+        trim_folders(final.parent, _MAX_MODELS)
+    return final
 
 
 def read_tensor_list(folder: Path) -> dict[str, TensorEntry]:

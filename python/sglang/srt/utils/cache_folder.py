@@ -1,7 +1,11 @@
-"""Folders in the user's cache that are written once, whole, by whichever process comes first. Owns nothing."""
+"""Folders in the user's cache that are written once, whole, by whichever process comes first.
+
+Owns a shared lock on every folder that `hold_folder` was called for, until the process ends.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -13,6 +17,8 @@ from pathlib import Path
 _WRITING = ".writing-"
 # A process that still writes after so long was killed.
 _ABANDONED_S = 24 * 3600.0
+# Folder -> the descriptor that has the lock.
+_held: dict[Path, int] = {}
 
 
 def user_cache(cache_dir: str | os.PathLike[str] | None = None) -> Path:
@@ -54,6 +60,62 @@ def ensure_folder(final: Path, files: Sequence[str], write: Callable[[Path], Non
     finally:
         shutil.rmtree(ours, ignore_errors=True)
     return final
+
+
+def hold_folder(folder: Path) -> bool:
+    """Keep `trim_folders` from removing the folder until this process ends, and note that it is used now. False: it
+    was removed before."""
+    try:
+        os.utime(folder)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        pass  # another user's cache
+    held = _held.get(folder)
+    if held is None:
+        try:
+            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            return False
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(held, fcntl.LOCK_SH)
+        _held[folder] = held
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(held), folder.stat()):
+            return True
+    os.close(_held.pop(folder))
+    return False
+
+
+def trim_folders(parent: Path, max_folders: int) -> None:
+    """Remove the least recently used folders beyond so many. Those that a process holds stay."""
+    used = []
+    for folder in parent.iterdir():
+        with suppress(OSError):
+            if folder.is_dir() and not folder.name.startswith(_WRITING):
+                used.append((folder.stat().st_mtime_ns, folder))
+    for _, folder in sorted(used, reverse=True)[max_folders:]:
+        with suppress(OSError):
+            _remove_unless_held(folder)
+
+
+def _remove_unless_held(folder: Path) -> None:
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        except OSError:
+            pass  # not every file system has locks
+        # It disappears at once. What a killed process leaves is abandoned.
+        removed = Path(tempfile.mkdtemp(prefix=_WRITING, dir=folder.parent))
+        try:
+            folder.rename(removed / "content")
+        finally:
+            shutil.rmtree(removed, ignore_errors=True)
+    finally:
+        os.close(lock)
 
 
 def _remove_abandoned(parent: Path) -> None:
