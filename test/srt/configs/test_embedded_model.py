@@ -66,9 +66,15 @@ def test_follows_the_environment(tmp_path, monkeypatch):
     assert len(tokenizer) == config.vocab_size == VOCAB_SIZE
 
 
-def test_a_cache_that_cannot_be_written_says_what_to_do(tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_replaced_by_a_temporary_folder(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    own = tmp_path / f"sglang-{os.getuid()}"
+    path = ensure_embedded_model()
+    assert path.is_relative_to(own) and own.stat().st_mode & 0o777 == 0o700
+    assert ensure_embedded_model() == path
+    own.chmod(0o777)  # others may have put a model there
     with pytest.raises(ModelConfigError, match="set XDG_CACHE_HOME"):
         ModelConfig.from_pretrained("embedded")
 

