@@ -27,6 +27,7 @@ from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
 from sglang.srt.configs.model_files import check_tokenizer_files, check_weight_files, resolve_model_path
 from sglang.srt.layers.rotary_embedding import rope_frequencies
 from sglang.srt.model_loader.gguf_weights import GGUFWeights
+from sglang.srt.model_loader.loader import ModelLoadError
 from support.gguf_files import add_field, finish, tokenizer_fields, write_gguf
 from support.tiny_runner import TinyRunner
 
@@ -218,6 +219,21 @@ def test_refuses_with_a_sentence(tmp_path, name):
     with pytest.raises(ModelConfigError, match=sentence):
         resolve_model_path(str(file))
     assert not list((tmp_path / "cache" / "sglang-gguf").glob("*")), "a refused file left something behind"
+
+
+ODD_HEADS = [f"llama.{key}" for key in ("attention.key_length", "attention.value_length", "rope.dimension_count")]
+
+
+def test_a_sentence_about_the_model_names_the_users_file(tmp_path):
+    file, _ = make(tmp_path, fields=dict.fromkeys(ODD_HEADS, 9))
+    with pytest.raises(ModelConfigError, match=rf"^transformers cannot read the config of '{file}': "):
+        ModelConfig.from_pretrained(str(file))
+    make(tmp_path, fields={"llama.feed_forward_length": 95})
+    with pytest.raises(ModelLoadError, match=rf"\(96, 64\), but the metadata of '{file}' asks for \(95, 64\)"):
+        TinyRunner(ModelConfig.from_pretrained(str(file)))
+    make(tmp_path, fields={"llama.block_count": 1})
+    with pytest.raises(ModelLoadError, match=rf"^The weights in '{file}' do not fit"):
+        TinyRunner(ModelConfig.from_pretrained(str(file)))
 
 
 WITHOUT_TOKENIZER = {

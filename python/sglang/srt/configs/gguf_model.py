@@ -99,6 +99,12 @@ def ensure_gguf_model(file: Path) -> Path:
     return final
 
 
+def gguf_file_of(folder: Path) -> Path | None:
+    """The user's file that a directory was made of, for sentences about it; None: it was made of none."""
+    link = folder / GGUF_LINK
+    return link.readlink() if (folder / GGUF_TENSORS).is_file() and link.is_symlink() else None
+
+
 def read_tensor_list(folder: Path) -> dict[str, TensorEntry]:
     """Name of a tensor in Hugging Face's checkpoints -> its place in `folder`'s GGUF file."""
     entries = json.loads((folder / GGUF_TENSORS).read_text())

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sglang.srt.configs.gguf_model import GGUF_LINK, GGUF_TENSORS, read_tensor_list
+from sglang.srt.configs.gguf_model import GGUF_LINK, gguf_file_of, read_tensor_list
 from sglang.srt.configs.model_families import NATIVE, TRANSFORMERS, pick_model_impl
 from sglang.srt.configs.model_files import (
     ModelConfigError,
@@ -221,7 +221,9 @@ def _auto_config(local_path: Path) -> Any:
         return AutoConfig.from_pretrained(local_path, local_files_only=True)
     except Exception as e:
         reason = " ".join(str(e).split())
-        raise ModelConfigError(f"transformers cannot read {str(local_path / 'config.json')!r}: {reason}") from e
+        gguf_file = gguf_file_of(local_path)
+        what = f"{str(local_path / 'config.json')!r}" if gguf_file is None else f"the config of {str(gguf_file)!r}"
+        raise ModelConfigError(f"transformers cannot read {what}: {reason}") from e
 
 
 def _pick_dtype(dtype: str, hf_config: Any) -> torch.dtype:
@@ -298,7 +300,7 @@ def _refuse_unsupported(config: ModelConfig) -> None:
 
 def _use_transformers(config: ModelConfig) -> str:
     """The remedy where there is no native implementation."""
-    if (config.local_path / GGUF_TENSORS).is_file():
+    if gguf_file_of(config.local_path) is not None:
         return "give the model as a directory in Hugging Face's format and use --model-impl transformers"
     return "use --model-impl transformers"
 

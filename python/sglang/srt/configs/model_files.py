@@ -226,7 +226,7 @@ def check_config(
         value = raw.get(name)
         if value is not None and (type(value) is not int or value < 1):
             raise ModelConfigError(
-                f"{model_path!r} cannot be served: {name} in its config.json is {value!r}, but it has to be a whole "
+                f"{model_path!r} cannot be served: {name} in its config is {value!r}, but it has to be a whole "
                 "number above 0."
             )
     check_quantization(model_path, raw.get("quantization_config"))

@@ -29,12 +29,14 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from sglang.srt.configs.gguf_model import gguf_file_of
 from sglang.srt.configs.smollm2_model import fetched_or_embedded
 from sglang.srt.entrypoints.native import GenerateReqInput, serve_generate
 from sglang.srt.entrypoints.request_fields import UNSUPPORTED_GENERATE, convert
@@ -244,7 +246,8 @@ class EngineProcesses:
             prefix = "" if args.tp_size == 1 else f"TP{rank}"
             child(name, self._scheduler_command, ("scheduler_in", "detokenizer_in"), extra, log_prefix=prefix)
         # The detokenizer starts meanwhile; it is ready long before the model is.
-        tokenizer = await asyncio.to_thread(get_tokenizer, tokenizer_path)
+        gguf_file = gguf_file_of(Path(tokenizer_path))
+        tokenizer = await asyncio.to_thread(get_tokenizer, tokenizer_path, str(gguf_file or tokenizer_path))
         path = await asyncio.to_thread(self._tokenizer_for_child, tokenizer, tokenizer_path)
         sockets = ("detokenizer_in", "tokenizer_in")
         child("detokenizer", DETOKENIZER_COMMAND, sockets, {"tokenizer": path}, remove_directory=self._directory)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sglang.srt.configs.gguf_model import GGUF_LINK, read_tensor_list
+from sglang.srt.configs.gguf_model import GGUF_LINK, gguf_file_of, read_tensor_list
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_families import TRANSFORMERS
 from sglang.srt.configs.model_files import (
@@ -90,6 +90,7 @@ def _weight_files(path: Path, load_format: str) -> dict[str, Path]:
 
 def _load_files(model: Any, path: Path, load_format: str, progress: StartupProgress) -> None:
     targets = model.weight_targets()
+    gguf_file = gguf_file_of(path)
     files = _weight_files(path, load_format)
     where = {name: file for name, file in files.items() if not model.ignores_weight(name)}
     plan: dict[str, list[WeightTarget]] = {}
@@ -102,8 +103,11 @@ def _load_files(model: Any, path: Path, load_format: str, progress: StartupProgr
         parts = [
             f"{kind}: {some(names)}" for kind, names in (("missing", missing), ("unexpected", unexpected)) if names
         ]
-        raise ModelLoadError(f"The weights in {str(path)!r} do not fit {type(model).__name__}; {'; '.join(parts)}.")
+        raise ModelLoadError(
+            f"The weights in {str(gguf_file or path)!r} do not fit {type(model).__name__}; {'; '.join(parts)}."
+        )
 
+    config_name = "config.json" if gguf_file is None else f"the metadata of {str(gguf_file)!r}"
     by_file: dict[Path, list[str]] = {}
     for name, file in where.items():
         by_file.setdefault(file, []).append(name)
@@ -116,18 +120,18 @@ def _load_files(model: Any, path: Path, load_format: str, progress: StartupProgr
                 for name in names:
                     if name not in held:
                         raise ModelLoadError(f"{file.name} does not hold {name!r}, although {INDEX} lists it there.")
-                    _copy(name, f, plan[name])
+                    _copy(name, f, plan[name], config_name)
                     bar.update()
 
 
-def _copy(name: str, file: Any, targets: list[WeightTarget]) -> None:
-    """targets: their tensors stand in the file's tensor one below the other."""
+def _copy(name: str, file: Any, targets: list[WeightTarget], config_name: str) -> None:
+    """targets: their tensors stand in the file's tensor one below the other. config_name: in errors."""
     source = file.get_slice(name)
     shape = tuple(source.get_shape())
     rows = sum(target.shape[0] for target in targets)
     wanted = (rows, *targets[0].shape[1:])
     if shape != wanted:
-        raise ModelLoadError(f"{name!r} has the shape {shape}, but config.json asks for {wanted}.")
+        raise ModelLoadError(f"{name!r} has the shape {shape}, but {config_name} asks for {wanted}.")
     if all(target.is_whole for target in targets):
         source = file.get_tensor(name)  # a view of the mapped file, not yet a copy
     offset = 0

@@ -19,8 +19,9 @@ _TOKENIZER_CLASSES = {
 }
 
 
-def get_tokenizer(path: str) -> Any:
-    """A transformers tokenizer, the one of AutoTokenizer. Raises StartupError."""
+def get_tokenizer(path: str, named: str | None = None) -> Any:
+    """A transformers tokenizer, the one of AutoTokenizer. named: what stands in the error in place of the path.
+    Raises StartupError."""
     try:
         import transformers
 
@@ -28,7 +29,7 @@ def get_tokenizer(path: str) -> Any:
         tokenizer_class = getattr(transformers, name) if name else transformers.AutoTokenizer
         return tokenizer_class.from_pretrained(path)
     except Exception as error:  # transformers raises anything from KeyError to its own errors for a broken file
-        raise StartupError(f"{path} holds no usable tokenizer ({one_sentence(error)[:200]})") from None
+        raise StartupError(f"{named or path} holds no usable tokenizer ({one_sentence(error)[:200]})") from None
 
 
 def _known_tokenizer_class(path: str) -> str | None:
