@@ -17,6 +17,9 @@ DEVICE_SUITES = $(addprefix test/srt/managers/test_,equality.py exactness.py)
 SEED ?= 1
 # One process per core, few where there are many; whoever is done takes over from the others.
 PARALLEL ?= --numprocesses auto --maxprocesses 8 --dist worksteal
+# Compiled modules are kept, even if the environment forbids it: a run starts some hundred processes, and each would
+# compile the sources again.
+KEEP_COMPILED := PYTHONDONTWRITEBYTECODE=
 # 1: a test that is skipped for another reason than the lack of a GPU fails the run. Installs what the tests of the GPU's
 # kernels need on a machine without one.
 STRICT ?=
@@ -59,13 +62,13 @@ check: setup
 	$(PY) -m pytest -x test/test_smallest.py
 
 test: setup
-	$(PY) -m pytest $(PARALLEL) -m 'not slow and not gpu and not clients' --durations 30
+	$(KEEP_COMPILED) $(PY) -m pytest $(PARALLEL) -m 'not slow and not gpu and not clients' --durations 30
 
 # First the planted bugs' table of first tries: a search for those whose entry no longer catches them.
 test-all: setup $(if $(STRICT),setup-strict)
 	$(SUPPORT_PY) -m support.mutations --first-tries stale
-	STRICT=$(STRICT) $(PY) -m pytest $(PARALLEL) -m 'not gpu and not clients' --durations 30
-	STRICT=$(STRICT) SGLANG_TEST_DEVICE=emulated $(PY) -m pytest $(PARALLEL) -m 'not slow' $(DEVICE_SUITES)
+	$(KEEP_COMPILED) STRICT=$(STRICT) $(PY) -m pytest $(PARALLEL) -m 'not gpu and not clients' --durations 30
+	$(KEEP_COMPILED) STRICT=$(STRICT) SGLANG_TEST_DEVICE=emulated $(PY) -m pytest $(PARALLEL) -m 'not slow' $(DEVICE_SUITES)
 
 setup-strict: setup
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev,strict]'
