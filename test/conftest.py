@@ -11,10 +11,26 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from support.server_fixture import Server
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def small_server() -> Iterator[Server]:
+    """The real engine, for tests of several files: a device pool of few tokens, so that conversations move to the
+    host. In the end, SIGTERM ends it."""
+    from support.server_fixture import Server
+
+    with Server(*["--hicache", "--hicache-ratio", "8", "--max-total-tokens", "1024"]) as server:
+        yield server
+        server.stop()
 
 
 def _skips_not_for_a_gpu(terminal: pytest.TerminalReporter) -> list[str]:

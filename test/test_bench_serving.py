@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +160,9 @@ def test_a_rate_without_a_success_gives_code_1(tmp_path: Path, capsys: pytest.Ca
     assert "no request succeeded at rates 1000, 2000" in capsys.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server("--hicache", "--max-total-tokens", "2048") as server:
-        yield server
+@pytest.fixture
+def server(small_server: Server) -> Server:
+    return small_server
 
 
 def measure(server: Server, tmp_path: Path, *flags: str) -> tuple[int, list[dict[str, Any]]]:
@@ -189,7 +187,7 @@ def test_a_live_server_is_measured(
     assert line["total_cached_tokens"] > 0.5 * line["total_input_tokens"]
     tiers = line["cached_tokens_by_tier"]
     assert tiers is None if backend == "vllm" else sum(tiers.values()) == line["total_cached_tokens"]
-    assert line["server_info"]["max_total_num_tokens"] == 2048
+    assert line["server_info"]["max_total_num_tokens"] == 1024
     assert line["arguments"]["multi_turn_num_turns"] == 3
     out = capsys.readouterr().out
     assert "Mean TTFT (ms):" in out and "Errors:" not in out

@@ -1,5 +1,6 @@
 """Everything at once: one server whose prompts come from device, peer, host, disk and remote store, all real, while
-each of these parts is killed, stopped, slowed and brought back. Its answers are those of a server without a cache."""
+each of these parts is killed, stopped, slowed and brought back. Its answers are those that it computes without the
+cache."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def random_ids(seed: int, size: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Turn:
-    """A prompt, and the answer of the server without a cache."""
+    """A prompt, and the answer without the cache."""
 
     prompt: list[int]
     output_ids: list[int]
@@ -54,15 +55,15 @@ def logprobs_of(reply: dict[str, Any]) -> list[float]:
     return [each[0] for each in reply["meta_info"]["output_token_logprobs"]]
 
 
-def hold_conversations(plain: Server) -> list[list[Turn]]:
-    """Conversations that begin with the same system prompt, as the server without a cache answers them."""
+def hold_conversations(server: Server) -> list[list[Turn]]:
+    """Conversations that begin with the same system prompt. No answer reads or fills the cache."""
     prompts = [random_ids(0, SYSTEM_TOKENS) for _ in range(NUM_CONVERSATIONS)]
     conversations: list[list[Turn]] = [[] for _ in prompts]
     for turn in range(NUM_TURNS):
         for i, prompt in enumerate(prompts):
             prompt += random_ids(1 + i * NUM_TURNS + turn, QUESTION_TOKENS)
-        body = {"input_ids": prompts, "sampling_params": PARAMS, "return_logprob": True}
-        replies = plain.post("/generate", body)
+        body = {"input_ids": prompts, "sampling_params": PARAMS, "return_logprob": True, "cache": "bypass"}
+        replies = server.post("/generate", body)
         assert replies.status_code == 200, replies.text
         for prompt, conversation, reply in zip(prompts, conversations, replies.json()):
             conversation.append(Turn(list(prompt), reply["output_ids"], logprobs_of(reply)))
@@ -229,11 +230,11 @@ def everything(folder: Path, seed: int, mixed: int, **options: Any) -> Iterator[
     """All parts, the server on them, and clients that have had prompts from all sources, one of them from `mixed` at
     the same time. At the end all sources serve prompts again, and the server stops with nothing left."""
     with AllTiers(folder, **options) as tiers:
-        with Server("--disable-radix-cache", wait=False) as plain:
-            server = tiers.start_server(*FLAGS.split(), disk_tokens=DISK_TOKENS)
-            plain.wait_ready()
-            conversations = hold_conversations(plain)
+        server = tiers.start_server(*FLAGS.split(), disk_tokens=DISK_TOKENS)
         server.wait_ready()
+        conversations = hold_conversations(server)
+        state = server.state()
+        assert [tier for tier in SOURCES if state["tiers"][tier].get("cached_tokens")] == []
         wait_until(lambda: borrowed_tokens(server) > 0)
         with Clients(server, conversations, seed) as clients:
             clients.wait_until(

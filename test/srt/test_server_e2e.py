@@ -27,16 +27,11 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def servers():
-    """(with a device pool of few tokens, so that conversations move to the host; without a cache). They start side by
-    side. In the end, SIGTERM ends the first, and a second SIGTERM the other, in the middle of a prefill."""
-    flags = "--hicache --hicache-ratio 8 --max-total-tokens 1024"
-    with Server(*flags.split(), wait=False) as cached, Server("--disable-radix-cache", wait=False) as plain:
-        cached.wait_ready()
-        plain.wait_ready()
-        assert [stage for stage in STAGES if f"INFO: {stage}" not in cached.output()] == []
-        yield cached, plain
-        cached.stop()
+def plain():
+    """Without a cache. In the end, a second SIGTERM ends it, in the middle of a prefill."""
+    with Server("--disable-radix-cache") as plain:
+        assert [stage for stage in STAGES if f"INFO: {stage}" not in plain.output()] == []
+        yield plain
         body = {"input_ids": prompt(99, 8000), "sampling_params": {"max_new_tokens": 2}}
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             cut = pool.submit(plain.post, "/generate", body)
@@ -46,13 +41,8 @@ def servers():
 
 
 @pytest.fixture
-def server(servers):
-    return servers[0]
-
-
-@pytest.fixture
-def plain(servers):
-    return servers[1]
+def server(small_server):
+    return small_server
 
 
 def prompt(seed: int, size: int) -> list[int]:
@@ -188,6 +178,7 @@ def test_pages_of_16_in_odd_chunks_until_the_scheduler_is_killed(plain):
         server.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_the_offline_engine_agrees_with_the_server(plain):
     ids = prompt(13, 40)
     with sglang.Engine(model_path="embedded", enable_hierarchical_cache=True, max_total_tokens=1024) as engine:
