@@ -81,6 +81,13 @@ def test_each_question_is_about_a_page_that_holds_its_answer() -> None:
     assert len(set(first[:4])) == 4, "each page once, before it comes again"
 
 
+def test_the_first_request_of_a_client_leaves_nothing_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(demo_common, "ask", lambda *_, **more: asked.append(more))
+    demo_common.connect("http://127.0.0.1:1")
+    assert [each["fields"]["cache"] for each in asked] == ["no_store"]
+
+
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_the_demo_answers_right_and_as_without_the_cache() -> None:
@@ -92,6 +99,10 @@ def test_the_demo_answers_right_and_as_without_the_cache() -> None:
     assert "6 of 6 with and without the cache" in done.stdout, "each page that comes again is found"
     for part in ("device", "host", "disk"):
         assert re.search(rf"prompt tokens .*[1-9]\d* from {part}", done.stdout)
+    after_restart = done.stdout.split("starts anew")[1]
+    assert re.search(r"(\d+) tokens: \d+ disk, \d+ computed", after_restart.split("Page ")[1]), (
+        "no tokens of the device"
+    )
 
 
 @pytest.mark.slow

@@ -121,8 +121,8 @@ class Interview:
             return
         same = "the same answer" if asked.is_same else f"ANOTHER ANSWER: {uncached.text!r}"
         print(
-            f"      first word after {answer.ttft_s:.2f} s; without the cache {uncached.ttft_s:.2f} s and {same}: "
-            f"{asked.saved_s:.1f} s saved\n",
+            f"      first word after {answer.ttft_s:.2f} s; asked again without the cache {uncached.ttft_s:.2f} s "
+            f"and {same}: {asked.saved_s:.1f} s saved\n",
             flush=True,
         )
 
@@ -167,7 +167,8 @@ def interview(questions: Sequence[Question], model: str, folder: str) -> bool:
     legend = ", ".join(f"{sign} {part}" for part, (sign, _) in PARTS.items())
     with server(*flags(model, folder)) as (process, url):
         wait_ready(process, url)
-        print(f"ready after {time.perf_counter() - began:.0f} s; where the tokens of a prompt come from: {legend}\n")
+        print(f"ready after {time.perf_counter() - began:.0f} s; where the tokens of a prompt come from: {legend}")
+        print("Every prompt begins with the same words of the chat template; the device has them after the first.\n")
         client = connect(url, model)
         for question in questions[:NUM_BEFORE_RESTART]:
             talk.ask(client, question)

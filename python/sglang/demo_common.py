@@ -269,8 +269,8 @@ def ask(
 
 def connect(url: str, model: str = "embedded") -> OpenAI:
     client = OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
-    # The first request of a process pays for what is set up lazily.
-    ask(client, [{"role": "user", "content": "Good morning."}], model)
+    # The first request of a process pays for what is set up lazily. Prompts that come later begin alike.
+    ask(client, [{"role": "user", "content": "Good morning."}], model, fields={**IGNORE_EOS, "cache": "no_store"})
     return client
 
 
