@@ -126,7 +126,10 @@ def test_the_drain_is_bounded(tmp_path):
         assert waiting.reply().status_code == 503
 
 
-@pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    "numbers",
+    [(signal.SIGTERM, signal.SIGINT), pytest.param((signal.SIGINT, signal.SIGTERM), marks=pytest.mark.slow)],
+)
 def test_a_second_signal_ends_requests_at_once(numbers):
     with Server(fake=ENDLESS, drain_s=600) as server:
         streams = [Stream(server, 3000), Stream(server, 3000, n=3)]

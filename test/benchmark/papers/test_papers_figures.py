@@ -46,7 +46,7 @@ def check(result: Result, runs: Runs, out: Path) -> None:
 
 
 # Those that run longest, on what the others run, too.
-LONG = ("2", "8", "11", "13")
+LONG = ("2", "8", "10", "11", "13", "14")
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def runs() -> Runs:
 
 
 # Those that run longest.
-LONG = ("10", "ours")
+LONG = ("10", "12", "14", "ours")
 
 
 @pytest.mark.parametrize(

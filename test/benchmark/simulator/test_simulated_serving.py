@@ -43,7 +43,9 @@ def simulate(
     return outcome
 
 
-@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize(
+    "order", [pytest.param(o, marks=() if o is Order.MAXIMUM else pytest.mark.slow) for o in Order]
+)
 def test_loogle_runs_to_its_end(order: Order) -> None:
     workload = LOOGLE.scaled(lengths=0.1, counts=0.1).generate(1, rate=20.0, order=order)
     outcome = simulate(workload, check=True)

@@ -51,7 +51,7 @@ def ms(run: ServerRun) -> tuple[float, float]:
     return 1e3 * float(np.mean(run.ttft_s)), 1e3 * max(run.ttft_s)
 
 
-@pytest.mark.parametrize("speed", [0.01, 0.001])
+@pytest.mark.parametrize("speed", [0.01, pytest.param(0.001, marks=pytest.mark.slow)])
 def test_long_answers_do_not_wait_for_a_slow_host(speed: float) -> None:
     """Those who run outgrow the device, and must not wait for the little that is copied."""
     work = [asked(unique(40), per_s=6, new_tokens=500)]

@@ -42,7 +42,11 @@ def hf(tmp_path_factory):
     return model
 
 
-@pytest.mark.parametrize("fail_rates", [(0.0, 0.5), (0.5, 0.0), (0.4, 0.4)], ids=["rank 1", "rank 0", "both"])
+@pytest.mark.parametrize(
+    "fail_rates",
+    [(0.0, 0.5), (0.5, 0.0), pytest.param((0.4, 0.4), marks=pytest.mark.slow)],
+    ids=["rank 1", "rank 0", "both"],
+)
 def test_loads_that_fail_on_one_rank(hf, fail_rates):
     engine = TwoRanks(
         ModelConfig.from_pretrained(hf.path, dtype="float32"),
