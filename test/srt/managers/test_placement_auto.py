@@ -385,6 +385,56 @@ def test_a_full_peer_gives_up_its_spare_copy_for_what_no_other_tier_would_have()
     assert [rig.where(n) for n in (spare, taken, node)] == ["D", "H", "P"]
 
 
+# -- while others are under way ------------------------------------------------------------------------------------
+
+
+def test_what_is_copied_ahead_waits_for_the_spare_copies_that_a_load_leaves():
+    rig = AutoRig(spare=8, host=6)
+    alone = rig.on_host_only("mn")
+    loaded = rig.on_host_only("abcd")
+    rig.insert("vwxy", now=5)
+    assert (rig.device.num_free, rig.host.num_free) == (4, 0)
+    receipt = rig.tree.lock(rig.tree.match("", tokens("abcd")), 6)
+    rig.at(10).begin_load([loaded])
+    rig.ledger.take_ops()
+    rig.at(10).write_ahead(2)
+    assert rig.begun() == [], "the host has nothing to spare yet"
+    rig.end_all()
+    rig.tree.unlock(receipt, 10, -1)
+    rig.at(10).write_ahead(2)
+    assert rig.begun() == [(D2H, 2)]
+    rig.end_all()
+    assert rig.where(alone) == "H" and rig.lengths("vwxy") == (4, 4)
+
+
+def test_what_a_busy_link_would_take_stays_while_the_caller_waits():
+    rig = AutoRig(spare=200, host=400, is_bounded=True)
+    most = bound(FIRST_COPYING_RATIO)
+    node = rig.insert("".join(chr(1000 + i) for i in range(2 * most)))
+    rig.at(10).evict(DEVICE, 2 * most, waits=True)
+    rig.check()
+    assert rig.begun() == [(D2H, most)] and rig.device.counts[FrameState.PENDING_FREE] == most
+    rig.at(10).evict(DEVICE, most, waits=True)
+    assert rig.begun() == [] and node.parent is not None
+    assert rig.controller.counters["backup_dropped_tokens"] == 0
+    rig.end_all()
+    rig.at(10).evict(DEVICE, most, waits=True)
+    assert sum(n for _, n in rig.begun()) == most
+    rig.end_all()
+    assert rig.lengths("".join(chr(1000 + i) for i in range(2 * most))) == (0, 2 * most), "nothing is lost"
+
+
+def test_nobody_waits_for_a_link_that_is_overdue():
+    rig = AutoRig(spare=200, host=400, is_bounded=True)
+    most = bound(FIRST_COPYING_RATIO)
+    rig.insert("".join(chr(1000 + i) for i in range(2 * most)))
+    rig.at(10).evict(DEVICE, most, waits=True)
+    assert rig.begun() == [(D2H, most)]
+    rig.controller.links.overdue = frozenset({D2H})
+    rig.at(10).evict(DEVICE, most, waits=True)
+    assert rig.begun() == [] and rig.controller.counters["backup_dropped_tokens"] == most
+
+
 # -- the bound on copies in flight -------------------------------------------------------------------------------
 
 

@@ -251,12 +251,17 @@ class Admission:
     def _begin_preload(self, req: Req, match: MatchResult) -> bool:
         """Begin a request's load while it waits; False if there is no room."""
         receipt = self._cache.lock(match)
-        if not self._cache.make_room((match.total_len - match.device_len) // self.page_size):
+        if not self._cache.make_room((match.total_len - match.device_len) // self.page_size, self._decode_pages):
             self._cache.unlock(receipt)
             return False
         self._planner.begin_load(self._cache.lacking_nodes(receipt))
         req.preload = Preload(receipt, match.device_len, match.total_len, match.peer_runs)
         return True
+
+    @property
+    def _decode_pages(self) -> int:
+        """That running requests take while copies are under way: as in `pages_ahead`."""
+        return 2 * len(self._queues.running)
 
     def end_preloads(self, reqs: Iterable[Req]) -> int:
         """What these have loaded ahead is not kept for them any more. Returns how many had."""
@@ -288,7 +293,7 @@ class Admission:
         receipt = cache.lock(match)
         num_load = 0 if streams else (match.total_len - match.device_len) // page
         num_own = pages_for(match.total_len + chunk, page) - match.total_len // page
-        if not cache.make_room(num_load + num_own):
+        if not cache.make_room(num_load + num_own, self._decode_pages):
             cache.unlock(receipt)
             return 0
         num_recomputed = planner.recompute_prefix_len(batch, match, chunk, budget - chunk) if num_load else 0

@@ -47,6 +47,10 @@ class BackupLinks:
     def is_measured(self, tier: Tier) -> bool:
         return self._ledger.num_ended(BACKUP_LINKS[tier]) > 0
 
+    def works(self, tier: Tier) -> bool:
+        """Whether copies to a tier end in time, as far as is known."""
+        return BACKUP_LINKS[tier] not in self.late | self.overdue
+
     def is_idle(self, tier: Tier) -> bool:
         return not self._ledger.num_pages_on(BACKUP_LINKS[tier])
 

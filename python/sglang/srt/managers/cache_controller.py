@@ -66,6 +66,8 @@ class HiCacheController:
         self._to_write: dict[int, Node] = {}
         # By tier: of what it gives up next, pages that were looked at, see `num_to_look_at`.
         self.num_looked_at: Counter[Tier] = Counter()
+        # Of these, pages that are copied when loads have ended.
+        self._num_put_off = 0
         self.is_worth_storing: Callable[[int, int], bool] = lambda start, end: True
         self._host_filled: Callable[[list[Node]], None] = lambda nodes: None
         self.set_write_policy(write_policy)
@@ -320,9 +322,10 @@ class HiCacheController:
             self._give_up(self.tree.victims(tier, missing, {node.id for node in kept}, stay=False), tier, kept)
         return table.num_free >= num_pages
 
-    def evict(self, tier: Tier, num_pages: int) -> None:
+    def evict(self, tier: Tier, num_pages: int, waits: bool = False) -> None:
         """Evict up to num_pages and free what may be reused at once; the rest follows when its fence passes. What the
-        device gives up is saved first, by the write policy."""
+        device gives up is saved first, by the write policy. waits: whether it keeps what links would take that are
+        busy."""
         if tier != Tier.DEVICE:
             self._give_up(self.tree.victims(tier, num_pages, stay=False), tier)
             return
@@ -330,7 +333,9 @@ class HiCacheController:
         in_flight = [ticket for ticket in self.ledger.in_flight if ticket.link in _FROM_DEVICE]
         copied = {node.id for ticket in in_flight for node in self.tree.nodes_of(ticket)}
         for kept in (copied, ()) if copied else ((),):
-            victims = self.tree.victims(tier, num_pages, kept, stay=False)
+            victims = self.tree.victims(tier, num_pages, kept, stay=waits)
+            if waits:
+                victims = self._before_links_are_busy(victims)
             num_pages -= self._pages_of(victims) if kept else num_pages
             self._give_up(self._save(victims), tier)
             if num_pages <= 0:
@@ -376,8 +381,9 @@ class HiCacheController:
         if self._to_write and self.links.num_allowed(Tier.HOST) > 0:
             self._write_rest()
         if wanted := self.num_to_look_at(Tier.DEVICE, num_pages):
+            self._num_put_off = 0
             nodes = self._copy_before_eviction(self.tree.victims(Tier.DEVICE, wanted), is_ahead=True)
-            self.num_looked_at[Tier.DEVICE] = self._pages_of(nodes)
+            self.num_looked_at[Tier.DEVICE] = self._pages_of(nodes) - self._num_put_off
         if self.feeds_storage and Tier.PEER in self.tables:
             self._move_ahead(num_pages)
 
@@ -414,6 +420,30 @@ class HiCacheController:
             if fitting:
                 self.back_up(fitting, tier, kept=victims)
             self._count_backup(tier, self._tokens_of(lacking) - self._tokens_of(fitting), is_dropped=True)
+        return victims
+
+    def _before_links_are_busy(self, victims: list[Node]) -> list[Node]:
+        """The first of the device's next victims, until one is to be copied by a link that takes no more now, but
+        works. Where that takes a part of a node, it is split."""
+        if self.write_policy != "auto":
+            return victims
+        tiers = [t for t in self.tree.order.load_order if t in self.tables and t not in self.unwritten]
+        allowed = {tier: max(0, self.links.num_allowed(tier)) for tier in tiers if self.links.works(tier)}
+        for i, node in enumerate(victims):
+            worth = [tier for tier in allowed if self.links.is_worth_copying(tier, node.start, node.end)]
+            if not worth or not _is_only_on_device(node):
+                continue
+            num_pages = len(node.key) // self.tree.page_size
+            rooms = {tier: self._room(tier, 0)._replace(num_allowed=num_pages) for tier in worth}
+            tier = choose_tier(num_pages, self.tree.order.rank(node), rooms)
+            if tier is None:
+                continue
+            if num_pages > allowed[tier]:
+                front = num_pages - allowed[tier]
+                if allowed[tier]:
+                    self.tree.split(node, front * self.tree.page_size)
+                return victims[: i + (allowed[tier] > 0)]
+            allowed[tier] -= num_pages
         return victims
 
     def _copy_before_eviction(self, victims: list[Node], is_ahead: bool) -> list[Node]:
@@ -458,7 +488,16 @@ class HiCacheController:
         is_alone = _is_only_on_device(node)
         if is_alone and worth:
             rooms = {tier: self._room(tier, self._pages_of(nodes)) for tier, nodes in worth.items()}
-            return choose_tier(len(node.key) // self.tree.page_size, self.tree.order.rank(node), rooms)
+            num_pages, rank = len(node.key) // self.tree.page_size, self.tree.order.rank(node)
+            chosen = choose_tier(num_pages, rank, rooms)
+            if (
+                is_ahead
+                and chosen is not None
+                and self._has_room_soon(chosen, self._pages_of([*worth[chosen], node]))
+            ):
+                self._num_put_off += num_pages
+                return None
+            return chosen
         first = next(iter(planned))
         if first in worth and node.frames[first] is None and node.tickets[Tier.HOST] is None:
             # Another tier has it: the fastest one gets it if it has room to spare.
@@ -470,6 +509,14 @@ class HiCacheController:
         # A little is copied also where it is not worth it, which shows when a tier has become faster.
         lacking = (t for t in planned if t not in worth and node.frames[t] is None and self._is_probe(t, planned[t]))
         return next(lacking, None)
+
+    def _has_room_soon(self, tier: Tier, num_pages: int) -> bool:
+        """Whether a tier would give up only copies for so many pages, but gets copies to spare when the loads from it
+        have ended that are under way."""
+        lacking = num_pages - self.tables[tier].num_free
+        if lacking <= 0 or not self.ledger.num_pages_on(LOAD_LINKS[tier]):
+            return False
+        return any(self.tree.order.class_of(node, tier) >= LAST for node in self.tree.victims(tier, lacking))
 
     def _is_probe(self, tier: Tier, planned: list[Node]) -> bool:
         """Whether nothing else is on its way to a tier."""

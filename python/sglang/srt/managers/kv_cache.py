@@ -34,6 +34,8 @@ from sglang.srt.mem_cache.block_keys import NO_KEYS, is_alone
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import MatchResult, Node, Receipt
+from sglang.srt.mem_cache.placement import pages_ahead
+from sglang.srt.mem_cache.recent_takes import RecentTakes
 from sglang.srt.mem_cache.slab_ledger import SlabLedger
 from sglang.srt.mem_cache.transfer import (
     BACKUP_LINKS,
@@ -79,6 +81,7 @@ class KVCache:
         self.storage = StorageController(self.controller, PrefetchConfig(), self.switches)
         # Slabs of the peer pool that come and go; None if it stays as it is.
         self.borrowed = SlabLedger(pools.peer, config.slabs, mapped=False) if pools.peer and config.slabs else None
+        self.takes = RecentTakes(pages_for(config.chunk_budget, config.page_size))
         self.lost_hits = LostHits(self.tree, config.page_size)
         self._has_unlocked = False
         self.counters: Counter[str] = Counter()
@@ -302,31 +305,36 @@ class KVCache:
 
     # -- device memory ------------------------------------------------------------------------------------------
 
-    def make_room(self, num_pages: int) -> bool:
-        """Evict until num_pages of the device are free at once; False if they are not, or not yet."""
+    def make_room(self, num_pages: int, meanwhile: int | None = None) -> bool:
+        """Evict until num_pages of the device are free at once; False if they are not, or not yet. meanwhile: pages
+        that others take if the caller waits till links have taken what is to be copied; None: the caller does not
+        wait, what links do not take at once is lost."""
         if num_pages <= self.device.num_free:
             return True
+        waits = meanwhile is not None
         self.device.reap(self.clock.done)
         # What was given up and is still being read or written will be free soon: no need to give up more for it. But
         # what a slow copy reads will not: on with what is behind it, as long as less and less of that is copied.
         for _ in range(self.device.num_pages if self.controller.bounds_copies else 2):
-            lacking = num_pages - self.device.num_free - self.num_free_soon
+            lacking = num_pages + (meanwhile or 0) - self.device.num_free - self.num_free_soon
             num_cached = self.device.counts[FrameState.CACHED]
             if lacking <= 0 or not num_cached:
                 break
-            self.controller.evict(Tier.DEVICE, lacking)
+            self.controller.evict(Tier.DEVICE, lacking, waits)
             if num_cached == self.device.counts[FrameState.CACHED]:
                 break
         return self.device.num_free >= num_pages
 
-    def write_ahead(self, num_pages: int) -> None:
-        """Copy what the device gives up next, so that it can give up num_pages at once."""
+    def write_ahead(self, num_running: int) -> None:
+        """Copy what the device gives up next, so that it can go at once. num_running: requests that decode."""
+        num_pages = pages_ahead(num_running, self.takes.num_pages)
         self.controller.write_ahead(num_pages)
         self.storage.writer.begin_step(num_pages)
 
     def begin_load(self, nodes: list[Node]) -> list[tuple[Ticket, int]]:
         """Load a path of nodes (top first) that are not on the device; there is room. Returns the operations and the
         tokens of each."""
+        self.takes.note(sum(len(node.key) for node in nodes) // self.page_size)
         tickets = self.controller.begin_load(nodes)
         return [(ticket, sum(len(n.key) for n in self.tree.nodes_of(ticket))) for ticket in tickets]
 

@@ -47,7 +47,6 @@ from sglang.srt.managers.schedule_policy import choose_victim, chunk_of, decode_
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.storage_admin import StorageAdmin
 from sglang.srt.mem_cache.block_keys import alone, is_private, private
-from sglang.srt.mem_cache.placement import pages_ahead
 from sglang.srt.mem_cache.slab_ledger import SlabLedger
 from sglang.srt.mem_cache.transfer import (
     CHECK,
@@ -101,7 +100,6 @@ class Scheduler:
         # The most tokens of a request, prompt and output.
         self.max_total_len = self.streaming.max_total_len
         self.lending = self._open_lending(config.lending) if config.lending is not None else None
-        self._chunk_pages = pages_for(config.chunk_budget, config.page_size)
         self._counters: Counter[str] = Counter()
         # A step is due then, for something that ended late in the last one.
         self._step_again_at: float | None = None
@@ -156,7 +154,7 @@ class Scheduler:
         launch = None
         if self.clock.next - self.clock.done < self.config.max_ahead:
             launch = self._next_launch()
-        self.cache.write_ahead(pages_ahead(len(self.queues.running), self._chunk_pages))
+        self.cache.write_ahead(len(self.queues.running))
         if self.storage.fetches_due:
             self.storage.begin_fetches()
         for req in self._changed:
@@ -515,6 +513,7 @@ class Scheduler:
             return None
         self._decode_owed = self.queues.prefilling is not None
         self.admission.count_overtaken(batch)
+        self.cache.takes.note(pages_for(sum(batch.lens), self.page_size))
         return self._record(*self.builder.issue_extend(batch))
 
     def _next_chunk(self, batch: ExtendBatch, req: Req, budget: int) -> int:

@@ -47,9 +47,10 @@ def class_of_copy(on_nearer: bool, on_farther: bool, is_next: bool, is_covered: 
     return CONVENIENT if on_farther and not on_nearer else LAST
 
 
-def pages_ahead(num_running: int, chunk_pages: int) -> int:
-    """R: device pages that can go at once, for two decode steps and a chunk of a prompt."""
-    return 2 * num_running + chunk_pages
+def pages_ahead(num_running: int, num_taken: int) -> int:
+    """R: device pages that can go at once, for two decode steps and what a prompt takes. num_taken: see
+    `RecentTakes`. A prompt that takes more waits until the rest is copied."""
+    return 2 * num_running + num_taken
 
 
 def pages_to_write_ahead(num_ahead: int, num_free: int, num_known: int) -> int:
