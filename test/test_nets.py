@@ -42,7 +42,7 @@ def quiet() -> Iterator[None]:
 LONG = (100, 102, 103, 105, 107, 109, 111, 114)
 # Configurations that take longer than the others, and are of use for what these do not catch. Those above 5000 are of
 # mixes that run below.
-LONG_CONFIGURATIONS = (3, 4, 5, 6, 7, 8, 11, 12, 15, 17, 20, 237, 504, 5004, 6000, 9000)
+LONG_CONFIGURATIONS = (1, 3, 4, 5, 6, 7, 8, 11, 12, 15, 17, 20, 237, 313, 504, 5004, 6000, 9000)
 
 
 @pytest.mark.parametrize(

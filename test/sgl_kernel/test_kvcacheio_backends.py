@@ -45,7 +45,15 @@ def check(backend: str, page_size: int, dtype: torch.dtype, seed: int, **shapes:
             assert np.array_equal(src.raw(), source), "the source was written"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+# Their elements are as large as those of bfloat16 and of uint8.
+SAME_SIZES = (torch.float16, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(d, marks=pytest.mark.slow if d in SAME_SIZES else ()) for d in DTYPES],
+    ids=lambda d: str(d).removeprefix("torch."),
+)
 @pytest.mark.parametrize("page_size", PAGE_SIZES, ids="page{}".format)
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_all_routes(backend: str, page_size: int, dtype: torch.dtype):

@@ -347,7 +347,11 @@ def test_what_is_computed_is_stored_when_it_is_written_through() -> None:
 
 @pytest.mark.parametrize("write_policy", ["write_through", *(pytest.param(n, marks=pytest.mark.slow) for n in LATE)])
 @pytest.mark.parametrize(
-    "tiers", ["peer", "disk", "stream", "peer disk", "peer stream", "disk stream", "peer disk stream"]
+    "tiers",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("peer", "disk", "stream")),
+        *("peer disk", "peer stream", "disk stream", "peer disk stream"),
+    ],
 )
 def test_every_mix_of_tiers_runs_on_the_virtual_clock(tiers: str, write_policy: str) -> None:
     """Storage is written to. Prompts share fronts of a few documents, and nothing has room for all of them."""

@@ -30,6 +30,8 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 def plain():
     """Without a cache. In the end, a second SIGTERM ends it, in the middle of a prefill."""
     with Server("--disable-radix-cache") as plain:
+        # The last line comes when requests are served already.
+        wait_until(lambda: STAGES[-1] in plain.output())
         assert [stage for stage in STAGES if f"INFO: {stage}" not in plain.output()] == []
         yield plain
         body = {"input_ids": prompt(99, 8000), "sampling_params": {"max_new_tokens": 2}}

@@ -159,18 +159,15 @@ def test_the_reference_and_the_page_list_every_counter():
     assert set(re.findall(r"(\w+): \"", table)) == counted
 
 
-def test_the_page_is_open_where_the_state_is_not():
-    with Server("--api-key", "secret", fake=[]) as server:
-        page = server.get("/hicache")
-        assert page.status_code == 200 and page.text == PAGE
-        assert page.headers["content-type"] == "text/html; charset=utf-8"
-        assert server.get("/hicache/state").status_code == server.get("/hicache/").status_code == 401
-        key = {"Authorization": "Bearer secret"}
-        assert (
-            httpx.get(server.url + "/hicache/state", headers=key, timeout=PATIENCE_S).json()["model_name"]
-            == "embedded"
-        )
-        policy = page.headers["content-security-policy"]
+def test_the_page_is_open_where_the_state_is_not(keyed_server):
+    page = keyed_server.get("/hicache")
+    assert page.status_code == 200 and page.text == PAGE
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert keyed_server.get("/hicache/state").status_code == keyed_server.get("/hicache/").status_code == 401
+    key = {"Authorization": "Bearer user"}
+    state = httpx.get(keyed_server.url + "/hicache/state", headers=key, timeout=PATIENCE_S).json()
+    assert state["model_name"] == "embedded"
+    policy = page.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
 
 

@@ -18,10 +18,9 @@ import pytest
 from support.server_fixture import PATIENCE_S, Server, wait_until
 
 
-@pytest.fixture(scope="module")
-def server():
-    with Server("--served-model-name", "echo", fake=[]) as server:
-        yield server
+@pytest.fixture
+def server(echo_server):
+    return echo_server
 
 
 @pytest.fixture(scope="module")

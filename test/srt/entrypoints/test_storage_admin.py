@@ -128,12 +128,11 @@ def test_without_the_key_nothing_is_said_or_done(server, headers):
     assert ask(server, "PUT", TIERS + "/host", {"reads": False}, headers).status_code == 401
 
 
-def test_a_server_without_any_key_lets_nobody_change_storage():
+def test_a_server_without_any_key_lets_nobody_change_storage(echo_server):
     """A plugin is code that the server runs."""
-    with Server(fake=[]) as server:
-        for method, path in (("PUT", PATH), ("DELETE", PATH), ("POST", PATH + "/clear")):
-            body = {"hicache_storage_backend": "file"} if method == "PUT" else None
-            reply = ask(server, method, path, body, None)
-            assert reply.status_code == 400 and "--admin-api-key" in reply.text
-        assert ask(server, "PUT", TIERS + "/host", {"reads": False}, None).status_code == 400
-        assert ask(server, "GET", headers=None).status_code == 200
+    for method, path in (("PUT", PATH), ("DELETE", PATH), ("POST", PATH + "/clear")):
+        body = {"hicache_storage_backend": "file"} if method == "PUT" else None
+        reply = ask(echo_server, method, path, body, None)
+        assert reply.status_code == 400 and "--admin-api-key" in reply.text
+    assert ask(echo_server, "PUT", TIERS + "/host", {"reads": False}, None).status_code == 400
+    assert ask(echo_server, "GET", headers=None).status_code == 200

@@ -78,8 +78,8 @@ OPTIONS = {
 }
 
 
-# `make test-all` runs these as well.
-SLOW_OPTIONS = ("pages", "write back", "no host")
+# `make test-all` runs these as well. Failing loads have as few pages.
+SLOW_OPTIONS = ("pages", "few pages", "write back", "no host")
 
 
 @pytest.mark.parametrize(

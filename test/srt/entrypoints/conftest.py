@@ -1,0 +1,23 @@
+"""Servers that the tests of several files ask, around the fake scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from support.server_fixture import Server
+
+
+@pytest.fixture(scope="session")
+def echo_server() -> Iterator[Server]:
+    """Without a key. Slow enough to be seen streaming."""
+    with Server("--served-model-name", "echo", fake=["--delay-s", "0.001"]) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def keyed_server() -> Iterator[Server]:
+    """With the keys "user" and "root"."""
+    with Server("--api-key", "user", "--admin-api-key", "root", fake=[]) as server:
+        yield server
