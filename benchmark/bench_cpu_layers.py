@@ -3,10 +3,11 @@
     python benchmark/bench_cpu_layers.py MODEL [--batches 1x128,16x128,1x4096,2048p] [--rounds N] [--page-size N]
                                          [--threads N] [--in-order]
 
-MODEL is a folder with weights, or "embedded". A batch `16x128` is a decode of 16 requests of 128 tokens each; `2048p`
-is a prompt of 2,048 tokens. float32. *torch*: plain weights and the backend
-torch_native. *C*: packed weights and the backend cpu. The two take turns; a ratio is torch's time over C's of one
-turn. Where other programs use the cores, --threads 1 and the processor's time tell more than the clock. Pages are a
+MODEL is a folder with weights, or "embedded". A batch `16x128` is a decode of 16 requests of 128 tokens each;
+`16x4096s` is one whose requests share all but their last 32 tokens; `2048p` is a prompt of 2,048 tokens. float32.
+*torch*: plain weights and the backend torch_native. *C*: packed weights and the backend cpu. The two take turns; a
+ratio is torch's time over C's of one turn. Where other programs use the cores, --threads 1 and the processor's time
+tell more than the clock. Pages are a
 random permutation of the pool's, unless --in-order.
 """
 
@@ -33,6 +34,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+# Of requests that share the rest.
+OWN_TOKENS = 32
+
 
 class Bench:
     def __init__(self, path: str, num_tokens: int, page_size: int, in_order: bool) -> None:
@@ -50,12 +54,15 @@ class Bench:
         )
         self.pool.kv.normal_()
 
-    def batch(self, num_reqs: int, kv_len: int, q_len: int) -> ForwardBatch:
+    def batch(self, num_reqs: int, kv_len: int, q_len: int, num_shared: int) -> ForwardBatch:
         """The same numbers each time, in new objects, as each launch has."""
         g, page = torch.Generator().manual_seed(1), self.page_size
         pages_each = -(-kv_len // page)
         order = torch.arange(self.num_pages) if self.in_order else torch.randperm(self.num_pages, generator=g)
         starts = np.arange(num_reqs) * pages_each
+        table = order[: num_reqs * pages_each].view(num_reqs, pages_each).clone()
+        table[:, : num_shared // page] = table[0, : num_shared // page]
+        table = table.flatten()
         kv_lens, q_lens = np.full(num_reqs, kv_len), np.full(num_reqs, q_len)
         positions = torch.arange(kv_len - q_len, kv_len).repeat(num_reqs)
         places = torch.from_numpy(np.repeat(starts, q_len)) + positions // page
@@ -66,9 +73,9 @@ class Bench:
             mode=ForwardMode.DECODE if q_len == 1 else ForwardMode.EXTEND,
             input_ids=torch.randint(self.config.vocab_size, (num_reqs * q_len,), generator=g),
             positions=positions,
-            out_loc=order[places] * page + positions % page,
+            out_loc=table[places] * page + positions % page,
             segments=PagedSegments(
-                order, page, starts, kv_lens, q_lens, torch.from_numpy(starts), torch.from_numpy(kv_lens)
+                table, page, starts, kv_lens, q_lens, torch.from_numpy(starts), torch.from_numpy(kv_lens)
             ),
             attn=AttentionMetadata((q_len,) * num_reqs, self.config.attn_scale),
             sample_rows=rows,
@@ -84,7 +91,7 @@ class Bench:
             state = model.forward_layer(layer_id, state, batch, self.pool)
         return model.logits(state, batch)
 
-    def seconds(self, name: str, shape: tuple[int, int, int]) -> tuple[float, float, torch.Tensor]:
+    def seconds(self, name: str, shape: tuple[int, int, int, int]) -> tuple[float, float, torch.Tensor]:
         """On the clock, of the processor, and the logits."""
         # Element-wise work asks the library by itself.
         with mock.patch.object(LIBRARY, "_is_available", name == "C"):
@@ -108,10 +115,11 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     shapes = {}
     for name in args.batches.split(","):
-        reqs, _, length = name.partition("x")
-        shapes[name] = (int(reqs), int(length), 1) if length else (1, int(name[:-1]), int(name[:-1]))
+        reqs, _, length = name.removesuffix("s").partition("x")
+        num_shared = max(0, int(length) - OWN_TOKENS) if name.endswith("s") else 0
+        shapes[name] = (int(reqs), int(length), 1, num_shared) if length else (1, int(name[:-1]), int(name[:-1]), 0)
     page = args.page_size
-    room = max(reqs * -(-length // page) * page for reqs, length, _ in shapes.values())
+    room = max(reqs * -(-length // page) * page for reqs, length, *_ in shapes.values())
     bench = Bench(args.model, room + 64 * page, page, args.in_order)
     rows: list[dict[str, object]] = []
     for name, shape in shapes.items():

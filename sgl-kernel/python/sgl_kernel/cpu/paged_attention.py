@@ -43,19 +43,40 @@ def takes_heads(q: torch.Tensor, k: torch.Tensor) -> bool:
 class _Requests:
     """Requests of a batch for one of the kernels. Owns the numbers that it points to."""
 
-    def __init__(self, function_name: str, table: torch.Tensor, by_slot: bool, **columns: np.ndarray) -> None:
+    def __init__(self, table: torch.Tensor, by_slot: bool, **columns: np.ndarray) -> None:
         args = self.args = _Arguments()
         self._held = table, columns
         for name, column in columns.items():
             setattr(args, name, column.ctypes.data)
         args.table, args.by_slot = table.data_ptr(), by_slot
+        args.threads = torch.get_num_threads()
         args.num_reqs = len(columns["rows"])
         self._before = np.empty(args.num_reqs + 1, np.int64)
-        self._function = function(function_name)
-        self._addresses = ctypes.addressof(args), self._before.ctypes.data
 
     def attend(self) -> None:
-        self._function(*self._addresses)
+        raise NotImplementedError
+
+
+class _Extends(_Requests):
+    def attend(self) -> None:
+        function("cpu_extend")(ctypes.addressof(self.args), self._before.ctypes.data)
+
+
+class _Decodes(_Requests):
+    """num_chunks: of all requests. What they share is found at the first use."""
+
+    def __init__(self, table: torch.Tensor, by_slot: bool, **columns: np.ndarray) -> None:
+        super().__init__(table, by_slot, **columns)
+        self.num_chunks = int((-(-columns["kv_lens"] // int(function("cpu_decode_chunk")()))).sum())
+        self._plan = np.empty((3, self.num_chunks), np.int64)
+        self._num_groups: int | None = None
+
+    def attend(self) -> None:
+        args, before = ctypes.addressof(self.args), self._before.ctypes.data
+        leader, order, ends = (row.ctypes.data for row in self._plan)
+        if self._num_groups is None:
+            self._num_groups = int(function("cpu_decode_plan")(args, before, leader, order, ends))
+        function("cpu_decode")(args, before, order, ends, self._num_groups)
 
 
 class PagedAttention:
@@ -81,15 +102,11 @@ class PagedAttention:
         columns = {name: np.asarray(each, np.int64) for name, each in named.items() if each is not None}
         columns["rows"] = np.cumsum(columns["q_lens"]) - columns["q_lens"]
 
-        def choose(function_name: str, which: np.ndarray) -> _Requests | None:
-            if not which.any():
-                return None
-            return _Requests(function_name, table, by_slot, **{name: each[which] for name, each in columns.items()})
-
-        self._decodes = choose("cpu_decode", columns["q_lens"] == 1)
-        self._extends = choose("cpu_extend", columns["q_lens"] > 1)
-        chunk = int(function("cpu_decode_chunk")())
-        self._num_chunks = int((-(-columns["kv_lens"][columns["q_lens"] == 1] // chunk)).sum())
+        self._requests: list[_Requests] = []
+        for kind, which in ((_Decodes, columns["q_lens"] == 1), (_Extends, columns["q_lens"] > 1)):
+            if which.any():
+                chosen = {name: each[which] for name, each in columns.items()}
+                self._requests.append(kind(table, by_slot, **chosen))
         self._scratch = torch.empty(0)
 
     def attend(
@@ -105,18 +122,17 @@ class PagedAttention:
         head_dim), the last two dimensions contiguous. lse: (num_rows, num_heads), contiguous. Writes all of out and
         lse: zeros and -inf where a request has no keys."""
         _, num_heads, head_dim = q.shape
-        needed = self._num_chunks * num_heads * (head_dim + 2)
-        if self._scratch.numel() < needed:
-            self._scratch = torch.empty(needed)
-        for requests in (self._decodes, self._extends):
-            if requests is None:
-                continue
+        for requests in self._requests:
             args = requests.args
-            args.scratch = self._scratch.data_ptr()
+            if isinstance(requests, _Decodes):
+                needed = requests.num_chunks * num_heads * (head_dim + 2)
+                if self._scratch.numel() < needed:
+                    self._scratch = torch.empty(needed)
+                args.scratch = self._scratch.data_ptr()
             args.q, args.out, args.lse = q.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr()
             args.k, args.k_page_stride, args.k_token_stride = k.data_ptr(), k.stride(0), k.stride(1)
             args.v, args.v_page_stride, args.v_token_stride = v.data_ptr(), v.stride(0), v.stride(1)
             args.q_stride, args.num_heads, args.head_dim = q.stride(0), num_heads, head_dim
             args.page_size, args.num_kv_heads = k.shape[1], k.shape[2]
-            args.scale, args.threads = scale, torch.get_num_threads()
+            args.scale = scale
             requests.attend()

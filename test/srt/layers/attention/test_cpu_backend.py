@@ -135,6 +135,35 @@ def test_a_requests_bits_depend_on_its_keys_alone(no_torch):
 
 
 @needs_compiler
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("page_size", [1, 16, 48])
+def test_requests_that_share_pages_get_the_bits_that_they_get_alone(page_size, threads, no_torch):
+    """Their first pages are the same ones, in rows of the table of their own. Some differ in one page in the middle,
+    some end inside; there are more than are computed together."""
+    lengths = [2000, 2000, 1400, 1999, 700, 256, 40, *[1800] * 20]
+    case = PagedCase(1, page_size, "block_major", torch.float32, tuple((n, 1) for n in lengths), torch.int64)
+    starts, table = case.segments.starts, case.segments.table.clone()
+    own = table.clone()
+    for i, length in enumerate(lengths[1:], 1):
+        whole = (length - 1) // page_size
+        table[starts[i] : starts[i] + whole] = table[starts[0] : starts[0] + whole]
+    for i, page in ((1, 0), (3, 600 // page_size), (8, 1100 // page_size)):
+        table[starts[i] + page] = own[starts[i] + page]
+    segments = dataclasses.replace(case.segments, table=table)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for as_lists in (segments, list(segments)):
+            out = CpuAttnBackend().forward(case.q, case.view, as_lists, case.meta)
+            for i in range(len(lengths)):
+                meta = AttentionMetadata((1,), case.scale)
+                alone = CpuAttnBackend().forward(case.q[i : i + 1], case.view, [segments[i]], meta)
+                assert torch.equal(alone[0], out[i]), f"request {i}"
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_compiler
 def test_a_tokens_bits_do_not_depend_on_its_chunk(no_torch):
     """A prompt at once, in chunks, and its end behind a cached prefix: with any tasks, frames and threads."""
     length = 333
