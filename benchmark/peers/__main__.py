@@ -3,10 +3,10 @@
     python -m benchmark.peers [--rounds N] [--only NAME,...]
 
 Each server runs as its users run it: vLLM compiles the model where there is a compiler for it. Same model
-(SmolLM2-135M-Instruct, float32), threads, requests and memory: ours has half of it as its device and half as its host
-tier, a peer has all as its cache. All servers are up and take turns; a turn begins when all are idle. llama.cpp
-(llama-cpp-python) takes part where it is installed, in what it computes: one request at a time. A ratio is the peer's
-seconds over ours in the same round: above 1 ours is faster.
+(SmolLM2-135M-Instruct, float32), threads, requests and memory: ours has four fifths of it as its device and one as
+its host tier, a peer has all as its cache. All servers are up and take turns; a turn begins when all are idle.
+llama.cpp (llama-cpp-python) takes part where it is installed, in what it computes: one request at a time. A ratio is
+the peer's seconds over ours in the same round: above 1 ours is faster.
 """
 
 from __future__ import annotations

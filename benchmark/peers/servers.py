@@ -29,6 +29,8 @@ CONTEXT = 5120
 START_TIMEOUT_S = 600.0
 IDLE_TIMEOUT_S = 60.0
 IDLE_WINDOW_S = 0.5
+# Our host tier over our device pool.
+HOST_RATIO = 0.25
 # A block of vLLM's cache on the CPU.
 VLLM_BLOCK = 128
 # Of SmolLM2-135M's KV in float32.
@@ -65,12 +67,12 @@ class ServerKind:
 
 
 def _ours(setting: Setting, port: int) -> list[str]:
-    # Half on the device and half on the host: both are this machine's memory, as all of the peer's is.
-    device = setting.memory_tokens // 2
+    # Both are this machine's memory, so that most belongs on the device, and loads and copies to the host cost most.
+    device = int(setting.memory_tokens / (1 + HOST_RATIO))
     return [
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(setting.model), "--port", str(port)),
         *("--dtype", "float32", "--context-length", str(CONTEXT), "--log-level", "error", "--hicache"),
-        *("--max-total-tokens", str(device), "--hicache-ratio", "1", "--max-running-requests", "64"),
+        *("--max-total-tokens", str(device), "--hicache-ratio", str(HOST_RATIO), "--max-running-requests", "64"),
         *("--hicache-storage-backend", "file"),
         *("--hicache-storage-backend-extra-config", json.dumps({"path": str(setting.disk)})),
     ]
