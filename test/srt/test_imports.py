@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -92,6 +93,7 @@ def test_the_list_of_loaded_modules_shows_torch_where_it_is_imported():
     assert "torch" in loaded and "sglang.srt.utils.stream" in loaded
 
 
+@functools.cache  # Rules for a folder and for those below it ask about the same files.
 def imports_of(source: str, package: str) -> set[str]:
     """Absolute names of everything that a module imports anywhere, also inside functions.
 
