@@ -71,7 +71,7 @@ def draw(report: dict[str, Any], colours: dict[str, str], file: Path) -> None:
     axes.set_title(
         f"Bars: time of vLLM {versions['vLLM']} (CPU) over ours, median of {rows[0]['rounds']} rounds; above 1 ours "
         "is faster. Lines: least and greatest.\n"
-        f"Diamonds: llama.cpp {versions['llama.cpp']}, one request at a time; none is beyond the edge. "
+        f"Diamonds: llama.cpp {versions['llama.cpp']}, one request at a time; the greatest two are left out. "
         "Upright marks: our aims.\n"
         f"{settings['model']}, {settings['threads']} threads, memory for {settings['memory_tokens']:,} tokens each; "
         f"measured on {settings['cpu']}, {report['date'][:10]}",
