@@ -138,12 +138,19 @@ def short(base: tuple[Tier, ...], added: Tier, speed: float, workload: str) -> C
 
 # Those of `make test`; the others are in `make test-all`.
 QUICK = {"documents": (100.0, 1.0, 0.01), "chats": (0.01,), "unique": (100.0, 0.01)}
-# What does harm today, by workload: base and added tier -> speeds. A repair takes its cases from here.
+# What does harm today, by workload: base and added tier -> speeds. A repair takes its cases from here. With one seed
+# much of it is the order of things: of those beside peers, a host and a disk, none with `unique` and none with
+# `documents` at 0.1 and 0.01 exceeds its limits of time to first token in the whole gate, which has three seeds and
+# six times the requests.
 KNOWN_HARM: dict[str, dict[str, tuple[float, ...]]] = {
-    "documents": {"device+host+remote": (1.0,)},
+    "documents": {"device+host+remote": (1.0,), "device+host+peer": (0.1, 0.01)},
     "chats": {"device+host+remote": (0.01,)},
-    # Requests cease to wait for answers in the middle of a burst: 7 % more mean time per token, with 50 prompts.
-    "unique": {"device+host+remote": (100.0, 10.0, 0.01)},
+    "unique": {
+        "device+host": (100.0, 10.0),
+        "device+host+peer": (0.1, 0.01),
+        "device+host+disk": (1.0,),
+        "device+host+remote": (0.01,),
+    },
 }
 
 

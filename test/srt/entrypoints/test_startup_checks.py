@@ -259,11 +259,22 @@ def test_a_limit_above_what_the_disk_has_left(tmp_path: Path, caplog: pytest.Log
     )
 
 
+def behind_a_free_port() -> socket.socket:
+    """A socket that listens. Nothing uses the port before its own."""
+    while True:
+        taken = socket.create_server(("127.0.0.1", 0))
+        with socket.socket() as before:
+            try:
+                before.bind(("127.0.0.1", taken.getsockname()[1] - 1))
+            except OSError:
+                taken.close()
+                continue
+            return taken
+
+
 def test_peers(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    with socket.socket() as taken, socket.socket(socket.AF_UNIX) as other:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with behind_a_free_port() as taken, socket.socket(socket.AF_UNIX) as other:
         other.bind(f"{tmp_path}/peers")
         other.listen()
         port = taken.getsockname()[1]

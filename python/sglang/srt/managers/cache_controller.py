@@ -66,7 +66,7 @@ class HiCacheController:
         self._to_write: dict[int, Node] = {}
         # By tier: of what it gives up next, pages that were looked at, see `num_to_look_at`.
         self.num_looked_at: Counter[Tier] = Counter()
-        # Of these, pages that are copied when loads have ended.
+        # Pages among them that are copied when loads have ended.
         self._num_put_off = 0
         self.is_worth_storing: Callable[[int, int], bool] = lambda start, end: True
         self._host_filled: Callable[[list[Node]], None] = lambda nodes: None
