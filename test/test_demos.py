@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pty
 import re
@@ -18,13 +19,27 @@ import psutil
 import pytest
 
 from sglang import demo, demo_common
-from sglang.demo_common import Answer, Interrupts, Part, Tiers, run, server, summarise
+from sglang.demo_common import (
+    Answer,
+    Interrupts,
+    NotStartedError,
+    Part,
+    Tiers,
+    run,
+    server,
+    summarise,
+    wait_ready,
+)
 
 TIERS: Tiers = ("device", "peer", "host")
 COLD = Answer(text="yes", ttft_s=0.5, seconds=1.0, prompt_tokens=100, tokens=32, tiers={})
 QUESTIONS = [sys.executable, "-m", "sglang.demo"]
 PEERS = [sys.executable, "-m", "sglang.demo_peers"]
 ALL_TIERS = [sys.executable, "-m", "sglang.demo_tiers"]
+# The end of a script: it tells that it has come there, and waits.
+WAIT = "print('here', flush=True); import time; time.sleep(600)"
+WAIT_SHORT = "os.write(1, b'end\\n'), time.sleep(0.5)"
+LATIN = {"PYTHONIOENCODING": "latin-1"}
 # As a shell starts what it does not wait for.
 IN_THE_BACKGROUND = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]
 
@@ -188,10 +203,90 @@ def test_a_part_that_does_not_start_ends_the_demo_with_its_output() -> None:
     part = Part("store", [sys.executable, "-c", "import sys; sys.exit('no memory')"])
     try:
         part.start()
-        with pytest.raises(SystemExit, match=r"the store did not start\nno memory"):
+        with pytest.raises(
+            NotStartedError, match=r"did not start: it ended with exit code 1 after .*\n.*:\nno memory"
+        ):
             part.wait_until(lambda: False)
     finally:
         part.close()
+
+
+def test_a_part_that_takes_long_tells_its_stage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo_common, "PROGRESS_S", 0.1)
+    line = "[2026-01-01 00:00:00 x] INFO: still starting, after 10 s: loading the weights"
+    part = Part("store", [sys.executable, "-c", f"import time; print({line!r}, flush=True); time.sleep(600)"])
+    part.start()
+    polls = itertools.count()
+    part.wait_until(lambda: next(polls) > 4 and "weights" in part.log_end())
+    monkeypatch.setattr(demo_common, "START_TIMEOUT_S", 0.3)
+    with pytest.raises(NotStartedError) as failed:
+        part.wait_until(lambda: False)
+    part.close()
+    stage = "at this stage: loading the weights"
+    assert f"it was not ready after 0 s, {stage}\nIts log ends with:\n{line}\n" in str(failed.value)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-1] == "the store is still starting after 0 s: loading the weights"
+
+
+def test_a_server_that_does_not_start_tells_it_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with (
+        pytest.raises(NotStartedError, match=r"the peer did not start.*\n.*\n.*No module named"),
+        server(module="sglang.no_such_module", name="peer") as (part, url),
+    ):
+        wait_ready(part, url)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")
+def test_a_part_dies_with_a_demo_that_is_killed() -> None:
+    code = "from sglang.demo_common import Part; p = Part('store', ['/bin/sleep', '600']); p.start();"
+    with subprocess.Popen([sys.executable, "-c", code + WAIT], stdout=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        demo.stdout.readline()
+        (part,) = psutil.Process(demo.pid).children()
+        demo.kill()
+    _, alive = psutil.wait_procs([part], timeout=60)
+    assert not alive
+
+
+def run_in_process(main: str, **environment: str) -> subprocess.Popen[str]:
+    """main: the body of a demo."""
+    code = f"import os, sys, time\nfrom sglang import demo, demo_common\ndef main():\n  {main}\ndemo_common.run(main)"
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="latin-1",
+        env={**os.environ, **environment},
+    )
+
+
+def test_a_demo_whose_reader_has_gone_ends_quietly() -> None:
+    with run_in_process("while True: print('x' * 5000, flush=True)") as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 128 + signal.SIGPIPE
+
+
+def test_characters_that_the_output_cannot_encode_are_replaced() -> None:
+    process = run_in_process("print(''.join(demo.PARTS[each][0] for each in demo.PARTS), '\u2019\u3042')", **LATIN)
+    assert process.communicate() == ("#=-\xb7 '?\n", "") and process.returncode == 0
+
+
+def test_a_second_interrupt_does_not_change_the_exit_code() -> None:
+    """It comes while the interpreter ends, which takes long where much was imported."""
+    main = f"demo.slow = type('Slow', (), {{'__del__': lambda self: [{WAIT_SHORT}]}})(); {WAIT}"
+    with run_in_process(main) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "end\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == "\ninterrupted; the servers are stopped\n"
+    assert process.returncode == 130
 
 
 def test_a_part_is_killed_stopped_and_started_again() -> None:

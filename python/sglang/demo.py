@@ -18,11 +18,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
-
-from openai import OpenAI
+from typing import TYPE_CHECKING
 
 from sglang.demo_common import Answer, ask, connect, run, server, wait_ready
 from sglang.srt.configs.smollm2_model import SMOLLM2, fetched_or_embedded
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 ANSWER_TOKENS = 40
 # Of the device pool and the host pool. The embedded model cuts a page into more tokens.
@@ -165,16 +167,16 @@ def interview(questions: Sequence[Question], model: str, folder: str) -> bool:
     began = time.perf_counter()
     talk = Interview(model)
     legend = ", ".join(f"{sign} {part}" for part, (sign, _) in PARTS.items())
-    with server(*flags(model, folder)) as (process, url):
-        wait_ready(process, url)
+    with server(*flags(model, folder)) as (part, url):
+        wait_ready(part, url)
         print(f"ready after {time.perf_counter() - began:.0f} s; where the tokens of a prompt come from: {legend}")
         print("Every prompt begins with the same words of the chat template; the device has them after the first.\n")
         client = connect(url, model)
         for question in questions[:NUM_BEFORE_RESTART]:
             talk.ask(client, question)
     print("The server stops and starts anew: device and host are empty, the disk is not.\n", flush=True)
-    with server(*flags(model, folder)) as (process, url):
-        wait_ready(process, url)
+    with server(*flags(model, folder)) as (part, url):
+        wait_ready(part, url)
         client = connect(url, model)
         for question in questions[NUM_BEFORE_RESTART:]:
             talk.ask(client, question)

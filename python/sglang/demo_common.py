@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import io
 import json
 import os
+import re
 import signal
 import socket
 import statistics
@@ -17,12 +20,21 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from openai import OpenAI, OpenAIError
+from sglang.srt.utils.parent_death import ends_with_parent
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 ANSWER_TOKENS = 32
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
+# A start that takes longer prints a line this often.
+PROGRESS_S = 10.0
+# What a log has in front of its text: time and level, and how long the server has been starting.
+LOG_PREFIX = re.compile(r"^\[[^\]]*\] [A-Z]+: (still starting, after \d+ s: )?")
+# In place of characters that the output's encoding lacks: those of the bar, and what models write.
+ASCII = {"█": "#", "▓": "=", "▒": "-", "·": ".", "’": "'", "‘": "'", "“": '"', "”": '"', "–": "-", "—": "-"}
 # An answer of a model that means nothing by its end, of full length.
 IGNORE_EOS = {"ignore_eos": True}
 
@@ -102,16 +114,26 @@ class Interrupts:
         if self._came:
             raise KeyboardInterrupt
 
+    def ignore(self) -> None:
+        """From here on. The end of the interpreter would give the signals back to the system, which ends the process
+        by them."""
+        for number in self.NUMBERS:
+            signal.signal(number, signal.SIG_IGN)
+
 
 _interrupts = Interrupts()
 
 
+class NotStartedError(SystemExit):
+    """A part is not ready. The message has the end of its log."""
+
+
 class Part:
-    """A process that a demo kills, stops and starts again. Its output goes to a file without a name. environment: on
-    top of this process's."""
+    """A process that a demo kills, stops and starts again. It dies with the demo, however that dies. Its output goes
+    to a file without a name. environment: on top of this process's."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        """It is not started yet."""
+        """It is not started yet. name: stands in what is printed."""
         self.name = name
         self._command = list(command)
         self._environment = {**os.environ, **(environment or {})}
@@ -121,7 +143,11 @@ class Part:
     def start(self) -> None:
         _interrupts.hold()  # an interrupted start would leave a process that nothing ends
         self._process = subprocess.Popen(
-            self._command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=self._environment
+            ends_with_parent(self._command),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            env=self._environment,
         )
         _interrupts.release()
 
@@ -141,25 +167,48 @@ class Part:
         self.process.send_signal(signal.SIGCONT)
 
     def wait_until(self, is_ready: Callable[[], bool]) -> None:
-        """Raises SystemExit with the end of its output if it ends meanwhile, or is not ready in time."""
-        deadline = time.monotonic() + START_TIMEOUT_S
+        """Prints the stage of its start now and then. Raises NotStartedError if it ends meanwhile, or is not ready in
+        time."""
+        began = shown = time.monotonic()
         while not is_ready():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self._log.seek(0)
-                raise SystemExit(
-                    f"the {self.name} did not start\n" + self._log.read().decode(errors="replace")[-4000:]
+            now = time.monotonic()
+            code = self.process.poll()
+            if code is not None or now > began + START_TIMEOUT_S:
+                why = "it was not ready" if code is None else f"it ended with exit code {code}"
+                log = self.log_end()
+                raise NotStartedError(
+                    f"the {self.name} did not start: {why} after {now - began:.0f} s, at this stage: {self.stage()}\n"
+                    + (f"Its log ends with:\n{log}" if log else "It logged nothing.")
                 )
+            if now > shown + PROGRESS_S:
+                shown = now
+                print(f"the {self.name} is still starting after {now - began:.0f} s: {self.stage()}", flush=True)
             time.sleep(0.05)
 
+    def log_end(self) -> str:
+        """Its last lines. Beside the position at which it writes, which the processes share."""
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), 4000, max(size - 4000, 0)).decode(errors="replace")
+
+    def stage(self) -> str:
+        """What it is doing while it starts: its last line of log."""
+        lines = [line for line in self.log_end().splitlines() if line.strip()]
+        return LOG_PREFIX.sub("", lines[-1].strip())[:200] if lines else "importing what it needs"
+
+    def stop(self) -> bool:
+        """End it, whatever state it is in. Returns whether it ended as it should; what was not started did."""
+        if self._process is None:
+            return True
+        self.resume()
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        return self._process.returncode == 0
+
     def close(self) -> None:
-        """End it, whatever state it is in."""
-        if self._process is not None:
-            self.resume()
-            self._process.terminate()
-            try:
-                self._process.wait(20)
-            except subprocess.TimeoutExpired:
-                self.kill()
+        self.stop()
         self._log.close()
 
 
@@ -170,47 +219,36 @@ def listens(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def server(
-    *flags: str, module: str = "sglang.launch_server", name: str = "server"
-) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """Start a server in a process of its own and stop it at the end: (process, URL). It is not ready yet. name:
-    stands in errors, which end with the last lines of the server's log."""
+def server(*flags: str, module: str = "sglang.launch_server", name: str = "server") -> Iterator[tuple[Part, str]]:
+    """Start a server in a process of its own and stop it at the end: (part, URL). It is not ready yet. name: stands
+    in errors, which end with the last lines of the server's log."""
     port = free_port()
-    with tempfile.TemporaryFile() as log:
-        _interrupts.hold()  # an interrupted start would leave a process that nothing ends
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, "--port", str(port), *flags], stdout=log, stderr=log
-        )
-        interrupted = False
+    with contextlib.closing(Part(name, [sys.executable, "-m", module, "--port", str(port), *flags])) as part:
+        told = False
         try:
-            _interrupts.release()
-            yield process, f"http://127.0.0.1:{port}"
-        except KeyboardInterrupt:
-            interrupted = True
+            part.start()
+            yield part, f"http://127.0.0.1:{port}"
+        except (KeyboardInterrupt, NotStartedError):
+            told = True
             raise
         finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            if process.returncode != 0 and not interrupted:
-                log.seek(0)
-                sys.stderr.write(log.read().decode(errors="replace")[-4000:])
-    if process.returncode != 0:
-        raise SystemExit(f"the {name} ended with exit code {process.returncode}")
+            if not part.stop() and not told:
+                sys.stderr.write(part.log_end())
+        if part.process.returncode != 0:
+            raise SystemExit(f"the {name} ended with exit code {part.process.returncode}")
 
 
-def wait_ready(process: subprocess.Popen[bytes], url: str, name: str = "server") -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while process.poll() is None and time.monotonic() < deadline:
+def wait_ready(part: Part, url: str) -> None:
+    """Raises NotStartedError."""
+
+    def is_ready() -> bool:
         try:
             with urllib.request.urlopen(url + "/health", timeout=5):
-                return
+                return True
         except (urllib.error.URLError, OSError):
-            time.sleep(0.05)
-    raise SystemExit(f"the {name} did not start")
+            return False
+
+    part.wait_until(is_ready)
 
 
 def get_json(url: str) -> dict[str, Any]:
@@ -268,6 +306,8 @@ def ask(
 
 
 def connect(url: str, model: str = "embedded") -> OpenAI:
+    from openai import OpenAI  # imported so late because that takes a second, more on a busy machine
+
     client = OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
     # The first request of a process pays for what is set up lazily. Prompts that come later begin alike.
     ask(client, [{"role": "user", "content": "Good morning."}], model, fields={**IGNORE_EOS, "cache": "no_store"})
@@ -344,13 +384,45 @@ def summarise(pairs: Sequence[tuple[Answer, Answer]], tiers: Sequence[str], expe
     return same == len(pairs) and not missing
 
 
+def replace_by_ascii(error: UnicodeError) -> tuple[str, int]:
+    """A handler of encoding errors."""
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(ASCII.get(each, "?") for each in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error("demo_ascii", replace_by_ascii)
+
+
+def drop_unread_output() -> None:
+    """What has no reader any more is not tried again when the interpreter ends."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def run(main: Callable[[], int]) -> NoReturn:
     """End the process with main's exit code. Its servers have ended before, however it ends."""
     _interrupts.install()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="demo_ascii")
     try:
-        sys.exit(main())
-    except (OpenAIError, urllib.error.URLError) as error:
-        sys.exit(f"a server did not answer as it should: {error}")
+        code = main()
+        sys.stdout.flush()
+        sys.exit(code)
+    except BrokenPipeError:
+        sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt:
-        sys.stderr.write("\ninterrupted; the servers are stopped\n")
-        sys.exit(130)
+        with contextlib.suppress(OSError):
+            sys.stderr.write("\ninterrupted; the servers are stopped\n")
+        sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        from openai import OpenAIError
+
+        if not isinstance(error, OpenAIError | urllib.error.URLError):
+            raise
+        sys.exit(f"a server did not answer as it should: {error}")
+    finally:
+        _interrupts.ignore()
+        drop_unread_output()

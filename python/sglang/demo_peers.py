@@ -12,18 +12,16 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-from openai import OpenAI
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang.demo_common import (
+    Part,
     Talk,
     Tiers,
     ask,
@@ -38,6 +36,9 @@ from sglang.demo_common import (
     wait_ready,
 )
 from sglang.srt.configs.embedded_model import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, ensure_embedded_model
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 TIERS: Tiers = ("device", "peer", "host")
 NAMES = ("Ada", "Ben", "Cho", "Dan")
@@ -165,18 +166,18 @@ def start(stack: contextlib.ExitStack, folder: Path) -> dict[str, str]:
         sizes = ["--max-total-tokens", str(worker.max_total_tokens), "--page-size", str(worker.page_size)]
         model = ["--model-path", str(worker.write(folder)), "--served-model-name", worker.name]
         commands[worker.name] = [*model, *WORKER.split(), *sizes, "--peer-endpoint", endpoint]
-    started: dict[str, tuple[subprocess.Popen[bytes], str]] = {}
+    started: dict[str, tuple[Part, str]] = {}
     for name, flags in commands.items():
         slab = () if name == "reference" else ("--peer-slab-size", SLAB_MIB)
         started[name] = stack.enter_context(server(*flags, *slab, name=name))
-    for name, (process, url) in started.items():
-        wait_ready(process, url, name)
+    for part, url in started.values():
+        wait_ready(part, url)
     urls = {name: url for name, (_, url) in started.items()}
     behind = [urls[name] for name in ("master", QUIET.name, BUSY.name)]
-    process, urls["router"] = stack.enter_context(
+    part, urls["router"] = stack.enter_context(
         server("--worker-urls", *behind, module="sglang.router", name="router")
     )
-    wait_ready(process, urls["router"], "router")
+    wait_ready(part, urls["router"])
     return urls
 
 

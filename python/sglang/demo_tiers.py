@@ -20,9 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from openai import OpenAI
+from typing import TYPE_CHECKING, Any
 
 from sglang.demo_common import (
     Answer,
@@ -40,6 +38,9 @@ from sglang.demo_common import (
     wait_ready,
 )
 from sglang.srt.offload.store.embedded import server_binary
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 TIERS = ("device", "peer", "host", "disk", "remote")
 LETTERS = dict(zip(TIERS, "DPHKR"))
@@ -73,7 +74,7 @@ class Parts:
 
     def start_worker(self) -> None:
         self.worker.start()
-        wait_ready(self.worker.process, self.worker_url, "worker")
+        wait_ready(self.worker, self.worker_url)
 
     def start_store(self) -> None:
         self.store.start()
@@ -333,8 +334,8 @@ def main() -> int:
             server("--model-path", "embedded", "--disable-radix-cache", name="server without a cache")
         )
         warm, warm_url = stack.enter_context(server(*flags_of_server(folder, parts)))
-        wait_ready(parts.worker.process, parts.worker_url, "worker")
-        wait_ready(cold, cold_url, "server without a cache")
+        wait_ready(parts.worker, parts.worker_url)
+        wait_ready(cold, cold_url)
         wait_ready(warm, warm_url)
 
         def state() -> dict[str, Any]:

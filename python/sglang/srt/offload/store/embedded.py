@@ -12,25 +12,18 @@ import os
 import socket
 import stat
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.offload.store.address import StoreAddress
+from sglang.srt.utils.parent_death import ends_with_parent
 
 _START_S = 10.0
 _STOP_S = 2.0
 _LOG_LINES = 5
 # The longest path of a Unix socket (sun_path), with its zero.
 _MAX_SOCKET_PATH = 107
-# Asks for SIGKILL at the parent's death (PR_SET_PDEATHSIG is 1), checks whether the parent has died before that, and
-# becomes the server. It runs in an interpreter of its own, because code between fork and exec is not safe where there
-# are threads.
-_LAUNCHER = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
-    "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execv(sys.argv[2], sys.argv[2:])"
-)
 
 
 class EmbeddedStore:
@@ -133,7 +126,7 @@ def spawn(binary: Path, options: dict[str, str]) -> subprocess.Popen[bytes]:
     it."""
     arguments = [word for name, value in options.items() for word in (f"--{name}", value)]
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(binary), *arguments],
+        ends_with_parent([str(binary), *arguments]),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
