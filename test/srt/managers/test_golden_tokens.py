@@ -12,11 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.mem_cache.transfer import Tier
+from sglang.srt.sampling.logprob_types import LogprobSpec
 from support.all_tiers import Lender
 from support.golden import (
     MARGIN,
@@ -31,7 +33,8 @@ from support.golden import (
     perplexity,
     reference_model,
 )
-from support.real_engine import BLOCK, RealEngine, RealModel, Storage, real_model
+from support.local_engine import Generation
+from support.real_engine import BLOCK, GREEDY, RealEngine, RealModel, Storage, real_model
 
 # The prompts of the short gate: a conversation of two turns, text without a template, and short ones.
 FEW = ("tea-on", "panama_canal-turn-1", "panama_canal-turn-2", "short-0", "chat")
@@ -87,6 +90,35 @@ def cut_in_three(engine: RealEngine) -> None:
         engine.settle()
 
 
+class Parting:
+    """A prompt that begins with the first block of another one, and goes on as a third one ends. If pages of a prefix
+    change places, a prompt that shares the whole prefix is still answered right, because a key has its position in
+    itself. This one is not."""
+
+    def __init__(self, engine: RealEngine, shared: GoldenAnswer, other: GoldenAnswer) -> None:
+        """Answered without the cache."""
+        self.prompt = np.concatenate([shared.ids[:BLOCK], other.ids[-12:]])
+        self.wanted = self._answer(engine, "bypass")
+        assert not sum(self.wanted.cached_tokens_details.values())
+
+    def check(self, engine: RealEngine, where: str) -> None:
+        """shared is on the device, where it has come from another tier."""
+        found = self._answer(engine, "no_store")
+        assert sum(found.cached_tokens_details.values()) == BLOCK, (where, found.cached_tokens_details)
+        title = f"a prompt that shares the first block, from {where}"
+        assert found.tokens == self.wanted.tokens, title
+        check_logprobs(logprobs_of(self.wanted), logprobs_of(found), title)
+
+    def _answer(self, engine: RealEngine, cache: str) -> Generation:
+        (answer,) = engine.generate([self.prompt], GREEDY, logprobs=LogprobSpec(), cache=cache)
+        engine.settle()
+        return answer
+
+
+def logprobs_of(answer: Generation) -> list[float]:
+    return [each.logprob for each in answer.logprobs if each.logprob is not None]
+
+
 # -- in make test ------------------------------------------------------------------------------------------------
 
 
@@ -94,15 +126,18 @@ def test_a_few_prompts_from_device_host_disk_and_a_mix(real: RealModel, tmp_path
     few = real.named(*FEW)
     engine = RealEngine(real, 1024, 1024, disk(tmp_path), chunked_prefill_size=96)
     engine.check(few, "computed")
+    parting = Parting(engine, few[1], few[4])
     found = engine.check(few, "device")
     assert found["device"] > whole_blocks(few) and not found["host"] + found["disk"]
     engine.evict(Tier.DEVICE)
     found = engine.check(few, "host")
     assert found["host"] > 300 and not found["disk"]
+    parting.check(engine, "host")
     engine.close()
 
     engine = RealEngine(real, 1024, 1024, disk(tmp_path))
     assert engine.check(few, "disk")["disk"] >= 256
+    parting.check(engine, "disk")
     cut_in_three(engine)
     found = engine.check(few[1:3], "mixed")
     assert all(found[tier] > 0 for tier in ("device", "host", "disk")), found
@@ -132,6 +167,20 @@ def check_perplexity(engine: RealEngine, page: GoldenPage, start: int, *tiers: s
         check_logprobs(wanted[start - 1 :], scored.logprobs, f"{page.name} from {tier}")
         quotient = perplexity(scored.logprobs) / perplexity(wanted[start - 1 :])
         assert abs(quotient - 1) < PERPLEXITY_TOLERANCE, f"{page.name} from {tier}: {quotient}"
+        if tier != "device":
+            check_beginnings(engine, page, start, tier)
+
+
+def check_beginnings(engine: RealEngine, page: GoldenPage, start: int, tier: str) -> None:
+    """Prompts that end inside a prefix that has come from a tier: behind each of its first pages and each block. The
+    whole prefix does not show whether its pages are in order (see `Parting`)."""
+    size = engine.scheduler.config.page_size
+    ends = [end for end in sorted({*range(size, 4 * size, size), *range(BLOCK, start, BLOCK)}) if end < start]
+    for end in ends:
+        scored = engine.score(page.ids[: end + 3], end + 1)
+        assert sum(scored.cached.values()) == end, (end, tier, scored.cached)
+        title = f"{page.name}, whose first {end} tokens are from {tier}"
+        check_logprobs(page.logprobs[end : end + 2], scored.logprobs, title)
 
 
 # -- the golden file ---------------------------------------------------------------------------------------------
