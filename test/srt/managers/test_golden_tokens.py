@@ -336,7 +336,7 @@ def test_pages_have_the_same_perplexity_from_every_tier(real: RealModel, tmp_pat
     stream = LayerStreamConfig(2, 4)
     engine = RealEngine(real, 256, 1024, chunked_prefill_size=64, layer_stream=stream, new_token_ratio=0.0)
     check_perplexity(engine, real.golden.pages[1], 385, "host")
-    assert engine.counters["streamed_reqs"] == 2
+    assert engine.counters["streamed_reqs"] >= 2
     engine.close()
 
 
