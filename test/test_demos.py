@@ -38,7 +38,8 @@ PEERS = [sys.executable, "-m", "sglang.demo_peers"]
 ALL_TIERS = [sys.executable, "-m", "sglang.demo_tiers"]
 # The end of a script: it tells that it has come there, and waits.
 WAIT = "print('here', flush=True); import time; time.sleep(600)"
-WAIT_SHORT = "os.write(1, b'end\\n'), time.sleep(0.5)"
+# What it calls is bound: the names of modules may be gone when the interpreter ends.
+WAIT_SHORT = "lambda self, write=os.write, sleep=sys.modules['time'].sleep: [write(1, b'end\\n'), sleep(0.5)]"
 LATIN = {"PYTHONIOENCODING": "latin-1"}
 # As a shell starts what it does not wait for.
 IN_THE_BACKGROUND = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]
@@ -278,7 +279,7 @@ def test_characters_that_the_output_cannot_encode_are_replaced() -> None:
 
 def test_a_second_interrupt_does_not_change_the_exit_code() -> None:
     """It comes while the interpreter ends, which takes long where much was imported."""
-    main = f"demo.slow = type('Slow', (), {{'__del__': lambda self: [{WAIT_SHORT}]}})(); {WAIT}"
+    main = f"demo.slow = type('Slow', (), {{'__del__': {WAIT_SHORT}}})(); {WAIT}"
     with run_in_process(main) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.readline()
