@@ -7,8 +7,7 @@ MODEL is a folder with weights, or "embedded". A batch `16x128` is a decode of 1
 `16x4096s` is one whose requests share all but their last 32 tokens; `2048p` is a prompt of 2,048 tokens. float32.
 *torch*: plain weights and the backend torch_native. *C*: packed weights and the backend cpu. The two take turns; a
 ratio is torch's time over C's of one turn. Where other programs use the cores, --threads 1 and the processor's time
-tell more than the clock. Pages are a
-random permutation of the pool's, unless --in-order.
+tell more than the clock. Pages are a random permutation of the pool's, unless --in-order.
 """
 
 from __future__ import annotations

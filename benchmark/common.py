@@ -100,12 +100,17 @@ def _format(value: Any) -> str:
 
 
 def _cpu_name() -> str:
+    """With its vectors, if they are wide."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    name = names[0] if names else platform.processor() or platform.machine()
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    return name + next(
+        (f", {title}" for flag, title in (("avx512f", "AVX-512"), ("avx2", "AVX2")) if flag in flags), ""
+    )
 
 
 def _gpu_names() -> list[str]:

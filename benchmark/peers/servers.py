@@ -215,14 +215,6 @@ class RunningServer:
             pass
 
 
-def cpu_name() -> str:
-    """With the widest vectors that it has."""
-    found = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
-    name = next((line.partition(":")[2].strip() for line in found.splitlines() if line.startswith("model name")), "?")
-    vectors = next((each for each in ("avx512f", "avx2") if each in found.split()), "")
-    return f"{name} {vectors}".strip()
-
-
 def forget_pages(folder: Path) -> None:
     """Files below a folder are read from the disk again, and not from the kernel's memory."""
     os.sync()

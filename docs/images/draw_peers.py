@@ -29,11 +29,8 @@ AIMS = (("again", 10), ("restart", 10), ("step of 16, contexts of 32", 1.5), (""
 def draw(report: dict[str, Any], colours: dict[str, str], file: Path) -> None:
     rows = [row for row in report["rows"] if row["peer"] == "vLLM"]
     right = 1.7 * max(row["highest"] for row in rows)
-    others = {
-        row["what"]: row["ratio"]
-        for row in report["rows"]
-        if row["peer"] == "llama.cpp" and row["ratio"] < 0.9 * right
-    }
+    others = {row["what"]: row["ratio"] for row in report["rows"] if row["peer"] == "llama.cpp"}
+    shown = {what: ratio for what, ratio in others.items() if ratio < 0.9 * right}
     plt.rcParams.update({"svg.hashsalt": "peers", "font.family": "DejaVu Sans", "svg.fonttype": "none"})
     figure, axes = plt.subplots(figsize=(9.2, 0.34 * len(rows) + 1.3))
     places = range(len(rows), 0, -1)
@@ -44,9 +41,9 @@ def draw(report: dict[str, Any], colours: dict[str, str], file: Path) -> None:
         axes.plot([row["lowest"], row["highest"]], [place, place], color=colours["faint"], linewidth=1.2)
         aim = next(aim for part, aim in AIMS if part in row["what"])
         axes.plot([aim, aim], [place - 0.42, place + 0.42], color=colours["aim"], linewidth=1.8)
-        if row["what"] in others:
+        if row["what"] in shown:
             style = {"marker": "D", "markersize": 5, "markerfacecolor": "none", "color": colours["text"]}
-            axes.plot([others[row["what"]]], [place], linestyle="none", **style)
+            axes.plot([shown[row["what"]]], [place], linestyle="none", **style)
         axes.annotate(
             f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}",
             (max(ratio, row["highest"], 1), place),
@@ -61,7 +58,7 @@ def draw(report: dict[str, Any], colours: dict[str, str], file: Path) -> None:
     ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50) if tick <= 2 * max(row["highest"] for row in rows)]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlim(min(0.5, *(0.8 * row["lowest"] for row in rows), *(0.9 * n for n in others.values())), right)
+    axes.set_xlim(min(0.5, *(0.8 * row["lowest"] for row in rows), *(0.9 * n for n in shown.values())), right)
     axes.set_yticks(list(places), [row["what"] for row in rows], fontsize=9)
     axes.tick_params(colors=colours["text"], length=0)
     for spine in axes.spines.values():
@@ -71,10 +68,11 @@ def draw(report: dict[str, Any], colours: dict[str, str], file: Path) -> None:
     axes.set_title(
         f"Bars: time of vLLM {versions['vLLM']} (CPU) over ours, median of {rows[0]['rounds']} rounds; above 1 ours "
         "is faster. Lines: least and greatest.\n"
-        f"Diamonds: llama.cpp {versions['llama.cpp']}, one request at a time; the greatest two are left out. "
+        f"Diamonds: llama.cpp {versions['llama.cpp']}, one request at a time; "
+        f"{len(others) - len(shown)} beyond the edge are left out. "
         "Upright marks: our aims.\n"
         f"{settings['model']}, {settings['threads']} threads, memory for {settings['memory_tokens']:,} tokens each; "
-        f"measured on {settings['cpu']}, {report['date'][:10]}",
+        f"measured on {report['hardware']}, {report['date'][:10]}",
         fontsize=9,
         color=colours["faint"],
         loc="left",

@@ -34,6 +34,7 @@ from sglang.srt.managers.schedule_policy import (
 )
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.mem_cache.node import MatchResult, Node, Receipt
+from sglang.srt.mem_cache.placement import pages_ahead
 from sglang.srt.mem_cache.transfer import TIER_NAMES, Tier
 from sglang.srt.model_executor.launch import PageRun
 
@@ -260,8 +261,8 @@ class Admission:
 
     @property
     def _decode_pages(self) -> int:
-        """That running requests take while copies are under way: as in `pages_ahead`."""
-        return 2 * len(self._queues.running)
+        """That running requests take while copies are under way."""
+        return pages_ahead(len(self._queues.running), 0)
 
     def end_preloads(self, reqs: Iterable[Req]) -> int:
         """What these have loaded ahead is not kept for them any more. Returns how many had."""

@@ -511,8 +511,8 @@ class HiCacheController:
         return next(lacking, None)
 
     def _has_room_soon(self, tier: Tier, num_pages: int) -> bool:
-        """Whether a tier would give up only copies for so many pages, but gets copies to spare when the loads from it
-        have ended that are under way."""
+        """Whether a tier would give up the only copy of something for so many pages, though loads from it are under
+        way, which leave copies to spare."""
         lacking = num_pages - self.tables[tier].num_free
         if lacking <= 0 or not self.ledger.num_pages_on(LOAD_LINKS[tier]):
             return False

@@ -53,9 +53,6 @@ class _Requests:
         args.num_reqs = len(columns["rows"])
         self._before = np.empty(args.num_reqs + 1, np.int64)
 
-    def attend(self) -> None:
-        raise NotImplementedError
-
 
 class _Extends(_Requests):
     def attend(self) -> None:
@@ -102,8 +99,9 @@ class PagedAttention:
         columns = {name: np.asarray(each, np.int64) for name, each in named.items() if each is not None}
         columns["rows"] = np.cumsum(columns["q_lens"]) - columns["q_lens"]
 
-        self._requests: list[_Requests] = []
-        for kind, which in ((_Decodes, columns["q_lens"] == 1), (_Extends, columns["q_lens"] > 1)):
+        self._requests: list[_Decodes | _Extends] = []
+        kinds: list[type[_Decodes | _Extends]] = [_Decodes, _Extends]
+        for kind, which in zip(kinds, (columns["q_lens"] == 1, columns["q_lens"] > 1)):
             if which.any():
                 chosen = {name: each[which] for name, each in columns.items()}
                 self._requests.append(kind(table, by_slot, **chosen))

@@ -52,54 +52,38 @@ INLINE float sum(vec v) {
     return all[0];
 }
 
+/* Lanes of a and b that the list names, each plus the one that is `apart` lanes on. */
+#define JOIN(a, b, apart, ...)                                                                                         \
+    (__builtin_shuffle(a, b, (ivec){__VA_ARGS__}) + __builtin_shuffle(a, b, (ivec){__VA_ARGS__} + (apart)))
+
 /* Lane i: sum(v[i]) of LANES vectors, with the same bits. Each pass halves the vectors and doubles what one holds: it
    adds lanes that are 8, then 4, 2 and 1 apart. */
 INLINE vec sums(vec *v) {
 #if LANES == 16
-#define JOIN(a, b, ...)                                                                                                \
-    (__builtin_shuffle(a, b, (ivec){__VA_ARGS__}) +                                                                    \
-     __builtin_shuffle(a, b, (ivec){__VA_ARGS__} + DISTANCE))
-#define DISTANCE 8
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++)
-        v[i] = JOIN(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-#undef DISTANCE
-#define DISTANCE 4
+        v[i] = JOIN(v[2 * i], v[2 * i + 1], 8, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
-        v[i] = JOIN(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-#undef DISTANCE
-#define DISTANCE 2
+        v[i] = JOIN(v[2 * i], v[2 * i + 1], 4, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++)
-        v[i] = JOIN(v[2 * i], v[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29);
-#undef DISTANCE
-#define DISTANCE 1
-    return JOIN(v[0], v[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        v[i] = JOIN(v[2 * i], v[2 * i + 1], 2, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29);
+    return JOIN(v[0], v[1], 1, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
 #elif LANES == 8
-#define JOIN(a, b, ...)                                                                                                \
-    (__builtin_shuffle(a, b, (ivec){__VA_ARGS__}) +                                                                    \
-     __builtin_shuffle(a, b, (ivec){__VA_ARGS__} + DISTANCE))
-#define DISTANCE 4
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
-        v[i] = JOIN(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11);
-#undef DISTANCE
-#define DISTANCE 2
+        v[i] = JOIN(v[2 * i], v[2 * i + 1], 4, 0, 1, 2, 3, 8, 9, 10, 11);
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++)
-        v[i] = JOIN(v[2 * i], v[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13);
-#undef DISTANCE
-#define DISTANCE 1
-    return JOIN(v[0], v[1], 0, 2, 4, 6, 8, 10, 12, 14);
+        v[i] = JOIN(v[2 * i], v[2 * i + 1], 2, 0, 1, 4, 5, 8, 9, 12, 13);
+    return JOIN(v[0], v[1], 1, 0, 2, 4, 6, 8, 10, 12, 14);
 #else
     vec all;
     for (int i = 0; i < LANES; i++)
         all[i] = sum(v[i]);
     return all;
 #endif
-#undef DISTANCE
-#undef JOIN
 }
 
 INLINE quad larger_of_four(quad a, quad b) {
