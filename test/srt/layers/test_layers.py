@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang.srt.distributed.parallel_state import SINGLE_RANK
-from sglang.srt.layers.activation import SiluAndMul
+from sglang.srt.distributed.parallel_state import SINGLE_RANK, Shard
 from sglang.srt.layers.layernorm import QKNorm, RMSNorm
-from sglang.srt.layers.linear import MergedColumnParallelLinear
+from sglang.srt.layers.linear import GatedLinear, MergedColumnParallelLinear
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 
 
@@ -37,10 +36,17 @@ def test_rms_norm_of_heads_at_once():
         assert torch.equal(norm(x)[:, head], alone(x[:, head]))
 
 
-def test_silu_and_mul():
-    x = torch.randn(4, 10, generator=torch.Generator().manual_seed(1))
-    want = x[:, :5] * torch.sigmoid(x[:, :5]) * x[:, 5:]
-    assert (SiluAndMul()(x) - want).abs().max() < 1e-6
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_gated_layer(finished):
+    torch.manual_seed(1)
+    layer = GatedLinear(10, Shard(5, 0, 5), True, torch.float32)
+    layer.loaded().data.normal_()
+    layer.bias.data.normal_()
+    x = torch.randn(4, 10)
+    gate, up = torch.nn.functional.linear(x, layer.loaded(), layer.bias).chunk(2, dim=1)
+    if finished:
+        layer.finish_loading()
+    assert (layer(x) - gate * torch.sigmoid(gate) * up).abs().max() < 1e-5
 
 
 def test_rotary_turns_pairs_by_position():

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sgl_kernel import elementwise
 from sgl_kernel.cpu.library import takes
-from sgl_kernel.cpu.packed_weight import PackedWeight
+from sgl_kernel.cpu.packed_weight import PackedGate, PackedWeight
 from sglang.srt.distributed.parallel_state import Shard, TensorParallelGroup
 from sglang.srt.layers.weights import WeightTarget
 
@@ -78,6 +79,25 @@ class MergedColumnParallelLinear(Weight):
                 shape = (shard.full, *fused.shape[1:])
                 targets[f"{name}.{kind}"] = WeightTarget(part, shape, 0, shard.start)
         return targets
+
+
+class GatedLinear(MergedColumnParallelLinear):
+    """The first half of a gated feed-forward layer: gate and up, of one input and as many outputs each."""
+
+    def __init__(self, in_features: int, shard: Shard, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__(in_features, (shard, shard), bias, dtype)
+        self._gate: PackedGate | None = None
+
+    def finish_loading(self) -> None:
+        if self.weight is not None and takes(self.weight):
+            self._gate = PackedGate(self.weight)
+            self.weight = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (num_tokens, in_features). Returns silu(gate) * up, (num_tokens, the shard's size)."""
+        if self._gate is not None:
+            return self._gate.linear(x, self.bias)
+        return elementwise.silu_and_mul(super().forward(x))
 
 
 class RowParallelLinear(Weight):

@@ -14,10 +14,9 @@ from torch import nn
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
-from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.layernorm import QKNorm, RMSNorm
-from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear, Weight
+from sglang.srt.layers.linear import GatedLinear, MergedColumnParallelLinear, RowParallelLinear, Weight
 from sglang.srt.layers.radix_attention import PartialState, RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -101,14 +100,11 @@ class LlamaMLP(nn.Module):
     def __init__(self, config: ModelConfig, group: TensorParallelGroup) -> None:
         super().__init__()
         shard = group.shard(config.intermediate_size)
-        self.gate_up_proj = MergedColumnParallelLinear(
-            config.hidden_size, (shard, shard), config.mlp_bias, config.dtype
-        )
+        self.gate_up_proj = GatedLinear(config.hidden_size, shard, config.mlp_bias, config.dtype)
         self.down_proj = RowParallelLinear(shard, config.hidden_size, config.mlp_bias, config.dtype, group)
-        self.act = SiluAndMul()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act(self.gate_up_proj(x)))
+        return self.down_proj(self.gate_up_proj(x))
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         return self.gate_up_proj.weight_targets(FUSED["gate_up_proj"]) | self.down_proj.weight_targets("down_proj")

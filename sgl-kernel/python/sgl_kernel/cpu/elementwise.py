@@ -24,14 +24,6 @@ def rmsnorm(x: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, 
     return out
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """x: (n, 2 * d), contiguous."""
-    n, d = x.shape[0], x.shape[1] // 2
-    out = x.new_empty((n, d))
-    function("cpu_silu_and_mul")(x.data_ptr(), out.data_ptr(), n, d, torch.get_num_threads())
-    return out
-
-
 def apply_rope(positions: torch.Tensor, x: torch.Tensor, cos_sin_cache: torch.Tensor) -> None:
     """x: (n, heads, d), the innermost dimension contiguous. Rotated in place."""
     n, heads, d = x.shape

@@ -13,7 +13,7 @@ from sgl_kernel.native_library import NativeLibrary
 _pointer, _size, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "cpu_panel": (_size, []),
-    "cpu_linear": (None, [_pointer, _size, _size, _size, _pointer, _size, _pointer, _pointer, _int]),
+    "cpu_linear": (None, [_pointer, _size, _size, _size, _pointer, _size, _pointer, _pointer, _int, _int]),
     "cpu_lanes": (_size, []),
     "cpu_decode_chunk": (_size, []),
     "cpu_decode_plan": (_size, [_pointer] * 5),
@@ -21,7 +21,6 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "cpu_extend": (None, [_pointer, _pointer]),
     "cpu_copy_pages": (None, [*[_pointer] * 4, *[_size] * 3]),
     "cpu_rmsnorm": (None, [_pointer, _pointer, _pointer, _pointer, _size, _size, _float, _int]),
-    "cpu_silu_and_mul": (None, [_pointer, _pointer, _size, _size, _int]),
     "cpu_store_rows": (None, [_pointer, _pointer, _pointer, *[_size] * 4]),
     "cpu_rope": (None, [_pointer, _pointer, _pointer, *[_size] * 5, _int]),
 }

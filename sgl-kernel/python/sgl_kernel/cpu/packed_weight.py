@@ -1,4 +1,8 @@
-"""`PackedWeight`: a linear layer's weight as `csrc/cpu_linear.c` reads it. Owns its memory, of the weight's size."""
+"""`PackedWeight` and `PackedGate`: linear layers' weights as `csrc/cpu_linear.c` reads them, in panels.
+
+Each owns its memory, of the weight's size. panels: (num_panels, in_features, outputs of a panel) float32; outputs
+beyond the last one are 0.
+"""
 
 from __future__ import annotations
 
@@ -8,38 +12,14 @@ from sgl_kernel.cpu.library import function
 
 
 class PackedWeight:
-    """panels: (num_panels, in_features, outputs of a panel) float32; outputs beyond the last one are 0."""
-
     def __init__(self, weight: torch.Tensor) -> None:
         """weight: (out_features, in_features), of a type that `takes`. It is copied."""
         self.out_features, self.in_features = weight.shape
-        width = int(function("cpu_panel")())
-        num_panels = -(-self.out_features // width)
-        self.panels = torch.zeros(num_panels, self.in_features, width)
-        whole = self.out_features // width
-        self.panels[:whole] = weight[: whole * width].view(whole, width, self.in_features).transpose(1, 2)
-        rest = self.out_features - whole * width
-        if rest:
-            self.panels[whole, :, :rest] = weight[whole * width :].t()
-        self._linear = function("cpu_linear")
+        self.panels = _pack(weight)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x: (num_rows, in_features) float32. Returns x @ weight.T + bias, (num_rows, out_features)."""
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        out = x.new_empty((x.shape[0], self.out_features))
-        self._linear(
-            x.data_ptr(),
-            x.shape[0],
-            self.in_features,
-            x.stride(0),
-            self.panels.data_ptr(),
-            self.out_features,
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return out
+        return _multiply(x, self.panels, self.out_features, bias, False)
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """index: (n,) int64. Returns weight[index], (n, in_features)."""
@@ -49,3 +29,51 @@ class PackedWeight:
     def unpack(self) -> torch.Tensor:
         """A copy of the weight."""
         return self.panels.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
+
+
+class PackedGate:
+    """panels: the gate's and up's in turn."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        """weight: (2 * out_features, in_features), the gate's rows above up's, of a type that `takes`. Copied."""
+        gate, up = weight.chunk(2)
+        self.out_features = len(gate)
+        self.panels = torch.stack((_pack(gate), _pack(up)), dim=1).flatten(0, 1)
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x: (num_rows, in_features) float32. bias: (2 * out_features,). Returns silu(x @ gate.T + bias) *
+        (x @ up.T + bias), each with its half, (num_rows, out_features)."""
+        return _multiply(x, self.panels, self.out_features, bias, True)
+
+
+def _pack(weight: torch.Tensor) -> torch.Tensor:
+    out_features, in_features = weight.shape
+    width = int(function("cpu_panel")())
+    panels = torch.zeros(-(-out_features // width), in_features, width)
+    whole = out_features // width
+    panels[:whole] = weight[: whole * width].view(whole, width, in_features).transpose(1, 2)
+    rest = out_features - whole * width
+    if rest:
+        panels[whole, :, :rest] = weight[whole * width :].t()
+    return panels
+
+
+def _multiply(
+    x: torch.Tensor, panels: torch.Tensor, out_features: int, bias: torch.Tensor | None, gated: bool
+) -> torch.Tensor:
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = x.new_empty((x.shape[0], out_features))
+    function("cpu_linear")(
+        x.data_ptr(),
+        x.shape[0],
+        panels.shape[1],
+        x.stride(0),
+        panels.data_ptr(),
+        out_features,
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        gated,
+        torch.get_num_threads(),
+    )
+    return out

@@ -57,13 +57,13 @@ INLINE float soften(float *scores, int n, float *greatest, float *total) {
     float most_of_all = largest(most);
     vec added = splat(0);
     for (int j = 0; j < BLOCK; j += LANES) {
-        vec weight = exp_of(load(scores + j) - splat(most_of_all));
+        vec weight = exp_to_one(load(scores + j) - splat(most_of_all));
         added += weight;
         store(scores + j, weight);
     }
     float shrinks = 1;
     if (most_of_all > *greatest) {
-        vec each = exp_of(splat(*greatest - most_of_all));
+        vec each = exp_to_one(splat(*greatest - most_of_all));
         shrinks = each[0];
     }
     *total = *total * shrinks + sum(added);

@@ -201,7 +201,7 @@ static void merge(const attention_args *a, int64_t i, int64_t tasks, const float
         for (int64_t t = 0; t < tasks; t++) {
             float lane[LANES];
             const float *part = first + t * size + h * d;
-            store(lane, exp_of(splat(stats[t * size] - most)));
+            store(lane, exp_to_one(splat(stats[t * size] - most)));
             total += stats[t * size + 1] * lane[0];
             for (int64_t at = 0; at < d; at += LANES)
                 store(out + at, load(out + at) + load(part + at) * splat(lane[0]));

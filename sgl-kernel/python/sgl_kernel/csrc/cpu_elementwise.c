@@ -67,44 +67,6 @@ void cpu_rmsnorm(float *x, const float *update, const float *weight, float *out,
 
 typedef struct {
     shares rows;
-    const float *x;
-    float *out;
-    int64_t d;
-} silu_args;
-
-static void silu_and_mul(const void *arguments, int64_t task) {
-    const silu_args *a = arguments;
-    int64_t d = a->d;
-    FOR_ROWS(a->rows, task) {
-        const float *gate = a->x + row * 2 * d, *up = gate + d;
-        float *to = a->out + row * d;
-        for (int64_t i = 0; i < d; i += LANES) {
-            float rest[2][LANES] = {{0}};
-            int64_t some = d - i < LANES ? d - i : LANES;
-            if (some < LANES) {
-                memcpy(rest[0], gate + i, some * sizeof(float));
-                memcpy(rest[1], up + i, some * sizeof(float));
-            }
-            vec g = load(some < LANES ? rest[0] : gate + i), u = load(some < LANES ? rest[1] : up + i);
-            vec result = g / (splat(1) + exp_of(-g)) * u;
-            if (some < LANES) {
-                store(rest[0], result);
-                memcpy(to + i, rest[0], some * sizeof(float));
-            } else {
-                store(to + i, result);
-            }
-        }
-    }
-}
-
-/* x: (n, 2 d), gate and up side by side; out: (n, d). */
-void cpu_silu_and_mul(const float *x, float *out, int64_t n, int64_t d, int threads) {
-    silu_args a = {share(n, 2 * d), x, out, d};
-    cpu_run(silu_and_mul, &a, num_tasks(a.rows), threads);
-}
-
-typedef struct {
-    shares rows;
     float *x;
     const int64_t *positions;
     const float *table;

@@ -10,7 +10,7 @@
 #include "cpu_tile.h"
 
 /* Rows of a task, unless there are too few tasks for the threads. */
-#define TASK_ROWS 192
+#define TASK_ROWS 384
 #define LEAST_TASK_ROWS 48
 
 /* The rows of a task and where they stand. */
@@ -149,7 +149,7 @@ static void attend(const task_rows *t) {
                 int64_t more = visible(t, first + r) - begin;
                 seen[r] = more < 0 ? 0 : more < n ? more : n;
             }
-            any_attend_tile(rows, q + first * d, d, keys, values, n, seen, width, stats + 2 * first,
+            any_attend_tile(rows, q + first * d, d, keys, values, seen[rows - 1], seen, width, stats + 2 * first,
                             out + first * width);
         }
     }

@@ -2,13 +2,16 @@
 
    The weights' rows are outputs. PANEL of them stand side by side in a panel, input by input:
    panels[p][k][i] = weight[p * PANEL + i][k], rows beyond the end are 0. A tile of ROWS inputs by PANEL outputs is
-   summed in registers, over k in order. Each output is therefore the same chain of additions in every batch. */
+   summed in registers, over k in order. Each output is therefore the same chain of additions in every batch.
+
+   A gated layer's weight is two matrices, gate and up: after each panel of the gate's comes the same one of up's. The
+   layer gives silu(gate) * up, and a tile of both is multiplied while it is in the core's cache. */
 
 #include "cpu_pool.h"
 #include "cpu_tile.h"
 
 /* Panels that are multiplied with one tile of rows after the other should stay in a core's second-level cache. */
-#define GROUP_BYTES (192 << 10)
+#define GROUP_BYTES (384 << 10)
 /* Inputs that are summed in one chain; the chains' sums are added. Shorter chains round less. */
 #define BLOCK 256
 /* Rows of a task. */
@@ -62,16 +65,32 @@ static void any_tile(int rows, const float *x, int64_t x_stride, const float *pa
 #undef CASE
 }
 
+static void gated_tile(int rows, const float *x, int64_t x_stride, const float *panels, int64_t k,
+                       const float *gate_bias, const float *up_bias, float *out, int64_t out_stride, int64_t cols) {
+    float gate[ROWS * PANEL] = {0}, up[ROWS * PANEL] = {0};
+    any_tile(rows, x, x_stride, panels, k, gate_bias, gate, PANEL, cols);
+    any_tile(rows, x, x_stride, panels + k * PANEL, k, up_bias, up, PANEL, cols);
+    for (int r = 0; r < rows; r++) {
+        for (int i = 0; i < PANEL; i += LANES) {
+            float *here = gate + r * PANEL + i;
+            vec g = load(here);
+            store(here, g / (splat(1) + exp_of(-g)) * load(up + r * PANEL + i));
+        }
+        memcpy(out + r * out_stride, gate + r * PANEL, cols * sizeof *out);
+    }
+}
+
 typedef struct {
     const float *x, *panels, *bias;
     float *out;
     int64_t m, k, x_stride, n, group, num_groups;
+    int gated;
 } linear_args;
 
 /* A group of panels for TASK_ROWS rows. Neighbouring tasks read neighbouring panels. */
 static void multiply(const void *arguments, int64_t task) {
     const linear_args *a = arguments;
-    int64_t num_panels = (a->n + PANEL - 1) / PANEL, panel_floats = a->k * PANEL, n = a->n;
+    int64_t num_panels = (a->n + PANEL - 1) / PANEL, panel_floats = a->k * PANEL << a->gated, n = a->n;
     int64_t row = task / a->num_groups * TASK_ROWS, end_row = row + TASK_ROWS;
     int64_t first = task % a->num_groups * a->group, end = first + a->group;
     end_row = end_row < a->m ? end_row : a->m;
@@ -80,19 +99,25 @@ static void multiply(const void *arguments, int64_t task) {
         int rows = end_row - row < ROWS ? (int)(end_row - row) : ROWS;
         for (int64_t p = first; p < end; p++) {
             int64_t col = p * PANEL, cols = n - col < PANEL ? n - col : PANEL;
-            any_tile(rows, a->x + row * a->x_stride, a->x_stride, a->panels + p * panel_floats, a->k,
-                     a->bias ? a->bias + col : NULL, a->out + row * n + col, n, cols);
+            const float *x = a->x + row * a->x_stride, *panels = a->panels + p * panel_floats;
+            const float *bias = a->bias ? a->bias + col : NULL;
+            float *out = a->out + row * n + col;
+            if (a->gated)
+                gated_tile(rows, x, a->x_stride, panels, a->k, bias, bias ? bias + n : NULL, out, n, cols);
+            else
+                any_tile(rows, x, a->x_stride, panels, a->k, bias, out, n, cols);
         }
     }
 }
 
-/* x: (m, k), rows x_stride apart; out: (m, n), contiguous; bias: (n,) or NULL. */
+/* x: (m, k), rows x_stride apart; out: (m, n), contiguous; bias: NULL or (n,), of a gated layer the gate's, then
+   up's. gated: 0 or 1. */
 void cpu_linear(const float *x, int64_t m, int64_t k, int64_t x_stride, const float *panels, int64_t n,
-                const float *bias, float *out, int threads) {
-    int64_t num_panels = (n + PANEL - 1) / PANEL, group = GROUP_BYTES / (k * PANEL * sizeof(float) + 1);
-    int64_t fair = (num_panels + 8 * threads - 1) / (8 * threads);
+                const float *bias, float *out, int gated, int threads) {
+    int64_t num_panels = (n + PANEL - 1) / PANEL, group = GROUP_BYTES / ((k * PANEL * sizeof(float) << gated) + 1);
+    int64_t runs = (m + TASK_ROWS - 1) / TASK_ROWS, fair = (num_panels * runs + 8 * threads - 1) / (8 * threads);
     group = group < fair ? group : fair;
     group = group > 1 ? group : 1;
-    linear_args a = {x, panels, bias, out, m, k, x_stride, n, group, (num_panels + group - 1) / group};
-    cpu_run(multiply, &a, (m + TASK_ROWS - 1) / TASK_ROWS * a.num_groups, threads);
+    linear_args a = {x, panels, bias, out, m, k, x_stride, n, group, (num_panels + group - 1) / group, gated};
+    cpu_run(multiply, &a, runs * a.num_groups, threads);
 }

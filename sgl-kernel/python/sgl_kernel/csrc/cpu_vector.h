@@ -9,6 +9,7 @@
 #include <string.h>
 
 #if defined(__AVX512F__)
+#include <immintrin.h>
 #define LANES 16
 #elif defined(__AVX__)
 #define LANES 8
@@ -31,10 +32,16 @@ INLINE void store(float *to, vec v) { memcpy(to, &v, sizeof v); }
 
 INLINE vec splat(float x) { return x - (vec){0}; }
 
-INLINE vec select(ivec where, vec yes, vec no) { return (vec)((where & (ivec)yes) | (~where & (ivec)no)); }
+INLINE vec pick(ivec where, vec yes, vec no) { return (vec)((where & (ivec)yes) | (~where & (ivec)no)); }
 
 /* The second one where one of them is NaN. */
-INLINE vec larger(vec a, vec b) { return select(a > b, a, b); }
+INLINE vec larger(vec a, vec b) {
+#if LANES == 16
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return pick(a > b, a, b);
+#endif
+}
 
 typedef float quad __attribute__((vector_size(16)));
 typedef int32_t iquad __attribute__((vector_size(16)));
@@ -102,12 +109,11 @@ INLINE float largest(vec v) {
     return all[0];
 }
 
-/* e^x to about an ulp; 0 below the least normal number, infinity above 2^127.5, NaN of NaN. x = n ln 2 + r,
+/* e^x of numbers that are not positive, to about an ulp; 0 below the least normal number, NaN of NaN. x = n ln 2 + r,
    and e^r by its series up to r^7 / 7!, |r| <= ln 2 / 2. */
-INLINE vec exp_of(vec x) {
+INLINE vec exp_to_one(vec x) {
     const vec magic = splat(12582912.0f); /* adding 1.5 * 2^23 rounds to an integer, which stands in the low bits */
     ivec vanishes = x < splat(-87.3365447f);
-    ivec overflows = x > splat(88.3762589f);
     vec shifted = x * splat(1.44269504f) + magic;
     vec n = shifted - magic;
     vec r = x - n * splat(0.693359375f);
@@ -120,8 +126,15 @@ INLINE vec exp_of(vec x) {
     p = p * r + splat(0.5f);
     p = p * r + splat(1.0f);
     p = p * r + splat(1.0f);
-    ivec power = ((ivec)shifted - (ivec)magic + 127) << 23;
-    return select(overflows, splat(INFINITY), select(vanishes, splat(0.0f), p * (vec)power));
+#if LANES == 16
+    vec scaled = (vec)_mm512_scalef_ps((__m512)p, (__m512)n); /* p * 2^n, as below */
+#else
+    vec scaled = p * (vec)(((ivec)shifted - (ivec)magic + 127) << 23);
+#endif
+    return pick(vanishes, splat(0.0f), scaled);
 }
+
+/* As `exp_to_one`, of any number; infinity above 2^127.5. */
+INLINE vec exp_of(vec x) { return pick(x > splat(88.3762589f), splat(INFINITY), exp_to_one(x)); }
 
 #endif

@@ -82,8 +82,6 @@ def fused_add_rmsnorm(
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """x: (num_tokens, 2 * d), gate and up side by side. Returns silu(gate) * up, (num_tokens, d)."""
-    if takes(x) and x.is_contiguous():
-        return cpu.silu_and_mul(x)
     kernel = _kernel("silu_and_mul", x)
     if kernel is None or x.shape[-1] % (2 * _VECTOR):
         return reference.silu_and_mul(x)
