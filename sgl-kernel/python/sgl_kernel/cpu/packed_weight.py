@@ -23,8 +23,12 @@ class PackedWeight:
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """index: (n,) int64. Returns weight[index], (n, in_features)."""
-        width = self.panels.shape[2]
-        return self.panels[index // width, :, index % width]
+        index, n = index.contiguous(), len(index)
+        assert n == 0 or 0 <= int(index.min()) <= int(index.max()) < self.out_features, "there is no such row"
+        out = torch.empty(n, self.in_features)
+        threads = torch.get_num_threads()
+        function("cpu_rows")(self.panels.data_ptr(), index.data_ptr(), out.data_ptr(), n, self.in_features, threads)
+        return out
 
     def unpack(self) -> torch.Tensor:
         """A copy of the weight."""

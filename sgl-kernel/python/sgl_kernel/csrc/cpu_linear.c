@@ -121,3 +121,25 @@ void cpu_linear(const float *x, int64_t m, int64_t k, int64_t x_stride, const fl
     linear_args a = {x, panels, bias, out, m, k, x_stride, n, group, (num_panels + group - 1) / group, gated};
     cpu_run(multiply, &a, runs * a.num_groups, threads);
 }
+
+typedef struct {
+    const float *panels;
+    const int64_t *index;
+    float *out;
+    int64_t k;
+} rows_args;
+
+static void copy_row(const void *arguments, int64_t i) {
+    const rows_args *a = arguments;
+    const float *from = a->panels + a->index[i] / PANEL * PANEL * a->k + a->index[i] % PANEL;
+    for (int64_t j = 0; j < a->k; j++) {
+        __builtin_prefetch(from + (j + PANEL_AHEAD) * PANEL);
+        a->out[i * a->k + j] = from[j * PANEL];
+    }
+}
+
+/* Rows index[i] of the weight; out: (n, k). */
+void cpu_rows(const float *panels, const int64_t *index, float *out, int64_t n, int64_t k, int threads) {
+    rows_args a = {panels, index, out, k};
+    cpu_run(copy_row, &a, n, threads);
+}
