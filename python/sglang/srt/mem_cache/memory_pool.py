@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from sgl_kernel.cpu.elementwise import store_rows, takes_rows
+from sgl_kernel.cpu.huge_pages import ask_for_huge_pages
 from sgl_kernel.kvcacheio import KVPages
 from sglang.srt.mem_cache.kv_view import KVView
 from sglang.srt.mem_cache.page_layout import PageLayout
@@ -63,7 +64,10 @@ class MHATokenToKVPool:
         self.page_size = layout.page_size
         self.scratch_slot = num_pages * layout.page_size if has_scratch else None
         num_in_memory = num_pages + has_scratch
-        memory = torch.zeros(num_in_memory * layout.page_bytes, dtype=torch.uint8, device=device)
+        memory = torch.empty(num_in_memory * layout.page_bytes, dtype=torch.uint8, device=device)
+        if memory.is_cpu:
+            ask_for_huge_pages(memory)
+        memory.zero_()
         self._memory = PageMemory(layout, num_in_memory, memory, "layer_first")
         self.kv, self.kv_pages = self._memory.kv, self._memory.kv_pages
         self._views = [KVView.of_layer(pages) for pages in self.kv_pages.layers]

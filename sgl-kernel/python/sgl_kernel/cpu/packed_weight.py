@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import torch
 
+from sgl_kernel.cpu.huge_pages import HugePageBlocks
 from sgl_kernel.cpu.library import function
+
+_BLOCKS = HugePageBlocks()
 
 
 class PackedWeight:
     def __init__(self, weight: torch.Tensor) -> None:
         """weight: (out_features, in_features), of a type that `takes`. It is copied."""
         self.out_features, self.in_features = weight.shape
-        self.panels = _pack(weight)
+        width = int(function("cpu_panel")())
+        self.panels = _BLOCKS.zeros(-(-self.out_features // width), self.in_features, width)
+        _pack(weight, self.panels)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x: (num_rows, in_features) float32. Returns x @ weight.T + bias, (num_rows, out_features)."""
@@ -36,13 +41,16 @@ class PackedWeight:
 
 
 class PackedGate:
-    """panels: the gate's and up's in turn."""
+    """panels: (num_panels, 2, in_features, outputs of a panel), each of the gate's with the same one of up's."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         """weight: (2 * out_features, in_features), the gate's rows above up's, of a type that `takes`. Copied."""
         gate, up = weight.chunk(2)
         self.out_features = len(gate)
-        self.panels = torch.stack((_pack(gate), _pack(up)), dim=1).flatten(0, 1)
+        width = int(function("cpu_panel")())
+        self.panels = _BLOCKS.zeros(-(-len(gate) // width), 2, weight.shape[1], width)
+        _pack(gate, self.panels[:, 0])
+        _pack(up, self.panels[:, 1])
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x: (num_rows, in_features) float32. bias: (2 * out_features,). Returns silu(x @ gate.T + bias) *
@@ -50,16 +58,14 @@ class PackedGate:
         return _multiply(x, self.panels, self.out_features, bias, True)
 
 
-def _pack(weight: torch.Tensor) -> torch.Tensor:
-    out_features, in_features = weight.shape
-    width = int(function("cpu_panel")())
-    panels = torch.zeros(-(-out_features // width), in_features, width)
+def _pack(weight: torch.Tensor, panels: torch.Tensor) -> None:
+    """panels: zeros, of any stride."""
+    (out_features, in_features), width = weight.shape, panels.shape[2]
     whole = out_features // width
     panels[:whole] = weight[: whole * width].view(whole, width, in_features).transpose(1, 2)
     rest = out_features - whole * width
     if rest:
         panels[whole, :, :rest] = weight[whole * width :].t()
-    return panels
 
 
 def _multiply(
@@ -71,7 +77,7 @@ def _multiply(
     function("cpu_linear")(
         x.data_ptr(),
         x.shape[0],
-        panels.shape[1],
+        panels.shape[-2],
         x.stride(0),
         panels.data_ptr(),
         out_features,

@@ -118,7 +118,7 @@ class PagedAttention:
     ) -> None:
         """q, out: (num_rows, num_heads, head_dim), out contiguous. k, v: (num_pages, page_size, num_kv_heads,
         head_dim), the last two dimensions contiguous. lse: (num_rows, num_heads), contiguous. Writes all of out and
-        lse: zeros and -inf where a request has no keys."""
+        lse: zeros and -inf for a query that sees no keys."""
         _, num_heads, head_dim = q.shape
         for requests in self._requests:
             args = requests.args

@@ -4,7 +4,8 @@
    Blocks of keys and values are copied out of the pages into panels, which the rows are multiplied with while they are
    in the core's cache. A row's blocks begin at multiples of BLOCK from the request's first key, and its sums run over
    them in order: its bits depend on its keys alone, neither on the chunk of the prompt it is computed in, nor on the
-   rest of the batch, nor on the frames, nor on the number of threads. */
+   rest of the batch, nor on the frames, nor on the number of threads. Only a value that is not finite reaches queries
+   of its block that do not see it. */
 
 #include "cpu_attention.h"
 #include "cpu_tile.h"
@@ -100,16 +101,18 @@ static void pack(const task_rows *t, const block *b, int64_t width, float *keys,
     const attention_args *a = t->args;
     int64_t d = a->head_dim;
     int n = b->n;
-    for (int first = 0; first < n; first += PANEL, keys += d * PANEL) {
-        const float *key[PANEL];
-        int count = n - first < PANEL ? n - first : PANEL;
-        for (int j = 0; j < count; j++)
-            key[j] = a->k + b->k_at[first + j] + t->kv_head * d;
-        if (count < PANEL)
-            memset(keys, 0, d * PANEL * sizeof *keys);
-        for (int64_t i = 0; i < d; i++)
-            for (int j = 0; j < count; j++)
-                keys[i * PANEL + j] = key[j][i];
+    for (int first = 0; first < (n + PANEL - 1) / PANEL * PANEL; first += LANES) {
+        float *panel = keys + first / PANEL * PANEL * d + first % PANEL;
+        for (int64_t i = 0; i < d; i += LANES) {
+            vec square[LANES];
+#pragma GCC unroll 16
+            for (int j = 0; j < LANES; j++)
+                square[j] = first + j < n ? load(a->k + b->k_at[first + j] + t->kv_head * d + i) : splat(0);
+            transpose(square);
+#pragma GCC unroll 16
+            for (int j = 0; j < LANES; j++)
+                store(panel + (i + j) * PANEL, square[j]);
+        }
     }
     for (int j = 0; j < n; j++) {
         const float *value = a->v + b->v_at[j] + t->kv_head * d;
@@ -156,9 +159,9 @@ static void attend(const task_rows *t) {
     for (int r = 0; r < t->rows; r++) {
         float total = stats[2 * r + 1], *to = a->out + place(t, r) * d;
         for (int64_t i = 0; i < d; i++)
-            to[i] = keys_end > 0 ? out[r * width + i] / total : 0;
+            to[i] = visible(t, r) > 0 ? out[r * width + i] / total : 0;
         if (a->lse)
-            a->lse[place(t, r)] = keys_end > 0 ? stats[2 * r] + logf(total) : -INFINITY;
+            a->lse[place(t, r)] = visible(t, r) > 0 ? stats[2 * r] + logf(total) : -INFINITY;
     }
 }
 

@@ -95,8 +95,9 @@ static void multiply(const void *arguments, int64_t task) {
     int64_t first = task % a->num_groups * a->group, end = first + a->group;
     end_row = end_row < a->m ? end_row : a->m;
     end = end < num_panels ? end : num_panels;
-    for (; row < end_row; row += ROWS) {
-        int rows = end_row - row < ROWS ? (int)(end_row - row) : ROWS;
+    /* Tiles of about the same height: few rows wait for a panel's numbers more than they compute. */
+    for (int64_t tiles = (end_row - row + ROWS - 1) / ROWS, rows; tiles; tiles--, row += rows) {
+        rows = (end_row - row + tiles - 1) / tiles;
         for (int64_t p = first; p < end; p++) {
             int64_t col = p * PANEL, cols = n - col < PANEL ? n - col : PANEL;
             const float *x = a->x + row * a->x_stride, *panels = a->panels + p * panel_floats;

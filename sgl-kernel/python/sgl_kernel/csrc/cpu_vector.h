@@ -93,6 +93,29 @@ INLINE vec sums(vec *v) {
 #endif
 }
 
+/* Lane j of v[i] and lane i of v[j] change places. Each pass exchanges squares of half the size, whose lanes are 8, 4, 2
+   and 1 apart. */
+INLINE void transpose(vec v[LANES]) {
+    ivec lane;
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        lane[i] = i;
+#pragma GCC unroll 4
+    for (int apart = LANES / 2; apart; apart /= 2) {
+        ivec low = (lane & apart) == 0;
+        ivec first = (low & lane) | (~low & (lane - apart + LANES));
+        ivec second = (low & (lane + apart)) | (~low & (lane + LANES));
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) {
+            if (i & apart)
+                continue;
+            vec a = v[i], b = v[i + apart];
+            v[i] = __builtin_shuffle(a, b, first);
+            v[i + apart] = __builtin_shuffle(a, b, second);
+        }
+    }
+}
+
 INLINE quad larger_of_four(quad a, quad b) {
     iquad where = a > b;
     return (quad)((where & (iquad)a) | (~where & (iquad)b));

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sgl_kernel.cpu.library import LIBRARY
+from sgl_kernel.cpu.paged_attention import PagedAttention
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.layers.attention.cpu_backend import CpuAttnBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -226,6 +227,20 @@ def test_no_keys_at_all():
     for segments, q_lens in (([[empty], []], (2, 1)), ([[], [empty], []], (1, 1, 1))):
         assert torch.equal(backend.forward(q, view, segments, AttentionMetadata(q_lens, 1.0)), torch.zeros(3, 4, 16))
     assert backend.forward(q[:0], view, [], AttentionMetadata((), 1.0)).shape == (0, 4, 16)
+
+
+@needs_compiler
+@pytest.mark.parametrize("q_len", [3, 65])
+def test_queries_before_the_first_key_find_nothing(q_len):
+    torch.manual_seed(9)
+    q, k, v = torch.randn(q_len, 2, 64), torch.randn(q_len, 1, 1, 64), torch.randn(q_len, 1, 1, 64)
+    out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
+    kv_len = np.array([q_len - 2])
+    attention = PagedAttention(torch.arange(q_len), np.zeros(1), kv_len, np.array([q_len]), kv_len - q_len + 1)
+    attention.attend(q, k, v, 0.125, out, lse)
+    assert not out[:2].any() and bool((lse[:2] == -math.inf).all())
+    assert torch.allclose(out[2], v[0].expand(2, -1, -1)[:, 0], atol=1e-6)
+    assert bool(out[2:].isfinite().all() and lse[2:].isfinite().all())
 
 
 def test_the_plan_follows_the_segments_it_is_given():
