@@ -1,19 +1,15 @@
 /* Attention of one query per request over paged keys and values in float32, without gathering them.
 
-   A request's keys are cut into chunks of CHUNK. A task is one chunk, for all heads: a token's heads lie side by side
-   in memory. Chunks of several requests that lie in the same pages are one task. Each chunk keeps its greatest score,
-   its sum and its output for each request; then each request's chunks are merged in order. The cut depends on the
-   request's length alone, and each request is computed as if alone, so that its bits depend neither on the rest of the
-   batch, nor on the frames, nor on the number of threads. Only tokens of the request are read. */
+   A request's keys are cut into chunks of CHUNK, which are computed for all heads together: a token's heads lie side by
+   side in memory. Chunks of several requests that lie in the same pages are a group. A task is some groups, one after
+   the other; while a block of keys is computed, the next one is fetched into the cache. Each chunk keeps its greatest
+   score, its sum and its output for each request; then each request's chunks are merged in order. The cut depends on
+   the request's length alone, and each request is computed as if alone, so that its bits depend neither on the rest of
+   the batch, nor on the frames, nor on the number of threads. Only tokens of the request are read. */
 
 #include "cpu_attention.h"
 
 #define CHUNK 256
-/* Keys before the first of a block's: they are fetched into the cache while the scores are computed, with the values of
-   the same token. Tokens may lie anywhere, so that the CPU does not guess the next one. */
-#ifndef AHEAD
-#define AHEAD 16
-#endif
 /* Most requests whose chunks are computed together, and tasks that each thread is to have at least. */
 #define MOST_TOGETHER 16
 #define TASKS_PER_THREAD 4
@@ -27,31 +23,25 @@ int64_t cpu_lanes(void) { return LANES; }
 /* The tokens of a task, for the size of scratch. */
 int64_t cpu_decode_chunk(void) { return CHUNK; }
 
-/* What to fetch beside the scores of a block: keys AHEAD of it, of `left` tokens, and its values. */
+/* n keys and where they and their values lie, in floats. */
 typedef struct {
-    const float *k, *v;
     const int64_t *k_at, *v_at;
-    int64_t left, row;
-} fetches;
+    int64_t n;
+} block;
 
-INLINE void fetch(const float *row, int64_t floats) {
-    for (int64_t i = 0; i < floats; i += 16)
-        __builtin_prefetch(row + i);
-}
-
-/* scores[g][j] = scale * (q[g] . key j), each sum in the order of `sum`. */
+/* scores[g][j] = scale * (q[g] . key j), each sum in the order of `sum`. next: a block whose keys are fetched meanwhile,
+   or NULL. */
 INLINE void score_heads(int heads, const float *q, const float *k, const int64_t *at, int n, int64_t head_dim,
-                        float scale, float (*scores)[BLOCK], const fetches *ahead) {
+                        float scale, float (*scores)[BLOCK], const block *next) {
+    for (int64_t j = n; next && j < next->n; j++)
+        fetch(k + next->k_at[j], head_dim);
     for (int j = 0; j < n; j += LANES) {
         const float *key[LANES];
         for (int i = 0; i < LANES; i++) {
             int token = j + i < n ? j + i : n - 1; /* the same one again behind the last */
             key[i] = k + at[token];
-            if (ahead && j + i < n) {
-                if (token + AHEAD < ahead->left)
-                    fetch(ahead->k + ahead->k_at[token + AHEAD], ahead->row);
-                fetch(ahead->v + ahead->v_at[token], ahead->row);
-            }
+            if (next && j + i < n && j + i < next->n)
+                fetch(k + next->k_at[j + i], head_dim);
         }
         for (int g = 0; g < heads; g++) {
             vec acc[LANES];
@@ -68,7 +58,7 @@ INLINE void score_heads(int heads, const float *q, const float *k, const int64_t
 }
 
 INLINE void add_values(int heads, int vectors, float (*weights)[BLOCK], const float *shrink, const float *v,
-                       const int64_t *at, int n, int64_t head_dim, float *out) {
+                       const int64_t *at, int n, int64_t head_dim, float *out, const block *next) {
     vec acc[OUT_HEADS][OUT_VECTORS];
 #pragma GCC unroll 4
     for (int g = 0; g < heads; g++)
@@ -77,6 +67,8 @@ INLINE void add_values(int heads, int vectors, float (*weights)[BLOCK], const fl
             acc[g][i] = load(out + g * head_dim + i * LANES) * splat(shrink[g]);
     for (int j = 0; j < n; j++) {
         const float *value = v + at[j];
+        if (next && j < next->n)
+            fetch(v + next->v_at[j], head_dim);
         vec each[OUT_VECTORS];
 #pragma GCC unroll 4
         for (int i = 0; i < vectors; i++)
@@ -95,10 +87,10 @@ INLINE void add_values(int heads, int vectors, float (*weights)[BLOCK], const fl
 }
 
 static void any_values(int heads, int vectors, float (*weights)[BLOCK], const float *shrink, const float *v,
-                       const int64_t *at, int n, int64_t head_dim, float *out) {
+                       const int64_t *at, int n, int64_t head_dim, float *out, const block *next) {
 #define CASE(h, w)                                                                                                     \
     case 8 * h + w:                                                                                                    \
-        add_values(h, w, weights, shrink, v, at, n, head_dim, out);                                                    \
+        add_values(h, w, weights, shrink, v, at, n, head_dim, out, next);                                              \
         break;
     switch (8 * heads + vectors) {
         CASE(1, 1) CASE(1, 2) CASE(1, 3) CASE(1, 4) CASE(2, 1) CASE(2, 2) CASE(2, 3) CASE(2, 4) CASE(3, 1) CASE(3, 2)
@@ -109,13 +101,13 @@ static void any_values(int heads, int vectors, float (*weights)[BLOCK], const fl
 
 /* Usual sizes of a head are constants. */
 static void any_scores(int heads, const float *q, const float *k, const int64_t *at, int n, int64_t head_dim,
-                       float scale, float (*scores)[BLOCK], const fetches *ahead) {
+                       float scale, float (*scores)[BLOCK], const block *next) {
     if (head_dim == 64)
-        score_heads(heads, q, k, at, n, 64, scale, scores, ahead);
+        score_heads(heads, q, k, at, n, 64, scale, scores, next);
     else if (head_dim == 128)
-        score_heads(heads, q, k, at, n, 128, scale, scores, ahead);
+        score_heads(heads, q, k, at, n, 128, scale, scores, next);
     else
-        score_heads(heads, q, k, at, n, head_dim, scale, scores, ahead);
+        score_heads(heads, q, k, at, n, head_dim, scale, scores, next);
 }
 
 /* A decode's tasks: which chunks are computed together. */
@@ -125,6 +117,7 @@ typedef struct {
     const int64_t *before;
     /* The chunks of group g are order[ends[g - 1]] .. order[ends[g]]. */
     const int64_t *order, *ends;
+    int64_t groups, per_task;
 } decode_job;
 
 /* One request of those that are computed together. */
@@ -134,57 +127,86 @@ typedef struct {
     float *out, *stats;
 } member;
 
-static void attend_heads(const attention_args *a, const member *m, int64_t kv, const int64_t *k_at,
-                         const int64_t *v_at, int n, const fetches *ahead) {
+/* next: the block whose keys and values of this KV head are fetched meanwhile. */
+static void attend_heads(const attention_args *a, const member *m, int64_t kv, const block *now, const block *next) {
     int64_t d = a->head_dim, group = a->num_heads / a->num_kv_heads;
     for (int64_t first = 0, heads; first < group; first += heads) {
         float scores[SCORE_HEADS][BLOCK], shrink[SCORE_HEADS], *stats;
         int64_t head = kv * group + first;
         heads = group - first < SCORE_HEADS ? group - first : SCORE_HEADS;
-        any_scores(heads, m->q + head * d, a->k + kv * d, k_at, n, d, a->scale, scores, first ? NULL : ahead);
+        any_scores(heads, m->q + head * d, a->k + kv * d, now->k_at, now->n, d, a->scale, scores, next);
         stats = m->stats + 2 * head;
         for (int g = 0; g < heads; g++, stats += 2)
-            shrink[g] = soften(scores[g], n, stats, stats + 1);
+            shrink[g] = soften(scores[g], now->n, stats, stats + 1);
         for (int64_t g = 0, some; g < heads; g += some) {
             some = heads - g == 4 ? 2 : heads - g < OUT_HEADS ? heads - g : OUT_HEADS;
             for (int64_t i = 0; i < d; i += OUT_VECTORS * LANES) {
                 int64_t left = (d - i) / LANES;
                 any_values(some, left < OUT_VECTORS ? left : OUT_VECTORS, scores + g, shrink + g, a->v + kv * d + i,
-                           v_at, n, d, m->out + (head + g) * d + i);
+                           now->v_at, now->n, d, m->out + (head + g) * d + i, next);
+                next = NULL;
             }
         }
     }
 }
 
-/* Chunks of several requests that are the same tokens: a block of them is read from memory once. */
-static void attend_group(const void *arguments, int64_t number) {
-    const decode_job *job = arguments;
-    const attention_args *a = job->args;
-    int64_t first = number ? job->ends[number - 1] : 0, count = job->ends[number] - first;
-    int64_t d = a->head_dim, row = a->num_kv_heads * d, size = a->num_heads * (d + 2);
-    int64_t k_at[CHUNK], v_at[CHUNK], begin = 0, total = 0;
+/* Chunks of several requests that are the same tokens. */
+typedef struct {
+    int64_t count, total, k_at[CHUNK], v_at[CHUNK];
     member members[MOST_TOGETHER];
-    for (int64_t i = 0; i < count; i++) {
+} chunk_group;
+
+static void find_group(const decode_job *job, int64_t number, chunk_group *g) {
+    const attention_args *a = job->args;
+    int64_t first = number ? job->ends[number - 1] : 0, d = a->head_dim, size = a->num_heads * (d + 2);
+    g->count = job->ends[number] - first;
+    for (int64_t i = 0; i < g->count; i++) {
         int64_t task = job->order[first + i], req = find_request(job->before, a->num_reqs, task);
         float *out = a->scratch + task * size;
-        members[i] = (member){a->q + a->rows[req] * a->q_stride, out, out + a->num_heads * d};
+        g->members[i] = (member){a->q + a->rows[req] * a->q_stride, out, out + a->num_heads * d};
         memset(out, 0, a->num_heads * d * sizeof *out);
         for (int64_t h = 0; h < a->num_heads; h++)
-            members[i].stats[2 * h] = -INFINITY, members[i].stats[2 * h + 1] = 0;
+            g->members[i].stats[2 * h] = -INFINITY, g->members[i].stats[2 * h + 1] = 0;
         if (i == 0) {
-            begin = (task - job->before[req]) * CHUNK, total = a->kv_lens[req] - begin;
-            total = total < CHUNK ? total : CHUNK;
-            find_tokens(a, req, begin, total, k_at, v_at);
+            int64_t begin = (task - job->before[req]) * CHUNK, total = a->kv_lens[req] - begin;
+            g->total = total < CHUNK ? total : CHUNK;
+            find_tokens(a, req, begin, g->total, g->k_at, g->v_at);
         }
     }
-    for (int at = 0; at < total && at < AHEAD; at++)
-        fetch(a->k + k_at[at], row);
-    for (int at = 0; at < total; at += BLOCK) {
-        int n = total - at < BLOCK ? total - at : BLOCK;
-        const fetches ahead = {a->k, a->v, k_at + at, v_at + at, total - at, row};
-        for (int64_t kv = 0; kv < a->num_kv_heads; kv++)
-            for (int64_t i = 0; i < count; i++)
-                attend_heads(a, members + i, kv, k_at + at, v_at + at, n, kv + i ? NULL : &ahead);
+}
+
+static block block_of(const chunk_group *g, int64_t at) {
+    int64_t left = g->total - at;
+    return (block){g->k_at + at, g->v_at + at, left < BLOCK ? left : BLOCK};
+}
+
+/* A block is read from memory once, and while the one before is computed. */
+static void attend_groups(const void *arguments, int64_t task) {
+    const decode_job *job = arguments;
+    const attention_args *a = job->args;
+    int64_t number = task * job->per_task, end = number + job->per_task, row = a->num_kv_heads * a->head_dim;
+    chunk_group groups[2];
+    end = end < job->groups ? end : job->groups;
+    find_group(job, number, groups);
+    block now = block_of(groups, 0), next;
+    for (int64_t j = 0; j < now.n; j++) {
+        fetch(a->k + now.k_at[j], row);
+        fetch(a->v + now.v_at[j], row);
+    }
+    for (int which = 0; number < end; number++, which ^= 1) {
+        const chunk_group *g = groups + which;
+        for (int64_t at = 0; at < g->total; at += BLOCK, now = next) {
+            next = (block){0};
+            if (at + BLOCK < g->total) {
+                next = block_of(g, at + BLOCK);
+            } else if (number + 1 < end) {
+                find_group(job, number + 1, groups + !which);
+                next = block_of(groups + !which, 0);
+            }
+            for (int64_t kv = 0; kv < a->num_kv_heads; kv++)
+                for (int64_t i = 0; i < g->count; i++)
+                    attend_heads(a, g->members + i, kv, &now, i ? NULL : &next);
+        }
     }
 }
 
@@ -274,7 +296,8 @@ int64_t cpu_decode_plan(const attention_args *a, int64_t *before, int64_t *leade
 /* Every request has one row of q, which sees all its keys. The numbers are those of `cpu_decode_plan`. */
 void cpu_decode(const attention_args *a, const int64_t *before, const int64_t *order, const int64_t *ends,
                 int64_t groups) {
-    decode_job job = {a, before, order, ends};
-    cpu_run(attend_group, &job, groups, a->threads);
+    int64_t per_task = groups / (TASKS_PER_THREAD * a->threads);
+    decode_job job = {a, before, order, ends, groups, per_task > 1 ? per_task : 1};
+    cpu_run(attend_groups, &job, (groups + job.per_task - 1) / job.per_task, a->threads);
     cpu_run(merge_chunks, &job, a->num_reqs, before[a->num_reqs] < 64 ? 1 : a->threads);
 }

@@ -46,7 +46,7 @@ INLINE void attend_tile(int rows, const float *q, int64_t d, const float *keys, 
     for (int j = 0; j < n; j += PANEL) {
         for (int r = 0; r < rows; r++)
             acc[r][0] = acc[r][1] = (vec){0};
-        add_product(rows, q, d, keys + j * d, d, acc);
+        add_product(rows, q, d, keys + j * d, d, NULL, acc);
         for (int r = 0; r < rows; r++)
             store(scores[r] + j, acc[r][0]), store(scores[r] + j + LANES, acc[r][1]);
     }
@@ -57,7 +57,7 @@ INLINE void attend_tile(int rows, const float *q, int64_t d, const float *keys, 
             acc[r][0] = load(out + r * width + i) * splat(shrink[r]);
             acc[r][1] = load(out + r * width + i + LANES) * splat(shrink[r]);
         }
-        add_product(rows, scores[0], BLOCK, values + i * BLOCK, n, acc);
+        add_product(rows, scores[0], BLOCK, values + i * BLOCK, n, NULL, acc);
         for (int r = 0; r < rows; r++)
             store(out + r * width + i, acc[r][0]), store(out + r * width + i + LANES, acc[r][1]);
     }
@@ -89,10 +89,8 @@ static void find_block(const task_rows *t, int64_t begin, int64_t end, block *b)
 INLINE void fetch_part(const task_rows *t, const block *b, int part, int parts) {
     int64_t d = t->args->head_dim;
     for (int j = b->n * part / parts; j < b->n * (part + 1) / parts; j++) {
-        for (int64_t i = 0; i < d; i += 16) {
-            __builtin_prefetch(t->args->k + b->k_at[j] + t->kv_head * d + i);
-            __builtin_prefetch(t->args->v + b->v_at[j] + t->kv_head * d + i);
-        }
+        fetch(t->args->k + b->k_at[j] + t->kv_head * d, d);
+        fetch(t->args->v + b->v_at[j] + t->kv_head * d, d);
     }
 }
 

@@ -16,11 +16,14 @@
 #define BLOCK 256
 /* Rows of a task. */
 #define TASK_ROWS (40 * ROWS)
+/* Rows that wait for panels from memory whatever is fetched, and tiles that are few. */
+#define WAITING_ROWS 7
+#define FEW_TILES 8
 
 int64_t cpu_panel(void) { return PANEL; }
 
-INLINE void tile(int rows, const float *x, int64_t x_stride, const float *panel, int64_t k, const float *bias,
-                 float *out, int64_t out_stride, int64_t cols) {
+INLINE void tile(int rows, const float *x, int64_t x_stride, const float *panel, int64_t k, const float *later,
+                 const float *bias, float *out, int64_t out_stride, int64_t cols) {
     vec total[ROWS][2];
     for (int r = 0; r < rows; r++)
         total[r][0] = total[r][1] = (vec){0};
@@ -29,7 +32,7 @@ INLINE void tile(int rows, const float *x, int64_t x_stride, const float *panel,
         vec acc[ROWS][2];
         for (int r = 0; r < rows; r++)
             acc[r][0] = acc[r][1] = (vec){0};
-        add_product(rows, x + begin, x_stride, panel + begin * PANEL, end - begin, acc);
+        add_product(rows, x + begin, x_stride, panel + begin * PANEL, end - begin, later + begin * PANEL, acc);
         for (int r = 0; r < rows; r++)
             total[r][0] += acc[r][0], total[r][1] += acc[r][1];
     }
@@ -55,21 +58,22 @@ INLINE void tile(int rows, const float *x, int64_t x_stride, const float *panel,
     }
 }
 
-static void any_tile(int rows, const float *x, int64_t x_stride, const float *panel, int64_t k, const float *bias,
-                     float *out, int64_t out_stride, int64_t cols) {
+/* later: as of `add_product`. */
+static void any_tile(int rows, const float *x, int64_t x_stride, const float *panel, int64_t k, const float *later,
+                     const float *bias, float *out, int64_t out_stride, int64_t cols) {
 #define CASE(n)                                                                                                        \
     case n:                                                                                                            \
-        tile(n, x, x_stride, panel, k, bias, out, out_stride, cols);                                                   \
+        tile(n, x, x_stride, panel, k, later, bias, out, out_stride, cols);                                            \
         break;
     SWITCH_ROWS(rows, CASE)
 #undef CASE
 }
 
-static void gated_tile(int rows, const float *x, int64_t x_stride, const float *panels, int64_t k,
+static void gated_tile(int rows, const float *x, int64_t x_stride, const float *panels, int64_t k, const float *later,
                        const float *gate_bias, const float *up_bias, float *out, int64_t out_stride, int64_t cols) {
     float gate[ROWS * PANEL] = {0}, up[ROWS * PANEL] = {0};
-    any_tile(rows, x, x_stride, panels, k, gate_bias, gate, PANEL, cols);
-    any_tile(rows, x, x_stride, panels + k * PANEL, k, up_bias, up, PANEL, cols);
+    any_tile(rows, x, x_stride, panels, k, later, gate_bias, gate, PANEL, cols);
+    any_tile(rows, x, x_stride, panels + k * PANEL, k, later + k * PANEL, up_bias, up, PANEL, cols);
     for (int r = 0; r < rows; r++) {
         for (int i = 0; i < PANEL; i += LANES) {
             float *here = gate + r * PANEL + i;
@@ -84,30 +88,42 @@ typedef struct {
     const float *x, *panels, *bias;
     float *out;
     int64_t m, k, x_stride, n, group, num_groups;
-    int gated;
+    int gated, threads;
 } linear_args;
 
-/* A group of panels for TASK_ROWS rows. Neighbouring tasks read neighbouring panels. */
+/* Rows row .. end_row, tile t of a task, with panel p, of a gated layer with gate's and up's. The first tiles fetch
+   panel `next`, each a line of every row of it, if there is one. */
+static void multiply_tile(const linear_args *a, int64_t row, int64_t end_row, int64_t t, int64_t p, int64_t next) {
+    int rows = (int)(end_row - row);
+    int64_t n = a->n, col = p * PANEL, cols = n - col < PANEL ? n - col : PANEL, panel_floats = a->k * PANEL << a->gated;
+    const float *x = a->x + row * a->x_stride, *panels = a->panels + p * panel_floats, *later = panels;
+    const float *bias = a->bias ? a->bias + col : NULL;
+    float *out = a->out + row * n + col;
+    if (t < PANEL / 16 && next * PANEL < n)
+        later = a->panels + next * panel_floats + t * 16;
+    if (a->gated)
+        gated_tile(rows, x, a->x_stride, panels, a->k, later, bias, bias ? bias + n : NULL, out, n, cols);
+    else
+        any_tile(rows, x, a->x_stride, panels, a->k, later, bias, out, n, cols);
+}
+
+/* A group of panels for TASK_ROWS rows. Neighbouring tasks read neighbouring panels.
+
+   Few rows are computed faster than panels come from memory: one panel after the other is multiplied with all of them,
+   and the next one fetched meanwhile; behind the last it is the one that this thread probably begins with next. Many
+   rows are multiplied with all panels of the group, tile by tile, so that a row is read once. */
 static void multiply(const void *arguments, int64_t task) {
     const linear_args *a = arguments;
-    int64_t num_panels = (a->n + PANEL - 1) / PANEL, panel_floats = a->k * PANEL << a->gated, n = a->n;
-    int64_t row = task / a->num_groups * TASK_ROWS, end_row = row + TASK_ROWS;
+    int64_t num_panels = (a->n + PANEL - 1) / PANEL, row = task / a->num_groups * TASK_ROWS;
     int64_t first = task % a->num_groups * a->group, end = first + a->group;
-    end_row = end_row < a->m ? end_row : a->m;
+    int64_t num_rows = a->m - row < TASK_ROWS ? a->m - row : TASK_ROWS, tiles = (num_rows + ROWS - 1) / ROWS;
     end = end < num_panels ? end : num_panels;
-    /* Tiles of about the same height: few rows wait for a panel's numbers more than they compute. */
-    for (int64_t tiles = (end_row - row + ROWS - 1) / ROWS, rows; tiles; tiles--, row += rows) {
-        rows = (end_row - row + tiles - 1) / tiles;
-        for (int64_t p = first; p < end; p++) {
-            int64_t col = p * PANEL, cols = n - col < PANEL ? n - col : PANEL;
-            const float *x = a->x + row * a->x_stride, *panels = a->panels + p * panel_floats;
-            const float *bias = a->bias ? a->bias + col : NULL;
-            float *out = a->out + row * n + col;
-            if (a->gated)
-                gated_tile(rows, x, a->x_stride, panels, a->k, bias, bias ? bias + n : NULL, out, n, cols);
-            else
-                any_tile(rows, x, a->x_stride, panels, a->k, bias, out, n, cols);
-        }
+    int few = tiles <= FEW_TILES;
+    for (int64_t i = 0; i < tiles * (end - first); i++) {
+        int64_t t = few ? i % tiles : i / (end - first), p = first + (few ? i / tiles : i % (end - first));
+        int64_t next = p + 1 < end ? p + 1 : first + a->threads * a->group;
+        multiply_tile(a, row + num_rows * t / tiles, row + num_rows * (t + 1) / tiles, t, p,
+                      few && num_rows > WAITING_ROWS ? next : num_panels);
     }
 }
 
@@ -119,7 +135,7 @@ void cpu_linear(const float *x, int64_t m, int64_t k, int64_t x_stride, const fl
     int64_t runs = (m + TASK_ROWS - 1) / TASK_ROWS, fair = (num_panels * runs + 8 * threads - 1) / (8 * threads);
     group = group < fair ? group : fair;
     group = group > 1 ? group : 1;
-    linear_args a = {x, panels, bias, out, m, k, x_stride, n, group, (num_panels + group - 1) / group, gated};
+    linear_args a = {x, panels, bias, out, m, k, x_stride, n, group, (num_panels + group - 1) / group, gated, threads};
     cpu_run(multiply, &a, runs * a.num_groups, threads);
 }
 

@@ -12,17 +12,20 @@
 #else
 #define ROWS 6
 #endif
-/* How far ahead a panel is fetched, in its rows. */
+/* How far ahead a panel is fetched into the first-level cache, in its rows. */
 #ifndef PANEL_AHEAD
 #define PANEL_AHEAD 16
 #endif
 
 /* acc[r] += the sum over i of x[r][i] * panel[i], one chain of additions per number, in order. x: (rows, k), rows
-   x_stride apart. panel: (k, PANEL). rows is a constant where this is inlined. */
-INLINE void add_product(int rows, const float *x, int64_t x_stride, const float *panel, int64_t k,
+   x_stride apart. panel: (k, PANEL). later: floats PANEL apart that are fetched meanwhile, one for each of the panel's
+   rows; NULL for none. rows, and whether there is `later`, are constants where this is inlined. */
+INLINE void add_product(int rows, const float *x, int64_t x_stride, const float *panel, int64_t k, const float *later,
                         vec acc[ROWS][2]) {
     for (int64_t i = 0; i < k; i++, panel += PANEL) {
         vec a = load(panel), b = load(panel + LANES);
+        if (later)
+            fetch(later + i * PANEL, 1);
         __builtin_prefetch(panel + PANEL_AHEAD * PANEL);
         if (PANEL > 16)
             __builtin_prefetch(panel + PANEL_AHEAD * PANEL + 16);
