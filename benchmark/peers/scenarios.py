@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,31 +32,57 @@ class Prompts:
         return self._rng.integers(FIRST_ID, LAST_ID, length).tolist()
 
 
-def ask_all(
-    url: str, model: str, prompts: Sequence[Sequence[int]], num_tokens: int, at_once: int
-) -> list[RequestRecord]:
-    """All prompts, at_once of them under way at a time, in order. Raises RuntimeError if one fails."""
-    target = Target(Server.from_url(url, {}), BACKENDS["vllm"], Settings(model))
+class RequestError(RuntimeError):
+    """A request failed; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How prompts are sent."""
+
+    url: str
+    model: str
+    # Tokens of each answer.
+    num_tokens: int
+    # Prompts under way at a time.
+    at_once: int
+    # Called when a request begins: the seconds that it may take.
+    limit_s: Callable[[], float]
+
+
+def ask_all(asking: Asking, prompts: Sequence[Sequence[int]]) -> list[RequestRecord]:
+    """All prompts, in order. The first that fails ends it, with `RequestError`."""
+    server = Server.from_url(asking.url, {})
 
     async def run() -> list[RequestRecord]:
-        limit = asyncio.Semaphore(at_once)
+        limit = asyncio.Semaphore(asking.at_once)
 
         async def one(prompt: Sequence[int]) -> RequestRecord:
             async with limit:
-                return await send_ask(target, Ask(prompt, num_tokens), len(prompt))
+                settings = Settings(asking.model, timeout_s=asking.limit_s())
+                ask = Ask(prompt, asking.num_tokens)
+                record = await send_ask(Target(server, BACKENDS["vllm"], settings), ask, len(prompt))
+            if record.error is not None:
+                # The client's flag, which this program does not have.
+                raise RequestError(record.error.removesuffix(" (--request-timeout-sec)"))
+            if record.output_len != asking.num_tokens:
+                raise RequestError(f"{record.output_len} tokens came, {asking.num_tokens} were asked for")
+            return record
 
         return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
-    records = asyncio.run(run())
-    for record in records:
-        if record.error is not None or record.output_len != num_tokens:
-            raise RuntimeError(record.error or f"{record.output_len} tokens came, {num_tokens} were asked for")
-    return records
+    return asyncio.run(run())
 
 
 def first_token_s(record: RequestRecord) -> float:
     assert record.ttft_s is not None, "the answer has no text"
     return record.ttft_s
+
+
+def cached_share(records: Sequence[RequestRecord]) -> float | None:
+    """Of the prompts' tokens, those that were cached. None if the server does not report them."""
+    cached = [record.cached_tokens for record in records if record.cached_tokens is not None]
+    return sum(cached) / sum(record.prompt_len for record in records) if len(cached) == len(records) else None
 
 
 def decode_step_s(records: Sequence[RequestRecord]) -> float:

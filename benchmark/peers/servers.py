@@ -7,6 +7,7 @@ through OpenAI's completions.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -17,18 +18,23 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 from benchmark.common import OUT
+from benchmark.peers.deadline import Deadline
 
 CONTEXT = 5120
 # vLLM compiles the model at its first start.
 START_TIMEOUT_S = 600.0
 IDLE_TIMEOUT_S = 60.0
 IDLE_WINDOW_S = 0.5
+# From SIGTERM to SIGKILL, for all servers that are stopped together.
+STOP_TIMEOUT_S = 30.0
+LOG_TAIL_BYTES = 3000
 # Our host tier over our device pool.
 HOST_RATIO = 0.25
 # A block of vLLM's cache on the CPU.
@@ -137,19 +143,41 @@ def has_package(python: Path, name: str) -> str | None:
     return done.stdout.strip() if done is not None and done.returncode == 0 else None
 
 
+def kernel_lanes() -> int | None:
+    """Floats in a vector of our kernels in C, which are compiled now if necessary. None: they cannot be compiled, and
+    torch computes in their place."""
+    from sgl_kernel.cpu.library import LIBRARY
+
+    return int(LIBRARY.function("cpu_lanes")()) if LIBRARY.is_available() else None
+
+
+class ServerError(Exception):
+    """A server cannot be measured any further. The message names it and has the reason."""
+
+    def __init__(self, server: RunningServer, reason: str) -> None:
+        super().__init__(f"{server.kind.name} {reason}")
+        self.server = server
+        # The end of the server's log.
+        self.log = server.log_tail()
+
+
 class RunningServer:
-    def __init__(self, kind: ServerKind, setting: Setting) -> None:
-        """Not started yet: what stops it on a signal has to know it before."""
+    def __init__(self, kind: ServerKind, setting: Setting, deadline: Deadline | None = None) -> None:
+        """Not started yet: what stops it on a signal has to know it before. deadline: of its waits; None: each has
+        its own limit alone."""
         self.kind, self.setting = kind, setting
+        self._deadline = deadline or Deadline(math.inf)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
+        """Until it answers. Raises `ServerError`, or `OutOfTime`."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", **self.kind.environment(self.setting)}
+        end = time.monotonic() + self._deadline.within(START_TIMEOUT_S)
         self._process = subprocess.Popen(
             self.kind.command(self.setting, port),
             stdin=subprocess.DEVNULL,
@@ -158,13 +186,12 @@ class RunningServer:
             env=environment,
             start_new_session=True,
         )
-        deadline = time.monotonic() + START_TIMEOUT_S
         while not self._is_healthy():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self._log.seek(0)
-                tail = self._log.read().decode(errors="replace")[-3000:]
-                self.stop()
-                raise SystemExit(f"{self.kind.name} did not start\n{tail}")
+            if (ended := self._how_it_ended()) is not None:
+                raise ServerError(self, f"did not start: it {ended}")
+            if time.monotonic() > end:
+                self._deadline.check()
+                raise ServerError(self, f"did not start within {START_TIMEOUT_S:.0f} s")
             time.sleep(0.5)
 
     def _is_healthy(self) -> bool:
@@ -174,23 +201,47 @@ class RunningServer:
         except (urllib.error.URLError, OSError):
             return False
 
+    def _how_it_ended(self) -> str | None:
+        """None: it runs."""
+        if self._process is None or (code := self._process.poll()) is None:
+            return None
+        return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+    def failure(self, reason: str) -> ServerError:
+        """For a request that failed for that reason. A server that is just dying has a second to end."""
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(1)
+        ended = self._how_it_ended()
+        return ServerError(self, f"failed: {reason}" if ended is None else f"{ended} ({reason})")
+
+    def log_tail(self) -> str:
+        """What it wrote last. Leaves the place where the server writes on as it is."""
+        size = os.fstat(self._log.fileno()).st_size
+        tail = os.pread(self._log.fileno(), LOG_TAIL_BYTES, max(0, size - LOG_TAIL_BYTES))
+        return tail.decode(errors="replace")
+
     def wait_until_idle(self) -> None:
-        """Until its processes use no core. vLLM looks for work, without a pause, for a second after each answer."""
-        deadline = time.monotonic() + IDLE_TIMEOUT_S
+        """Until its processes use no core. vLLM looks for work, without a pause, for a second after each answer.
+        Raises `ServerError`, or `OutOfTime`."""
+        end = time.monotonic() + self._deadline.within(IDLE_TIMEOUT_S)
         before = self._processor_s()
         while True:
             time.sleep(IDLE_WINDOW_S)
             now = self._processor_s()
             if now - before < 0.1 * IDLE_WINDOW_S:
                 return
-            if time.monotonic() > deadline:
-                raise SystemExit(f"{self.kind.name} still computes {IDLE_TIMEOUT_S:.0f} s after its last answer")
+            if time.monotonic() > end:
+                self._deadline.check()
+                raise ServerError(self, f"still computes {IDLE_TIMEOUT_S:.0f} s after its last answer")
             before = now
 
     def _processor_s(self) -> float:
         """Seconds of the processor that its processes have used."""
         total = 0.0
         assert self._process is not None
+        if (ended := self._how_it_ended()) is not None:
+            raise ServerError(self, ended)
         main = psutil.Process(self._process.pid)
         for process in (main, *main.children(recursive=True)):
             try:
@@ -201,18 +252,25 @@ class RunningServer:
         return total
 
     def stop(self) -> None:
-        if self._process is None:
-            return
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(30)
-            except subprocess.TimeoutExpired:
-                pass
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)  # what the server left behind
-        except ProcessLookupError:
-            pass
+        """Raises `OutOfTime` before it has stopped anything."""
+        stop_all([self], self._deadline.within(STOP_TIMEOUT_S))
+
+
+def stop_all(servers: Iterable[RunningServer], timeout_s: float) -> None:
+    """SIGTERM to all, then one wait for all together, then SIGKILL to what is left of their process groups."""
+    processes = [server._process for server in servers if server._process is not None]
+    for process in processes:
+        process.terminate()
+    end = time.monotonic() + timeout_s
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, end - time.monotonic()))
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(5)
 
 
 def forget_pages(folder: Path) -> None:
