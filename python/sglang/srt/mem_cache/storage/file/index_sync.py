@@ -225,7 +225,7 @@ class IndexSync:
             return  # A read counts and logs it.
         try:
             stat = os.fstat(fd)
-            if stat.st_ino != segment.inode:
+            if not self.files.is_segment(fd, segment.layout, segment.inode):
                 self.drop(segment)
                 self._take_in(segment.number)
                 return

@@ -63,6 +63,12 @@ class SegmentFiles:
         return os.open(path, _READ)
 
     @staticmethod
+    def is_segment(fd: int, layout: SegmentLayout, inode: int) -> bool:
+        """Whether an open file is the segment that had this layout and inode. File systems give a new file the inode
+        of one that is gone, and its pages may have another size. Raises OSError."""
+        return os.fstat(fd).st_ino == inode and layout.begins(os.pread(fd, ALIGNMENT, 0))
+
+    @staticmethod
     def read_table(fd: int, layout: SegmentLayout) -> Table:
         for _ in range(_TABLE_READS):
             table = layout.read_table(os.pread(fd, layout.num_slots * ENTRY_BYTES, ALIGNMENT))

@@ -403,7 +403,7 @@ class SegmentWriter:
         except FileNotFoundError:
             self._sync.drop(segment)
             return None
-        if fd is not None and os.fstat(fd).st_ino != segment.inode:
+        if fd is not None and not self._sync.files.is_segment(fd, segment.layout, segment.inode):
             os.close(fd)
             self._sync.reread(segment)  # Another file has its name.
             return None
