@@ -103,7 +103,8 @@ MODELS = {
     ),
     "gemma": GemmaConfig(**SHAPE),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2),
-    "gemma2": Gemma2Config(**SHAPE, sliding_window=24),
+    # Tied, it would repeat its last token for ever.
+    "gemma2": Gemma2Config(**SHAPE, sliding_window=24, tie_word_embeddings=False),
 }
 
 
