@@ -1108,11 +1108,11 @@ def test_a_lost_slab_leaves_a_hole():
     rig.controller.drop(top, DEVICE)
     assert rig.lengths("abcd") == (0, 4)
     rig.controller.links.is_worth_copying = lambda tier, start, end: False
-    rig.controller.withdraw(PEER, np.arange(4, dtype=np.int32))
+    rig.controller.withdraw(PEER, [np.arange(4, dtype=np.int32)])
     rig.check()
     assert rig.ledger.take_ops()[0] == (), "it is not worth a copy on the host"
     assert is_hole(top) and low.frames[HOST] is not None and rig.lengths("abcd") == (0, 0)
-    rig.controller.withdraw(HOST, low.frames[HOST])
+    rig.controller.withdraw(HOST, [low.frames[HOST]])
     rig.check()
     assert rig.tree.num_nodes == 0
 
@@ -1125,7 +1125,7 @@ def test_what_a_lost_slab_alone_had_moves_to_the_host():
         rig.copy(low, tier)
     rig.copy(top, PEER)
     rig.controller.drop(top, DEVICE)
-    rig.controller.withdraw(PEER, np.arange(4, dtype=np.int32))
+    rig.controller.withdraw(PEER, [np.arange(4, dtype=np.int32)])
     assert ops_of(rig) == [(Ticket(P2H, 0), [2, 3], [2, 3], None)], "the host has the other one"
     rig.peer.reap(10)
     assert top.frames[PEER] is None and rig.states(PEER) == "FFDD" and rig.lengths("abcd") == (0, 0)
@@ -1155,7 +1155,7 @@ def test_a_move_to_the_host_that_fails_leaves_a_hole():
     rig.copy(low, HOST)
     rig.copy(top, PEER)
     rig.controller.drop(top, DEVICE)
-    rig.controller.withdraw(PEER, np.arange(4, dtype=np.int32))
+    rig.controller.withdraw(PEER, [np.arange(4, dtype=np.int32)])
     rig.at(10).abort(Ticket(P2H, 0))
     rig.check()
     assert is_hole(top) and low.frames[HOST] is not None
@@ -1164,7 +1164,7 @@ def test_a_move_to_the_host_that_fails_leaves_a_hole():
 def test_without_a_host_a_lost_slab_is_lost():
     rig = PeerRig(peer=4, host=0)
     rig.on_peer("ab")
-    rig.controller.withdraw(PEER, np.arange(4, dtype=np.int32))
+    rig.controller.withdraw(PEER, [np.arange(4, dtype=np.int32)])
     rig.check()
     assert rig.tree.num_nodes == 0
 

@@ -95,7 +95,7 @@ def test_a_node_that_is_cut_or_evicted_is_matched_again() -> None:
     other = rig.insert("abq")
     assert not rig.is_known
     rig.find()
-    rig.tree.drop(other, Tier.DEVICE)
+    rig.tree.drop([other], Tier.DEVICE)
     assert rig.is_known
     rig.tree.evict(Tier.DEVICE, 4)
     assert not rig.is_known

@@ -364,7 +364,7 @@ def test_locking_a_miss_keeps_the_root():
     receipt = tree.lock(match(tree, "abc", "tenant"), launch=0)
     assert receipt.node is tree.roots["tenant"] and receipt.node.lock == 1
     node = insert(tree, "abc", 0, below=receipt.node, ns="tenant").node
-    tree.drop(node, DEVICE)
+    tree.drop([node], DEVICE)
     assert "tenant" in tree.roots, "a locked root stays, empty or not"
     tree.unlock(receipt, launch=0, fence=-1)
     assert tree.roots == {}
@@ -436,7 +436,7 @@ def test_a_node_dropped_while_filling_is_not_committed():
     top = insert(tree, "ab", 0).node
     low = insert(tree, "cd", 2, below=top).node
     ticket = fill(tree, [top, low], HOST, 50, seq=0)
-    dropped = tree.drop(low, HOST)
+    dropped = tree.drop([low], HOST)
     assert filling(dropped) == [([52, 53], ticket)] and dropped.cached == []
     tree.check_invariants()
     assert tree.commit(ticket, HOST) == [top]
@@ -448,7 +448,7 @@ def test_a_ticket_without_nodes_is_forgotten():
     node = insert(tree, "ab", 0).node
     for seq in range(3):
         fill(tree, [node], HOST, 50, seq)
-        tree.drop(node, HOST)
+        tree.drop([node], HOST)
     assert tree._by_ticket == {}, "failed operations would pile up"
 
 
@@ -661,7 +661,7 @@ def test_a_peer_gives_up_what_the_device_has_also_above_what_only_the_peer_has()
     move(tree, [top, low], DEVICE, PEER, 20)
     tree.unlock(tree.lock(match(tree, "aa"), 9), 9, -1)
     for node in (low, *others):
-        tree.drop(node, DEVICE)
+        tree.drop([node], DEVICE)
     # `top` is the youngest, and no leaf there.
     assert frames_given_up(tree, PEER, 2, 2, 2, 2) == [20, 21, 40, 41, 22, 23, 60, 61]
 
@@ -677,7 +677,7 @@ def test_a_load_that_failed_leaves_the_order_as_it_was():
     tree, (_, _, c) = three_on_a_peer()
     frames_given_up(tree, DEVICE, 6)
     tree.begin_fill([c], PEER, DEVICE, pages(10, 2), Ticket(P2D, 9))
-    assert filling(tree.drop(c, DEVICE)) == [([10, 11], Ticket(P2D, 9))]
+    assert filling(tree.drop([c], DEVICE)) == [([10, 11], Ticket(P2D, 9))]
     assert frames_given_up(tree, PEER, 2, 2, 2) == [20, 21, 22, 23, 24, 25]
 
 
@@ -699,17 +699,17 @@ def test_drop_takes_a_subtree_off_the_device_and_one_node_off_others():
     low = insert(tree, "cd", 2, below=top, fence=2).node
     insert(tree, "xy", 4, below=top, fence=3)
     load_all(tree, [top, low], HOST, 50, seq=0)
-    dropped = tree.drop(low, DEVICE)
+    dropped = tree.drop([low], DEVICE)
     assert cached(dropped) == [([2, 3], 2)]
     assert shape(tree) == {"ab": [[0, 1], [50, 51]], "abcd": [None, [52, 53]], "abxy": [[4, 5], None]}
-    assert sorted(cached(tree.drop(top, DEVICE))) == [([0, 1], 1), ([4, 5], 3)]
+    assert sorted(cached(tree.drop([top], DEVICE))) == [([0, 1], 1), ([4, 5], 3)]
     assert shape(tree) == {"ab": [None, [50, 51]], "abcd": [None, [52, 53]]}
-    assert cached(tree.drop(top, HOST)) == [([50, 51], -1)]
+    assert cached(tree.drop([top], HOST)) == [([50, 51], -1)]
     assert shape(tree) == {"ab": [None, None], "abcd": [None, [52, 53]]}, "a hole"
-    assert cached(tree.drop(top, HOST)) == [], "what is gone drops nothing"
-    assert cached(tree.drop(low, HOST)) == [([52, 53], -1)]
+    assert cached(tree.drop([top], HOST)) == [], "what is gone drops nothing"
+    assert cached(tree.drop([low], HOST)) == [([52, 53], -1)]
     assert tree.num_nodes == 0 and tree.roots == {}, "the hole goes with the last node below it"
-    assert cached(tree.drop(low, HOST)) == []
+    assert cached(tree.drop([low], HOST)) == []
 
 
 def test_drop_refuses_locked_nodes():
@@ -717,7 +717,7 @@ def test_drop_refuses_locked_nodes():
     node = insert(tree, "ab", 0).node
     tree.lock(match(tree, "ab"), launch=0)
     with pytest.raises(AssertionError, match="close its readers first"):
-        tree.drop(node, DEVICE)
+        tree.drop([node], DEVICE)
 
 
 # -- compact ----------------------------------------------------------------------------------------------------
@@ -867,15 +867,15 @@ def a_hole_with_nothing_below_it(tree: HiRadixTree, top: Node, low: Node) -> Non
 
 def a_locked_hole(tree: HiRadixTree, top: Node, low: Node) -> None:
     load_all(tree, [low], HOST, 50, seq=0)
-    tree.drop(top, DEVICE)
+    tree.drop([top], DEVICE)
     tree.check_invariants()
     top.lock = 1
 
 
 def a_hole_above_what_the_device_has(tree: HiRadixTree, top: Node, low: Node) -> None:
     load_all(tree, [low], HOST, 50, seq=0)
-    tree.drop(low, DEVICE)
-    tree.drop(top, DEVICE)
+    tree.drop([low], DEVICE)
+    tree.drop([top], DEVICE)
     tree.check_invariants()
     tree._set_frames(low, DEVICE, pages(2, 2), None, 0)
     tree._offer(low, DEVICE)
@@ -1118,8 +1118,8 @@ def test_next_unmatched_is_what_left_the_device_while_its_backup_is_under_way():
     assert [next_unmatched(text) for text in ("aaxx", "aaaaxxxx", "xxxx")] == [None] * 3
     tree.commit(Ticket(D2H, 1), HOST)
     assert next_unmatched("aaaabbbbcccc") is None
-    tree.drop(top, HOST)
-    tree.drop(top, DEVICE)
+    tree.drop([top], HOST)
+    tree.drop([top], DEVICE)
     assert next_unmatched("aaaabbbb") is top and next_unmatched("aaxx") is top, "a hole"
 
 
@@ -1158,7 +1158,7 @@ def test_what_is_retired_goes_first_from_a_peer_too():
     tree, _ = three_on_a_peer()
     node = insert(tree, "dd", 10, ns="gone", now=9).node
     move(tree, [node], DEVICE, PEER, 40)
-    tree.drop(node, DEVICE)
+    tree.drop([node], DEVICE)
     tree.retire("gone")
     assert frames_given_up(tree, PEER, 2, 2) == [40, 41, 20, 21]
 

@@ -444,13 +444,13 @@ class Driver:
 
     def drop_node(self, node: Node, tier: Tier) -> None:
         if node.frames[tier] is None:
-            dropped = self.tree.drop(node, tier)
+            dropped = self.tree.drop([node], tier)
             assert dropped == Dropped()
             return
         gone = set(self.pages_of(node))
         if tier == DEVICE:
             gone = {k for k in self.below(self.pages_of(node)[0]) if tier in self.model[k].frames}
-        assert self.take(self.tree.drop(node, tier), tier) == gone
+        assert self.take(self.tree.drop([node], tier), tier) == gone
 
     def evict(self) -> None:
         tier = self.rng.choice((DEVICE, DEVICE, DEVICE, DEVICE, PEER, HOST))

@@ -45,7 +45,7 @@ def hole_between(tree: HiRadixTree) -> list[Node]:
     top, hole, low = path(tree, "aa", "bb", "cc")
     load_all(tree, [top], HOST, 50, seq=0)
     load_all(tree, [low], HOST, 54, seq=1)
-    tree.drop(top, DEVICE)
+    tree.drop([top], DEVICE)
     tree.check_invariants()
     assert is_hole(hole) and lengths(match(tree, "aabbcc")) == (0, 2)
     return [top, hole, low]
@@ -75,8 +75,8 @@ def test_a_lost_copy_leaves_a_hole(loaded: bool):
     assert lengths(match(tree, "aabb")) == (0, 4)
     if loaded:
         tree.begin_fill([top], PEER, DEVICE, pages(10, 2), Ticket(P2D, 9))
-        assert filling(tree.drop(top, DEVICE)) == [([10, 11], Ticket(P2D, 9))]
-    assert cached(tree.drop(top, PEER)) == [([20, 21], -1)], "nothing below is lost"
+        assert filling(tree.drop([top], DEVICE)) == [([10, 11], Ticket(P2D, 9))]
+    assert cached(tree.drop([top], PEER)) == [([20, 21], -1)], "nothing below is lost"
     tree.check_invariants()
     assert is_hole(top) and low.frames[HOST].tolist() == [50, 51] and lengths(match(tree, "aabb")) == (0, 0)
 
@@ -88,7 +88,7 @@ def test_a_failed_backup_leaves_a_hole():
     backup = fill(tree, [top], HOST, 50, seq=1)
     tree.evict(DEVICE, 4)
     assert not is_hole(top) and lengths(match(tree, "aabb")) == (0, 0), "on its way"
-    assert filling(tree.drop(top, HOST)) == [([50, 51], backup)]
+    assert filling(tree.drop([top], HOST)) == [([50, 51], backup)]
     tree.check_invariants()
     assert is_hole(top) and low.frames[HOST].tolist() == [52, 53] and tree.nodes_of(backup) == []
 
@@ -121,7 +121,7 @@ def test_a_fetch_fills_a_hole_with_the_part_of_its_block_that_is_lacking():
     top, hole, low = path(tree, "xxxxy", "yyyz", "zzzw")
     load_all(tree, [top], HOST, 50, seq=0)
     load_all(tree, [low], HOST, 60, seq=1)
-    tree.drop(top, DEVICE)
+    tree.drop([top], DEVICE)
     assert is_hole(hole) and tree.next_unmatched(match(tree, "xxxxyyyyzz"), tokens("xxxxyyyyzz")) is hole
     assert fetch(tree, "xxxxyyyyz", 70) is hole
     assert hole.frames[HOST].tolist() == [70, 71, 72, 73] and hole.tickets[HOST] == Ticket(FETCH, 0)
@@ -137,7 +137,7 @@ def test_a_fetch_that_brings_a_part_of_a_hole_leaves_the_rest():
     tree = named_tree()
     top, hole, low = path(tree, "aaaa", "bbbbcccc", "dddd")
     load_all(tree, [low], HOST, 60, seq=1)
-    tree.drop(top, DEVICE)
+    tree.drop([top], DEVICE)
     insert(tree, "aaaa", 10)
     fetch(tree, "aaaabbbbcccc", 70)
     dropped = tree.cut(Ticket(FETCH, 0), HOST, 8)
@@ -153,7 +153,7 @@ def test_a_fetch_given_up_leaves_the_hole():
     top, hole, low = path(tree, "aaaa", "bbbb", "cccc")
     load_all(tree, [top], HOST, 50, seq=0)
     load_all(tree, [low], HOST, 60, seq=1)
-    tree.drop(top, DEVICE)
+    tree.drop([top], DEVICE)
     fetch(tree, "aaaabbbb", 70)
     tree.cut(Ticket(FETCH, 0), HOST, 0)
     tree.check_invariants()
@@ -165,12 +165,12 @@ def test_a_hole_goes_with_the_last_node_below_it():
     top, hole, low = hole_between(tree)
     other = insert(tree, "aabbxx", 20).node
     load_all(tree, [other], HOST, 60, seq=2)
-    tree.drop(top, DEVICE)
+    tree.drop([top], DEVICE)
     tree.check_invariants()
     assert len(hole.children) == 2
-    assert cached(tree.drop(low, HOST)) == [([54, 55], -1)]
+    assert cached(tree.drop([low], HOST)) == [([54, 55], -1)]
     assert hole.parent is top, "one is below it still"
-    tree.drop(other, HOST)
+    tree.drop([other], HOST)
     tree.check_invariants()
     assert shape(tree) == {"aa": [None, [50, 51]]} and hole.parent is None
 
@@ -181,7 +181,7 @@ def test_holes_above_each_other_go_together():
     load_all(tree, [low], HOST, 50, seq=0)
     tree.evict(DEVICE, 6)
     assert is_hole(top) and is_hole(middle)
-    tree.drop(low, HOST)
+    tree.drop([low], HOST)
     tree.check_invariants()
     assert tree.num_nodes == 0 and not tree.roots
 
@@ -195,7 +195,7 @@ def test_what_is_below_a_node_keeps_it_as_long_as_others_can_go():
     tree.evict(DEVICE, 4)
     (other,) = path(tree, "xx")
     load_all(tree, [other], HOST, 60, seq=1)
-    tree.drop(other, DEVICE)
+    tree.drop([other], DEVICE)
     tree.unlock(tree.lock(match(tree, "xx"), 9), 9, -1)
     assert cached(tree.evict(HOST, 2)) == [([60, 61], -1)], "though it was used last"
     assert cached(tree.evict(HOST, 2)) == [([50, 51], -1)] and is_hole(top)
@@ -228,7 +228,7 @@ def test_a_hole_that_was_lossy_is_exact_when_it_is_computed_from_exact_kv():
     for node in (hole, low):
         node.is_lossy = True
     load_all(tree, [low], HOST, 60, seq=0)
-    tree.drop(top, DEVICE)
+    tree.drop([top], DEVICE)
     insert(tree, "aaaabbbb", 10)
     assert [n.is_lossy for n in (top, hole, low)] == [False, False, True], "what lies below came through the codec"
 
@@ -240,7 +240,7 @@ def test_a_hole_computed_behind_lossy_kv_is_lossy():
         node.is_lossy = True
     load_all(tree, [top], HOST, 50, seq=0)
     load_all(tree, [low], HOST, 60, seq=1)
-    tree.drop(top, DEVICE)
+    tree.drop([top], DEVICE)
     load_all(tree, [top], DEVICE, 10, seq=2)
     insert(tree, "aaaabbbb", 20)
     assert [n.is_lossy for n in (top, hole, low)] == [True] * 3
@@ -253,7 +253,7 @@ def test_what_is_below_a_hole_that_is_fetched_is_as_lossy_as_the_fetch(is_lossy:
     lowest = insert(tree, "dddd", 12, below=low).node
     load_all(tree, [top], HOST, 50, seq=0)
     load_all(tree, [low, lowest], HOST, 60, seq=1)
-    tree.drop(top, DEVICE)
+    tree.drop([top], DEVICE)
     fetch(tree, "aaaabbbb", 70, is_lossy=is_lossy)
     assert [n.is_lossy for n in (top, hole, low, lowest)] == [False, *[is_lossy] * 3]
 
@@ -389,7 +389,7 @@ def test_a_hole_with_more_below_it_covers_what_is_above_it():
     top, _, low = hole_between(tree)
     other = insert(tree, "aabbxx", 20).node
     move(tree, [other], DEVICE, PEER, 30)
-    tree.drop(top, DEVICE)
+    tree.drop([top], DEVICE)
     assert tree.victims(HOST, 9) == [low, top], "the covered one last"
     assert tree.victims(PEER, 9) == [other]
 
@@ -409,7 +409,7 @@ def test_a_peer_s_victims_are_what_others_have_first_though_a_backup_there_is_un
     a, b = insert(tree, "aa", 0, now=1).node, insert(tree, "bb", 2, now=2).node
     for first, node in zip((20, 30), (a, b)):
         move(tree, [node], DEVICE, PEER, first)
-    tree.drop(a, DEVICE)
+    tree.drop([a], DEVICE)
     c = insert(tree, "cc", 4).node
     tree.begin_fill([c], DEVICE, PEER, pages(40, 2), Ticket(D2P, 99))
     assert tree.victims(PEER, 9) == [b, a], "what is being filled stays"

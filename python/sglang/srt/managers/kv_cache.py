@@ -506,11 +506,9 @@ class KVCache:
 
     def withdraw_from_device(self, slabs: Iterable[np.ndarray]) -> None:
         """Drop what is cached and not locked in these runs of device frames, which are about to be lent."""
-        withdrawn = False
-        for frames in slabs:
-            self.controller.withdraw(Tier.DEVICE, frames)
-            withdrawn = True
-        if withdrawn:
+        runs = list(slabs)
+        if runs:
+            self.controller.withdraw(Tier.DEVICE, runs)
             # Perhaps nothing causes another step.
             self.device.reap(self.clock.done)
 
@@ -518,10 +516,11 @@ class KVCache:
         """mapped: a byte per slab of the peer pool, 1 if all ranks have it. Pages of other slabs are dropped."""
         if self.borrowed is None:
             return
-        for slab in self.borrowed.update(mapped):
+        lost = self.borrowed.update(mapped)
+        if lost:
             with self.lost_hits.history.because("slab_lost"):
-                self.controller.withdraw(Tier.PEER, self.borrowed.frames_of(slab))
-            self.counters["slabs_withdrawn"] += 1
+                self.controller.withdraw(Tier.PEER, [self.borrowed.frames_of(slab) for slab in lost])
+            self.counters["slabs_withdrawn"] += len(lost)
 
     # -- looking ------------------------------------------------------------------------------------------------
 

@@ -494,14 +494,15 @@ class HiRadixTree:
         """Take the victims of a tier off it."""
         return self.give_up(self.victims(tier, num_pages, kept, stay=False), tier)
 
-    def drop(self, node: Node, tier: Tier) -> Dropped:
-        """Take a node off a tier, whatever its age. The device loses all below it, too, which must not be locked. On
-        other tiers the rest stays, behind a hole if need be."""
+    def drop(self, nodes: Iterable[Node], tier: Tier) -> Dropped:
+        """Take nodes off a tier, whatever their age. The device loses all below them, too, which must not be locked.
+        On other tiers the rest stays, behind a hole if need be. What the tier does not have is left alone."""
         dropped = Dropped()
-        if tier == Tier.DEVICE:
-            self._drop(node, tier, dropped)
-        elif node.frames[tier] is not None:
-            self._take_frames(node, tier, dropped)
+        for node in nodes:
+            if tier == Tier.DEVICE:
+                self._drop(node, tier, dropped)
+            elif node.frames[tier] is not None:
+                self._take_frames(node, tier, dropped)
         return dropped
 
     def _drop(self, node: Node, tier: Tier, dropped: Dropped) -> None:
