@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import pytest
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.smollm2_model import SMOLLM2, FetchError, ensure_smollm2
 from sglang.srt.layers.attention.attention_registry import make_attention_backend, pick_attention_backend
+from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.startup.storage import StorageOpener
 from sglang.srt.mem_cache.block_store import BlockStore
 from sglang.srt.mem_cache.transfer import StorageAction, Tier
@@ -59,7 +60,7 @@ class Scored:
 
 class RealEngine(LocalEngine):
     """device_tokens, host_tokens: sizes of the pools. storage: what is attached. lender: whose slabs it borrows, that
-    many of them. options: of `LocalEngine`."""
+    many of them. options: of `LocalEngine`; the write policy is write_through by default."""
 
     def __init__(
         self,
@@ -72,6 +73,7 @@ class RealEngine(LocalEngine):
         **options: Any,
     ) -> None:
         page_size = options.setdefault("page_size", 16)
+        write_policy = options.setdefault("write_policy", "write_through")
         if lender is not None:
             slabs = SlabsConfig(num_slabs, SLAB_MIB << 20)
             maps_only = "layer_stream" in options
@@ -84,15 +86,16 @@ class RealEngine(LocalEngine):
             attention_backend=real.attention,
             device="cpu",
             open_store=self._open_store if storage else None,
-            **{"write_policy": "write_through", **options},
+            **options,
         )
         if storage is not None:
             self._opener = StorageOpener("golden", SMOLLM2, self.host_pool, 0, 1, storage.folder)  # type: ignore[arg-type]
             config = json.dumps({"block_tokens": BLOCK, "prefetch_threshold": 1, **storage.config})
-            setup = self._opener.setup(storage.backend, config, "wait_complete", "write_through")
+            setup = self._opener.setup(storage.backend, config, "wait_complete", write_policy)
             self._setup = setup.setup
             done, message = self.administer(StorageAction.ATTACH, setup)
             assert done, message
+        assert self.scheduler.cache.controller.write_policy == write_policy
         if num_slabs:
             self._wait_for_slabs(num_slabs)
 
@@ -114,9 +117,15 @@ class RealEngine(LocalEngine):
         found: dict[str, int] = self.scheduler.state()["counters"]
         return found
 
-    def check(self, golden: Sequence[GoldenAnswer], where: str) -> Counter[str]:
+    def check(
+        self,
+        golden: Sequence[GoldenAnswer],
+        where: str,
+        after_step: Callable[[BatchDecision], None] = lambda decision: None,
+    ) -> Counter[str]:
         """Answer all prompts at once, and compare. Returns where the tokens of the prompts came from, by tier."""
-        answers = self.generate([each.ids for each in golden], GREEDY, logprobs=LogprobSpec())
+        prompts = [each.ids for each in golden]
+        answers = self.generate(prompts, GREEDY, logprobs=LogprobSpec(), after_step=after_step)
         self.settle()
         found: Counter[str] = Counter()
         for wanted, answer in zip(golden, answers, strict=True):
@@ -156,14 +165,18 @@ class RealEngine(LocalEngine):
             self.borrowed.close()
 
 
+def skip_unless_fetched() -> None:
+    try:
+        ensure_smollm2()
+    except FetchError as error:
+        pytest.skip(f"the model smollm2 cannot be fetched: {error}")
+
+
 class RealModel:
     """Its weights are 0.5 GB. Skips the test where it cannot be fetched."""
 
     def __init__(self) -> None:
-        try:
-            ensure_smollm2()
-        except FetchError as error:
-            pytest.skip(f"the model smollm2 cannot be fetched: {error}")
+        skip_unless_fetched()
         self.config = ModelConfig.from_pretrained(SMOLLM2, dtype="float32")
         # As a server on this CPU picks it.
         self.attention = make_attention_backend(pick_attention_backend(None, CPU), CPU)

@@ -7,19 +7,40 @@ through every tier and their mixes. `support/golden.py` has the tolerances.
 
 from __future__ import annotations
 
+import asyncio
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from sglang.srt.configs.model_files import resolve_model_path
+from sglang.srt.configs.smollm2_model import SMOLLM2
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.entrypoints.openai.serving_chat import serve_chat
+from sglang.srt.managers.io_struct import (
+    SchedulerReady,
+    TokenizedGenerateReqInput,
+    bytes_to_ids,
+    decode_to_scheduler,
+)
+from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
+from sglang.srt.managers.startup.storage import BLOCK_TOKENS, REMOTE_BLOCK_TOKENS
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.mem_cache.transfer import Tier
+from sglang.srt.observability.metrics_collector import MetricsCollector
 from sglang.srt.sampling.logprob_types import LogprobSpec
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 from support.all_tiers import Lender
+from support.codec_cases import kv_block
 from support.golden import (
     MARGIN,
     TOLERANCE,
@@ -31,10 +52,11 @@ from support.golden import (
     greedy_answer,
     page_logprobs,
     perplexity,
+    read_golden,
     reference_model,
 )
 from support.local_engine import Generation
-from support.real_engine import BLOCK, GREEDY, RealEngine, RealModel, Storage, real_model
+from support.real_engine import BLOCK, GREEDY, RealEngine, RealModel, Storage, real_model, skip_unless_fetched
 
 # The prompts of the short gate: a conversation of two turns, text without a template, and short ones.
 FEW = ("tea-on", "panama_canal-turn-1", "panama_canal-turn-2", "short-0", "chat")
@@ -59,8 +81,9 @@ def real() -> RealModel:
 
 
 @pytest.fixture
-def lender(tmp_path: Path) -> Iterator[Lender]:
-    lender = Lender(tmp_path / "lender", 64, strict=False)
+def lender(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Lender]:
+    """Its parameter: whether it is strict, and copies for the engine."""
+    lender = Lender(tmp_path / "lender", 64, strict=getattr(request, "param", False))
     yield lender
     lender.kill()
 
@@ -95,16 +118,20 @@ class Parting:
     change places, a prompt that shares the whole prefix is still answered right, because a key has its position in
     itself. This one is not."""
 
-    def __init__(self, engine: RealEngine, shared: GoldenAnswer, other: GoldenAnswer) -> None:
+    def __init__(
+        self, engine: RealEngine, shared: GoldenAnswer, other: GoldenAnswer, block_tokens: int = BLOCK
+    ) -> None:
         """Answered without the cache."""
-        self.prompt = np.concatenate([shared.ids[:BLOCK], other.ids[-12:]])
+        self._block_tokens = block_tokens
+        self.prompt = np.concatenate([shared.ids[:block_tokens], other.ids[-12:]])
         self.wanted = self._answer(engine, "bypass")
         assert not sum(self.wanted.cached_tokens_details.values())
 
     def check(self, engine: RealEngine, where: str) -> None:
         """shared is on the device, where it has come from another tier."""
         found = self._answer(engine, "no_store")
-        assert sum(found.cached_tokens_details.values()) == BLOCK, (where, found.cached_tokens_details)
+        cached = found.cached_tokens_details
+        assert sum(cached.values()) == self._block_tokens, (where, cached)
         title = f"a prompt that shares the first block, from {where}"
         assert found.tokens == self.wanted.tokens, title
         check_logprobs(logprobs_of(self.wanted), logprobs_of(found), title)
@@ -144,10 +171,11 @@ def test_a_few_prompts_from_device_host_disk_and_a_mix(real: RealModel, tmp_path
     engine.close()
 
 
-def test_a_page_has_the_same_perplexity_with_reuse(real: RealModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("write_policy", ["write_through", "auto"])
+def test_a_page_has_the_same_perplexity_with_reuse(real: RealModel, tmp_path: Path, write_policy: str) -> None:
     (page,) = (each for each in real.golden.pages if each.name == "tea")
     cut = GoldenPage(page.name, page.tokens[:161], page.logprobs[:160])
-    engine = RealEngine(real, 512, 512, disk(tmp_path), page_size=1)
+    engine = RealEngine(real, 512, 512, disk(tmp_path), page_size=1, write_policy=write_policy)
     check_perplexity(engine, cut, 129, "device", "host", "disk")
     engine.close()
 
@@ -181,6 +209,50 @@ def check_beginnings(engine: RealEngine, page: GoldenPage, start: int, tier: str
         assert sum(scored.cached.values()) == end, (end, tier, scored.cached)
         title = f"{page.name}, whose first {end} tokens are from {tier}"
         check_logprobs(page.logprobs[end : end + 2], scored.logprobs, title)
+
+
+SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+TURN = re.compile(r"<\|im_start\|>(user|assistant)\n(.*?)<\|im_end\|>\n", re.DOTALL)
+
+
+def test_the_server_gives_its_chats_the_golden_tokens() -> None:
+    """From the messages of /v1/chat/completions to what the scheduler gets. A golden prompt keeps its messages as
+    tokens alone."""
+    skip_unless_fetched()
+    tokenizer = get_tokenizer(resolve_model_path(SMOLLM2))
+    num_chats = 0
+    for golden in read_golden().answers:
+        text = tokenizer.decode(golden.prompt)
+        if not text.startswith("<|im_start|>"):
+            continue
+        num_chats += 1
+        messages = [{"role": role, "content": content} for role, content in TURN.findall(text)]
+        assert len(messages) == (3 if golden.name.endswith("turn-2") else 1)
+        found = asyncio.run(chat_ids(tokenizer, messages))
+        assert tokenizer.decode(found).startswith(SYSTEM + "<|im_start|>user\n")
+        assert found == golden.prompt, golden.name
+    assert num_chats == 21
+
+
+async def chat_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    """The tokens of a conversation as the scheduler gets them."""
+    sent: asyncio.Queue[object] = asyncio.Queue()
+    manager = TokenizerManager(
+        ServerArgs(model_path=SMOLLM2, random_seed=1),
+        tokenizer=tokenizer,
+        vocab_size=len(tokenizer),
+        context_length=2048,
+        send=lambda data: sent.put_nowait(decode_to_scheduler(data)),
+        metrics=MetricsCollector(SMOLLM2),
+    )
+    manager.ready.set_result(SchedulerReady(max_total_num_tokens=2048, max_req_input_len=2047))
+    request = ChatCompletionRequest(model=SMOLLM2, messages=messages, max_tokens=1)
+    reply = asyncio.create_task(anext(serve_chat(request, manager, SMOLLM2)))
+    message = await sent.get()
+    reply.cancel()
+    await asyncio.gather(reply, return_exceptions=True)
+    assert isinstance(message, TokenizedGenerateReqInput)
+    return bytes_to_ids(message.input_ids).tolist()
 
 
 # -- the golden file ---------------------------------------------------------------------------------------------
@@ -273,20 +345,65 @@ def test_prompts_from_the_remote_tier_and_from_a_peer(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("lender", [True], indirect=True, ids=["strict"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_prompts_from_a_strict_peer(real: RealModel, lender: Lender, page_size: int) -> None:
+    """The engine maps nothing of what it borrows. The lender copies each page, both ways."""
+    golden = real.named(*FEW, "tea-0", "tea-1")
+    engine = RealEngine(real, 1536, 1536, None, lender, 64, page_size=page_size)
+    assert engine.borrowed is not None and all(engine.borrowed.pool.is_strict(place) for place in range(64))
+    parting = Parting(engine, golden[1], golden[4])
+    engine.check(golden, "computed")
+    engine.evict(Tier.DEVICE)
+    found = engine.check(golden, "a strict peer")
+    assert found["peer"] > 900, found
+    parting.check(engine, "a strict peer")
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tier", "block_tokens", "num_pieces"),
+    [("disk", BLOCK_TOKENS, 2), ("remote", BLOCK_TOKENS, 2), ("remote", REMOTE_BLOCK_TOKENS, 8)],
+)
+def test_blocks_as_a_server_has_them_by_default(
+    real: RealModel, tmp_path: Path, tier: str, block_tokens: int, num_pieces: int
+) -> None:
+    """A remote store cuts such a block into pieces."""
+    config = real.config
+    block = kv_block(block_tokens // 16, config.num_layers, 16, config.num_kv_heads, config.head_dim, "float32")
+    assert block.num_pieces == num_pieces
+    golden = real.named("tea-0", "tea-1", "chat", "panama_canal-turn-1", "panama_canal-turn-2", "bicycle-on")
+    storage = disk(tmp_path) if tier == "disk" else Storage("remote", tmp_path, {})
+    storage.config["block_tokens"] = block_tokens
+    engine = RealEngine(real, 2048, 2048, storage)
+    parting = Parting(engine, golden[0], golden[2], block_tokens)
+    engine.check(golden, "computed")
+    engine.forget()
+    found = engine.check(golden, tier)
+    assert found[tier] > 700, found
+    parting.check(engine, tier)
+    engine.close()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_long_prompts_are_streamed(real: RealModel, filled: Storage, page_size: int) -> None:
     """The device has room for less than the longer prompts. One is computed, the others come from disk."""
     golden = half(real, page_size)
-    options = {
+    options: dict[str, Any] = {
         "page_size": page_size,
         "chunked_prefill_size": 96,
         "layer_stream": LayerStreamConfig(2, 64 // page_size),
         "new_token_ratio": 0.0,
     }
-    engine = RealEngine(real, 384, 1024, **options)
     long = [each for each in golden if len(each.prompt) > 400]
-    engine.check(long[:1], "computed and streamed")
+    # Chunks so small that the device keeps some of them behind what is streamed.
+    engine = RealEngine(real, 320, 1024, **{**options, "chunked_prefill_size": 32})
+    tails: list[int] = []
+    engine.check(long[:1], "computed and streamed", partial(note_tails, tails))
     assert engine.counters["streamed_reqs"] == 1
+    assert sum(tail >= 32 for tail in tails) >= 2, tails
     engine.close()
     engine = RealEngine(real, 384, ALL_TOKENS, filled, **options)
     in_batches(engine, golden, "disk and streamed")
@@ -296,9 +413,22 @@ def test_long_prompts_are_streamed(real: RealModel, filled: Storage, page_size: 
     engine.close()
 
 
+def note_tails(tails: list[int], decision: BatchDecision) -> None:
+    """For each chunk that streams: the device's tokens between what is streamed and the chunk."""
+    launch = decision.launch
+    if launch is None:
+        return
+    chunks = [prefix for prefix in launch.streams if launch.lens[prefix.req] > 1]
+    tails += [int(launch.starts[prefix.req]) - prefix.end for prefix in chunks]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_all_tiers_at_once(real: RealModel, tmp_path: Path, lender: Lender, page_size: int) -> None:
+@pytest.mark.parametrize(
+    ("page_size", "write_policy"), [(1, "write_through"), (16, "write_through"), (1, "auto"), (16, "auto")]
+)
+def test_all_tiers_at_once(
+    real: RealModel, tmp_path: Path, lender: Lender, page_size: int, write_policy: str
+) -> None:
     """Pools so small that each tier is needed; the prompts come twice, in another order."""
     config = {"file": {"path": str(tmp_path / "disk"), "limit_gb": 0.03, "segment_mb": 6}, "remote": {}}
     engine = RealEngine(
@@ -313,6 +443,7 @@ def test_all_tiers_at_once(real: RealModel, tmp_path: Path, lender: Lender, page
         layer_stream=LayerStreamConfig(2, 64 // page_size),
         new_token_ratio=0.0,
         max_running_requests=4,
+        write_policy=write_policy,
     )
     rng = random.Random(page_size)
     found: Counter[str] = Counter()

@@ -1,14 +1,13 @@
-"""Codecs on the KV of a trained model: lossless ones give back its bits, and lossy ones keep their stated quality.
+"""Codecs on the KV of a trained model: lossless ones give back its bits, and lossy ones keep their measured quality.
 
 The first 320 tokens of six pages of text are coded and decoded in the host pool, and the 128 tokens behind them are
-scored: their perplexity, and the greedy token in place of each. docs/records/measurements.md has what was measured;
-`-s` prints it.
+scored: their perplexity, and the greedy token in place of each. `LOSSY` has what was measured; `-s` prints it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,20 +26,38 @@ PAGE, BLOCK, PREFIX = 16, 64, 320
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Of a lossy codec. perplexity: over that with the exact KV, at most. same_greedy: share of the tokens, at
-    least."""
+class Quality:
+    """What a lossy codec does to a text."""
 
+    # With the codec, divided by that with the exact KV.
     perplexity: float
+    # Share of the tokens whose greedy token is the same.
     same_greedy: float
+    # Of the first page.
+    compression: float
+
+    def is_kept_by(self, found: Quality) -> bool:
+        """Whether found is as good, and as small. AVX2 instead of AVX-512 changes perplexity by 1e-5, and no greedy
+        token. Without a compiler a block is 0.2 % smaller."""
+        return (
+            found.perplexity <= self.perplexity + 0.002
+            and found.same_greedy >= self.same_greedy - 0.006
+            and abs(found.compression / self.compression - 1) <= 0.003
+        )
 
 
-# With room beyond what was measured. One wrong head exceeds those of 255 bins.
-LOSSY = {
-    "255 bins": ({"codec": "binned"}, Limits(1.002, 0.99)),
-    "32 bins": ({"codec": "binned", "bins": 32}, Limits(1.02, 0.93)),
-    "cachegen": ({"codec": "binned", "bins": "cachegen"}, Limits(1.08, 0.87)),
-    "16 bins": ({"codec": "binned", "bins": 16}, Limits(1.09, 0.86)),
+# The codec, and what was measured with KV in float32 and in bfloat16.
+LOSSY: dict[str, tuple[dict[str, object], Quality, Quality]] = {
+    "255 bins": ({}, Quality(1.0002, 1.0, 4.239), Quality(0.9998, 0.996, 2.126)),
+    "32 bins": ({"bins": 32}, Quality(1.0060, 0.954, 7.030), Quality(1.0051, 0.958, 3.597)),
+    "cachegen": ({"bins": "cachegen"}, Quality(1.0478, 0.904, 8.566), Quality(1.0467, 0.905, 4.421)),
+    "16 bins": ({"bins": 16}, Quality(1.0522, 0.895, 9.126), Quality(1.0517, 0.883, 4.761)),
+    "fine K": ({"k_bins": 64, "v_bins": 16}, Quality(1.0062, 0.964, 7.077), Quality(1.0079, 0.965, 3.600)),
+}
+# The same with the bins of K for V, and those of V for K.
+SWAPPED: dict[str, dict[str, object]] = {
+    "cachegen": {"k_bins": [[2, 32], [None, 16]], "v_bins": [[10, 32], [None, 16]]},
+    "fine K": {"k_bins": 16, "v_bins": 64},
 }
 
 
@@ -126,16 +143,36 @@ def test_lossless_codecs_give_back_every_bit(pages: Pages, name: str, dtype: tor
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_lossy_codecs_keep_their_stated_quality(pages: Pages, name: str) -> None:
-    config, limits = LOSSY[name]
-    found = [pages.score_with(page, coded(config, kv)) for page, kv in zip(pages.pages, pages.kv)]
-    ratio, same = quality(pages, found)
-    float32, bfloat16 = (compression(config, pages.kv[0].to(dtype)) for dtype in (torch.float32, torch.bfloat16))
-    print(f"{name}: perplexity x {ratio:.4f}, same token {same:.2%}, compression {float32:.2f} / {bfloat16:.2f}")
-    assert ratio < limits.perplexity and same > limits.same_greedy
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lossy_codecs_keep_their_measured_quality(pages: Pages, name: str, dtype: torch.dtype) -> None:
+    config, *measured = LOSSY[name]
+    found = quality(pages, binned(config), dtype)
+    print(f"{name}, {dtype}: {found}")
+    assert measured[dtype == torch.bfloat16].is_kept_by(found), found
 
 
-def quality(pages: Pages, found: list[Scored]) -> tuple[float, float]:
+@pytest.mark.parametrize("name", SWAPPED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bins_of_k_for_v_are_noticed(pages: Pages, name: str, dtype: torch.dtype) -> None:
+    """Both by the quality and by the size."""
+    measured = LOSSY[name][1:][dtype == torch.bfloat16]
+    found = quality(pages, binned(SWAPPED[name]), dtype)
+    print(f"{name} swapped, {dtype}: {found}")
+    assert not measured.is_kept_by(replace(found, compression=measured.compression)), found
+    assert not measured.is_kept_by(replace(measured, compression=found.compression)), found
+
+
+def binned(settings: dict[str, object]) -> dict[str, object]:
+    return {"codec": "binned", **settings}
+
+
+def quality(pages: Pages, config: dict[str, object], dtype: torch.dtype) -> Quality:
+    """dtype: what the KV is rounded to before it is coded."""
+    found = [pages.score_with(page, coded(config, kv.to(dtype)).float()) for page, kv in zip(pages.pages, pages.kv)]
+    return Quality(*loss(pages, found), compression(config, pages.kv[0].to(dtype)))
+
+
+def loss(pages: Pages, found: list[Scored]) -> tuple[float, float]:
     """The perplexity over that with the exact KV, and the share of equal greedy tokens."""
     wanted, given = ([each for scored in list for each in scored.logprobs] for list in (pages.exact, found))
     pairs = [pair for exact, scored in zip(pages.exact, found) for pair in zip(exact.likeliest, scored.likeliest)]
@@ -144,7 +181,7 @@ def quality(pages: Pages, found: list[Scored]) -> tuple[float, float]:
 
 def test_the_remote_tier_brings_what_the_codec_gives(pages: Pages, tmp_path: Path) -> None:
     """The lossy codec that loses most, through a store and a proxy."""
-    config, page = LOSSY["16 bins"][0], pages.pages[0]
+    config, page = binned(LOSSY["16 bins"][0]), pages.pages[0]
     storage = Storage("remote", tmp_path, {"codec": config, "block_tokens": BLOCK})
     engine = RealEngine(pages.real, 512, 512, storage, page_size=PAGE)
     engine.score(page.ids, 1)
@@ -161,9 +198,10 @@ def test_a_wrong_head_of_v_is_noticed(pages: Pages) -> None:
     """Its values are those of the head beside it, in one layer. Of K it costs more."""
     found = []
     for page, kv in zip(pages.pages, pages.kv):
-        wrong = coded(LOSSY["255 bins"][0], kv)
+        wrong = coded(binned({}), kv)
         wrong[:, 1, 10, :, 1] = wrong[:, 1, 10, :, 0]
         found.append(pages.score_with(page, wrong))
-    ratio, same = quality(pages, found)
-    limits = LOSSY["255 bins"][1]
-    assert ratio > limits.perplexity and same < limits.same_greedy
+    ratio, same = loss(pages, found)
+    measured = LOSSY["255 bins"][1]
+    assert not measured.is_kept_by(replace(measured, perplexity=ratio)), ratio
+    assert not measured.is_kept_by(replace(measured, same_greedy=same)), same
