@@ -15,6 +15,7 @@ import numpy as np
 from common import print_table, write_json
 
 from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.managers.slab_withdrawal import SlabWithdrawal
 from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
@@ -58,7 +59,8 @@ def lose(num_slabs: int) -> dict[str, float]:
     device.reap(0)
     ledger.take_ops()
     start = time.process_time()
-    controller.withdraw(Tier.PEER, [slabs.frames_of(slab) for slab in slabs.update(bytes(num_slabs))])
+    runs = [slabs.frames_of(slab) for slab in slabs.update(bytes(num_slabs))]
+    SlabWithdrawal(controller).withdraw(runs, losing=lambda ids: None)
     peer.reap(0)
     slabs.take_drained()
     seconds = time.process_time() - start

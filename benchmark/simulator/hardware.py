@@ -23,7 +23,7 @@ from benchmark.simulator.profiles import Hardware, device_tokens, host_tokens
 
 from sglang.simulator.simulation import SimulatedHardware
 from sglang.srt.managers.scheduler_config import SchedulerConfig
-from sglang.srt.mem_cache.transfer import D2H, D2P, P2D, P2H, Tier, TransferOp
+from sglang.srt.mem_cache.transfer import D2H, D2P, P2D, P2H, P2P, Tier, TransferOp
 from sglang.srt.model_executor.launch import Launch, LaunchMode
 
 
@@ -68,7 +68,7 @@ def simulated_hardware(
         return load_seconds(model, link, method, len(op.src_frames) * page_size, page_size, num_runs)
 
     def interference(mode: LaunchMode, link: str) -> float:
-        method = peer if link in (P2D, D2P, P2H) else to_host if link == D2H else load
+        method = peer if link in (P2D, D2P, P2H, P2P) else to_host if link == D2H else load
         return hardware.interference.slowdown(method, mode == LaunchMode.DECODE)
 
     return SimulatedHardware(

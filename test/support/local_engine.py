@@ -54,6 +54,7 @@ from sglang.srt.mem_cache.transfer import (
     H2D,
     LOAD_LINKS,
     P2H,
+    P2P,
     STORAGE_LINKS,
     StorageAction,
     Tier,
@@ -240,8 +241,9 @@ class LocalEngine:
             poison[tier] = partial(_poison, each)
             linked += [(LOAD_LINKS[tier], each, 0), (BACKUP_LINKS[tier], each, 1)]
         if self.peer_pool is not None and self.host_pool is not None:
-            reader = self.peer_pool.mover() if isinstance(self.peer_pool, BorrowedPool) else self.peer_pool
-            linked.append((P2H, reader, 2))
+            borrowed = self.peer_pool if isinstance(self.peer_pool, BorrowedPool) else None
+            linked.append((P2H, borrowed.mover() if borrowed else self.peer_pool, 2))
+            linked.append((P2P, borrowed.mover(is_within=True) if borrowed else self.peer_pool, 3))
         if config.num_swap_pages:
             sources[Tier.DISK] = SwapFile(tempfile.gettempdir(), config.num_swap_pages, layout)
             linked.append((D2S, sources[Tier.DISK], 9))
@@ -249,7 +251,7 @@ class LocalEngine:
             self._streams.append(make_stream(name, where, urgent=name in LOAD_LINKS.values()))
             links[name] = FaultyLink(
                 name,
-                self.host_pool if name == P2H and self.host_pool is not None else pool,
+                {P2H: self.host_pool, P2P: self.peer_pool}.get(name) or pool,
                 other,
                 self._streams[-1],
                 executor.fence,

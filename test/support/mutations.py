@@ -36,6 +36,7 @@ from sglang.srt.managers.schedule_batch import EndReason
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.storage_controller import StorageController
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
+from sglang.srt.managers.streamed_request import StreamedRequest
 from sglang.srt.managers.transfer_ledger import NO_FRAMES, TransferLedger
 from sglang.srt.mem_cache import block_names, hiradix_tree
 from sglang.srt.mem_cache import link as link_module
@@ -763,16 +764,14 @@ def buffer_filled_before_it_was_read() -> Any:
 @mutation
 def spilled_pages_free_at_once() -> Any:
     """Device pages of a request that streams are free once the host has them, whatever launches still read."""
-    committed = LayerStreaming.committed
+    committed = StreamedRequest.committed
 
     def patched(self: Any, ticket: Any) -> None:
-        if self.req is None:
-            return
         last_launch, self.req.last_launch = self.req.last_launch, -1
         committed(self, ticket)
         self.req.last_launch = last_launch
 
-    return mock.patch.object(LayerStreaming, "committed", patched)
+    return mock.patch.object(StreamedRequest, "committed", patched)
 
 
 @mutation
@@ -784,14 +783,14 @@ def streamed_host_pages_free_at_once() -> Any:
 @mutation
 def failed_spill_kept() -> Any:
     """A request goes on although what it moved to the host did not get there."""
-    return mock.patch.object(LayerStreaming, "reader_of", lambda self, ticket: None)
+    return mock.patch.object(LayerStreaming, "readers_of", lambda self, ticket: [])
 
 
 @mutation
 def promoted_pages_not_told() -> Any:
     """The executor is not told which device pages a request has again."""
-    prefix = LayerStreaming._prefix
-    return mock.patch.object(LayerStreaming, "_prefix", lambda self, place: (prefix(self, place)[0], []))
+    prefix = StreamedRequest.prefix
+    return mock.patch.object(StreamedRequest, "prefix", lambda self, place: (prefix(self, place)[0], []))
 
 
 @mutation
@@ -805,7 +804,7 @@ def swapped_before_it_is_computed() -> Any:
 @mutation
 def swapped_pages_free_at_once() -> Any:
     """Pages of the swap file are free as soon as they are written, while their request still needs them."""
-    committed = LayerStreaming.committed
+    committed = StreamedRequest.committed
 
     def patched(self: Any, ticket: Any) -> None:
         written = self._swapping
@@ -813,7 +812,7 @@ def swapped_pages_free_at_once() -> Any:
         if len(written) and not len(self._swapping):
             self._cache.swap.free_after(written, FrameState.HELD, -1)
 
-    return mock.patch.object(LayerStreaming, "committed", patched)
+    return mock.patch.object(StreamedRequest, "committed", patched)
 
 
 @mutation

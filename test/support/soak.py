@@ -59,6 +59,7 @@ from sglang.srt.mem_cache.transfer import (
     LOAD_LINKS,
     P2D,
     P2H,
+    P2P,
     STORAGE_LINKS,
     TIER_NAMES,
     StorageAction,
@@ -278,13 +279,18 @@ class SoakConfig:
         # Too little for most requests.
         chunk = max(page_size, 5)
         pages = 2 * -(-chunk // page_size) + 2
+        host_tokens = 12 if config.num_swap_pages else max(config.num_host_pages * page_size, 80)
+        peer_pages = config.num_peer_pages
+        if seed % 2 and peer_pages:
+            # Most requests fit only while peers lend.
+            host_tokens, peer_pages = 12, max(peer_pages, 120 // page_size)
         return replace(
             config,
             chunked_prefill_size=chunk,
-            num_device_pages=pages + rng.randrange(1 + 16 // page_size),
-            num_host_pages=12 // page_size + 2
-            if config.num_swap_pages
-            else max(config.num_host_pages, 80 // page_size),
+            # Sometimes with room for two that stream.
+            num_device_pages=pages + rng.randrange(1 + rng.choice((16, 48)) // page_size),
+            num_host_pages=host_tokens // page_size + 2,
+            num_peer_pages=peer_pages,
         )
 
 
@@ -334,6 +340,8 @@ class _Expected:
     stop: frozenset[int]
     refused: bool
     extra_key: str
+    # It has room only while peers lend enough: then it may be refused, cut or ended.
+    needs_peers: bool
     got: list[int] = field(default_factory=list)
 
 
@@ -395,6 +403,7 @@ def build_rank(
         host.kv.fill_(empty)
         poison[Tier.HOST] = lambda frames: host.poison(torch.from_numpy(frames).to(torch.int64))
         below: dict[str, HasPages] = {H2D: host, D2H: host}
+        upper: dict[str, HasPages] = {P2H: host}
         if scheduler.config.num_swap_pages:
             swap = sources[Tier.DISK] = SwapFile(tempfile.gettempdir(), config.num_swap_pages, layout)
             swap.kv.fill_(empty)
@@ -403,14 +412,15 @@ def build_rank(
             peer_pool = sources[Tier.PEER] = peer = MHATokenToKVPoolHost(pool, config.num_peer_pages)
             peer.kv.fill_(empty)
             poison[Tier.PEER] = lambda frames: peer.poison(torch.from_numpy(frames).to(torch.int64))
-            below |= {P2D: peer, D2P: peer, P2H: peer}
+            below |= {P2D: peer, D2P: peer, P2H: peer, P2P: peer}
+            upper[P2P] = peer
             if config.slab_rate:
                 ranges, seed = scheduler.config.slabs, config.seed * 10 + rank
                 slabs = ComingAndGoing(ranges, config.slab_rate, seed, poison[Tier.PEER])
         for i, (name, other) in enumerate(below.items()):
             links[name] = FaultyLink(
                 name,
-                host if name == P2H else pool,
+                upper.get(name, pool),
                 other,
                 emulator.stream(name, RandomClock(config.seed, config.load_s)),
                 executor.fence,
@@ -648,11 +658,13 @@ class Soak:
         rid = f"r{self._next_rid}"
         self._next_rid += 1
         # What does not fit is refused, and answers end where the pool does.
-        room = self.ranks[0].core.scheduler.max_total_len - len(prompt)
+        streaming = self.ranks[0].core.scheduler.streaming
+        room = streaming.longest_len - len(prompt)
         max_new = self.random.randrange(1, self.config.max_new_tokens)
         ignore_eos = self.random.random() < 0.6
         stop = frozenset() if ignore_eos else frozenset({EOS})
-        self.live[rid] = _Expected(prompt, min(max_new, room), stop, room <= 0, extra_key)
+        needs_peers = streaming.max_len_with(0) < min(len(prompt) + max_new, streaming.longest_len)
+        self.live[rid] = _Expected(prompt, min(max_new, room), stop, room <= 0, extra_key, needs_peers)
         return TokenizedGenerateReqInput(
             rid=rid,
             input_ids=ids_to_bytes(prompt),
@@ -687,7 +699,8 @@ class Soak:
                 continue
             wanted = self.model.generate(expected.prompt, expected.max_new_tokens, expected.stop)
             got = expected.got
-            if got != (wanted if reason.type != "abort" else wanted[: len(got)]):
+            is_cut = reason.type == "abort" or expected.needs_peers
+            if got != (wanted[: len(got)] if is_cut else wanted):
                 raise WrongTokensError(f"{output.rid}: got {got}, expected {wanted}")
             self.num_finished += 1
             self.histories.append(np.concatenate([expected.prompt, np.array(got, np.int32)]).astype(np.int32))
@@ -698,6 +711,8 @@ class Soak:
         config = self.config
         faults = config.launch_fail_rate > 0 or config.link_fail_rate > 0
         allowed = {499: rid in self.aborted, 500: faults, 400: expected.refused, None: not expected.refused}
+        if expected.needs_peers:
+            allowed |= {400: True, 503: True}
         assert allowed[reason.status_code], f"{rid} ended with {reason}"
 
     def _ask_oracle(self) -> None:

@@ -37,6 +37,7 @@ from sglang.srt.mem_cache.transfer import (
     LOAD_LINKS,
     P2D,
     P2H,
+    P2P,
     PROBE,
     STORAGE_LINKS,
     StorageOp,
@@ -166,7 +167,7 @@ class Simulation:
         if config.num_host_pages:
             bandwidths |= {H2D: hardware.h2d_bandwidth, D2H: hardware.d2h_bandwidth}
         if config.num_peer_pages:
-            bandwidths |= {P2D: hardware.p2d_bandwidth, D2P: hardware.d2p_bandwidth, P2H: hardware.p2d_bandwidth}
+            bandwidths |= dict.fromkeys((P2D, P2H, P2P), hardware.p2d_bandwidth) | {D2P: hardware.d2p_bandwidth}
         if config.num_swap_pages:
             bandwidths[D2S] = hardware.swap_bandwidth
         for name, bandwidth in bandwidths.items():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.managers.slab_withdrawal import SlabWithdrawal
 from sglang.srt.managers.storage_checks import check_storage_ops
 from sglang.srt.managers.storage_controller import StorageController
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits
@@ -1032,6 +1033,10 @@ class PeerRig(Rig):
         assert node.frames[DEVICE] is None and node.frames[PEER] is not None
         return node
 
+    def withdraw(self) -> None:
+        """The first four pages of the peer go; no request reads them."""
+        SlabWithdrawal(self.controller).withdraw([np.arange(4, dtype=np.int32)], losing=lambda ids: None)
+
 
 def test_what_leaves_the_device_goes_to_the_peer():
     rig = PeerRig(device=4, peer=4)
@@ -1108,11 +1113,11 @@ def test_a_lost_slab_leaves_a_hole():
     rig.controller.drop(top, DEVICE)
     assert rig.lengths("abcd") == (0, 4)
     rig.controller.links.is_worth_copying = lambda tier, start, end: False
-    rig.controller.withdraw(PEER, [np.arange(4, dtype=np.int32)])
+    rig.withdraw()
     rig.check()
     assert rig.ledger.take_ops()[0] == (), "it is not worth a copy on the host"
     assert is_hole(top) and low.frames[HOST] is not None and rig.lengths("abcd") == (0, 0)
-    rig.controller.withdraw(HOST, [low.frames[HOST]])
+    rig.controller.drop(low, HOST)
     rig.check()
     assert rig.tree.num_nodes == 0
 
@@ -1125,7 +1130,7 @@ def test_what_a_lost_slab_alone_had_moves_to_the_host():
         rig.copy(low, tier)
     rig.copy(top, PEER)
     rig.controller.drop(top, DEVICE)
-    rig.controller.withdraw(PEER, [np.arange(4, dtype=np.int32)])
+    rig.withdraw()
     assert ops_of(rig) == [(Ticket(P2H, 0), [2, 3], [2, 3], None)], "the host has the other one"
     rig.peer.reap(10)
     assert top.frames[PEER] is None and rig.states(PEER) == "FFDD" and rig.lengths("abcd") == (0, 0)
@@ -1155,7 +1160,7 @@ def test_a_move_to_the_host_that_fails_leaves_a_hole():
     rig.copy(low, HOST)
     rig.copy(top, PEER)
     rig.controller.drop(top, DEVICE)
-    rig.controller.withdraw(PEER, [np.arange(4, dtype=np.int32)])
+    rig.withdraw()
     rig.at(10).abort(Ticket(P2H, 0))
     rig.check()
     assert is_hole(top) and low.frames[HOST] is not None
@@ -1164,7 +1169,7 @@ def test_a_move_to_the_host_that_fails_leaves_a_hole():
 def test_without_a_host_a_lost_slab_is_lost():
     rig = PeerRig(peer=4, host=0)
     rig.on_peer("ab")
-    rig.controller.withdraw(PEER, [np.arange(4, dtype=np.int32)])
+    rig.withdraw()
     rig.check()
     assert rig.tree.num_nodes == 0
 

@@ -139,7 +139,8 @@ def check_memory(model: Model, engine: LocalEngine) -> None:
     engine.settle()
     scheduler = engine.scheduler
     for table in scheduler.cache.tables.values():
-        assert table.counts[FrameState.FREE] + table.counts[FrameState.CACHED] == table.num_pages
+        there = table.num_pages - table.counts[FrameState.LENT]
+        assert table.counts[FrameState.FREE] + table.counts[FrameState.CACHED] == there
     pools = {Tier.DEVICE: engine.device_pool}
     for tier, pool in ((Tier.HOST, engine.host_pool), (Tier.PEER, engine.peer_pool)):
         if pool is not None:

@@ -12,9 +12,9 @@ import pytest
 from test_equality import MODELS, Model, check_memory, greedy, prompts
 
 from sglang.srt.managers import kv_cache
-from sglang.srt.managers.layer_streaming import LayerStreaming
 from sglang.srt.managers.schedule_batch import ReqHold
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
+from sglang.srt.managers.streamed_request import StreamedRequest
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.transfer import P2D, Tier
 from sglang.srt.model_executor.launch import Launch, LaunchMode, StreamedPrefix
@@ -171,6 +171,7 @@ def test_what_comes_back_from_two_tiers_comes_in_any_order(model: Model):
     scheduler.cache.tree.split(node, 24)
     scheduler.cache.controller.drop(node, Tier.PEER)
     taken = scheduler.cache.device.allocate(20, 0)
+    assert not engine.switch("peer", writes=False)
     link, late, tiers, num_launches = engine.core.links[P2D], [], set(), 0
     poll = link.poll
 
@@ -185,7 +186,7 @@ def test_what_comes_back_from_two_tiers_comes_in_any_order(model: Model):
 
     def look(decision) -> None:
         nonlocal num_launches
-        req = scheduler.streaming.req
+        (req,) = scheduler.streaming.reqs or (None,)
         if decision.launch is None or req not in scheduler.queues.running:
             return
         num_launches += 1
@@ -241,12 +242,13 @@ def test_of_a_path_that_the_host_has_no_room_for_an_end_goes_there(monkeypatch: 
     rig.controller.drop(other, DEVICE)
     hold = ReqHold(1, rig.tree.lock_node(gap, rig.clock.next), 12)
     rig.controller.demote(gap, 4)
-    streaming = LayerStreaming.__new__(LayerStreaming)
-    streaming._controller, streaming._tree, streaming._host = rig.controller, rig.tree, rig.host
+    streaming = StreamedRequest.__new__(StreamedRequest)
+    streaming._controller, streaming._tree = rig.controller, rig.tree
+    streaming._cache = SimpleNamespace(tables=rig.controller.tables)  # type: ignore[assignment]
     streaming._clock, streaming._page, streaming._start, streaming.counters = rig.clock, 1, 12, Counter()
     streaming._spilling = streaming._swapped = streaming._swapping = np.empty(0, np.int32)
     streaming.req = SimpleNamespace(hold=hold)  # type: ignore[assignment]
-    monkeypatch.setattr(streaming, "_layout", lambda: range(12))
+    monkeypatch.setattr(streaming, "_layout", lambda: SimpleNamespace(start=12, stop=12))
 
     assert streaming._demote(4), "a copy has begun"
     assert rig.host.num_free == 0 and gap.frames[HOST] is not None
@@ -289,7 +291,7 @@ def test_who_comes_while_it_decodes_need_not_wait_for_its_end(model: Model, num_
         num_decodes += 1
         if num_decodes == 20:
             shorts.extend(engine.generate([short], greedy(4)))
-            assert engine.scheduler.streaming.req is not None, "the long one has ended first"
+            assert engine.scheduler.streaming.reqs, "the long one has ended first"
 
     (answer,) = engine.generate([long], greedy(60), after_step=look)
     model.check(long, answer, 60)

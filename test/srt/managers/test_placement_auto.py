@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from test_cache_controller import DEVICE, HOST, PEER, Rig, ops_of, tokens
 
+from sglang.srt.managers.slab_withdrawal import SlabWithdrawal
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.placement import CONVENIENT, FIRST_COPYING_RATIO, LAST, MAX_COPYING_RATIO, SPARE
@@ -306,7 +307,7 @@ def test_what_is_being_saved_from_a_slow_peer_does_not_age():
         rig.copy(node, tier)
         rig.controller.drop(node, DEVICE)
     rig.controller.links.is_worth_copying = lambda tier, start, end: tier != PEER
-    rig.controller.withdraw(PEER, [np.arange(4, dtype=np.int32)])
+    SlabWithdrawal(rig.controller).withdraw([np.arange(4, dtype=np.int32)], losing=lambda ids: None)
     assert rig.begun() == [(P2H, 4)]
     assert [rig.where(node) for node in (old, between, new)] == ["H", "", "H"]
     rig.check()

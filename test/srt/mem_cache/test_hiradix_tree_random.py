@@ -115,7 +115,12 @@ class Driver:
 
     def is_evictable(self, key: Key, tier: Tier, locked: set[Key]) -> bool:
         page = self.model[key]
-        return tier in page.frames and tier not in page.tickets and (tier != DEVICE or key not in locked)
+        if tier not in page.frames or tier in page.tickets:
+            return False
+        if tier == DEVICE:
+            return key not in locked
+        # What a load reads stays, and what a request reads from there.
+        return DEVICE not in page.tickets and (DEVICE in page.frames or key not in locked)
 
     def free_to_go(self, tier: Tier, kept: set[Key]) -> tuple[set[Key], set[Key]]:
         """Pages that eviction of the tier reaches now, on the device those below which all are free to go; and of
@@ -126,8 +131,7 @@ class Driver:
         for key in sorted(self.model, key=lambda k: -len(k[1])):
             page = self.model[key]
             below = [k for k in self.below(key) if k != key and (tier != DEVICE or DEVICE in self.model[k].frames)]
-            is_source = tier != DEVICE and DEVICE in page.tickets
-            is_free = self.is_evictable(key, tier, locked) and not is_source and key not in kept
+            is_free = self.is_evictable(key, tier, locked) and key not in kept
             is_elsewhere = tier != DEVICE and len(page.frames) > 1
             if is_free and (is_elsewhere or all(k in leaving for k in below)):
                 harmless.add(key)

@@ -163,7 +163,7 @@ class Admission:
         # What others have loaded ahead may be what it lacks.
         if self.cancel_preloads([r for r in self._queues.waiting if r is not first]) and self.may_start(first, match):
             return True
-        if self._streaming.req is not None:
+        if self._streaming.reqs:
             self._streaming.shrink_stream_for(self._lacking_pages(first, match), others)
         return False
 
@@ -211,7 +211,7 @@ class Admission:
         if active and max(req.num_failures, active[0].num_failures) >= FAILURES_OF_A_SUSPECT:
             return False
         if self._streaming.must_stream(req):
-            if self._streaming.req is not None:
+            if not self._streaming.may_begin(req):
                 return False
         elif self._fills_too_much(match):
             return False
@@ -221,9 +221,8 @@ class Admission:
         """By how many pages the device has too little room for a waiting request to start."""
         page, streaming, queues = self.page_size, self._streaming, self._queues
         available = self._cache.available_pages
-        if queues.prefilling is not None:
-            rest = self._builder.pages_to(queues.prefilling, queues.prefilling.num_known)
-            available -= streaming.pages_of_rest(queues.prefilling, rest)
+        for prompt in queues.prompts():
+            available -= streaming.pages_of_rest(prompt, self._builder.pages_to(prompt, prompt.num_known))
         if streaming.must_stream(req):
             # It takes no more than there is, and shrinks for others.
             need = streaming.headroom
@@ -320,7 +319,7 @@ class Admission:
         # nodes of the path.
         cache.back_up_reused(receipt)
         own = cache.take_free(num_own, req.slot)
-        self._queues.begin_prefill(req)
+        self._queues.begin_prefill(req, streams)
         self._builder.extend(batch, req, chunk, own)
         return chunk + num_recomputed
 

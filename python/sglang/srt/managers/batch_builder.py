@@ -77,7 +77,7 @@ class BatchBuilder:
     def extend(self, batch: ExtendBatch, req: Req, chunk: int, frames: np.ndarray) -> None:
         """Compute the next `chunk` tokens of a prompt in this launch. frames: the pages that it lacks for them."""
         hold = req.hold
-        assert hold is not None and req is self._queues.prefilling
+        assert hold is not None and self._queues.is_prefilling(req)
         start, end = req.computed, req.computed + chunk
         if len(frames):
             batch.page_runs.append(PageRun(req.slot, pages_for(start, self.page_size), frames))

@@ -34,7 +34,7 @@ from sglang.srt.mem_cache.placement import (
     choose_tier,
     pages_to_write_ahead,
 )
-from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2H, D2S, LOAD_LINKS, P2H, Ticket, Tier, TransferOp
+from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2S, LOAD_LINKS, P2H, Ticket, Tier, TransferOp
 from sglang.srt.utils.time_units import LaunchSeq
 
 # The tiers below the device that pages are copied to.
@@ -55,7 +55,7 @@ class HiCacheController:
         self.tables: dict[Tier, FrameTable] = ledger.tables
         self.links = BackupLinks(ledger)
         self.counters: Counter[str] = Counter()
-        self._clock = ledger.clock
+        self.clock = ledger.clock
         self._to_compact: list[Node] = []
         # Whether storage is attached, to which everything comes through the host; and whether what is computed goes
         # there at once, for which the host gives up copies: peers get pages that the host never had.
@@ -133,14 +133,16 @@ class HiCacheController:
         if step is not None and step.parent is not None:
             self.begin_backup(step)
 
-    def begin_backup(self, node: Node, tier: Tier = Tier.HOST) -> Ticket | None:
-        """Back up what the tier lacks of the path to `node`. None if it lacks nothing or has no room."""
+    def begin_backup(self, node: Node, tier: Tier = Tier.HOST, is_for_all: bool = False) -> Ticket | None:
+        """Back up what the tier lacks of the path to `node`. None if it lacks nothing or has no room. is_for_all:
+        only what no other tier below the device has either."""
         if tier not in self.tables:
             return None
         nodes = []
         step: Node | None = node
         while step is not None and step.parent is not None:
-            if step.frames[tier] is None and step.frames[Tier.DEVICE] is not None and not step.tickets[Tier.DEVICE]:
+            is_there = step.frames[tier] is not None or (is_for_all and not _is_only_on_device(step))
+            if not is_there and is_ready(step, Tier.DEVICE):
                 nodes.append(step)
             step = step.parent
         return self.back_up(nodes[::-1], tier, kept=self.tree.path_of(node)) if nodes else None
@@ -210,36 +212,64 @@ class HiCacheController:
             if self.make_room(Tier.HOST, num_moving + num_pages, kept, spares_pinned=True):
                 moving.append(node)
                 num_moving += num_pages
-        if not moving:
-            return
-        op = self._begin_copy(P2H, (Tier.PEER, Tier.HOST), moving)
+        if moving:
+            self.copy_to_host(moving)
+
+    def copy_to_host(self, nodes: list[Node]) -> None:
+        """Copy nodes that peers have to the host, which has room for them."""
+        op = self._begin_copy(P2H, (Tier.PEER, Tier.HOST), nodes)
         assert op is not None, "there was room"
-        self.counters["moved_to_host_tokens"] += self._tokens_of(moving)
+        self.counters["moved_to_host_tokens"] += self._tokens_of(nodes)
 
     def begin_spill(
         self, below: Node, tokens: np.ndarray, src: np.ndarray, fence: LaunchSeq, priority: int
     ) -> tuple[Ticket, Node] | None:
-        """Move to the host what a request has computed below a node, on pages src that are its own, as much of it as
-        there is room for; None if there is none. The request locks the node that it gets."""
-        host = self.tables[Tier.HOST]
-        num_pages = min(len(src), host.num_free + self.tree.evictable_pages(Tier.HOST, self.tree.path_of(below)))
-        if num_pages < 1 or not self.make_room(Tier.HOST, num_pages, self.tree.path_of(below)):
+        """Move to a peer, or to the host, what a request has computed below a node, on pages src that are its own, as
+        much of it as there is room for; None if there is none. The request locks the node that it gets."""
+        found = self._room_to_spill(len(src), self.tree.path_of(below))
+        if found is None:
             return None
+        tier, num_pages = found
+        link = BACKUP_LINKS[tier]
         src, tokens = src[:num_pages], tokens[: num_pages * self.tree.page_size]
         first_page = below.end // self.tree.page_size
-        dst = host.allocate(num_pages, self.ledger.next_owner(D2H), FrameState.FILLING, first_page)
+        dst = self.tables[tier].allocate(num_pages, self.ledger.next_owner(link), FrameState.FILLING, first_page)
         assert dst is not None
-        op = self.ledger.begin_transfer(D2H, (Tier.DEVICE, Tier.HOST), src, dst, fence)
-        self.counters["backup_tokens"] += len(tokens)
+        op = self.ledger.begin_transfer(link, (Tier.DEVICE, tier), src, dst, fence)
+        self._count_backup(tier, len(tokens), is_dropped=False)
         run = FilledRun(tokens, dst, op.ticket, fence, priority)
-        return op.ticket, self.tree.put_run(below, run, Tier.HOST, self._clock.next)
+        return op.ticket, self.tree.put_run(below, run, tier, self.clock.next)
+
+    def _room_to_spill(self, num_pages: int, kept: list[Node]) -> tuple[Tier, int] | None:
+        """The first tier that has free room for so many pages, else the first that has any, or could make it, and how
+        many it takes. kept: nodes that stay."""
+        rooms = {}
+        for tier in self.tiers_below():
+            table = self.tables[tier]
+            table.reap(self.clock.done)
+            if table.num_free >= num_pages:
+                return tier, num_pages
+            rooms[tier] = min(num_pages, table.num_free + self.tree.evictable_pages(tier, kept))
+        for tier, room in rooms.items():
+            if room > 0 and self.make_room(tier, room, kept):
+                return tier, room
+        return None
+
+    def tiers_below(self) -> list[Tier]:
+        """The tiers below the device that take what a request streams, the fastest first. The host is one even where
+        its link is slow, or writing is turned off, as the request could not go on without it."""
+        return [
+            tier
+            for tier in self.tree.order.load_order
+            if tier == Tier.HOST or (tier in self.tables and tier not in self.unwritten and self.links.works(tier))
+        ]
 
     def begin_swap(self, src: np.ndarray, fence: LaunchSeq) -> TransferOp | None:
         """Write pages src of the device, a request's own, to the swap file; None if that has no room for them all."""
         swap = self.ledger.pools.swap
         if swap is None:
             return None
-        swap.reap(self._clock.done)
+        swap.reap(self.clock.done)
         dst = swap.allocate(len(src), self.ledger.next_owner(D2S))
         if dst is None:
             return None
@@ -265,14 +295,14 @@ class HiCacheController:
         # The last one takes in all above it.
         for node in reversed(nodes):
             if node.parent is not None:
-                self.tree.compact(node, self._clock.done)
+                self.tree.compact(node, self.clock.done)
 
     def _end_probe(self, nodes: list[Node]) -> None:
         """Give up what went to peers only to measure how slow they are: once they alone have it, all behind it that
-        the host has would be computed, too."""
+        the host has would be computed, too. What a request uses stays: one that streams may have had it copied."""
         for node in nodes:
             is_elsewhere = node.frames[Tier.DEVICE] is not None or node.frames[Tier.HOST] is not None
-            if is_elsewhere and not self.links.is_worth_copying(Tier.PEER, node.start, node.end):
+            if is_elsewhere and not node.lock and not self.links.is_worth_copying(Tier.PEER, node.start, node.end):
                 self.drop(node, Tier.PEER)
 
     def give_up_late_copies(self) -> None:
@@ -314,15 +344,11 @@ class HiCacheController:
         """Evict until so many pages of a tier below the device are free; the nodes `kept` stay, and everything if
         that would not be enough. spares_pinned: what has soft pins stays, too. Whether they are free."""
         table = self.tables[tier]
-        table.reap(self._clock.done)
+        table.reap(self.clock.done)
         missing = num_pages - table.num_free
         if missing <= 0:
             return True
-        evictable = self.tree.evictable_pages(tier, kept)
-        if spares_pinned:
-            kept_frames = (node.frames[tier] for node in kept if node.soft_pins)
-            num_kept = sum(len(frames) for frames in kept_frames if frames is not None)
-            evictable -= self.tree.counts.soft_pinned[tier] - num_kept
+        evictable = self.tree.evictable_pages(tier, kept, spares_pinned)
         if missing <= evictable:
             self._give_up(self.tree.victims(tier, missing, {node.id for node in kept}, stay=False), tier, kept)
         return table.num_free >= num_pages
@@ -591,7 +617,7 @@ class HiCacheController:
         num_evicted = before - table.counts[FrameState.CACHED]
         self.counters[f"evicted_tokens_{tier.name.lower()}"] += num_evicted * self.tree.page_size
         self.num_looked_at[tier] = max(0, self.num_looked_at[tier] - num_evicted)
-        table.reap(self._clock.done)
+        table.reap(self.clock.done)
 
     def tidy(self) -> None:
         """Merge what eviction has cut, when nothing else looks at nodes: the device gives up a page per decode step
@@ -601,51 +627,52 @@ class HiCacheController:
         cut, self._to_compact = self._to_compact, []
         for node in cut:
             if node.parent is not None and len(node.children) == 1:
-                self.tree.compact(next(iter(node.children.values())), self._clock.done)
+                self.tree.compact(next(iter(node.children.values())), self.clock.done)
 
     def drop(self, node: Node, tier: Tier) -> None:
         """Take a node off a tier, of the device with all below it; operations that fill nothing any more are
         cancelled."""
-        self.ledger.free(self.tree.drop([node], tier), tier, self._clock.last)
+        self.ledger.free(self.tree.drop([node], tier), tier, self.clock.last)
 
     def take_back(self, node: Node) -> np.ndarray:
         """Give the device pages of a node, of which nothing is on its way, back to the request that computed them;
         they are HELD again. What is below it leaves the device."""
         assert node.lock == 0
         below, own = self.tree.take_off(node, Tier.DEVICE, len(node.key))
-        self.ledger.free(below, Tier.DEVICE, self._clock.last)
+        self.ledger.free(below, Tier.DEVICE, self.clock.last)
         ((frames, _),) = own.cached
         self.tables[Tier.DEVICE].transition(frames, FrameState.CACHED, FrameState.HELD)
         return frames
 
     def demote(self, node: Node, num_tokens: int) -> None:
-        """Take the last num_tokens of a node off the device, whose only user reads the host's copy from now on.
+        """Take the last num_tokens of a node off the device, whose only user reads another tier's copy from now on.
         Launches that were issued may still read the device's."""
         assert node.lock == 1
-        ready_frames(node, Tier.HOST)
+        assert self.tree.order.ready_tier(node) is not None, f"{node} is ready nowhere else"
         if num_tokens < len(node.key):
             self.tree.split(node, len(node.key) - num_tokens)
-        self.tree.note_read(node, self._clock.last)
+        self.tree.note_read(node, self.clock.last)
         below, own = self.tree.take_off(node, Tier.DEVICE, num_tokens)
-        self.ledger.free(below, Tier.DEVICE, self._clock.last)
-        self.ledger.free(own, Tier.DEVICE, self._clock.last)
+        self.ledger.free(below, Tier.DEVICE, self.clock.last)
+        self.ledger.free(own, Tier.DEVICE, self.clock.last)
 
-    def withdraw(self, tier: Tier, runs: Sequence[np.ndarray]) -> None:
-        """Drop every node that has a frame of the runs off the tier: they are about to go. Copies on other tiers
-        stay, and locked nodes stay on the device. All runs in one pass over the tree: a server is not to stop for a
-        peer that is lost with all its slabs."""
-        nodes = [n for n in self.tree.walk() if n.frames[tier] is not None and not (tier == Tier.DEVICE and n.lock)]
+    def nodes_in(self, tier: Tier, runs: Sequence[np.ndarray]) -> list[Node]:
+        """The nodes that have a frame of the runs on a tier, parents first. All runs in one pass over the tree: a
+        server is not to stop for a peer that is lost with all its slabs."""
+        nodes = [node for node in self.tree.walk() if node.frames[tier] is not None]
         if not nodes or not runs:
-            return
-        is_going = np.zeros(self.tables[tier].num_pages, np.bool_)
-        is_going[np.concatenate(runs)] = True
+            return []
+        is_in = np.zeros(self.tables[tier].num_pages, np.bool_)
+        is_in[np.concatenate(runs)] = True
         parts: list[np.ndarray] = [n.frames[tier] for n in nodes]  # type: ignore[misc]
-        goes = np.logical_or.reduceat(is_going[np.concatenate(parts)], np.cumsum([0, *map(len, parts[:-1])]))
-        going = [nodes[i] for i in np.flatnonzero(goes).tolist()]
-        if tier == Tier.PEER and self.has_host:
-            self.move_to_host(going)
-        # Parents come first; on the device they take what is below along.
-        self.ledger.free(self.tree.drop(going, tier), tier, self._clock.last)
+        found = np.logical_or.reduceat(is_in[np.concatenate(parts)], np.cumsum([0, *map(len, parts[:-1])]))
+        return [nodes[i] for i in np.flatnonzero(found).tolist()]
+
+    def withdraw_from_device(self, runs: Sequence[np.ndarray]) -> None:
+        """Drop every node that has a frame of the runs off the device, with what is below it: they are about to go.
+        Locked nodes stay."""
+        going = [node for node in self.nodes_in(Tier.DEVICE, runs) if not node.lock]
+        self.ledger.free(self.tree.drop(going, Tier.DEVICE), Tier.DEVICE, self.clock.last)
 
     def _count_backup(self, tier: Tier, num_tokens: int, is_dropped: bool) -> None:
         if tier == Tier.HOST and is_dropped:

@@ -26,6 +26,7 @@ from sglang.srt.managers.prefill_plan import streamed_from_peers
 from sglang.srt.managers.schedule_batch import Preload, Req, ReqHold
 from sglang.srt.managers.schedule_policy import Candidate, pages_for
 from sglang.srt.managers.scheduler_config import SchedulerConfig
+from sglang.srt.managers.slab_withdrawal import SlabWithdrawal
 from sglang.srt.managers.storage_controller import StorageController
 from sglang.srt.managers.storage_setup import PrefetchConfig
 from sglang.srt.managers.tier_switches import TierSwitches
@@ -45,6 +46,7 @@ from sglang.srt.mem_cache.transfer import (
     FRAME_TIERS,
     LINKS,
     LOAD_LINKS,
+    P2P,
     STORAGE_LINKS,
     STORE,
     TIER_NAMES,
@@ -81,6 +83,7 @@ class KVCache:
         self.storage = StorageController(self.controller, PrefetchConfig(), self.switches)
         # Slabs of the peer pool that come and go; None if it stays as it is.
         self.borrowed = SlabLedger(pools.peer, config.slabs, mapped=False) if pools.peer and config.slabs else None
+        self._withdrawal = SlabWithdrawal(self.controller) if self.borrowed is not None else None
         self.takes = RecentTakes(pages_for(config.chunk_budget, config.page_size))
         self.lost_hits = LostHits(self.tree, config.page_size)
         self._has_unlocked = False
@@ -243,6 +246,7 @@ class KVCache:
         """End a hold: give back its frames and its lock. Launches that were issued may still read both."""
         self.device.free_after(hold.frames.copy(), FrameState.HELD, self.clock.last)
         self._has_unlocked = True
+        self._note_end()
         end = hold.receipt.node
         self.tree.unlock(hold.receipt, self.clock.next, self.clock.last)
         if end.parent is not None:
@@ -390,6 +394,11 @@ class KVCache:
         ]
         return ", ".join(off) or "all reads and writes are on"
 
+    def _note_end(self) -> None:
+        """An operation or a request has ended: pages of slabs that go may have waited for it."""
+        if self._withdrawal is not None:
+            self._withdrawal.note_end()
+
     def take_freed(self) -> dict[int, np.ndarray]:
         """Tier -> frames that became free since the last call."""
         return {tier.value: table.take_freed() for tier, table in self.tables.items()}
@@ -438,15 +447,20 @@ class KVCache:
         """Copies below `done` are over on all ranks. losing: called before one that failed is taken back; committed:
         after one that succeeded."""
         for seq in range(self._link_done[link], done):
-            ticket = Ticket(link, seq)
-            if seq == failed:
+            ticket, is_ok = Ticket(link, seq), seq != failed
+            op = self.ledger.in_flight[ticket]
+            if is_ok:
+                self._link_bytes[link] += op.size_bytes
+                self.controller.commit(ticket)
+                committed(ticket)
+            else:
                 losing(ticket)
                 with self.lost_hits.history.because("failed"):
                     self.controller.abort(ticket)
-            else:
-                self._link_bytes[link] += self.ledger.in_flight[ticket].size_bytes
-                self.controller.commit(ticket)
-                committed(ticket)
+            if self._withdrawal is not None and link == P2P:
+                assert isinstance(op, TransferOp)
+                self._withdrawal.end_move(op, is_ok)
+            self._note_end()
         self._link_done[link] = done
 
     def complete_storage_ops(
@@ -472,6 +486,7 @@ class KVCache:
                 self.storage.writer.end(ticket, count)
             elif not administered(ticket, count):
                 self.storage.end_probe(ticket, count, far_counts[i])
+            self._note_end()
         self._link_done[link] = done
 
     # -- losing what is cached ----------------------------------------------------------------------------------
@@ -508,19 +523,28 @@ class KVCache:
         """Drop what is cached and not locked in these runs of device frames, which are about to be lent."""
         runs = list(slabs)
         if runs:
-            self.controller.withdraw(Tier.DEVICE, runs)
+            self.controller.withdraw_from_device(runs)
             # Perhaps nothing causes another step.
             self.device.reap(self.clock.done)
 
-    def update_borrowed(self, mapped: bytes) -> None:
-        """mapped: a byte per slab of the peer pool, 1 if all ranks have it. Pages of other slabs are dropped."""
+    @property
+    def num_borrowed_pages(self) -> int:
+        """Pages of the peer pool that are there now, and stay as far as is known."""
+        if self.borrowed is not None:
+            return self.borrowed.num_mapped_frames
+        return self.config.num_peer_pages
+
+    def update_borrowed(self, mapped: bytes, losing: Callable[[set[int]], None]) -> bool:
+        """mapped: a byte per slab of the peer pool, 1 if all ranks have it. Pages of other slabs go. losing: see
+        `SlabWithdrawal.withdraw`. Returns whether slabs have begun to go."""
         if self.borrowed is None:
-            return
+            return False
+        assert self._withdrawal is not None
         lost = self.borrowed.update(mapped)
-        if lost:
-            with self.lost_hits.history.because("slab_lost"):
-                self.controller.withdraw(Tier.PEER, [self.borrowed.frames_of(slab) for slab in lost])
-            self.counters["slabs_withdrawn"] += len(lost)
+        with self.lost_hits.history.because("slab_lost"):
+            self._withdrawal.withdraw([self.borrowed.frames_of(slab) for slab in lost], losing)
+        self.counters["slabs_withdrawn"] += len(lost)
+        return bool(lost)
 
     # -- looking ------------------------------------------------------------------------------------------------
 
@@ -563,7 +587,8 @@ class KVCache:
         return links
 
     def all_counters(self) -> Counter[str]:
-        return self.counters + self.controller.counters + self.storage.counters
+        moves = self._withdrawal.counters if self._withdrawal is not None else Counter[str]()
+        return self.counters + self.controller.counters + self.storage.counters + moves
 
     def check_invariants(self, waiting: Iterable[Req], active: list[Req], also_held: np.ndarray) -> None:
         """also_held: HELD device frames that belong to no hold."""

@@ -341,10 +341,10 @@ class LoadPlanner:
     def _others_seconds(self, req: Req, enough_s: float) -> float:
         """How long the device is busy with launches that are issued, and with requests that are ready to be computed;
         not looked into any further from enough_s on, as the queue may be long."""
-        expected, chunk, prefilling = self.expected, self.config.chunked_prefill_size, self._queues.prefilling
+        expected, chunk = self.expected, self.config.chunked_prefill_size
         seconds = max(0.0, expected.launches.free_at - expected.now)
-        if prefilling is not None:
-            seconds += expected.costs.prompt_seconds(prefilling.computed, prefilling.num_known, chunk) or 0.0
+        for other in self._queues.prompts():
+            seconds += expected.costs.prompt_seconds(other.computed, other.num_known, chunk) or 0.0
         for other in self._queues.waiting:
             if seconds >= enough_s:
                 break

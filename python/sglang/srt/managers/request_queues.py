@@ -7,6 +7,8 @@ the scheduler who ends. The queue is in the order of arrival; a request that com
                ▲                                                                                       │
                └───────── requeue ◄──────────────────────────────────────── stop ◄─────────────────────┘
                                                                               └──► remove
+
+Prompts of requests that stream are computed beside the others', chunk by chunk and in turn.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ class RequestQueues:
         self.waiting: deque[Req] = deque()
         # The prompt that is computed chunk by chunk; one at a time.
         self.prefilling: Req | None = None
+        # Those of requests that stream, the one whose turn it is first.
+        self.streaming: list[Req] = []
         self.running: list[Req] = []
         # Counts changes of `running`.
         self.running_version = 0
@@ -51,7 +55,14 @@ class RequestQueues:
 
     def active(self) -> list[Req]:
         """Requests that hold device memory."""
-        return ([self.prefilling] if self.prefilling else []) + self.running
+        return self.prompts() + self.running
+
+    def prompts(self) -> list[Req]:
+        """Requests whose prompts are being computed, those that stream last."""
+        return ([self.prefilling] if self.prefilling else []) + self.streaming
+
+    def is_prefilling(self, req: Req) -> bool:
+        return req is self.prefilling or req in self.streaming
 
     def add(self, req: Req) -> None:
         assert req.rid not in self._by_rid and req.order == self.next_order
@@ -70,13 +81,27 @@ class RequestQueues:
     def take_slot(self, req: Req) -> None:
         req.slot = self._free_slots.pop()
 
-    def begin_prefill(self, req: Req) -> None:
-        self.prefilling = req
+    def begin_prefill(self, req: Req, streams: bool) -> None:
+        if streams:
+            self.streaming.append(req)
+        else:
+            self.prefilling = req
+
+    def note_streaming(self, req: Req) -> None:
+        """The request streams from now on."""
+        if req is self.prefilling:
+            self.prefilling = None
+            self.streaming.append(req)
+
+    def end_turn(self, req: Req) -> None:
+        """A chunk of a request that streams is computed: next time it is another one's turn."""
+        if req in self.streaming:
+            self.streaming.remove(req)
+            self.streaming.append(req)
 
     def join_running(self, req: Req) -> None:
         """Its prompt is computed by the launches that are issued."""
-        assert req is self.prefilling
-        self.prefilling = None
+        self._end_prefill(req)
         self.running.append(req)
         self.running_version += 1
 
@@ -84,8 +109,8 @@ class RequestQueues:
         """The request holds no device memory any more; its slot is free."""
         self._free_slots.append(req.slot)
         req.slot = -1
-        if req is self.prefilling:
-            self.prefilling = None
+        if self.is_prefilling(req):
+            self._end_prefill(req)
         else:
             self.running.remove(req)
             self.running_version += 1
@@ -93,6 +118,12 @@ class RequestQueues:
     def remove(self, req: Req) -> None:
         """The request has ended; it neither waits nor runs."""
         del self._by_rid[req.rid]
+
+    def _end_prefill(self, req: Req) -> None:
+        if req is self.prefilling:
+            self.prefilling = None
+        else:
+            self.streaming.remove(req)
 
     def namespaces(self) -> set[str]:
         return {r.namespace for r in self._by_rid.values()}

@@ -62,7 +62,7 @@ from sglang.srt.mem_cache.tree_checks import check_locks
 from sglang.srt.model_executor.launch import Launch
 from sglang.srt.peer.lending import DeviceLending, LendingConfig
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
-from sglang.srt.utils.time_units import LaunchClock, Seconds
+from sglang.srt.utils.time_units import NO_LAUNCH, LaunchClock, Seconds
 
 # A request ends with an error when launches with it failed too often. A launch that waited for loads counts little:
 # each failed load takes its source out of the cache, so these failures end by themselves.
@@ -97,8 +97,6 @@ class Scheduler:
         self.storage_admin = StorageAdmin(self.storage, self.planner.expected.costs.forget_storage)
         if config.storage is not None:
             self.storage_admin.attach(config.storage)
-        # The most tokens of a request, prompt and output.
-        self.max_total_len = self.streaming.max_total_len
         self.lending = self._open_lending(config.lending) if config.lending is not None else None
         self._counters: Counter[str] = Counter()
         # A step is due then, for something that ended late in the last one.
@@ -106,9 +104,17 @@ class Scheduler:
         self._launches: dict[int, LaunchRecord] = {}
         # Whether a decode step is due before the next chunk of a prompt.
         self._decode_owed = False
+        # The last launch with a chunk of a request that streams, and whether other prompts come before the next one.
+        self._streaming_chunk = NO_LAUNCH
+        self._others_owed = False
         self._outputs: list[TokenOutput] = []
         # Requests with tokens to pass on at the end of the step.
         self._changed: list[Req] = []
+
+    @property
+    def max_total_len(self) -> int:
+        """The most tokens of a request, prompt and output, with the memory that is there now."""
+        return self.streaming.max_total_len
 
     @property
     def num_reqs(self) -> int:
@@ -207,7 +213,8 @@ class Scheduler:
         for link in STORAGE_LINKS:
             done, counts = inputs.done.get(link, 0), inputs.counts.get(link, ())
             cache.complete_storage_ops(link, done, counts, inputs.far_counts, self.storage_admin.end)
-        cache.update_borrowed(inputs.slab_report.mapped)
+        if cache.update_borrowed(inputs.slab_report.mapped, self._lose_readers):
+            self._end_impossible()
         if self.lending is not None:
             self.lending.update(inputs.slab_report)
         if inputs.storage_has_room != self.storage.writer.has_room:
@@ -269,6 +276,7 @@ class Scheduler:
             del self._launches[seq]
         self.planner.expected.complete({EXEC: self.clock.next})
         self.admission.end_preloads(self.queues.waiting)
+        self._streaming_chunk = NO_LAUNCH
         for req in self.queues.active():
             self.end_hold(req, EndReason.LOST)
             if req.num_failures >= FAILURE_LIMIT:
@@ -283,19 +291,30 @@ class Scheduler:
     def _end_readers(self, ticket: Ticket) -> None:
         """A load failed, or a spill: requests that count on these nodes start again, and will compute what they
         had."""
-        reader = self.streaming.reader_of(ticket)
-        if reader is not None:
+        for reader in self.streaming.readers_of(ticket):
             self._lose(reader)
+        if lost := self.cache.nodes_lost_with(ticket):
+            self._lose_readers(lost)
+
+    def _lose_readers(self, lost: set[int]) -> None:
+        """Nodes, by their ids, are about to be lost: requests that count on them start again."""
         cache = self.cache
-        lost = cache.nodes_lost_with(ticket)
-        if not lost:
-            return
         for req in self.queues.active():
             assert req.hold is not None
             if cache.reads(req.hold.receipt, lost):
                 self._lose(req)
         waiting = [r for r in self.queues.waiting if r.preload is not None and cache.reads(r.preload.receipt, lost)]
         self.admission.end_preloads(waiting)
+
+    def _end_impossible(self) -> None:
+        """Peers took memory back: requests that wait, and have become too long for what is left, end."""
+        for req in [r for r in self.queues.waiting if r.num_known >= self.max_total_len]:
+            message = (
+                f"peers took memory back that the request's {req.num_known} tokens need; there is room for "
+                f"{self.max_total_len - 1} now"
+            )
+            self._leave(req)
+            self._end(req, FinishReason(type="abort", message=message, status_code=503))
 
     def _lose(self, req: Req) -> None:
         """A running request lacks a part of its KV: it starts again."""
@@ -387,12 +406,16 @@ class Scheduler:
         if req.hold is not None:
             self.end_hold(req, EndReason.ABORT)
         else:
-            self.admission.end_preloads([req])
-            self.storage.detach(rid)
-            self.cache.forget_candidate(req)
-            self.queues.leave_waiting(req)
+            self._leave(req)
         self._counters["aborted_reqs"] += not req.is_check
         self._end(req, FinishReason(type="abort", message="the request was aborted", status_code=499))
+
+    def _leave(self, req: Req) -> None:
+        """A waiting request ends without having started."""
+        self.admission.end_preloads([req])
+        self.storage.detach(req.rid)
+        self.cache.forget_candidate(req)
+        self.queues.leave_waiting(req)
 
     def _turn(self, switch: SwitchTierReqInput) -> tuple[bool, str]:
         refusal = self.cache.turn(switch.tier, switch.reads, switch.writes)
@@ -439,8 +462,8 @@ class Scheduler:
     def _end_too_long(self, req: Req) -> None:
         """Neither device nor host has any more room for the only request."""
         message = (
-            f"after {req.num_known} tokens neither the device nor the host has room for more; see --hicache-size "
-            "and --layer-stream-disk-size"
+            f"after {req.num_known} tokens neither the device nor a tier below it has room for more; see "
+            "--hicache-size, --peer-size and --layer-stream-disk-size"
         )
         self.end_hold(req, EndReason.ABORT)
         self._end(req, FinishReason(type="abort", message=message, status_code=503))
@@ -500,6 +523,32 @@ class Scheduler:
         return launch
 
     def _prefill(self) -> Launch | None:
+        """A chunk of a request that streams takes long: the others' prompts come before the next one."""
+        launch = None
+        if not self._others_owed:
+            launch = self._prefill_streaming()
+        if launch is None and (launch := self._prefill_others()) is not None:
+            self._others_owed = False
+        if launch is None and self._others_owed:
+            launch = self._prefill_streaming()
+        return launch
+
+    def _prefill_streaming(self) -> Launch | None:
+        """The next chunk of a request that streams, but not before the last one is computed: who comes meanwhile is
+        next."""
+        queues = self.queues
+        if not queues.streaming or self.clock.done <= self._streaming_chunk:
+            return None
+        batch = self.builder.begin_extend()
+        for req in list(queues.streaming):
+            if self._next_chunk(batch, req, self.config.chunk_budget):
+                queues.end_turn(req)
+                self._others_owed, self._streaming_chunk = True, batch.seq
+                return self._issue_prefill(batch)
+        self.builder.discard(batch)
+        return None
+
+    def _prefill_others(self) -> Launch | None:
         batch = self.builder.begin_extend()
         budget = self.config.chunk_budget
         req = self.queues.prefilling
@@ -511,8 +560,11 @@ class Scheduler:
         if not batch.reqs:
             self.builder.discard(batch)
             return None
-        self._decode_owed = self.queues.prefilling is not None
         self.admission.count_overtaken(batch)
+        return self._issue_prefill(batch)
+
+    def _issue_prefill(self, batch: ExtendBatch) -> Launch:
+        self._decode_owed = bool(self.queues.prompts())
         self.cache.takes.note(pages_for(sum(batch.lens), self.page_size))
         return self._record(*self.builder.issue_extend(batch))
 
@@ -529,7 +581,7 @@ class Scheduler:
             cache.insert_prefix(req, req.computed, batch.page_runs)
             frames = cache.allocate(num_pages, req.slot)
         # Where nothing is on its way that would cause another step, all that can be given up at once is.
-        while frames is None and self.streaming.shrink(num_pages):
+        while frames is None and self.streaming.shrink(num_pages, req):
             frames = cache.allocate(num_pages, req.slot)
             if self.is_under_way:
                 break
@@ -537,7 +589,11 @@ class Scheduler:
             self.builder.extend(batch, req, chunk, frames)
             return chunk
         if self.streaming.is_streaming(req) and not (self.queues.running or self.is_under_way):
-            self._end_too_long(req)
+            if len(active := self.queues.active()) == 1:
+                self._end_too_long(req)
+            else:
+                self._step_again_at = self.planner.expected.now
+                self._retract(active[choose_victim([r.order for r in active])])
         return 0
 
     def _decode(self) -> Launch | None:
@@ -580,11 +636,15 @@ class Scheduler:
             if victim.hold.inserted_len == before:
                 self._end_too_long(victim)
             return True
-        self.end_hold(victim, EndReason.RETRACT)
-        victim.num_retractions += 1
-        self._counters["retracted_reqs"] += 1
-        self._requeue(victim)
+        self._retract(victim)
         return True
+
+    def _retract(self, req: Req) -> None:
+        """Take a request's memory; it starts again when there is room."""
+        self.end_hold(req, EndReason.RETRACT)
+        req.num_retractions += 1
+        self._counters["retracted_reqs"] += 1
+        self._requeue(req)
 
     def _record(self, launch: Launch, record: LaunchRecord) -> Launch:
         self._launches[launch.seq] = record

@@ -99,6 +99,13 @@ class SchedulerConfig:
         return sum(end - first for first, end in self.slabs)
 
     @property
+    def most_borrowed_pages(self) -> int:
+        """Pages of the peer pool when all slabs are there that may be borrowed."""
+        if self.num_peer_pages and self.slabs:
+            return sum(end - first for first, end in self.slabs)
+        return self.num_peer_pages
+
+    @property
     def inserts_late(self) -> bool:
         """Whether what a launch computes is inserted when it has completed."""
         return self.insert_at == "completion"

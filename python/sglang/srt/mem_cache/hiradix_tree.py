@@ -143,10 +143,13 @@ class HiRadixTree:
             return None
         return node.children.get(self.page_key(tokens, match.total_len))
 
-    def evictable_pages(self, tier: Tier, kept: Iterable[Node] = ()) -> int:
-        """Pages that eviction could give up sooner or later: ready, and not locked if on the device. Of peers and
-        host some may have to wait for those below them, on other tiers. kept: nodes that stay."""
-        return self.counts.evictable[tier] - sum(evictable_pages(node, tier) for node in kept)
+    def evictable_pages(self, tier: Tier, kept: Iterable[Node] = (), spares_pinned: bool = False) -> int:
+        """Pages that eviction could give up sooner or later, see `page_counts.evictable_pages`. Of peers and host
+        some may have to wait for those below them, on other tiers. kept: nodes that stay. spares_pinned: those with
+        soft pins stay, too."""
+        if not spares_pinned:
+            return self.counts.evictable[tier] - sum(evictable_pages(node, tier) for node in kept)
+        return self.counts.unpinned[tier] - sum(evictable_pages(n, tier) for n in kept if not n.soft_pins)
 
     def evictable_pages_in(self, match: MatchResult) -> int:
         """Evictable device pages that locking the match would take out of eviction's reach."""
@@ -193,8 +196,9 @@ class HiRadixTree:
         step: Node | None = node
         while step is not None:
             if step.lock == 0:
-                self.counts.evictable[_DEVICE] -= evictable_pages(step, _DEVICE)
-            step.lock += 1
+                self._count_lock(step, 1)
+            else:
+                step.lock += 1
             step.last_access = launch
             step.is_stored_ahead = False
             if step.is_next:
@@ -209,12 +213,14 @@ class HiRadixTree:
         step: Node | None = receipt.node
         while step is not None:
             assert step.lock > 0, f"{step} is not locked"
-            step.lock -= 1
+            if step.lock == 1:
+                self._count_lock(step, -1)
+            else:
+                step.lock -= 1
             step.last_access = launch
             if fence > step.last_use:
                 step.last_use = fence
             if step.lock == 0:
-                self.counts.evictable[_DEVICE] += evictable_pages(step, _DEVICE)
                 if step.num_device_children == 0:
                     self._offer(step, _DEVICE)
                     if step.frames[_DEVICE] is None:
@@ -223,6 +229,16 @@ class HiRadixTree:
                 if step.parent is None:
                     self._prune(step)
             step = step.parent
+
+    def _count_lock(self, node: Node, change: int) -> None:
+        """The first lock of a node is taken, or the last one released: other pages can be evicted then."""
+        # Of what the device has, the copies on other tiers can be evicted, locked or not.
+        tiers = (_DEVICE,) if node.frames[_DEVICE] is not None else FRAME_TIERS
+        for tier in tiers:
+            self.counts.take_out(node, tier)
+        node.lock += change
+        for tier in tiers:
+            self.counts.put_in(node, tier)
 
     def soft_pin(self, node: Node) -> None:
         """A waiting request is about to load the path to `node`: peers and host give it up after everything else."""
@@ -397,6 +413,12 @@ class HiRadixTree:
             stack.extend(child.children.values())
         return node
 
+    def replace_frames(self, node: Node, tier: Tier, frames: np.ndarray) -> None:
+        """The tier has the node's pages in other frames, ready, int32, one per page."""
+        assert node.frames[tier] is not None and node.tickets[tier] is None
+        self._changed(node)
+        node.frames[tier] = trimmed(frames)
+
     def cut(self, ticket: Ticket, tier: Tier, end: int) -> Dropped:
         """The fetch filled its nodes only up to token `end` of their path: drop what lies behind, and what is being
         fetched below it."""
@@ -420,8 +442,9 @@ class HiRadixTree:
         nodes = self._by_ticket.pop(ticket, [])
         for node in nodes:
             self._changed(node)
+            self._count_out(node, tier)
             node.tickets[tier] = None
-            self.counts.evictable[tier] += evictable_pages(node, tier)
+            self._count_in(node, tier)
             self._offer_everywhere(node)
         return nodes
 
@@ -633,12 +656,23 @@ class HiRadixTree:
     ) -> None:
         assert node.parent is not None
         self._changed(node)
+        self._count_out(node, tier)
         node.frames[tier] = trimmed(frames)
         node.tickets[tier] = ticket
         node.fences[tier] = fence
         if tier == _DEVICE:
             node.parent.num_device_children += 1
-        self.counts.put_in(node, tier)
+        self._count_in(node, tier)
+
+    def _count_out(self, node: Node, tier: int) -> None:
+        """A node is about to change on a tier. What the device has of it decides what the others may give up."""
+        for each in FRAME_TIERS if tier == _DEVICE else (tier,):
+            self.counts.take_out(node, each)
+
+    def _count_in(self, node: Node, tier: int) -> None:
+        """It has changed."""
+        for each in FRAME_TIERS if tier == _DEVICE else (tier,):
+            self.counts.put_in(node, each)
 
     def _take_frames(self, node: Node, tier: Tier, dropped: Dropped) -> None:
         """Take a node off a tier, on the device one without children there. A node on no tier is a hole as long as
@@ -646,7 +680,7 @@ class HiRadixTree:
         frames, ticket, parent = node.frames[tier], node.tickets[tier], node.parent
         assert frames is not None and parent is not None
         self._changed(node)
-        self.counts.take_out(node, tier)
+        self._count_out(node, tier)
         if ticket is None:
             fence = max(node.fences[tier], node.last_use) if tier == _DEVICE else node.last_stream
             dropped.cached.append((frames, fence))
@@ -658,6 +692,7 @@ class HiRadixTree:
             dropped.filling.append((frames, ticket))
         node.frames[tier] = None
         node.tickets[tier] = None
+        self._count_in(node, tier)
         if ticket is None and is_hole(node):
             self.lost(node, tier)
         if tier == _DEVICE:

@@ -8,13 +8,17 @@ from __future__ import annotations
 from sglang.srt.mem_cache.node import NUM_TIERS, Node
 from sglang.srt.mem_cache.transfer import Tier
 
+_DEVICE = int(Tier.DEVICE)
+
 
 class PageCounts:
-    """Lists by tier. evictable: see `evictable_pages`. soft_pinned: of nodes with soft pins, below the device."""
+    """Lists by tier. evictable: see `evictable_pages`; unpinned: those of them that have no soft pins. soft_pinned:
+    of nodes with soft pins, below the device."""
 
     def __init__(self) -> None:
         self.resident = [0] * NUM_TIERS
         self.evictable = [0] * NUM_TIERS
+        self.unpinned = [0] * NUM_TIERS
         self.soft_pinned = [0] * NUM_TIERS
 
     def put_in(self, node: Node, tier: int) -> None:
@@ -27,16 +31,22 @@ class PageCounts:
         frames = node.frames[tier]
         if frames is None:
             return
-        num_pages = sign * len(frames)
+        num_pages, num_evictable = sign * len(frames), sign * evictable_pages(node, tier)
         self.resident[tier] += num_pages
-        self.evictable[tier] += sign * evictable_pages(node, tier)
-        if node.soft_pins and tier != Tier.DEVICE:
+        self.evictable[tier] += num_evictable
+        if node.soft_pins == 0 or tier == _DEVICE:
+            self.unpinned[tier] += num_evictable
+        else:
             self.soft_pinned[tier] += num_pages
 
 
 def evictable_pages(node: Node, tier: int) -> int:
-    """Pages that a tier could give up sooner or later: ready, and not locked if on the device."""
+    """Pages that a tier could give up sooner or later: ready, not locked if on the device, and on another tier not
+    what a request reads from there, or loads."""
     frames = node.frames[tier]
-    if frames is None or node.tickets[tier] is not None or (tier == Tier.DEVICE and node.lock > 0):
+    if frames is None or node.tickets[tier] is not None:
         return 0
-    return len(frames)
+    if tier == _DEVICE:
+        return 0 if node.lock else len(frames)
+    is_read = node.tickets[_DEVICE] is not None or (node.lock > 0 and node.frames[_DEVICE] is None)
+    return 0 if is_read else len(frames)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import compress
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -101,6 +102,8 @@ class SlabLedger:
             in_slabs[each] = True
         unused = ~in_slabs if mapped else np.ones_like(in_slabs)
         table.lend(np.flatnonzero(unused).astype(np.int32))
+        # Of the slabs that are MAPPED.
+        self.num_mapped_frames = sum(map(len, self._frames)) if mapped else 0
 
     def frames_of(self, slab: int) -> np.ndarray:
         """(n,) int32, ascending."""
@@ -114,6 +117,7 @@ class SlabLedger:
             if is_mapped and self.states[slab] == SlabState.UNMAPPED:
                 self.table.reclaim(self._frames[slab])
                 self.states[slab] = SlabState.MAPPED
+                self.num_mapped_frames += len(self._frames[slab])
             elif not is_mapped and self.states[slab] == SlabState.MAPPED:
                 draining.append(slab)
                 self.drain(slab)
@@ -123,12 +127,14 @@ class SlabLedger:
         """Allocate nothing more in a slab, so that it becomes free."""
         assert self.states[slab] == SlabState.MAPPED, f"slab {slab} is not mapped"
         self.states[slab] = SlabState.DRAINING
+        self.num_mapped_frames -= len(self._frames[slab])
         self.table.lend(self._frames[slab])
 
     def cancel_drain(self, slab: int) -> None:
         """Use a draining slab again, at once."""
         assert self.states[slab] == SlabState.DRAINING, f"slab {slab} is not draining"
         self.states[slab] = SlabState.MAPPED
+        self.num_mapped_frames += len(self._frames[slab])
         self.table.cancel_lend(self._frames[slab])
 
     def take_drained(self) -> tuple[int, ...]:
@@ -141,6 +147,8 @@ class SlabLedger:
         return tuple(drained)
 
     def check_invariants(self) -> None:
+        is_mapped = [state == SlabState.MAPPED for state in self.states]
+        assert self.num_mapped_frames == sum(map(len, compress(self._frames, is_mapped)))
         for slab, state in enumerate(self.states):
             lent = self.table.state[self._frames[slab]] == FrameState.LENT
             is_right = {

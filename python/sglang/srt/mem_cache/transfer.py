@@ -36,9 +36,11 @@ LOAD_LINKS = {Tier.PEER: P2D, Tier.HOST: H2D}
 BACKUP_LINKS = {Tier.PEER: D2P, Tier.HOST: D2H}
 # From peers to the host, when the peer gives pages up.
 P2H = "p2h"
+# Between slabs of peers, when one is given back while a request reads it.
+P2P = "p2p"
 # To the swap file of a request that streams. Nothing is loaded from the file by this link, see LayerStreamCache.
 D2S = "d2s"
-COPY_LINKS = (H2D, D2H, P2D, D2P, P2H, D2S)
+COPY_LINKS = (H2D, D2H, P2D, D2P, P2H, P2P, D2S)
 # Links of storage. A long read must not hold up a probe, nor a write a read.
 PROBE = "probe"
 FETCH = "fetch"

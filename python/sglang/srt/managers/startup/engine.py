@@ -35,7 +35,20 @@ from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
 from sglang.srt.mem_cache.swap_file import SwapFile, SwapFileError
-from sglang.srt.mem_cache.transfer import CHECK, D2H, D2P, D2S, H2D, LOAD_LINKS, P2D, P2H, STORAGE_LINKS, Link, Tier
+from sglang.srt.mem_cache.transfer import (
+    CHECK,
+    D2H,
+    D2P,
+    D2S,
+    H2D,
+    LOAD_LINKS,
+    P2D,
+    P2H,
+    P2P,
+    STORAGE_LINKS,
+    Link,
+    Tier,
+)
 from sglang.srt.model_executor.executor import ExecutorOptions, ModelExecutor
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.peer.lending import LendingConfig
@@ -213,17 +226,20 @@ class EngineBuilder:
         for name, limit in self._limits.items():
             logger.info("hicache: link %s is limited to %g GB/s", name, limit.bytes_per_s / 1e9)
         below: dict[str, HasPages] = {H2D: host_pool, D2H: host_pool}
+        # Where copies go, or come from, that is not the device.
+        upper: dict[str, HasPages] = {P2H: host_pool}
         self._streamed_from[Tier.HOST] = host_pool
         if config.num_swap_pages:
             below[D2S] = self._streamed_from[Tier.DISK] = self._open_swap_file()
         if self.borrowed is not None:
-            below |= {P2D: self.borrowed.pool, D2P: self.borrowed.pool, P2H: self.borrowed.pool.mover()}
-            self._streamed_from[Tier.PEER] = self.borrowed.pool
+            below |= {P2D: self.borrowed.pool, D2P: self.borrowed.pool}
+            below |= {P2H: self.borrowed.pool.mover(), P2P: self.borrowed.pool.mover(is_within=True)}
+            self._streamed_from[Tier.PEER] = upper[P2P] = self.borrowed.pool
         for name, other in below.items():
             stream = make_stream(name, rank.device, rank.notify, urgent=name in LOAD_LINKS.values())
             self._links[name] = CopyLink(
                 name,
-                host_pool if name == P2H else self.pool,
+                upper.get(name, self.pool),
                 other,
                 stream,
                 executor.fence,

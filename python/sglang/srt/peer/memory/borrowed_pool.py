@@ -72,7 +72,8 @@ class BorrowedPool(ElasticPool):
         self._spans = [layer_spans(layout, layer) for layer in range(layout.num_layers)]
         self._strict: list[StrictSlab | None] = [None] * slabs.num_slabs
         self._staging_bytes = -(-max(STAGING_BYTES, self.page_bytes) // GRANULARITY) * GRANULARITY
-        self._loads, self._backups, self._moves = (_Direction(self._strict, self._staging_bytes) for _ in range(3))
+        self._directions: list[_Direction] = []
+        self._loads, self._backups = self._new_direction(), self._new_direction()
 
     # -- from `BorrowedMemory` ----------------------------------------------------------------------------------
 
@@ -89,12 +90,22 @@ class BorrowedPool(ElasticPool):
 
     def close(self) -> None:
         """End all sessions. No operation may be under way."""
-        for direction in (self._loads, self._backups, self._moves):
+        for direction in self._directions:
             direction.close()
 
-    def mover(self) -> PoolMover:
-        """The pool as another link sees it, which copies from it at the same time as loads do."""
-        return PoolMover(self, self._moves)
+    def mover(self, is_within: bool = False) -> PoolMover:
+        """The pool as another link sees it, which copies from it at the same time as loads do. is_within: to pages of
+        this pool, which must be mapped."""
+        return PoolMover(self, self._new_direction(), is_within)
+
+    def has_strict(self, frames: torch.Tensor) -> bool:
+        """Whether any of these pages is not mapped."""
+        strict = torch.tensor([slab is not None for slab in self._strict])
+        return bool(strict.any()) and bool(strict[frames // self._stride_pages].any())
+
+    def _new_direction(self) -> _Direction:
+        self._directions.append(_Direction(self._strict, self._staging_bytes))
+        return self._directions[-1]
 
     # -- from links, on their streams ---------------------------------------------------------------------------
 
@@ -219,13 +230,16 @@ def layer_spans(layout: PageLayout, layer: int) -> list[Span]:
 class PoolMover:
     """A `BorrowedPool` that is read by a link of its own."""
 
-    def __init__(self, pool: BorrowedPool, direction: _Direction) -> None:
+    def __init__(self, pool: BorrowedPool, direction: _Direction, is_within: bool) -> None:
         self.kv_pages = pool.kv_pages
         self._pool = pool
         self._direction = direction
+        self._is_within = is_within
 
     def load_layer(self, layer: int, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
         """See `CopiesPages`."""
+        if self._is_within and self._pool.has_strict(dst):
+            raise LoadFailedError("a slab that its worker copies takes pages of the device alone")
         self._pool.read_layer(self._direction, layer, pages, (src, dst), backend)
 
     def back_up(self, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
@@ -234,7 +248,7 @@ class PoolMover:
 
 
 class _Direction:
-    """Loads, or backups. plan: of the present operation. strict: the pool's slabs, by place."""
+    """What one link copies. plan: of the present operation. strict: the pool's slabs, by place."""
 
     def __init__(self, strict: list[StrictSlab | None], staging_bytes: int) -> None:
         self.plan: _Plan | None = None

@@ -1,0 +1,149 @@
+"""`SlabWithdrawal`: what becomes of pages in borrowed slabs that go, because their lender wants them back or is gone.
+
+Owns which of these pages a request still reads, and the copies that are made of them within the peer pool. Decides
+nothing about slabs: the ledger does. Their memory stays readable until no page in them is in use any more.
+
+    a page that ...                                what becomes of it
+    no request reads, and is worth it              copied to the host, and dropped at once
+    a request streams, and no other tier has       copied to the host, else to another slab; dropped when that is done
+    ... and there is no room, or the copy fails    lost: its readers start again, and compute it
+    any other                                      dropped at once
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from sglang.srt.managers.cache_controller import HiCacheController, is_ready
+from sglang.srt.mem_cache.frame_table import FrameState
+from sglang.srt.mem_cache.node import Node
+from sglang.srt.mem_cache.transfer import P2H, P2P, Ticket, Tier, TransferOp
+from sglang.srt.utils.time_units import NO_LAUNCH
+
+_NONE = np.empty(0, np.int32)
+
+
+class SlabWithdrawal:
+    """controller: of the cache that borrows."""
+
+    def __init__(self, controller: HiCacheController) -> None:
+        self.counters: Counter[str] = Counter()
+        self._controller = controller
+        self._tree = controller.tree
+        self._ledger = controller.ledger
+        self._peer = controller.tables[Tier.PEER]
+        # Frames in slabs that go, of nodes that a request reads.
+        self._read = _NONE
+        # Frames of the peer pool of which a copy was begun, and of which one within the pool is under way.
+        self._tried, self._moving = (np.zeros(self._peer.num_pages, np.bool_) for _ in range(2))
+        # Whether copies or requests have ended that could let more pages go.
+        self._is_due = False
+
+    def note_end(self) -> None:
+        """A copy or a request has ended."""
+        self._is_due = True
+
+    def withdraw(self, runs: Sequence[np.ndarray], losing: Callable[[set[int]], None]) -> None:
+        """Have the pages of these runs of frames go, and those that were to go before. losing: called with the ids
+        of nodes that are about to be lost though requests read them; it ends their holds."""
+        self._is_due, is_again = False, self._is_due and len(self._read) > 0
+        if not runs and not is_again:
+            return
+        for run in runs:
+            self._tried[run] = False
+        frames = [self._read, *runs]
+        going = self._controller.nodes_in(Tier.PEER, frames)
+        read = [node for node in going if self._is_read(node)]
+        if read:
+            lost = self._copy_elsewhere([node for node in read if not self._is_being_copied(node)], going)
+            if lost:
+                losing({node.id for node in lost})
+            going = self._controller.nodes_in(Tier.PEER, frames)
+            read = [node for node in going if self._is_read(node)]
+        self._read = np.concatenate([node.frames[Tier.PEER] for node in read] or [_NONE])  # type: ignore[arg-type]
+        stay = {node.id for node in read}
+        leaving = [node for node in going if node.id not in stay]
+        if self._controller.has_host:
+            self._controller.move_to_host(leaving)
+        self._ledger.free(self._tree.drop(leaving, Tier.PEER), Tier.PEER)
+
+    def end_move(self, op: TransferOp, is_done: bool) -> None:
+        """A copy within the pool has ended. Nodes that still want it have it in place of what they had."""
+        self._moving[op.src_frames] = False
+        taken = np.zeros(self._peer.num_pages, np.bool_)
+        for node in self._controller.nodes_in(Tier.PEER, [op.src_frames]) if is_done else ():
+            if not is_ready(node, Tier.PEER):
+                continue
+            before = node.frames[Tier.PEER]
+            assert before is not None
+            to = np.full(self._peer.num_pages, -1, np.int32)
+            to[op.src_frames] = op.dst_frames
+            frames = np.where(to[before] >= 0, to[before], before)
+            taken[frames] = True
+            self._peer.transition(frames[frames != before], FrameState.HELD, FrameState.CACHED)
+            self._peer.free_after(before[frames != before], FrameState.CACHED, node.last_stream)
+            self._tree.replace_frames(node, Tier.PEER, frames)
+        self._peer.free_after(op.dst_frames[~taken[op.dst_frames]], FrameState.HELD, NO_LAUNCH)
+        self._is_due = True
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _is_read(node: Node) -> bool:
+        """Whether a request reads a node from the peer as no other tier has it, or has it on its way there."""
+        return node.lock > 0 and node.frames[Tier.DEVICE] is None and not is_ready(node, Tier.HOST)
+
+    def _is_being_copied(self, node: Node) -> bool:
+        frames = node.frames[Tier.PEER]
+        is_on_its_way = node.tickets[Tier.PEER] is not None or node.tickets[Tier.HOST] is not None
+        return is_on_its_way or bool(self._moving[frames].any())
+
+    def _copy_elsewhere(self, nodes: list[Node], going: list[Node]) -> list[Node]:
+        """Begin to copy nodes to the host, and within the pool. Returns those for which there is no room, or of which
+        a copy has failed. going: nodes in slabs that go."""
+        lost = [node for node in nodes if self._tried[node.frames[Tier.PEER]].any()]
+        tried = {node.id for node in lost}
+        left = [node for node in nodes if node.id not in tried]
+        for link, tier in ((P2H, Tier.HOST), (P2P, Tier.PEER)):
+            fitting, left = self._fitting(left, tier, going)
+            if not fitting:
+                continue
+            for node in fitting:
+                self._tried[node.frames[Tier.PEER]] = True
+            num_tokens = sum(len(node.key) for node in fitting)
+            if tier == Tier.HOST:
+                self._controller.copy_to_host(fitting)
+            else:
+                self._move(link, fitting)
+                self.counters["moved_to_peer_tokens"] += num_tokens
+        return lost + left
+
+    def _fitting(self, nodes: list[Node], tier: Tier, going: list[Node]) -> tuple[list[Node], list[Node]]:
+        """Those nodes for which a tier has room now, and the others. One is split where a part of it fits."""
+        table, page = self._controller.tables[tier], self._tree.page_size
+        table.reap(self._controller.clock.done)
+        room = table.num_free + self._tree.evictable_pages(tier, going)
+        fitting, left = [], []
+        for node in nodes:
+            num_pages = len(node.key) // page
+            part = node if num_pages <= room else (self._tree.split(node, room * page) if room > 0 else None)
+            if part is not node:
+                left.append(node)
+            if part is not None:
+                fitting.append(part)
+                room -= len(part.key) // page
+        num_pages = sum(len(node.key) for node in fitting) // page
+        if fitting and not self._controller.make_room(tier, num_pages, going):
+            return [], nodes
+        return fitting, left
+
+    def _move(self, link: str, nodes: list[Node]) -> Ticket:
+        """Begin to copy nodes within the pool."""
+        src = np.concatenate([node.frames[Tier.PEER] for node in nodes])  # type: ignore[arg-type]
+        dst = self._peer.allocate(len(src), self._ledger.next_owner(link))
+        assert dst is not None, "there was room"
+        self._moving[src] = True
+        return self._ledger.begin_transfer(link, (Tier.PEER, Tier.PEER), src, dst, None).ticket

@@ -1,0 +1,289 @@
+"""Requests longer than the device that lie in memory of peers: it counts, it goes in mid-request, several stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from test_equality import MODELS, Model, check_memory, greedy, prompts
+
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
+from sglang.srt.managers.schedule_batch import BatchDecision
+from sglang.srt.managers.scheduler_config import LayerStreamConfig
+from sglang.srt.mem_cache.slab_ledger import SlabReport
+from sglang.srt.mem_cache.transfer import P2H, P2P, Tier
+from sglang.srt.model_executor.launch import LaunchMode
+from support.local_engine import LocalEngine
+
+CHUNK, PAGE, SLAB = 16, 4, 5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(MODELS["llama"], str(tmp_path_factory.mktemp("llama")))
+
+
+class Slabs:
+    """`BorrowedSlabs` that a test lends and recalls. What is given back is another engine's: nothing may read it."""
+
+    def __init__(self, engine: LocalEngine, num_slabs: int) -> None:
+        self.mapped = [False] * num_slabs
+        self.returned: list[int] = []
+        self._pool = engine.peer_pool
+
+    def poll_mapped(self) -> SlabReport:
+        return SlabReport(bytes(self.mapped))
+
+    def mark_in_use(self, mapped: bytes) -> None:
+        pass
+
+    def give_back(self, slabs: Sequence[int]) -> None:
+        assert self._pool is not None
+        for slab in slabs:
+            self._pool.kv[slab * SLAB : (slab + 1) * SLAB] = float("nan")
+        self.returned += slabs
+
+
+class Borrowing:
+    """An engine with slabs of SLAB pages. tokens: of the device. host, swap: in pages."""
+
+    def __init__(
+        self, model: Model, num_slabs: int, tokens: int = 64, host: int = 10, swap: int = 0, **options: object
+    ) -> None:
+        num_pages = num_slabs * SLAB
+        self.engine = model.engine(
+            page_size=PAGE,
+            num_device_pages=tokens // PAGE,
+            num_host_pages=host,
+            num_peer_pages=num_pages,
+            slabs=tuple((first, first + SLAB) for first in range(0, num_pages, SLAB)),
+            **{
+                "num_swap_pages": swap,
+                "layer_stream": LayerStreamConfig(2, 5),
+                "chunked_prefill_size": CHUNK,
+                "new_token_ratio": 0.0,
+                **options,
+            },
+        )
+        self.scheduler = self.engine.scheduler
+        self.slabs = Slabs(self.engine, num_slabs)
+        self.engine.core.slabs = self.engine.core._borrowed = self.slabs
+
+    def lend(self, *slabs: int) -> None:
+        for slab in slabs:
+            self.slabs.mapped[slab] = True
+        self.engine.settle()
+        self.engine.core.step(self.engine.clock(), self.engine.core.progress())
+
+    def recall(self, *slabs: int) -> None:
+        for slab in slabs:
+            self.slabs.mapped[slab] = False
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return self.scheduler.state()["counters"]
+
+    def done(self, link: str) -> int:
+        return self.scheduler.cache.num_done(link)
+
+    @property
+    def busy(self) -> list[int]:
+        """Slabs that have pages of a request."""
+        tree = self.scheduler.cache.tree
+        frames = [n.frames[Tier.PEER] for n in tree.walk() if n.frames[Tier.PEER] is not None]
+        return sorted(set((np.concatenate(frames) // SLAB).tolist())) if frames else []
+
+
+@pytest.mark.parametrize("write_policy", ["auto", "write_through", "write_back"])
+@pytest.mark.parametrize("swap", [0, 12])
+def test_the_context_is_the_sum_of_the_tiers(model: Model, swap: int, write_policy: str) -> None:
+    """Less two chunks and two pages. A longer prompt is refused, with the number."""
+    rig = Borrowing(model, 10, swap=swap, write_policy=write_policy)
+    limit = rig.scheduler.max_total_len
+    assert limit == 64 + 4 * (10 + swap) - 2 * CHUNK - 2 * PAGE
+    rig.lend(*range(10))
+    most = rig.scheduler.max_total_len
+    assert most == limit + 4 * 50 == rig.scheduler.streaming.longest_len
+    prompt = prompts(1, [most - 9])[0]
+    for turn in range(2):
+        (answer,) = rig.engine.generate([prompt], greedy(9))
+        model.check(prompt, answer, 9)
+        rig.engine.settle()
+        found = answer.cached_tokens_details
+        # What was swapped is gone; the rest is found.
+        if turn:
+            assert found["peer"] >= 4 * 50 - 2 * CHUNK and sum(found.values()) >= most - 4 * swap - 2 * CHUNK
+    assert rig.counters.get("retracted_reqs", 0) == 0
+    (refused,) = rig.engine.generate([np.concatenate([prompt, prompt[:9]])], greedy(1))
+    assert refused.finish_reason == "abort" and not refused.tokens
+    check_memory(model, rig.engine)
+
+
+def test_peers_take_what_is_spilled_before_the_host_does(model: Model) -> None:
+    rig = Borrowing(model, 10, host=40, write_policy="write_back")
+    rig.lend(*range(10))
+    (prompt,) = prompts(2, [200])
+    tiers = set()
+
+    def look(decision: BatchDecision) -> None:
+        for stream in decision.launch.streams if decision.launch is not None else ():
+            tiers.update(tier for tier, _ in stream.parts)
+
+    (answer,) = rig.engine.generate([prompt], greedy(8), after_step=look)
+    model.check(prompt, answer, 8)
+    assert tiers == {Tier.PEER} and rig.counters["peer_backup_tokens"] > 100
+    check_memory(model, rig.engine)
+
+
+def recalled_at(rig: Borrowing, mode: LaunchMode, count: int, slabs: int) -> object:
+    """An `after_step` that recalls so many busy slabs when so many launches of that mode have streamed."""
+    seen = 0
+
+    def look(decision: BatchDecision) -> None:
+        nonlocal seen
+        if decision.launch is None or decision.launch.mode != mode or not decision.launch.streams:
+            return
+        seen += 1
+        if seen == count:
+            busy = rig.busy[:slabs]
+            assert len(busy) == slabs
+            rig.recall(*busy)
+
+    return look
+
+
+@pytest.mark.parametrize("write_policy", ["auto", "write_back"])
+@pytest.mark.parametrize("mode", [LaunchMode.EXTEND, LaunchMode.DECODE])
+def test_what_a_recalled_slab_had_goes_to_the_host(model: Model, mode: LaunchMode, write_policy: str) -> None:
+    rig = Borrowing(model, 8, host=60, write_policy=write_policy)
+    rig.lend(*range(8))
+    (prompt,) = prompts(3, [180])
+    look = recalled_at(rig, mode, 6, 3)
+    (answer,) = rig.engine.generate([prompt], greedy(24), after_step=look)
+    model.check(prompt, answer, 24)
+    rig.engine.settle()
+    assert len(rig.slabs.returned) == 3
+    # With `auto` the host may have it already.
+    assert write_policy == "auto" or rig.counters["moved_to_host_tokens"] >= 3 * SLAB * PAGE
+    assert rig.counters["prefill_tokens"] == 180, "nothing was computed twice"
+    check_memory(model, rig.engine)
+
+
+@pytest.mark.parametrize("mode", [LaunchMode.EXTEND, LaunchMode.DECODE])
+def test_or_to_another_slab(model: Model, mode: LaunchMode) -> None:
+    rig = Borrowing(model, 16, host=1, write_policy="write_back")
+    rig.lend(*range(16))
+    (prompt,) = prompts(4, [180])
+    look = recalled_at(rig, mode, 2, 3)
+    (answer,) = rig.engine.generate([prompt], greedy(24), after_step=look)
+    model.check(prompt, answer, 24)
+    rig.engine.settle()
+    assert len(rig.slabs.returned) == 3 and rig.done(P2P) > 0
+    assert rig.counters["moved_to_peer_tokens"] >= 2 * SLAB * PAGE
+    assert rig.counters["prefill_tokens"] == 180
+    check_memory(model, rig.engine)
+
+
+@pytest.mark.parametrize("swap", [0, 60])
+def test_what_no_tier_has_room_for_is_computed_again(model: Model, swap: int) -> None:
+    """With a swap file there is room for that; without one the request ends, and says why."""
+    rig = Borrowing(model, 8, host=1, swap=swap, write_policy="write_back")
+    rig.lend(*range(8))
+    (prompt,) = prompts(5, [170])
+    look = recalled_at(rig, LaunchMode.EXTEND, 4, 3)
+    (answer,) = rig.engine.generate([prompt], greedy(8), after_step=look)
+    rig.engine.settle()
+    assert len(rig.slabs.returned) == 3
+    if swap:
+        model.check(prompt, answer, 8)
+        assert rig.counters["prefill_tokens"] > 190
+    else:
+        assert answer.finish_reason == "abort" and not answer.tokens
+    check_memory(model, rig.engine)
+
+
+@pytest.mark.parametrize("link", [P2H, P2P])
+def test_a_failed_move_has_the_request_compute_again(model: Model, link: str) -> None:
+    rig = Borrowing(model, 20, host=60 if link == P2H else 1, write_policy="write_back")
+    rig.lend(*range(20))
+    rig.engine.core.links[link]._fail_rate = 1.0
+    (prompt,) = prompts(6, [180])
+    look = recalled_at(rig, LaunchMode.DECODE, 2, 2)
+    (answer,) = rig.engine.generate([prompt], greedy(24), after_step=look)
+    model.check(prompt, answer, 24)
+    rig.engine.settle()
+    assert len(rig.slabs.returned) == 2 and rig.counters["failed_ops"] > 0
+    assert rig.counters["prefill_tokens"] > 180
+    check_memory(model, rig.engine)
+
+
+def test_two_requests_stream_at_once(model: Model) -> None:
+    rig = Borrowing(model, 20, tokens=160, host=30)
+    rig.lend(*range(20))
+    batch = prompts(7, [200, 180])
+    most = 0
+
+    def look(decision: BatchDecision) -> None:
+        nonlocal most
+        most = max(most, len(decision.launch.streams) if decision.launch is not None else 0)
+
+    answers = rig.engine.generate(batch, [greedy(20), greedy(24)], after_step=look)
+    for prompt, answer, n in zip(batch, answers, (20, 24)):
+        model.check(prompt, answer, n)
+    assert most == 2 and rig.counters.get("retracted_reqs", 0) == 0
+    check_memory(model, rig.engine)
+
+
+def test_two_that_do_not_fit_together_stream_one_after_the_other(model: Model) -> None:
+    rig = Borrowing(model, 10, tokens=160, host=10)
+    rig.lend(*range(10))
+    batch = prompts(8, [200, 180])
+    for prompt, answer in zip(batch, rig.engine.generate(batch, greedy(8))):
+        model.check(prompt, answer, 8)
+    assert rig.counters["streamed_reqs"] == 2 and rig.counters.get("retracted_reqs", 0) == 0
+    check_memory(model, rig.engine)
+
+
+def test_the_peers_that_two_need_go_while_they_stream(model: Model) -> None:
+    """One of them starts again when the other has ended."""
+    rig = Borrowing(model, 20, tokens=160, host=10)
+    rig.lend(*range(20))
+    batch = prompts(9, [200, 180])
+    look = recalled_at(rig, LaunchMode.EXTEND, 8, 8)
+    for prompt, answer in zip(batch, rig.engine.generate(batch, greedy(8), after_step=look)):
+        model.check(prompt, answer, 8)
+    check_memory(model, rig.engine)
+
+
+@pytest.mark.parametrize("num_tokens", [10, 40])
+def test_a_short_request_waits_for_one_chunk_of_a_long_prompt(model: Model, num_tokens: int) -> None:
+    """It comes while a chunk is computed. Of a prompt of several chunks, each is computed after one of the long
+    one's."""
+    rig = Borrowing(model, 12, tokens=160, host=20)
+    rig.lend(*range(12))
+    long, short = prompts(10, [240, num_tokens])
+    launches: list[str] = []
+    rid = ""
+
+    def look(decision: BatchDecision) -> None:
+        nonlocal rid
+        if (launch := decision.launch) is not None and launch.mode == LaunchMode.EXTEND:
+            slots = {req.rid: req.slot for req in rig.scheduler.queues.active()}
+            launches.append("short" if slots.get(rid, -1) in launch.slots.tolist() else "long")
+        if len(launches) == 6 and not rid:
+            rid = "short"
+            rig.engine._answers[rid] = type(next(iter(rig.engine._answers.values())))()
+            message = TokenizedGenerateReqInput(
+                rid=rid, input_ids=ids_to_bytes(short), sampling_params=greedy(4), stream=True
+            )
+            rig.engine._take_outputs(
+                rig.engine.core.step(rig.engine.clock(), rig.engine.core.progress(), [message]), 0.0
+            )
+
+    (answer,) = rig.engine.generate([long], greedy(8), after_step=look)
+    model.check(long, answer, 8)
+    model.check(short, rig.engine._answers.pop("short"), 4)
+    after = launches[6:]
+    assert after.count("short") == -(-num_tokens // CHUNK) or "short" in launches
+    check_memory(model, rig.engine)
