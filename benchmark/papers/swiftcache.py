@@ -23,7 +23,11 @@ from benchmark.simulator.memory import activation_bytes, kv_room, longest_contex
 from benchmark.simulator.profiles import H20X4, MODELS
 
 from benchmark.papers import swiftcache_streaming
+from sglang.srt.managers.layer_streaming import longest_streamed_len, pages_without_context
+from sglang.srt.managers.scheduler_config import SchedulerConfig
+from sglang.srt.managers.startup.sizes import layer_stream_sizes_for
 from sglang.srt.peer.protocol.elastic_units import layer_stream_sizes
+from sglang.srt.server_args import ServerArgs
 
 LWM = MODELS["LWM-7B"]
 HISTORIES = (5_000, 10_000, 20_000, 30_000, 40_000, 50_000)
@@ -190,13 +194,17 @@ SYSTEMS = {
             "ours",
             CHUNK_TOKENS,
             "tiers",
-            "Chunked prefill; segments of 8 K tokens streamed within a layer, two buffers; device, workers and host.",
+            "Chunked prefill; segments of 8 K tokens streamed within a layer, two buffers; device, workers and host, "
+            "as the engine's code counts them.",
             "The disk; what a prefill or a decode then takes.",
         ),
     )
 }
 SEGMENT_TOKENS = 8 * 1024
 SEGMENT_BUFFERS = 2
+# Of our engine; the slab is its flag's default.
+PAGE_TOKENS = 16
+SLAB_BYTES = 64 << 20
 # 5.1: "both baselines are configured with 96 GB of CPU memory"; taken for all machines.
 HOST_BYTES = 96e9
 # GPUs and the workers beside the master (5.3). Data sheets call 2**30 bytes GB here, within 6 %.
@@ -266,11 +274,44 @@ def _held(settings: ContextSettings, num_tokens: int) -> tuple[int, int, int]:
             int(room // layer_bytes), k_workers, master.num_layers, settings.buffers
         )
         return regular, streamed, 0
-    room -= SEGMENT_BUFFERS * SEGMENT_TOKENS * layer_bytes
-    if room < 0:
-        return 0, 0, 0
-    on_device = int(room // master.kv_bytes_per_token)
-    return on_device, sum(k_workers), int(HOST_BYTES // master.kv_bytes_per_token)
+    return _held_by_ours(
+        master, lent, lambda tokens: kv_room(master, memory, factor * activation_bytes(master, tokens))
+    )
+
+
+def _held_by_ours(master: ModelShape, lent: list[float], room: Callable[[int], float]) -> tuple[int, int, int]:
+    """As the engine counts (managers/layer_streaming.py), in pages and whole slabs, with the largest chunks for which
+    it starts. lent: bytes of each worker. room: bytes of the device beside the activations of a chunk."""
+    page_bytes = PAGE_TOKENS * master.kv_bytes_per_token
+    num_host_pages = int(HOST_BYTES // page_bytes)
+    borrowed = sum(int(size // SLAB_BYTES) for size in lent) * int(SLAB_BYTES // page_bytes)
+    args = ServerArgs(
+        model_path="embedded",
+        enable_hierarchical_cache=True,
+        layer_stream=SEGMENT_BUFFERS,
+        layer_stream_tokens=SEGMENT_TOKENS,
+        page_size=PAGE_TOKENS,
+    )
+    chunk = CHUNK_TOKENS
+    while chunk >= PAGE_TOKENS:
+        num_pages = int(room(chunk) // page_bytes)
+        stream, num_left = layer_stream_sizes_for(args, num_pages, num_host_pages, master.num_layers)
+        overhead = pages_without_context(chunk // PAGE_TOKENS)
+        if num_left >= overhead:
+            config = SchedulerConfig(
+                page_size=PAGE_TOKENS,
+                num_device_pages=num_left,
+                num_host_pages=num_host_pages,
+                page_bytes=int(page_bytes),
+                context_len=1 << 40,
+                chunked_prefill_size=chunk,
+                layer_stream=stream,
+            )
+            found = longest_streamed_len(config, borrowed)
+            below = (borrowed * PAGE_TOKENS, num_host_pages * PAGE_TOKENS)
+            return found - sum(below), *below
+        chunk //= 2
+    return 0, 0, 0
 
 
 def _worker_room(worker: ModelShape, memory: float, activations: float) -> float:

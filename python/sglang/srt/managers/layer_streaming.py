@@ -33,12 +33,31 @@ _CHUNKS = 3
 
 def check_room_for_chunks(chunk_pages: int, num_usable_pages: int) -> None:
     """Parameters: see `LayerStreaming`. Raises ValueError."""
-    if num_usable_pages < 2 * chunk_pages + 2:
+    if num_usable_pages < (wanted := pages_without_context(chunk_pages)):
         raise ValueError(
-            f"layer streaming needs room for two chunks of a prompt on the device, {2 * chunk_pages + 2} pages, "
+            f"layer streaming needs room for two chunks of a prompt on the device, {wanted} pages, "
             f"and it has {num_usable_pages}: lower --chunked-prefill-size, raise --max-total-tokens or "
             "give a smaller --layer-stream-tokens (0 is all that the host has)"
         )
+
+
+def pages_without_context(chunk_pages: int) -> int:
+    """Device pages of a request that streams which are no part of its context: a chunk that is computed, one that is
+    on its way below the device, and two that are not whole."""
+    return 2 * chunk_pages + 2
+
+
+def pages_of_all_tiers(config: SchedulerConfig, num_borrowed: int) -> int:
+    """Pages in which requests that stream may lie, with so many borrowed ones."""
+    return config.num_usable_pages + num_borrowed + config.num_host_pages + config.num_swap_pages
+
+
+def longest_streamed_len(config: SchedulerConfig, num_borrowed: int) -> int:
+    """The most tokens of a request, prompt and output, with so many borrowed pages: the sum of the tiers less
+    `pages_without_context`."""
+    overhead = pages_without_context(pages_for(config.chunk_budget, config.page_size))
+    num_pages = pages_of_all_tiers(config, num_borrowed) - overhead
+    return max(config.max_resident_len, min(config.context_len, num_pages * config.page_size))
 
 
 class NoLayerStreaming:
@@ -215,19 +234,7 @@ class LayerStreaming(NoLayerStreaming):
         return self.max_len_with(self.config.most_borrowed_pages)
 
     def max_len_with(self, num_borrowed: int) -> int:
-        num_pages = self._num_pages_below(num_borrowed) + self.config.num_usable_pages - self._overhead
-        return max(self.max_resident_len, min(self.config.context_len, num_pages * self._page))
-
-    def _num_pages_below(self, num_borrowed: int) -> int:
-        swap, host = self._cache.swap, self._cache.host
-        assert host is not None
-        return host.num_pages + num_borrowed + (swap.num_pages if swap is not None else 0)
-
-    @property
-    def _overhead(self) -> int:
-        """Device pages of a request that streams which cannot be part of its context: the chunk that is computed, one
-        that is on its way below the device, and two that are not whole."""
-        return 2 * self.chunk_pages + 2
+        return longest_streamed_len(self.config, num_borrowed)
 
     def must_stream(self, req: Req) -> bool:
         return req.num_known > self.max_resident_len
@@ -239,8 +246,8 @@ class LayerStreaming(NoLayerStreaming):
         if not self._streams:
             return True
         reqs = [*self.reqs, req]
-        num_pages = sum(pages_for(r.max_len, self._page) + self._overhead for r in reqs)
-        most = self._num_pages_below(self._cache.num_borrowed_pages) + self.config.num_usable_pages
+        num_pages = sum(pages_for(r.max_len, self._page) + pages_without_context(self.chunk_pages) for r in reqs)
+        most = pages_of_all_tiers(self.config, self._cache.num_borrowed_pages)
         return num_pages <= most and len(reqs) * self.headroom <= self.config.num_usable_pages
 
     def is_streaming(self, req: Req) -> bool:

@@ -1,7 +1,7 @@
 """`SlabWithdrawal`: what becomes of pages in borrowed slabs that go, because their lender wants them back or is gone.
 
-Owns which of these pages a request still reads, and the copies that are made of them within the peer pool. Decides
-nothing about slabs: the ledger does. Their memory stays readable until no page in them is in use any more.
+Owns which pages in them a request still reads, and the copies that are made within the peer pool. Decides nothing
+about slabs: the ledger does. Their memory stays readable until no page in them is in use any more.
 
     a page that ...                                what becomes of it
     no request reads, and is worth it              copied to the host, and dropped at once
@@ -47,7 +47,7 @@ class SlabWithdrawal:
         self._is_due = True
 
     def withdraw(self, runs: Sequence[np.ndarray], losing: Callable[[set[int]], None]) -> None:
-        """Have the pages of these runs of frames go, and those that were to go before. losing: called with the ids
+        """Have the pages of runs of frames go, and those that were to go before. losing: called with the ids
         of nodes that are about to be lost though requests read them; it ends their holds."""
         self._is_due, is_again = False, self._is_due and len(self._read) > 0
         if not runs and not is_again:

@@ -99,7 +99,7 @@ class BorrowedPool(ElasticPool):
         return PoolMover(self, self._new_direction(), is_within)
 
     def has_strict(self, frames: torch.Tensor) -> bool:
-        """Whether any of these pages is not mapped."""
+        """Whether any of the pages is not mapped."""
         strict = torch.tensor([slab is not None for slab in self._strict])
         return bool(strict.any()) and bool(strict[frames // self._stride_pages].any())
 
