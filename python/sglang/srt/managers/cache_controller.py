@@ -630,19 +630,21 @@ class HiCacheController:
         self.ledger.free(below, Tier.DEVICE, self._clock.last)
         self.ledger.free(own, Tier.DEVICE, self._clock.last)
 
-    def withdraw(self, tier: Tier, runs: Sequence[np.ndarray]) -> None:
+    def withdraw(self, tier: Tier, runs: Sequence[np.ndarray], moves: bool = True) -> None:
         """Drop every node that has a frame of the runs off the tier: they are about to go. Copies on other tiers
-        stay, and locked nodes stay on the device. All runs in one pass over the tree: a server is not to stop for a
-        peer that is lost with all its slabs."""
+        stay, and locked nodes stay on the device. moves: what only peers have may be copied to the host first. All
+        runs in one pass over the tree: a server is not to stop for a peer that is lost with all its slabs."""
+        if not runs:
+            return
         nodes = [n for n in self.tree.walk() if n.frames[tier] is not None and not (tier == Tier.DEVICE and n.lock)]
-        if not nodes or not runs:
+        if not nodes:
             return
         is_going = np.zeros(self.tables[tier].num_pages, np.bool_)
         is_going[np.concatenate(runs)] = True
         parts: list[np.ndarray] = [n.frames[tier] for n in nodes]  # type: ignore[misc]
         goes = np.logical_or.reduceat(is_going[np.concatenate(parts)], np.cumsum([0, *map(len, parts[:-1])]))
         going = [nodes[i] for i in np.flatnonzero(goes).tolist()]
-        if tier == Tier.PEER and self.has_host:
+        if tier == Tier.PEER and self.has_host and moves:
             self.move_to_host(going)
         # Parents come first; on the device they take what is below along.
         self.ledger.free(self.tree.drop(going, tier), tier, self._clock.last)

@@ -36,7 +36,7 @@ from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import MatchResult, Node, Receipt
 from sglang.srt.mem_cache.placement import pages_ahead
 from sglang.srt.mem_cache.recent_takes import RecentTakes
-from sglang.srt.mem_cache.slab_ledger import SlabLedger
+from sglang.srt.mem_cache.slab_ledger import SlabLedger, SlabReport
 from sglang.srt.mem_cache.transfer import (
     BACKUP_LINKS,
     COPY_LINKS,
@@ -512,14 +512,17 @@ class KVCache:
             # Perhaps nothing causes another step.
             self.device.reap(self.clock.done)
 
-    def update_borrowed(self, mapped: bytes) -> None:
-        """mapped: a byte per slab of the peer pool, 1 if all ranks have it. Pages of other slabs are dropped."""
+    def update_borrowed(self, report: SlabReport) -> None:
+        """report: what all ranks have of the peer pool. Pages of other slabs are dropped, and not moved to the host
+        where they cannot be read."""
         if self.borrowed is None:
             return
-        lost = self.borrowed.update(mapped)
-        if lost:
+        lost = self.borrowed.update(report.mapped)
+        for moves in (False, True):
+            runs = [self.borrowed.frames_of(slab) for slab in lost if report.is_readable(slab) == moves]
             with self.lost_hits.history.because("slab_lost"):
-                self.controller.withdraw(Tier.PEER, [self.borrowed.frames_of(slab) for slab in lost])
+                self.controller.withdraw(Tier.PEER, runs, moves)
+        if lost:
             self.counters["slabs_withdrawn"] += len(lost)
 
     # -- looking ------------------------------------------------------------------------------------------------

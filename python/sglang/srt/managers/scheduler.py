@@ -207,7 +207,7 @@ class Scheduler:
         for link in STORAGE_LINKS:
             done, counts = inputs.done.get(link, 0), inputs.counts.get(link, ())
             cache.complete_storage_ops(link, done, counts, inputs.far_counts, self.storage_admin.end)
-        cache.update_borrowed(inputs.slab_report.mapped)
+        cache.update_borrowed(inputs.slab_report)
         if self.lending is not None:
             self.lending.update(inputs.slab_report)
         if inputs.storage_has_room != self.storage.writer.has_room:

@@ -218,7 +218,7 @@ class EngineBuilder:
             below[D2S] = self._streamed_from[Tier.DISK] = self._open_swap_file()
         if self.borrowed is not None:
             below |= {P2D: self.borrowed.pool, D2P: self.borrowed.pool, P2H: self.borrowed.pool.mover()}
-            self._streamed_from[Tier.PEER] = self.borrowed.pool
+            self._streamed_from[Tier.PEER] = self.borrowed.pool.mover()
         for name, other in below.items():
             stream = make_stream(name, rank.device, rank.notify, urgent=name in LOAD_LINKS.values())
             self._links[name] = CopyLink(

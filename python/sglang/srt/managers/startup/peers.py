@@ -42,14 +42,7 @@ def borrow_memory(
     endpoints = [of_rank(each, rank) for each in args.peer_endpoint.split(",")]
     name = f"{args.model_name} ({os.getpid()})"
     try:
-        memory = BorrowedMemory(
-            endpoints,
-            name,
-            SlabsConfig(num_slabs, slab_bytes, device),
-            layout,
-            notify,
-            maps_only=args.layer_stream > 0,
-        )
+        memory = BorrowedMemory(endpoints, name, SlabsConfig(num_slabs, slab_bytes, device), layout, notify)
     except (PeerError, SlabError, ValueError) as error:
         raise StartupError(str(error)) from error
     logger.info("peers: up to %d slabs of %d MiB from %s", num_slabs, args.peer_slab_size, ", ".join(endpoints))
