@@ -1,10 +1,11 @@
 """What a strict lender that stops costs the requests of a master.
 
-A worker, a process of its own, copies for a server (the embedded model) whose device and host have room for less than
-two of the prompts. The prompts take turns, so that each comes from the worker. Then the worker is stopped (SIGSTOP), and
-the same prompts come again, at once or after a while; then it goes on. Times are those of whole requests of one token.
+A worker, a process of its own, copies for a server (the embedded model) whose device and host have room for less
+than two of the prompts. The prompts take turns, so that each comes from the worker. Then the worker is stopped
+(SIGSTOP), and the same prompts come again, at once or after a while. Then it goes on. Times are those of whole
+requests of one token.
 
-    python benchmark/bench_stopped_lender.py [--quick]
+    python benchmark/bench_stopped_lender.py [--quick] [--apart SECONDS]
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common import print_table, write_json
+
 from support.all_tiers import Lender, borrowed_tokens
 from support.server_fixture import Server
 
@@ -60,8 +62,16 @@ def row(what: str, asked: list[tuple[float, int]]) -> dict[str, Any]:
     }
 
 
-def measure(requests: int, stopped_s: float) -> list[dict[str, Any]]:
-    """stopped_s: how long the worker is stopped before the first request."""
+def measure(requests: int, stopped_s: float, apart_s: float) -> list[dict[str, Any]]:
+    """stopped_s: how long the worker is stopped before the first request. apart_s: the pause between requests."""
+
+    def ask_all() -> list[tuple[float, int]]:
+        asked = []
+        for i in range(requests):
+            asked.append(ask(server, i))
+            time.sleep(apart_s)
+        return asked
+
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         lender = Lender(Path(folder) / "lender", NUM_SLABS, strict=True)
@@ -69,16 +79,14 @@ def measure(requests: int, stopped_s: float) -> list[dict[str, Any]]:
             with Server(*FLAGS.split(), "--peer-endpoint", lender.endpoint) as server:
                 wait_until(lambda: borrowed_tokens(server) >= 1200, "slabs")
                 wait_until(lambda: min(ask(server, i)[1] for i in range(NUM_PROMPTS)) > 200, "prompts of the worker")
-                rows.append(row("healthy", [ask(server, i) for i in range(requests)]))
+                rows.append(row("healthy", ask_all()))
                 lender.pause()
                 time.sleep(stopped_s)
-                rows.append(row(f"stopped {stopped_s:g} s before", [ask(server, i) for i in range(requests)]))
+                rows.append(row(f"stopped {stopped_s:g} s before", ask_all()))
                 lender.resume()
                 seconds = wait_until(lambda: borrowed_tokens(server) >= 1200, "slabs")
                 wait_until(lambda: min(ask(server, i)[1] for i in range(NUM_PROMPTS)) > 200, "prompts of the worker")
-                again = row(
-                    f"goes on: slabs are used after {seconds:.1f} s", [ask(server, i) for i in range(requests)]
-                )
+                again = row(f"goes on: slabs are used after {seconds:.1f} s", ask_all())
                 rows.append(again)
         finally:
             lender.kill()
@@ -88,9 +96,10 @@ def measure(requests: int, stopped_s: float) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few requests")
+    parser.add_argument("--apart", type=float, default=0.0, help="seconds between requests")
     args = parser.parse_args()
     requests = 6 if args.quick else 20
-    rows = [each for stopped_s in (0.0, 4.0) for each in measure(requests, stopped_s)]
+    rows = [each for stopped_s in (0.0, 4.0) for each in measure(requests, stopped_s, args.apart)]
     print_table("A strict lender that stops", rows)
     write_json("bench_stopped_lender", vars(args), rows)
 
