@@ -598,7 +598,7 @@ class Scheduler:
         # As for `max_resident_len`, with a page that stays free.
         keep = pages_for(self.max_total_len if config.keep_tokens is None else config.keep_tokens, self.page_size) + 1
         cache = pages_for(config.cache_tokens, self.page_size)
-        return DeviceLending(config, ledger, self.config.page_bytes, keep, cache)
+        return DeviceLending(config, ledger, keep, cache)
 
     def _lend(self, lending: DeviceLending, now: Seconds) -> None:
         """Before the next launch, which may be the one that lacks what is kept. Of slabs that drain, what is not

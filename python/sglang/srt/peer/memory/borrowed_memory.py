@@ -143,7 +143,12 @@ class BorrowedMemory:
             }
             for lender, connected in self.coordinator.connected().items()
         ]
-        return {"role": "master", "slab_bytes": self.slabs.slab_bytes, "lenders": lenders}
+        return {
+            "role": "master",
+            "slab_bytes": self.slabs.slab_bytes,
+            "slab_padding_bytes": self.pool.slab_padding_bytes,
+            "lenders": lenders,
+        }
 
     def disconnect(self) -> None:
         """Called before the process ends, which unmaps all. The links may still use what is mapped."""
