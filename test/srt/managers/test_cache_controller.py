@@ -1134,6 +1134,18 @@ def test_what_a_lost_slab_alone_had_moves_to_the_host():
     assert rig.states(PEER) == "FFFF" and rig.lengths("abcd") == (0, 4)
 
 
+def test_what_cannot_be_read_is_not_moved_to_the_host():
+    rig = PeerRig(peer=4)
+    top = rig.insert("ab")
+    low = rig.insert("cd", below=top)
+    rig.copy(low, HOST)
+    rig.copy(top, PEER)
+    rig.controller.drop(top, DEVICE)
+    rig.controller.withdraw(PEER, [np.arange(4, dtype=np.int32)], moves=False)
+    rig.check()
+    assert rig.ledger.take_ops()[0] == () and is_hole(top) and low.frames[HOST] is not None
+
+
 def test_a_move_to_the_host_takes_no_copy_of_what_leaves_the_device():
     """The device gives up new. For its copy the peer gives up old, which would take new's room on the host."""
     rig = PeerRig(device=8, host=3, peer=2)

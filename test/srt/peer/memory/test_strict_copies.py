@@ -629,6 +629,37 @@ def test_a_lender_that_cannot_be_probed_is_left_alone(
     assert rig.copy(D2P, arange(3), frames).ok
 
 
+def test_a_rank_keeps_the_slab_that_another_rank_leaves_alone(
+    make_rig: Callable[..., Rig], private: Path, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lender of one rank stops. All ranks drop the slab's pages, none gives it back, and all use it again."""
+    sick, child = borrow_from_child(private, start)
+    well = make_rig()
+    well.lend(NUM_SLABS)
+    rigs = (sick, well)
+
+    def report() -> bytes:
+        """What all ranks have, of which they are told in each step."""
+        sick.mapped(), well.mapped()
+        all_have = bytes(map(min, *(rig.memory.poll_mapped().mapped for rig in rigs)))
+        for rig in rigs:
+            rig.memory.mark_in_use(all_have)
+        return all_have
+
+    assert report() == b"\1" * NUM_SLABS
+    child.stop()
+    monkeypatch.setattr(copy_session, "COPY_TIMEOUT_S", 0.1)
+    assert not sick.copy(P2D, arange(5), sick.frames()[:5]).ok
+    monkeypatch.setattr(copy_session, "COPY_TIMEOUT_S", DEADLINE_S)
+    assert report() == bytes(NUM_SLABS)
+    for rig in rigs:
+        rig.memory.give_back(range(NUM_SLABS))  # drained on all
+    assert [lender_of(rig)["slabs"]["held"] for rig in rigs] == [NUM_SLABS] * 2
+    child.go_on()
+    wait_until(lambda: report() == b"\1" * NUM_SLABS, "the slabs to be used again")
+    sick.close()
+
+
 def test_probes_end_with_the_pool(
     private: Path, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
 ) -> None:
