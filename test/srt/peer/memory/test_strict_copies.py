@@ -599,7 +599,11 @@ def test_a_slab_that_its_lender_refuses_is_not_used_any_more(make_rig: Callable[
     both = np.concatenate([frames, pool.frames_of(first)[:5]])
     assert "refuses a copy" in rig.copy(D2P, arange(10), both).error
     assert rig.mapped() == [second] and rig.copy(D2P, arange(5), frames).ok
-    assert not lender_of(rig)["left_alone"]
+    assert not lender_of(rig)["left_alone"] and not pool.breakers.all_are_usable
+    lender.recall(2)
+    wait_until(lambda: rig.mapped() == [], "the recall")
+    rig.memory.give_back(range(NUM_SLABS))
+    assert pool.breakers.all_are_usable, "it is forgotten"
 
 
 def test_a_lender_that_cannot_be_probed_is_left_alone(

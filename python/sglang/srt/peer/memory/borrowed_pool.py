@@ -86,8 +86,10 @@ class BorrowedPool(ElasticPool):
 
     def forget(self, place: int) -> None:
         """No operation uses the pages of this place any more."""
-        self._strict[place] = None
+        slab, self._strict[place] = self._strict[place], None
         self._is_strict[place] = False
+        if slab is not None:
+            self.breakers.forget(slab)
 
     def left_alone(self, place: int) -> str:
         """Why the lender of a slab is not asked for copies; empty if it is, or if the slab is mapped."""

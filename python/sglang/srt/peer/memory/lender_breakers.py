@@ -77,6 +77,11 @@ class LenderBreakers:
             self._refused.add(slab)
         self._notify()
 
+    def forget(self, slab: StrictSlab) -> None:
+        """The slab is not borrowed any more."""
+        with self._lock:
+            self._refused.discard(slab)
+
     def close(self) -> None:
         """End all probes."""
         os.eventfd_write(self._closing, 1)
@@ -121,10 +126,8 @@ class LenderBreakers:
         return bool(poll.poll(1000 * seconds))
 
     def _forget_old(self) -> None:
-        """Forget lenders' lives, and slabs, of which nothing is borrowed any more."""
-        used = {slab for slab in self._slabs if slab is not None}
-        self._refused &= used
-        lives = {slab.slab_socket for slab in used} | self._probes.keys()
+        """Forget lenders' lives of which nothing is borrowed any more."""
+        lives = {slab.slab_socket for slab in self._slabs if slab is not None} | self._probes.keys()
         for slab_socket in self._breakers.keys() - lives:
             del self._breakers[slab_socket]
 
