@@ -226,7 +226,7 @@ def test_a_lender_that_ends_in_the_middle_of_a_streamed_request(
         return bool(has_ended)
 
     wait_until(is_streamed, "a launch that streams from the lender")
-    assert 1 <= engine.engine.scheduler.state()["counters"]["failed_launches"] <= 3
+    assert engine.engine.scheduler.state()["counters"].get("failed_launches", 0) <= 2, "it was waited for again"
     assert [engine.ask(text)[0] for text in (*short, long)] == wanted
     assert engine.num_mapped == 0
     if ends == "stops":
