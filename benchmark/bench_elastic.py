@@ -1,7 +1,7 @@
 """Resizing a pool that lends memory: block-major (the elastic pool) against layer-major, over the size of the pool.
 
 A worker with a full pool lends its last slab and gets it back. *Resize* is the cost of the layout. For the
-block-major pool, that is the boundary and the frame table. For the layer-major one, which has to be contiguous
+block-major pool, that is the frame table. For the layer-major one, which has to be contiguous
 (SwiftCache Figure 5), all layers but the first move, and the benchmark checks that every page has survived. The work
 of both layouts is listed apart: drain (drop the pages of the slab, with no transfer to wait for), scrub, and the
 borrower's map and unmap. The numbers are the fastest of the rounds, because the machine has other work. The variants
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import math
 import os
 import time
 from collections.abc import Callable
@@ -27,7 +28,6 @@ from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.peer.memory.elastic_pool import ElasticPool
 from sglang.srt.peer.memory.slabs import SlabRange
-from sglang.srt.peer.protocol.elastic_units import elastic_unit
 
 MIB = 1 << 20
 GRANULARITY = 2 * MIB  # as on a GPU
@@ -90,7 +90,6 @@ class BlockMajor:
         self.table.reap(0)
 
     def shrink(self) -> None:
-        self.pool.resize(self.last)
         self.table.lend(self.pool.frames_of(self.last))
 
     def scrub(self) -> None:
@@ -109,7 +108,6 @@ class BlockMajor:
 
     def grow(self) -> None:
         self.table.reclaim(self.pool.frames_of(self.last))
-        self.pool.resize(self.last + 1)
 
     def refill(self) -> None:
         """As before: all pages in use."""
@@ -122,7 +120,7 @@ class BlockMajor:
 
 def measure(pool_bytes: int, rounds: int) -> dict[str, Any]:
     num_layers, run_bytes, page_bytes = LAYOUT.num_layers, LAYOUT.run_bytes[0], LAYOUT.page_bytes
-    slab_bytes = elastic_unit(page_bytes, page_bytes, GRANULARITY, 64 * MIB, 64 * MIB).slab_bytes
+    slab_bytes = math.lcm(page_bytes, GRANULARITY)
     num_slabs = pool_bytes // slab_bytes
     block = BlockMajor(num_slabs, slab_bytes)
     layer = LayerMajorPool(block.pool.num_pages, num_layers, run_bytes)

@@ -60,7 +60,7 @@ def lose(num_slabs: int) -> dict[str, float]:
     ledger.take_ops()
     start = time.process_time()
     runs = [slabs.frames_of(slab) for slab in slabs.update(bytes(num_slabs))]
-    SlabWithdrawal(controller).withdraw(runs, losing=lambda ids: None)
+    SlabWithdrawal(controller).withdraw(runs, [], losing=lambda ids: None)
     peer.reap(0)
     slabs.take_drained()
     seconds = time.process_time() - start

@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
 from sglang.srt.peer.memory.lent_memory import LentMemory
 from sglang.srt.utils.peer_endpoint import of_rank
+from support.all_tiers import Lender
 from support.server_fixture import Server, wait_until
 
 pytestmark = pytest.mark.e2e
@@ -349,7 +350,48 @@ def test_a_worker_that_stands_still_takes_no_answer_along(strict: tuple[str, ...
         assert [tokens for tokens, _ in again] == wanted
         if not strict:
             assert all(found > 200 for _, found in again), "nobody needs the worker's processor"
-        assert ("cannot be asked for copies" in master.output()) == bool(strict)
+        assert ("is left alone until it answers" in master.output()) == bool(strict)
         assert ask(worker, 0)[0] == alone
         wait_until(lambda: worker.state()["peers"]["slabs"]["lent"] > 0 and borrowed_tokens(master) >= 1200)
         wait_until(lambda: come_from_peers(master, wanted))
+
+
+STREAMING = (
+    "--hicache --max-total-tokens 800 --hicache-ratio 3 --hicache-load-or-recompute off --chunked-prefill-size 64 "
+    "--layer-stream 2 --layer-stream-tokens 128 --peer-role master --peer-slab-size 1 --peer-size 0.05"
+)
+
+
+@pytest.mark.slow
+def test_a_master_streams_what_a_strict_worker_has(tmp_path: Path, small_server: Server) -> None:
+    """The worker stops before the second time: the answer stays, and the worker is used again when it goes on."""
+    lender = Lender(tmp_path / "lender", NUM_SLABS, strict=True)
+    long = prompt(0) + prompt(1)[:300] + prompt(2)[:300]
+    body = {
+        "input_ids": long,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
+        "return_cached_tokens_details": True,
+    }
+    wanted = small_server.post("/generate", body).json()["output_ids"]
+    try:
+        with Server(*STREAMING.split(), "--peer-endpoint", lender.endpoint) as master:
+            wait_until(lambda: borrowed_tokens(master) >= 1200)
+            shorter = [ask(master, seed)[0] for seed in range(3)]
+
+            def comes_from_the_worker() -> bool:
+                assert [ask(master, seed)[0] for seed in range(3)] == shorter
+                reply = master.post("/generate", body).json()
+                assert reply["output_ids"] == wanted
+                return reply["meta_info"]["cached_tokens_details"]["peer"] > 200
+
+            wait_until(comes_from_the_worker)
+            assert master.state()["counters"]["streamed_reqs"] > 0
+            lender.pause()
+            for _ in range(2):
+                assert master.post("/generate", body).json()["output_ids"] == wanted
+            assert borrowed_tokens(master) == 0 and master.state()["peers"]["lenders"][0]["left_alone"]
+            lender.resume()
+            wait_until(lambda: borrowed_tokens(master) >= 1200)
+            assert [ask(master, seed)[0] for seed in range(3)] == shorter
+    finally:
+        lender.kill()

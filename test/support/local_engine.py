@@ -232,6 +232,8 @@ class LocalEngine:
             self.peer_pool = MHATokenToKVPoolHost(pool, num_peer_pages)
         below = {Tier.PEER: self.peer_pool, Tier.HOST: self.host_pool}
         sources |= {tier: each for tier, each in below.items() if each is not None}
+        if isinstance(self.peer_pool, BorrowedPool):
+            sources[Tier.PEER] = self.peer_pool.mover()
         poison: dict[Tier, Callable[[np.ndarray], None]] = {Tier.DEVICE: partial(_poison, pool)}
         # Each with what is added to the seed.
         linked: list[tuple[str, HasPages, int]] = []

@@ -11,7 +11,7 @@ from pathlib import Path
 from sglang.srt.peer.borrower_coordinator import BorrowerCoordinator
 from sglang.srt.peer.lender_coordinator import LenderCoordinator
 from sglang.srt.peer.memory.slabs import SlabFiles
-from sglang.srt.peer.protocol.borrower import SlabLent, SlabRecalled
+from sglang.srt.peer.protocol.borrower import SlabLent, SlabLost, SlabRecalled
 from sglang.srt.peer.protocol.lender import DemandChanged, LenderTiming
 from sglang.srt.peer.protocol.messages import LeaseId
 from sglang.srt.utils.shared_memory import SharedMemory
@@ -44,7 +44,7 @@ def borrow(say: Say, name: str, demand_bytes: int, endpoint: str) -> None:
                 mapped.pop(event.lease).close()
                 say("unmapped")
                 coordinator.give_back(endpoint, event.lease)
-            else:
+            elif isinstance(event, SlabLost):
                 mapped.pop(event.lease).close()
                 say("lost")
 

@@ -76,8 +76,7 @@ class RealEngine(LocalEngine):
         write_policy = options.setdefault("write_policy", "write_through")
         if lender is not None:
             slabs = SlabsConfig(num_slabs, SLAB_MIB << 20)
-            maps_only = "layer_stream" in options
-            options["borrow"] = partial(BorrowedMemory, [lender.endpoint], "gate", slabs, maps_only=maps_only)
+            options["borrow"] = partial(BorrowedMemory, [lender.endpoint], "gate", slabs)
         super().__init__(
             real.config,
             device_tokens // page_size,

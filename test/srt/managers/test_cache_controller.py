@@ -1033,9 +1033,11 @@ class PeerRig(Rig):
         assert node.frames[DEVICE] is None and node.frames[PEER] is not None
         return node
 
-    def withdraw(self) -> None:
+    def withdraw(self, is_readable: bool = True) -> None:
         """The first four pages of the peer go; no request reads them."""
-        SlabWithdrawal(self.controller).withdraw([np.arange(4, dtype=np.int32)], losing=lambda ids: None)
+        runs = [np.arange(4, dtype=np.int32)]
+        readable, unreadable = (runs, []) if is_readable else ([], runs)
+        SlabWithdrawal(self.controller).withdraw(readable, unreadable, losing=lambda ids: None)
 
 
 def test_what_leaves_the_device_goes_to_the_peer():
@@ -1137,6 +1139,18 @@ def test_what_a_lost_slab_alone_had_moves_to_the_host():
     rig.at(10).commit(Ticket(P2H, 0))
     rig.peer.reap(10)
     assert rig.states(PEER) == "FFFF" and rig.lengths("abcd") == (0, 4)
+
+
+def test_what_cannot_be_read_is_not_moved_to_the_host():
+    rig = PeerRig(peer=4)
+    top = rig.insert("ab")
+    low = rig.insert("cd", below=top)
+    rig.copy(low, HOST)
+    rig.copy(top, PEER)
+    rig.controller.drop(top, DEVICE)
+    rig.withdraw(is_readable=False)
+    rig.check()
+    assert rig.ledger.take_ops()[0] == () and is_hole(top) and low.frames[HOST] is not None
 
 
 def test_a_move_to_the_host_takes_no_copy_of_what_leaves_the_device():

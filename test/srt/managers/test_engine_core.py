@@ -93,6 +93,11 @@ def test_slabs_are_what_all_ranks_have_and_as_late_as_on_the_slowest() -> None:
     reports = [SlabReport(b"\1\1\0", 4, 0), SlabReport(b"\1\0\0", 300, 2), SlabReport(b"\1\1\1", 3, 1)]
     ranks = [replace(progress(1), slab_report=report) for report in reports]
     assert reduce_progress(ranks).slab_report == SlabReport(b"\1\0\0", 3, 2)
+    reports = [SlabReport(b"\1\0", readable=b"\1\0"), SlabReport(b"\1\1"), SlabReport(b"\0\1", readable=b"\0\1")]
+    ranks = [replace(progress(1), slab_report=report) for report in reports]
+    assert reduce_progress(ranks).slab_report == SlabReport(b"\0\0", readable=b"\0\0")
+    assert reduce_progress(ranks[:2]).slab_report == SlabReport(b"\1\0", readable=b"\1\0")
+    assert reduce_progress(ranks[1:2]).slab_report.is_readable(1)
     assert reduce_progress(ranks[:1]) == replace(ranks[0], counts={PROBE: (), FETCH: (), STORE: ()})
 
 

@@ -8,6 +8,7 @@ import pytest
 from sglang.simulator.simulation import RequestTimes, SimulatedHardware, Simulation
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.scheduler_config import SchedulerConfig
+from sglang.srt.mem_cache.slab_ledger import SlabReport
 from sglang.srt.mem_cache.transfer import H2D, P2D, Tier
 from sglang.srt.model_executor.launch import Launch
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -98,3 +99,20 @@ def test_loads_from_peers_do_not_make_a_batch_bound_by_loading() -> None:
         order[tier] = times["asks"].ttft < times["new"].ttft
         assert rig.scheduler.counters["deprioritised"] == (tier == Tier.HOST)
     assert order == {Tier.PEER: True, Tier.HOST: False}
+
+
+def test_slabs_that_cannot_be_read_any_more_are_dropped_and_others_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(num_peer_pages=12, slabs=((0, 4), (4, 8), (8, 12)))
+    cache = rig.scheduler.cache
+    dropped: list[tuple[list[int], bool]] = []
+
+    def note(tier: Tier, runs: list[np.ndarray], moves: bool) -> None:
+        assert tier == Tier.PEER
+        dropped.extend((run.tolist(), moves) for run in runs)
+
+    monkeypatch.setattr(cache.controller, "withdraw", note)
+    cache.update_borrowed(SlabReport(b"\1\1\1"))
+    cache.update_borrowed(SlabReport(b"\0\0\1", readable=b"\1\0\1"))
+    assert dropped == [([4, 5, 6, 7], False), ([0, 1, 2, 3], True)]
+    cache.update_borrowed(SlabReport(b"\0\0\0"))
+    assert dropped[2:] == [([8, 9, 10, 11], True)] and cache.counters["slabs_withdrawn"] == 3

@@ -307,7 +307,7 @@ def test_what_is_being_saved_from_a_slow_peer_does_not_age():
         rig.copy(node, tier)
         rig.controller.drop(node, DEVICE)
     rig.controller.links.is_worth_copying = lambda tier, start, end: tier != PEER
-    SlabWithdrawal(rig.controller).withdraw([np.arange(4, dtype=np.int32)], losing=lambda ids: None)
+    SlabWithdrawal(rig.controller).withdraw([np.arange(4, dtype=np.int32)], [], losing=lambda ids: None)
     assert rig.begun() == [(P2H, 4)]
     assert [rig.where(node) for node in (old, between, new)] == ["H", "", "H"]
     rig.check()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from sgl_kernel.kvcacheio import KVPages, transfer_kv_per_layer_pf_lf
 from sglang.srt.mem_cache.layer_stream_cache import FilledPiece, LayerStreamCache
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
@@ -114,6 +115,48 @@ def test_a_copy_that_fails_is_told_to_who_reads_it():
         first.check()
     second.check()
     assert first.ready.query() and second.ready.query(), "the stream goes on"
+
+
+class CopyingPool:
+    """Its pages cannot be reached from outside: kv_pages have no content."""
+
+    def __init__(self, pool: MHATokenToKVPoolHost) -> None:
+        self._pool = pool
+        self.kv_pages = KVPages(*(torch.full_like(each, float("nan")) for each in pool.kv_pages.components))
+        self.error = ""
+
+    def load_layer(self, layer: int, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
+        if self.error:
+            raise LoadFailedError(self.error)
+        transfer_kv_per_layer_pf_lf(self._pool.kv_pages, pages, src, dst, layer, backend=backend)
+
+    def back_up(self, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
+        raise AssertionError("nothing is written by a layer stream")
+
+
+def test_a_pool_that_copies_its_pages_itself_is_asked_for_them():
+    emulator, sources = StreamEmulator(0), pools()
+    device = MHATokenToKVPool(4, PageLayout.kv(PAGE, LAYERS, 1, 2, torch.float64))
+    peer, host = CopyingPool(sources[Tier.PEER]), sources[Tier.HOST]
+    made = LayerStreamCache(2, 4, device, {Tier.PEER: peer, Tier.HOST: host}, emulator.stream("layer-stream"))
+    made.poison()
+    (piece,) = made.pieces([(Tier.HOST, ids(3)), (Tier.PEER, ids(7, 2))])
+    for layer in range(LAYERS):
+        filled = made.fill(layer, piece)
+        emulator.run(100)
+        filled.check()
+        made.has_read(emulator.stream("compute").record())
+        rows = filled.segment.pages
+        wanted = torch.cat([host.pages(torch.tensor([3])), sources[Tier.PEER].pages(torch.tensor([7, 2]))])[
+            :, :, layer
+        ]
+        assert torch.equal(torch.stack((filled.view.k[rows], filled.view.v[rows]), 1), wanted)
+        emulator.run(100)
+    peer.error = "the worker that has it is left alone"
+    failed = made.fill(1, piece)
+    emulator.run(100)
+    with pytest.raises(LoadFailedError, match="layer 1 cannot be streamed: the worker that has it is left alone"):
+        failed.check()
 
 
 @pytest.mark.parametrize("sizes", [(0, 3), (2, 0)])

@@ -26,8 +26,20 @@ def test_a_worker_s_slabs_are_counted_by_state() -> None:
 
 def test_a_master_s_slabs_are_counted_by_worker() -> None:
     lenders = [
-        {"endpoint": "ipc:///a", "connected": True, "slabs": {"held": 2}},
-        {"endpoint": "ipc:///b", "connected": False, "slabs": {"held": 0}},
+        {
+            "endpoint": "ipc:///a",
+            "connected": True,
+            "left_alone": True,
+            "times_left_alone": 3,
+            "slabs": {"held": 2},
+        },
+        {
+            "endpoint": "ipc:///b",
+            "connected": False,
+            "left_alone": False,
+            "times_left_alone": 0,
+            "slabs": {"held": 0},
+        },
     ]
     assert lines({"peers": {"role": "master", "slab_bytes": 4096, "lenders": lenders}}) == {
         'sglang:hicache_peer_slab_bytes{model_name="m"} 4096.0',
@@ -35,6 +47,10 @@ def test_a_master_s_slabs_are_counted_by_worker() -> None:
         'sglang:hicache_peer_connected{lender="ipc:///b",model_name="m"} 0.0',
         'sglang:hicache_peer_borrowed_slabs{lender="ipc:///a",model_name="m",state="held"} 2.0',
         'sglang:hicache_peer_borrowed_slabs{lender="ipc:///b",model_name="m",state="held"} 0.0',
+        'sglang:hicache_peer_left_alone{lender="ipc:///a",model_name="m"} 1.0',
+        'sglang:hicache_peer_left_alone{lender="ipc:///b",model_name="m"} 0.0',
+        'sglang:hicache_peer_times_left_alone_total{lender="ipc:///a",model_name="m"} 3.0',
+        'sglang:hicache_peer_times_left_alone_total{lender="ipc:///b",model_name="m"} 0.0',
     }
 
 

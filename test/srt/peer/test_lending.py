@@ -40,7 +40,7 @@ def lending(num_slabs: int = 5, keep_pages: int = 4, cache_pages: int = 0) -> tu
     """Slabs of four pages, a window of 10 s."""
     table = FrameTable(4 * num_slabs, lowest_first=True)
     ledger = SlabLedger(table, [(4 * i, 4 * i + 4) for i in range(num_slabs)], mapped=True)
-    made = DeviceLending(LendingConfig(window_s=10.0), ledger, 100, keep_pages, cache_pages)
+    made = DeviceLending(LendingConfig(window_s=10.0), ledger, keep_pages, cache_pages)
     made.update(SlabReport(b"\1" * num_slabs, num_borrowable=255))
     return made, table
 

@@ -37,7 +37,7 @@ from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import MatchResult, Node, Receipt
 from sglang.srt.mem_cache.placement import pages_ahead
 from sglang.srt.mem_cache.recent_takes import RecentTakes
-from sglang.srt.mem_cache.slab_ledger import SlabLedger
+from sglang.srt.mem_cache.slab_ledger import SlabLedger, SlabReport
 from sglang.srt.mem_cache.transfer import (
     BACKUP_LINKS,
     COPY_LINKS,
@@ -534,15 +534,19 @@ class KVCache:
             return self.borrowed.num_mapped_frames
         return self.config.num_peer_pages
 
-    def update_borrowed(self, mapped: bytes, losing: Callable[[set[int]], None]) -> bool:
-        """mapped: a byte per slab of the peer pool, 1 if all ranks have it. Pages of other slabs go. losing: see
+    def update_borrowed(self, report: SlabReport, losing: Callable[[set[int]], None]) -> bool:
+        """report: what all ranks have of the peer pool. Pages of other slabs go. losing: see
         `SlabWithdrawal.withdraw`. Returns whether slabs have begun to go."""
         if self.borrowed is None:
             return False
         assert self._withdrawal is not None
-        lost = self.borrowed.update(mapped)
+        lost = self.borrowed.update(report.mapped)
+        readable, unreadable = (
+            [self.borrowed.frames_of(slab) for slab in lost if report.is_readable(slab) == is_readable]
+            for is_readable in (True, False)
+        )
         with self.lost_hits.history.because("slab_lost"):
-            self._withdrawal.withdraw([self.borrowed.frames_of(slab) for slab in lost], losing)
+            self._withdrawal.withdraw(readable, unreadable, losing)
         self.counters["slabs_withdrawn"] += len(lost)
         return bool(lost)
 

@@ -35,7 +35,7 @@ REASONS = {
     "storage_off": "storage hangs or fails, and is left alone",
     "no_room": "the host had no room to fetch them",
     "recomputed": "computing was expected to be faster than loading or fetching",
-    "slab_lost": "a peer took its memory back",
+    "slab_lost": "a peer took its memory back, or does not answer",
     "failed": "a transfer or a launch failed",
     "flushed": "the cache was flushed",
     "distrusted": "the canary found cached KV that differs from computed KV",

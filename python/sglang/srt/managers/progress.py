@@ -58,6 +58,7 @@ class _Columns:
     counts: COUNTS_PER_STEP results per storage link; unused ones are 0.
     far_counts: COUNTS_PER_STEP results of the probe link; unused ones are 0.
     mapped_slabs: 1 for each slab that the rank may use, else 0.
+    readable_slabs: 1 for each slab from which the rank can copy, else 0.
     num_borrowable_slabs: one number.
     storage_has_room: 1 if so, else 0.
     negated_num_late_slabs: one number. Ranks agree on the largest number of late slabs, so it is stored negated.
@@ -70,6 +71,7 @@ class _Columns:
             "counts": len(STORAGE_LINKS) * COUNTS_PER_STEP,
             "far_counts": COUNTS_PER_STEP,
             "mapped_slabs": num_slabs,
+            "readable_slabs": num_slabs,
             "num_borrowable_slabs": 1,
             "negated_num_late_slabs": 1,
             "storage_has_room": 1,
@@ -101,6 +103,7 @@ def pack_progress(progress: Progress) -> np.ndarray:
         row[: len(of_link)] = of_link
     columns.of(values, "far_counts")[: len(progress.far_counts)] = progress.far_counts
     columns.of(values, "mapped_slabs")[:] = np.frombuffer(report.mapped, np.uint8)
+    columns.of(values, "readable_slabs")[:] = np.frombuffer(report.readable, np.uint8) if report.readable else 1
     columns.of(values, "num_borrowable_slabs")[:] = report.num_borrowable
     columns.of(values, "negated_num_late_slabs")[:] = -report.num_late
     columns.of(values, "storage_has_room")[:] = progress.storage_has_room
@@ -116,6 +119,7 @@ def unpack_progress(least: np.ndarray, rank_0: Progress) -> Progress:
     first_failed = zip(COUNTED, columns.of(least, "first_failed").tolist())
     num_new = {name: done[name] - rank_0.consumed.get(name, 0) for name in STORAGE_LINKS}
     end = done[EXEC]
+    readable = columns.of(least, "readable_slabs")
     return Progress(
         done=done,
         # A failure that some rank has not reached yet is reported once all ranks have.
@@ -135,6 +139,7 @@ def unpack_progress(least: np.ndarray, rank_0: Progress) -> Progress:
             mapped=columns.of(least, "mapped_slabs").astype(np.uint8).tobytes(),
             num_borrowable=int(columns.of(least, "num_borrowable_slabs")[0]),
             num_late=-int(columns.of(least, "negated_num_late_slabs")[0]),
+            readable=b"" if readable.all() else readable.astype(np.uint8).tobytes(),
         ),
         storage_has_room=bool(columns.of(least, "storage_has_room")[0]),
     )

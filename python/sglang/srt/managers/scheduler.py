@@ -213,7 +213,7 @@ class Scheduler:
         for link in STORAGE_LINKS:
             done, counts = inputs.done.get(link, 0), inputs.counts.get(link, ())
             cache.complete_storage_ops(link, done, counts, inputs.far_counts, self.storage_admin.end)
-        if cache.update_borrowed(inputs.slab_report.mapped, self._lose_readers):
+        if cache.update_borrowed(inputs.slab_report, self._lose_readers):
             self._end_impossible()
         if self.lending is not None:
             self.lending.update(inputs.slab_report)
@@ -658,7 +658,7 @@ class Scheduler:
         # As for `max_resident_len`, with a page that stays free.
         keep = pages_for(self.max_total_len if config.keep_tokens is None else config.keep_tokens, self.page_size) + 1
         cache = pages_for(config.cache_tokens, self.page_size)
-        return DeviceLending(config, ledger, self.config.page_bytes, keep, cache)
+        return DeviceLending(config, ledger, keep, cache)
 
     def _lend(self, lending: DeviceLending, now: Seconds) -> None:
         """Before the next launch, which may be the one that lacks what is kept. Of slabs that drain, what is not

@@ -7,6 +7,7 @@ about slabs: the ledger does. Their memory stays readable until no page in them 
     no request reads, and is worth it              copied to the host, and dropped at once
     a request streams, and no other tier has       copied to the host, else to another slab; dropped when that is done
     ... and there is no room, or the copy fails    lost: its readers start again, and compute it
+    a request reads, of a lender that is silent    the same, at once
     any other                                      dropped at once
 """
 
@@ -46,9 +47,19 @@ class SlabWithdrawal:
         """A copy or a request has ended."""
         self._is_due = True
 
-    def withdraw(self, runs: Sequence[np.ndarray], losing: Callable[[set[int]], None]) -> None:
-        """Have the pages of runs of frames go, and those that were to go before. losing: called with the ids
-        of nodes that are about to be lost though requests read them; it ends their holds."""
+    def withdraw(
+        self,
+        runs: Sequence[np.ndarray],
+        unreadable: Sequence[np.ndarray],
+        losing: Callable[[set[int]], None],
+    ) -> None:
+        """Have the pages of runs of frames go, and those that were to go before. unreadable: runs of which nothing
+        can be copied. losing: called with the ids of nodes that are about to be lost though requests read them; it
+        ends their holds."""
+        if unreadable:
+            if lost := [node for node in self._controller.nodes_in(Tier.PEER, unreadable) if self._is_read(node)]:
+                losing({node.id for node in lost})
+            self._drop(self._controller.nodes_in(Tier.PEER, unreadable))
         self._is_due, is_again = False, self._is_due and len(self._read) > 0
         if not runs and not is_again:
             return
@@ -68,7 +79,10 @@ class SlabWithdrawal:
         leaving = [node for node in going if node.id not in stay]
         if self._controller.has_host:
             self._controller.move_to_host(leaving)
-        self._ledger.free(self._tree.drop(leaving, Tier.PEER), Tier.PEER)
+        self._drop(leaving)
+
+    def _drop(self, nodes: list[Node]) -> None:
+        self._ledger.free(self._tree.drop(nodes, Tier.PEER), Tier.PEER)
 
     def end_move(self, op: TransferOp, is_done: bool) -> None:
         """A copy within the pool has ended. Nodes that still want it have it in place of what they had."""

@@ -27,7 +27,7 @@ import torch
 
 from sgl_kernel.kvcacheio import KVPages, transfer_kv_per_layer_pf_lf
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView
-from sglang.srt.mem_cache.link import HasPages, index_device
+from sglang.srt.mem_cache.link import CopiesPages, HasPages, index_device
 from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.mem_cache.page_memory import PageMemory
 from sglang.srt.mem_cache.rate_limit import RateLimit
@@ -71,8 +71,8 @@ class LayerStreamCache:
     """num_buffers buffers of buffer_pages pages of one layer, in the device pool's layout. kv: all buffers, in the
     layout of `PageMemory`.
 
-    sources: the pools below. Pages may come from the device's pool, too. stream: runs the copies. rate_limits: by
-    link, as for loads.
+    sources: the pools below. A pool that copies its pages itself (`CopiesPages`) is one that no link uses at the same
+    time. Pages may come from the device's pool, too. stream: runs the copies. rate_limits: by link, as for loads.
     """
 
     def __init__(
@@ -177,7 +177,9 @@ class LayerStreamCache:
             limit = self._limits.get(LOAD_LINKS.get(tier, FETCH))
             size = len(src) * self._layer_bytes
             pace: AbstractContextManager[None] = limit.transfer(size) if limit is not None else nullcontext()
+            pool = self._pool(tier)
             with pace:
-                transfer_kv_per_layer_pf_lf(
-                    self._pool(tier).kv_pages, buffer, src, dst, layer, backend=self._io_backend
-                )
+                if isinstance(pool, CopiesPages):
+                    pool.load_layer(layer, buffer, src, dst, self._io_backend)
+                else:
+                    transfer_kv_per_layer_pf_lf(pool.kv_pages, buffer, src, dst, layer, backend=self._io_backend)

@@ -36,11 +36,11 @@ class HasPages(Protocol):
 
 @runtime_checkable
 class CopiesPages(HasPages, Protocol):
-    """A pool whose memory is partly out of reach, and which therefore copies its pages itself. Called on a link's
-    stream, loads and backups each from one thread. Both methods raise LoadFailedError."""
+    """A pool whose memory is partly out of reach, and which therefore copies its pages itself. Called on a stream,
+    loads and backups each from one thread. Both methods raise LoadFailedError."""
 
     def load_layer(self, layer: int, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
-        """As `transfer_kv_per_layer_pf_lf`. pages: this layer of the device pool."""
+        """As `transfer_kv_per_layer_pf_lf`. pages: this layer of the device pool, or of a layer stream's buffer."""
         ...
 
     def back_up(self, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:

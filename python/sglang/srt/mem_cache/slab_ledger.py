@@ -36,6 +36,11 @@ class SlabReport:
     num_borrowable: int = 0
     # At a lender: how many recalled slabs are past their deadline.
     num_late: int = 0
+    # At a borrower, a byte per slab: 0 if what is in it cannot be copied elsewhere any more. Empty: all can.
+    readable: bytes = b""
+
+    def is_readable(self, slab: int) -> bool:
+        return not self.readable or bool(self.readable[slab])
 
 
 class SlabSource(Protocol):

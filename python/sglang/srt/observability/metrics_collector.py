@@ -133,7 +133,11 @@ _COUNTERS = (
     ),
     ("hicache_peer_load_tokens", "Tokens loaded from peers.", "load_peer_tokens"),
     ("hicache_peer_backup_tokens", "Tokens written to peers.", "peer_backup_tokens"),
-    ("hicache_slabs_withdrawn", "Borrowed slabs that lenders recalled, or that were lost.", "slabs_withdrawn"),
+    (
+        "hicache_slabs_withdrawn",
+        "Borrowed slabs that lenders recalled, that were lost, or whose lender does not answer.",
+        "slabs_withdrawn",
+    ),
     ("hicache_slabs_lent", "Slabs of the device lent to peers.", "slabs_lent"),
     ("hicache_slabs_asked_back", "Lent slabs of the device recalled from peers.", "slabs_asked_back"),
     ("num_retracted_requests", "Requests taken out of the batch for lack of memory.", "retracted_reqs"),
@@ -351,12 +355,23 @@ class MetricsCollector:
             borrowed = GaugeMetricFamily(
                 "sglang:hicache_peer_borrowed_slabs", "Slabs that a worker has lent.", labels=[*labels, "state"]
             )
+            alone = GaugeMetricFamily(
+                "sglang:hicache_peer_left_alone",
+                "1 while a worker is not asked for copies because it does not answer, else 0.",
+                labels=labels,
+            )
+            times = CounterMetricFamily(
+                "sglang:hicache_peer_times_left_alone",
+                "How often a worker did not answer, and was left alone.",
+                labels=labels,
+            )
             for lender in peers["lenders"]:
                 here.add_metric([*values, lender["endpoint"]], lender["connected"])
+                alone.add_metric([*values, lender["endpoint"]], lender["left_alone"])
+                times.add_metric([*values, lender["endpoint"]], lender["times_left_alone"])
                 for state, count in lender["slabs"].items():
                     borrowed.add_metric([*values, lender["endpoint"], state], count)
-            yield here
-            yield borrowed
+            yield from (here, borrowed, alone, times)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

@@ -21,8 +21,9 @@ import zmq
 from sglang.srt.peer.coordinator import MESSAGES_PER_TURN, Coordinator
 from sglang.srt.peer.memory import slab_channel
 from sglang.srt.peer.memory.slab_channel import ChannelError, Process
-from sglang.srt.peer.protocol.borrower import Borrower, BorrowerConfig, BorrowerEvent, SlabLent
+from sglang.srt.peer.protocol.borrower import Borrower, BorrowerConfig, BorrowerEvent, LenderSilent, SlabLent
 from sglang.srt.peer.protocol.leases import LeaseState
+from sglang.srt.peer.protocol.lender_breaker import Silence
 from sglang.srt.peer.protocol.messages import BorrowerId, Fetch, LeaseId, LenderHeartbeat, Refused, Slab
 from sglang.srt.utils.clock import monotonic
 from sglang.srt.utils.peer_endpoint import check_endpoint
@@ -48,6 +49,7 @@ class _LenderLink:
         self.process: Process | None = None
         # Numbers of the leases whose memory was asked for.
         self.requested: set[int] = set()
+        self.silence = Silence()
 
 
 class BorrowerCoordinator(Coordinator[BorrowerEvent]):
@@ -97,6 +99,8 @@ class BorrowerCoordinator(Coordinator[BorrowerEvent]):
         events: list[BorrowerEvent] = []
         for link in self._links.values():
             self._receive(link)
+            if link.silence.begins(monotonic()) and link.process is not None:
+                events.append(LenderSilent(link.borrower.lender))
             if link.sock is not None and link.sock.fileno() in ready:
                 self._take_slabs(link)
             if link.process is not None and ready.get(link.process.pidfd, 0) & zmq.POLLIN:
@@ -136,6 +140,7 @@ class BorrowerCoordinator(Coordinator[BorrowerEvent]):
                 continue
             if not link.borrower.receive(message, monotonic()):
                 continue
+            link.silence.end()
             link.slab_socket = message.slab_socket
             # What was refused, and is still granted, is asked for again.
             link.requested.clear()

@@ -12,8 +12,8 @@ takes them with `poll` in its own steps.
       │◄────────────────────────────│            │              │              │─────────────────►│
       │ LendOutcome, SlabGivenBack, └────────────┘              └──────────────┘  SlabLent,       │
       ▼ SlabQuarantined,              pidfds  ▲                    ▲ pidfds       SlabRecalled,   ▼
-        DemandChanged                         └─ Fetch ── slab fd ─┘              SlabLost
-                                                  slab channel
+        DemandChanged                         └─ Fetch ── slab fd ─┘              SlabLost,
+                                                  slab channel                    LenderSilent
 
 In strict mode no borrower fetches: a `CopySession` sends staging memory over the slab channel, and the `Copier` has
 its connection from then on.

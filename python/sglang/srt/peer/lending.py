@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang.srt.mem_cache.slab_ledger import SlabLedger, SlabReport, SlabState
-from sglang.srt.peer.protocol.elastic_units import WINDOW_S, DemandWindow, ElasticUnit, scale_down, scale_up
+from sglang.srt.peer.protocol.elastic_units import WINDOW_S, DemandWindow, scale_down, scale_up
 from sglang.srt.utils.time_units import Seconds
 
 
@@ -40,18 +40,15 @@ class LendingConfig:
 
 
 class DeviceLending:
-    """ledger: all its slabs have the same length and are mapped. page_bytes: of the device pool. keep_pages,
-    cache_pages: the config's tokens in pages. The demand before the first step counts as the whole pool.
+    """ledger: all its slabs have the same length and are mapped. keep_pages, cache_pages: the config's tokens in
+    pages. The demand before the first step counts as the whole pool.
 
     wake_at: when `adjust` is due next if nothing else happens, in seconds; None: never."""
 
-    def __init__(
-        self, config: LendingConfig, ledger: SlabLedger, page_bytes: int, keep_pages: int, cache_pages: int
-    ) -> None:
+    def __init__(self, config: LendingConfig, ledger: SlabLedger, keep_pages: int, cache_pages: int) -> None:
         self.ledger = ledger
-        slab_pages = len(ledger.frames_of(0))
-        self._unit = ElasticUnit(slab_pages * page_bytes, page_bytes, page_bytes)
-        self._num_pages = slab_pages * len(ledger.states)
+        self._slab_pages = len(ledger.frames_of(0))
+        self._num_pages = self._slab_pages * len(ledger.states)
         self._keep_pages = keep_pages
         self._cache_pages = cache_pages
         self._interval_s = config.interval_s
@@ -94,7 +91,7 @@ class DeviceLending:
         if self._num_lacking(needed):
             self._get_back(needed)
         num_pages = self._num_mapped_pages()
-        spare = self._num_slabs(scale_down(num_pages, self._window.peak(now) + self._cache_pages, self._unit))
+        spare = scale_down(num_pages, self._window.peak(now) + self._cache_pages, self._slab_pages)
         # A slab that no borrower would take is of more use as a cache here.
         spare = max(0, min(spare, self._num_borrowable - len(self.draining)))
         began: list[int] = []
@@ -129,14 +126,10 @@ class DeviceLending:
 
     def _num_lacking(self, needed: int) -> int:
         """How many more slabs have to be mapped for `needed` pages."""
-        return self._num_slabs(scale_up(self._num_mapped_pages(), needed, self._unit))
+        return scale_up(self._num_mapped_pages(), needed, self._slab_pages)
 
     def _num_mapped_pages(self) -> int:
-        return self.ledger.states.count(SlabState.MAPPED) * self._unit.lender_pages
-
-    def _num_slabs(self, pages: tuple[int, int]) -> int:
-        """pages: of the lender and the borrower, in whole units."""
-        return pages[0] // self._unit.lender_pages
+        return self.ledger.states.count(SlabState.MAPPED) * self._slab_pages
 
     def _slabs_in(self, state: SlabState) -> list[int]:
         return [slab for slab, each in enumerate(self.ledger.states) if each == state]

@@ -182,6 +182,8 @@ def test_pages_that_the_device_evicts_are_loaded_from_the_lender(
     assert borrower.lender_state() == {
         "endpoint": f"ipc://{tmp_path}/peers",
         "connected": True,
+        "left_alone": False,
+        "times_left_alone": 0,
         "slabs": {"held": 4, "asked_back": 0},
     }
     for text in texts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 
@@ -22,7 +23,7 @@ from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import D2H, H2D, OpResult, Ticket, Tier, TransferOp
 from sglang.srt.peer.memory.elastic_pool import ElasticPool
 from sglang.srt.peer.memory.slabs import GRANULARITY, SlabRange
-from sglang.srt.peer.protocol.elastic_units import elastic_unit, stride_bytes
+from sglang.srt.peer.protocol.elastic_units import stride_bytes
 from support.local_engine import LocalEngine
 from support.stream_emulator import StreamEmulator
 
@@ -35,7 +36,7 @@ def elastic(num_slabs: int = 4, page_size: int = 2, dtype: torch.dtype = torch.f
     """Slabs with padding: the stride is more than the slab, and the slab no multiple of the page."""
     layout = PageLayout.kv(page_size, LAYERS, HEADS, DIM, dtype)
     page_bytes = layout.page_bytes
-    slab_bytes = elastic_unit(page_bytes, page_bytes, GRANULARITY, page_bytes + GRANULARITY, 1).slab_bytes
+    slab_bytes = -(-page_bytes // GRANULARITY) * GRANULARITY
     slabs = SlabRange.owned(num_slabs, slab_bytes, stride_bytes(slab_bytes, page_bytes, GRANULARITY))
     return ElasticPool(slabs, layout)
 
@@ -178,10 +179,10 @@ def test_links_load_and_back_up(layout: str, page_size: int):
 
 def engine_pool(num_pages: int, layout: PageLayout, device: torch.device) -> ElasticPool:
     """In slabs that pages fill, so that the engine may use every page, and as many of them as it wants at least."""
-    page_bytes = layout.page_bytes
-    unit = elastic_unit(page_bytes, page_bytes, GRANULARITY, 1 << 20, 1 << 20)
-    assert unit.lender_padding == 0 and num_pages % unit.lender_pages == 0
-    return ElasticPool(SlabRange.owned(num_pages // unit.lender_pages, unit.slab_bytes), layout)
+    slab_bytes = math.lcm(layout.page_bytes, GRANULARITY)
+    num_slabs, rest = divmod(num_pages * layout.page_bytes, slab_bytes)
+    assert rest == 0
+    return ElasticPool(SlabRange.owned(num_slabs, slab_bytes), layout)
 
 
 def test_an_engine_gives_the_same_tokens():
@@ -219,8 +220,7 @@ def test_a_lent_slab_shows_nothing_and_comes_back_clean():
     assert np.flatnonzero(table.state[24:] == FrameState.HELD).tolist() == [0, 1]
     table.free_after(everything[6:], FrameState.HELD, fence=0)
     table.reap(1)
-    lender.resize(3)
-    assert lender.boundary == 24 and not (table.state[24:] == FrameState.HELD).any()
+    assert lender.frames_of(3)[0] == 24 and not (table.state[24:] == FrameState.HELD).any()
     table.lend(24 + np.flatnonzero(table.state[24:] == FrameState.FREE).astype(np.int32))
     lender.slabs.scrub(3)
     fd = os.dup(lender.slabs.fileno(3))
@@ -246,17 +246,7 @@ def test_a_lent_slab_shows_nothing_and_comes_back_clean():
     slabs.unmap(1)
     lender.slabs.scrub(3)
     table.reclaim(lender.frames_of(3))
-    lender.resize(4)
     table.check_invariants()
     again = table.allocate(2, 2)
     assert again is not None and again.tolist() == [24, 25]
     assert not lender.pages(torch.from_numpy(again).long()).any(), "the borrower's bytes are gone"
-
-
-def test_the_boundary_stays_within_the_range():
-    pool = elastic()
-    for num_slabs in (-1, 5):
-        with pytest.raises(AssertionError, match=f"{num_slabs} of 4 slabs"):
-            pool.resize(num_slabs)
-    pool.resize(0)
-    assert pool.boundary == 0

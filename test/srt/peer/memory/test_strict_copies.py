@@ -23,11 +23,10 @@ from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import D2P, P2D, LoadFailedError, OpResult, Ticket, Tier, TransferOp
 from sglang.srt.peer.memory import borrowed_pool, copy_session, slab_channel
 from sglang.srt.peer.memory import lent_memory as lent_module
-from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.copy_session import CopySession, StrictSlab
-from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
 from sglang.srt.peer.memory.lent_memory import LentMemory
 from sglang.srt.peer.memory.slabs import SlabError, SlabRange
+from sglang.srt.peer.protocol import lender_breaker
 from sglang.srt.peer.protocol.messages import BorrowerId, Copied, Copy, CopyRefused, Refused, Stage, Staged
 from sglang.srt.utils.stream import ThreadStream
 from support.children import DEADLINE_S, Child, children, wait_until
@@ -498,18 +497,18 @@ def test_a_lender_that_is_killed_fails_what_waits_for_it_at_once(
 def test_a_lender_that_stands_still_does_not_do_later_what_was_given_up(
     private: Path, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_session, "COPY_TIMEOUT_S", 3.0)
-    monkeypatch.setattr(borrowed_pool, "RETRY_S", 0.0)
     rig, child = borrow_from_child(private, start)
     frames = rig.frames()[:5]
     rig.device.kv.fill_(1.0)
     assert rig.copy(D2P, arange(5), frames).ok
+    (session,) = rig.memory.pool._backups._sessions.values()
     child.stop()
+    session._timeout_s = 0.1
     rig.device.kv.fill_(2.0)
     result = rig.copy(D2P, arange(5), frames)
-    assert not result.ok and "has not answered for 3 s" in result.error
-    monkeypatch.setattr(copy_session, "COPY_TIMEOUT_S", DEADLINE_S)
+    assert not result.ok and "has not answered for 0.1 s" in result.error
     child.go_on()
+    wait_until(lambda: len(rig.mapped()) == NUM_SLABS, "the lender to be used again")
     rig.device.kv.fill_(3.0)
     assert rig.copy(D2P, arange(5), frames).ok
     for _ in range(20):
@@ -519,40 +518,167 @@ def test_a_lender_that_stands_still_does_not_do_later_what_was_given_up(
     rig.close()
 
 
-def test_a_lender_that_did_not_answer_is_not_asked_at_once(
-    private: Path, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+# -- lenders that are left alone ---------------------------------------------------------------------------------
+
+
+def lender_of(rig: Rig) -> dict[str, Any]:
+    (lender,) = rig.memory.state()["lenders"]
+    return lender
+
+
+def test_a_lender_that_does_not_answer_is_left_alone_until_it_does(
+    private: Path,
+    start: Callable[..., Child],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(copy_session, "COPY_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(borrowed_pool, "RETRY_S", 1000.0)
+    """One copy waits for it. All others fail at once, of all links, and its slabs are not mapped meanwhile."""
     rig, child = borrow_from_child(private, start)
-    child.stop()
+    assert rig.memory.poll_mapped().is_readable(0)
+    notified = threading.Event()
+    rig.memory.pool.breakers._notify = notified.set
+    mover = rig.memory.pool.mover()
     frames = rig.frames()[:5]
-    errors = [rig.copy(P2D, arange(5), frames).error for _ in range(3)]
-    assert "has not answered" in errors[0]
-    assert errors[1:] == ["the worker that has it could not be asked for copies a moment ago"] * 2
+    child.stop()
+    monkeypatch.setattr(copy_session, "COPY_TIMEOUT_S", 0.1)
+    assert "has not answered" in rig.copy(P2D, arange(5), frames).error
+    assert notified.is_set(), "the scheduler hears of it at its next turn"
+    monkeypatch.setattr(copy_session, "COPY_TIMEOUT_S", DEADLINE_S)  # nothing waits for it any more
+    for name in (P2D, D2P, P2D):
+        assert "is left alone: the lender has not answered" in rig.copy(name, arange(5), frames).error
+    index, layer = torch.from_numpy(frames).long(), rig.device.kv_pages.layer(0)
+    with pytest.raises(LoadFailedError, match="is left alone"):
+        mover.load_layer(0, layer, index, torch.arange(5), "auto")
+    report = rig.memory.poll_mapped()
+    assert report.mapped == report.readable == bytes(NUM_SLABS)
+    assert lender_of(rig)["left_alone"] and lender_of(rig)["slabs"]["held"] == NUM_SLABS
+    for _ in range(3):
+        rig.memory.poll_mapped()
+    notified.clear()
     child.go_on()
+    assert notified.wait(DEADLINE_S), "the scheduler hears of its answer"
+    assert rig.memory.poll_mapped().mapped == b"\1" * NUM_SLABS
+    rig.device.kv.fill_(4.0)
+    assert rig.copy(D2P, arange(5), frames).ok and rig.copy(P2D, arange(5), frames).ok
+    state = lender_of(rig)
+    assert not state["left_alone"] and state["times_left_alone"] == 1
+    lines = [r.getMessage() for r in caplog.records if "left alone" in r.getMessage()]
+    assert len(lines) == 2 and "until it answers" in lines[0] and "any more" in lines[1], lines
     rig.close()
 
 
-def test_a_lender_for_which_there_is_no_staging_memory_is_not_asked_at_once(
+def test_a_lender_whose_heartbeats_stop_is_left_alone_before_a_copy_waits_for_it(
+    private: Path, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, child = borrow_from_child(private, start)
+    frames = rig.frames()[:5]
+    child.stop()
+    monkeypatch.setattr(lender_breaker, "SILENT_S", 1.0)
+    wait_until(lambda: rig.mapped() == [], "its slabs to be left alone")
+    assert "is left alone: it has sent no heartbeat" in rig.copy(P2D, arange(5), frames).error
+    child.go_on()
+    wait_until(lambda: len(rig.mapped()) == NUM_SLABS, "the lender to be used again")
+    assert rig.copy(P2D, arange(5), frames).ok
+    rig.close()
+
+
+def test_a_slab_that_its_lender_refuses_is_not_used_any_more(make_rig: Callable[..., Rig]) -> None:
+    """Else what lies there would be asked for again and again until the borrower hears that the lease has ended."""
+    rig = make_rig()
+    rig.lend(2)
+    (lender,) = rig.lenders.values()
+    first, second = rig.mapped()
+    pool = rig.memory.pool
+    frames = pool.frames_of(second)[:5]
+    lease = rig.memory._leases[first]
+    assert lease is not None
+    grants = dict(lender.coordinator._lender.copy_grants())
+    left = {number: grant for number, grant in grants.items() if number != lease[1].number}
+    lender.coordinator._lender.copy_grants = lambda: left  # type: ignore[method-assign]
+    lender.coordinator._copier.set_grants(left)
+    both = np.concatenate([frames, pool.frames_of(first)[:5]])
+    assert "refuses a copy" in rig.copy(D2P, arange(10), both).error
+    assert rig.mapped() == [second] and rig.copy(D2P, arange(5), frames).ok
+    assert not lender_of(rig)["left_alone"] and not pool.breakers.all_are_usable
+    lender.recall(2)
+    wait_until(lambda: rig.mapped() == [], "the recall")
+    rig.memory.give_back(range(NUM_SLABS))
+    assert pool.breakers.all_are_usable, "it is forgotten"
+
+
+def test_a_lender_that_cannot_be_probed_is_left_alone(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Else each operation, and each line of the log, would be a failed allocation."""
-    monkeypatch.setattr(borrowed_pool, "RETRY_S", 1000.0)
+    """There is no staging memory. Else each operation, and each line of the log, would be a failed allocation."""
+    monkeypatch.setattr(lender_breaker, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(lender_breaker, "LONGEST_PAUSE_S", 0.02)
     rig = make_rig()
     rig.lend(1)
     frames = rig.frames()[:3]
-    monkeypatch.setattr(SlabRange, "owned", raiser(SlabError("no memory")))
-    results = [rig.copy(D2P, arange(3), frames) for _ in range(3)]
-    assert not any(result.ok for result in results) and "no memory" in results[0].error
-    assert caplog.text.count("cannot be asked for copies") == 1
+    owned = SlabRange.owned
+    tried = []
 
-
-def raiser(error: Exception) -> Callable[..., Any]:
     def fail(*_: Any) -> None:
-        raise error
+        tried.append(1)
+        raise SlabError("no memory")
 
-    return fail
+    monkeypatch.setattr(SlabRange, "owned", fail)
+    results = [rig.copy(D2P, arange(3), frames) for _ in range(3)]
+    assert not any(result.ok for result in results) and all("no memory" in result.error for result in results)
+    wait_until(lambda: len(tried) > 4, "probes")
+    assert rig.mapped() == []
+    assert caplog.text.count("no memory") == 1
+    monkeypatch.setattr(SlabRange, "owned", owned)
+    wait_until(lambda: len(rig.mapped()) == 1, "the lender to be used again")
+    assert rig.copy(D2P, arange(3), frames).ok
+
+
+def test_a_rank_keeps_the_slab_that_another_rank_leaves_alone(
+    make_rig: Callable[..., Rig], private: Path, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lender of one rank stops. All ranks drop the slab's pages, none gives it back, and all use it again."""
+    sick, child = borrow_from_child(private, start)
+    well = make_rig()
+    well.lend(NUM_SLABS)
+    rigs = (sick, well)
+
+    def report() -> bytes:
+        """What all ranks have, of which they are told in each step."""
+        sick.mapped(), well.mapped()
+        all_have = bytes(map(min, *(rig.memory.poll_mapped().mapped for rig in rigs)))
+        for rig in rigs:
+            rig.memory.mark_in_use(all_have)
+        return all_have
+
+    assert report() == b"\1" * NUM_SLABS
+    child.stop()
+    monkeypatch.setattr(copy_session, "COPY_TIMEOUT_S", 0.1)
+    assert not sick.copy(P2D, arange(5), sick.frames()[:5]).ok
+    monkeypatch.setattr(copy_session, "COPY_TIMEOUT_S", DEADLINE_S)
+    assert report() == bytes(NUM_SLABS)
+    for rig in rigs:
+        rig.memory.give_back(range(NUM_SLABS))  # drained on all
+    assert [lender_of(rig)["slabs"]["held"] for rig in rigs] == [NUM_SLABS] * 2
+    child.go_on()
+    wait_until(lambda: report() == b"\1" * NUM_SLABS, "the slabs to be used again")
+    sick.close()
+
+
+def test_probes_end_with_the_pool(
+    private: Path, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One waits for its pause, or for an answer that never comes."""
+    for pause in (0.0, 1000.0):
+        monkeypatch.setattr(lender_breaker, "FIRST_PAUSE_S", pause)
+        rig, child = borrow_from_child(private, start, f"peers{pause}")
+        child.stop()
+        monkeypatch.setattr(copy_session, "COPY_TIMEOUT_S", 0.1)
+        assert not rig.copy(P2D, arange(5), rig.frames()[:5]).ok
+        monkeypatch.setattr(copy_session, "COPY_TIMEOUT_S", DEADLINE_S)
+        assert held()[2:] == (0,) and "peer-probe" in [thread.name for thread in threading.enumerate()]
+        rig.close()
+        assert "peer-probe" not in [thread.name for thread in threading.enumerate()]
+        child.kill()
 
 
 # -- nothing leaks -----------------------------------------------------------------------------------------------
@@ -599,17 +725,3 @@ def test_a_session_that_is_refused_leaves_nothing(make_rig: Callable[..., Rig]) 
         with pytest.raises(slab_channel.ChannelError):
             CopySession(slab, 4096)
     wait_until(lambda: held() == before, f"{before} to be left, not {held()}")
-
-
-def test_a_borrower_that_streams_layers_gives_strict_slabs_back(
-    private: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    endpoint = f"ipc://{private}/peers"
-    lender = lent_memory(endpoint, private)
-    borrower = BorrowedMemory([endpoint], "here", SlabsConfig(2, SLAB_BYTES), LAYOUT, maps_only=True)
-    lender.lend([0, 1])
-    wait_until(lambda: [lender.poll_mapped(), borrower.poll_mapped(), "--peer-strict" in caplog.text][2], "the error")
-    wait_until(lambda: [lender.poll_mapped(), lender.state()["slabs"]["offered"] == 2][1], "slabs to be given back")
-    assert borrower.poll_mapped().mapped == b"\0\0"
-    borrower.close()
-    lender.close()

@@ -1,4 +1,4 @@
-"""Units, Algorithm 1, the demand window and the sizes of the layer stream cache, over plain numbers."""
+"""Strides, Algorithm 1, the demand window and the sizes of the layer stream cache, over plain numbers."""
 
 from __future__ import annotations
 
@@ -9,147 +9,42 @@ import pytest
 
 from sglang.srt.peer.protocol.elastic_units import (
     DemandWindow,
-    ElasticUnit,
-    elastic_unit,
     layer_stream_sizes,
     scale_down,
     scale_up,
     stride_bytes,
 )
 
-KIB, MIB = 1 << 10, 1 << 20
-# SwiftCache Table 2, page size 16, float16: 2 * layers * 16 * heads * 128 * 2.
-LWM, QWEN_8B, QWEN_14B, QWEN_32B = (
-    2 * layers * 16 * heads * 128 * 2 for layers, heads in ((32, 32), (36, 8), (40, 8), (64, 8))
-)
-
-
-def test_the_sizes_of_the_papers_models():
-    assert [size / 16 / MIB for size in (LWM, QWEN_8B, QWEN_14B, QWEN_32B)] == [0.5, 0.140625, 0.15625, 0.25]
-
-
-@pytest.mark.parametrize(
-    "lender, borrower, slab_mib, pages",
-    [
-        (QWEN_8B, LWM, 72, (32, 9)),  # lcm of 2.25 and 8 MiB
-        (QWEN_14B, LWM, 40, (16, 5)),  # of 2.5 and 8
-        (QWEN_14B, QWEN_8B, 90, (36, 40)),  # of 2.5, 2.25 and 2
-        (QWEN_32B, QWEN_32B, 4, (1, 1)),
-    ],
-)
-def test_the_unit_is_the_least_common_multiple_in_bytes(lender: int, borrower: int, slab_mib: int, pages):
-    unit = elastic_unit(lender, borrower, 2 * MIB, max_slab_bytes=128 * MIB, padded_slab_bytes=32 * MIB)
-    assert unit.slab_bytes == slab_mib * MIB and (unit.lender_pages, unit.borrower_pages) == pages
-    assert (unit.lender_padding, unit.borrower_padding) == (0, 0)
-
-
-def test_small_pages_fill_the_granularity():
-    unit = elastic_unit(3 * KIB, 4 * KIB, 4 * KIB, MIB, MIB)
-    assert (unit.slab_bytes, unit.lender_pages, unit.borrower_pages) == (12 * KIB, 4, 3)
-    assert elastic_unit(256, 512, 4096, MIB, MIB) == ElasticUnit(4096, 256, 512)
-
-
-def test_a_huge_multiple_is_padded_at_the_borrower_only():
-    # lcm(2.25, 2.5, 2) = 90 MiB. The lender's own is lcm(2.5, 2) = 10.
-    unit = elastic_unit(QWEN_14B, QWEN_8B, 2 * MIB, max_slab_bytes=64 * MIB, padded_slab_bytes=32 * MIB)
-    assert unit.slab_bytes == 40 * MIB and (unit.lender_pages, unit.lender_padding) == (16, 0)
-    assert (unit.borrower_pages, unit.borrower_padding) == (17, 1.75 * MIB)
-
-
-def test_the_target_gives_way_to_the_permitted_size():
-    unit = elastic_unit(QWEN_14B, QWEN_8B, 2 * MIB, max_slab_bytes=38 * MIB, padded_slab_bytes=36 * MIB)
-    assert unit.slab_bytes == 30 * MIB and unit.lender_padding == 0, "40 would be too large"
-
-
-def test_both_are_padded_where_the_lenders_own_multiple_is_too_large():
-    lender, borrower = 7 * 64 * KIB + 512, 5 * 64 * KIB
-    unit = elastic_unit(lender, borrower, 2 * MIB, max_slab_bytes=16 * MIB, padded_slab_bytes=7 * MIB)
-    assert unit.slab_bytes == 8 * MIB, "the multiple of 2 MiB above the target"
-    assert (unit.lender_pages, unit.borrower_pages) == (18, 25)
-    assert 0 < unit.lender_padding < lender and 0 < unit.borrower_padding < borrower
-
-
-def test_a_padded_slab_holds_at_least_one_page_of_each():
-    unit = elastic_unit(3 * MIB, 100 * MIB + 4096, 2 * MIB, max_slab_bytes=128 * MIB, padded_slab_bytes=MIB)
-    assert unit.slab_bytes == 102 * MIB and (unit.lender_pages, unit.borrower_pages) == (34, 1)
-
-
-def test_what_cannot_work_says_what_would():
-    with pytest.raises(ValueError, match=r"9,000,000 bytes.* needs slabs of 10,485,760, but 8,388,608 are permitted"):
-        elastic_unit(MIB, 9_000_000, 2 * MIB, 8 * MIB, 4 * MIB)
-    with pytest.raises(ValueError, match="at least 8 and at most 4 bytes"):
-        elastic_unit(1, 1, 1, 4, 8)
-    with pytest.raises(ValueError, match="at least 1 byte"):
-        elastic_unit(0, 1, 1, 4, 4)
-    with pytest.raises(ValueError, match=r"4,000 bytes holds no page of 10 \(lender\) or 4,096"):
-        ElasticUnit(4000, 10, 4096)
-    with pytest.raises(ValueError, match="pages of 0 and 1 bytes"):
-        ElasticUnit(4000, 0, 1)
-
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_units_keep_their_promises(seed: int):
+def test_slabs_lie_so_that_all_pages_have_one_stride(seed: int):
     print(f"seed {seed}")
     rng = random.Random(seed)
-    kinds = set()
     for _ in range(500):
-        granularity = rng.choice((1, 64, 4096))
-        lender, borrower = rng.randrange(1, 3000) * rng.choice((1, 64)), rng.randrange(1, 3000) * rng.choice((1, 64))
-        largest = rng.randrange(1, 1 << 20)
-        target = rng.randrange(1, largest + 1)
-        try:
-            unit = elastic_unit(lender, borrower, granularity, largest, target)
-        except ValueError:
-            assert -(-max(lender, borrower) // granularity) * granularity > largest
-            kinds.add("none")
-            continue
-        assert unit.slab_bytes <= largest and unit.slab_bytes % granularity == 0
-        assert unit.lender_pages * lender + unit.lender_padding == unit.slab_bytes
-        assert unit.borrower_pages * borrower + unit.borrower_padding == unit.slab_bytes
-        assert unit.lender_pages and unit.borrower_pages
-        exact = math.lcm(lender, borrower, granularity)
-        assert (unit.slab_bytes == exact) == (exact <= largest)
-        own = math.lcm(lender, granularity)
-        if unit.lender_padding:
-            assert largest // own * own < max(lender, borrower), "it could do without padding"
-            kinds.add("both")
-        else:
-            kinds.add("borrower" if unit.borrower_padding else "exact")
-        stride = stride_bytes(unit.slab_bytes, borrower, granularity)
-        assert (
-            stride % borrower
-            == stride % granularity
-            == 0
-            <= stride - unit.slab_bytes
-            < math.lcm(borrower, granularity)
-        )
-    assert kinds == {"none", "both", "borrower", "exact"}
+        granularity, page_bytes = rng.choice((1, 64, 4096)), rng.randrange(1, 3000) * rng.choice((1, 64))
+        slab_bytes = granularity * rng.randrange(1, 200)
+        stride = stride_bytes(slab_bytes, page_bytes, granularity)
+        assert stride % page_bytes == stride % granularity == 0
+        assert 0 <= stride - slab_bytes < math.lcm(page_bytes, granularity)
 
 
-UNIT = ElasticUnit(1200, lender_page_bytes=300, borrower_page_bytes=400)  # 4 pages against 3
+@pytest.mark.parametrize("needed, expected", [(0, 0), (10, 0), (11, 1), (14, 1), (15, 2), (30, 5)])
+def test_scale_up_rounds_up(needed: int, expected: int):
+    assert scale_up(10, needed, slab_pages=4) == expected
 
 
-@pytest.mark.parametrize(
-    "needed, expected", [(0, (0, 0)), (10, (0, 0)), (11, (4, 3)), (14, (4, 3)), (15, (8, 6)), (30, (20, 15))]
-)
-def test_scale_up_rounds_up(needed: int, expected: tuple[int, int]):
-    assert scale_up(10, needed, UNIT) == expected
-
-
-@pytest.mark.parametrize(
-    "peak, expected", [(11, (0, 0)), (10, (0, 0)), (7, (0, 0)), (6, (4, 3)), (3, (4, 3)), (2, (8, 6)), (0, (8, 6))]
-)
-def test_scale_down_rounds_down(peak: int, expected: tuple[int, int]):
-    assert scale_down(10, peak, UNIT) == expected
+@pytest.mark.parametrize("peak, expected", [(11, 0), (10, 0), (7, 0), (6, 1), (3, 1), (2, 2), (0, 2)])
+def test_scale_down_rounds_down(peak: int, expected: int):
+    assert scale_down(10, peak, slab_pages=4) == expected
 
 
 def test_what_is_lent_is_enough_to_come_back():
     """The most that can be lent leaves the peak; growing to the old size takes it all back."""
     for num_pages in range(30):
         for peak in range(num_pages + 1):
-            lent, got = scale_down(num_pages, peak, UNIT)
-            assert num_pages - lent >= peak and lent * 3 == got * 4
-            assert scale_up(num_pages - lent, num_pages, UNIT) == (lent, got)
+            lent = scale_down(num_pages, peak, 4)
+            assert num_pages - 4 * lent >= peak
+            assert scale_up(num_pages - 4 * lent, num_pages, 4) == lent
 
 
 def test_concurrent_demand_is_not_the_longest_request():
@@ -158,9 +53,9 @@ def test_concurrent_demand_is_not_the_longest_request():
     window.add(0.0, 6)
     window.add(1.0, 12)
     window.add(2.0, 6)
-    assert scale_down(12, window.peak(30.0), UNIT) == (0, 0)
-    assert scale_down(12, 6, UNIT) == (4, 3)
-    assert scale_down(12, window.peak(62.0), UNIT) == (4, 3), "12 were last needed just before 2 s"
+    assert scale_down(12, window.peak(30.0), 4) == 0
+    assert scale_down(12, 6, 4) == 1
+    assert scale_down(12, window.peak(62.0), 4) == 1, "12 were last needed just before 2 s"
 
 
 def test_demand_counts_until_it_was_superseded_a_window_ago():

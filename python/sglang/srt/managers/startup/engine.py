@@ -234,7 +234,7 @@ class EngineBuilder:
         if self.borrowed is not None:
             below |= {P2D: self.borrowed.pool, D2P: self.borrowed.pool}
             below |= {P2H: self.borrowed.pool.mover(), P2P: self.borrowed.pool.mover(is_within=True)}
-            self._streamed_from[Tier.PEER] = upper[P2P] = self.borrowed.pool
+            self._streamed_from[Tier.PEER], upper[P2P] = self.borrowed.pool.mover(), self.borrowed.pool
         for name, other in below.items():
             stream = make_stream(name, rank.device, rank.notify, urgent=name in LOAD_LINKS.values())
             self._links[name] = CopyLink(

@@ -42,17 +42,16 @@ def borrow_memory(
     endpoints = [of_rank(each, rank) for each in args.peer_endpoint.split(",")]
     name = f"{args.model_name} ({os.getpid()})"
     try:
-        memory = BorrowedMemory(
-            endpoints,
-            name,
-            SlabsConfig(num_slabs, slab_bytes, device),
-            layout,
-            notify,
-            maps_only=args.layer_stream > 0,
-        )
+        memory = BorrowedMemory(endpoints, name, SlabsConfig(num_slabs, slab_bytes, device), layout, notify)
     except (PeerError, SlabError, ValueError) as error:
         raise StartupError(str(error)) from error
-    logger.info("peers: up to %d slabs of %d MiB from %s", num_slabs, args.peer_slab_size, ", ".join(endpoints))
+    logger.info(
+        "peers: up to %d slabs of %d MiB, %.1f %% of them padding, from %s",
+        num_slabs,
+        args.peer_slab_size,
+        100 * memory.pool.slab_padding_bytes / slab_bytes,
+        ", ".join(endpoints),
+    )
     return memory
 
 
@@ -78,5 +77,11 @@ def lend_memory(
         memory = LentMemory(endpoint, directory, slabs, layout, notify, args.peer_strict)
     except (PeerError, SlabError, ValueError) as error:
         raise StartupError(str(error)) from error
-    logger.info("peers: %d slabs of %d MiB, to be lent at %s", num_slabs, args.peer_slab_size, endpoint)
+    logger.info(
+        "peers: %d slabs of %d MiB, %.1f %% of them padding, to be lent at %s",
+        num_slabs,
+        args.peer_slab_size,
+        100 * memory.pool.slab_padding_bytes / slab_bytes,
+        endpoint,
+    )
     return memory

@@ -22,7 +22,7 @@ from sglang.srt.peer.memory.borrowed_pool import BorrowedPool
 from sglang.srt.peer.memory.copy_session import StrictSlab
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig, reserve_slabs
 from sglang.srt.peer.memory.slabs import SlabError
-from sglang.srt.peer.protocol.borrower import SlabLent, SlabLost, SlabRecalled
+from sglang.srt.peer.protocol.borrower import LenderSilent, SlabLent, SlabLost, SlabRecalled
 from sglang.srt.peer.protocol.messages import LeaseId
 
 logger = logging.getLogger(__name__)
@@ -32,8 +32,9 @@ class BorrowedMemory:
     """`BorrowedSlabs` (mem_cache/slab_ledger.py): config.num_slabs places. Lenders must have slabs of the same size.
 
     pool: the pages in the places, of the given layout. endpoints, name, notify: see
-    `BorrowerCoordinator`. maps_only: slabs that a lender does not let be mapped (strict mode) are given back at once;
-    on a GPU they always are. Raises PeerError, SlabError, and ValueError where a slab has no room for a page.
+    `BorrowerCoordinator`. On a GPU, slabs that a lender does not let be mapped (strict mode) are given back at once.
+    Slabs of a strict lender that does not answer are not mapped, for the scheduler, until it does; the lease stays.
+    Raises PeerError, SlabError, and ValueError where a slab has no room for a page.
     """
 
     def __init__(
@@ -43,11 +44,10 @@ class BorrowedMemory:
         config: SlabsConfig,
         layout: PageLayout,
         notify: Callable[[], None] = lambda: None,
-        maps_only: bool = False,
     ) -> None:
-        self._maps_only = maps_only or config.device.type != "cpu"
+        self._maps_only = config.device.type != "cpu"
         self.slabs = reserve_slabs(config, layout.page_bytes)
-        self.pool = BorrowedPool(self.slabs, layout)
+        self.pool = BorrowedPool(self.slabs, layout, notify)
         # Place -> lender and lease; None: the place is free.
         self._leases: list[tuple[str, LeaseId] | None] = [None] * config.num_slabs
         # A byte per place, see `SlabReport`.
@@ -58,6 +58,9 @@ class BorrowedMemory:
         self._ending: set[int] = set()
         # Those whose lenders are gone.
         self._lost: set[int] = set()
+        # Lenders that are left alone, and how often each was.
+        self._left_alone: set[str] = set()
+        self._times_left_alone: Counter[str] = Counter()
         self.coordinator = BorrowerCoordinator(endpoints, name, layout.page_bytes, notify)
         for endpoint in endpoints:
             self.coordinator.set_demand(endpoint, config.num_slabs * config.slab_bytes)
@@ -68,6 +71,9 @@ class BorrowedMemory:
         for event in self.coordinator.poll():
             if isinstance(event, SlabLent):
                 self._borrow(event)
+                continue
+            if isinstance(event, LenderSilent):
+                self._leave_alone(event.lender)
                 continue
             place = next((i for i, lease in enumerate(self._leases) if lease == (event.lender, event.lease)), None)
             if place is None:
@@ -85,7 +91,16 @@ class BorrowedMemory:
                 logger.warning("the worker at %s has reclaimed %s, or is gone", lender, slabs)
             else:
                 logger.warning("the worker at %s is gone, and %s of its memory with it", lender, slabs)
-        return SlabReport(bytes(self._mapped))
+        unusable = self.pool.unusable()
+        if unusable or self._left_alone:
+            self._note_left_alone()
+        mapped, readable = bytearray(self._mapped), bytearray(b"\1" * len(self._mapped))
+        for place in unusable:
+            mapped[place] = readable[place] = 0
+        for place in self._lost:
+            # What is mapped is there as long as this process has it.
+            readable[place] = not self.pool.is_strict(place)
+        return SlabReport(bytes(mapped), readable=b"" if all(readable) else bytes(readable))
 
     def mark_in_use(self, mapped: bytes) -> None:
         """See `BorrowedSlabs`."""
@@ -122,11 +137,18 @@ class BorrowedMemory:
             {
                 "endpoint": lender,
                 "connected": connected,
+                "left_alone": lender in self._left_alone,
+                "times_left_alone": self._times_left_alone[lender],
                 "slabs": {"held": held[lender] - ending[lender], "asked_back": ending[lender]},
             }
             for lender, connected in self.coordinator.connected().items()
         ]
-        return {"role": "master", "slab_bytes": self.slabs.slab_bytes, "lenders": lenders}
+        return {
+            "role": "master",
+            "slab_bytes": self.slabs.slab_bytes,
+            "slab_padding_bytes": self.pool.slab_padding_bytes,
+            "lenders": lenders,
+        }
 
     def disconnect(self) -> None:
         """Called before the process ends, which unmaps all. The links may still use what is mapped."""
@@ -136,6 +158,26 @@ class BorrowedMemory:
         """The links have ended before. What is mapped stays mapped until the process ends."""
         self.disconnect()
         self.pool.close()
+
+    def _leave_alone(self, lender: str) -> None:
+        """The lender's heartbeats have stopped. What is mapped can be used without it."""
+        for place, lease in enumerate(self._leases):
+            if lease is not None and lease[0] == lender:
+                self.pool.leave_alone(place, "it has sent no heartbeat for a while")
+
+    def _note_left_alone(self) -> None:
+        """A line in the log for each lender that is left alone, or used again, since the last call."""
+        reasons = {
+            lease[0]: reason
+            for place, lease in enumerate(self._leases)
+            if lease is not None and (reason := self.pool.left_alone(place))
+        }
+        for lender in reasons.keys() - self._left_alone:
+            self._times_left_alone[lender] += 1
+            logger.warning("the worker at %s is left alone until it answers: %s", lender, reasons[lender])
+        for lender in self._left_alone - reasons.keys():
+            logger.warning("the worker at %s is not left alone any more", lender)
+        self._left_alone = set(reasons)
 
     def _borrow(self, event: SlabLent) -> None:
         """Map a slab, or have its lender copy it (strict mode). A slab that is of no use is given back at once."""
@@ -167,6 +209,6 @@ class BorrowedMemory:
         """Raises SlabError if the slab is of no use."""
         if self._maps_only:
             self.coordinator.set_demand(event.lender, 0)
-            raise SlabError("its worker has --peer-strict; a GPU, and --layer-stream, use what they map alone")
+            raise SlabError("its worker has --peer-strict; a GPU uses what it maps alone")
         slab = StrictSlab(event.slab_socket, self.coordinator.id, event.lease, event.token)
         self.pool.reach_by_copies(place, slab)

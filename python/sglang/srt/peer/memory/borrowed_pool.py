@@ -1,18 +1,16 @@
 """`BorrowedPool`: the pages of borrowed slabs. Pages of mapped slabs are copied like a host's. Pages of slabs that
 must not be mapped (strict mode) are copied by their lender, to and from staging memory of this process.
 
-Owns the sessions with lenders, one per lender's life and direction, each used by its link's thread only. Decides
-nothing: `BorrowedMemory` tells which lender lent which slab.
+Owns the sessions with lenders, one per lender's life and direction, each used by its link's thread only. Owns, too,
+what is known of lenders that do not answer (`LenderBreakers`). Decides nothing: `BorrowedMemory` tells which lender
+lent which slab.
 """
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -26,17 +24,15 @@ from sgl_kernel.kvcacheio import (
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.page_memory import PageMemory
 from sglang.srt.mem_cache.transfer import LoadFailedError
-from sglang.srt.peer.memory.copy_session import CopySession, SilentLenderError, StrictSlab
+from sglang.srt.peer.memory.copy_session import CopySession, LeaseEndedError, StrictSlab
 from sglang.srt.peer.memory.elastic_pool import ElasticPool
+from sglang.srt.peer.memory.lender_breakers import LenderBreakers
 from sglang.srt.peer.memory.slab_channel import ChannelError
 from sglang.srt.peer.memory.slabs import GRANULARITY, SlabError, Slabs
 from sglang.srt.peer.protocol.messages import MAX_COPY_PAGES, Copy
 
 # Of a session; a page's size where that is more. A larger operation goes through the memory in rounds.
 STAGING_BYTES = 8 << 20
-# A lender that did not answer is asked again after this time. Operations that need it before fail at once.
-RETRY_S = 5.0
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -64,14 +60,17 @@ class _Plan:
 
 
 class BorrowedPool(ElasticPool):
-    """As `ElasticPool`, but kv must not be touched where a slab is strict. On a GPU no slab is."""
+    """As `ElasticPool`, but kv must not be touched where a slab is strict. On a GPU no slab is. notify: see
+    `LenderBreakers`."""
 
-    def __init__(self, slabs: Slabs, layout: PageLayout) -> None:
+    def __init__(self, slabs: Slabs, layout: PageLayout, notify: Callable[[], None] = lambda: None) -> None:
         super().__init__(slabs, layout)
         self._one_layer = replace(layout, num_layers=1)
         self._spans = [layer_spans(layout, layer) for layer in range(layout.num_layers)]
         self._strict: list[StrictSlab | None] = [None] * slabs.num_slabs
+        self._is_strict = np.zeros(slabs.num_slabs, np.bool_)
         self._staging_bytes = -(-max(STAGING_BYTES, self.page_bytes) // GRANULARITY) * GRANULARITY
+        self.breakers = LenderBreakers(self._strict, notify)
         self._directions: list[_Direction] = []
         self._loads, self._backups = self._new_direction(), self._new_direction()
 
@@ -83,28 +82,50 @@ class BorrowedPool(ElasticPool):
     def reach_by_copies(self, place: int, slab: StrictSlab) -> None:
         """From now on, a place stands for a slab that its lender copies."""
         self._strict[place] = slab
+        self._is_strict[place] = True
 
     def forget(self, place: int) -> None:
         """No operation uses the pages of this place any more."""
-        self._strict[place] = None
+        slab, self._strict[place] = self._strict[place], None
+        self._is_strict[place] = False
+        if slab is not None:
+            self.breakers.forget(slab)
+
+    def left_alone(self, place: int) -> str:
+        """Why the lender of a slab is not asked for copies; empty if it is, or if the slab is mapped."""
+        slab = self._strict[place]
+        return self.breakers.reason(slab.slab_socket) if slab is not None else ""
+
+    def unusable(self) -> list[int]:
+        """The slabs that are strict and cannot be copied now: their lenders are left alone, or have refused."""
+        if self.breakers.all_are_usable:
+            return []
+        return [i for i, slab in enumerate(self._strict) if slab is not None and not self.breakers.is_usable(slab)]
+
+    def leave_alone(self, place: int, reason: str) -> None:
+        """The lender of a strict slab does not answer."""
+        slab = self._strict[place]
+        if slab is not None:
+            self.breakers.open(slab.slab_socket, reason)
 
     def close(self) -> None:
         """End all sessions. No operation may be under way."""
+        self.breakers.close()
         for direction in self._directions:
             direction.close()
 
     def mover(self, is_within: bool = False) -> PoolMover:
-        """The pool as another link sees it, which copies from it at the same time as loads do. is_within: to pages of
-        this pool, which must be mapped."""
+        """The pool as another stream sees it, which copies from it at the same time as others do. is_within: to pages
+        of this pool, which must be mapped."""
         return PoolMover(self, self._new_direction(), is_within)
 
     def has_strict(self, frames: torch.Tensor) -> bool:
         """Whether any of the pages is not mapped."""
-        strict = torch.tensor([slab is not None for slab in self._strict])
+        strict = torch.from_numpy(self._is_strict)
         return bool(strict.any()) and bool(strict[frames // self._stride_pages].any())
 
     def _new_direction(self) -> _Direction:
-        self._directions.append(_Direction(self._strict, self._staging_bytes))
+        self._directions.append(_Direction(self._strict, self._staging_bytes, self.breakers))
         return self._directions[-1]
 
     # -- from links, on their streams ---------------------------------------------------------------------------
@@ -156,9 +177,8 @@ class BorrowedPool(ElasticPool):
 
     def poison(self, frames: torch.Tensor) -> None:
         """Poison those of the pages that are mapped."""
-        strict = [slab is not None for slab in self._strict]
-        if any(strict):
-            frames = frames[~torch.tensor(strict)[frames // self._stride_pages]]
+        if self._is_strict.any():
+            frames = frames[~torch.from_numpy(self._is_strict)[frames // self._stride_pages]]
         super().poison(frames)
 
     def _plan(self, direction: _Direction, frames: torch.Tensor, round_pages: int) -> _Plan:
@@ -168,12 +188,11 @@ class BorrowedPool(ElasticPool):
         return direction.plan
 
     def _new_plan(self, frames: torch.Tensor, round_pages: int) -> _Plan:
-        all_strict = np.array([slab is not None for slab in self._strict])
-        if not all_strict.any():
+        if not self._is_strict.any():
             # Page numbers may be on a GPU, and are not read from there: that would wait for it.
             return _Plan(frames, None, [])
         places = (frames // self._stride_pages).numpy()
-        strict = all_strict[places]
+        strict = self._is_strict[places]
         if not strict.any():
             return _Plan(frames, None, [])
         far = np.flatnonzero(strict)
@@ -181,8 +200,8 @@ class BorrowedPool(ElasticPool):
         in_slab = (frames % self._stride_pages).numpy().astype(np.int32)
         rounds: list[_Round] = []
         most = min(round_pages, MAX_COPY_PAGES)
-        for place, group in groupby(far.tolist(), key=lambda i: int(places[i])):
-            slab, rest = self._strict[place], np.fromiter(group, np.int64)
+        for rest in np.split(far, np.flatnonzero(np.diff(places[far])) + 1):
+            slab = self._strict[int(places[rest[0]])]
             assert slab is not None
             while len(rest):
                 if not rounds or rounds[-1].slab_socket != slab.slab_socket or rounds[-1].num_pages == most:
@@ -228,7 +247,7 @@ def layer_spans(layout: PageLayout, layer: int) -> list[Span]:
 
 
 class PoolMover:
-    """A `BorrowedPool` that is read by a link of its own."""
+    """A `BorrowedPool` that is read by a stream of its own."""
 
     def __init__(self, pool: BorrowedPool, direction: _Direction, is_within: bool) -> None:
         self.kv_pages = pool.kv_pages
@@ -243,46 +262,46 @@ class PoolMover:
         self._pool.read_layer(self._direction, layer, pages, (src, dst), backend)
 
     def back_up(self, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
-        """See `CopiesPages`; this link copies one way only."""
-        raise AssertionError("nothing is written to peers by this link")
+        """See `CopiesPages`; this stream copies one way only."""
+        raise AssertionError("nothing is written to peers by this stream")
 
 
 class _Direction:
-    """What one link copies. plan: of the present operation. strict: the pool's slabs, by place."""
+    """Loads, backups, or what another stream reads. plan: of the present operation. strict: the pool's slabs, by
+    place."""
 
-    def __init__(self, strict: list[StrictSlab | None], staging_bytes: int) -> None:
+    def __init__(self, strict: list[StrictSlab | None], staging_bytes: int, breakers: LenderBreakers) -> None:
         self.plan: _Plan | None = None
         self._strict = strict
         self._staging_bytes = staging_bytes
+        self._breakers = breakers
         # By slab socket, that is, by lender's life.
         self._sessions: dict[str, CopySession] = {}
-        # Slab sockets of lenders that did not answer, or for which there was no staging memory, and until when they
-        # are not asked again.
-        self._retry_at: dict[str, float] = {}
 
     def session(self, part: _Round) -> CopySession:
-        """The session with the lender of a round. Raises LoadFailedError."""
+        """The session with the lender of a round. Raises LoadFailedError, at once where it is left alone."""
         where = part.slab_socket
+        if reason := self._breakers.reason(where):
+            raise LoadFailedError(f"the worker that has it is left alone: {reason}")
         if where in self._sessions:
             return self._sessions[where]
         self._forget_old()
-        if time.monotonic() < self._retry_at.get(where, 0.0):
-            raise LoadFailedError("the worker that has it could not be asked for copies a moment ago")
         try:
             self._sessions[where] = CopySession(part.slabs[0][0], self._staging_bytes)
         except (ChannelError, SlabError) as error:
-            raise self._failed(where, error) from error
+            raise self._failed(part, error) from error
         return self._sessions[where]
 
     def copy(self, part: _Round, requests: list[Callable[[int], Copy]]) -> CopySession:
-        """Have the lender of a round carry out requests. Raises LoadFailedError."""
+        """Have the lender of a round carry out requests, as `_requests` makes them. Raises LoadFailedError."""
         session = self.session(part)
         try:
-            reason = session.copy(requests)
+            failure = session.copy(requests)
         except ChannelError as error:
-            raise self._failed(part.slab_socket, error) from error
-        if reason is not None:
-            raise LoadFailedError(f"the worker that has it refuses a copy: {reason}")
+            raise self._failed(part, error) from error
+        if failure is not None:
+            self._breakers.refuse(part.slabs[failure.number % len(part.slabs)][0])
+            raise LoadFailedError(f"the worker that has it refuses a copy: {failure.reason}")
         return session
 
     def close(self) -> None:
@@ -291,13 +310,15 @@ class _Direction:
             session.close()
         self._sessions.clear()
 
-    def _failed(self, where: str, error: Exception) -> LoadFailedError:
+    def _failed(self, part: _Round, error: Exception) -> LoadFailedError:
         """End a session: its requests may still be under way, so its memory must not be used again."""
+        where = part.slab_socket
         if where in self._sessions:
             self._sessions.pop(where).close()
-        if isinstance(error, SilentLenderError | SlabError):
-            self._retry_at[where] = time.monotonic() + RETRY_S
-        logger.warning("a worker cannot be asked for copies: %s", error)
+        if isinstance(error, LeaseEndedError):
+            self._breakers.refuse(part.slabs[0][0])
+        else:
+            self._breakers.open(where, str(error))
         return LoadFailedError(f"the worker that has it cannot be asked for copies: {error}")
 
     def _forget_old(self) -> None:
@@ -305,8 +326,6 @@ class _Direction:
         used = {slab.slab_socket for slab in self._strict if slab is not None}
         for where in self._sessions.keys() - used:
             self._sessions.pop(where).close()
-        for where in self._retry_at.keys() - used:
-            del self._retry_at[where]
 
 
 def _request(

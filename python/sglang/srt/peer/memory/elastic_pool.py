@@ -1,4 +1,4 @@
-"""`ElasticPool`: a device pool whose end can be lent, slab by slab, without moving a byte (SwiftCache 3.4, Figure 6).
+"""`ElasticPool`: a device pool that can be lent slab by slab, without moving a byte (SwiftCache 3.4, Figure 6).
 
 Owns how pages lie in a range of slabs. The frame table knows which page is whose, the ledger which slab is lent; the
 range owns the memory itself.
@@ -31,9 +31,8 @@ class ElasticPool:
     operation on all of kv ends the process where a page is not mapped. On the device that the slabs are of.
 
     num_pages: of the whole range, mapped or not, padding included; `frames_of` has those that are pages of a slab.
-    slab_pages: usable pages of one slab. num_own_slabs: slabs 0 to num_own_slabs - 1 are this engine's; those above
-    the boundary are, or may be, lent. Raises ValueError where pages of the range have no single stride; see
-    `elastic_units.stride_bytes`.
+    slab_pages: usable pages of one slab. Which slabs are lent, `SlabLedger` knows. Raises ValueError where pages of
+    the range have no single stride; see `elastic_units.stride_bytes`.
     """
 
     def __init__(self, slabs: Slabs, layout: PageLayout) -> None:
@@ -50,21 +49,14 @@ class ElasticPool:
         self._stride_pages = slabs.stride_bytes // self.page_bytes
         self.scratch_slot: int | None = None
         self.num_pages = slabs.num_slabs * self._stride_pages
-        self.num_own_slabs = slabs.num_slabs
         self._memory = PageMemory(layout, self.num_pages, slabs.tensor(), "page_first")
         self.kv, self.kv_pages = self._memory.kv, self._memory.kv_pages
         self._views = [KVView.of_layer(pages) for pages in self.kv_pages.layers]
 
     @property
-    def boundary(self) -> int:
-        """The first page that another engine has, or may have."""
-        return self.num_own_slabs * self._stride_pages
-
-    def resize(self, num_own_slabs: int) -> None:
-        """Move the boundary: O(1), no data moves. Before it shrinks, the slabs above have to be drained; before it
-        grows, scrubbed."""
-        assert 0 <= num_own_slabs <= self.slabs.num_slabs, f"{num_own_slabs} of {self.slabs.num_slabs} slabs"
-        self.num_own_slabs = num_own_slabs
+    def slab_padding_bytes(self) -> int:
+        """The end of each slab, which has no room for a page."""
+        return self.slabs.slab_bytes % self.page_bytes
 
     def frames_of(self, slab: int) -> np.ndarray:
         """(slab_pages,) int32, the pages that lie in a slab."""

@@ -127,6 +127,7 @@ class LentMemory:
         return {
             "role": "worker",
             "slab_bytes": self.slabs.slab_bytes,
+            "slab_padding_bytes": self.pool.slab_padding_bytes,
             "borrowers": status["borrowers"],
             "slabs": slabs,
             "copies": {"bytes": status["copied_bytes"], "refused": status["refused_copies"]},

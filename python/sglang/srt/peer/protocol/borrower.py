@@ -59,7 +59,14 @@ class SlabLost:
     lease: LeaseId
 
 
-BorrowerEvent = SlabLent | SlabRecalled | SlabLost
+@dataclass(frozen=True)
+class LenderSilent:
+    """The lender's heartbeats have stopped. What is mapped stays usable; copies may not be answered."""
+
+    lender: str
+
+
+BorrowerEvent = SlabLent | SlabRecalled | SlabLost | LenderSilent
 
 
 @dataclass

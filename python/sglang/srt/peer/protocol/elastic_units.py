@@ -1,14 +1,14 @@
-"""How much a lender lends, and in what pieces: pure functions over numbers (SwiftCache 3.2, 3.4).
+"""How much a lender lends, and how slabs lie: pure functions over numbers (SwiftCache 3.2, 3.4).
 
 Owns no memory and reads no clock: the caller passes the time.
 
 The *lender* is the paper's worker, the *borrower* its master. A page is the paper's block, all layers, K and V.
 What differs from the paper:
 
-- Units are counted in bytes, not in elements (Eq. 6-9): the paper leaves out K and V and the dtype, in which models
-  differ too. A page's bytes are `PageLayout.page_bytes`.
-- A unit is a *slab*, which is mapped as a whole: it is a multiple of the mapping granularity as well.
-- Where the least common multiple is huge (page sizes without common factors), the slab is padded instead.
+- The unit is a *slab* of a size that both sides are given. Each side has padding, less than a page of its own per
+  slab. The paper takes a multiple of both pages (Eq. 6-9); docs/design/decisions.md has why this does not.
+- Sizes are counted in bytes, not in elements: the paper leaves out K and V and the dtype, in which models differ too.
+  A page's bytes are `PageLayout.page_bytes`.
 - Demand is what requests needed at the same time, where the paper looks at the longest single request, and so lends
   away what its second request would have needed.
 - The layer stream cache may have several buffers.
@@ -19,87 +19,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from sglang.srt.utils.time_units import Seconds
 
 WINDOW_S = 60.0
-
-
-@dataclass(frozen=True)
-class ElasticUnit:
-    """A slab, the pages of each side that it holds, and the padding that each side cannot use. All sizes in bytes.
-
-    A lender with borrowers of several page sizes still has slabs of one size. Each borrower then has a unit of its
-    own, with the same slab_bytes and lender_page_bytes.
-    """
-
-    slab_bytes: int
-    lender_page_bytes: int
-    borrower_page_bytes: int
-
-    def __post_init__(self) -> None:
-        if min(self.lender_page_bytes, self.borrower_page_bytes) < 1:
-            raise ValueError(f"pages of {self.lender_page_bytes} and {self.borrower_page_bytes} bytes")
-        if self.slab_bytes < max(self.lender_page_bytes, self.borrower_page_bytes):
-            raise ValueError(
-                f"a slab of {self.slab_bytes:,} bytes holds no page of {self.lender_page_bytes:,} (lender) or "
-                f"{self.borrower_page_bytes:,} bytes (borrower): use larger slabs or a smaller page size"
-            )
-
-    @property
-    def lender_pages(self) -> int:
-        """The paper's MEU_i."""
-        return self.slab_bytes // self.lender_page_bytes
-
-    @property
-    def borrower_pages(self) -> int:
-        """The paper's MEU_m."""
-        return self.slab_bytes // self.borrower_page_bytes
-
-    @property
-    def lender_padding(self) -> int:
-        return self.slab_bytes % self.lender_page_bytes
-
-    @property
-    def borrower_padding(self) -> int:
-        return self.slab_bytes % self.borrower_page_bytes
-
-
-def elastic_unit(
-    lender_page_bytes: int,
-    borrower_page_bytes: int,
-    granularity: int,
-    max_slab_bytes: int,
-    padded_slab_bytes: int,
-) -> ElasticUnit:
-    """The unit in which a lender and a borrower exchange memory: SwiftCache Eq. 8 and 9, in bytes.
-
-    granularity: what can be mapped on its own: 2 MiB on GPUs, a page of the system on the CPU. Where the least
-    common multiple of all three is at most max_slab_bytes, that is the slab, without padding. Else the slab
-    is a multiple of lcm(lender page, granularity), so that only the borrower has padding, less than one page of its
-    own; or, where even one such multiple is too large, of the granularity alone. It is the smallest one of at least
-    padded_slab_bytes and one page of each, or the largest one that is permitted. Raises ValueError where no slab
-    holds a page of each.
-    """
-    if min(lender_page_bytes, borrower_page_bytes, granularity, padded_slab_bytes) < 1:
-        raise ValueError("page sizes, granularity and slab size have to be at least 1 byte")
-    if padded_slab_bytes > max_slab_bytes:
-        raise ValueError(f"slabs of at least {padded_slab_bytes:,} and at most {max_slab_bytes:,} bytes")
-    exact = math.lcm(lender_page_bytes, borrower_page_bytes, granularity)
-    if exact <= max_slab_bytes:
-        return ElasticUnit(exact, lender_page_bytes, borrower_page_bytes)
-    larger_page = max(lender_page_bytes, borrower_page_bytes)
-    for multiple in (math.lcm(lender_page_bytes, granularity), granularity):
-        smallest = _round_up(max(padded_slab_bytes, larger_page), multiple)
-        slab_bytes = min(smallest, max_slab_bytes // multiple * multiple)
-        if slab_bytes >= larger_page:
-            return ElasticUnit(slab_bytes, lender_page_bytes, borrower_page_bytes)
-    raise ValueError(
-        f"a page of {larger_page:,} bytes, mapped in pieces of {granularity:,}, needs slabs of "
-        f"{_round_up(larger_page, granularity):,}, but {max_slab_bytes:,} are permitted: permit larger slabs or use "
-        "a smaller page size"
-    )
 
 
 def stride_bytes(slab_bytes: int, page_bytes: int, granularity: int) -> int:
@@ -107,22 +30,22 @@ def stride_bytes(slab_bytes: int, page_bytes: int, granularity: int) -> int:
     return _round_up(slab_bytes, math.lcm(page_bytes, granularity))
 
 
-def scale_up(num_pages: int, needed_pages: int, unit: ElasticUnit) -> tuple[int, int]:
-    """Pages that the lender gets back and the borrower gives up, in whole units (Algorithm 1, SCALEUP).
+def scale_up(num_pages: int, needed_pages: int, slab_pages: int) -> int:
+    """Slabs that a lender lacks (Algorithm 1, SCALEUP).
 
     num_pages: what the lender has now. needed_pages: of its requests at the same time, the new one included. The
     result may be more than is lent; the caller has to check that.
     """
-    return _whole_units(-(-max(0, needed_pages - num_pages) // unit.lender_pages), unit)
+    return -(-max(0, needed_pages - num_pages) // slab_pages)
 
 
-def scale_down(num_pages: int, peak_pages: int, unit: ElasticUnit) -> tuple[int, int]:
-    """Pages that the lender can lend and the borrower gets, in whole units (Algorithm 1, SCALEDOWN).
+def scale_down(num_pages: int, peak_pages: int, slab_pages: int) -> int:
+    """Slabs that a lender can lend (Algorithm 1, SCALEDOWN).
 
     num_pages: what the lender has now. peak_pages: the most that its requests needed at the same time lately, see
     `DemandWindow`.
     """
-    return _whole_units(max(0, num_pages - peak_pages) // unit.lender_pages, unit)
+    return max(0, num_pages - peak_pages) // slab_pages
 
 
 class DemandWindow:
@@ -186,10 +109,6 @@ def layer_stream_sizes(
         )
     num_streamed = min(sum(k_workers), k_master // num_buffers)
     return num_streamed, (k_master - num_buffers * num_streamed) // num_layers
-
-
-def _whole_units(num_units: int, unit: ElasticUnit) -> tuple[int, int]:
-    return num_units * unit.lender_pages, num_units * unit.borrower_pages
 
 
 def _round_up(n: int, multiple: int) -> int:
