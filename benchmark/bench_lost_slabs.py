@@ -1,4 +1,4 @@
-"""Losing a peer: what one step of the scheduler costs when all slabs of a lender go at once.
+"""Losing a peer: what the steps of the scheduler cost in which all slabs of a lender go.
 
 Owns nothing outside the process: a tree, frame tables, the ledger of slabs and the controller. Half of what the peer
 has is on the host, too; the rest moves there as far as there is room. A slab of 8 pages has the pages of four nodes.
@@ -9,6 +9,7 @@ has is on the host, too; the rest moves there as far as there is room. A slab of
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 
 import numpy as np
@@ -58,15 +59,23 @@ def lose(num_slabs: int) -> dict[str, float]:
     controller.evict(Tier.DEVICE, num_pages)
     device.reap(0)
     ledger.take_ops()
-    start = time.process_time()
-    runs = [slabs.frames_of(slab) for slab in slabs.update(bytes(num_slabs))]
-    SlabWithdrawal(controller).withdraw(runs, [], losing=lambda ids: None)
-    peer.reap(0)
-    slabs.take_drained()
-    seconds = time.process_time() - start
+    # What the set-up has put off: stale entries of the order of eviction, and Python's garbage.
+    tree.order.next_of(Tier.HOST)
+    gc.collect()
+    gc.freeze()
+    withdrawal, steps = SlabWithdrawal(controller), []
+    while not steps or withdrawal.has_more:
+        start = time.process_time()
+        runs = [slabs.frames_of(slab) for slab in slabs.update(bytes(num_slabs))]
+        withdrawal.withdraw(runs, [], losing=lambda ids: None)
+        peer.reap(0)
+        slabs.take_drained()
+        steps.append(time.process_time() - start)
+        ledger.take_ops()
+    gc.unfreeze()
     tree.check_invariants()
     ledger.check_invariants()
-    return {"ms": seconds * 1e3, "nodes": num_nodes}
+    return {"longest ms": max(steps) * 1e3, "all ms": sum(steps) * 1e3, "steps": len(steps), "nodes": num_nodes}
 
 
 def main() -> None:
@@ -77,16 +86,16 @@ def main() -> None:
     rows = []
     for num_slabs in map(int, args.slabs.split(",")):
         found = [lose(num_slabs) for _ in range(args.rounds)]
-        best = min(each["ms"] for each in found)
         rows.append(
             {
                 "slabs": num_slabs,
                 "nodes": found[0]["nodes"],
-                "CPU ms of the step": best,
-                "µs per slab": best / num_slabs * 1e3,
+                "steps": found[0]["steps"],
+                "CPU ms of the longest step": min(each["longest ms"] for each in found),
+                "of all": min(each["all ms"] for each in found),
             }
         )
-    print_table("All slabs of a lender are lost in one step", rows)
+    print_table("All slabs of a lender are lost at once", rows)
     write_json("lost_slabs", {"rounds": args.rounds, "slab_pages": SLAB_PAGES, "node_pages": NODE_PAGES}, rows)
 
 

@@ -528,6 +528,11 @@ class KVCache:
             self.device.reap(self.clock.done)
 
     @property
+    def is_withdrawing(self) -> bool:
+        """Whether the next step goes on with what lost slabs had."""
+        return self._withdrawal is not None and self._withdrawal.has_more
+
+    @property
     def num_borrowed_pages(self) -> int:
         """Pages of the peer pool that are there now, and stay as far as is known."""
         if self.borrowed is not None:

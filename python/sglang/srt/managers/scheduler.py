@@ -215,6 +215,8 @@ class Scheduler:
             cache.complete_storage_ops(link, done, counts, inputs.far_counts, self.storage_admin.end)
         if cache.update_borrowed(inputs.slab_report, self._lose_readers):
             self._end_impossible()
+        if cache.is_withdrawing:
+            self._step_again_at = inputs.now
         if self.lending is not None:
             self.lending.update(inputs.slab_report)
         if inputs.storage_has_room != self.storage.writer.has_room:

@@ -9,11 +9,14 @@ about slabs: the ledger does. Their memory stays readable until no page in them 
     ... and there is no room, or the copy fails    lost: its readers start again, and compute it
     a request reads, of a lender that is silent    the same, at once
     any other                                      dropped at once
+
+One pass over the tree finds all that goes. Of thousands of nodes a step drops a part: a server is not to stop for a
+peer that is lost with all its slabs.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -25,6 +28,9 @@ from sglang.srt.mem_cache.transfer import P2H, P2P, Ticket, Tier, TransferOp
 from sglang.srt.utils.time_units import NO_LAUNCH
 
 _NONE = np.empty(0, np.int32)
+# Nodes that a step drops, and that are looked at together for what of them is copied to the host.
+_NODES_PER_STEP = 512
+_NODES_PER_COPY = 64
 
 
 class SlabWithdrawal:
@@ -36,9 +42,12 @@ class SlabWithdrawal:
         self._tree = controller.tree
         self._ledger = controller.ledger
         self._peer = controller.tables[Tier.PEER]
-        # Frames in slabs that go, of nodes that a request reads.
-        self._read = _NONE
-        # Frames of the peer pool of which a copy was begun, and of which one within the pool is under way.
+        # Frames of slabs that go, while nodes may be left in them.
+        self._going: list[np.ndarray] = []
+        # Nodes that are still to be dropped, as the last pass found them.
+        self._leaving: deque[Node] = deque()
+        # Frames of the peer pool of which a copy was begun, or which cannot be read; and of which a copy within the pool
+        # is under way.
         self._tried, self._moving = (np.zeros(self._peer.num_pages, np.bool_) for _ in range(2))
         # Whether copies or requests have ended that could let more pages go.
         self._is_due = False
@@ -46,6 +55,11 @@ class SlabWithdrawal:
     def note_end(self) -> None:
         """A copy or a request has ended."""
         self._is_due = True
+
+    @property
+    def has_more(self) -> bool:
+        """Whether the next call of `withdraw` has something to do, without anything else happening."""
+        return bool(self._leaving) or (self._is_due and bool(self._going))
 
     def withdraw(
         self,
@@ -56,30 +70,46 @@ class SlabWithdrawal:
         """Have the pages of runs of frames go, and those that were to go before. unreadable: runs of which nothing
         can be copied. losing: called with the ids of nodes that are about to be lost though requests read them; it
         ends their holds."""
-        if unreadable:
-            if lost := [node for node in self._controller.nodes_in(Tier.PEER, unreadable) if self._is_read(node)]:
-                losing({node.id for node in lost})
-            self._drop(self._controller.nodes_in(Tier.PEER, unreadable))
-        self._is_due, is_again = False, self._is_due and len(self._read) > 0
-        if not runs and not is_again:
+        for new, has_failed in ((runs, False), (unreadable, True)):
+            if new:
+                self._going += new
+                self._tried[np.concatenate(new)] = has_failed
+                self._leaving.clear()
+                self._is_due = True
+        if self._leaving:
+            self._drop_some()
             return
-        for run in runs:
-            self._tried[run] = False
-        frames = [self._read, *runs]
-        going = self._controller.nodes_in(Tier.PEER, frames)
+        if not (self._is_due and self._going):
+            return
+        self._is_due = False
+        going = self._controller.nodes_in(Tier.PEER, self._going)
         read = [node for node in going if self._is_read(node)]
         if read:
             lost = self._copy_elsewhere([node for node in read if not self._is_being_copied(node)], going)
             if lost:
                 losing({node.id for node in lost})
-            going = self._controller.nodes_in(Tier.PEER, frames)
+            going = self._controller.nodes_in(Tier.PEER, self._going)
             read = [node for node in going if self._is_read(node)]
-        self._read = np.concatenate([node.frames[Tier.PEER] for node in read] or [_NONE])  # type: ignore[arg-type]
         stay = {node.id for node in read}
-        leaving = [node for node in going if node.id not in stay]
-        if self._controller.has_host:
-            self._controller.move_to_host(leaving)
-        self._drop(leaving)
+        self._leaving = deque(node for node in going if node.id not in stay)
+        if not going:
+            self._going = []
+        if len(self._leaving) <= _NODES_PER_STEP // 4:
+            self._drop_some()
+
+    def _drop_some(self) -> None:
+        """Drop the first of what leaves, as many as a step may; of what can be read, some is copied to the host."""
+        for _ in range(0, min(len(self._leaving), _NODES_PER_STEP), _NODES_PER_COPY):
+            part = [self._leaving.popleft() for _ in range(min(len(self._leaving), _NODES_PER_COPY))]
+            # They may have left since, been merged into others, or be read now.
+            part = [
+                n for n in part if n.parent is not None and n.frames[Tier.PEER] is not None and not self._is_read(n)
+            ]
+            if self._controller.has_host:
+                self._controller.move_to_host([n for n in part if not self._tried[n.frames[Tier.PEER]].any()])
+            self._drop(part)
+            # Another pass finds what was split or merged meanwhile.
+            self._is_due = True
 
     def _drop(self, nodes: list[Node]) -> None:
         self._ledger.free(self._tree.drop(nodes, Tier.PEER), Tier.PEER)

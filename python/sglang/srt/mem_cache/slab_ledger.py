@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import compress
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -107,8 +106,9 @@ class SlabLedger:
             in_slabs[each] = True
         unused = ~in_slabs if mapped else np.ones_like(in_slabs)
         table.lend(np.flatnonzero(unused).astype(np.int32))
-        # Of the slabs that are MAPPED.
-        self.num_mapped_frames = sum(map(len, self._frames)) if mapped else 0
+        self._num_frames = np.array([len(each) for each in self._frames], np.int64)
+        # By state: (n,) bool, the slabs in it.
+        self._is_in = {state: np.array([each == state for each in self.states], np.bool_) for state in SlabState}
 
     def frames_of(self, slab: int) -> np.ndarray:
         """(n,) int32, ascending."""
@@ -117,43 +117,62 @@ class SlabLedger:
     def update(self, mapped: bytes) -> list[int]:
         """mapped: what all ranks have mapped, a byte per slab. Returns the slabs that begin to drain: the caller
         drops their pages."""
-        draining = []
-        for slab, is_mapped in enumerate(mapped):
-            if is_mapped and self.states[slab] == SlabState.UNMAPPED:
-                self.table.reclaim(self._frames[slab])
-                self.states[slab] = SlabState.MAPPED
-                self.num_mapped_frames += len(self._frames[slab])
-            elif not is_mapped and self.states[slab] == SlabState.MAPPED:
-                draining.append(slab)
-                self.drain(slab)
-        return draining
+        if not mapped:
+            return []
+        is_mapped = np.frombuffer(mapped, np.bool_)
+        come = np.flatnonzero(is_mapped & self._is_in[SlabState.UNMAPPED]).tolist()
+        gone = np.flatnonzero(~is_mapped & self._is_in[SlabState.MAPPED]).tolist()
+        if come:
+            self.table.reclaim(self._frames_of_all(come))
+            self._set_state(come, SlabState.MAPPED)
+        self._drain(gone)
+        return gone
 
     def drain(self, slab: int) -> None:
         """Allocate nothing more in a slab, so that it becomes free."""
         assert self.states[slab] == SlabState.MAPPED, f"slab {slab} is not mapped"
-        self.states[slab] = SlabState.DRAINING
-        self.num_mapped_frames -= len(self._frames[slab])
-        self.table.lend(self._frames[slab])
+        self._drain([slab])
+
+    def _drain(self, slabs: list[int]) -> None:
+        if not slabs:
+            return
+        self.table.lend(self._frames_of_all(slabs))
+        self._set_state(slabs, SlabState.DRAINING)
+
+    def _set_state(self, slabs: list[int], state: SlabState) -> None:
+        for slab in slabs:
+            self.states[slab] = state
+        for each, is_in in self._is_in.items():
+            is_in[slabs] = each == state
+
+    def _frames_of_all(self, slabs: list[int]) -> np.ndarray:
+        return np.concatenate([self._frames[slab] for slab in slabs])
 
     def cancel_drain(self, slab: int) -> None:
         """Use a draining slab again, at once."""
         assert self.states[slab] == SlabState.DRAINING, f"slab {slab} is not draining"
-        self.states[slab] = SlabState.MAPPED
-        self.num_mapped_frames += len(self._frames[slab])
+        self._set_state([slab], SlabState.MAPPED)
         self.table.cancel_lend(self._frames[slab])
 
     def take_drained(self) -> tuple[int, ...]:
         """The draining slabs of which no frame is in use any more. They become UNMAPPED."""
-        drained = []
-        for slab, state in enumerate(self.states):
-            if state == SlabState.DRAINING and (self.table.state[self._frames[slab]] == FrameState.LENT).all():
-                self.states[slab] = SlabState.UNMAPPED
-                drained.append(slab)
+        slabs = np.flatnonzero(self._is_in[SlabState.DRAINING]).tolist()
+        if not slabs:
+            return ()
+        is_lent = self.table.state[self._frames_of_all(slabs)] == FrameState.LENT
+        firsts = np.cumsum([0, *(len(self._frames[slab]) for slab in slabs[:-1])])
+        drained = [slab for slab, is_free in zip(slabs, np.logical_and.reduceat(is_lent, firsts).tolist()) if is_free]
+        self._set_state(drained, SlabState.UNMAPPED)
         return tuple(drained)
 
+    @property
+    def num_mapped_frames(self) -> int:
+        """Of the slabs that are MAPPED."""
+        return int(self._num_frames[self._is_in[SlabState.MAPPED]].sum())
+
     def check_invariants(self) -> None:
-        is_mapped = [state == SlabState.MAPPED for state in self.states]
-        assert self.num_mapped_frames == sum(map(len, compress(self._frames, is_mapped)))
+        for state, is_in in self._is_in.items():
+            assert is_in.tolist() == [each == state for each in self.states], f"{state.name} is counted wrong"
         for slab, state in enumerate(self.states):
             lent = self.table.state[self._frames[slab]] == FrameState.LENT
             is_right = {
