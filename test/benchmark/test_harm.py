@@ -26,6 +26,7 @@ from benchmark.harm import (
 )
 
 from sglang.srt.mem_cache.transfer import Tier
+from sglang.srt.peer.memory.copy_session import COPY_TIMEOUT_S
 
 CASE = Case((Tier.DEVICE, Tier.HOST), Tier.DISK, 1.0, "healthy", "documents")
 BASE = ServerRun(
@@ -90,8 +91,9 @@ def test_conditions_of_a_link() -> None:
         "flapping hangs": [(6.0, True), (11.5, True)],
         "flapping fails": [(6.0, True), (11.0, False)],
     }
-    assert health_of("hung", Tier.PEER, 10.0).outcome(10.0, 1.0) == (15.0, False)
-    assert health_of("hung", Tier.PEER, 10.0).outcome(15.0, 1.0) == (16.0, True)
+    until = 10.0 + COPY_TIMEOUT_S
+    assert health_of("hung", Tier.PEER, 10.0).outcome(10.0, 1.0) == (until, False)
+    assert health_of("hung", Tier.PEER, 10.0).outcome(until, 1.0) == (until + 1.0, True)
 
 
 def test_all_cases_are_different_and_cover_every_combination() -> None:

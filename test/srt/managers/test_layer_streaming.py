@@ -393,7 +393,8 @@ def test_peers_are_read_where_they_have_it(model: Model):
 
     (answer,) = engine.generate([long], greedy(8), after_step=look)
     model.check(long, answer, 8)
-    assert tiers == {Tier.PEER, Tier.HOST} and answer.cached_tokens_details["peer"] > 0
+    # What the device keeps behind it, the host has too, where its copy is in.
+    assert Tier.PEER in tiers and answer.cached_tokens_details["peer"] > 0
     check_memory(model, engine)
 
 

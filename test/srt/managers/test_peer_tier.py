@@ -106,13 +106,15 @@ def test_slabs_that_cannot_be_read_any_more_are_dropped_and_others_are_moved(mon
     cache = rig.scheduler.cache
     dropped: list[tuple[list[int], bool]] = []
 
-    def note(tier: Tier, runs: list[np.ndarray], moves: bool) -> None:
-        assert tier == Tier.PEER
-        dropped.extend((run.tolist(), moves) for run in runs)
+    def note(runs: list[np.ndarray], unreadable: list[np.ndarray], losing: object) -> None:
+        dropped.extend((run.tolist(), moves) for moves, each in ((False, unreadable), (True, runs)) for run in each)
 
-    monkeypatch.setattr(cache.controller, "withdraw", note)
-    cache.update_borrowed(SlabReport(b"\1\1\1"))
-    cache.update_borrowed(SlabReport(b"\0\0\1", readable=b"\1\0\1"))
+    def update(report: SlabReport) -> None:
+        cache.update_borrowed(report, losing=lambda ids: None)
+
+    monkeypatch.setattr(cache._withdrawal, "withdraw", note)
+    update(SlabReport(b"\1\1\1"))
+    update(SlabReport(b"\0\0\1", readable=b"\1\0\1"))
     assert dropped == [([4, 5, 6, 7], False), ([0, 1, 2, 3], True)]
-    cache.update_borrowed(SlabReport(b"\0\0\0"))
+    update(SlabReport(b"\0\0\0"))
     assert dropped[2:] == [([8, 9, 10, 11], True)] and cache.counters["slabs_withdrawn"] == 3

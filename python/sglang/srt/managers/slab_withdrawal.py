@@ -46,8 +46,8 @@ class SlabWithdrawal:
         self._going: list[np.ndarray] = []
         # Nodes that are still to be dropped, as the last pass found them.
         self._leaving: deque[Node] = deque()
-        # Frames of the peer pool of which a copy was begun, or which cannot be read; and of which a copy within the pool
-        # is under way.
+        # Frames of the peer pool of which a copy was begun, or which cannot be read; and of which a copy within the
+        # pool is under way.
         self._tried, self._moving = (np.zeros(self._peer.num_pages, np.bool_) for _ in range(2))
         # Whether copies or requests have ended that could let more pages go.
         self._is_due = False
