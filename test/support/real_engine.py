@@ -24,7 +24,7 @@ from sglang.srt.managers.startup.storage import StorageOpener
 from sglang.srt.mem_cache.block_store import BlockStore
 from sglang.srt.mem_cache.transfer import StorageAction, Tier
 from sglang.srt.model_loader.loader import load_model
-from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory, BorrowedOptions
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
 from sglang.srt.sampling.logprob_types import LogprobSpec
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -76,8 +76,8 @@ class RealEngine(LocalEngine):
         write_policy = options.setdefault("write_policy", "write_through")
         if lender is not None:
             slabs = SlabsConfig(num_slabs, SLAB_MIB << 20)
-            maps_only = "layer_stream" in options
-            options["borrow"] = partial(BorrowedMemory, [lender.endpoint], "gate", slabs, maps_only=maps_only)
+            borrowed = BorrowedOptions(maps_only="layer_stream" in options)
+            options["borrow"] = partial(BorrowedMemory, [lender.endpoint], "gate", slabs, options=borrowed)
         super().__init__(
             real.config,
             device_tokens // page_size,

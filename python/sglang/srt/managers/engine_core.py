@@ -27,7 +27,7 @@ from sglang.srt.utils.time_units import Seconds
 
 _MEASURED = (EXEC, *PARTS_OF_LAUNCHES, *MEASURED_LINKS, FETCH, STORE)
 # The first bytes of every record. A record of another version has other inputs, which this scheduler would misread.
-_RECORD_FORMAT = b"sglang-steps-3"
+_RECORD_FORMAT = b"sglang-steps-4"
 
 
 class EngineCore:
@@ -159,6 +159,8 @@ class EngineCore:
         self.num_steps += 1
         if self._borrowed is not None:
             self._borrowed.mark_in_use(progress.slab_report.mapped)
+        elif isinstance(self.slabs, LentSlabs):
+            self.slabs.mark_in_use(progress.slab_report.mapped)
         if self.record is not None:
             self.record.inputs(inputs)
         decision = self.scheduler.step(inputs)
@@ -204,13 +206,15 @@ class EngineCore:
             if poison is not None and len(frames):
                 poison(frames)
         if decision.slabs_drained and self._borrowed is not None:
-            self._borrowed.give_back(decision.slabs_drained)
+            self._borrowed.give_back(decision.slabs_drained, decision.slabs_given_up)
         elif decision.slabs_drained:
             assert isinstance(self.slabs, LentSlabs)
             self.slabs.lend(decision.slabs_drained)
         if decision.num_slabs_recalled:
             assert isinstance(self.slabs, LentSlabs)
             self.slabs.recall(decision.num_slabs_recalled)
+        if decision.peer_demand is not None and self._borrowed is not None:
+            self._borrowed.set_demand(*decision.peer_demand)
         if decision.reset is not None:
             self.executor.reset(decision.reset)
         for ticket in decision.cancels:

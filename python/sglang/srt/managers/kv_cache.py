@@ -84,6 +84,9 @@ class KVCache:
         self.takes = RecentTakes(pages_for(config.chunk_budget, config.page_size))
         self.lost_hits = LostHits(self.tree, config.page_size)
         self._has_unlocked = False
+        # Of an engine that lends, since `take_device_use`: device pages that were filled, and that requests found.
+        self._filled: list[np.ndarray] = []
+        self._found: list[np.ndarray] = []
         self.counters: Counter[str] = Counter()
         self._cursors = MatchCursors(self.tree)
         self._link_done = dict.fromkeys(LINKS, 0)
@@ -213,6 +216,9 @@ class KVCache:
         """The request starts on a locked path; eviction and write policies use the count. It counts once, also when
         it starts again."""
         self.tree.count_use(receipt.node, req.priority, num_uses=int(req.epoch == 0))
+        if self.ledger.lends_device:
+            frames = (node.frames[Tier.DEVICE] for node in self.path_of(receipt))
+            self._found += [each for each in frames if each is not None]
         if self.storage.is_open:
             self.storage.writer.touches.note_request(receipt.node)
 
@@ -302,6 +308,14 @@ class KVCache:
             frames = node.frames[Tier.DEVICE]
             assert frames is not None
             self.device.transition(frames, FrameState.HELD, FrameState.CACHED)
+            if self.ledger.lends_device:
+                self._filled.append(frames)
+
+    def take_device_use(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Device pages (int32) that were filled, and that requests have found, since the last call; none of an engine
+        that does not lend."""
+        use, self._filled, self._found = (self._filled, self._found), [], []
+        return use
 
     # -- device memory ------------------------------------------------------------------------------------------
 
@@ -516,11 +530,17 @@ class KVCache:
         """mapped: a byte per slab of the peer pool, 1 if all ranks have it. Pages of other slabs are dropped."""
         if self.borrowed is None:
             return
-        lost = self.borrowed.update(mapped)
-        if lost:
-            with self.lost_hits.history.because("slab_lost"):
-                self.controller.withdraw(Tier.PEER, [self.borrowed.frames_of(slab) for slab in lost])
-            self.counters["slabs_withdrawn"] += len(lost)
+        self.withdraw_borrowed(self.borrowed.update(mapped))
+
+    def withdraw_borrowed(self, slabs: list[int]) -> None:
+        """Drop the pages of slabs of the peer pool that have begun to drain, or move them on."""
+        if self.borrowed is None or not slabs:
+            return
+        with self.lost_hits.history.because("slab_lost"):
+            self.controller.withdraw(Tier.PEER, [self.borrowed.frames_of(slab) for slab in slabs])
+        self.counters["slabs_withdrawn"] += len(slabs)
+        # Perhaps nothing causes another step.
+        self.borrowed.table.reap(self.clock.done)
 
     # -- looking ------------------------------------------------------------------------------------------------
 
