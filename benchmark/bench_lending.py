@@ -63,15 +63,24 @@ def prompt(rng: np.random.Generator, n: int) -> list[int]:
     return rng.integers(300, 1800, n).tolist()
 
 
-def round_of(url: str, seed: int) -> tuple[float, float]:
-    """Of the second turns: the median of the cached tokens, and of the seconds to the first token."""
-    rng = np.random.default_rng(seed)
-    histories = []
+def round_of(workers: dict[str, str], seed: int) -> dict[str, tuple[list[int], list[float]]]:
+    """workers: arm -> URL. Of the second turns of each: the cached tokens, and the seconds to the first token. Each
+    turn is asked of all workers one after the other, so that what else the machine does hits all alike."""
+    histories: dict[str, list[list[int]]] = {name: [] for name in workers}
+    found: dict[str, tuple[list[int], list[float]]] = {name: ([], []) for name in workers}
+    rngs = {name: np.random.default_rng([seed, i]) for i, name in enumerate(workers)}
     for _ in range(CONVERSATIONS):
-        first = prompt(rng, PROMPT)
-        histories.append(first + generate(url, first, 16)[0])
-    found = [generate(url, history + prompt(rng, MORE), 1)[1:] for history in histories]
-    return statistics.median(n for n, _ in found), statistics.median(s for _, s in found)
+        for name, url in workers.items():
+            first = prompt(rngs[name], PROMPT)
+            histories[name].append(first + generate(url, first, 16)[0])
+    for i in range(CONVERSATIONS):
+        names = list(workers)
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            second = histories[name][i] + prompt(rngs[name], MORE)
+            _, cached, seconds = generate(workers[name], second, 1)
+            found[name][0].append(cached)
+            found[name][1].append(seconds)
+    return found
 
 
 def slabs_of(url: str) -> dict[str, int]:
@@ -115,23 +124,22 @@ def main() -> int:
                 for _ in range(4):
                     for each in prompts:
                         generate(master, each, 1)
+        workers = {name: worker for name, (worker, _) in urls.items()}
         for number in range(args.rounds):
-            away = {name: slabs_of(worker)["home"] for name, (worker, _) in urls.items()}
-            measured = {arm.name: round_of(urls[arm.name][0], 100 * number + i) for i, arm in enumerate(ARMS)}
-            alone_cached, alone_s = measured["alone"]
-            for arm in ARMS:
-                cached, seconds = measured[arm.name]
-                slabs = slabs_of(urls[arm.name][0])
+            home = {name: slabs_of(url)["home"] for name, url in workers.items()}
+            found = round_of(workers, number)
+            for name, (cached, seconds) in found.items():
+                ratios = [mine / alone for mine, alone in zip(seconds, found["alone"][1])]
                 rows.append(
                     {
                         "round": number,
-                        "worker": arm.name,
-                        "slabs at home before": away[arm.name],
-                        "after": slabs["home"],
-                        "cached tokens": cached,
-                        "of alone": round(cached / alone_cached, 3),
-                        "ms to first token": round(1e3 * seconds, 2),
-                        "over alone": round(seconds / alone_s, 3),
+                        "worker": name,
+                        "slabs at home before": home[name],
+                        "after": slabs_of(workers[name])["home"],
+                        "cached tokens": statistics.median(cached),
+                        "of alone": round(sum(cached) / sum(found["alone"][0]), 3),
+                        "ms to first token": round(1e3 * statistics.median(seconds), 2),
+                        "over alone": round(statistics.median(ratios), 3),
                     }
                 )
     print_table("Second turns, medians of twelve conversations", rows)

@@ -3,8 +3,8 @@
 It starts a master with the embedded model, two workers with models of other shapes and a router in front of them, as
 a user would, and a server without a cache to compare with. The workers are idle and lend what the master lacks. Its
 conversations come back from the lent memory. Then one worker gets many requests and takes its memory back. The tables
-show the servers' own states. The demo fails unless memory was lent, used and taken back, and all answers of the master equal
-those of the server without a cache.
+show the servers' own states. The demo fails unless memory was lent, used and taken back, and all the master's answers
+equal those of the server without a cache.
 """
 
 from __future__ import annotations

@@ -117,8 +117,23 @@ def test_the_value_is_what_a_slab_saves_and_what_its_lack_costs():
     assert rig.policy.take_demand(0.0) == (2, 1 << 20)
     rig.adjust(0.0, Shortage(num_pages=8, lost_tokens=100, token_s=0.04))
     assert rig.policy.take_demand(0.0) == (4, 1 << 20), "8 s over four"
+    rig.use.note(VALUE_S, np.arange(1, dtype=np.int32))
     later = rig.policy.take_demand(VALUE_S)
     assert later is not None and later[1] == 1 << 19, "a third of it is left"
+
+
+def test_to_an_idle_borrower_slabs_are_worth_nothing():
+    rig = Rig()
+    rig.lend(0, 0, None, None, None, None)
+    rig.adjust(0.0)
+    rig.use.note(5.0, np.arange(8, dtype=np.int32), 0.5)
+    rig.adjust(5.0)
+    assert rig.policy.take_demand(5.0) == (2, 1 << 20) and rig.policy.wake_at == 15.0
+    rig.adjust(15.0)
+    assert rig.policy.take_demand(15.0) == (2, 0) and rig.policy.wake_at == 65.0
+    rig.use.note(20.0, np.arange(1, dtype=np.int32))
+    demand = rig.policy.take_demand(20.0)
+    assert demand is not None and demand[1] > 0
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -157,9 +157,7 @@ class EngineCore:
             storage_has_room=progress.storage_has_room,
         )
         self.num_steps += 1
-        if self._borrowed is not None:
-            self._borrowed.mark_in_use(progress.slab_report.mapped)
-        elif isinstance(self.slabs, LentSlabs):
+        if self.slabs is not None:
             self.slabs.mark_in_use(progress.slab_report.mapped)
         if self.record is not None:
             self.record.inputs(inputs)

@@ -66,6 +66,11 @@ class SlabSource(Protocol):
         """What this rank may use now."""
         ...
 
+    def mark_in_use(self, mapped: bytes) -> None:
+        """mapped: what all ranks have mapped, a byte per slab. These slabs are in use until `give_back` or `lend`
+        names them. Called before each step."""
+        ...
+
 
 @runtime_checkable
 class BorrowedSlabs(SlabSource, Protocol):
@@ -73,11 +78,6 @@ class BorrowedSlabs(SlabSource, Protocol):
 
     A rank may have mapped a slab that another rank has not. Such a slab is not used. When its lender recalls it, it
     goes back without a call of `give_back`."""
-
-    def mark_in_use(self, mapped: bytes) -> None:
-        """mapped: what all ranks have mapped, a byte per slab. These slabs are in use until `give_back` names them.
-        Called before each step."""
-        ...
 
     def give_back(self, slabs: Sequence[int], chosen: Sequence[int] = ()) -> None:
         """No rank uses these slabs any more. Those that were recalled or lost are unmapped and returned. chosen:
@@ -92,11 +92,6 @@ class BorrowedSlabs(SlabSource, Protocol):
 @runtime_checkable
 class LentSlabs(SlabSource, Protocol):
     """A lender's memory. All slabs are mapped at first."""
-
-    def mark_in_use(self, mapped: bytes) -> None:
-        """mapped: what all ranks have mapped, a byte per slab. These slabs are in use until `lend` names them. Called
-        before each step."""
-        ...
 
     def lend(self, slabs: Sequence[int]) -> None:
         """This engine does not use these slabs any more: borrowers may have them. They are unmapped from now on."""

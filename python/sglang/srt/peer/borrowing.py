@@ -7,7 +7,9 @@ up.
     asked for     the slabs that are there, and room for what was evicted lately and no peer had room for
     given back    slabs that were not used for `idle_s`; and as many as lenders want, the coldest first
 
-An idle borrower thus asks for nothing, and soon has nothing. Ranks pass the same numbers and decide alike.
+An idle borrower thus asks for nothing, and soon has nothing. What it has is worth nothing to it once it has neither
+used nor lacked a slab for `demand_s`: its lender may have that back for cache in use. Ranks pass the same numbers
+and decide alike.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from sglang.srt.utils.time_units import Seconds
 class BorrowingConfig:
     """All in seconds."""
 
-    # What was lacking in this time is asked for.
+    # What was lacking in this time is asked for. A borrower that lacked and used nothing in it is idle.
     demand_s: float = 10.0
     # Slabs that were not used for this time are given back.
     idle_s: float = 60.0
@@ -93,7 +95,9 @@ class Borrowing:
         num_mapped = self.ledger.states.count(SlabState.MAPPED)
         num_more = -(-self._lacking // self._slab_pages)
         num_slabs = min(num_mapped + num_more, len(self.ledger.states))
-        value_us = round(1e6 * (self.use.saved.at(now) + self._regret.at(now)) / max(1, num_slabs))
+        value_us = 0
+        if now < self._idle_from:
+            value_us = round(1e6 * (self.use.saved.at(now) + self._regret.at(now)) / max(1, num_slabs))
         # To a power of two: a value that fades is told from time to time only.
         demand = (num_slabs, 1 << (value_us.bit_length() - 1) if value_us else 0)
         if demand == self._told:
@@ -133,7 +137,12 @@ class Borrowing:
         self._lacking = min(self._lacking, len(self.ledger.states) * self._slab_pages)
 
     def _last_used(self, slab: int) -> float:
-        return max(self.use.used_at[slab], self._mapped_at[slab])
+        return float(max(self.use.used_at[slab], self._mapped_at[slab]))
+
+    @property
+    def _idle_from(self) -> float:
+        """When the borrower counts as idle, if it neither uses a slab nor lacks one until then."""
+        return max(float(self.use.used_at.max()), self._lacked_at) + self._config.demand_s
 
     def _idle(self, mapped: list[int], now: Seconds) -> list[int]:
         return [slab for slab in mapped if self._last_used(slab) + self._config.idle_s <= now]
@@ -156,4 +165,6 @@ class Borrowing:
         times = [self._last_used(slab) + self._config.idle_s for slab in mapped]
         if self._lacking:
             times.append(self._lacked_at + self._config.demand_s)
+        if mapped and now < self._idle_from:
+            times.append(self._idle_from)
         self.wake_at = min(times, default=None)
