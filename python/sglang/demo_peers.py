@@ -49,7 +49,7 @@ MASTER = f"--hicache --max-total-tokens {DEVICE_TOKENS} --hicache-ratio 0.05 --p
 WORKER = "--load-format dummy --context-length 1024 --peer-role worker --peer-window 2"
 SLAB_MIB = "1"
 # What the busy worker gets at once: together more than it has at home.
-NUM_BUSY, BUSY_TOKENS = 8, 100
+NUM_BUSY, BUSY_TOKENS = 12, 150
 WAIT_S = 120.0
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ def shape(num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int) -> 
 
 
 QUIET = Worker("quiet", shape(3, 4, 2, 16), max_total_tokens=10240, page_size=16)
-BUSY = Worker("busy", shape(6, 8, 4, 16), max_total_tokens=8192, page_size=4)
+BUSY = Worker("busy", shape(6, 8, 4, 16), max_total_tokens=5120, page_size=4)
 
 
 def look(urls: dict[str, str]) -> dict[str, Any]:
