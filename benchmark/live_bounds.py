@@ -98,7 +98,7 @@ def _start(stack: contextlib.ExitStack, folder: Path, tiers: list[str]) -> str:
     for each, at in (*started, (process, url)):
         wait_ready(each, at)
     if "peer" in tiers:
-        _wait_for_slabs(url)
+        _wait_for_worker(url)
     return url
 
 
@@ -107,12 +107,12 @@ def _bytes_per_token() -> int:
     return 2 * NUM_LAYERS * NUM_KV_HEADS * HEAD_DIM * 4
 
 
-def _wait_for_slabs(url: str) -> None:
-    """Until the master's peer tier has nearly its size, or does not grow any more."""
+def _wait_for_worker(url: str) -> None:
+    """Until the master has found the worker, which lends what the first questions lack."""
     deadline = time.monotonic() + PEER_WAIT_S
-    while get_json(url + "/hicache/state")["tiers"]["peer"]["total_tokens"] < 0.9 * PEER_TOKENS:
+    while not get_json(url + "/hicache/state")["peers"]["lenders"][0]["connected"]:
         if time.monotonic() > deadline:
-            return
+            raise SystemExit("the worker is not found")
         time.sleep(0.1)
 
 

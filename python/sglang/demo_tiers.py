@@ -231,7 +231,10 @@ def wait_for(what: str, true: Callable[[], bool]) -> None:
 
 
 def show_sizes(state: dict[str, Any]) -> None:
-    sizes = {tier: state["tiers"][tier].get("total_tokens", 0) for tier in ("device", "peer", "host")}
+    sizes = {"device": state["tiers"]["device"]["total_tokens"]}
+    # The most that it may borrow; at first it has nothing.
+    sizes["peer"] = NUM_SLABS * (SLAB_MIB << 20) // state["page_bytes"] * state["page_size"]
+    sizes["host"] = state["tiers"]["host"]["total_tokens"]
     sizes["disk"] = state["tiers"]["disk"]["limit_bytes"] // state["page_bytes"]
     parts = ", ".join(f"{tier} {tokens}" for tier, tokens in sizes.items())
     print(f"room in tokens: {parts}, remote all; 6 conversations need about 3200")
@@ -239,7 +242,9 @@ def show_sizes(state: dict[str, Any]) -> None:
     print(f"in the bars: {letters}, . computed\n", flush=True)
 
 
-def go_through_faults(library: Library, parts: Parts, lends: Callable[[], bool], flush: Callable[[], object]) -> bool:
+def go_through_faults(
+    library: Library, parts: Parts, knows_worker: Callable[[], bool], flush: Callable[[], object]
+) -> bool:
     """flush: empties device, peers and host. Returns whether tokens came again from each part that came back."""
     good = True
 
@@ -257,7 +262,7 @@ def go_through_faults(library: Library, parts: Parts, lends: Callable[[], bool],
 
     def start_worker() -> None:
         parts.start_worker()
-        wait_for("the worker lends again", lends)
+        wait_for("the server finds the worker again", knows_worker)
 
     def kill_all() -> None:
         for part in (parts.worker, parts.store, parts.proxy):
@@ -341,17 +346,18 @@ def main() -> int:
         def state() -> dict[str, Any]:
             return get_json(warm_url + "/hicache/state")
 
-        def lends() -> bool:
-            return bool(state()["tiers"]["peer"]["total_tokens"])
+        def knows_worker() -> bool:
+            """It lends what the server asks for as it needs it."""
+            return bool(state()["peers"]["lenders"][0]["connected"])
 
-        wait_for("the worker lends", lends)
+        wait_for("the server finds the worker", knows_worker)
         print(f"ready after {time.perf_counter() - began:.1f} s; watch the cache at {warm_url}/hicache")
         show_sizes(state())
         library = Library(connect(warm_url), connect(cold_url))
         print("Six people ask. What the device has no room for goes to the other tiers.")
         library.header()
         good = library.ask_until(TIERS, len(NAMES) * TURNS)
-        good &= go_through_faults(library, parts, lends, lambda: post(warm_url + "/flush_cache"))
+        good &= go_through_faults(library, parts, knows_worker, lambda: post(warm_url + "/flush_cache"))
         print()
     good &= summarise(library.pairs, TIERS, TIERS)
     most = max(sum(tier in answer.tiers and answer.tiers[tier] > 0 for tier in TIERS) for _, answer in library.pairs)

@@ -23,7 +23,8 @@ import torch
 
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
-from sglang.srt.peer.memory.lent_memory import LentMemory
+from sglang.srt.peer.memory.lent_memory import LentMemory, LentOptions
+from sglang.srt.utils.peer_timing import PeerTiming
 from support.children import Child
 from support.server_fixture import Server, wait_until
 from support.store_servers import RedisServer
@@ -31,6 +32,8 @@ from support.store_servers import RedisServer
 SOURCES = ("device", "peer", "host", "disk", "remote")
 BLOCK = 32
 SLAB_MIB = 1
+# Slabs wait for a borrower.
+LONG_S = 1e6
 # Bytes of a token, K and V of all layers, of the embedded model on a CPU.
 _TOKEN_BYTES = 2048
 DISK_HOOK = Path(__file__).parent / "disk_hook"
@@ -40,7 +43,8 @@ def lend(_say: Callable[..., None], endpoint: str, directory: str, num_slabs: in
     """The work of a `Child`: lends all its slabs for ever."""
     layout = PageLayout.kv(1, 8, 4, 32, torch.bfloat16)
     slabs = SlabsConfig(num_slabs, SLAB_MIB << 20)
-    memory = LentMemory(endpoint, Path(directory), slabs, layout, strict=strict)
+    options = LentOptions(strict, PeerTiming(offer=LONG_S))
+    memory = LentMemory(endpoint, Path(directory), slabs, layout, options=options)
     memory.lend(range(num_slabs))
     while True:
         memory.poll_mapped()

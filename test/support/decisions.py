@@ -30,6 +30,8 @@ from support.tier_mixes import TIER_MIXES, tier_mix
 FILE = Path(__file__).with_name("decisions.msgpack.zst")
 # Old name of a field -> its name today.
 RENAMED: dict[str, str] = {}
+# Fields of a decision that were added, with the values that recorded ones have.
+ADDED: dict[str, Any] = {"slabs_given_up": [], "peer_demand": None}
 # Seeds of the soak, and steps in which requests may arrive.
 SEEDS = range(200, 224)
 STEPS = 120
@@ -98,6 +100,8 @@ def _unpacked(path: Path) -> bytes:
 
 def _renamed(value: Any) -> Any:
     if isinstance(value, dict):
+        if "slabs_drained" in value:
+            value = ADDED | value
         return {RENAMED.get(key, key): _renamed(each) for key, each in value.items()}
     return [_renamed(each) for each in value] if isinstance(value, list) else value
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from sglang.srt.peer.borrower_coordinator import BorrowerCoordinator
 from sglang.srt.peer.lender_coordinator import LenderCoordinator
 from sglang.srt.peer.memory.slabs import SlabFiles
-from sglang.srt.peer.protocol.borrower import SlabLent, SlabLost, SlabRecalled
+from sglang.srt.peer.protocol.borrower import SlabLent, SlabLost, SlabRecalled, SlabsWanted
 from sglang.srt.peer.protocol.lender import DemandChanged, LenderTiming
 from sglang.srt.peer.protocol.messages import LeaseId
 from sglang.srt.utils.shared_memory import SharedMemory
@@ -44,6 +44,11 @@ def borrow(say: Say, name: str, demand_bytes: int, endpoint: str) -> None:
                 mapped.pop(event.lease).close()
                 say("unmapped")
                 coordinator.give_back(endpoint, event.lease)
+            elif isinstance(event, SlabsWanted):
+                for lease in list(mapped)[: event.num_slabs]:
+                    mapped.pop(lease).close()
+                    say("unmapped")
+                    coordinator.give_back(endpoint, lease)
             elif isinstance(event, SlabLost):
                 mapped.pop(event.lease).close()
                 say("lost")
@@ -58,7 +63,7 @@ def lend(say: Say, directory: Path, num_slabs: int, endpoint: str) -> None:
         directory,
         SlabFiles(num_slabs, SLAB_BYTES, lambda slab: slabs[slab].fd),
         notify=is_news.set,
-        timing=LenderTiming(heartbeat_s=HEARTBEAT_S),
+        timing=LenderTiming(heartbeat_s=HEARTBEAT_S, offer_s=1e6),
     )
     say("ready", coordinator.endpoint)
     while True:

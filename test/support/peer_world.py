@@ -14,14 +14,14 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang.srt.peer.protocol.borrower import Borrower, BorrowerConfig, SlabLent, SlabLost, SlabRecalled
+from sglang.srt.peer.protocol.borrower import Borrower, BorrowerConfig, SlabLent, SlabLost, SlabRecalled, SlabsWanted
 from sglang.srt.peer.protocol.leases import LeaseState
 from sglang.srt.peer.protocol.lender import Lender, LenderTiming, LendOutcome, SlabGivenBack, SlabQuarantined
 from sglang.srt.peer.protocol.messages import BorrowerHeartbeat, BorrowerId, Fetch, LeaseId, LenderHeartbeat
 
 SLAB_BYTES = 100
 NUM_SLABS = 6
-TIMING = LenderTiming(heartbeat_s=0.5, silence_s=5.0, grace_s=5.0)
+TIMING = LenderTiming(heartbeat_s=0.5, silence_s=5.0, grace_s=5.0, offer_s=1.0)
 
 
 @dataclass
@@ -39,6 +39,8 @@ class LenderSide(Process):
     foreign: set[int] = field(default_factory=set)
     # Slabs that were given back, and are not overwritten yet.
     to_scrub: set[int] = field(default_factory=set)
+    # Slabs that were lent, and neither taken by a borrower nor kept since.
+    offered: set[int] = field(default_factory=set)
     # Slabs with an alarm.
     alarms: set[int] = field(default_factory=set)
 
@@ -53,6 +55,8 @@ class BorrowerSide(Process):
     mapped: dict[tuple[str, LeaseId], int] = field(default_factory=dict)
     # Slabs that were recalled.
     draining: set[tuple[str, LeaseId]] = field(default_factory=set)
+    # By lender: how many slabs of its choice it is to give back.
+    wanted: dict[str, int] = field(default_factory=dict)
     # Slabs that were lost, and are still mapped.
     unmapping: set[tuple[str, LeaseId]] = field(default_factory=set)
 
@@ -106,7 +110,7 @@ class World:
         borrowers = {w: self.borrower_class(w, BorrowerConfig(name, life, SLAB_BYTES, strict)) for w in ("w0", "w1")}
         self.borrower_sides.append(BorrowerSide(name, life, borrowers=borrowers))
         for borrower in borrowers.values():
-            borrower.set_demand(self.rng.randrange(7 * SLAB_BYTES))
+            borrower.set_demand(self.rng.randrange(7 * SLAB_BYTES), self.rng.randrange(3))
 
     def kill_lender_side(self, name: str) -> None:
         dead = self.lender_sides[name]
@@ -199,8 +203,9 @@ class World:
             elif isinstance(event, SlabQuarantined):
                 lender_side.alarms.add(event.slab)
                 self.seen.add("quarantined")
-            elif isinstance(event, LendOutcome) and event.lent:
-                self.seen.add("lent")
+            elif isinstance(event, LendOutcome):
+                lender_side.offered.difference_update(event.lent, event.kept)
+                self.seen |= {name for name, slabs in (("lent", event.lent), ("kept", event.kept)) if slabs}
 
     def run_borrower_side(self, borrower_side: BorrowerSide) -> None:
         inbox, borrower_side.inbox = borrower_side.inbox, []
@@ -233,6 +238,9 @@ class World:
 
     def _take_borrower_events(self, borrower_side: BorrowerSide, borrower: Borrower) -> None:
         for event in borrower.take_events():
+            if isinstance(event, SlabsWanted):
+                borrower_side.wanted[event.lender] = event.num_slabs
+                continue
             key = (event.lender, event.lease)
             if isinstance(event, SlabLent):
                 if event.fd is not None:
@@ -240,6 +248,7 @@ class World:
                 self.seen.add("held" if event.fd is not None else "held strictly")
             elif isinstance(event, SlabRecalled):
                 borrower_side.draining.add(key)
+                self.seen.add("recalled by name")
             elif isinstance(event, SlabLost):
                 is_alive = self.lender_sides[event.lender].life == event.lease.epoch
                 assert not is_alive or key not in borrower_side.mapped, f"{event}, but its lender lives and has not"
@@ -282,21 +291,23 @@ class World:
         elif dice < 0.02:
             self.kill_borrower_side(borrower_side)
         elif not lender_side.is_stopped and dice < 0.3:
-            rng.choice([self._lend, self._recall, self._scrub_one])(lender_side)
+            rng.choice([self.lend_all, self._recall, self._scrub_one])(lender_side)
         elif not borrower_side.is_stopped and dice < 0.5:
             self._unmap_one(borrower_side)
         elif dice < 0.53:
-            rng.choice(list(borrower_side.borrowers.values())).set_demand(rng.randrange(7 * SLAB_BYTES))
+            rng.choice(list(borrower_side.borrowers.values())).set_demand(
+                rng.randrange(7 * SLAB_BYTES), rng.randrange(3)
+            )
         for name in ("m0", "m1"):
             lives = [m for m in self.borrower_sides if m.name == name]
             if not lives or (len(lives) == 1 and lives[0].is_stopped and rng.random() < 0.02):
                 self.start_borrower_side(name)
         self.run(rng.random() * (3 if rng.random() < 0.02 else 0.3))
 
-    def _lend(self, lender_side: LenderSide) -> None:
-        lender_side.lender.lend(
-            [s for s in range(NUM_SLABS) if lender_side.lender.states[s] == LeaseState.FREE], self.now
-        )
+    def lend_all(self, lender_side: LenderSide) -> None:
+        free = {s for s in range(NUM_SLABS) if lender_side.lender.states[s] == LeaseState.FREE} - lender_side.offered
+        lender_side.offered |= free
+        lender_side.lender.lend(sorted(free), self.now)
 
     def _recall(self, lender_side: LenderSide) -> None:
         lender_side.lender.recall(self.rng.randrange(4), self.now + self.rng.random() * 8)
@@ -306,10 +317,29 @@ class World:
             self.scrub(lender_side, self.rng.choice(sorted(lender_side.to_scrub)))
 
     def _unmap_one(self, borrower_side: BorrowerSide) -> None:
+        self._choose_wanted(borrower_side)
         voluntary = list(borrower_side.mapped) if self.rng.random() < 0.1 else []
         keys = sorted({*borrower_side.draining, *borrower_side.unmapping, *voluntary})
         if keys:
             self.unmap(borrower_side, self.rng.choice(keys))
+
+    def _choose_wanted(self, borrower_side: BorrowerSide) -> None:
+        """Those of lenders that want some back: any, as many as they want."""
+        for name, num_wanted in borrower_side.wanted.items():
+            epoch, draining = borrower_side.borrowers[name].epoch, borrower_side.draining
+            held = [key for key in self._held(borrower_side, name) if key not in draining]
+            # Those that were recalled by name count on their own.
+            chosen = len(self._held(borrower_side, name)) - len(held)
+            for key in self.rng.sample(sorted(held), min(len(held), max(0, num_wanted - chosen))):
+                assert key[1].epoch == epoch
+                draining.add(key)
+                self.seen.add("chosen")
+
+    @staticmethod
+    def _held(borrower_side: BorrowerSide, name: str) -> list[tuple[str, LeaseId]]:
+        borrower = borrower_side.borrowers[name]
+        numbers = [number for number in borrower._leases if borrower.state(number) == LeaseState.HELD]
+        return [(name, LeaseId(borrower.epoch, number)) for number in numbers]
 
     def settle(self, seconds: float) -> None:
         """The network behaves, and processes that are not stopped do at once what they should."""
@@ -322,6 +352,7 @@ class World:
                         self.scrub(lender_side, slab)
             for borrower_side in self.borrower_sides:
                 if not borrower_side.is_stopped:
+                    self._choose_wanted(borrower_side)
                     for key in sorted({*borrower_side.draining, *borrower_side.unmapping}):
                         self.unmap(borrower_side, key)
 

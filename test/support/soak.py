@@ -66,6 +66,7 @@ from sglang.srt.mem_cache.transfer import (
     Tier,
 )
 from sglang.srt.model_executor.executor import ExecutorOptions
+from sglang.srt.peer.borrowing import BorrowingConfig
 from sglang.srt.peer.lending import LendingConfig
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -165,6 +166,8 @@ class SoakConfig:
     num_peer_pages: int = 0
     # How often a borrowed slab comes or is recalled.
     slab_rate: float = 0.0
+    # Whether slabs that are not used, and those that lenders want, are given back.
+    gives_back: bool = False
     # How often a recalled slab is back; above 0 slabs of the device are lent, which then needs no peers.
     lend_rate: float = 0.0
     # What was needed in so many seconds is not lent.
@@ -416,7 +419,7 @@ def build_rank(
             upper[P2P] = peer
             if config.slab_rate:
                 ranges, seed = scheduler.config.slabs, config.seed * 10 + rank
-                slabs = ComingAndGoing(ranges, config.slab_rate, seed, poison[Tier.PEER])
+                slabs = ComingAndGoing(ranges, config.slab_rate, seed, poison[Tier.PEER], config.gives_back)
         for i, (name, other) in enumerate(below.items()):
             links[name] = FaultyLink(
                 name,
@@ -515,6 +518,7 @@ def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
         storage=config.storage if config.num_host_pages else None,
         num_peer_pages=num_peer_pages,
         slabs=slabs,
+        borrowing=BorrowingConfig(0.02, 0.05) if slabs and config.gives_back else None,
         lending=LendingConfig(1, 0, config.lend_window_s, 0.005) if config.lend_rate else None,
         layer_stream=LayerStreamConfig(config.stream_buffers, config.stream_pages) if config.streams else None,
         num_swap_pages=config.num_swap_pages if config.streams else 0,

@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.eviction import EVICTION_POLICIES
 from sglang.srt.mem_cache.placement import WRITE_POLICIES
 from sglang.srt.mem_cache.storage.registry import describe_backends, parse_backends
 from sglang.srt.utils.peer_endpoint import PeerError, check_endpoint
+from sglang.srt.utils.peer_timing import PeerTiming
 
 RATE_LIMITED_LINKS = ("h2d", "d2h", "fetch", "store")
 
@@ -288,7 +289,16 @@ class ServerArgs:
     peer_slab_size: int = arg(PEERS, 64, "size of a slab in MiB, the same for lender and borrower")
     peer_size: float = arg(PEERS, 4.0, "the most GB that a master borrows")
     peer_window: float = arg(
-        PEERS, 60.0, "a worker keeps as much memory as its requests needed at once in this many last seconds"
+        PEERS,
+        60.0,
+        "a worker keeps as much memory as its requests needed at once in this many last seconds, and cache that they "
+        "used then",
+    )
+    peer_timing: str = arg(
+        PEERS,
+        "",
+        "how long a worker and a master wait for what, in seconds, as in recall=10,idle=60",
+        unset=PeerTiming().shown(),
     )
     peer_strict: bool = arg(
         PEERS, False, "a worker copies pages for its masters instead of letting them map its memory"
@@ -421,6 +431,10 @@ class ServerArgs:
         require(self.peer_slab_size >= 1, "peer_slab_size", "at least 1 MiB")
         require(self.peer_size > 0, "peer_size", "above 0 GB")
         require(self.peer_window > 0, "peer_window", "above 0 seconds")
+        try:
+            PeerTiming.parse(self.peer_timing)
+        except ValueError as error:
+            raise ValueError(f"--peer-timing: {error}") from error
         if self.peer_strict and self.peer_role != "worker":
             raise ValueError("--peer-strict is a setting of the lender: add --peer-role worker")
         if self.layer_stream and not (self.enable_hierarchical_cache and not self.disable_radix_cache):

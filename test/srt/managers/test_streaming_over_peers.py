@@ -38,7 +38,10 @@ class Slabs:
     def mark_in_use(self, mapped: bytes) -> None:
         pass
 
-    def give_back(self, slabs: Sequence[int]) -> None:
+    def set_demand(self, num_slabs: int, value_us: int) -> None:
+        self.demand = num_slabs
+
+    def give_back(self, slabs: Sequence[int], chosen: Sequence[int] = ()) -> None:
         assert self._pool is not None
         for slab in slabs:
             self._pool.kv[slab * SLAB : (slab + 1) * SLAB] = float("nan")

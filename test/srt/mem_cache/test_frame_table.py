@@ -439,3 +439,18 @@ def test_blocks_of_a_sequence_lie_in_blocks_of_frames(first_page: int) -> None:
     for start in range(-first_page % 8, 19 - 7, 8):
         block = frames[start : start + 8]
         assert block[0] % 8 == 0 and (np.diff(block) == 1).all()
+
+
+@pytest.mark.parametrize("num_pages", [8, 300])
+def test_a_long_run_that_is_lent_when_it_is_given_up_is_not_free(num_pages: int):
+    """Long runs are accessed by slices, which are views."""
+    table = FrameTable(2 * num_pages)
+    frames = table.allocate(num_pages, 1)
+    assert frames is not None
+    frames = np.sort(frames)
+    table.lend(frames[: num_pages // 2])
+    table.free_after(frames, FrameState.HELD, -1)
+    table.reap(0)
+    table.check_invariants()
+    assert (table.state[frames[: num_pages // 2]] == FrameState.LENT).all()
+    assert (table.state[frames[num_pages // 2 :]] == FrameState.FREE).all()

@@ -6,7 +6,6 @@ import os
 import select
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from sglang.srt.peer.lender_coordinator import LenderCoordinator
 from sglang.srt.peer.memory import slab_channel
 from sglang.srt.peer.memory.slab_channel import ChannelError
 from sglang.srt.peer.memory.slabs import SlabFiles
-from sglang.srt.peer.protocol.borrower import BorrowerEvent, SlabLent, SlabLost, SlabRecalled
+from sglang.srt.peer.protocol.borrower import BorrowerEvent, SlabLent, SlabLost, SlabsWanted
 from sglang.srt.peer.protocol.lender import (
     DemandChanged,
     LenderEvent,
@@ -60,7 +59,7 @@ class LenderSide:
         self.slabs = [SharedMemory.allocate(SLAB_BYTES, "slab") for _ in range(num_slabs)]
         self.events: list[LenderEvent] = []
         self.notified = threading.Event()
-        timing = LenderTiming(heartbeat_s=HEARTBEAT_S, silence_s=1000)
+        timing = LenderTiming(heartbeat_s=HEARTBEAT_S, silence_s=1000, grace_s=0.1, offer_s=0.0)
         self.coordinator = LenderCoordinator(
             endpoint,
             directory,
@@ -175,17 +174,18 @@ def test_a_stopped_borrower_costs_its_slab_until_it_goes_on(make_lender_side, st
     borrower.wait_for("lent", 0)
     borrower.wait_for("lent", 1)
     lender_side.coordinator.recall(1, DEADLINE_S)
-    lender_side.wait_for(SlabGivenBack(0))
-    borrower.wait_for("unmapped")  # it says so after it has told the lender
+    # The borrower chooses what came first; slabs that are not given back in time are named, the lowest first.
+    lender_side.wait_for(SlabGivenBack(1))
+    borrower.wait_for("unmapped")
     borrower.stop()
     lender_side.coordinator.recall(1, 0.1)
     wait_until(lender_side.quarantined, "the alarm")
     assert (
         lender_side.coordinator.status()["quarantined_slabs"] == lender_side.coordinator.status()["quarantined"] == 1
     )
-    assert SlabGivenBack(1) not in lender_side.events and borrower.said.count(["unmapped"]) == 1
+    assert SlabGivenBack(0) not in lender_side.events and borrower.said.count(["unmapped"]) == 1
     borrower.go_on()
-    lender_side.wait_for(SlabGivenBack(1))
+    lender_side.wait_for(SlabGivenBack(0))
     wait_until(lambda: borrower.said.count(["unmapped"]) == 2, "the borrower's word")
     for slab in (0, 1):
         lender_side.scrub(slab)
@@ -229,8 +229,7 @@ def test_a_slab_is_lent_recalled_and_given_back(make_lender_side, make_borrower_
     SharedMemory(lent.fd, SLAB_BYTES).memory[:] = 9
     assert (lender_side.slabs[0].memory == 9).all()
     lender_side.coordinator.recall(1, DEADLINE_S)
-    recalled = borrower_side.next(SlabRecalled)
-    assert recalled.lease == lent.lease and 0 < recalled.deadline - time.monotonic() <= DEADLINE_S
+    assert borrower_side.next(SlabsWanted).num_slabs == 1
     borrower_side.coordinator.give_back(borrower_side.endpoint, lent.lease)
     lender_side.wait_for(SlabGivenBack(0))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 
@@ -10,7 +11,7 @@ import pytest
 
 from sglang.srt.peer.protocol.borrower import Borrower, SlabLent
 from sglang.srt.peer.protocol.leases import LeaseState
-from sglang.srt.peer.protocol.lender import Lender, _GrantedLease
+from sglang.srt.peer.protocol.lender import Lender, _Borrower, _GrantedLease
 from sglang.srt.peer.protocol.messages import BorrowerHeartbeat, Fetch, LeaseId, LenderHeartbeat
 from support.peer_world import NUM_SLABS, SLAB_BYTES, World
 
@@ -32,17 +33,18 @@ def play(world: World, steps: int = STEPS) -> None:
     world.check_settled()
     for lender_side in world.lender_sides.values():
         lender_side.lender.recall(NUM_SLABS, world.now + 2)
+    # Those that go on choose at once; the stopped one is named slabs after 2 s, which are quarantined 5 s later.
     world.settle(10)
     world.check_settled()
-    assert all(
-        not {LeaseState.GRANTED, LeaseState.HELD} & set(lender_side.lender.states)
-        for lender_side in world.lender_sides.values()
-    )
+    for lender_side in world.lender_sides.values():
+        assert not {LeaseState.GRANTED, LeaseState.HELD} & set(lender_side.lender.states), (
+            "slabs were recalled in vain"
+        )
     stopped.is_stopped = False
     world.settle(10)
     for lender_side in world.lender_sides.values():
         assert set(lender_side.lender.states) == {LeaseState.FREE}, "capacity is lost"
-        lender_side.lender.lend(range(NUM_SLABS), world.now)
+        world.lend_all(lender_side)
         assert set(lender_side.lender.states) <= {LeaseState.GRANTED, LeaseState.HELD}
     world.settle(5)
     world.check_settled()
@@ -56,7 +58,18 @@ def test_random_schedules():
         world = World(seed)
         play(world)
         seen |= world.seen
-    everything = {"lent", "held", "held strictly", "lost", "stale", "refused", "slab came too late"}
+    everything = {
+        "lent",
+        "kept",
+        "chosen",
+        "recalled by name",
+        "held",
+        "held strictly",
+        "lost",
+        "stale",
+        "refused",
+        "slab came too late",
+    }
     everything |= {"quarantined", "quarantine ended", "borrower died", "lender died", "fetched after death"}
     assert seen == everything, "what these schedules are to show does not happen in them"
 
@@ -67,6 +80,20 @@ def test_random_schedules():
 class FreesAtDeadline(Lender):
     def _expire(self, lease: _GrantedLease) -> None:
         self._end_lease(lease)
+
+
+class ForgetsWhoWasToGiveBack(Lender):
+    def _check_allowance(self, borrower: _Borrower, now: float) -> None:
+        if now >= borrower.allowed_until:
+            borrower.num_allowed, borrower.allowed_until = None, math.inf
+
+
+class EndsLeasesBeyondWhatIsAllowed(Lender):
+    def recall(self, num_slabs: int, deadline: float) -> int:
+        held = [slab for slab, state in enumerate(self.states) if state == LeaseState.HELD][:num_slabs]
+        for slab in held:
+            self._end_lease(self._leases[slab])
+        return len(held)
 
 
 class FreesWhenSilent(Lender):
@@ -124,6 +151,13 @@ class MapsWhatComesTooLate(Borrower):
         return super().hold(lease, fd)
 
 
+class DoesNotCountWhatItGivesBack(Borrower):
+    def give_back(self, lease: LeaseId) -> None:
+        self._count_wanted, counted = lambda: None, self._count_wanted  # type: ignore[method-assign]
+        super().give_back(lease)
+        self._count_wanted = counted  # type: ignore[method-assign]
+
+
 class GivesBackInOneHeartbeatOnly(Borrower):
     sent: frozenset[int] = frozenset()
 
@@ -140,6 +174,8 @@ MAPPED = "has mapped"
 LOST = "but its lender lives"
 LENDER_BUGS = [
     (FreesAtDeadline, MAPPED),
+    (EndsLeasesBeyondWhatIsAllowed, MAPPED),
+    (ForgetsWhoWasToGiveBack, "were recalled in vain"),
     (FreesWhenSilent, MAPPED),
     (TakesTheNextLifeForTheFormersDeath, MAPPED),
     (FreesBeforeScrubbing, "with what others wrote"),
@@ -150,6 +186,7 @@ BORROWER_BUGS = [
     (TakesLateMessagesForNews, LOST),
     (MapsWhatComesTooLate, MAPPED),
     (GivesBackInOneHeartbeatOnly, "capacity is lost"),
+    (DoesNotCountWhatItGivesBack, "more is to be given back than is held"),
 ]
 
 

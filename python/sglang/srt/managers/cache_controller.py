@@ -68,6 +68,8 @@ class HiCacheController:
         self.num_looked_at: Counter[Tier] = Counter()
         # Pages among them that are copied when loads have ended.
         self._num_put_off = 0
+        # Pages that the device, or peers, have given up and no peer had room for.
+        self.num_short_of_peers = 0
         self.is_worth_storing: Callable[[int, int], bool] = lambda start, end: True
         self._host_filled: Callable[[list[Node]], None] = lambda nodes: None
         self.set_write_policy(write_policy)
@@ -611,6 +613,9 @@ class HiCacheController:
     def _take_off(self, nodes: list[Node], tier: Tier) -> None:
         table = self.tables[tier]
         before = table.counts[FrameState.CACHED]
+        if Tier.PEER in self.tables and tier != Tier.HOST:
+            other = Tier.PEER if tier == Tier.DEVICE else Tier.DEVICE
+            self.num_short_of_peers += self._pages_of(node for node in nodes if node.frames[other] is None)
         dropped = self.tree.give_up(nodes, tier)
         self.ledger.free(dropped, tier)
         self._to_compact += dropped.staying

@@ -157,8 +157,8 @@ class EngineCore:
             storage_has_room=progress.storage_has_room,
         )
         self.num_steps += 1
-        if self._borrowed is not None:
-            self._borrowed.mark_in_use(progress.slab_report.mapped)
+        if self.slabs is not None:
+            self.slabs.mark_in_use(progress.slab_report.mapped)
         if self.record is not None:
             self.record.inputs(inputs)
         decision = self.scheduler.step(inputs)
@@ -204,13 +204,15 @@ class EngineCore:
             if poison is not None and len(frames):
                 poison(frames)
         if decision.slabs_drained and self._borrowed is not None:
-            self._borrowed.give_back(decision.slabs_drained)
+            self._borrowed.give_back(decision.slabs_drained, decision.slabs_given_up)
         elif decision.slabs_drained:
             assert isinstance(self.slabs, LentSlabs)
             self.slabs.lend(decision.slabs_drained)
         if decision.num_slabs_recalled:
             assert isinstance(self.slabs, LentSlabs)
             self.slabs.recall(decision.num_slabs_recalled)
+        if decision.peer_demand is not None and self._borrowed is not None:
+            self._borrowed.set_demand(*decision.peer_demand)
         if decision.reset is not None:
             self.executor.reset(decision.reset)
         for ticket in decision.cancels:

@@ -87,6 +87,9 @@ class KVCache:
         self.takes = RecentTakes(pages_for(config.chunk_budget, config.page_size))
         self.lost_hits = LostHits(self.tree, config.page_size)
         self._has_unlocked = False
+        # Of an engine that lends, since `take_device_use`: device pages that were filled, and that requests found.
+        self._filled: list[np.ndarray] = []
+        self._found: list[np.ndarray] = []
         self.counters: Counter[str] = Counter()
         self._cursors = MatchCursors(self.tree)
         self._link_done = dict.fromkeys(LINKS, 0)
@@ -216,6 +219,9 @@ class KVCache:
         """The request starts on a locked path; eviction and write policies use the count. It counts once, also when
         it starts again."""
         self.tree.count_use(receipt.node, req.priority, num_uses=int(req.epoch == 0))
+        if self.ledger.lends_device:
+            frames = (node.frames[Tier.DEVICE] for node in self.path_of(receipt))
+            self._found += [each for each in frames if each is not None]
         if self.storage.is_open:
             self.storage.writer.touches.note_request(receipt.node)
 
@@ -306,6 +312,14 @@ class KVCache:
             frames = node.frames[Tier.DEVICE]
             assert frames is not None
             self.device.transition(frames, FrameState.HELD, FrameState.CACHED)
+            if self.ledger.lends_device:
+                self._filled.append(frames)
+
+    def take_device_use(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Device pages (int32) that were filled, and that requests have found, since the last call; none of an engine
+        that does not lend."""
+        use, self._filled, self._found = (self._filled, self._found), [], []
+        return use
 
     # -- device memory ------------------------------------------------------------------------------------------
 
@@ -546,14 +560,27 @@ class KVCache:
             return False
         assert self._withdrawal is not None
         lost = self.borrowed.update(report.mapped)
+        self.counters["slabs_withdrawn"] += len(lost)
+        return self._withdraw(lost, report, losing)
+
+    def withdraw_borrowed(self, slabs: list[int], losing: Callable[[set[int]], None]) -> bool:
+        """Slabs of the peer pool have begun to drain, as they are given back; as `update_borrowed`."""
+        if self.borrowed is None or not slabs:
+            return False
+        self.counters["slabs_withdrawn"] += len(slabs)
+        return self._withdraw(slabs, SlabReport(), losing)
+
+    def _withdraw(self, slabs: list[int], report: SlabReport, losing: Callable[[set[int]], None]) -> bool:
+        assert self.borrowed is not None and self._withdrawal is not None
         readable, unreadable = (
-            [self.borrowed.frames_of(slab) for slab in lost if report.is_readable(slab) == is_readable]
+            [self.borrowed.frames_of(slab) for slab in slabs if report.is_readable(slab) == is_readable]
             for is_readable in (True, False)
         )
         with self.lost_hits.history.because("slab_lost"):
             self._withdrawal.withdraw(readable, unreadable, losing)
-        self.counters["slabs_withdrawn"] += len(lost)
-        return bool(lost)
+        # Perhaps nothing causes another step.
+        self.borrowed.table.reap(self.clock.done)
+        return bool(slabs)
 
     # -- looking ------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,8 @@ from sglang.srt.utils.time_units import NO_LAUNCH
 # Chunks of a prompt for which the device has room beside what it keeps: one that is computed, one that is spilled,
 # and one that may be launched ahead.
 _CHUNKS = 3
+# A request that is too long for the memory that is there waits so long, in seconds, for what peers may lend.
+LENDING_PATIENCE_S = 30.0
 
 
 def check_room_for_chunks(chunk_pages: int, num_usable_pages: int) -> None:
@@ -114,6 +116,11 @@ class NoLayerStreaming:
     def future_len(self, req: Req) -> int:
         """Tokens that a request may still need room for on the device."""
         return min(req.max_len, self.max_resident_len) - req.length
+
+    def awaited(self) -> tuple[bool, int]:
+        """Whether requests wait or run that are longer than the device, and how many pages more than there are the
+        longest needs."""
+        return False, 0
 
     def admissible(self, ready: list[Req]) -> list[Req]:
         """Those of the waiting requests that may start beside the requests that stream."""
@@ -244,7 +251,7 @@ class LayerStreaming(NoLayerStreaming):
 
     def may_begin(self, req: Req) -> bool:
         if not self._streams:
-            return True
+            return req.num_known < self.max_total_len
         reqs = [*self.reqs, req]
         num_pages = sum(pages_for(r.max_len, self._page) + pages_without_context(self.chunk_pages) for r in reqs)
         most = pages_of_all_tiers(self.config, self._cache.num_borrowed_pages)
@@ -257,8 +264,15 @@ class LayerStreaming(NoLayerStreaming):
         return 0 if self.is_streaming(req) or self.must_stream(req) else super().future_len(req)
 
     def admissible(self, ready: list[Req]) -> list[Req]:
-        # What has no room beside those that stream lets the younger ones pass.
-        return [r for r in ready if not self.must_stream(r) or self.may_begin(r)] if self._streams else ready
+        # What has no room now lets the younger ones pass.
+        return [r for r in ready if not self.must_stream(r) or self.may_begin(r)]
+
+    def awaited(self) -> tuple[bool, int]:
+        reqs = [*self.reqs, *(r for r in self._queues.waiting if self.must_stream(r))]
+        if not reqs:
+            return False, 0
+        wanted = pages_for(max([r.max_len for r in reqs]), self._page) + pages_without_context(self.chunk_pages)
+        return True, max(0, wanted - pages_of_all_tiers(self.config, self._cache.num_borrowed_pages))
 
     def refusal(self, num_prompt: int) -> str:
         assert self.config.layer_stream is not None

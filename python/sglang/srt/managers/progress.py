@@ -59,21 +59,30 @@ class _Columns:
     far_counts: COUNTS_PER_STEP results of the probe link; unused ones are 0.
     mapped_slabs: 1 for each slab that the rank may use, else 0.
     readable_slabs: 1 for each slab from which the rank can copy, else 0.
-    num_borrowable_slabs: one number.
+    num_borrowable_slabs, value_us, lent_value_us: one number each, of `SlabReport`.
     storage_has_room: 1 if so, else 0.
+    sources: of `SlabReport`, by slab. negated_sources: the same, negated: where the least and the largest differ,
+    ranks have mapped different memory.
     negated_num_late_slabs: one number. Ranks agree on the largest number of late slabs, so it is stored negated.
+    negated_num_wanted: by lender, for the same reason.
     """
 
-    def __init__(self, num_slabs: int) -> None:
+    def __init__(self, report: SlabReport) -> None:
+        """report: any rank's."""
         widths = {
             "done": len(COUNTED),
             "first_failed": len(COUNTED),
             "counts": len(STORAGE_LINKS) * COUNTS_PER_STEP,
             "far_counts": COUNTS_PER_STEP,
-            "mapped_slabs": num_slabs,
-            "readable_slabs": num_slabs,
+            "mapped_slabs": len(report.mapped),
+            "readable_slabs": len(report.mapped),
             "num_borrowable_slabs": 1,
             "negated_num_late_slabs": 1,
+            "value_us": 1,
+            "lent_value_us": 1,
+            "sources": len(report.sources),
+            "negated_sources": len(report.sources),
+            "negated_num_wanted": len(report.num_wanted),
             "storage_has_room": 1,
         }
         self.width = 0
@@ -92,9 +101,9 @@ class _Columns:
 
 
 def pack_progress(progress: Progress) -> np.ndarray:
-    """(n,) int64: a rank's part of the reduction. n depends on the number of slabs alone."""
+    """(n,) int64: a rank's part of the reduction. n depends on the numbers of slabs and lenders alone."""
     report = progress.slab_report
-    columns = _Columns(len(report.mapped))
+    columns = _Columns(report)
     values = np.zeros(columns.width, np.int64)
     columns.of(values, "done")[:] = [progress.done[name] for name in COUNTED]
     columns.of(values, "first_failed")[:] = [progress.failed.get(name, _NO_FAILURE) for name in COUNTED]
@@ -106,6 +115,12 @@ def pack_progress(progress: Progress) -> np.ndarray:
     columns.of(values, "readable_slabs")[:] = np.frombuffer(report.readable, np.uint8) if report.readable else 1
     columns.of(values, "num_borrowable_slabs")[:] = report.num_borrowable
     columns.of(values, "negated_num_late_slabs")[:] = -report.num_late
+    columns.of(values, "value_us")[:] = report.value_us
+    columns.of(values, "lent_value_us")[:] = report.lent_value_us
+    columns.of(values, "sources")[:] = report.sources
+    columns.of(values, "negated_sources")[:] = -columns.of(values, "sources")
+    columns.of(values, "negated_num_wanted")[:] = report.num_wanted
+    columns.of(values, "negated_num_wanted")[:] *= -1
     columns.of(values, "storage_has_room")[:] = progress.storage_has_room
     return values
 
@@ -114,12 +129,11 @@ def unpack_progress(least: np.ndarray, rank_0: Progress) -> Progress:
     """least: the minimum over ranks of their packed progress. rank_0: its results, log-probabilities and costs are
     taken, as far as all ranks have completed them, and `consumed` and the number of slabs, which are alike on all
     ranks."""
-    columns = _Columns(len(rank_0.slab_report.mapped))
+    columns = _Columns(rank_0.slab_report)
     done = dict(zip(COUNTED, columns.of(least, "done").tolist()))
     first_failed = zip(COUNTED, columns.of(least, "first_failed").tolist())
     num_new = {name: done[name] - rank_0.consumed.get(name, 0) for name in STORAGE_LINKS}
     end = done[EXEC]
-    readable = columns.of(least, "readable_slabs")
     return Progress(
         done=done,
         # A failure that some rank has not reached yet is reported once all ranks have.
@@ -135,13 +149,26 @@ def unpack_progress(least: np.ndarray, rank_0: Progress) -> Progress:
             name: {seq: c for seq, c in costs.items() if seq < (end if name in PARTS_OF_LAUNCHES else done[name])}
             for name, costs in rank_0.cost.items()
         },
-        slab_report=SlabReport(
-            mapped=columns.of(least, "mapped_slabs").astype(np.uint8).tobytes(),
-            num_borrowable=int(columns.of(least, "num_borrowable_slabs")[0]),
-            num_late=-int(columns.of(least, "negated_num_late_slabs")[0]),
-            readable=b"" if readable.all() else readable.astype(np.uint8).tobytes(),
-        ),
+        slab_report=_agreed_report(columns, least),
         storage_has_room=bool(columns.of(least, "storage_has_room")[0]),
+    )
+
+
+def _agreed_report(columns: _Columns, least: np.ndarray) -> SlabReport:
+    sources = columns.of(least, "sources").copy()
+    sources[sources != -columns.of(least, "negated_sources")] = 0
+    mapped, readable = (columns.of(least, f"{name}_slabs").astype(np.uint8) for name in ("mapped", "readable"))
+    if len(sources):
+        mapped[sources == 0] = 0
+    return SlabReport(
+        mapped=mapped.tobytes(),
+        num_borrowable=int(columns.of(least, "num_borrowable_slabs")[0]),
+        num_late=-int(columns.of(least, "negated_num_late_slabs")[0]),
+        readable=b"" if readable.all() else readable.tobytes(),
+        value_us=int(columns.of(least, "value_us")[0]),
+        lent_value_us=int(columns.of(least, "lent_value_us")[0]),
+        sources=tuple(sources.tolist()),
+        num_wanted=tuple((-columns.of(least, "negated_num_wanted")).tolist()),
     )
 
 

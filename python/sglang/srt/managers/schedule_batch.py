@@ -328,7 +328,9 @@ class BatchDecision:
     """What to do after a step, in this order: poison freed frames (tests), reset, cancel, submit loads, launch,
     submit backups. reset: launches below it that have not completed are void. freed: tier -> frames that became
     FREE. slabs_drained: slabs of which no page is in use any more; a lender lends them, a borrower gives them back.
-    num_slabs_recalled: how many slabs a lender recalls, see `LentSlabs`."""
+    slabs_given_up: those of them that the borrower chose itself. num_slabs_recalled: how many slabs a lender recalls,
+    see `LentSlabs`. peer_demand: if it has changed, how many slabs a borrower would like to have in all, and what one
+    is worth, in microseconds."""
 
     step: int
     reset: int | None = None
@@ -339,7 +341,9 @@ class BatchDecision:
     outputs: tuple[TokenOutput, ...] = ()
     replies: tuple[ControlReply, ...] = ()
     slabs_drained: tuple[int, ...] = ()
+    slabs_given_up: tuple[int, ...] = ()
     num_slabs_recalled: int = 0
+    peer_demand: tuple[int, int] | None = None
 
     def encode(self) -> bytes:
         """Canonical bytes: equal decisions, equal bytes."""

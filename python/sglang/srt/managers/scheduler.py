@@ -13,7 +13,7 @@ A step, in order:
     new requests, aborts
     reap                          -> frames whose fence has passed and that no transfer pins are free
     flush
-    slabs                         -> idle ones begin to drain, missing ones are recalled
+    slabs                         -> idle and wanted ones begin to drain, missing ones are recalled or asked for
     the next launch               -> prefill first; a decode step between two chunks of one prompt
 
 A request's life: waiting, perhaps for storage -> (admitted: lock the match, load, hold) -> prefilling, chunk by
@@ -38,16 +38,16 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.kv_cache import KVCache
 from sglang.srt.managers.launch_batches import ExtendBatch, LaunchRecord
-from sglang.srt.managers.layer_streaming import LayerStreaming, NoLayerStreaming
+from sglang.srt.managers.layer_streaming import LENDING_PATIENCE_S, LayerStreaming, NoLayerStreaming
 from sglang.srt.managers.load_planner import LoadPlanner
 from sglang.srt.managers.lost_hits import REASONS
 from sglang.srt.managers.request_queues import RequestQueues
 from sglang.srt.managers.schedule_batch import BatchDecision, ControlReply, EndReason, Req, StepInputs
 from sglang.srt.managers.schedule_policy import choose_victim, chunk_of, decode_reserve, pages_for
 from sglang.srt.managers.scheduler_config import SchedulerConfig
+from sglang.srt.managers.slab_exchange import SlabBorrower, SlabLender
 from sglang.srt.managers.storage_admin import StorageAdmin
 from sglang.srt.mem_cache.block_keys import alone, is_private, private
-from sglang.srt.mem_cache.slab_ledger import SlabLedger
 from sglang.srt.mem_cache.transfer import (
     CHECK,
     COPY_LINKS,
@@ -60,7 +60,7 @@ from sglang.srt.mem_cache.transfer import (
 )
 from sglang.srt.mem_cache.tree_checks import check_locks
 from sglang.srt.model_executor.launch import Launch
-from sglang.srt.peer.lending import DeviceLending, LendingConfig
+from sglang.srt.peer.lending import DeviceLending
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
 from sglang.srt.utils.time_units import NO_LAUNCH, LaunchClock, Seconds
 
@@ -97,7 +97,12 @@ class Scheduler:
         self.storage_admin = StorageAdmin(self.storage, self.planner.expected.costs.forget_storage)
         if config.storage is not None:
             self.storage_admin.attach(config.storage)
-        self.lending = self._open_lending(config.lending) if config.lending is not None else None
+        self.lender: SlabLender | None = None
+        if config.lending is not None:
+            self.lender = SlabLender(config, config.lending, self.cache, self.max_total_len)
+        self.borrower: SlabBorrower | None = None
+        if config.borrowing is not None:
+            self.borrower = SlabBorrower(config, config.borrowing, self.cache)
         self._counters: Counter[str] = Counter()
         # A step is due then, for something that ended late in the last one.
         self._step_again_at: float | None = None
@@ -107,6 +112,8 @@ class Scheduler:
         # The last launch with a chunk of a request that streams, and whether other prompts come before the next one.
         self._streaming_chunk = NO_LAUNCH
         self._others_owed = False
+        # By request id: when a request that is too long for what is there now ends.
+        self._too_long_until: dict[str, float] = {}
         self._outputs: list[TokenOutput] = []
         # Requests with tokens to pass on at the end of the step.
         self._changed: list[Req] = []
@@ -115,6 +122,16 @@ class Scheduler:
     def max_total_len(self) -> int:
         """The most tokens of a request, prompt and output, with the memory that is there now."""
         return self.streaming.max_total_len
+
+    @property
+    def lending(self) -> DeviceLending | None:
+        """The policy of an engine that lends."""
+        return self.lender.policy if self.lender is not None else None
+
+    @property
+    def _accepted_len(self) -> int:
+        """The most tokens of a request that may wait: for what peers may lend, too."""
+        return self.streaming.longest_len if self.borrower is not None else self.max_total_len
 
     @property
     def num_reqs(self) -> int:
@@ -128,9 +145,10 @@ class Scheduler:
     @property
     def wake_at(self) -> float | None:
         """Seconds, as in `StepInputs.now`: a step is due then even if nothing comes in."""
-        lending_at = self.lending.wake_at if self.lending is not None else None
+        slabs_at = [each.wake_at for each in (self.lender, self.borrower) if each is not None]
         canary_at = self.canary.wake_at(is_idle=not self.num_reqs)
-        times = [self.storage.wake_at, self.planner.wake_at, lending_at, canary_at, self._step_again_at]
+        times = [self.storage.wake_at, self.planner.wake_at, *slabs_at, canary_at, self._step_again_at]
+        times += self._too_long_until.values()
         return min((t for t in times if t is not None), default=None)
 
     def step(self, inputs: StepInputs) -> BatchDecision:
@@ -155,8 +173,14 @@ class Scheduler:
         replies += [ControlReply(i, *self._flush()) for i in inputs.flush]
         self.storage_admin.serve(inputs.storage)
         replies += self.storage_admin.take_replies()
-        if self.lending is not None:
-            self._lend(self.lending, inputs.now)
+        if self.lender is not None:
+            self.lender.step(inputs.now, self._demand(), self.planner.expected.costs)
+        if self.borrower is not None:
+            costs = self.planner.expected.costs
+            if self.borrower.step(inputs.now, costs, self.streaming.awaited(), self._lose_readers):
+                self._step_again_at = inputs.now
+        if self._too_long_until or self.streaming.is_enabled:
+            self._end_impossible(inputs.now)
         launch = None
         if self.clock.next - self.clock.done < self.config.max_ahead:
             launch = self._next_launch()
@@ -166,9 +190,14 @@ class Scheduler:
         for req in self._changed:
             self._emit(req, None)
         ops, cancels = self.cache.take_ops()
+        if ops and self.borrower is not None:
+            self.borrower.note_ops(inputs.now, ops, self.planner.expected.costs)
+        if launch is not None and launch.streams and self.borrower is not None:
+            self.borrower.note_streams(inputs.now, launch.streams, self.planner.expected.costs)
         if ops:
             self.planner.watch_copies()
             self.storage.watch()
+        drained, given_up = self._take_drained()
         return BatchDecision(
             step=inputs.step,
             reset=reset,
@@ -178,8 +207,10 @@ class Scheduler:
             freed=self.cache.take_freed(),
             outputs=tuple(self._outputs),
             replies=tuple(replies),
-            slabs_drained=self._take_drained(),
-            num_slabs_recalled=self._take_num_recalled(),
+            slabs_drained=drained,
+            slabs_given_up=given_up,
+            num_slabs_recalled=self.lender.take_num_recalled() if self.lender is not None else 0,
+            peer_demand=self.borrower.take_demand(inputs.now) if self.borrower is not None else None,
         )
 
     # -- what came in -------------------------------------------------------------------------------------------
@@ -188,7 +219,7 @@ class Scheduler:
         """Completed launches. Returns the reset mark if one failed: launches below it that have not completed are
         void."""
         done, failed = inputs.done[EXEC], inputs.failed.get(EXEC)
-        if self.cache.host is not None:
+        if self.cache.host is not None or self.lender is not None:
             self.planner.take_costs(inputs, self._launches)
         for seq in range(self.clock.done, done):
             if seq != failed and seq in self._launches:
@@ -214,11 +245,12 @@ class Scheduler:
             done, counts = inputs.done.get(link, 0), inputs.counts.get(link, ())
             cache.complete_storage_ops(link, done, counts, inputs.far_counts, self.storage_admin.end)
         if cache.update_borrowed(inputs.slab_report, self._lose_readers):
-            self._end_impossible()
+            self._step_again_at = inputs.now
+        for each in (self.lender, self.borrower):
+            if each is not None:
+                each.update(inputs.slab_report)
         if cache.is_withdrawing:
             self._step_again_at = inputs.now
-        if self.lending is not None:
-            self.lending.update(inputs.slab_report)
         if inputs.storage_has_room != self.storage.writer.has_room:
             self.storage.note_room(inputs.storage_has_room)
         self.storage.watch()
@@ -308,12 +340,18 @@ class Scheduler:
         waiting = [r for r in self.queues.waiting if r.preload is not None and cache.reads(r.preload.receipt, lost)]
         self.admission.end_preloads(waiting)
 
-    def _end_impossible(self) -> None:
-        """Peers took memory back: requests that wait, and have become too long for what is left, end."""
-        for req in [r for r in self.queues.waiting if r.num_known >= self.max_total_len]:
+    def _end_impossible(self, now: Seconds) -> None:
+        """Requests wait that are too long for what is there, as peers took memory back, or have not lent it yet: they
+        end when that has lasted too long."""
+        limit, patience = self.max_total_len, LENDING_PATIENCE_S if self.borrower is not None else 0.0
+        too_long = [r for r in self.queues.waiting if r.num_known >= limit]
+        since = self._too_long_until
+        self._too_long_until = {r.rid: since.get(r.rid, now + patience) for r in too_long}
+        for req in [r for r in too_long if self._too_long_until[r.rid] <= now]:
+            del self._too_long_until[req.rid]
             message = (
-                f"peers took memory back that the request's {req.num_known} tokens need; there is room for "
-                f"{self.max_total_len - 1} now"
+                f"peers do not lend the memory that the request's {req.num_known} tokens need; there is room for "
+                f"{limit - 1} now"
             )
             self._leave(req)
             self._end(req, FinishReason(type="abort", message=message, status_code=503))
@@ -350,9 +388,10 @@ class Scheduler:
         self._end_check()
         assert msg.rid not in self.queues, f"request id {msg.rid} is in use"
         prompt = bytes_to_ids(msg.input_ids)
-        if not 0 < len(prompt) < self.max_total_len:
+        limit = self._accepted_len
+        if not 0 < len(prompt) < limit:
             message = (
-                f"the prompt has {len(prompt)} tokens; this server takes 1 to {self.max_total_len - 1} "
+                f"the prompt has {len(prompt)} tokens; this server takes 1 to {limit - 1} "
                 f"(see {self.streaming.limit_flags})"
             )
             self._refuse(msg.rid, len(prompt), message)
@@ -368,7 +407,7 @@ class Scheduler:
         stop_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stop_ids |= frozenset(self.config.eos_token_ids)
-        max_len = min(len(prompt) + max(1, sampling.max_new_tokens), self.max_total_len)
+        max_len = min(len(prompt) + max(1, sampling.max_new_tokens), self._accepted_len)
         req = Req(msg, self.queues.next_order, prompt, max_len, stop_ids)
         req.set_cache_mode(self.cache.switches.cache_mode(msg.cache))
         if self.config.bypass_local:
@@ -652,22 +691,7 @@ class Scheduler:
         self._launches[launch.seq] = record
         return launch
 
-    # -- slabs of the device that are lent ----------------------------------------------------------------------
-
-    def _open_lending(self, config: LendingConfig) -> DeviceLending:
-        ledger = SlabLedger(self.cache.device, self.config.slabs, mapped=True)
-        self.cache.note_lending()
-        # As for `max_resident_len`, with a page that stays free.
-        keep = pages_for(self.max_total_len if config.keep_tokens is None else config.keep_tokens, self.page_size) + 1
-        cache = pages_for(config.cache_tokens, self.page_size)
-        return DeviceLending(config, ledger, keep, cache)
-
-    def _lend(self, lending: DeviceLending, now: Seconds) -> None:
-        """Before the next launch, which may be the one that lacks what is kept. Of slabs that drain, what is not
-        locked is dropped at once, and the rest as soon as it is unlocked: requests are never held up for it."""
-        began = lending.adjust(now, self._demand())
-        slabs = lending.draining if self.cache.take_unlocked() else began
-        self.cache.withdraw_from_device(lending.ledger.frames_of(slab) for slab in slabs)
+    # -- slabs ------------------------------------------------------------------------------------------------------
 
     def _demand(self) -> int:
         """Device pages that requests need at the same time: what they have, what those that run may still need at
@@ -682,24 +706,22 @@ class Scheduler:
             pages += pages_for(max([r.max_len for r in queues.waiting]), page) + 1
         return pages
 
-    def _take_drained(self) -> tuple[int, ...]:
-        if self.lending is None:
-            return self.cache.borrowed.take_drained() if self.cache.borrowed is not None else ()
-        drained = self.lending.ledger.take_drained()
-        self._counters["slabs_lent"] += len(drained)
-        return drained
-
-    def _take_num_recalled(self) -> int:
-        num_recalled = self.lending.take_num_recalled() if self.lending is not None else 0
-        self._counters["slabs_asked_back"] += num_recalled
-        return num_recalled
+    def _take_drained(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Slabs of which no page is in use any more, and those of them that a borrower chose."""
+        if self.lender is not None:
+            return self.lender.take_drained(), ()
+        if self.borrower is not None:
+            return self.borrower.take_drained()
+        return (self.cache.borrowed.take_drained() if self.cache.borrowed is not None else ()), ()
 
     # -- looking ------------------------------------------------------------------------------------------------
 
     @property
     def counters(self) -> Counter[str]:
         """Of all parts; those that never counted are missing."""
-        parts = (self.admission.counters, self.builder.counters, self.streaming.counters)
+        parts = [self.admission.counters, self.builder.counters, self.streaming.counters]
+        if self.lender is not None:
+            parts.append(self.lender.counters)
         return sum(parts, self._counters + self.cache.all_counters())
 
     def state(self) -> dict[str, Any]:
@@ -737,8 +759,9 @@ class Scheduler:
         self.cache.check_invariants(waiting, active, self.streaming.held)
         self.streaming.check_invariants()
         self.queues.check_invariants()
-        if self.lending is not None:
-            self.lending.check_invariants()
+        for each in (self.lender, self.borrower):
+            if each is not None:
+                each.policy.check_invariants()
         for req in active:
             assert req.last_launch < self.clock.next
             req.check_invariants()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang.srt.managers.storage_setup import StorageSetup
+from sglang.srt.peer.borrowing import BorrowingConfig
 from sglang.srt.peer.lending import LendingConfig
 
 # Strata 4.3.2, and what `auto` goes by before anything was measured.
@@ -82,6 +83,8 @@ class SchedulerConfig:
     # The slabs are the device's, all of one length, and lent to others while no request here needs them. An engine
     # that lends does not borrow.
     lending: LendingConfig | None = None
+    # The slabs are the peer pool's, asked for as they are needed. None: they come and go by themselves.
+    borrowing: BorrowingConfig | None = None
     # A request may be longer than the device; needs a host tier.
     layer_stream: LayerStreamConfig | None = None
     # Of the swap file of such a request.

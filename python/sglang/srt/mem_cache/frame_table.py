@@ -157,7 +157,9 @@ class FrameTable:
             self._pending_pinned.append(frames[pinned])
             frames = frames[~pinned]
             where = frames
-        if self._lends and (to_lend := self._to_lend[where]).any():
+        if self._lends and self._to_lend[where].any():
+            # A copy: where `where` is a slice, it would be a view of what the next line but one clears.
+            to_lend = self._to_lend[where].copy()
             lent = frames[to_lend]
             self._to_lend[lent] = False
             self.transition(lent, FrameState.PENDING_FREE, FrameState.LENT)

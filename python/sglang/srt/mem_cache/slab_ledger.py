@@ -3,14 +3,14 @@
 A slab is a run of frames that one engine lends another as a whole (docs/guides/peers.md). Owns the state of each
 slab. The pool's frame table owns the frames, and a `SlabSource` on each rank maps and unmaps the memory.
 
-              mapped on all ranks              recalled, lost, or to be lent
+              mapped on all ranks              recalled, lost, given up, or to be lent
     UNMAPPED ─────────────────────► MAPPED ───────────────────────────────────► DRAINING ──────► UNMAPPED
                                       ▲                                            │    all of its
                                       └────────────────────────────────────────────┘    frames are
                                          cancel_drain: a lender needs it after all      free, and LENT
 
 At a borrower, a slab is MAPPED while the borrower has mapped what it was lent. At a lender, a slab is MAPPED while
-the lender has not lent it. It becomes MAPPED again only after the lender has recalled it.
+the lender has not lent it. It becomes MAPPED again when no borrower has it any more, and its memory was overwritten.
 """
 
 from __future__ import annotations
@@ -35,6 +35,15 @@ class SlabReport:
     num_borrowable: int = 0
     # At a lender: how many recalled slabs are past their deadline.
     num_late: int = 0
+    # At a lender: what a slab is worth to these borrowers, and to the one to which it is worth least, of those that
+    # have some. In microseconds, see `SlabUse`.
+    value_us: int = 0
+    lent_value_us: int = 0
+    # At a borrower: by slab, the number of what is mapped there, alike on all ranks; 0 if nothing is. Ranks that have
+    # mapped different memory there do not use it. The number is of `source_of`. Empty: that is not known.
+    sources: tuple[int, ...] = ()
+    # At a borrower: by lender, how many slabs of the borrower's choice it wants back.
+    num_wanted: tuple[int, ...] = ()
     # At a borrower, a byte per slab: 0 if what is in it cannot be copied elsewhere any more. Empty: all can.
     readable: bytes = b""
 
@@ -42,11 +51,29 @@ class SlabReport:
         return not self.readable or bool(self.readable[slab])
 
 
+# Of slabs of one lender.
+_MAX_SLABS = 1 << 20
+
+
+def source_of(lender: int, slab: int) -> int:
+    """lender: its place among the borrower's lenders. slab: its number at the lender."""
+    return 1 + lender * _MAX_SLABS + slab % _MAX_SLABS
+
+
+def lender_of(source: int) -> int:
+    return (source - 1) // _MAX_SLABS
+
+
 class SlabSource(Protocol):
     """The memory behind the slabs, on one rank."""
 
     def poll_mapped(self) -> SlabReport:
         """What this rank may use now."""
+        ...
+
+    def mark_in_use(self, mapped: bytes) -> None:
+        """mapped: what all ranks have mapped, a byte per slab. These slabs are in use until `give_back` or `lend`
+        names them. Called before each step."""
         ...
 
 
@@ -57,13 +84,13 @@ class BorrowedSlabs(SlabSource, Protocol):
     A rank may have mapped a slab that another rank has not. Such a slab is not used. When its lender recalls it, it
     goes back without a call of `give_back`."""
 
-    def mark_in_use(self, mapped: bytes) -> None:
-        """mapped: what all ranks have mapped, a byte per slab. These slabs are in use until `give_back` names them.
-        Called before each step."""
+    def give_back(self, slabs: Sequence[int], chosen: Sequence[int] = ()) -> None:
+        """No rank uses these slabs any more. Those that were recalled or lost are unmapped and returned. chosen:
+        those that go in any case."""
         ...
 
-    def give_back(self, slabs: Sequence[int]) -> None:
-        """No rank uses these slabs any more. Those that were recalled or lost are unmapped and returned."""
+    def set_demand(self, num_slabs: int, value_us: int) -> None:
+        """How many slabs the engine would like to have in all, and what one is worth, see `SlabUse`."""
         ...
 
 
@@ -76,8 +103,8 @@ class LentSlabs(SlabSource, Protocol):
         ...
 
     def recall(self, num_slabs: int) -> None:
-        """Ask for the return of num_slabs more unmapped slabs: the lowest that were not recalled yet, so that all
-        ranks mean the same ones. They are mapped again once their memory is this rank's, however late."""
+        """Ask for the return of num_slabs more unmapped slabs. Borrowers choose which. A slab is mapped again once
+        its memory is this rank's, however late, whether it was recalled or not."""
         ...
 
 

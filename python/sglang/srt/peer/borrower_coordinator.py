@@ -21,7 +21,14 @@ import zmq
 from sglang.srt.peer.coordinator import MESSAGES_PER_TURN, Coordinator
 from sglang.srt.peer.memory import slab_channel
 from sglang.srt.peer.memory.slab_channel import ChannelError, Process
-from sglang.srt.peer.protocol.borrower import Borrower, BorrowerConfig, BorrowerEvent, LenderSilent, SlabLent
+from sglang.srt.peer.protocol.borrower import (
+    Borrower,
+    BorrowerConfig,
+    BorrowerEvent,
+    LenderOffer,
+    LenderSilent,
+    SlabLent,
+)
 from sglang.srt.peer.protocol.leases import LeaseState
 from sglang.srt.peer.protocol.lender_breaker import Silence
 from sglang.srt.peer.protocol.messages import BorrowerId, Fetch, LeaseId, LenderHeartbeat, Refused, Slab
@@ -78,10 +85,10 @@ class BorrowerCoordinator(Coordinator[BorrowerEvent]):
         self.id = BorrowerId(name, config.incarnation)
         self._start()
 
-    def set_demand(self, lender: str, size_bytes: int) -> None:
+    def set_demand(self, lender: str, size_bytes: int, value_us: int = 0) -> None:
         """See `Borrower.set_demand`. lender: its endpoint."""
         borrower = self._links[lender].borrower
-        self._submit(lambda: borrower.set_demand(size_bytes))
+        self._submit(lambda: borrower.set_demand(size_bytes, value_us))
 
     def give_back(self, lender: str, lease: LeaseId) -> None:
         """See `Borrower.give_back`. lender: its endpoint."""
@@ -91,6 +98,10 @@ class BorrowerCoordinator(Coordinator[BorrowerEvent]):
     def connected(self) -> dict[str, bool]:
         """For people. Lender -> whether it has answered and its process lives."""
         return {lender: link.process is not None for lender, link in self._links.items()}
+
+    def offers(self) -> dict[str, LenderOffer | None]:
+        """Lender -> what it has told of itself; None while it is not connected."""
+        return {lender: link.borrower.offer if link.process else None for lender, link in self._links.items()}
 
     # -- on the thread ------------------------------------------------------------------------------------------
 

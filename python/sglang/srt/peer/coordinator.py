@@ -11,8 +11,8 @@ takes them with `poll` in its own steps.
       │                             │ Coordinator│   ZeroMQ     │  Coordinator │◄─────────────────┤
       │◄────────────────────────────│            │              │              │─────────────────►│
       │ LendOutcome, SlabGivenBack, └────────────┘              └──────────────┘  SlabLent,       │
-      ▼ SlabQuarantined,              pidfds  ▲                    ▲ pidfds       SlabRecalled,   ▼
-        DemandChanged                         └─ Fetch ── slab fd ─┘              SlabLost,
+      ▼ SlabQuarantined,              pidfds  ▲                    ▲ pidfds       SlabsWanted,    ▼
+        DemandChanged                         └─ Fetch ── slab fd ─┘              SlabRecalled, SlabLost,
                                                   slab channel                    LenderSilent
 
 In strict mode no borrower fetches: a `CopySession` sends staging memory over the slab channel, and the `Copier` has

@@ -53,7 +53,7 @@ class _Connection:
 class LenderCoordinator(Coordinator[LenderEvent]):
     """endpoint: where borrowers connect, see `check_endpoint`. Port 0 is any free port, and the attribute has it
     then. directory: a private one, for the slab channel's socket. slabs: what can be lent. strict: see `Lender`.
-    Raises PeerError.
+    can_lend: whether the engine may ever lend. Raises PeerError.
 
     counters: "refused" are requests for memory, or for copies, that were refused."""
 
@@ -65,6 +65,7 @@ class LenderCoordinator(Coordinator[LenderEvent]):
         notify: Callable[[], None] = lambda: None,
         strict: bool = False,
         timing: LenderTiming | None = None,
+        can_lend: bool = True,
     ) -> None:
         check_endpoint(endpoint)
         check_unused(endpoint)
@@ -82,6 +83,7 @@ class LenderCoordinator(Coordinator[LenderEvent]):
             timing=timing,
             slab_socket=slab_socket,
         )
+        self._lender.can_lend = can_lend
         self.counters["refused"] = 0
         self._slabs = slabs
         self._copier = Copier(slabs)
@@ -145,7 +147,8 @@ class LenderCoordinator(Coordinator[LenderEvent]):
         """Slabs by state, borrowers, counters, also of copies."""
         states = Counter(self._lender.states)
         slabs = {f"{state.name.lower()}_slabs": states[state] for state in LeaseState}
-        return {**slabs, "borrowers": len(self._lender.borrowers), **self._lender.counters, **self._copier.counters}
+        counts = {"borrowers": len(self._lender.borrowers), "wanted_slabs": self._lender.num_wanted}
+        return {**slabs, **counts, **self._lender.counters, **self._copier.counters}
 
     def _receive(self) -> None:
         for _ in range(MESSAGES_PER_TURN):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import Tier
-from sglang.srt.peer.memory import lent_memory
-from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.borrowing import BorrowingConfig
+from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory, BorrowedOptions
 from sglang.srt.peer.memory.cuda_slabs import CudaSlabRange, SlabsConfig
-from sglang.srt.peer.memory.lent_memory import LentMemory
+from sglang.srt.peer.memory.lent_memory import LentMemory, LentOptions
 from sglang.srt.peer.protocol.borrower import SlabLost
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.peer_timing import PeerTiming
+from sglang.srt.utils.time_units import Seconds
 from support.children import wait_until
 from support.device_emulator import emulated_device
 from support.fake_cuda_driver import FakeCudaDriver
@@ -31,6 +34,8 @@ from support.local_engine import LocalEngine
 from support.tiny_model import tiny_llama
 
 PAGE, SLAB_BYTES, NUM_SLABS = 4, 1 << 16, 6
+# Of the lender's borrowers.
+RECALL_S = 0.05
 PARAMS = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True, sampling_seed=0)
 
 
@@ -57,7 +62,8 @@ def lender(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LentMemor
                 tmp_path,
                 SlabsConfig(NUM_SLABS, slab_bytes, **options),
                 layout,
-                strict=kind == "strict",
+                # Slabs wait for a borrower, and a borrower that is to choose has no time to, in some tests.
+                options=LentOptions(kind == "strict", PeerTiming(recall=RECALL_S, grace=RECALL_S, offer=1e6)),
             )
             yield memory
             memory.close()
@@ -239,10 +245,9 @@ def test_a_slab_of_another_size_is_given_back(
 
 @pytest.mark.parametrize("lender", ["strict"], indirect=True)
 def test_answers_stay_when_strict_slabs_go_home_without_a_word_from_the_borrower(
-    model_config: ModelConfig, lender: LentMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_config: ModelConfig, lender: LentMemory, tmp_path: Path
 ) -> None:
     """The borrower's loads fail in the middle of its requests, and what it thought it had is gone."""
-    monkeypatch.setattr(lent_memory, "RECALL_TIMEOUT_S", 0.0)
     texts = prompts(7)
     wanted = computed(model_config, texts)
     borrower = BorrowingEngine(model_config, lender, tmp_path)
@@ -267,27 +272,23 @@ def test_slabs_that_no_borrower_takes_wait_and_are_mapped_again_when_recalled(
 ) -> None:
     lender.lend([5, 4, 3])
     lender.slabs.slab(0)[:] = 7
-
-    def is_idle() -> bool:
-        assert lender.poll_mapped().mapped == b"\1\1\1\0\0\0"
-        return lender._unborrowed == {3, 4, 5}
-
-    wait_until(is_idle, "slabs that no borrower takes")
+    wait_until(lambda: [lender.poll_mapped(), not lender._scrubbed][1], "slabs to be overwritten")
+    assert lender.poll_mapped().mapped == b"\1\1\1\0\0\0"
     assert lender.state()["slabs"] == slabs_of_lender(home=3, offered=3)
     lender.recall(1)
-    assert lender.poll_mapped().mapped == b"\1\1\1\1\0\0", "the lowest of them, at once"
+    wait_until(lambda: lender.poll_mapped().mapped == b"\1\1\1\1\1\1", "all that no borrower has")
+    lender.lend([5, 4])
     borrower = BorrowingEngine(model_config, lender, tmp_path)
-    borrower.until(lambda: borrower.num_mapped == 2, "the others are not offered to who comes later")
+    borrower.until(lambda: borrower.num_mapped == 2, "they are not offered to who comes later")
     lender.recall(1)
-    borrower.until(lambda: lender.poll_mapped().mapped == b"\1\1\1\1\1\0", "one is recalled")
+    borrower.until(lambda: sum(lender.poll_mapped().mapped) == 5, "one is recalled")
     assert borrower.num_mapped == 1 and (lender.slabs.slab(0) == 7).all()
     borrower.close()
 
 
 def test_what_a_borrower_keeps_too_long_shows_as_quarantined_until_it_comes_back(
-    model_config: ModelConfig, lender: LentMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_config: ModelConfig, lender: LentMemory, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(lent_memory, "RECALL_TIMEOUT_S", 0.0)
     borrower = BorrowingEngine(model_config, lender, tmp_path)
     borrower.lend(5, 4)
     lender.recall(1)
@@ -328,20 +329,21 @@ def test_a_slab_that_other_ranks_lack_is_given_back_when_it_is_recalled(lender: 
 
         wait_until(is_so, f"{slabs_mapped} slabs mapped here, {home!r} at the lender")
 
-    # Into places 0, 1 and 2.
+    # Each into the place of its number.
     for i, slab in enumerate((5, 4, 3)):
         lender.lend([slab])
         until(1 + i, b"\0\0\0\0\0\0", b"\1" * slab + b"\0" * (6 - slab))
-    memory.mark_in_use(b"\1\1\0\0\0\0")
+    memory.mark_in_use(b"\0\0\0\0\1\1")
     lender.recall(1)
-    until(2, b"\1\1\0\0\0\0", b"\1\1\1\1\0\0")
-    memory.mark_in_use(b"\1\1\0\0\0\0")
-    memory.give_back([0])
-    memory.mark_in_use(b"\0\1\0\0\0\0")
+    # What other ranks lack goes first.
+    until(2, b"\0\0\0\0\1\1", b"\1\1\1\1\0\0")
+    memory.mark_in_use(b"\0\0\0\0\1\1")
+    memory.give_back([5])
+    memory.mark_in_use(b"\0\0\0\0\1\0")
     assert sum(memory.poll_mapped().mapped) == 2, "what another rank has lost stays here"
     lender.recall(2)
-    until(0, b"\0\1\0\0\0\0", b"\1\1\1\1\0\1")
-    memory.give_back([1])
+    until(0, b"\0\0\0\0\1\0", b"\1\1\1\1\0\1")
+    memory.give_back([4])
     until(0, b"\0\0\0\0\0\0", b"\1\1\1\1\1\1")
     memory.close()
     checked.close()
@@ -370,3 +372,80 @@ def test_a_lender_that_is_gone_is_one_line_with_the_number_of_its_slabs(
     lines = [record.getMessage() for record in caplog.records if "is gone" in record.getMessage()]
     assert lines == [f"the worker at {endpoint} is gone, and 3 slabs of its memory with it"]
     memory.close()
+
+
+def test_a_borrower_asks_for_what_it_lacks_and_gives_back_what_it_does_not_use(
+    model_config: ModelConfig, lender: LentMemory, tmp_path: Path
+) -> None:
+    """On a clock of its own."""
+    texts = prompts(9)
+    wanted = computed(model_config, texts)
+    now, lends = [100.0], [True]
+    # No slab is to be named while the borrower chooses.
+    lender._options = replace(lender._options, timing=PeerTiming(offer=1e6))
+    borrow = partial(
+        BorrowedMemory,
+        [f"ipc://{tmp_path}/peers"],
+        "borrower",
+        SlabsConfig(NUM_SLABS, SLAB_BYTES),
+        options=BorrowedOptions(num_wanted=0),
+    )
+    engine = LocalEngine(
+        model_config,
+        num_device_pages=50,
+        num_host_pages=20,
+        page_size=PAGE,
+        borrow=borrow,
+        borrowing=BorrowingConfig(demand_s=10.0, idle_s=60.0),
+        clock=lambda: Seconds(now[0]),
+    )
+
+    def turn() -> bytes:
+        """The lender lends what is asked for, as an engine of its own would."""
+        report = lender.poll_mapped()
+        lender.mark_in_use(report.mapped)
+        home = [slab for slab in range(NUM_SLABS) if report.mapped[slab]]
+        if report.num_borrowable and lends[0]:
+            lender.lend(home[-report.num_borrowable :])
+        engine._turn(0.01, [], [], lambda decision: None)
+        return report.mapped
+
+    def num_mapped() -> int:
+        ledger = engine.scheduler.cache.borrowed
+        assert ledger is not None
+        return sum(state.name == "MAPPED" for state in ledger.states)
+
+    def ask(text: np.ndarray) -> tuple[list[int], int]:
+        (answer,) = engine.generate([text], PARAMS)
+        engine.settle()
+        turn()
+        return answer.tokens, answer.cached_tokens_details["peer"]
+
+    assert engine.borrowed is not None
+    offers = engine.borrowed.coordinator.offers
+    wait_until(lambda: turn() and any(offers().values()), "the lender")
+    assert turn() == b"\1" * NUM_SLABS and num_mapped() == 0, "an idle borrower has nothing"
+
+    def come_from_peers() -> bool:
+        answers = [ask(text) for text in texts]
+        assert [tokens for tokens, _ in answers] == wanted
+        return all(found for _, found in answers)
+
+    for _ in range(2):
+        wait_until(come_from_peers, "prompts to come from peers")
+        assert 0 < num_mapped() <= NUM_SLABS
+        # What the lender wants goes, as many slabs as it wants and no more.
+        lends[0] = False
+        wait_until(lambda: turn() and lender.state()["slabs"]["lent"] == num_mapped(), "slabs that are on their way")
+        num_left = num_mapped() - 1
+        # Those that are offered come first.
+        lender.recall(lender.state()["slabs"]["offered"] + 1)
+        wait_until(lambda n=num_left: sum(turn()) == NUM_SLABS - n and num_mapped() == n, "the coldest slab")
+        engine.settle()
+        now[0] += 61.0
+        wait_until(lambda: turn() == b"\1" * NUM_SLABS and num_mapped() == 0, "slabs that are not used")
+        engine.settle()
+        engine.scheduler.check_invariants()
+        lends[0] = True
+    engine.close()
+    engine.borrowed.close()

@@ -20,7 +20,6 @@ import torch
 
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.transfer import LoadFailedError
-from sglang.srt.peer.memory import lent_memory as lent_module
 from sglang.srt.peer.memory.slabs import SlabRange
 from support.children import DEADLINE_S, Child, wait_until
 from support.strict_process import FOREIGN, NUM_SLABS, OWN, borrow, borrowed_memory, lent_memory
@@ -40,7 +39,9 @@ class BorrowerSide:
 
     def check(self, seen: Counter[str]) -> None:
         """A slab is zeros at first, then what this borrower wrote."""
-        here = set(np.flatnonzero(np.frombuffer(self.memory.poll_mapped().mapped, np.uint8)).tolist())
+        report = self.memory.poll_mapped()
+        self.memory.mark_in_use(report.mapped)
+        here = set(np.flatnonzero(np.frombuffer(report.mapped, np.uint8)).tolist())
         for place in sorted(here):
             try:
                 if place not in self.held:
@@ -57,9 +58,12 @@ class BorrowerSide:
                 seen["refused"] += 1
 
     def give_back(self) -> None:
-        here = self.memory.poll_mapped().mapped
-        self.memory.give_back([place for place in range(NUM_SLABS) if not here[place]])
-        self.held = {place for place in self.held if here[place]}
+        report = self.memory.poll_mapped()
+        here = [place for place in range(NUM_SLABS) if report.mapped[place]]
+        chosen = here[: sum(report.num_wanted)]
+        gone = [place for place in range(NUM_SLABS) if place not in here]
+        self.memory.give_back([*gone, *chosen], chosen)
+        self.held.difference_update(gone, chosen)
 
     @property
     def pages(self) -> torch.Tensor:
@@ -78,7 +82,7 @@ class World:
     def __init__(self, directory: Path, strict: bool, seed: int) -> None:
         self.rng = random.Random(seed)
         self.endpoint = f"ipc://{directory}/peers"
-        self.lender = lent_memory(self.endpoint, directory, strict)
+        self.lender = lent_memory(self.endpoint, directory, strict, recall_s=0.05)
         self.is_home = [False] * NUM_SLABS
         self.borrowers = [BorrowerSide(self.endpoint, number) for number in (1, 2)]
         self.child = Child(borrow, self.endpoint)
@@ -166,9 +170,8 @@ class World:
 
 @pytest.mark.parametrize("strict", [False, True], ids=["mapped", "strict"])
 @pytest.mark.parametrize("steps", [500, pytest.param(5000, marks=pytest.mark.slow)])
-def test_random_schedules(steps: int, strict: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_schedules(steps: int, strict: bool, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    monkeypatch.setattr(lent_module, "RECALL_TIMEOUT_S", 0.05)
     seed = int(os.environ.get("SEED", 0))
     print(f"seed {seed}")
     is_long = steps > 1000

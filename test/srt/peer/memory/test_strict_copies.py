@@ -22,7 +22,6 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import D2P, P2D, LoadFailedError, OpResult, Ticket, Tier, TransferOp
 from sglang.srt.peer.memory import borrowed_pool, copy_session, slab_channel
-from sglang.srt.peer.memory import lent_memory as lent_module
 from sglang.srt.peer.memory.copy_session import CopySession, StrictSlab
 from sglang.srt.peer.memory.lent_memory import LentMemory
 from sglang.srt.peer.memory.slabs import SlabError, SlabRange
@@ -110,9 +109,9 @@ class Rig:
 def make_rig(private: Path) -> Iterator[Callable[..., Rig]]:
     rigs: list[Rig] = []
 
-    def make(*strict: bool, layout: PageLayout = LAYOUT) -> Rig:
+    def make(*strict: bool, layout: PageLayout = LAYOUT, recall_s: float = 10.0) -> Rig:
         lenders = {f"ipc://{private}/peers{len(rigs)}{i}": each for i, each in enumerate(strict or (True,))}
-        made = {endpoint: lent_memory(endpoint, private, each) for endpoint, each in lenders.items()}
+        made = {endpoint: lent_memory(endpoint, private, each, recall_s) for endpoint, each in lenders.items()}
         rigs.append(Rig(made, NUM_SLABS * len(made), layout))
         return rigs[-1]
 
@@ -340,16 +339,14 @@ def test_leases_of_those_who_map_are_not_copied(make_rig: Callable[..., Rig]) ->
 # -- taking back -------------------------------------------------------------------------------------------------
 
 
-def test_a_borrower_that_does_not_answer_is_not_waited_for(
-    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_borrower_that_does_not_answer_is_not_waited_for(make_rig: Callable[..., Rig]) -> None:
     """It goes on asking for copies, and gives nothing back."""
-    monkeypatch.setattr(lent_module, "RECALL_TIMEOUT_S", 0.0)
-    rig = make_rig()
+    rig = make_rig(recall_s=0.01)
     rig.lend(2)
     (lender,) = rig.lenders.values()
     frames = np.concatenate([rig.memory.pool.frames_of(place) for place in rig.mapped()])
-    of_slab = frames.reshape(2, -1)[:, :5]
+    # The slab that stays first: a connection begins with a lease that has not ended.
+    of_slab = frames.reshape(2, -1)[::-1, :5]
     rig.device.kv.fill_(FOREIGN)
     assert rig.copy(D2P, arange(10), of_slab.ravel().copy()).ok
     lender.recall(1)
@@ -376,12 +373,9 @@ def test_a_borrower_that_does_not_answer_is_not_waited_for(
     assert rig.copy(D2P, arange(5), of_slab[oks.index(False)].copy()).ok
 
 
-def test_a_borrower_that_stands_still_costs_no_slab(
-    private: Path, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lent_module, "RECALL_TIMEOUT_S", 0.0)
+def test_a_borrower_that_stands_still_costs_no_slab(private: Path, start: Callable[..., Child]) -> None:
     endpoint = f"ipc://{private}/peers"
-    lender = lent_memory(endpoint, private)
+    lender = lent_memory(endpoint, private, recall_s=0.01)
     child = start(borrow, endpoint)
     lender.lend(range(NUM_SLABS))
     wait_until(lambda: [lender.poll_mapped(), ["has", NUM_SLABS] in child.said][1], "the child to borrow")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from sglang.srt.peer.protocol.borrower import Borrower, BorrowerConfig, SlabLent, SlabLost, SlabRecalled
+from sglang.srt.peer.protocol.borrower import Borrower, BorrowerConfig, SlabLent, SlabLost, SlabRecalled, SlabsWanted
 from sglang.srt.peer.protocol.leases import LeaseState
 from sglang.srt.peer.protocol.messages import BorrowerHeartbeat, Lease, LeaseId, LenderHeartbeat
 
@@ -20,9 +20,14 @@ def terms(number: int, due_in_s: float | None = None, strict: bool = False) -> L
     return Lease(number=number, slab=40 + number, size_bytes=100, token=b"t", strict=strict, due_in_s=due_in_s)
 
 
-def view(*leases: Lease, epoch: int = EPOCH, incarnation: int = 5) -> LenderHeartbeat:
+def view(*leases: Lease, epoch: int = EPOCH, incarnation: int = 5, num_allowed: int | None = None) -> LenderHeartbeat:
     return LenderHeartbeat(
-        sequence=next(_sequences), epoch=epoch, incarnation=incarnation, leases=leases, slab_socket="SOCKET"
+        sequence=next(_sequences),
+        epoch=epoch,
+        incarnation=incarnation,
+        leases=leases,
+        slab_socket="SOCKET",
+        num_allowed=num_allowed,
     )
 
 
@@ -78,6 +83,41 @@ def test_a_slab_may_be_given_back_without_a_recall():
     owner.give_back(lease(1))
     message = sent(owner)
     assert (message.mapped, message.given_back) == ((0,), (1,))
+
+
+def test_what_a_lender_wants_is_counted_once_however_often_it_is_told():
+    owner = holding(0, 1, 2)
+    all_three = [terms(number) for number in range(3)]
+    for _ in range(2):
+        owner.receive(view(*all_three, num_allowed=1), 0)
+    assert owner.take_events() == [SlabsWanted("lender", 2)]
+    owner.give_back(lease(2))
+    assert owner.take_events() == [SlabsWanted("lender", 1)]
+    owner.receive(view(*all_three, num_allowed=1), 1)  # the lender does not know yet
+    assert owner.take_events() == [], "a slab that was given back counts"
+    owner.give_back(lease(0))
+    assert owner.take_events() == [SlabsWanted("lender", 0)] and sent(owner).mapped == (1,)
+    owner.receive(view(terms(1)), 2)
+    assert owner.take_events() == []
+    owner.check_invariants()
+
+
+def test_a_lease_whose_memory_has_not_come_is_given_back_first():
+    owner = holding(0)
+    owner.receive(view(terms(0), terms(1), terms(2), num_allowed=1), 0)
+    assert sent(owner).given_back == (1, 2) and owner.take_events() == []
+    owner.receive(view(terms(0), num_allowed=0), 0)
+    assert owner.take_events() == [SlabsWanted("lender", 1)]
+    owner.receive(view(terms(0)), 0)
+    assert owner.take_events() == [SlabsWanted("lender", 0)], "the lender needs it no more"
+
+
+def test_the_death_of_a_lender_ends_what_it_wanted():
+    owner = holding(0)
+    owner.receive(view(terms(0), num_allowed=0), 0)
+    owner.on_lender_death(EPOCH)
+    assert owner.take_events() == [SlabsWanted("lender", 1), SlabLost("lender", lease(0)), SlabsWanted("lender", 0)]
+    owner.check_invariants()
 
 
 def test_strict_leases_need_no_memory():

@@ -24,9 +24,9 @@ A, B = BorrowerId("a", 1), BorrowerId("b", 1)
 _sequences = itertools.count()
 
 
-def lender(num_slabs: int = 4, strict: bool = False) -> Lender:
+def lender(num_slabs: int = 4, strict: bool = False, offer_s: float = 0.0) -> Lender:
     tokens = itertools.count()
-    timing = LenderTiming(heartbeat_s=1.0, silence_s=5.0, grace_s=10.0)
+    timing = LenderTiming(heartbeat_s=1.0, silence_s=5.0, grace_s=10.0, offer_s=offer_s)
     return Lender(EPOCH, num_slabs, 100, lambda: b"secret %d" % next(tokens), strict, timing)
 
 
@@ -39,6 +39,7 @@ def heartbeat(
         page_bytes=fields.pop("page_bytes", 10),
         demand_bytes=demand,
         strict=fields.pop("strict", False),
+        slab_value_us=fields.pop("value_us", 0),
     )
     message = {"sequence": next(_sequences), "epoch": EPOCH, "mapped": (), "given_back": given_back}
     return BorrowerHeartbeat(register=register, **(message | fields))
@@ -105,27 +106,109 @@ def test_the_engine_hears_of_unmet_demand():
     assert owner.take_events() == [DemandChanged(350), LendOutcome((3,), ()), DemandChanged(250)]
 
 
-def test_low_slabs_are_recalled_first_and_scrubbed_before_they_are_free():
+def test_the_borrower_chooses_which_slabs_it_gives_back_and_they_are_scrubbed_before_they_are_free():
     owner = lent_and_fetched()
-    assert owner.recall(2, 7.0) == [0, 1]
-    assert owner.states == [RECALLED, RECALLED, HELD, HELD]
-    assert {lease.slab: lease.due_in_s for lease in leases_of(owner, now=3)} == {3: None, 2: None, 1: 4.0, 0: 4.0}
-    owner.receive(heartbeat(given_back=(3,)), 4)
-    assert owner.take_events() == [SlabGivenBack(0)]
-    assert owner.states[0] == GIVEN_BACK
-    owner.reclaim(0)
-    assert owner.states[0] == FREE
+    assert owner.recall(2, 7.0) == 2 and owner.num_wanted == 2
+    view = dict(owner.take_outgoing(3))[A]
+    assert view.num_allowed == 2 and {lease.due_in_s for lease in view.leases} == {None}
+    owner.receive(heartbeat(given_back=(1,)), 4)
+    assert owner.take_events() == [SlabGivenBack(2)] and owner.num_wanted == 1
+    assert owner.states == [HELD, HELD, GIVEN_BACK, HELD]
+    owner.reclaim(2)
+    assert owner.states[2] == FREE
+    owner.receive(heartbeat(given_back=(1, 3)), 5)
+    owner.tick(5)
+    assert dict(owner.take_outgoing(5))[A].num_allowed is None
+    owner.tick(100)
+    assert owner.states == [GIVEN_BACK, HELD, FREE, HELD], "no slab is named"
+
+
+def test_slabs_are_named_when_the_borrower_has_not_chosen_in_time():
+    owner = lent_and_fetched()
+    owner.recall(2, 7.0)
+    owner.receive(heartbeat(given_back=(2,)), 4)
+    owner.tick(6.9)
+    assert owner.states == [HELD, GIVEN_BACK, HELD, HELD]
+    owner.tick(7.0)
+    assert owner.states == [RECALLED, GIVEN_BACK, HELD, HELD]
+    view = dict(owner.take_outgoing(8))[A]
+    assert view.num_allowed is None
+    assert {lease.slab: lease.due_in_s for lease in view.leases} == {3: None, 2: None, 0: 9.0}
+
+
+def test_a_recall_does_not_put_off_an_earlier_one():
+    owner = lent_and_fetched()
+    assert owner.recall(1, 7.0) == 1 and owner.recall(9, 20.0) == 3 and owner.num_wanted == 4
+    owner.tick(7.0)
+    assert owner.states == [RECALLED] * 4
+
+
+def test_slabs_are_recalled_from_those_that_value_them_least_and_from_silent_ones_last():
+    owner = lender(6)
+    for borrower, value_us in ((A, 1), (B, 8), (BorrowerId("c", 1), 0)):
+        owner.receive(heartbeat(borrower, demand=200, value_us=value_us), 0)
+    owner.lend(range(6), 0)
+    views = dict(owner.take_outgoing(0))
+    for borrower, view in views.items():
+        for lease in view.leases:
+            assert fetch(owner, lease, borrower) is not None
+    # The third one is silent.
+    owner.receive(heartbeat(A, demand=200, value_us=1), 6)
+    owner.receive(heartbeat(B, demand=200, value_us=8), 6)
+    owner.tick(6)
+    assert owner.recall(5, 10) == 5
+    allowed = {borrower.name: view.num_allowed for borrower, view in owner.take_outgoing(6)}
+    assert allowed == {"a": 0, "b": 0, "c": 1}
+
+
+def test_a_borrower_that_is_to_give_back_is_lent_nothing():
+    owner = lent_and_fetched(2)
+    owner.receive(heartbeat(given_back=(0,)), 0)
+    owner.reclaim(1)
+    owner.recall(1, 5.0)
+    assert owner.lend([1], 0).lent == ()
+    owner.receive(heartbeat(given_back=(1,)), 1)
+    owner.tick(1)
+    assert owner.lend([1], 1).lent == (1,)
+
+
+def test_slabs_go_to_those_that_value_them_most():
+    owner = lender()
+    owner.receive(heartbeat(A, demand=300, value_us=2), 0)
+    owner.receive(heartbeat(B, demand=200, value_us=9), 0)
+    owner.tick(0)
+    assert owner.take_events() == [DemandChanged(200, 9, 0)]
+    owner.lend([3, 2, 1], 0)
+    assert [lease.slab for lease in leases_of(owner, B)] == [3, 2]
+    owner.tick(0)
+    assert owner.take_events()[-1] == DemandChanged(200, 2, 2)
+
+
+def test_what_no_borrower_takes_is_offered_for_a_while():
+    owner = lender(offer_s=2.0)
+    assert owner.lend([2, 3], 0) == LendOutcome((), ())
+    owner.receive(heartbeat(demand=100), 1)
+    owner.tick(1)
+    owner.tick(1.9)
+    assert owner.take_events() == [LendOutcome((3,), ())]
+    owner.tick(2.0)
+    assert owner.take_events() == [LendOutcome((), (2,))] and owner.states == [FREE, FREE, FREE, GRANTED]
+    owner.lend([1], 3)
+    assert owner.recall(1, 9.0) == 1 and owner.take_events() == [LendOutcome((), (1,))], "it is the engine's at once"
+    assert owner.states[3] == GRANTED
 
 
 def test_a_deadline_that_passes_is_an_alarm_and_a_slab_that_is_given_back_late_ends_it():
     owner = lent_and_fetched(1)
     owner.recall(1, 7.0)
-    owner.tick(6.9)
-    assert owner.states == [RECALLED]
     owner.receive(heartbeat(), 6.95)
     owner.tick(7.0)
+    owner.receive(heartbeat(), 16.95)
+    owner.tick(16.9)
+    assert owner.states == [RECALLED]
+    owner.tick(17.0)
     assert SlabQuarantined(0, A) in owner.take_events() and owner.counters["quarantined"] == 1
-    assert leases_of(owner, now=8)[0].due_in_s == 0.0  # it is still recalled
+    assert leases_of(owner, now=18)[0].due_in_s == 0.0  # it is still recalled
     owner.receive(heartbeat(given_back=(0,)), 100)
     assert owner.states == [GIVEN_BACK] and owner.take_events() == [SlabGivenBack(0)]
 
@@ -136,10 +219,12 @@ def test_a_borrower_in_default_gets_nothing_new():
     owner.reclaim(2)
     owner.recall(1, 1.0)
     owner.tick(1.0)
+    owner.receive(heartbeat(), 11.0)
+    owner.tick(11.0)
     assert owner.states == [QUARANTINED, HELD, FREE]
-    assert owner.lend([2], 1.0).lent == ()
-    owner.receive(heartbeat(given_back=(2,)), 2)
-    assert owner.lend([2], 2.0).lent == (2,)
+    assert owner.lend([2], 11.0).lent == ()
+    owner.receive(heartbeat(given_back=(2,)), 12)
+    assert owner.lend([2], 12.0).lent == (2,)
 
 
 def test_death_gives_everything_back():
@@ -154,16 +239,28 @@ def test_death_gives_everything_back():
     assert not owner.borrowers
 
 
-def test_silence_recalls_but_frees_nothing():
+def test_a_silent_borrower_keeps_what_it_has_until_the_engine_needs_it():
     owner = lent_and_fetched(2)
-    owner.tick(5.0)
-    assert owner.states == [HELD] * 2
     owner.tick(5.1)
-    assert owner.states == [RECALLED] * 2
-    owner.tick(15.2)
-    assert owner.states == [QUARANTINED] * 2
     owner.tick(1e6)
-    assert owner.states == [QUARANTINED] * 2
+    assert owner.states == [HELD] * 2
+    owner.recall(1, 1e6 + 7)
+    owner.tick(1e6 + 7)
+    assert owner.states == [RECALLED, HELD]
+    owner.tick(1e6 + 17)
+    assert owner.states == [QUARANTINED, HELD]
+    owner.tick(2e6)
+    assert owner.states == [QUARANTINED, HELD], "time frees nothing"
+
+
+def test_strict_slabs_of_a_silent_borrower_come_home():
+    owner = lender(1, strict=True)
+    owner.receive(heartbeat(), 0)
+    owner.lend([0], 0)
+    owner.tick(5.1)
+    assert owner.states == [RECALLED]
+    owner.tick(15.1)
+    assert owner.states == [GIVEN_BACK]
 
 
 def test_a_silent_borrower_gets_nothing_new():
@@ -178,10 +275,11 @@ def test_a_lender_that_stood_still_takes_no_borrower_for_silent():
     owner = lent_and_fetched(1)
     owner.tick(1)
     owner.tick(101)
-    assert owner.states == [HELD]
+    owner.recall(1, 1000)
+    assert owner._recall_order(A)[0] is False
     for now in range(102, 110):
         owner.tick(now)
-    assert owner.states == [RECALLED]
+    assert owner._recall_order(A)[0] is True
 
 
 def test_a_lease_that_was_not_fetched_ends_at_once():
@@ -204,7 +302,7 @@ def test_a_strict_lease_is_never_fetched_and_ends_at_its_deadline():
         assert lease.strict and fetch(owner, lease) is None
         owner.recall(1, 3.0)
         owner.tick(2.9)
-        assert owner.states == [RECALLED]
+        assert owner.states == [HELD]
         owner.tick(3.0)
         assert owner.states == [GIVEN_BACK]
 
@@ -220,8 +318,9 @@ def test_only_the_lease_and_its_token_open_a_slab(wrong: dict[str, Any]):
     (lease,) = leases_of(owner)
     assert fetch(owner, lease, **wrong) is None
     assert fetch(owner, lease) == 0
-    owner.recall(1, 5.0)
-    assert fetch(owner, lease) is None, "a recalled slab is given to no borrower"
+    owner.recall(1, 1.0)
+    owner.tick(1.0)
+    assert owner.states == [RECALLED] and fetch(owner, lease) is None, "a recalled slab is given to no borrower"
 
 
 def test_giving_back_counts_once_for_its_borrower_in_its_epoch():

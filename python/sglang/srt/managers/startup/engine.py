@@ -51,6 +51,7 @@ from sglang.srt.mem_cache.transfer import (
 )
 from sglang.srt.model_executor.executor import ExecutorOptions, ModelExecutor
 from sglang.srt.model_loader.loader import load_model
+from sglang.srt.peer.borrowing import BorrowingConfig
 from sglang.srt.peer.lending import LendingConfig
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.lent_memory import LentMemory
@@ -58,6 +59,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError, without_stopping
 from sglang.srt.utils.cuda_stream import make_stream
 from sglang.srt.utils.device import CPU, settle_memory
+from sglang.srt.utils.peer_timing import PeerTiming
 from sglang.srt.utils.startup_progress import SILENT, StartupProgress
 from sglang.srt.utils.stream import ThreadStream
 
@@ -177,8 +179,13 @@ class EngineBuilder:
                     args, layout, rank.group.rank, rank.group.size, rank.notify, rank.device
                 )
                 rank.on_exit.callback(self.borrowed.disconnect)
-            pool = self.borrowed.pool
-            self.config = replace(config, num_peer_pages=pool.num_pages, slabs=pool.slab_frames)
+            pool, timing = self.borrowed.pool, PeerTiming.parse(args.peer_timing)
+            self.config = replace(
+                config,
+                num_peer_pages=pool.num_pages,
+                slabs=pool.slab_frames,
+                borrowing=BorrowingConfig(timing.demand, timing.idle),
+            )
         return graph_batch_size
 
     def _open_executor(self, model: Any, attention: AttentionBackend, graph_batch_size: int) -> ModelExecutor:

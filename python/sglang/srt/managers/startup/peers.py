@@ -14,14 +14,17 @@ from pathlib import Path
 import torch
 
 from sglang.srt.managers.scheduler_config import SchedulerConfig
+from sglang.srt.managers.slab_exchange import lender_keeps
 from sglang.srt.mem_cache.page_layout import PageLayout
-from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
+from sglang.srt.peer.lending import LendingConfig, why_nothing_is_lent
+from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory, BorrowedOptions
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
-from sglang.srt.peer.memory.lent_memory import LentMemory
+from sglang.srt.peer.memory.lent_memory import LentMemory, LentOptions
 from sglang.srt.peer.memory.slabs import SlabError
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError
 from sglang.srt.utils.peer_endpoint import PeerError, of_rank
+from sglang.srt.utils.peer_timing import PeerTiming
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,15 @@ def borrow_memory(
     endpoints = [of_rank(each, rank) for each in args.peer_endpoint.split(",")]
     name = f"{args.model_name} ({os.getpid()})"
     try:
-        memory = BorrowedMemory(endpoints, name, SlabsConfig(num_slabs, slab_bytes, device), layout, notify)
+        memory = BorrowedMemory(
+            endpoints,
+            name,
+            SlabsConfig(num_slabs, slab_bytes, device),
+            layout,
+            notify,
+            # Nothing is asked for before it is needed, see `Borrowing`.
+            BorrowedOptions(0, PeerTiming.parse(args.peer_timing)),
+        )
     except (PeerError, SlabError, ValueError) as error:
         raise StartupError(str(error)) from error
     logger.info(
@@ -70,15 +81,25 @@ def lend_memory(
     slab_bytes, page_bytes = args.peer_slab_size << 20, layout.page_bytes
     if slab_bytes < page_bytes:
         raise StartupError(f"--peer-slab-size {args.peer_slab_size} has no room for a page of {page_bytes:,} bytes")
-    num_slabs = -(-config.num_device_pages // (slab_bytes // page_bytes))
+    slab_pages = slab_bytes // page_bytes
+    num_slabs = -(-config.num_device_pages // slab_pages)
     endpoint = of_rank(args.peer_endpoint, rank)
+    keep_pages = lender_keeps(
+        config, LendingConfig(), min(config.context_len, num_slabs * slab_pages * config.page_size)
+    )
+    problem = why_nothing_is_lent(num_slabs * slab_pages, keep_pages, slab_pages, config.page_size)
+    if problem and rank == 0:
+        logger.warning("peers: %s", problem)
     try:
         slabs = SlabsConfig(num_slabs, slab_bytes, device)
-        memory = LentMemory(endpoint, directory, slabs, layout, notify, args.peer_strict)
+        options = LentOptions(args.peer_strict, PeerTiming.parse(args.peer_timing), problem)
+        memory = LentMemory(endpoint, directory, slabs, layout, notify, options)
     except (PeerError, SlabError, ValueError) as error:
         raise StartupError(str(error)) from error
+    num_lent = max(0, (num_slabs * slab_pages - keep_pages) // slab_pages)
     logger.info(
-        "peers: %d slabs of %d MiB, %.1f %% of them padding, to be lent at %s",
+        "peers: up to %d of %d slabs of %d MiB, %.1f %% of them padding, to be lent at %s",
+        num_lent,
         num_slabs,
         args.peer_slab_size,
         100 * memory.pool.slab_padding_bytes / slab_bytes,

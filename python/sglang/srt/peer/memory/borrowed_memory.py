@@ -1,8 +1,11 @@
 """`BorrowedMemory`: a borrower's pool of slabs that lenders lend it, on one rank.
 
 Owns the places (ranges of addresses) that slabs are mapped at, and knows which lease each place belongs to. Decides
-nothing: the coordinator tells what was lent and recalled, the scheduler (`SlabLedger`) which slabs no request uses
-any more.
+nothing: the coordinator tells what was lent and how much is wanted back, the scheduler (`Borrowing`) how much to ask
+for and which slabs to give up, and `SlabLedger` which slabs no request uses any more.
+
+A slab goes to the place that follows from its lender and its number, if that is free: all ranks then have it at the
+same place, and what one rank gives back all do.
 """
 
 from __future__ import annotations
@@ -10,22 +13,40 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from sglang.srt.mem_cache.page_layout import PageLayout
-from sglang.srt.mem_cache.slab_ledger import SlabReport
+from sglang.srt.mem_cache.slab_ledger import SlabReport, source_of
 from sglang.srt.peer.borrower_coordinator import BorrowerCoordinator
 from sglang.srt.peer.memory.borrowed_pool import BorrowedPool
 from sglang.srt.peer.memory.copy_session import StrictSlab
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig, reserve_slabs
 from sglang.srt.peer.memory.slabs import SlabError
-from sglang.srt.peer.protocol.borrower import LenderSilent, SlabLent, SlabLost, SlabRecalled
+from sglang.srt.peer.protocol.borrower import (
+    LenderOffer,
+    LenderSilent,
+    SlabLent,
+    SlabLost,
+    SlabRecalled,
+    SlabsWanted,
+)
 from sglang.srt.peer.protocol.messages import LeaseId
+from sglang.srt.utils.peer_timing import PeerTiming
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BorrowedOptions:
+    """How a borrower borrows."""
+
+    # How many slabs are asked for before `set_demand` tells; None: as many as there are places.
+    num_wanted: int | None = None
+    timing: PeerTiming = field(default_factory=PeerTiming)
 
 
 class BorrowedMemory:
@@ -44,12 +65,23 @@ class BorrowedMemory:
         config: SlabsConfig,
         layout: PageLayout,
         notify: Callable[[], None] = lambda: None,
+        options: BorrowedOptions | None = None,
     ) -> None:
+        options = options or BorrowedOptions()
         self._maps_only = config.device.type != "cpu"
         self.slabs = reserve_slabs(config, layout.page_bytes)
         self.pool = BorrowedPool(self.slabs, layout, notify)
         # Place -> lender and lease; None: the place is free.
         self._leases: list[tuple[str, LeaseId] | None] = [None] * config.num_slabs
+        # Place -> see `SlabReport`.
+        self._sources = [0] * config.num_slabs
+        # Lender -> its place among all.
+        self._lenders = {endpoint: i for i, endpoint in enumerate(dict.fromkeys(endpoints))}
+        # By lender: how many slabs of this rank's choice it wants back.
+        self._wanted = [0] * len(self._lenders)
+        # Lender -> why none of its slabs can be used; was logged.
+        self._problems: dict[str, str] = {}
+        self._demand = (config.num_slabs if options.num_wanted is None else options.num_wanted, 0)
         # A byte per place, see `SlabReport`.
         self._mapped = bytearray(config.num_slabs)
         # Places that all ranks have had mapped since `give_back` named them last.
@@ -61,19 +93,24 @@ class BorrowedMemory:
         # Lenders that are left alone, and how often each was.
         self._left_alone: set[str] = set()
         self._times_left_alone: Counter[str] = Counter()
-        self.coordinator = BorrowerCoordinator(endpoints, name, layout.page_bytes, notify)
-        for endpoint in endpoints:
-            self.coordinator.set_demand(endpoint, config.num_slabs * config.slab_bytes)
+        self.coordinator = BorrowerCoordinator(
+            endpoints, name, layout.page_bytes, notify, heartbeat_s=options.timing.heartbeat
+        )
+        self._spread_demand()
 
     def poll_mapped(self) -> SlabReport:
         """See `SlabSource`."""
         lost: Counter[tuple[str, bool]] = Counter()
-        for event in self.coordinator.poll():
+        events = self.coordinator.poll()
+        for event in events:
             if isinstance(event, SlabLent):
                 self._borrow(event)
                 continue
             if isinstance(event, LenderSilent):
                 self._leave_alone(event.lender)
+                continue
+            if isinstance(event, SlabsWanted):
+                self._wanted[self._lenders[event.lender]] = event.num_slabs
                 continue
             place = next((i for i, lease in enumerate(self._leases) if lease == (event.lender, event.lease)), None)
             if place is None:
@@ -91,6 +128,11 @@ class BorrowedMemory:
                 logger.warning("the worker at %s has reclaimed %s, or is gone", lender, slabs)
             else:
                 logger.warning("the worker at %s is gone, and %s of its memory with it", lender, slabs)
+        if any(self._wanted):
+            self._give_back_unagreed()
+        self._note_problems()
+        if events:
+            self._spread_demand()
         unusable = self.pool.unusable()
         if unusable or self._left_alone:
             self._note_left_alone()
@@ -100,18 +142,92 @@ class BorrowedMemory:
         for place in self._lost:
             # What is mapped is there as long as this process has it.
             readable[place] = not self.pool.is_strict(place)
-        return SlabReport(bytes(mapped), readable=b"" if all(readable) else bytes(readable))
+        return SlabReport(
+            bytes(mapped),
+            readable=b"" if all(readable) else bytes(readable),
+            sources=tuple(source if is_mapped else 0 for source, is_mapped in zip(self._sources, mapped)),
+            num_wanted=tuple(self._wanted),
+        )
+
+    def set_demand(self, num_slabs: int, value_us: int) -> None:
+        """See `BorrowedSlabs`."""
+        self._demand = (num_slabs, value_us)
+        self._spread_demand()
 
     def mark_in_use(self, mapped: bytes) -> None:
         """See `BorrowedSlabs`."""
         self._in_use.update(np.flatnonzero(np.frombuffer(mapped, np.uint8)).tolist())
         self._give_back_unused()
 
-    def give_back(self, slabs: Sequence[int]) -> None:
-        """See `BorrowedSlabs`. A slab that only another rank gives back stays here: it is used again when that rank
-        is lent another one in its place."""
+    def give_back(self, slabs: Sequence[int], chosen: Sequence[int] = ()) -> None:
+        """See `BorrowedSlabs`. A slab that another rank has lost, and that was not chosen, stays here: it is used
+        again when that rank is lent another one in its place."""
         self._in_use.difference_update(slabs)
+        self._end(place for place in chosen if self._leases[place] is not None)
         self._give_back_unused()
+
+    def _end(self, places: Iterable[int]) -> None:
+        for place in places:
+            self._mapped[place] = 0
+            self._ending.add(place)
+
+    def _give_back_unagreed(self) -> None:
+        """Slabs that other ranks lack are of no use: they go first where a lender wants some back."""
+        for lender, i in self._lenders.items():
+            idle = (
+                place
+                for place, lease in enumerate(self._leases)
+                if lease is not None
+                and lease[0] == lender
+                and place not in self._in_use
+                and place not in self._ending
+            )
+            self._end([place for place, _ in zip(idle, range(self._wanted[i]))])
+        self._give_back_unused()
+
+    def _spread_demand(self) -> None:
+        """Ask each lender for what it has lent, and for its part of what is lacking. A part that one cannot lend is
+        asked of the others as soon as those have lent theirs."""
+        num_wanted, value_us = self._demand
+        held = Counter(
+            lease[0] for place, lease in enumerate(self._leases) if lease is not None and place not in self._ending
+        )
+        useful = [lender for lender in self._lenders if lender not in self._problems]
+        part = -(-max(0, num_wanted - sum(held.values())) // len(useful)) if useful else 0
+        for lender in self._lenders:
+            num_slabs = held[lender] + (part if lender in useful else 0)
+            self.coordinator.set_demand(lender, num_slabs * self.slabs.slab_bytes, value_us)
+
+    def _note_problems(self) -> None:
+        """Log why a lender is of no use, once."""
+        for lender, offer in self.coordinator.offers().items():
+            if offer is None:
+                continue
+            problem = self._problem_of(lender, offer)
+            if problem != self._problems.get(lender, ""):
+                if problem:
+                    logger.error(problem)
+                    self._problems[lender] = problem
+                else:
+                    del self._problems[lender]
+                self._spread_demand()
+
+    def _problem_of(self, lender: str, offer: LenderOffer) -> str:
+        """A sentence, or "" if its slabs can be used."""
+        if offer.slab_bytes != self.slabs.slab_bytes:
+            return (
+                f"slabs from {lender} cannot be used: they have {offer.slab_bytes:,} bytes, where this master has "
+                f"slabs of {self.slabs.slab_bytes:,}: start both with --peer-slab-size "
+                f"{max(self.slabs.slab_bytes, offer.slab_bytes) >> 20}"
+            )
+        if offer.strict and self._maps_only:
+            return (
+                f"slabs from {lender} cannot be used: its worker has --peer-strict, and a GPU uses what it "
+                "maps alone: start the worker without it"
+            )
+        if not offer.can_lend:
+            return f"the worker at {lender} can lend nothing: its log and its /hicache/state have the flag to change"
+        return ""
 
     def _give_back_unused(self) -> None:
         """Unmap places that are ending and not in use, and tell their lenders."""
@@ -122,7 +238,7 @@ class BorrowedMemory:
                 self.pool.forget(place)
             else:
                 self.slabs.unmap(place)
-            self._leases[place] = None
+            self._leases[place], self._sources[place] = None, 0
             self._ending.discard(place)
             if place in self._lost:
                 self._lost.discard(place)
@@ -131,15 +247,13 @@ class BorrowedMemory:
 
     def state(self) -> dict[str, Any]:
         """For people, as docs/reference/state.md lists it."""
-        held = Counter(lease[0] for lease in self._leases if lease is not None)
-        ending = Counter(lease[0] for i in self._ending if (lease := self._leases[i]) is not None)
         lenders = [
             {
                 "endpoint": lender,
                 "connected": connected,
                 "left_alone": lender in self._left_alone,
                 "times_left_alone": self._times_left_alone[lender],
-                "slabs": {"held": held[lender] - ending[lender], "asked_back": ending[lender]},
+                "slabs": self._counts_of(lender),
             }
             for lender, connected in self.coordinator.connected().items()
         ]
@@ -148,7 +262,16 @@ class BorrowedMemory:
             "slab_bytes": self.slabs.slab_bytes,
             "slab_padding_bytes": self.pool.slab_padding_bytes,
             "lenders": lenders,
+            "wanted_slabs": self._demand[0],
+            "slab_value_s": self._demand[1] / 1e6,
+            "problems": list(self._problems.values()),
         }
+
+    def _counts_of(self, lender: str) -> dict[str, int]:
+        places = [place for place, lease in enumerate(self._leases) if lease is not None and lease[0] == lender]
+        num_ending = sum(place in self._ending for place in places)
+        num_asked = min(len(places), num_ending + self._wanted[self._lenders[lender]])
+        return {"held": len(places) - num_asked, "asked_back": num_asked}
 
     def disconnect(self) -> None:
         """Called before the process ends, which unmaps all. The links may still use what is mapped."""
@@ -182,9 +305,12 @@ class BorrowedMemory:
     def _borrow(self, event: SlabLent) -> None:
         """Map a slab, or have its lender copy it (strict mode). A slab that is of no use is given back at once."""
         try:
-            free = next((i for i, lease in enumerate(self._leases) if lease is None), None)
+            source = source_of(self._lenders[event.lender], event.slab)
+            free = self._free_place(event.lender, event.slab)
             if free is None:
-                raise SlabError("there is no place left for it")
+                # More than was asked for, while demands crossed.
+                self.coordinator.give_back(event.lender, event.lease)
+                return
             if event.size_bytes != self.slabs.slab_bytes:
                 raise SlabError(
                     f"a slab of {event.size_bytes:,} bytes, where {self.slabs.slab_bytes:,} were agreed on"
@@ -202,13 +328,19 @@ class BorrowedMemory:
         finally:
             if event.fd is not None:
                 os.close(event.fd)
-        self._leases[free] = (event.lender, event.lease)
+        self._leases[free], self._sources[free] = (event.lender, event.lease), source
         self._mapped[free] = 1
+
+    def _free_place(self, lender: str, slab: int) -> int | None:
+        """The first from that on which follows from lender and slab alone."""
+        num_places = len(self._leases)
+        first = self._lenders[lender] * num_places // len(self._lenders) + slab
+        order = ((first + i) % num_places for i in range(num_places))
+        return next((place for place in order if self._leases[place] is None), None)
 
     def _borrow_strict(self, place: int, event: SlabLent) -> None:
         """Raises SlabError if the slab is of no use."""
         if self._maps_only:
-            self.coordinator.set_demand(event.lender, 0)
             raise SlabError("its worker has --peer-strict; a GPU uses what it maps alone")
         slab = StrictSlab(event.slab_socket, self.coordinator.id, event.lease, event.token)
         self.pool.reach_by_copies(place, slab)

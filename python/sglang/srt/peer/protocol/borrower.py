@@ -3,13 +3,17 @@
 A pure state machine: messages, deaths and the time are passed in; events for the engine and heartbeats come out.
 Never touches memory, a socket or a clock.
 
-          the lender's view has a new lease       hold              the lender recalls it
+          the lender's view has a new lease       hold              the lender recalls it by name
     (none) ------------------------------> GRANTED ------> HELD ----------------------> RECALLED
                                               |             |                              |
                                      recalled |             | give_back                    | give_back
                                               v             v                              |
     (none) <---------------------------- GIVEN_BACK <--------------------------------------+
            the lease is not in the lender's view any more
+
+A lender that wants slabs back gives the number that the borrower may keep. What the borrower has beyond it, less what
+it has given back and the lender has not heard of yet, is `SlabsWanted`: the engine chooses which slabs those are. A
+lost, doubled or late message thus never costs a slab more.
 
 A silent lender's slabs stay usable: the lender cannot use the memory itself before it is given back. The lender's
 death, or its next life (a higher epoch), ends every lease: the engine is told that the slab is lost, from any state
@@ -52,6 +56,26 @@ class SlabRecalled:
 
 
 @dataclass(frozen=True)
+class SlabsWanted:
+    """How many HELD slabs of a lender the engine has to give back, of its choice, has changed."""
+
+    lender: str
+    num_slabs: int
+
+
+@dataclass(frozen=True)
+class LenderOffer:
+    """What a lender has told of itself."""
+
+    # Of each of its slabs.
+    slab_bytes: int
+    # It copies for its borrowers, which get no memory.
+    strict: bool
+    # Whether it may ever lend anything.
+    can_lend: bool
+
+
+@dataclass(frozen=True)
 class SlabLost:
     """What is in the slab is gone now. The engine has to drop its pages and unmap it."""
 
@@ -66,7 +90,7 @@ class LenderSilent:
     lender: str
 
 
-BorrowerEvent = SlabLent | SlabRecalled | SlabLost | LenderSilent
+BorrowerEvent = SlabLent | SlabRecalled | SlabsWanted | SlabLost | LenderSilent
 
 
 @dataclass
@@ -95,7 +119,13 @@ class Borrower:
         self.lender = lender
         self.config = config
         self.epoch = 0
-        self._demand_bytes = 0
+        # None before its first message.
+        self.offer: LenderOffer | None = None
+        self._demand_bytes = self._value_us = 0
+        # Of the newest message, see `LenderHeartbeat`.
+        self._num_allowed: int | None = None
+        # Of the last `SlabsWanted`.
+        self._num_wanted = 0
         # Of this epoch, by number.
         self._leases: dict[int, _BorrowedLease] = {}
         # Messages of earlier epochs are ignored.
@@ -110,11 +140,11 @@ class Borrower:
 
     # -- from the engine ----------------------------------------------------------------------------------------
 
-    def set_demand(self, size_bytes: int) -> None:
-        """How much the engine would like to borrow from this lender in all. A demand below what it has gives nothing
-        back."""
-        self._demand_bytes = size_bytes
-        self._is_sent = False
+    def set_demand(self, size_bytes: int, value_us: int = 0) -> None:
+        """How much the engine would like to borrow from this lender in all, and what a slab is worth to it, see
+        `Register`. A demand below what it has gives nothing back."""
+        self._is_sent &= (size_bytes, value_us) == (self._demand_bytes, self._value_us)
+        self._demand_bytes, self._value_us = size_bytes, value_us
 
     def give_back(self, lease: LeaseId) -> None:
         """The engine will not touch the slab again, whether it was recalled or not. Does nothing if the lease is
@@ -122,6 +152,7 @@ class Borrower:
         if lease.epoch == self.epoch and self.state(lease.number) in (LeaseState.HELD, LeaseState.RECALLED):
             self._leases[lease.number].state = LeaseState.GIVEN_BACK
             self._is_sent = False
+            self._count_wanted()
 
     def take_events(self) -> list[BorrowerEvent]:
         events, self._events = self._events, []
@@ -148,6 +179,9 @@ class Borrower:
                 self.hold(LeaseId(self.epoch, terms.number), None)
             if terms.due_in_s is not None:
                 self._recall(lease, now + terms.due_in_s)
+        self.offer = LenderOffer(message.slab_bytes, message.strict, message.can_lend)
+        self._num_allowed = message.num_allowed
+        self._count_wanted()
         return True
 
     def leases_to_fetch(self) -> list[Lease]:
@@ -163,6 +197,7 @@ class Borrower:
         terms = found.terms
         access = (terms.token, self._slab_socket) if terms.strict else ()
         self._events.append(SlabLent(self.lender, lease, terms.slab, terms.size_bytes, fd, *access))
+        self._count_wanted()
         return True
 
     def on_lender_death(self, epoch: int) -> None:
@@ -185,6 +220,7 @@ class Borrower:
                 incarnation=self.config.incarnation,
                 page_bytes=self.config.page_bytes,
                 demand_bytes=self._demand_bytes,
+                slab_value_us=self._value_us,
                 strict=self.config.strict,
             ),
             epoch=self.epoch,
@@ -208,12 +244,29 @@ class Borrower:
     def _begin_epoch(self, epoch: int) -> None:
         self._forget_all()
         self.epoch = self._oldest_epoch = epoch
+        self.offer = None
         self._received_sequence = -1
         self._is_sent = False
 
     def _forget_all(self) -> None:
         for number in list(self._leases):
             self._forget(number)
+        self._num_allowed = None
+        self._count_wanted()
+
+    def _count_wanted(self) -> None:
+        """After every change of what the borrower has, or may keep. Leases whose memory has not come go first."""
+        num_wanted = 0
+        if self._num_allowed is not None:
+            granted, held = self._numbers_in(LeaseState.GRANTED), self._numbers_in(LeaseState.HELD)
+            num_excess = max(0, len(granted) + len(held) - self._num_allowed)
+            for number in granted[:num_excess]:
+                self._leases[number].state = LeaseState.GIVEN_BACK
+                self._is_sent = False
+            num_wanted = max(0, num_excess - len(granted))
+        if num_wanted != self._num_wanted:
+            self._num_wanted = num_wanted
+            self._events.append(SlabsWanted(self.lender, num_wanted))
 
     def _forget(self, number: int) -> None:
         """The lease has ended. A slab that the engine has is lost."""
@@ -231,6 +284,7 @@ class Borrower:
     def check_invariants(self) -> None:
         assert self.epoch == 0 or self._oldest_epoch in (self.epoch, self.epoch + 1)
         assert not self._leases or self._oldest_epoch == self.epoch, "leases of a lender that is dead"
+        assert self._num_wanted <= len(self._numbers_in(LeaseState.HELD)), "more is to be given back than is held"
         for number, lease in self._leases.items():
             assert lease.terms.number == number
             assert lease.state not in (LeaseState.FREE, LeaseState.QUARANTINED), f"lease {number} is {lease.state}"

@@ -3,13 +3,17 @@
 A pure state machine: messages, deaths and the time are passed in; events for the engine and heartbeats come out.
 Never touches memory, a socket or a clock.
 
-            lend               allow_fetch           recall, silence               deadline
+            lend               allow_fetch         not given back in time         deadline
     FREE ----------> GRANTED -------------> HELD -------------------> RECALLED ---------------> QUARANTINED
-     ^                  | recall,             |                           |                         | (an alarm)
-     |                  | silence             |                           |                         |
+     ^                  | recall              |                           |                         | (an alarm)
+     |                  |                     |                           |                         |
      | reclaim          |     the borrower's heartbeat has it as given back, or the borrower is proven dead
      |                  v                     v                           v                         v
      +------------- GIVEN_BACK <--------------+---------------------------+-------------------------+
+
+A recall is a number: how many slabs a borrower may keep. The borrower gives back those that are worth least to it.
+Only where it keeps more past the deadline, slabs are recalled by name, the lowest first. Slabs that no borrower takes
+stay FREE, are offered for a while, and then the engine has them again.
 
 A mapping of GPU memory cannot be revoked from outside. Once the memory of a slab was fetched, the slab comes back by
 the borrower's word or by the death of the borrower's process, never by time: a borrower that is late or silent costs
@@ -45,7 +49,7 @@ _USABLE = (LeaseState.GRANTED, LeaseState.HELD)
 
 @dataclass(frozen=True)
 class LendOutcome:
-    """The answer to `lend`."""
+    """What has become of slabs that were lent."""
 
     # Slabs that borrowers have now: not the engine's any more.
     lent: tuple[int, ...]
@@ -71,9 +75,14 @@ class SlabQuarantined:
 
 @dataclass(frozen=True)
 class DemandChanged:
-    """How much borrowers would like to have, beyond what they have, has changed."""
+    """What borrowers would like to have, or what slabs are worth to them, has changed."""
 
+    # Beyond what they have: of the borrowers to which a slab is worth most, among those that would like to have more.
     unmet_bytes: int
+    # What a slab is worth to these, see `Register`.
+    value_us: int = 0
+    # What a slab is worth to the borrower to which it is worth least, among those that have some.
+    lent_value_us: int = 0
 
 
 LenderEvent = LendOutcome | SlabGivenBack | SlabQuarantined | DemandChanged
@@ -85,10 +94,13 @@ class LenderTiming:
 
     # A heartbeat is repeated after this time.
     heartbeat_s: float = 0.5
-    # A borrower that sends nothing for this time is lent nothing more, and its slabs are recalled.
-    silence_s: float = 5.0
-    # The deadline of such a recall.
-    grace_s: float = 10.0
+    # A borrower that sends nothing for this time is lent nothing more. It keeps what it has mapped: a process that
+    # stands still goes on, and one that has ended is known by its pidfd.
+    silence_s: float = 30.0
+    # A borrower that has not given back enough by the deadline of a recall has so long for slabs that are named then.
+    grace_s: float = 20.0
+    # Slabs that no borrower takes are offered for this time.
+    offer_s: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -123,10 +135,13 @@ class _Borrower:
     is_sent: bool = False
     # By number.
     leases: dict[int, _GrantedLease] = field(default_factory=dict)
+    # How many usable leases it may keep; None: all. And until when it has to have given back the others.
+    num_allowed: int | None = None
+    allowed_until: float = math.inf
 
 
 class Lender:
-    """Slabs 0..num_slabs-1 of slab_bytes each, of one life of a lender. The lowest slabs are recalled first.
+    """Slabs 0..num_slabs-1 of slab_bytes each, of one life of a lender.
 
     epoch: see `LeaseId`. make_token: returns a secret for a lease. strict: no borrower is given memory. slab_socket:
     the path of the slab channel, which borrowers are told. Times are seconds of one monotonic clock."""
@@ -158,8 +173,12 @@ class Lender:
         self._dead: deque[BorrowerId] = deque(maxlen=MAX_BORROWERS)
         self._next_number = 0
         self._sent_sequence = 0
-        self._unmet_bytes = 0
-        self._ticked_at = math.inf
+        # Whether the engine may ever lend, which borrowers are told.
+        self.can_lend = True
+        # FREE slabs that are offered -> until when.
+        self._offered: dict[int, float] = {}
+        self._demand = DemandChanged(0)
+        self._ticked_at: float = math.inf
         self._events: list[LenderEvent] = []
 
     @property
@@ -170,34 +189,46 @@ class Lender:
 
     def lend(self, slabs: Collection[int], now: Seconds) -> LendOutcome:
         """The engine does not need these FREE slabs, and has overwritten them. Each, the highest first, goes to the
-        borrower with the fewest leases among those with unmet demand, by name where they have as many. The result is
-        an event too."""
-        lent = []
-        unmet = {borrower_id: self._unmet_demand(borrower_id, now) for borrower_id in self._borrowers}
-        for slab in sorted(slabs, reverse=True):
-            assert self.states[slab] == LeaseState.FREE, f"slab {slab} is {self.states[slab].name}"
-            candidates = [borrower_id for borrower_id in unmet if unmet[borrower_id] > 0]
-            if candidates:
-                chosen = min(candidates, key=lambda each: (len(self._borrowers[each].leases), each))
-                self._grant(slab, chosen)
-                unmet[chosen] -= self.slab_bytes
-                lent.append(slab)
-        outcome = LendOutcome(tuple(lent), tuple(sorted(set(slabs) - set(lent))))
-        self._events.append(outcome)
-        return outcome
-
-    def recall(self, num_slabs: int, deadline: float) -> list[int]:
-        """Recall the lowest num_slabs slabs that are lent and not recalled yet. Returns which, fewer if there are
-        fewer."""
-        slabs = [slab for slab, state in enumerate(self.states) if state in _USABLE][:num_slabs]
+        borrower with unmet demand to which it is worth most; of equal ones to that with the fewest leases. Others are
+        offered for `offer_s`. Returns what has become of them at once; `LendOutcome` events tell it of each."""
         for slab in slabs:
-            self._recall(self._leases[slab], deadline)
-        return slabs
+            assert self.states[slab] == LeaseState.FREE and slab not in self._offered, f"slab {slab} is lent twice"
+            self._offered[slab] = now + self.timing.offer_s
+        return self._grant_offered(now)
+
+    def recall(self, num_slabs: int, deadline: float) -> int:
+        """Get back so many more slabs than were recalled before. Offered ones, and those that were not fetched, end
+        at once. For the rest borrowers keep less from now on: first those that can be heard, and of them those to
+        which a slab is worth least. Returns how many slabs were found."""
+        kept = sorted(self._offered)
+        self._end_offers([], kept)
+        granted = [slab for slab, state in enumerate(self.states) if state == LeaseState.GRANTED]
+        granted = granted[: max(0, num_slabs - len(kept))]
+        for slab in granted:
+            self._end_lease(self._leases[slab])
+        left = max(0, num_slabs - len(kept) - len(granted))
+        order = sorted(self._borrowers, key=self._recall_order)
+        for borrower in (self._borrowers[borrower_id] for borrower_id in order):
+            allowed = self._num_usable(borrower) if borrower.num_allowed is None else borrower.num_allowed
+            num_taken = min(left, allowed)
+            if num_taken:
+                borrower.num_allowed = allowed - num_taken
+                # A later recall does not put an earlier one off.
+                borrower.allowed_until = min(borrower.allowed_until, deadline)
+                borrower.is_sent = False
+                left -= num_taken
+        return num_slabs - left
 
     def reclaim(self, slab: int) -> None:
         """The engine has overwritten a slab that was given back: the slab is the engine's own again."""
         assert self.states[slab] == LeaseState.GIVEN_BACK, f"slab {slab} is {self.states[slab].name}"
         self.states[slab] = LeaseState.FREE
+
+    @property
+    def num_wanted(self) -> int:
+        """Slabs that borrowers have to give back, of their choice."""
+        borrowers = self._borrowers.values()
+        return sum(max(0, self._num_usable(b) - b.num_allowed) for b in borrowers if b.num_allowed is not None)
 
     def take_events(self) -> list[LenderEvent]:
         events, self._events = self._events, []
@@ -259,20 +290,22 @@ class Lender:
                 borrower.heard_at = min(now, borrower.heard_at + now - self._ticked_at)
         self._ticked_at = now
         for borrower_id, borrower in list(self._borrowers.items()):
-            is_silent = self._is_silent(borrower, now)
-            if is_silent or self._is_superseded(borrower_id):
-                for lease in list(borrower.leases.values()):
+            is_superseded, is_silent = self._is_superseded(borrower_id), self._is_silent(borrower, now)
+            for lease in list(borrower.leases.values()) if is_superseded or is_silent else ():
+                # Of what was never mapped no process needs to be heard, and none is watched.
+                if is_superseded or lease.strict or self.states[lease.slab] == LeaseState.GRANTED:
                     self._recall(lease, now + self.timing.grace_s)
+            self._check_allowance(borrower, now)
             if is_silent and not borrower.leases:
                 del self._borrowers[borrower_id]
         for lease in list(self._leases.values()):
             is_recalled = self.states[lease.slab] == LeaseState.RECALLED
             if is_recalled and lease.deadline is not None and now >= lease.deadline:
                 self._expire(lease)
-        unmet_bytes = sum(self._unmet_demand(borrower_id, now) for borrower_id in self._borrowers)
-        if unmet_bytes != self._unmet_bytes:
-            self._unmet_bytes = unmet_bytes
-            self._events.append(DemandChanged(unmet_bytes))
+        self._grant_offered(now)
+        if (demand := self._current_demand(now)) != self._demand:
+            self._demand = demand
+            self._events.append(demand)
 
     def take_outgoing(self, now: Seconds) -> list[tuple[BorrowerId, LenderHeartbeat]]:
         """Views that have changed, and those that are to be repeated."""
@@ -305,15 +338,76 @@ class Lender:
 
     def _unmet_demand(self, borrower_id: BorrowerId, now: Seconds) -> int:
         """Bytes that a borrower would like to have and may get. It may get nothing if it cannot use slabs of this
-        size, is silent or superseded, or has not given back a slab by its deadline."""
+        size, is silent or superseded, is to give slabs back, or has not given back a slab by its deadline."""
         borrower = self._borrowers[borrower_id]
         unmet = borrower.register.demand_bytes - len(borrower.leases) * self.slab_bytes
-        if unmet <= 0 or borrower.register.page_bytes > self.slab_bytes:
+        if unmet <= 0 or borrower.register.page_bytes > self.slab_bytes or borrower.num_allowed is not None:
             return 0
         if self._is_silent(borrower, now) or self._is_superseded(borrower_id):
             return 0
         in_default = any(self.states[lease.slab] == LeaseState.QUARANTINED for lease in borrower.leases.values())
         return 0 if in_default else unmet
+
+    def _current_demand(self, now: Seconds) -> DemandChanged:
+        unmet = {each: self._unmet_demand(each, now) for each in self._borrowers}
+        best_us = max((self._value_us(each) for each in unmet if unmet[each]), default=0)
+        having = [self._value_us(each) for each, borrower in self._borrowers.items() if self._num_usable(borrower)]
+        return DemandChanged(
+            sum(unmet[each] for each in unmet if self._value_us(each) == best_us), best_us, min(having, default=0)
+        )
+
+    def _value_us(self, borrower_id: BorrowerId) -> int:
+        return self._borrowers[borrower_id].register.slab_value_us
+
+    def _num_usable(self, borrower: _Borrower) -> int:
+        return sum(self.states[lease.slab] in _USABLE for lease in borrower.leases.values())
+
+    def _recall_order(self, borrower_id: BorrowerId) -> tuple[bool, int, BorrowerId]:
+        """Who gives back first: the least. Of the silent nothing is to be expected soon."""
+        borrower = self._borrowers[borrower_id]
+        is_silent = self._ticked_at - borrower.heard_at > self.timing.silence_s and self._ticked_at < math.inf
+        return is_silent, self._value_us(borrower_id), borrower_id
+
+    def _check_allowance(self, borrower: _Borrower, now: Seconds) -> None:
+        """A borrower has given back what it had to, or its time is over."""
+        if borrower.num_allowed is None:
+            return
+        num_excess = self._num_usable(borrower) - borrower.num_allowed
+        if num_excess > 0 and now < borrower.allowed_until:
+            return
+        borrower.num_allowed, borrower.allowed_until, borrower.is_sent = None, math.inf, False
+        if num_excess <= 0:
+            return
+        usable = [lease for lease in borrower.leases.values() if self.states[lease.slab] in _USABLE]
+        for lease in sorted(usable, key=lambda each: each.slab)[:num_excess]:
+            # A strict one needs no more time: its borrower has mapped nothing.
+            self._recall(lease, now if lease.strict else now + self.timing.grace_s)
+
+    def _grant_offered(self, now: Seconds) -> LendOutcome:
+        """Give offered slabs to borrowers, and those that were offered for long to the engine."""
+        lent: list[int] = []
+        unmet = {borrower_id: self._unmet_demand(borrower_id, now) for borrower_id in self._borrowers}
+        for slab in sorted(self._offered, reverse=True):
+            candidates = [borrower_id for borrower_id in unmet if unmet[borrower_id] > 0]
+            if not candidates:
+                break
+            chosen = min(
+                candidates, key=lambda each: (-self._value_us(each), len(self._borrowers[each].leases), each)
+            )
+            del self._offered[slab]
+            self._grant(slab, chosen)
+            unmet[chosen] -= self.slab_bytes
+            lent.append(slab)
+        return self._end_offers(lent, sorted(slab for slab, until in self._offered.items() if until <= now))
+
+    def _end_offers(self, lent: list[int], kept: list[int]) -> LendOutcome:
+        """kept: slabs that are not offered any more; the engine has them."""
+        for slab in kept:
+            del self._offered[slab]
+        outcome = LendOutcome(tuple(lent), tuple(kept))
+        if lent or kept:
+            self._events.append(outcome)
+        return outcome
 
     def _grant(self, slab: int, borrower_id: BorrowerId) -> None:
         borrower = self._borrowers[borrower_id]
@@ -365,6 +459,10 @@ class Lender:
                 )
                 for lease in borrower.leases.values()
             ),
+            num_allowed=borrower.num_allowed,
+            slab_bytes=self.slab_bytes,
+            strict=self.strict,
+            can_lend=self.can_lend,
         )
 
     def check_invariants(self) -> None:
@@ -376,6 +474,7 @@ class Lender:
         assert len(numbers) == len(set(numbers)) and all(number < self._next_number for number in numbers)
         for slab, state in enumerate(self.states):
             has_lease = state not in (LeaseState.FREE, LeaseState.GIVEN_BACK)
+            assert slab not in self._offered or state == LeaseState.FREE, f"slab {slab} is offered, and {state.name}"
             assert has_lease == (slab in self._leases), f"slab {slab} is {state.name}"
             if has_lease:
                 lease = self._leases[slab]

@@ -7,7 +7,8 @@ twice.
 
 - Register: `Register`, in every BorrowerHeartbeat.
 - Lend: a `Lease` that the borrower did not know.
-- Recall: its `due_in_s`.
+- Recall: `num_allowed` in a LenderHeartbeat. The borrower chooses which slabs it gives back. If it keeps more past
+  the deadline, the lender names slabs: the `due_in_s` of their leases.
 - Give back: `given_back` in a BorrowerHeartbeat, until the LenderHeartbeat has no such lease any more.
 
 Over the slab channel (a Unix socket, `slab_channel.py`) a borrower asks for a slab's memory: Fetch, answered by Slab
@@ -55,6 +56,8 @@ class Register(msgspec.Struct, frozen=True, kw_only=True):
     page_bytes: Annotated[int, msgspec.Meta(ge=1)]
     # How much the borrower would like to have from this lender in all, what it has included.
     demand_bytes: _Number
+    # What a slab saves the borrower, see `SlabUse`: in microseconds. 0: nothing, or it is not known.
+    slab_value_us: _Number = 0
     # The borrower maps no slab: the lender copies for it.
     strict: bool = False
 
@@ -97,6 +100,14 @@ class LenderHeartbeat(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     leases: tuple[Lease, ...]
     # Path of the slab channel.
     slab_socket: Annotated[str, msgspec.Meta(max_length=107)] = ""
+    # How many of the leases the borrower may keep, those left out that are recalled by name; None: all.
+    num_allowed: _Number | None = None
+    # Of all slabs of this lender; 0: not told.
+    slab_bytes: _Number = 0
+    # Every lease is strict.
+    strict: bool = False
+    # Whether the lender may ever lend anything, see `why_nothing_is_lent`.
+    can_lend: bool = True
 
 
 class Fetch(msgspec.Struct, tag=True, frozen=True, kw_only=True):
