@@ -11,10 +11,11 @@ from test_equality import MODELS, Model, check_memory, greedy, prompts
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
-from sglang.srt.mem_cache.slab_ledger import SlabReport
+from sglang.srt.mem_cache.slab_ledger import SlabReport, source_of
 from sglang.srt.mem_cache.transfer import P2H, P2P, Tier
 from sglang.srt.model_executor.launch import LaunchMode
-from support.local_engine import LocalEngine
+from sglang.srt.peer.borrowing import BorrowingConfig
+from support.local_engine import Generation, LocalEngine
 
 CHUNK, PAGE, SLAB = 16, 4, 5
 
@@ -266,27 +267,82 @@ def test_a_short_request_waits_for_one_chunk_of_a_long_prompt(model: Model, num_
     rig = Borrowing(model, 12, tokens=160, host=20)
     rig.lend(*range(12))
     long, short = prompts(10, [240, num_tokens])
-    launches: list[str] = []
-    rid = ""
+    engine, launches = rig.engine, []
 
-    def look(decision: BatchDecision) -> None:
-        nonlocal rid
+    def note(decision: BatchDecision) -> None:
         if (launch := decision.launch) is not None and launch.mode == LaunchMode.EXTEND:
             slots = {req.rid: req.slot for req in rig.scheduler.queues.active()}
-            launches.append("short" if slots.get(rid, -1) in launch.slots.tolist() else "long")
-        if len(launches) == 6 and not rid:
-            rid = "short"
-            rig.engine._answers[rid] = type(next(iter(rig.engine._answers.values())))()
-            message = TokenizedGenerateReqInput(
-                rid=rid, input_ids=ids_to_bytes(short), sampling_params=greedy(4), stream=True
-            )
-            rig.engine._take_outputs(
-                rig.engine.core.step(rig.engine.clock(), rig.engine.core.progress(), [message]), 0.0
-            )
+            launches.append("short" if slots.get("short", -1) in launch.slots.tolist() else "long")
 
-    (answer,) = rig.engine.generate([long], greedy(8), after_step=look)
+    def look(decision: BatchDecision) -> None:
+        note(decision)
+        if len(launches) != 6 or "short" in engine._answers:
+            return
+        engine._answers["short"] = Generation()
+        message = TokenizedGenerateReqInput(
+            rid="short", input_ids=ids_to_bytes(short), sampling_params=greedy(4), stream=True
+        )
+        decision = engine.core.step(engine.clock(), engine.core.progress(), [message])
+        engine._take_outputs(decision, 0.0)
+        note(decision)
+
+    (answer,) = engine.generate([long], greedy(8), after_step=look)
     model.check(long, answer, 8)
-    model.check(short, rig.engine._answers.pop("short"), 4)
-    after = launches[6:]
-    assert after.count("short") == -(-num_tokens // CHUNK) or "short" in launches
+    model.check(short, engine._answers.pop("short"), 4)
+    num_chunks, after = -(-num_tokens // CHUNK), launches[6:]
+    assert after.count("short") == num_chunks and after.count("long") > num_chunks
+    end = len(after) - after[::-1].index("short")
+    assert after[:end].count("long") <= num_chunks, f"the short one waits for more than a chunk: {after}"
+    check_memory(model, rig.engine)
+
+
+class LendingOnDemand(Slabs):
+    """Lends what is asked for, `most` slabs at most, one with each poll."""
+
+    most = 1 << 30
+
+    def poll_mapped(self) -> SlabReport:
+        if sum(self.mapped) < min(getattr(self, "demand", 0), self.most):
+            self.mapped[self.mapped.index(False)] = True
+        sources = tuple(source_of(0, slab) if here else 0 for slab, here in enumerate(self.mapped))
+        return SlabReport(bytes(self.mapped), sources=sources, num_wanted=(0,))
+
+    def give_back(self, slabs: Sequence[int], chosen: Sequence[int] = ()) -> None:
+        for slab in chosen:
+            self.mapped[slab] = False
+        super().give_back(slabs)
+
+
+def on_demand(model: Model, most: int, **options: object) -> Borrowing:
+    rig = Borrowing(model, 8, borrowing=BorrowingConfig(), **options)
+    rig.slabs = rig.engine.core.slabs = rig.engine.core._borrowed = LendingOnDemand(rig.engine, 8)
+    rig.slabs.most = most
+    return rig
+
+
+def test_a_long_request_waits_for_what_peers_lend_when_they_are_asked(model: Model) -> None:
+    """Nothing is borrowed before."""
+    rig = on_demand(model, most=8)
+    (prompt,) = prompts(11, [180])
+    assert rig.scheduler.max_total_len < len(prompt) < rig.scheduler.streaming.longest_len
+    (answer,) = rig.engine.generate([prompt], greedy(12))
+    model.check(prompt, answer, 12)
+    assert sum(rig.slabs.mapped) > 4 and rig.counters.get("retracted_reqs", 0) == 0
+    check_memory(model, rig.engine)
+
+
+def test_it_ends_when_peers_do_not_lend(model: Model) -> None:
+    """Others go on meanwhile."""
+    now = 100.0
+    rig = on_demand(model, most=2, clock=lambda: now)
+
+    def turn() -> None:
+        nonlocal now
+        now += 1.0
+
+    rig.engine.when_idle = turn
+    long, short = prompts(12, [180, 20])
+    ended, answer = rig.engine.generate([long, short], greedy(4))
+    model.check(short, answer, 4)
+    assert ended.finish_reason == "abort" and not ended.tokens and 130.0 <= now < 140.0
     check_memory(model, rig.engine)

@@ -72,6 +72,8 @@ class NoLayerStreaming:
     headroom = 0
     # The last launch when pages were given up for a waiting request.
     gave_way_at = NO_LAUNCH
+    # Whether the last request that was asked about gets pages that are on their way.
+    is_giving_way = False
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.max_resident_len = config.max_resident_len
@@ -377,6 +379,10 @@ class LayerStreaming(NoLayerStreaming):
         num_pages += min(along, self.chunk_pages) - self._device.counts[FrameState.PENDING_FREE]
         if any([stream.give_up(num_pages) for stream in self._streams.values()]):
             self.gave_way_at = self._clock.last
+            self.is_giving_way = True
+        elif num_pages > 0:
+            # No tier below has it yet.
+            self.is_giving_way = any([stream.shrink(num_pages) for stream in self._streams.values()])
 
     def pages_of_rest(self, req: Req, num_pages: int) -> int:
         return min(num_pages, self.headroom) if self.is_streaming(req) else num_pages

@@ -568,9 +568,15 @@ class Scheduler:
         launch = None
         if not self._others_owed:
             launch = self._prefill_streaming()
+        self.streaming.is_giving_way = False
         if launch is None and (launch := self._prefill_others()) is not None:
             self._others_owed = False
         if launch is None and self._others_owed:
+            if self.streaming.is_giving_way and (self.is_under_way or self.cache.num_free_soon):
+                # Another chunk would only come before the request that gets its pages.
+                if not self.is_under_way:
+                    self._step_again_at = self.planner.expected.now
+                return None
             launch = self._prefill_streaming()
         return launch
 
