@@ -235,7 +235,6 @@ def everything(folder: Path, seed: int, mixed: int, **options: Any) -> Iterator[
         conversations = hold_conversations(server)
         state = server.state()
         assert [tier for tier in SOURCES if state["tiers"][tier].get("cached_tokens")] == []
-        wait_until(lambda: borrowed_tokens(server) > 0)
         with Clients(server, conversations, seed) as clients:
             clients.wait_until(
                 lambda: len(clients.seen.most) >= mixed and all(clients.seen.tokens[s] for s in SOURCES)

@@ -114,9 +114,9 @@ class SimulatedExecutor:
             if name in self._links
         }
         self._stream.begin(self._now(), loads_s)
-        (prefix,) = launch.streams
         attend_s = self._costs.attention_seconds(launch) if self._costs.attention_seconds is not None else 0.0
-        return self._stream.pieces(prefix.parts, attend_s / self._costs.num_layers)
+        attend_s /= self._costs.num_layers * len(launch.streams)
+        return [piece for prefix in launch.streams for piece in self._stream.pieces(prefix.parts, attend_s)]
 
     def _stream_layers(
         self, pieces: list[PieceCost], gates: list[Any], cost: float, time: float

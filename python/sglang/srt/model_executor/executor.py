@@ -44,6 +44,8 @@ from sglang.srt.utils.stream import Event, Stream
 logger = logging.getLogger(__name__)
 
 _KEPT_FENCES = 256
+# Requests that stream at the same time are few.
+_KEPT_PREFIXES = 16
 
 
 @dataclass(frozen=True)
@@ -196,9 +198,8 @@ class ModelExecutor:
         self.lockstep = options.lockstep
         self._device = device
         self._layer_stream = layer_stream
-        # The prefix that was streamed last, cut into pieces. It is the same in most launches, and one request streams
-        # at a time.
-        self._pieces: tuple[tuple[tuple[Tier, np.ndarray], ...], list[Piece]] = ((), [])
+        # The prefixes that were streamed last, cut into pieces. They are the same in most launches.
+        self._pieces: deque[tuple[tuple[tuple[Tier, np.ndarray], ...], list[Piece]]] = deque(maxlen=_KEPT_PREFIXES)
         # On a GPU the table starts with room for every page several times over, because CUDA graphs are captured
         # again when it grows.
         self._page_table = PageTable(max_slots, device, 64 * max_slots + 4 * pool.num_pages)
@@ -291,9 +292,11 @@ class ModelExecutor:
 
     def _pieces_of(self, prefix: StreamedPrefix) -> list[Piece]:
         assert self._layer_stream is not None
-        if self._pieces[0] is not prefix.parts:
-            self._pieces = (prefix.parts, self._layer_stream.pieces(prefix.parts))
-        return self._pieces[1]
+        for parts, pieces in self._pieces:
+            if parts is prefix.parts:
+                return pieces
+        self._pieces.append((prefix.parts, self._layer_stream.pieces(prefix.parts)))
+        return self._pieces[-1][1]
 
     def reset(self, mark: int) -> None:
         assert mark == self._next_seq, "the first launch after a reset is the mark"
