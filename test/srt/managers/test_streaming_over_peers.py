@@ -99,7 +99,10 @@ class Borrowing:
         return sorted(set((np.concatenate(frames) // SLAB).tolist())) if frames else []
 
 
-@pytest.mark.parametrize("write_policy", ["auto", "write_through", "write_back"])
+@pytest.mark.parametrize(
+    "write_policy",
+    ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("write_through", "write_back"))],
+)
 @pytest.mark.parametrize("swap", [0, 12])
 def test_the_context_is_the_sum_of_the_tiers(model: Model, swap: int, write_policy: str) -> None:
     """Less two chunks and two pages. A longer prompt is refused, with the number."""
