@@ -5,7 +5,7 @@ operations out. Storage is the business of storage_controller.py.
 
     device ── D2H: back_up, begin_spill ──► host
     device ◄── H2D: begin_load ──────────── host
-    device ── D2P: back_up, when it evicts ──► peer
+    device ── D2P: back_up, when it evicts; begin_spill ──► peer
     device ◄── P2D: begin_load ──────────────────── peer
     peer ── P2H: move_to_host, when the peer gives it up ──► host
     device ── D2S: begin_swap ──► swap file of a request that streams
@@ -135,15 +135,15 @@ class HiCacheController:
         if step is not None and step.parent is not None:
             self.begin_backup(step)
 
-    def begin_backup(self, node: Node, tier: Tier = Tier.HOST, is_for_all: bool = False) -> Ticket | None:
-        """Back up what the tier lacks of the path to `node`. None if it lacks nothing or has no room. is_for_all:
+    def begin_backup(self, node: Node, tier: Tier = Tier.HOST, only_uncopied: bool = False) -> Ticket | None:
+        """Back up what the tier lacks of the path to `node`. None if it lacks nothing or has no room. only_uncopied:
         only what no other tier below the device has either."""
         if tier not in self.tables:
             return None
         nodes = []
         step: Node | None = node
         while step is not None and step.parent is not None:
-            is_there = step.frames[tier] is not None or (is_for_all and not _is_only_on_device(step))
+            is_there = step.frames[tier] is not None or (only_uncopied and not _is_only_on_device(step))
             if not is_there and is_ready(step, Tier.DEVICE):
                 nodes.append(step)
             step = step.parent

@@ -99,7 +99,6 @@ class SlabBorrower:
         assert cache.borrowed is not None, "there are slabs to borrow"
         self._cache = cache
         self._page_size = config.page_size
-        self._token_bytes = config.page_bytes / config.page_size
         use = SlabUse(config.slabs, cache.borrowed.table.num_pages)
         self.policy = Borrowing(borrowing, cache.borrowed, use)
 

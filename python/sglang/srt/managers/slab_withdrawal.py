@@ -24,7 +24,7 @@ import numpy as np
 from sglang.srt.managers.cache_controller import HiCacheController, is_ready
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import Node
-from sglang.srt.mem_cache.transfer import P2H, P2P, Ticket, Tier, TransferOp
+from sglang.srt.mem_cache.transfer import P2P, Tier, TransferOp
 from sglang.srt.utils.time_units import NO_LAUNCH
 
 _NONE = np.empty(0, np.int32)
@@ -151,7 +151,7 @@ class SlabWithdrawal:
         lost = [node for node in nodes if self._tried[node.frames[Tier.PEER]].any()]
         tried = {node.id for node in lost}
         left = [node for node in nodes if node.id not in tried]
-        for link, tier in ((P2H, Tier.HOST), (P2P, Tier.PEER)):
+        for tier in (Tier.HOST, Tier.PEER):
             fitting, left = self._fitting(left, tier, going)
             if not fitting:
                 continue
@@ -161,7 +161,7 @@ class SlabWithdrawal:
             if tier == Tier.HOST:
                 self._controller.copy_to_host(fitting)
             else:
-                self._move(link, fitting)
+                self._move(fitting)
                 self.counters["moved_to_peer_tokens"] += num_tokens
         return lost + left
 
@@ -181,13 +181,13 @@ class SlabWithdrawal:
                 room -= len(part.key) // page
         num_pages = sum(len(node.key) for node in fitting) // page
         if fitting and not self._controller.make_room(tier, num_pages, going):
-            return [], nodes
+            return [], fitting + left
         return fitting, left
 
-    def _move(self, link: str, nodes: list[Node]) -> Ticket:
+    def _move(self, nodes: list[Node]) -> None:
         """Begin to copy nodes within the pool."""
         src = np.concatenate([node.frames[Tier.PEER] for node in nodes])  # type: ignore[arg-type]
-        dst = self._peer.allocate(len(src), self._ledger.next_owner(link))
+        dst = self._peer.allocate(len(src), self._ledger.next_owner(P2P))
         assert dst is not None, "there was room"
         self._moving[src] = True
-        return self._ledger.begin_transfer(link, (Tier.PEER, Tier.PEER), src, dst, None).ticket
+        self._ledger.begin_transfer(P2P, (Tier.PEER, Tier.PEER), src, dst, None)

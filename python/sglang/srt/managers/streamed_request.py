@@ -367,7 +367,9 @@ class StreamedRequest:
         path = self._tree.path_of(node)
         num_pages = sum(len(n.key) for n in path if self._tree.order.ready_tier(n) is None) // self._page
         for tier in self._controller.tiers_below():
-            if self._room_on(tier, path) >= num_pages and self._controller.begin_backup(node, tier, is_for_all=True):
+            if self._room_on(tier, path) >= num_pages and self._controller.begin_backup(
+                node, tier, only_uncopied=True
+            ):
                 return True
         return False
 
