@@ -19,10 +19,12 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import Tier
+from sglang.srt.peer.borrowed_places import BorrowedOptions
 from sglang.srt.peer.borrowing import BorrowingConfig
-from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory, BorrowedOptions
+from sglang.srt.peer.lent_places import LentOptions
+from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.cuda_slabs import CudaSlabRange, SlabsConfig
-from sglang.srt.peer.memory.lent_memory import LentMemory, LentOptions
+from sglang.srt.peer.memory.lent_memory import LentMemory
 from sglang.srt.peer.protocol.borrower import SlabLost
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.peer_timing import PeerTiming

@@ -13,9 +13,10 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.slab_ledger import SlabReport
+from sglang.srt.peer.lent_places import LentOptions
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
-from sglang.srt.peer.memory.lent_memory import LentMemory, LentOptions
+from sglang.srt.peer.memory.lent_memory import LentMemory
 from support.children import wait_until
 from support.page_layouts import LAYOUTS, are_equal, contents, fill
 

@@ -16,10 +16,12 @@ import torch
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.slab_exchange import lender_keeps
 from sglang.srt.mem_cache.page_layout import PageLayout
+from sglang.srt.peer.borrowed_places import BorrowedOptions
 from sglang.srt.peer.lending import LendingConfig, why_nothing_is_lent
-from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory, BorrowedOptions
+from sglang.srt.peer.lent_places import LentOptions
+from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
-from sglang.srt.peer.memory.lent_memory import LentMemory, LentOptions
+from sglang.srt.peer.memory.lent_memory import LentMemory
 from sglang.srt.peer.memory.slabs import SlabError
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError
@@ -52,7 +54,7 @@ def borrow_memory(
             layout,
             notify,
             # Nothing is asked for before it is needed, see `Borrowing`.
-            BorrowedOptions(0, PeerTiming.parse(args.peer_timing)),
+            BorrowedOptions(0, timing=PeerTiming.parse(args.peer_timing)),
         )
     except (PeerError, SlabError, ValueError) as error:
         raise StartupError(str(error)) from error

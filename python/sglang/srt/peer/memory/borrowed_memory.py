@@ -1,60 +1,30 @@
 """`BorrowedMemory`: a borrower's pool of slabs that lenders lend it, on one rank.
 
-Owns the places (ranges of addresses) that slabs are mapped at, and knows which lease each place belongs to. Decides
-nothing: the coordinator tells what was lent and how much is wanted back, the scheduler (`Borrowing`) how much to ask
-for and which slabs to give up, and `SlabLedger` which slabs no request uses any more.
-
-A slab goes to the place that follows from its lender and its number, if that is free: all ranks then have it at the
-same place, and what one rank gives back all do.
+Owns the places (ranges of addresses) that slabs are mapped at, and the coordinator. What is at which place, and what
+lenders are told, is `BorrowedPlaces`.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from sglang.srt.mem_cache.page_layout import PageLayout
-from sglang.srt.mem_cache.slab_ledger import SlabReport, source_of
+from sglang.srt.peer.borrowed_places import BorrowedOptions, BorrowedPlaces
 from sglang.srt.peer.borrower_coordinator import BorrowerCoordinator
 from sglang.srt.peer.memory.borrowed_pool import BorrowedPool
 from sglang.srt.peer.memory.copy_session import StrictSlab
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig, reserve_slabs
 from sglang.srt.peer.memory.slabs import SlabError
-from sglang.srt.peer.protocol.borrower import (
-    LenderOffer,
-    LenderSilent,
-    SlabLent,
-    SlabLost,
-    SlabRecalled,
-    SlabsWanted,
-)
-from sglang.srt.peer.protocol.messages import LeaseId
-from sglang.srt.utils.peer_timing import PeerTiming
-
-logger = logging.getLogger(__name__)
+from sglang.srt.peer.protocol.borrower import SlabLent
 
 
-@dataclass(frozen=True)
-class BorrowedOptions:
-    """How a borrower borrows."""
-
-    # How many slabs are asked for before `set_demand` tells; None: as many as there are places.
-    num_wanted: int | None = None
-    timing: PeerTiming = field(default_factory=PeerTiming)
-
-
-class BorrowedMemory:
-    """`BorrowedSlabs` (mem_cache/slab_ledger.py): config.num_slabs places. Lenders must have slabs of the same size.
+class BorrowedMemory(BorrowedPlaces):
+    """config.num_slabs places.
 
     pool: the pages in the places, of the given layout. endpoints, name, notify: see
     `BorrowerCoordinator`. On a GPU, slabs that a lender does not let be mapped (strict mode) are given back at once.
-    Slabs of a strict lender that does not answer are not mapped, for the scheduler, until it does; the lease stays.
     Raises PeerError, SlabError, and ValueError where a slab has no room for a page.
     """
 
@@ -68,210 +38,16 @@ class BorrowedMemory:
         options: BorrowedOptions | None = None,
     ) -> None:
         options = options or BorrowedOptions()
-        self._maps_only = config.device.type != "cpu"
         self.slabs = reserve_slabs(config, layout.page_bytes)
         self.pool = BorrowedPool(self.slabs, layout, notify)
-        # Place -> lender and lease; None: the place is free.
-        self._leases: list[tuple[str, LeaseId] | None] = [None] * config.num_slabs
-        # Place -> see `SlabReport`.
-        self._sources = [0] * config.num_slabs
-        # Lender -> its place among all.
-        self._lenders = {endpoint: i for i, endpoint in enumerate(dict.fromkeys(endpoints))}
-        # By lender: how many slabs of this rank's choice it wants back.
-        self._wanted = [0] * len(self._lenders)
-        # Lender -> why none of its slabs can be used; was logged.
-        self._problems: dict[str, str] = {}
-        self._demand = (config.num_slabs if options.num_wanted is None else options.num_wanted, 0)
-        # A byte per place, see `SlabReport`.
-        self._mapped = bytearray(config.num_slabs)
-        # Places that all ranks have had mapped since `give_back` named them last.
-        self._in_use: set[int] = set()
-        # Places to be given back: recalled by their lenders, or lost.
-        self._ending: set[int] = set()
-        # Those whose lenders are gone.
-        self._lost: set[int] = set()
-        # Lenders that are left alone, and how often each was.
-        self._left_alone: set[str] = set()
-        self._times_left_alone: Counter[str] = Counter()
         self.coordinator = BorrowerCoordinator(
             endpoints, name, layout.page_bytes, notify, heartbeat_s=options.timing.heartbeat
         )
-        self._spread_demand()
-
-    def poll_mapped(self) -> SlabReport:
-        """See `SlabSource`."""
-        lost: Counter[tuple[str, bool]] = Counter()
-        events = self.coordinator.poll()
-        for event in events:
-            if isinstance(event, SlabLent):
-                self._borrow(event)
-                continue
-            if isinstance(event, LenderSilent):
-                self._leave_alone(event.lender)
-                continue
-            if isinstance(event, SlabsWanted):
-                self._wanted[self._lenders[event.lender]] = event.num_slabs
-                continue
-            place = next((i for i, lease in enumerate(self._leases) if lease == (event.lender, event.lease)), None)
-            if place is None:
-                continue  # it was given back at once
-            self._mapped[place] = 0
-            self._ending.add(place)
-            if isinstance(event, SlabLost):
-                self._lost.add(place)
-                lost[event.lender, self.pool.is_strict(place)] += 1
-            else:
-                assert isinstance(event, SlabRecalled)
-        for (lender, is_strict), count in lost.items():
-            slabs = "1 slab" if count == 1 else f"{count} slabs"
-            if is_strict:
-                logger.warning("the worker at %s has reclaimed %s, or is gone", lender, slabs)
-            else:
-                logger.warning("the worker at %s is gone, and %s of its memory with it", lender, slabs)
-        if any(self._wanted):
-            self._give_back_unagreed()
-        self._note_problems()
-        if events:
-            self._spread_demand()
-        unusable = self.pool.unusable()
-        if unusable or self._left_alone:
-            self._note_left_alone()
-        mapped, readable = bytearray(self._mapped), bytearray(b"\1" * len(self._mapped))
-        for place in unusable:
-            mapped[place] = readable[place] = 0
-        for place in self._lost:
-            # What is mapped is there as long as this process has it.
-            readable[place] = not self.pool.is_strict(place)
-        return SlabReport(
-            bytes(mapped),
-            readable=b"" if all(readable) else bytes(readable),
-            sources=tuple(source if is_mapped else 0 for source, is_mapped in zip(self._sources, mapped)),
-            num_wanted=tuple(self._wanted),
-        )
-
-    def set_demand(self, num_slabs: int, value_us: int) -> None:
-        """See `BorrowedSlabs`."""
-        self._demand = (num_slabs, value_us)
-        self._spread_demand()
-
-    def mark_in_use(self, mapped: bytes) -> None:
-        """See `BorrowedSlabs`."""
-        self._in_use.update(np.flatnonzero(np.frombuffer(mapped, np.uint8)).tolist())
-        self._give_back_unused()
-
-    def give_back(self, slabs: Sequence[int], chosen: Sequence[int] = ()) -> None:
-        """See `BorrowedSlabs`. A slab that another rank has lost, and that was not chosen, stays here: it is used
-        again when that rank is lent another one in its place."""
-        self._in_use.difference_update(slabs)
-        self._end(place for place in chosen if self._leases[place] is not None)
-        self._give_back_unused()
-
-    def _end(self, places: Iterable[int]) -> None:
-        for place in places:
-            self._mapped[place] = 0
-            self._ending.add(place)
-
-    def _give_back_unagreed(self) -> None:
-        """Slabs that other ranks lack are of no use: they go first where a lender wants some back."""
-        for lender, i in self._lenders.items():
-            idle = (
-                place
-                for place, lease in enumerate(self._leases)
-                if lease is not None
-                and lease[0] == lender
-                and place not in self._in_use
-                and place not in self._ending
-            )
-            self._end([place for place, _ in zip(idle, range(self._wanted[i]))])
-        self._give_back_unused()
-
-    def _spread_demand(self) -> None:
-        """Ask each lender for what it has lent, and for its part of what is lacking. A part that one cannot lend is
-        asked of the others as soon as those have lent theirs."""
-        num_wanted, value_us = self._demand
-        held = Counter(
-            lease[0] for place, lease in enumerate(self._leases) if lease is not None and place not in self._ending
-        )
-        useful = [lender for lender in self._lenders if lender not in self._problems]
-        part = -(-max(0, num_wanted - sum(held.values())) // len(useful)) if useful else 0
-        for lender in self._lenders:
-            num_slabs = held[lender] + (part if lender in useful else 0)
-            self.coordinator.set_demand(lender, num_slabs * self.slabs.slab_bytes, value_us)
-
-    def _note_problems(self) -> None:
-        """Log why a lender is of no use, once."""
-        for lender, offer in self.coordinator.offers().items():
-            if offer is None:
-                continue
-            problem = self._problem_of(lender, offer)
-            if problem != self._problems.get(lender, ""):
-                if problem:
-                    logger.error(problem)
-                    self._problems[lender] = problem
-                else:
-                    del self._problems[lender]
-                self._spread_demand()
-
-    def _problem_of(self, lender: str, offer: LenderOffer) -> str:
-        """A sentence, or "" if its slabs can be used."""
-        if offer.slab_bytes != self.slabs.slab_bytes:
-            return (
-                f"slabs from {lender} cannot be used: they have {offer.slab_bytes:,} bytes, where this master has "
-                f"slabs of {self.slabs.slab_bytes:,}: start both with --peer-slab-size "
-                f"{max(self.slabs.slab_bytes, offer.slab_bytes) >> 20}"
-            )
-        if offer.strict and self._maps_only:
-            return (
-                f"slabs from {lender} cannot be used: its worker has --peer-strict, and a GPU uses what it "
-                "maps alone: start the worker without it"
-            )
-        if not offer.can_lend:
-            return f"the worker at {lender} can lend nothing: its log and its /hicache/state have the flag to change"
-        return ""
-
-    def _give_back_unused(self) -> None:
-        """Unmap places that are ending and not in use, and tell their lenders."""
-        for place in self._ending - self._in_use:
-            lease = self._leases[place]
-            assert lease is not None
-            if self.pool.is_strict(place):
-                self.pool.forget(place)
-            else:
-                self.slabs.unmap(place)
-            self._leases[place], self._sources[place] = None, 0
-            self._ending.discard(place)
-            if place in self._lost:
-                self._lost.discard(place)
-            else:
-                self.coordinator.give_back(*lease)
+        maps_only = config.device.type != "cpu"
+        super().__init__(self.coordinator, endpoints, config.num_slabs, self.slabs.slab_bytes, options, maps_only)
 
     def state(self) -> dict[str, Any]:
-        """For people, as docs/reference/state.md lists it."""
-        lenders = [
-            {
-                "endpoint": lender,
-                "connected": connected,
-                "left_alone": lender in self._left_alone,
-                "times_left_alone": self._times_left_alone[lender],
-                "slabs": self._counts_of(lender),
-            }
-            for lender, connected in self.coordinator.connected().items()
-        ]
-        return {
-            "role": "master",
-            "slab_bytes": self.slabs.slab_bytes,
-            "slab_padding_bytes": self.pool.slab_padding_bytes,
-            "lenders": lenders,
-            "wanted_slabs": self._demand[0],
-            "slab_value_s": self._demand[1] / 1e6,
-            "problems": list(self._problems.values()),
-        }
-
-    def _counts_of(self, lender: str) -> dict[str, int]:
-        places = [place for place, lease in enumerate(self._leases) if lease is not None and lease[0] == lender]
-        num_ending = sum(place in self._ending for place in places)
-        num_asked = min(len(places), num_ending + self._wanted[self._lenders[lender]])
-        return {"held": len(places) - num_asked, "asked_back": num_asked}
+        return {**super().state(), "slab_padding_bytes": self.pool.slab_padding_bytes}
 
     def disconnect(self) -> None:
         """Called before the process ends, which unmaps all. The links may still use what is mapped."""
@@ -282,65 +58,33 @@ class BorrowedMemory:
         self.disconnect()
         self.pool.close()
 
-    def _leave_alone(self, lender: str) -> None:
-        """The lender's heartbeats have stopped. What is mapped can be used without it."""
-        for place, lease in enumerate(self._leases):
-            if lease is not None and lease[0] == lender:
-                self.pool.leave_alone(place, "it has sent no heartbeat for a while")
-
-    def _note_left_alone(self) -> None:
-        """A line in the log for each lender that is left alone, or used again, since the last call."""
-        reasons = {
-            lease[0]: reason
-            for place, lease in enumerate(self._leases)
-            if lease is not None and (reason := self.pool.left_alone(place))
-        }
-        for lender in reasons.keys() - self._left_alone:
-            self._times_left_alone[lender] += 1
-            logger.warning("the worker at %s is left alone until it answers: %s", lender, reasons[lender])
-        for lender in self._left_alone - reasons.keys():
-            logger.warning("the worker at %s is not left alone any more", lender)
-        self._left_alone = set(reasons)
-
-    def _borrow(self, event: SlabLent) -> None:
-        """Map a slab, or have its lender copy it (strict mode). A slab that is of no use is given back at once."""
-        try:
-            source = source_of(self._lenders[event.lender], event.slab)
-            free = self._free_place(event.lender, event.slab)
-            if free is None:
-                # More than was asked for, while demands crossed.
-                self.coordinator.give_back(event.lender, event.lease)
-                return
-            if event.size_bytes != self.slabs.slab_bytes:
-                raise SlabError(
-                    f"a slab of {event.size_bytes:,} bytes, where {self.slabs.slab_bytes:,} were agreed on"
-                )
-            if event.fd is not None:
-                self.slabs.map(free, event.fd)
-            else:
-                self._borrow_strict(free, event)
-        except SlabError as error:
-            logger.error(
-                "a slab from %s cannot be used: %s (see --peer-slab-size, on both sides)", event.lender, error
-            )
-            self.coordinator.give_back(event.lender, event.lease)
+    def _take(self, place: int, event: SlabLent) -> None:
+        if event.fd is not None:
+            self.slabs.map(place, event.fd)
             return
-        finally:
-            if event.fd is not None:
-                os.close(event.fd)
-        self._leases[free], self._sources[free] = (event.lender, event.lease), source
-        self._mapped[free] = 1
-
-    def _free_place(self, lender: str, slab: int) -> int | None:
-        """The first from that on which follows from lender and slab alone."""
-        num_places = len(self._leases)
-        first = self._lenders[lender] * num_places // len(self._lenders) + slab
-        order = ((first + i) % num_places for i in range(num_places))
-        return next((place for place in order if self._leases[place] is None), None)
-
-    def _borrow_strict(self, place: int, event: SlabLent) -> None:
-        """Raises SlabError if the slab is of no use."""
         if self._maps_only:
             raise SlabError("its worker has --peer-strict; a GPU uses what it maps alone")
         slab = StrictSlab(event.slab_socket, self.coordinator.id, event.lease, event.token)
         self.pool.reach_by_copies(place, slab)
+
+    def _drop(self, event: SlabLent) -> None:
+        if event.fd is not None:
+            os.close(event.fd)
+
+    def _release(self, place: int) -> None:
+        if self.pool.is_strict(place):
+            self.pool.forget(place)
+        else:
+            self.slabs.unmap(place)
+
+    def _is_strict(self, place: int) -> bool:
+        return self.pool.is_strict(place)
+
+    def _unusable(self) -> list[int]:
+        return self.pool.unusable()
+
+    def _left_alone_why(self, place: int) -> str:
+        return self.pool.left_alone(place)
+
+    def _stop_asking(self, place: int, reason: str) -> None:
+        self.pool.leave_alone(place, reason)

@@ -39,6 +39,7 @@ from sglang.srt.peer.protocol.messages import (
     Register,
     Stage,
 )
+from sglang.srt.utils.peer_timing import PeerTiming
 from sglang.srt.utils.time_units import Seconds
 
 # Heartbeats of more borrowers are ignored.
@@ -101,6 +102,11 @@ class LenderTiming:
     grace_s: float = 20.0
     # Slabs that no borrower takes are offered for this time.
     offer_s: float = 2.0
+
+    @classmethod
+    def of(cls, timing: PeerTiming) -> LenderTiming:
+        """A lender's part of what the two sides of a loan wait for."""
+        return cls(timing.heartbeat, timing.silence, timing.grace, timing.offer)
 
 
 @dataclass(frozen=True)
