@@ -14,7 +14,7 @@ import numpy as np
 
 from sglang.simulator.links import SimulatedLink, SimulatedStorageLink
 from sglang.simulator.streams import PieceCost, SimulatedStream
-from sglang.srt.mem_cache.transfer import LOAD_LINKS, LoadFailedError
+from sglang.srt.mem_cache.transfer import LOAD_LINKS, LoadFailedError, Tier
 from sglang.srt.model_executor.executor import StepResult
 from sglang.srt.model_executor.launch import Launch, LaunchMode
 
@@ -37,6 +37,8 @@ class LaunchCosts:
     # The part of launch_seconds in which a launch attends to what it streams; None: attention takes no time of its
     # own.
     attention_seconds: Callable[[Launch], float] | None = None
+    # (launch, when it starts, its seconds) -> by how many seconds others that use the device's memory make it longer.
+    contention_s: Callable[[Launch, float, float], float] | None = None
 
 
 class SimulatedExecutor:
@@ -65,6 +67,8 @@ class SimulatedExecutor:
         self._free_at = 0.0
         self._ends: dict[int, float] = {}
         self._pending: deque[StepResult] = deque()
+        # Of the latest launches that streamed: when they begin and end, and the seconds of their copies.
+        self._streamed: deque[tuple[float, float, dict[Tier, float]]] = deque(maxlen=8)
         self._void = False
 
     def launch(self, launch: Launch) -> None:
@@ -78,6 +82,8 @@ class SimulatedExecutor:
             cost = self._costs.launch_seconds(launch)
             pieces = self._begin_stream(launch, start)
             slower = self._slow_down(launch.mode, start, cost, pieces)
+            if self._costs.contention_s is not None:
+                slower += self._costs.contention_s(launch, start, cost)
             self.interference_s += slower
             cost += slower
             if pieces:
@@ -88,6 +94,7 @@ class SimulatedExecutor:
             else:
                 for layer in range(self._costs.num_layers):
                     time = max([time, *(gate.ready_at(layer) for gate in gates)]) + cost / self._costs.num_layers
+            self._note_stream(start, time, pieces)
             self.busy_s += cost
             stall = time - start - cost
             self.stall_s += stall
@@ -117,6 +124,22 @@ class SimulatedExecutor:
         attend_s = self._costs.attention_seconds(launch) if self._costs.attention_seconds is not None else 0.0
         attend_s /= self._costs.num_layers * len(launch.streams)
         return [piece for prefix in launch.streams for piece in self._stream.pieces(prefix.parts, attend_s)]
+
+    def streamed_between(self, tier: Tier, start: float, end: float) -> float:
+        """Seconds of [start, end) in which launches copy from a tier what they stream, as far as they are issued:
+        evenly over each launch. The latest launches are known."""
+        return sum(
+            seconds.get(tier, 0.0) * max(0.0, min(end, until) - max(start, since)) / max(until - since, 1e-12)
+            for since, until, seconds in self._streamed
+        )
+
+    def _note_stream(self, start: float, end: float, pieces: list[PieceCost]) -> None:
+        if not pieces:
+            return
+        seconds: defaultdict[Tier, float] = defaultdict(float)
+        for tier, copy_s in (copy for piece in pieces for copy in piece.copy_s):
+            seconds[tier] += copy_s * self._costs.num_layers
+        self._streamed.append((start, end, seconds))
 
     def _stream_layers(
         self, pieces: list[PieceCost], gates: list[Any], cost: float, time: float

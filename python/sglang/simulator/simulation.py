@@ -1,6 +1,7 @@
 """The real scheduler, tree and frame tables on a virtual clock, with executor and links that only take time.
 
-Owns the clock and the order of arrivals. Every number that comes out of it is simulated.
+Owns the clock and the order of arrivals. Several engines on one clock are in cluster.py. Every number that comes out
+of it is simulated.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
+from sglang.srt.mem_cache.slab_ledger import SlabSource
 from sglang.srt.mem_cache.transfer import (
     D2H,
     D2P,
@@ -143,22 +145,39 @@ class RequestTimes:
         return self.tokens[0] - self.arrival
 
 
-class Simulation:
-    """storage: the stored blocks, if the config has a storage tier. It may be filled before the run, and requests
-    write to it."""
+class Clock:
+    """Virtual time, which everything that is simulated together shares."""
 
-    def __init__(self, config: SchedulerConfig, hardware: SimulatedHardware) -> None:
+    def __init__(self) -> None:
         self.now = Seconds(0.0)
-        clock = lambda: self.now  # noqa: E731
+
+
+class SimulatedEngine:
+    """One engine on a clock that others may share.
+
+    storage: the stored blocks, if the config has a storage tier. It may be filled before the run, and requests write
+    to it. slabs: memory that it lends or borrows. contention_s: see `LaunchCosts`."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        hardware: SimulatedHardware,
+        clock: Clock,
+        slabs: SlabSource | None = None,
+        contention_s: Callable[[Launch, float, float], float] | None = None,
+    ) -> None:
+        self.clock = clock
+        now = lambda: clock.now  # noqa: E731
         links: dict[str, SimulatedLink | SimulatedStorageLink] = {}
         self.executor = SimulatedExecutor(
-            clock,
+            now,
             LaunchCosts(
                 hardware.num_layers,
                 hardware.launch_seconds,
                 hardware.interference,
                 blocked_by=FETCH if hardware.fetch_blocks else None,
                 attention_seconds=hardware.attention_seconds,
+                contention_s=contention_s,
             ),
             links,
             _open_stream(config, hardware),
@@ -173,7 +192,7 @@ class Simulation:
         for name, bandwidth in bandwidths.items():
             links[name] = SimulatedLink(
                 name,
-                clock,
+                now,
                 hardware.op_seconds or at_bandwidth(bandwidth),
                 hardware.link_latency_s,
                 hardware.num_layers,
@@ -183,38 +202,54 @@ class Simulation:
         is_exclusive = config.storage is not None and config.storage.is_exclusive
         self.storage = SimulatedStorage(hardware.storage_blocks, is_exclusive)
         for name in STORAGE_LINKS if config.storage is not None else ():
-            links[name] = SimulatedStorageLink(name, clock, self.storage, self._storage_ends(name, hardware))
+            links[name] = SimulatedStorageLink(name, now, self.storage, self._storage_ends(name, hardware))
         self.links = links
-        self.core = EngineCore(Scheduler(replace(config, num_layers=hardware.num_layers)), self.executor, dict(links))
+        scheduler = Scheduler(replace(config, num_layers=hardware.num_layers))
+        self.core = EngineCore(scheduler, self.executor, dict(links), slabs=slabs)
         self.times: dict[str, RequestTimes] = {}
+        self.begin(())
 
-    def run(
+    @property
+    def now(self) -> Seconds:
+        return self.clock.now
+
+    @now.setter
+    def now(self, now: Seconds) -> None:
+        self.clock.now = now
+
+    def begin(
         self,
         arrivals: RequestSource | Iterable[tuple[float, TokenizedGenerateReqInput]],
         after_step: Callable[[BatchDecision], None] = lambda decision: None,
-    ) -> dict[str, RequestTimes]:
-        """Run until all requests have ended, or nothing else will ever end because a link hangs. arrivals: a source,
-        or (seconds, request)."""
-        source = arrivals if isinstance(arrivals, RequestSource) else TimedRequests(arrivals)
-        while True:
-            due = source.take(self.now)
-            for request in due:
-                self.times[request.rid] = RequestTimes(self.now)
-            progress = self.core.progress()
-            if due or self.core.has_work(self.now):
-                decision = self.core.step(self.now, progress, due)
-                self._take_outputs(decision, source)
-                after_step(decision)
-                continue
-            upcoming = [self.executor.next_end(), *(link.next_end() for link in self.links.values())]
-            upcoming += [source.next_at(), self.core.scheduler.wake_at]
-            times = [t for t in upcoming if t is not None]
-            if not times:
-                assert self.core.scheduler.num_reqs == 0, "requests wait and nothing is under way"
-                return self.times
-            if (upcoming_s := min(times)) == float("inf"):
-                return self.times
-            self.now = Seconds(upcoming_s)
+    ) -> None:
+        """Take requests from here from now on. arrivals: a source, or (seconds, request)."""
+        self._source = arrivals if isinstance(arrivals, RequestSource) else TimedRequests(arrivals)
+        self._after_step = after_step
+
+    def advance(self) -> bool:
+        """Take a step, if there is anything to do now. Whether there was."""
+        due = self._source.take(self.now)
+        for request in due:
+            self.times[request.rid] = RequestTimes(self.now)
+        progress = self.core.progress()
+        if not (due or self.core.has_work(self.now)):
+            return False
+        decision = self.core.step(self.now, progress, due)
+        self._take_outputs(decision)
+        self._after_step(decision)
+        return True
+
+    def next_at(self) -> float | None:
+        """When there will be something to do, if nothing comes from other engines; None: never. Infinite: a link
+        hangs."""
+        upcoming = [self.executor.next_end(), *(link.next_end() for link in self.links.values())]
+        upcoming += [self._source.next_at(), self.core.scheduler.wake_at]
+        return min((t for t in upcoming if t is not None), default=None)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all requests have ended."""
+        return not self.core.scheduler.num_reqs and self._source.next_at() is None
 
     def _storage_ends(
         self, name: str, hardware: SimulatedHardware
@@ -234,14 +269,40 @@ class Simulation:
         begin = max(submitted, self.executor.free_at) if takes_turns else submitted
         return times(op, begin, self.executor.next_end() is not None)
 
-    def _take_outputs(self, decision: BatchDecision, source: RequestSource) -> None:
+    def _take_outputs(self, decision: BatchDecision) -> None:
         for output in decision.outputs:
             times = self.times[output.rid]
             times.tokens += [self.now] * (len(output.output_ids) // 4)
             times.cached_tokens_details = output.cached_tokens_details
             if output.finish_reason is not None:
                 times.finish_reason = output.finish_reason.type
-                source.finished(output.rid, self.now)
+                self._source.finished(output.rid, self.now)
+
+
+class Simulation(SimulatedEngine):
+    """One engine, and the clock."""
+
+    def __init__(self, config: SchedulerConfig, hardware: SimulatedHardware) -> None:
+        super().__init__(config, hardware, Clock())
+
+    def run(
+        self,
+        arrivals: RequestSource | Iterable[tuple[float, TokenizedGenerateReqInput]],
+        after_step: Callable[[BatchDecision], None] = lambda decision: None,
+    ) -> dict[str, RequestTimes]:
+        """Run until all requests have ended and nothing is under way, or nothing else will ever end because a link
+        hangs. arrivals: a source, or (seconds, request)."""
+        self.begin(arrivals, after_step)
+        while True:
+            while self.advance():
+                pass
+            upcoming_s = self.next_at()
+            if upcoming_s is None:
+                assert self.core.scheduler.num_reqs == 0, "requests wait and nothing is under way"
+                return self.times
+            if upcoming_s == float("inf"):
+                return self.times
+            self.now = Seconds(upcoming_s)
 
 
 def _outcome(link: str, hardware: SimulatedHardware) -> Outcome:

@@ -47,15 +47,18 @@ SELECTIVE_HITS = 2
 class HiCacheController:
     """write_policy: when pages go to the host: write_through at once, write_through_selective when a second request
     uses them, write_back when they leave the device. To peers they then go when they leave the device, so that peers
-    hold what it has no room for. auto: see placement.py."""
+    hold what it has no room for. auto: see placement.py. peers_written_through: see `SchedulerConfig`."""
 
-    def __init__(self, ledger: TransferLedger, write_policy: str = "auto") -> None:
+    def __init__(
+        self, ledger: TransferLedger, write_policy: str = "auto", peers_written_through: bool = False
+    ) -> None:
         self.ledger = ledger
         self.tree: HiRadixTree = ledger.tree
         self.tables: dict[Tier, FrameTable] = ledger.tables
         self.links = BackupLinks(ledger)
         self.counters: Counter[str] = Counter()
         self.clock = ledger.clock
+        self._peers_written_through = peers_written_through
         self._to_compact: list[Node] = []
         # Whether storage is attached, to which everything comes through the host; and whether what is computed goes
         # there at once, for which the host gives up copies: peers get pages that the host never had.
@@ -118,6 +121,8 @@ class HiCacheController:
 
     def back_up_inserted(self, node: Node) -> None:
         """The path to `node` has got pages that the host may lack."""
+        if self._peers_written_through and Tier.PEER not in self.unwritten:
+            self.begin_backup(node, Tier.PEER)
         if Tier.HOST in self.unwritten:
             return
         if self.write_policy == "write_through":

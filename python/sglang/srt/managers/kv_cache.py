@@ -78,7 +78,7 @@ class KVCache:
         self.swap = pools.swap
         self.ledger = TransferLedger(self.tree, pools, clock, config.page_bytes)
         self.tables = self.ledger.tables
-        self.controller = HiCacheController(self.ledger, config.write_policy)
+        self.controller = HiCacheController(self.ledger, config.write_policy, config.peers_written_through)
         self.switches = TierSwitches()
         self.storage = StorageController(self.controller, PrefetchConfig(), self.switches)
         # Slabs of the peer pool that come and go; None if it stays as it is.

@@ -21,6 +21,8 @@ class LayerStreamConfig:
     buffer_pages: int
     # A request whose tokens are expected to take longer each is refused; None for no limit.
     max_tpot_s: float | None = None
+    # For experiments: requests of more tokens stream although the device could hold them (SwiftCache 3.2).
+    max_resident_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class SchedulerConfig:
     storage: StorageSetup | None = None
     # Borrowed from peers; they need a host tier.
     num_peer_pages: int = 0
+    # For experiments: pages go to peers as they are computed (SwiftCache 3.3), not when they leave the device.
+    peers_written_through: bool = False
     # Runs [first, end) of pages that come and go as a whole: of the peer pool, or of the device if it lends. Empty:
     # all pages are there all the time.
     slabs: tuple[tuple[int, int], ...] = ()
@@ -117,7 +121,10 @@ class SchedulerConfig:
     def max_resident_len(self) -> int:
         """The most tokens that a request may have on the device. One page stays free of any single request: the step
         that runs ahead of a finish may ask for it."""
-        return min(self.context_len, (self.num_usable_pages - 1) * self.page_size)
+        most = min(self.context_len, (self.num_usable_pages - 1) * self.page_size)
+        if self.layer_stream is None or self.layer_stream.max_resident_tokens is None:
+            return most
+        return min(most, self.layer_stream.max_resident_tokens)
 
     @property
     def chunk_budget(self) -> int:
