@@ -6,7 +6,7 @@
     python -m benchmark.papers union --figure union|ratio|all [the same]
 
 Prints the paper's numbers beside the simulated ones, and writes bench-out/papers_<paper>_fig<n>.json and .png.
-Strata's figure 3, ShadowServe's 13 and SwiftCache's 1, 8, 9 and tables are cost models alone, and quick anyway.
+Strata's figure 3, ShadowServe's 13 and SwiftCache's 1, 9 and tables are cost models alone, and quick anyway.
 Strata's 12 is measured; all else is simulated. --quick: a tenth of the queries and less, for Strata with pools that
 are as much smaller. That shows that everything runs; its numbers mean nothing.
 """

@@ -1,29 +1,45 @@
 """One simulated run of a SwiftCache master: `ServingSettings` -> `ServingOutcome`, and the systems that are compared.
 All numbers but wall_s are simulated. `Runs` (runs.py) remembers them.
 
-Workers only lend: what they have idle is there all the time, and their own requests are a cost model (figure 8).
+Master and workers are engines on one clock; the workers have bursts of work of their own, and take memory back for
+them (swiftcache_workers.py).
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 from benchmark.common import percentiles
 from benchmark.papers.runs import CHUNK_TOKENS, MAX_PREFILL_TOKENS
+from benchmark.papers.swiftcache_workers import (
+    COSTS,
+    PAGE,
+    RESERVED_TOKENS,
+    SLAB_BYTES,
+    WINDOW_S,
+    WorkerOutcome,
+    Workers,
+    slab_runs,
+    token_seconds,
+)
 from benchmark.papers.systems import SYSTEMS, System
 from benchmark.simulator.cost_models import DMA
 from benchmark.simulator.profiles import H20X4, MODELS, Hardware, device_tokens, host_tokens, loading_at_once
 from benchmark.simulator.smoke import check_answers
 from benchmark.simulator.workloads import L_EVAL, SHAREGPT_LONG, SessionSpec, Turn, Workload
 
-from sglang.simulator.simulation import SimulatedHardware, Simulation
+from sglang.simulator.cluster import Cluster, SimulatedBorrowed
+from sglang.simulator.simulation import Clock, SimulatedEngine, SimulatedHardware, Simulation
 from sglang.srt.managers.schedule_batch import BatchDecision
+from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.mem_cache.transfer import Tier, TransferOp
 from sglang.srt.model_executor.launch import LaunchMode
+from sglang.srt.peer.borrowed_places import BorrowedOptions
+from sglang.srt.peer.borrowing import BorrowingConfig
+from sglang.srt.peer.protocol.elastic_units import layer_stream_sizes
 
 MASTERS = ("LWM-7B", "Qwen3-14B", "Qwen3-32B")
 DATASETS: dict[str, SessionSpec] = {spec.name: spec for spec in (SHAREGPT_LONG, L_EVAL)}
@@ -32,21 +48,27 @@ DATASETS: dict[str, SessionSpec] = {spec.name: spec for spec in (SHAREGPT_LONG, 
 LENGTHS = {"LWM-7B": (20_000, 100_000), "Qwen3-14B": (20_000, 37_000), "Qwen3-32B": (20_000, 37_000)}
 # 5.1, of both baselines; 128 GB of host memory hold it once, so the master has all of it.
 HOST_BYTES = 96e9
-# A worker keeps room for one request of 40 K tokens, the most that the Qwen3 models permit (Algorithm 1 with one such
-# request in the window), and lends the rest.
-RESERVED_TOKENS = 40_960
+# Nothing is said of the length of a run: these seconds, and at least 100 requests.
+RUN_S, LEAST_REQUESTS = 300, 100
+# Where no master is: what workers do by themselves.
+ALONE = "workers alone"
+# Our engine keeps room on the device for three chunks of each request that streams; messages are shorter than one.
+STREAM_CHUNK_TOKENS = 1024
+# SwiftCache streams every history that it does not have on the device; in this engine requests above a length do.
+STREAMED_TOKENS = 8192
 
 
 @dataclass(frozen=True)
 class ServingSystem:
-    """name, models, lacks: as in `System`. peers: whether workers lend it what they have idle. host_bytes: None: a
-    single page, which the engine wants."""
+    """name, models, lacks: as in `System`. peers: how it borrows from workers; "": not at all. "by value": as our
+    engine does. "all": whatever workers do not need at once, as in the paper (Algorithm 1), with layer streaming, and
+    KV stored as it is computed. host_bytes: None: a single page, which the engine wants."""
 
     name: str
     models: str
     lacks: str
     system: System
-    peers: bool
+    peers: str
     host_bytes: float | None
 
 
@@ -57,7 +79,7 @@ _ALL = (
         "Strata's SGLang-HiCache: a copy per page, layer, K and V; page size 32; layer-wise overlap; write-through.",
         "The version measured (0.5.3) can move pages by GPU kernels: see the next row.",
         SYSTEMS["SGLang-HiCache"],
-        False,
+        "",
         HOST_BYTES,
     ),
     ServingSystem(
@@ -65,7 +87,7 @@ _ALL = (
         "The same with GPU-assisted I/O at page size 1: what a later HiCache can do. In sensitivity only.",
         "Nothing known.",
         SYSTEMS["Strata-IO"],
-        False,
+        "",
         HOST_BYTES,
     ),
     ServingSystem(
@@ -73,26 +95,27 @@ _ALL = (
         "Strata's vLLM-LMCache: the wire's rate, a launch waits for all of it, one step at a time; page size 32.",
         "Chunks of 256 tokens, a contiguous buffer, stores that block: all of it favours this row.",
         SYSTEMS["vLLM-LMCache"],
-        False,
+        "",
         HOST_BYTES,
     ),
     ServingSystem(
         "SwiftCache",
-        "Workers' memory instead of the host's, copies over NVLink, layer by layer beside computing; page size 16; "
-        "first come, first served. The host tier is one page.",
-        "The layer stream cache: a running request's KV is on the device as a whole, and waits for room there. KV "
-        "goes to workers when it leaves the device, not when it is computed. Both are against this row.",
+        "Workers' memory instead of the host's, all that they do not need at once (Algorithm 1); the layer stream "
+        "cache of Eq. 4, with one buffer of a layer, beside the regular cache of Eq. 5; KV stored as it is computed; "
+        "copies over NVLink beside computing; page size 16; first come, first served. The host tier is one page.",
+        "Which histories the regular cache has: here the beginning of each that there is room for. Chunks of 1,024 "
+        "tokens. A request waits while three chunks of each that streams do not fit the device.",
         replace(SYSTEMS["SGLang-HiCache"], load=DMA, page_size=16),
-        True,
+        "all",
         None,
     ),
     ServingSystem(
         "ours",
-        "Device, workers, then the host's 96 GB by GPU kernels; all mechanisms of Strata's row of that name; page "
-        "size 16.",
+        "Device, what workers lend by value, then the host's 96 GB by GPU kernels; all mechanisms of Strata's row of "
+        "that name; page size 16.",
         "Nothing: these are the engine's defaults, but for the load ratio and the page size.",
         replace(SYSTEMS["ours"], page_size=16),
-        True,
+        "by value",
         HOST_BYTES,
     ),
 )
@@ -102,25 +125,36 @@ COMPARED = tuple(name for name in SERVING if name != _KERNELS)
 
 @dataclass(frozen=True)
 class ServingSettings:
-    """rate: requests per second. working_set: tokens of all conversations at their end, as a share of what the host
-    of a baseline or device and workers together hold, whichever is less. What a sensitivity table changes: sharers
-    (GPUs that load from the host at once), lend_device (whether workers lend as many tokens more as the device has),
-    lent and device (factors of capacities), efficiency (of matrices and attention), answers (a factor of their
-    lengths)."""
+    """system: of SERVING, or ALONE. rate: requests per second. working_set: tokens of all conversations at their end,
+    as a share of what the host of a baseline or device and idle workers together hold, whichever is less. requests:
+    0: as many as come in RUN_S. length: None: contexts as the paper selects them; else all have so many tokens.
+    bursts: factor of the sizes of the workers' bursts; 0: they are idle. What a sensitivity table changes: sharers
+    (GPUs that load from the host at once), lent and device (factors of capacities), efficiency (of matrices and
+    attention), answers (a factor of their lengths)."""
 
     system: str
     model: str = "Qwen3-14B"
     dataset: str = "ShareGPT"
     rate: float = 0.5
-    requests: int = 100
-    working_set: float = 0.95
+    requests: int = 0
+    working_set: float = 0.75
+    length: int | None = None
+    bursts: float = 1.0
     seed: int = 1
     sharers: int = 1
-    lend_device: bool = False
     lent: float = 1.0
     device: float = 1.0
     efficiency: float | None = None
     answers: float = 1.0
+
+    @property
+    def num_requests(self) -> int:
+        return self.requests or max(LEAST_REQUESTS, round(RUN_S * self.rate))
+
+    @property
+    def horizon_s(self) -> float:
+        """For which requests come, on average."""
+        return self.num_requests / self.rate
 
     def describe(self) -> dict[str, Any]:
         """The fields that identify a run: the first four, and each field that differs from its default."""
@@ -133,12 +167,15 @@ class ServingSettings:
 class ServingOutcome:
     """hit_rates: share of prompt tokens found, by tier. queue_s, stall_s, execute_s: summed over requests, and
     together their time to first token: until the launch that gave it began, the part of that in which it waited for
-    KV, and the rest. loads_s, stores_s: of each copy to the device, and from it, over the link that it took."""
+    KV, and the rest. tpot_s: seconds per output token after the first, mean over requests. loads_s, stores_s: of each
+    copy to the device, and from it, over the link that it took; what a prefill streams is one copy. borrowed_tokens:
+    that were lent on average. workers: by model."""
 
     num_requests: int
     requests_per_s: float
     mean_ttft_s: float
     p99_ttft_s: float
+    tpot_s: float
     hit_rates: dict[str, float]
     queue_s: float
     stall_s: float
@@ -147,6 +184,8 @@ class ServingOutcome:
     stores_s: np.ndarray = field(compare=False, repr=False)
     simulated_s: float
     counters: dict[str, int]
+    borrowed_tokens: float
+    workers: dict[str, WorkerOutcome]
     wall_s: float = field(compare=False)
 
     def row(self) -> dict[str, Any]:
@@ -154,12 +193,15 @@ class ServingOutcome:
             "requests/s": self.requests_per_s,
             "mean TTFT s": self.mean_ttft_s,
             "p99 TTFT s": self.p99_ttft_s,
+            "s/token": self.tpot_s,
             **{f"{tier} hits %": 100 * rate for tier, rate in self.hit_rates.items()},
             "queue s": self.queue_s,
             "load s": float(self.loads_s.sum()),
             "stall s": self.stall_s,
             "execute s": self.execute_s,
             "store s": float(self.stores_s.sum()),
+            "borrowed tokens": self.borrowed_tokens,
+            "workers": {name: asdict(each) for name, each in self.workers.items()},
             "wall s": self.wall_s,
         }
 
@@ -168,14 +210,18 @@ class Phases:
     """What launches and copies took; to be called after every step. prefills: by when a launch ends, the seconds that
     it computes and stalls."""
 
-    def __init__(self, sim: Simulation, hardware: SimulatedHardware) -> None:
+    def __init__(self, engine: SimulatedEngine, hardware: SimulatedHardware) -> None:
         assert hardware.op_seconds is not None
         self.prefills: dict[float, tuple[float, float]] = {}
         self.loads_s: list[float] = []
         self.stores_s: list[float] = []
-        self._sim = sim
+        self._engine = engine
         self._op_seconds = hardware.op_seconds
-        self._booked = sim.executor.busy_s, sim.executor.stall_s
+        self._booked = self._account()
+
+    def _account(self) -> np.ndarray:
+        executor = self._engine.executor
+        return np.array([executor.busy_s, executor.stall_s, executor.stream_s])
 
     def __call__(self, decision: BatchDecision) -> None:
         for op in decision.ops:
@@ -184,11 +230,30 @@ class Phases:
                 seconds.append(self._op_seconds(op))
         if decision.launch is None:
             return
-        executor = self._sim.executor
-        busy_s, stall_s = executor.busy_s - self._booked[0], executor.stall_s - self._booked[1]
-        self._booked = executor.busy_s, executor.stall_s
+        before, self._booked = self._booked, self._account()
+        busy_s, stall_s, stream_s = (self._booked - before).tolist()
         if decision.launch.mode == LaunchMode.EXTEND:
-            self.prefills[executor.launch_end(decision.launch.seq)] = busy_s, stall_s
+            self.prefills[self._engine.executor.launch_end(decision.launch.seq)] = busy_s, stall_s
+            if stream_s:
+                self.loads_s.append(stream_s)
+
+
+class BorrowedMean:
+    """The mean number of slabs over time."""
+
+    def __init__(self, borrowed: SimulatedBorrowed | None, clock: Clock) -> None:
+        self._borrowed, self._clock = borrowed, clock
+        self._began = self._at = clock.now
+        self._sum = 0.0
+
+    def note(self) -> None:
+        if self._borrowed is not None:
+            self._sum += self._borrowed.num_mapped * (self._clock.now - self._at)
+        self._at = self._clock.now
+
+    @property
+    def value(self) -> float:
+        return self._sum / max(1e-9, self._at - self._began)
 
 
 def peer_tokens(master: str, reserved: int = RESERVED_TOKENS) -> int:
@@ -203,16 +268,105 @@ def peer_tokens(master: str, reserved: int = RESERVED_TOKENS) -> int:
 
 
 def simulate(settings: ServingSettings) -> ServingOutcome:
-    """Warm up, run to the end, and check that every request was answered in full."""
+    """Warm up, run to the end, and check that every request of all engines was answered in full."""
     begin = time.perf_counter()
-    serving, model = SERVING[settings.system], MODELS[settings.model]
-    system, machine = serving.system, _machine(settings)
-    page_size = system.page_size
+    cluster = Cluster(COSTS)
+    is_alone = settings.system == ALONE
+    serving = SERVING["ours" if is_alone else settings.system]
+    workers = None
+    if is_alone or serving.peers:
+        workers = Workers(cluster, [name for name in MASTERS if name != settings.model], lends=not is_alone)
+    if is_alone:
+        assert workers is not None
+        workers.begin(settings.seed, cluster.clock.now, settings.horizon_s, settings.bursts)
+        cluster.run()
+        return _outcome_of_workers(workers, cluster.clock.now, time.perf_counter() - begin)
     workload = workload_of(settings)
+    master, hardware, borrowed = _master(cluster, settings, workload, workers)
+    # What workers keep for a while after their start comes to be lent.
+    cluster.run(2 * WINDOW_S)
+    master.begin(begun(workload).source())
+    cluster.run()
+    started = cluster.clock.now
+    before = master.core.scheduler.counters
+    workload = from_now(workload, started)
+    phases, lent = Phases(master, hardware), BorrowedMean(borrowed, cluster.clock)
+
+    def after_step(decision: BatchDecision) -> None:
+        phases(decision)
+        lent.note()
+
+    master.begin(workload.source(), after_step)
+    if workers is not None:
+        workers.begin(settings.seed, started, settings.horizon_s, settings.bursts)
+    cluster.run()
+    times = master.times
+    check_answers(times, workload)
+    counters = master.core.scheduler.counters - before
+    ttft = np.array([t.ttft for t in times.values()])
+    execute_s, stall_s = np.array([phases.prefills[t.tokens[0]] for t in times.values()]).sum(axis=0).tolist()
+    slab_tokens = SLAB_BYTES // (PAGE * MODELS[settings.model].kv_bytes_per_token) * PAGE
+    ended = max(t.tokens[-1] for t in times.values())
+    return ServingOutcome(
+        num_requests=len(times),
+        requests_per_s=len(times) / (ended - started),
+        mean_ttft_s=float(ttft.mean()),
+        p99_ttft_s=percentiles(ttft.tolist(), 99)[0],
+        tpot_s=token_seconds(times.values()),
+        hit_rates={t: counters[f"hit_tokens_{t}"] / counters["prompt_tokens"] for t in ("device", "peer", "host")},
+        queue_s=float(ttft.sum()) - execute_s - stall_s,
+        stall_s=stall_s,
+        execute_s=execute_s,
+        loads_s=np.array(phases.loads_s),
+        stores_s=np.array(phases.stores_s),
+        simulated_s=ended - started,
+        counters=dict(sorted(counters.items())),
+        borrowed_tokens=lent.value * slab_tokens,
+        workers=workers.outcomes() if workers is not None else {},
+        wall_s=time.perf_counter() - begin,
+    )
+
+
+def _outcome_of_workers(workers: Workers, simulated_s: float, wall_s: float) -> ServingOutcome:
+    none = np.empty(0)
+    return ServingOutcome(
+        0, 0.0, 0.0, 0.0, 0.0, {}, 0.0, 0.0, 0.0, none, none, simulated_s, {}, 0.0, workers.outcomes(), wall_s
+    )
+
+
+def _master(
+    cluster: Cluster, settings: ServingSettings, workload: Workload, workers: Workers | None
+) -> tuple[SimulatedEngine, SimulatedHardware, SimulatedBorrowed | None]:
+    serving, model, machine = SERVING[settings.system], MODELS[settings.model], _machine(settings)
+    system, page_size = serving.system, serving.system.page_size
     device = int(device_tokens(model, machine.gpu) * settings.device)
-    host = page_size if serving.host_bytes is None else host_tokens(model, serving.host_bytes)
     longest = workload.stats().max_total
     assert longest < device, f"a conversation grows to {longest} tokens, and the device holds {device}"
+    sizes: dict[str, Any] = {"chunked_prefill_size": CHUNK_TOKENS, "max_prefill_tokens": MAX_PREFILL_TOKENS}
+    host = page_size if serving.host_bytes is None else host_tokens(model, serving.host_bytes)
+    borrowed = None
+    if serving.peers:
+        assert workers is not None
+        page_bytes = page_size * model.kv_bytes_per_token
+        slab_pages = SLAB_BYTES // page_bytes
+        num_places = int(settings.lent * sum(workers.num_slabs.values()))
+        options = BorrowedOptions(num_wanted=0)
+        if serving.peers == "all":
+            # Worth more than whatever a worker caches.
+            options = BorrowedOptions(value_us=1 << 40)
+            # Of the room that idle workers lend.
+            idle_pages = int(settings.lent * peer_tokens(settings.model)) // PAGE
+            device_pages = device // page_size * model.num_layers
+            streamed, regular = layer_stream_sizes(device_pages, [idle_pages], model.num_layers)
+            device = regular * page_size
+            sizes["layer_stream"] = LayerStreamConfig(1, streamed, max_resident_tokens=STREAMED_TOKENS)
+            sizes |= dict.fromkeys(("chunked_prefill_size", "max_prefill_tokens"), STREAM_CHUNK_TOKENS)
+            sizes["peers_written_through"] = True
+        else:
+            sizes["borrowing"] = BorrowingConfig(COSTS.timing.demand, COSTS.timing.idle)
+        sizes["slabs"] = slab_runs(num_places, slab_pages)
+        sizes["num_peer_tokens"] = num_places * slab_pages * page_size
+        borrowed = cluster.borrow("master", list(workers.num_slabs), num_places, SLAB_BYTES, page_bytes, options)
     config = system.config(
         model,
         machine,
@@ -220,35 +374,14 @@ def simulate(settings: ServingSettings) -> ServingOutcome:
         context_len=longest + 1,
         num_device_tokens=device,
         num_host_tokens=host,
-        num_peer_tokens=_peer_tokens(settings, device) if serving.peers else 0,
-        chunked_prefill_size=CHUNK_TOKENS,
-        max_prefill_tokens=MAX_PREFILL_TOKENS,
+        **sizes,
     )
     hardware = system.hardware(model, machine, page_size)
-    sim = Simulation(config, hardware)
-    workload = warm_up(sim, workload)
-    started, before = sim.now, _counters(sim)
-    phases = Phases(sim, hardware)
-    times = sim.run(workload.source(), after_step=phases)
-    check_answers(times, workload)
-    counters = _counters(sim) - before
-    ttft = np.array([t.ttft for t in times.values()])
-    execute_s, stall_s = np.array([phases.prefills[t.tokens[0]] for t in times.values()]).sum(axis=0).tolist()
-    return ServingOutcome(
-        num_requests=len(times),
-        requests_per_s=len(times) / (sim.now - started),
-        mean_ttft_s=float(ttft.mean()),
-        p99_ttft_s=percentiles(ttft.tolist(), 99)[0],
-        hit_rates={t: counters[f"hit_tokens_{t}"] / counters["prompt_tokens"] for t in ("device", "peer", "host")},
-        queue_s=float(ttft.sum()) - execute_s - stall_s,
-        stall_s=stall_s,
-        execute_s=execute_s,
-        loads_s=np.array(phases.loads_s),
-        stores_s=np.array(phases.stores_s),
-        simulated_s=sim.now - started,
-        counters=dict(sorted(counters.items())),
-        wall_s=time.perf_counter() - begin,
-    )
+    master = SimulatedEngine(config, hardware, cluster.clock, borrowed)
+    cluster.add(master)
+    if workers is not None and borrowed is not None:
+        workers.traffic.watch(master, borrowed)
+    return master, hardware, borrowed
 
 
 def workload_of(settings: ServingSettings) -> Workload:
@@ -257,23 +390,15 @@ def workload_of(settings: ServingSettings) -> Workload:
     device = device_tokens(model, H20X4.gpu)
     held = min(host_tokens(model, HOST_BYTES), device + peer_tokens(settings.model))
     spec = DATASETS[settings.dataset]
-    growth = settings.requests * (spec.mean_message + spec.mean_out * settings.answers)
+    growth = settings.num_requests * (spec.mean_message + spec.mean_out * settings.answers)
     return spec.generate(
         settings.seed,
         settings.rate,
-        settings.requests,
-        LENGTHS[settings.model],
+        settings.num_requests,
+        LENGTHS[settings.model] if settings.length is None else (settings.length, settings.length + 1),
         settings.working_set * held - growth,
         settings.answers,
     )
-
-
-def _peer_tokens(settings: ServingSettings, device: int) -> int:
-    return int(peer_tokens(settings.model) * settings.lent) + (device if settings.lend_device else 0)
-
-
-def _counters(sim: Simulation) -> Counter[str]:
-    return sim.core.scheduler.counters
 
 
 def _machine(settings: ServingSettings) -> Hardware:
@@ -286,13 +411,21 @@ def _machine(settings: ServingSettings) -> Hardware:
 
 def warm_up(sim: Simulation, workload: Workload) -> Workload:
     """Compute the turns so far (5.1: "the initial rounds"), one conversation after another. Their KV stays on the
-    tiers where that leaves it. Returns the workload, beginning now. The warm-up's requests have the ids of later
-    ones."""
+    tiers where that leaves it. Returns the workload, beginning now."""
+    sim.run(begun(workload).source())
+    return from_now(workload, sim.now)
+
+
+def begun(workload: Workload) -> Workload:
+    """The turns so far, one conversation after another. Its requests have the ids of later ones."""
     said = (Turn(np.empty(0, np.int32), 1),)
     first = tuple(replace(c, start=0.0, turns=said) for c in workload.conversations)
-    sim.run(replace(workload, conversations=first, max_in_flight=1).source())
+    return replace(workload, conversations=first, max_in_flight=1)
+
+
+def from_now(workload: Workload, now: float) -> Workload:
     later = tuple(
-        replace(c, start=c.start + sim.now, turns=tuple(replace(t, earliest=t.earliest + sim.now) for t in c.turns))
+        replace(c, start=c.start + now, turns=tuple(replace(t, earliest=t.earliest + now) for t in c.turns))
         for c in workload.conversations
     )
     return replace(workload, conversations=later)

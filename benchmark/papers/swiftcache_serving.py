@@ -1,7 +1,8 @@
-"""SwiftCache's figures 7, 10 and 11, from the scheduler with a peer tier on the simulator, and 8, a cost model.
+"""SwiftCache's figures 7, 8, 10 and 11, from the schedulers of a master and two workers on the simulator.
 
 What the paper prints stands beside each number with its section; docs/records/papers.md has what was predicted.
-The paper's request rates cannot be read from its figures: RATES are ours.
+The paper's request rates, and how much of the memory its conversations fill, cannot be read from its figures: RATES
+and WORKING_SETS are ours.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from benchmark.papers.figures import Claim, Result
 from benchmark.papers.plots import Panel
 from benchmark.papers.runs import Runs, points
 from benchmark.papers.sensitivity import Headline
-from benchmark.papers.swiftcache_runs import COMPARED, DATASETS, MASTERS, ServingOutcome, ServingSettings, workload_of
+from benchmark.papers.swiftcache_runs import (
+    ALONE,
+    COMPARED,
+    DATASETS,
+    MASTERS,
+    ServingOutcome,
+    ServingSettings,
+    workload_of,
+)
 from benchmark.simulator.cost_models import DMA, Gpu, ModelShape, load_seconds, pass_cost
 from benchmark.simulator.profiles import H20X4, MODELS
 
@@ -25,6 +34,10 @@ RATES = {
     "ShareGPT": {"LWM-7B": (0.1, 0.3), "Qwen3-14B": (0.4, 1.0), "Qwen3-32B": (0.05, 0.15)},
     "L-Eval": {"LWM-7B": (0.4, 1.0), "Qwen3-14B": (1.0, 3.0), "Qwen3-32B": (0.2, 0.5)},
 }
+# Of what the host of a baseline, or device and idle workers together, hold; whichever is less.
+WORKING_SETS = (0.5, 0.75, 1.0, 1.5, 2.0)
+# The one of figures 8, 10 and 11, of both rates of figure 7, and of the sensitivity.
+USUAL_SET = 0.75
 HICACHE, LMCACHE, SWIFTCACHE, OURS = COMPARED
 # 5.1, in percent of P99 TTFT.
 FIG7_PRINTED = {
@@ -40,8 +53,21 @@ def reduction(outcomes: Sequence[ServingOutcome]) -> float:
     return 100 * (1 - outcomes[0].p99_ttft_s / outcomes[1].p99_ttft_s)
 
 
+def alone(settings: ServingSettings) -> ServingSettings:
+    """The workers of a run without its master."""
+    usual = ServingSettings(ALONE, settings.model, settings.dataset, settings.rate)
+    return replace(usual, requests=settings.requests, seed=settings.seed, bursts=settings.bursts)
+
+
+def loss(outcomes: Sequence[ServingOutcome], what: str) -> float:
+    """By how many percent the workers' own `what` is longer than alone: mean of both workers. outcomes: with the
+    master, and of `alone`."""
+    lent, home = (outcome.workers for outcome in outcomes)
+    return 100 * float(np.mean([getattr(lent[name], what) / getattr(home[name], what) - 1 for name in home]))
+
+
 def _usual(system: str) -> ServingSettings:
-    return ServingSettings(system, "Qwen3-14B", "L-Eval", RATES["L-Eval"]["Qwen3-14B"][0])
+    return ServingSettings(system, "Qwen3-14B", "L-Eval", RATES["L-Eval"]["Qwen3-14B"][0], working_set=USUAL_SET)
 
 
 HEADLINES = (
@@ -49,15 +75,17 @@ HEADLINES = (
     Headline("below LMCache, %", (_usual(SWIFTCACHE), _usual(LMCACHE)), reduction),
     Headline("below HiCache with kernels, %", (_usual(SWIFTCACHE), _usual("SGLang (HiCache, kernels)")), reduction),
     Headline("ours below SwiftCache, %", (_usual(OURS), _usual(SWIFTCACHE)), reduction),
+    *(
+        Headline(f"workers' TTFT, {name}, +%", (_usual(name), alone(_usual(name))), lambda o: loss(o, "mean_ttft_s"))
+        for name in (SWIFTCACHE, OURS)
+    ),
 )
 CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("as usual", {}),
     ("two GPUs load from the host at once", {"sharers": 2}),
     ("four GPUs load from the host at once", {"sharers": 4}),
-    ("conversations fill 0.6 of the least tier", {"working_set": 0.6}),
-    ("conversations fill 1.1 of it", {"working_set": 1.1}),
-    ("conversations fill 1.5 of it", {"working_set": 1.5}),
-    ("workers lend as many tokens more as the device has", {"lend_device": True}),
+    ("workers are idle but for one conversation a burst", {"bursts": 0.05}),
+    ("workers' bursts are twice as large", {"bursts": 2.0}),
     ("workers lend half", {"lent": 0.5}),
     ("half the device's capacity", {"device": 0.5}),
     ("matrices and attention at 0.5 of the peak", {"efficiency": 0.5}),
@@ -69,53 +97,91 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def figure7(runs: Runs) -> Result:
-    """P99 TTFT: three masters, two data sets, two rates each."""
-    cases = [(dataset, model, rate) for dataset in DATASETS for model in MASTERS for rate in RATES[dataset][model]]
-    settings = {case: [ServingSettings(name, case[1], case[0], case[2]) for name in COMPARED] for case in cases}
-    runs([s for some in settings.values() for s in some])
+    """P99 TTFT of three masters on two data sets, by the working set, and at a second rate; and what it costs their
+    workers."""
+    cases = [
+        (dataset, model, rates[i], size)
+        for dataset in DATASETS
+        for model, rates in RATES[dataset].items()
+        for i, size in [(0, size) for size in WORKING_SETS] + [(1, USUAL_SET)]
+    ]
+    settings = {
+        case: [ServingSettings(name, case[1], case[0], case[2], working_set=case[3]) for name in COMPARED]
+        for case in cases
+    }
+    runs([s for some in settings.values() for s in (*some, alone(some[0]))])
     found = {case: dict(zip(COMPARED, runs(some), strict=True)) for case, some in settings.items()}
+    at_home = {case: runs([alone(some[0])])[0] for case, some in settings.items()}
     claims, rows = [], []
     for dataset in DATASETS:
         for better, other in ((SWIFTCACHE, HICACHE), (SWIFTCACHE, LMCACHE), (OURS, SWIFTCACHE), (OURS, HICACHE)):
-            cuts = [reduction((o[better], o[other])) for case, o in found.items() if case[0] == dataset]
             printed = f"about {FIG7_PRINTED[dataset, other]}" if better == SWIFTCACHE else "-"
-            claims.append(
-                Claim(
-                    f"{dataset}: P99 TTFT, {better} below {other}, %",
-                    printed,
-                    f"{np.mean(cuts):.0f} ({min(cuts):.0f} to {max(cuts):.0f})",
-                    "5.1; of which model and rate it does not say" if printed != "-" else "",
+            for size in WORKING_SETS:
+                cuts = [reduction((o[better], o[other])) for c, o in found.items() if (c[0], c[3]) == (dataset, size)]
+                claims.append(
+                    Claim(
+                        f"{dataset}, {size:g}: P99 TTFT, {better} below {other}, %",
+                        printed,
+                        f"{np.mean(cuts):.0f} ({min(cuts):.0f} to {max(cuts):.0f})",
+                        "5.1; of which model, rate and working set it does not say" if printed != "-" else "",
+                    )
                 )
-            )
-    for (dataset, model, rate), outcomes in found.items():
-        rows.append(
-            {"dataset": dataset, "master": model, "requests/s": rate}
-            | {f"{name}, P99 s": o.p99_ttft_s for name, o in outcomes.items()}
-            | {
-                f"{name}, hits %": " / ".join(f"{100 * r:.0f}" for r in o.hit_rates.values())
-                for name, o in outcomes.items()
-            }
-        )
+        for name in (SWIFTCACHE, OURS):
+            for what, field in (("TTFT", "mean_ttft_s"), ("TPOT", "tpot_s")):
+                lost = [loss((o[name], at_home[c]), field) for c, o in found.items() if c[0] == dataset]
+                claims.append(
+                    Claim(
+                        f"{dataset}: workers' {what}, {name}, +%",
+                        "up to 9.7" if (name, what) == (SWIFTCACHE, "TTFT") else "-",
+                        f"{np.mean(lost):.1f} ({min(lost):.1f} to {max(lost):.1f})",
+                        "5.2" if name == SWIFTCACHE else "",
+                    )
+                )
+    for case, outcomes in found.items():
+        dataset, model, rate, size = case
+        row: dict[str, Any] = {"dataset": dataset, "master": model, "requests/s": rate, "working set": size}
+        row |= {f"{name}, P99 s": o.p99_ttft_s for name, o in outcomes.items()}
+        row |= {f"{name}, s/token": o.tpot_s for name, o in outcomes.items()}
+        row |= {
+            f"{name}, hits %": " / ".join(f"{100 * r:.0f}" for r in o.hit_rates.values())
+            for name, o in outcomes.items()
+        }
+        for name in (SWIFTCACHE, OURS):
+            row[f"{name}, borrowed tokens"] = outcomes[name].borrowed_tokens
+            for what, field in (("TTFT", "mean_ttft_s"), ("P99 TTFT", "p99_ttft_s"), ("TPOT", "tpot_s")):
+                row[f"{name}, workers' {what} +%"] = loss((outcomes[name], at_home[case]), field)
+        rows.append(row)
+    lines = {
+        (dataset, model): [
+            r for r in rows if (r["dataset"], r["master"], r["requests/s"]) == (dataset, model, rates[0])
+        ]
+        for dataset in DATASETS
+        for model, rates in RATES[dataset].items()
+    }
     panels = [
         Panel(
             f"{model}, {dataset}",
-            "requests/s",
+            "working set",
             "P99 TTFT, s",
-            {
-                name: (
-                    list(RATES[dataset][model]),
-                    [found[dataset, model, r][name].p99_ttft_s for r in RATES[dataset][model]],
-                )
-                for name in COMPARED
-            },
+            {name: (list(WORKING_SETS), [r[f"{name}, P99 s"] for r in some]) for name in COMPARED},
             log_y=True,
         )
-        for dataset in DATASETS
-        for model in MASTERS
+        for (dataset, model), some in lines.items()
+    ] + [
+        Panel(
+            f"workers of {model}, {dataset}",
+            "working set",
+            "own TTFT, % longer",
+            {
+                name: (list(WORKING_SETS), [r[f"{name}, workers' TTFT +%"] for r in some])
+                for name in (SWIFTCACHE, OURS)
+            },
+        )
+        for (dataset, model), some in lines.items()
     ]
     return Result(
         "papers_swiftcache_fig7",
-        "Fig. 7, P99 TTFT",
+        "Fig. 7, P99 TTFT, and what it costs the workers",
         "simulated",
         claims,
         [row for case, some in settings.items() for row in points(some, list(found[case].values()))],
@@ -123,8 +189,8 @@ def figure7(runs: Runs) -> Result:
         rows,
         HEADLINES,
         CHANGES,
-        notes="Hits: device / peer / host. Mean over masters and rates, in brackets the least and the most. 100 "
-        "requests per run, so P99 is the second slowest. Sensitivity: Qwen3-14B, L-Eval, 1 request per second.",
+        notes="Hits: device / peer / host. Mean over masters, in brackets the least and the most. Workers: mean of "
+        "both, over the same workers alone. Sensitivity: Qwen3-14B, L-Eval, 1 request per second, working set 0.75.",
     )
 
 
@@ -139,67 +205,75 @@ FIG8 = (
 
 
 def figure8(runs: Runs) -> Result:
-    """What a worker loses while a master reads from its memory, and writes to it."""
+    """What workers lose while a master with inputs of one length borrows from them: their own bursts against the same
+    bursts alone. Beside it a bound, by the cost model."""
+    settings = {
+        (master, length): [
+            ServingSettings(name, master, "L-Eval", RATES["L-Eval"][master][-1], working_set=USUAL_SET, length=length)
+            for name in (SWIFTCACHE, OURS)
+        ]
+        for master, lengths, _ in FIG8
+        for length in lengths
+    }
+    runs([s for some in settings.values() for s in (*some, alone(some[0]))])
     rows: list[dict[str, Any]] = []
     for master, lengths, workers in FIG8:
-        rate = max(RATES[dataset][master][-1] for dataset in DATASETS)
         for length in lengths:
-            busy_s = rate * load_seconds(MODELS[master], H20X4.peer_link, DMA, length, 1, num_runs=1)
+            some = settings[master, length]
+            home = runs([alone(some[0])])[0].workers
             for worker, _, _ in workers:
-                row: dict[str, Any] = {
-                    "master": master,
-                    "tokens": length,
-                    "worker": worker,
-                    "link busy %": 100 * min(1.0, busy_s),
-                }
+                row: dict[str, Any] = {"master": master, "tokens": length, "worker": worker}
+                for name, outcome in zip((SWIFTCACHE, OURS), runs(some), strict=True):
+                    lent = outcome.workers[worker]
+                    for what, field in (("TTFT", "mean_ttft_s"), ("P99 TTFT", "p99_ttft_s"), ("TPOT", "tpot_s")):
+                        row[f"{what} +%, {name}"] = 100 * (getattr(lent, field) / getattr(home[worker], field) - 1)
+                    row[f"hits lost, {name}"] = 100 * (home[worker].hit_rate - lent.hit_rate)
                 for said, wires in (("reads", 1), ("reads and writes", 2)):
                     traffic = wires * H20X4.peer_link.wire
                     row |= {
-                        f"TTFT +%, {said}": _slower(MODELS[worker], length, False, traffic),
-                        f"TPOT +%, {said}": _slower(MODELS[worker], length, True, traffic),
+                        f"bound: TTFT +%, {said}": _slower(MODELS[worker], length, False, traffic),
+                        f"bound: TPOT +%, {said}": _slower(MODELS[worker], length, True, traffic),
                     }
-                row["TPOT +%, reads, as busy"] = row["TPOT +%, reads"] * min(1.0, busy_s)
                 rows.append(row)
     claims = [
         Claim(
             "a peer's reads, % of what HBM gives",
             '"a negligible fraction"',
             100 * H20X4.peer_link.wire / (H20X4.gpu.hbm_bytes_per_s * H20X4.gpu.hbm_efficiency),
-            "5.2",
+            "5.2; cost model",
         )
     ]
     for master, _, workers in FIG8:
         for worker, ttft, tpot in workers:
-            some = [r for r in rows if (r["master"], r["worker"]) == (master, worker)]
+            found = [r for r in rows if (r["master"], r["worker"]) == (master, worker)]
             for what, printed in (("TTFT", ttft), ("TPOT", tpot)):
-                most = [max(r[f"{what} +%, {said}"] for r in some) for said in ("reads", "reads and writes")]
+                most = [max(r[f"{what} +%, {name}"] for r in found) for name in (SWIFTCACHE, OURS)]
                 claims.append(
                     Claim(
-                        f"{worker} beside {master}, {what}, +% while it reads / and writes",
+                        f"{worker} beside {master}, {what}, +%, {SWIFTCACHE} / {OURS}",
                         f"up to {printed}",
                         " / ".join(f"{each:.1f}" for each in most),
                         "5.2" if master == "LWM-7B" else "5.2; the worker is not named",
                     )
                 )
     series = {
-        f"{what}, {said}": (
+        f"{what}, {name}": (
             [f"{r['worker']} by {r['master']}" for r in rows if r["tokens"] == 16_384],
-            [r[f"{what} +%, {said}"] for r in rows if r["tokens"] == 16_384],
+            [r[f"{what} +%, {name}"] for r in rows if r["tokens"] == 16_384],
         )
         for what in ("TTFT", "TPOT")
-        for said in ("reads", "reads and writes")
+        for name in (SWIFTCACHE, OURS)
     }
     return Result(
         "papers_swiftcache_fig8",
         "Fig. 8, what workers lose",
-        "cost model",
+        "simulated",
         claims,
+        [row for some in settings.values() for row in points(some, runs(some))],
+        [Panel("16,384 tokens", "", "% longer", series, kind="bars")],
         rows,
-        [Panel("16,384 tokens", "", "% slower", series, kind="bars")],
-        rows,
-        notes="A bound: the link never rests, all of it goes to one worker, and copies come first at the memory. The "
-        "last column rests as the link does at the highest rate of figure 7. Compute and the prefill's schedule lose "
-        "nothing; what reclaiming memory takes is not in it.",
+        notes="Each worker's own bursts, over the same bursts alone. Hits lost: points of its hit rate. Bound, a "
+        "cost model: the link never rests, all of it goes to one worker, and copies come first at the memory.",
     )
 
 
@@ -219,8 +293,8 @@ def _slower(worker: ModelShape, length: int, decode: bool, traffic: float) -> fl
 # -- figures 10 and 11 ----------------------------------------------------------------------------------------------
 
 
-def _breakdown(model: str, dataset: str) -> ServingSettings:
-    return ServingSettings(SWIFTCACHE, model, dataset, RATES[dataset][model][0])
+def _breakdown(model: str, dataset: str, system: str = SWIFTCACHE) -> ServingSettings:
+    return ServingSettings(system, model, dataset, RATES[dataset][model][0], working_set=USUAL_SET)
 
 
 def load_share(outcome: ServingOutcome) -> float:
@@ -242,15 +316,16 @@ def _total(outcome: ServingOutcome) -> float:
 
 
 def figure10(runs: Runs) -> Result:
-    """Phases of a prefill: Qwen3-32B with SwiftCache."""
-    settings = [_breakdown("Qwen3-32B", dataset) for dataset in DATASETS]
+    """Phases of a prefill: Qwen3-32B with SwiftCache, and with ours."""
+    cases = [(dataset, system) for system in (SWIFTCACHE, OURS) for dataset in DATASETS]
+    settings = [_breakdown("Qwen3-32B", dataset, system) for dataset, system in cases]
     outcomes = runs(settings)
     rows, claims = [], []
-    for dataset, o in zip(DATASETS, outcomes, strict=True):
+    for (dataset, system), o in zip(cases, outcomes, strict=True):
         total = _total(o)
         rows.append(
             {
-                "dataset": dataset,
+                "case": f"{dataset}, {system}",
                 "queue %": 100 * o.queue_s / total,
                 "load %": load_share(o),
                 "execute %": 100 * o.execute_s / total,
@@ -258,17 +333,22 @@ def figure10(runs: Runs) -> Result:
                 "stall % of TTFT": stall_share(o),
             }
         )
+        is_theirs = system == SWIFTCACHE
         claims += [
-            Claim(f"{dataset}: loads, % of all phases", "below 1.4", load_share(o), "5.4"),
-            Claim(f"{dataset}: stores, % of all phases", "below 1.1", store_share(o), "5.4"),
-            Claim(f"{dataset}: waiting for KV, % of TTFT", "below 0.1", stall_share(o), "5.4"),
+            Claim(f"{dataset}, {system}: {what}", printed if is_theirs else "-", share(o), "5.4" if is_theirs else "")
+            for what, printed, share in (
+                ("loads, % of all phases", "below 1.4", load_share),
+                ("stores, % of all phases", "below 1.1", store_share),
+                ("waiting for KV, % of TTFT", "below 0.1", stall_share),
+            )
         ]
     series = {
-        phase: (list(DATASETS), [r[f"{phase} %"] for r in rows]) for phase in ("queue", "load", "execute", "store")
+        phase: ([r["case"] for r in rows], [r[f"{phase} %"] for r in rows])
+        for phase in ("queue", "load", "execute", "store")
     }
     headlines = [
         Headline(f"{dataset}: {what}", (s,), lambda o, share=share: share(o[0]))  # type: ignore[misc]
-        for dataset, s in zip(DATASETS, settings, strict=True)
+        for (dataset, _), s in zip(cases[:2], settings[:2], strict=True)
         for what, share in (("loads, %", load_share), ("stores, %", store_share), ("waiting, %", stall_share))
     ]
     return Result(
@@ -277,11 +357,12 @@ def figure10(runs: Runs) -> Result:
         "simulated",
         claims,
         points(settings, outcomes),
-        [Panel("Qwen3-32B, SwiftCache", "", "% of all phases", series, kind="bars")],
+        [Panel("Qwen3-32B", "", "% of all phases", series, kind="bars")],
         rows,
         headlines,
         [change for change in CHANGES if not change[0].startswith(("two GPUs", "four GPUs", "half the device"))],
-        notes="Copies as if nothing overlapped, but for the last column. Stores: whatever leaves the device.",
+        notes="Copies as if nothing overlapped, but for the last column. Loads: copies to the device, and what "
+        "prefills stream. Stores: whatever leaves the device. Sensitivity: SwiftCache.",
     )
 
 
@@ -328,8 +409,8 @@ def figure11(runs: Runs) -> Result:
         [row for m, some in settings.items() for row in points(some, outcomes[m])],
         panels,
         rows,
-        notes="Of every copy over NVLink while nothing else is on it. New KV is no run, but the cost model for every "
-        "message.",
+        notes="Of every copy over NVLink while nothing else is on it; what a prefill streams is one. New KV is no "
+        "run, but the cost model for every message.",
     )
 
 

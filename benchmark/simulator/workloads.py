@@ -413,7 +413,7 @@ class SessionSpec:
         rng = np.random.default_rng(seed)
         n = max(1, min(num_requests, round(num_tokens / self.mean_context(between))))
         # Even quantiles, shuffled: few conversations have the lengths of many.
-        lengths = rng.permutation(self._lengths((np.arange(n) + 0.5) / n, between))
+        lengths = rng.permutation(self.contexts((np.arange(n) + 0.5) / n, between))
         messages = lengths_with_mean(rng, num_requests, self.mean_message, self.cv)
         outputs = lengths_with_mean(rng, num_requests, max(1.0, self.mean_out * answers), self.cv)
         turns: list[list[Turn]] = [[] for _ in range(n)]
@@ -429,10 +429,10 @@ class SessionSpec:
 
     def mean_context(self, between: tuple[int, int]) -> float:
         """Tokens of a context whose length lies between."""
-        return float(self._lengths(np.linspace(0.0005, 0.9995, 1000), between).mean())
+        return float(self.contexts(np.linspace(0.0005, 0.9995, 1000), between).mean())
 
-    def _lengths(self, ranks: np.ndarray, between: tuple[int, int]) -> np.ndarray:
-        """Quantiles, in (0, 1), of what lies between."""
+    def contexts(self, ranks: np.ndarray, between: tuple[int, int]) -> np.ndarray:
+        """Lengths at quantiles, in (0, 1), of what lies between."""
         low, high = np.log(self.shortest), np.log(self.longest)
         # The largest of n normal draws lies at about the quantile 1 - 1 / (n + 1).
         sigma = (high - low) / 2 / NormalDist().inv_cdf(1 - 1 / (self.num_sessions + 1))
@@ -442,9 +442,10 @@ class SessionSpec:
         return np.round(np.exp(logs)).astype(np.int64)
 
 
-# SwiftCache 5: shortest and longest; "approximately 90K" conversations, "more than 500 tasks". Messages and answers:
-# ShareGPT as above; L-Eval's, questions and short answers beside summaries, are assumed.
-SHAREGPT_LONG = SessionSpec("ShareGPT", 12, 602_000, 90_000, mean_message=161, mean_out=260.9)
+# SwiftCache 5: shortest and longest; "approximately 90K" conversations, "more than 500 tasks". ShareGPT's messages:
+# "90% of user prompts are shorter than 132 tokens" (2.2), which is 64.2 on average with a coefficient of variation
+# of 1; its answers as above. L-Eval's, questions and short answers beside summaries, are assumed.
+SHAREGPT_LONG = SessionSpec("ShareGPT", 12, 602_000, 90_000, mean_message=64.2, mean_out=260.9)
 L_EVAL = SessionSpec("L-Eval", 2_600, 195_000, 500, mean_message=60, mean_out=60)
 
 

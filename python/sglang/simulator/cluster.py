@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -258,6 +259,10 @@ class SimulatedBorrowed(BorrowedPlaces):
     def has_news(self) -> bool:
         return self.leases.has_news
 
+    @property
+    def num_mapped(self) -> int:
+        return sum(self._mapped)
+
     def share_of(self, lender: str) -> float:
         """Of all slabs that are here, those of one lender."""
         held = [lease[0] for lease in self._leases if lease is not None]
@@ -275,7 +280,7 @@ class Cluster:
         self._engines: list[tuple[SimulatedEngine, SimulatedLent | SimulatedBorrowed | None]] = []
 
     def lend(self, name: str, num_slabs: int, slab_bytes: int) -> SimulatedLent:
-        """The slabs of a lender that borrowers find under this name."""
+        """The slabs of a lender, which borrowers find under its name."""
         epoch = 1 + len(self._lent)
         self._lent[name] = SimulatedLent(self._network, self._costs, epoch, num_slabs, slab_bytes)
         return self._lent[name]
@@ -289,7 +294,7 @@ class Cluster:
         page_bytes: int,
         options: BorrowedOptions | None = None,
     ) -> SimulatedBorrowed:
-        """What a borrower has of these lenders. options: its timing is the cluster's."""
+        """What a borrower has of its lenders. options: its timing is the cluster's."""
         leases = SimulatedBorrows(
             self._network, self._costs, name, page_bytes, {each: self._lent[each].leases for each in lenders}
         )
@@ -307,9 +312,10 @@ class Cluster:
         while True:
             self._take_steps()
             upcoming = [self._network.next_at(), *(engine.next_at() for engine, _ in self._engines)]
-            now = max(self.clock.now, min(t for t in upcoming if t is not None))
+            now = max(self.clock.now, min((t for t in upcoming if t is not None), default=math.inf))
             if now > until and all(engine.is_done for engine, _ in self._engines):
                 return
+            assert now < math.inf, "requests wait, and nothing is under way"
             self.clock.now = Seconds(now)
 
     def _take_steps(self) -> None:
