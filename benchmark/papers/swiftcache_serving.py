@@ -59,11 +59,12 @@ def alone(settings: ServingSettings) -> ServingSettings:
     return replace(usual, requests=settings.requests, seed=settings.seed, bursts=settings.bursts)
 
 
-def loss(outcomes: Sequence[ServingOutcome], what: str) -> float:
-    """By how many percent the workers' own `what` is longer than alone: mean of both workers. outcomes: with the
-    master, and of `alone`."""
+def loss(outcomes: Sequence[ServingOutcome], what: str, workers: Sequence[str] = MASTERS) -> float:
+    """By how many percent the workers' own `what` is longer than alone: mean of those that had requests. outcomes:
+    with the master, and of `alone`. NaN: none had."""
     lent, home = (outcome.workers for outcome in outcomes)
-    return 100 * float(np.mean([getattr(lent[name], what) / getattr(home[name], what) - 1 for name in home]))
+    ratios = [getattr(lent[name], what) / getattr(home[name], what) for name in workers if name in home]
+    return 100 * (float(np.mean(ratios)) - 1) if ratios else float("nan")
 
 
 def _usual(system: str) -> ServingSettings:
@@ -220,14 +221,14 @@ def figure8(runs: Runs) -> Result:
     for master, lengths, workers in FIG8:
         for length in lengths:
             some = settings[master, length]
-            home = runs([alone(some[0])])[0].workers
+            home = runs([alone(some[0])])[0]
             for worker, _, _ in workers:
                 row: dict[str, Any] = {"master": master, "tokens": length, "worker": worker}
-                for name, outcome in zip((SWIFTCACHE, OURS), runs(some), strict=True):
-                    lent = outcome.workers[worker]
+                for name, lent in zip((SWIFTCACHE, OURS), runs(some), strict=True):
                     for what, field in (("TTFT", "mean_ttft_s"), ("P99 TTFT", "p99_ttft_s"), ("TPOT", "tpot_s")):
-                        row[f"{what} +%, {name}"] = 100 * (getattr(lent, field) / getattr(home[worker], field) - 1)
-                    row[f"hits lost, {name}"] = 100 * (home[worker].hit_rate - lent.hit_rate)
+                        row[f"{what} +%, {name}"] = loss((lent, home), field, [worker])
+                    row[f"hits %, {name}"] = hits_of(lent, worker)
+                row["hits %, alone"] = hits_of(home, worker)
                 for said, wires in (("reads", 1), ("reads and writes", 2)):
                     traffic = wires * H20X4.peer_link.wire
                     row |= {
@@ -272,9 +273,13 @@ def figure8(runs: Runs) -> Result:
         [row for some in settings.values() for row in points(some, runs(some))],
         [Panel("16,384 tokens", "", "% longer", series, kind="bars")],
         rows,
-        notes="Each worker's own bursts, over the same bursts alone. Hits lost: points of its hit rate. Bound, a "
-        "cost model: the link never rests, all of it goes to one worker, and copies come first at the memory.",
+        notes="Each worker's own bursts, over the same bursts alone. Bound, a cost model: the "
+        "link never rests, all of it goes to one worker, and copies come first at the memory.",
     )
+
+
+def hits_of(outcome: ServingOutcome, worker: str) -> float:
+    return 100 * outcome.workers[worker].hit_rate if worker in outcome.workers else float("nan")
 
 
 def _slower(worker: ModelShape, length: int, decode: bool, traffic: float) -> float:
