@@ -56,7 +56,7 @@ class ComingAndGoing:
         sources = (source_of(slab % 2, slab + len(self._slabs) * (own if slab == 0 else 0)) for slab in self._places)
         return SlabReport(
             bytes(self._mapped),
-            sources=tuple(source if is_mapped else 0 for source, is_mapped in zip(sources, self._mapped)),
+            sources=np.where(self._mapped, list(sources), 0).tobytes(),
             num_wanted=tuple(min(n, num) for n, num in zip(self._wanted, lenders)),
         )
 

@@ -261,11 +261,11 @@ class SimulatedBorrowed(BorrowedPlaces):
 
     @property
     def num_mapped(self) -> int:
-        return sum(self._mapped)
+        return int(self._mapped.sum())
 
     def share_of(self, lender: str) -> float:
         """Of all slabs that are here, those of one lender."""
-        held = [lease[0] for lease in self._leases if lease is not None]
+        held = [held_from for held_from, _ in self._places]
         return held.count(lender) / len(held) if held else 0.0
 
 

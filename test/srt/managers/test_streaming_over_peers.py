@@ -307,8 +307,8 @@ class LendingOnDemand(Slabs):
     def poll_mapped(self) -> SlabReport:
         if sum(self.mapped) < min(getattr(self, "demand", 0), self.most):
             self.mapped[self.mapped.index(False)] = True
-        sources = tuple(source_of(0, slab) if here else 0 for slab, here in enumerate(self.mapped))
-        return SlabReport(bytes(self.mapped), sources=sources, num_wanted=(0,))
+        sources = [source_of(0, slab) if here else 0 for slab, here in enumerate(self.mapped)]
+        return SlabReport(bytes(self.mapped), sources=np.array(sources).tobytes(), num_wanted=(0,))
 
     def give_back(self, slabs: Sequence[int], chosen: Sequence[int] = ()) -> None:
         for slab in chosen:

@@ -28,8 +28,8 @@ class Rig:
 
     def lend(self, *lenders: int | None, wanted: tuple[int, ...] = ()) -> None:
         """By slab: which lender's it is; None: it is not mapped."""
-        sources = tuple(0 if lender is None else source_of(lender, i) for i, lender in enumerate(lenders))
-        report = SlabReport(bytes(source > 0 for source in sources), sources=sources, num_wanted=wanted)
+        sources = np.array([0 if lender is None else source_of(lender, i) for i, lender in enumerate(lenders)])
+        report = SlabReport(bytes(sources > 0), sources=sources.tobytes(), num_wanted=wanted)
         self.ledger.update(report.mapped)
         self.policy.update(report)
 

@@ -27,7 +27,7 @@ from sglang.srt.utils.time_units import Seconds
 
 _MEASURED = (EXEC, *PARTS_OF_LAUNCHES, *MEASURED_LINKS, FETCH, STORE)
 # The first bytes of every record. A record of another version has other inputs, which this scheduler would misread.
-_RECORD_FORMAT = b"sglang-steps-4"
+_RECORD_FORMAT = b"sglang-steps-5"
 
 
 class EngineCore:

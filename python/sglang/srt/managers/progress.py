@@ -80,8 +80,8 @@ class _Columns:
             "negated_num_late_slabs": 1,
             "value_us": 1,
             "lent_value_us": 1,
-            "sources": len(report.sources),
-            "negated_sources": len(report.sources),
+            "sources": len(report.sources) // 8,
+            "negated_sources": len(report.sources) // 8,
             "negated_num_wanted": len(report.num_wanted),
             "storage_has_room": 1,
         }
@@ -117,7 +117,7 @@ def pack_progress(progress: Progress) -> np.ndarray:
     columns.of(values, "negated_num_late_slabs")[:] = -report.num_late
     columns.of(values, "value_us")[:] = report.value_us
     columns.of(values, "lent_value_us")[:] = report.lent_value_us
-    columns.of(values, "sources")[:] = report.sources
+    columns.of(values, "sources")[:] = np.frombuffer(report.sources, np.int64)
     columns.of(values, "negated_sources")[:] = -columns.of(values, "sources")
     columns.of(values, "negated_num_wanted")[:] = report.num_wanted
     columns.of(values, "negated_num_wanted")[:] *= -1
@@ -167,7 +167,7 @@ def _agreed_report(columns: _Columns, least: np.ndarray) -> SlabReport:
         readable=b"" if readable.all() else readable.tobytes(),
         value_us=int(columns.of(least, "value_us")[0]),
         lent_value_us=int(columns.of(least, "lent_value_us")[0]),
-        sources=tuple(sources.tolist()),
+        sources=sources.tobytes(),
         num_wanted=tuple((-columns.of(least, "negated_num_wanted")).tolist()),
     )
 

@@ -39,9 +39,10 @@ class SlabReport:
     # have some. In microseconds, see `SlabUse`.
     value_us: int = 0
     lent_value_us: int = 0
-    # At a borrower: by slab, the number of what is mapped there, alike on all ranks; 0 if nothing is. Ranks that have
-    # mapped different memory there do not use it. The number is of `source_of`. Empty: that is not known.
-    sources: tuple[int, ...] = ()
+    # At a borrower: (num_slabs,) int64, the number of what is mapped at each, alike on all ranks; 0 if nothing is.
+    # Ranks that have mapped different memory there do not use it. The number is of `source_of`. Empty: that is not
+    # known.
+    sources: bytes = b""
     # At a borrower: by lender, how many slabs of the borrower's choice it wants back.
     num_wanted: tuple[int, ...] = ()
     # At a borrower, a byte per slab: 0 if what is in it cannot be copied elsewhere any more. Empty: all can.
@@ -140,6 +141,13 @@ class SlabLedger:
     def frames_of(self, slab: int) -> np.ndarray:
         """(n,) int32, ascending."""
         return self._frames[slab]
+
+    def slabs_in(self, state: SlabState) -> np.ndarray:
+        """(n,) int64, ascending."""
+        return np.flatnonzero(self._is_in[state])
+
+    def count(self, state: SlabState) -> int:
+        return int(np.count_nonzero(self._is_in[state]))
 
     def update(self, mapped: bytes) -> list[int]:
         """mapped: what all ranks have mapped, a byte per slab. Returns the slabs that begin to drain: the caller

@@ -81,8 +81,10 @@ class BorrowedPlaces:
         self._maps_only = maps_only
         # Place -> lender and lease; None: the place is free.
         self._leases: list[tuple[str, LeaseId] | None] = [None] * num_places
+        # The other way round.
+        self._places: dict[tuple[str, LeaseId], int] = {}
         # Place -> see `SlabReport`.
-        self._sources = [0] * num_places
+        self._sources = np.zeros(num_places, np.int64)
         # Lender -> its place among all.
         self._lenders = {endpoint: i for i, endpoint in enumerate(dict.fromkeys(lenders))}
         # By lender: how many slabs of this rank's choice it wants back.
@@ -91,10 +93,15 @@ class BorrowedPlaces:
         self._problems: dict[str, str] = {}
         num_wanted = num_places if options.num_wanted is None else options.num_wanted
         self._demand = (num_wanted, options.value_us)
-        # A byte per place, see `SlabReport`.
-        self._mapped = bytearray(num_places)
-        # Places that all ranks have had mapped since `give_back` named them last.
+        # (n,) whether the place may be used, see `SlabReport`.
+        self._mapped = np.zeros(num_places, np.bool_)
+        # What `poll_mapped` has returned last, while nothing has changed.
+        self._report: SlabReport | None = None
+        # The places that cannot be used for now, as of that.
+        self._not_used: list[int] = []
+        # Places that all ranks have had mapped since `give_back` named them last, and what they have.
         self._in_use: set[int] = set()
+        self._agreed = b""
         # Places to be given back: recalled by their lenders, or lost.
         self._ending: set[int] = set()
         # Those whose lenders are gone.
@@ -118,10 +125,10 @@ class BorrowedPlaces:
             if isinstance(event, SlabsWanted):
                 self._wanted[self._lenders[event.lender]] = event.num_slabs
                 continue
-            place = next((i for i, lease in enumerate(self._leases) if lease == (event.lender, event.lease)), None)
+            place = self._places.get((event.lender, event.lease))
             if place is None:
                 continue  # it was given back at once
-            self._mapped[place] = 0
+            self._mapped[place] = False
             self._ending.add(place)
             if isinstance(event, SlabLost):
                 self._lost.add(place)
@@ -138,20 +145,26 @@ class BorrowedPlaces:
             self._give_back_unagreed()
         self._note_problems()
         if events:
+            self._report = None
             self._spread_demand()
         unusable = self._unusable()
         if unusable or self._left_alone:
             self._note_left_alone()
-        mapped, readable = bytearray(self._mapped), bytearray(b"\1" * len(self._mapped))
-        for place in unusable:
-            mapped[place] = readable[place] = 0
+        if self._report is None or unusable != self._not_used:
+            self._not_used = unusable
+            self._report = self._new_report()
+        return self._report
+
+    def _new_report(self) -> SlabReport:
+        mapped, readable, unusable = self._mapped.copy(), np.ones_like(self._mapped), self._not_used
+        mapped[unusable] = readable[unusable] = False
         for place in self._lost:
             # What is mapped is there as long as this process has it.
             readable[place] = not self._is_strict(place)
         return SlabReport(
-            bytes(mapped),
-            readable=b"" if all(readable) else bytes(readable),
-            sources=tuple(source if is_mapped else 0 for source, is_mapped in zip(self._sources, mapped)),
+            mapped.tobytes(),
+            readable=b"" if readable.all() else readable.tobytes(),
+            sources=np.where(mapped, self._sources, 0).tobytes(),
             num_wanted=tuple(self._wanted),
         )
 
@@ -162,20 +175,24 @@ class BorrowedPlaces:
 
     def mark_in_use(self, mapped: bytes) -> None:
         """See `BorrowedSlabs`."""
-        self._in_use.update(np.flatnonzero(np.frombuffer(mapped, np.uint8)).tolist())
+        if mapped != self._agreed:
+            self._agreed = mapped
+            self._in_use.update(np.flatnonzero(np.frombuffer(mapped, np.uint8)).tolist())
         self._give_back_unused()
 
     def give_back(self, slabs: Sequence[int], chosen: Sequence[int] = ()) -> None:
         """See `BorrowedSlabs`. A slab that another rank has lost, and that was not chosen, stays here: it is used
         again when that rank is lent another one in its place."""
         self._in_use.difference_update(slabs)
+        self._agreed = b""
         self._end(place for place in chosen if self._leases[place] is not None)
         self._give_back_unused()
 
     def _end(self, places: Iterable[int]) -> None:
         for place in places:
-            self._mapped[place] = 0
+            self._mapped[place] = False
             self._ending.add(place)
+            self._report = None
 
     def _give_back_unagreed(self) -> None:
         """Slabs that other ranks lack are of no use: they go first where a lender wants some back."""
@@ -241,7 +258,8 @@ class BorrowedPlaces:
             lease = self._leases[place]
             assert lease is not None
             self._release(place)
-            self._leases[place], self._sources[place] = None, 0
+            self._leases[place], self._sources[place], self._report = None, 0, None
+            del self._places[lease]
             self._ending.discard(place)
             if place in self._lost:
                 self._lost.discard(place)
@@ -315,8 +333,9 @@ class BorrowedPlaces:
             return
         finally:
             self._drop(event)
-        self._leases[free], self._sources[free] = (event.lender, event.lease), source
-        self._mapped[free] = 1
+        lease = (event.lender, event.lease)
+        self._leases[free], self._sources[free], self._places[lease] = lease, source, free
+        self._mapped[free] = True
 
     def _free_place(self, lender: str, slab: int) -> int | None:
         """The first from that on which follows from lender and slab alone."""

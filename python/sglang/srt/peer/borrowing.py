@@ -62,7 +62,7 @@ class Borrowing:
         self.wake_at: float | None = None
         self._config = config
         self._slab_pages = len(ledger.frames_of(0))
-        self._sources: tuple[int, ...] = ()
+        self._sources = np.empty(0, np.int64)
         self._num_wanted: tuple[int, ...] = ()
         # By slab: when it became MAPPED, and whether it is, as of the last step.
         self._mapped_at = np.full(len(ledger.states), -math.inf)
@@ -78,26 +78,25 @@ class Borrowing:
 
     def update(self, report: SlabReport) -> None:
         """report: what all ranks agree on; after the ledger was updated."""
-        self._sources, self._num_wanted = report.sources, report.num_wanted
+        self._sources, self._num_wanted = np.frombuffer(report.sources, np.int64), report.num_wanted
 
     def adjust(self, now: Seconds, shortage: Shortage) -> list[int]:
         """Returns the slabs that are to be given up, which have begun to drain: the caller drops their pages."""
         self._note_mapped(now)
         self._note_shortage(now, shortage)
-        mapped = [slab for slab, state in enumerate(self.ledger.states) if state == SlabState.MAPPED]
         # A long request may need at its end what it has not used yet.
-        given_up = [] if shortage.has_long_reqs else self._idle(mapped, now)
-        given_up += self._wanted_back([slab for slab in mapped if slab not in given_up], now)
+        given_up = [] if shortage.has_long_reqs else self._idle(now)
+        given_up += self._wanted_back(set(given_up), now)
         for slab in given_up:
             self.ledger.drain(slab)
         self._chosen.update(given_up)
         self._was_mapped[given_up] = False
-        self._set_wake_up(now, [slab for slab in mapped if slab not in given_up])
+        self._set_wake_up(now)
         return given_up
 
     def take_demand(self, now: Seconds) -> tuple[int, int] | None:
         """How many slabs to have in all, and what one is worth in microseconds, if that has changed."""
-        num_mapped = self.ledger.states.count(SlabState.MAPPED)
+        num_mapped = self.ledger.count(SlabState.MAPPED)
         num_more = -(-max(self._lacking, self._seen.num_awaited_pages) // self._slab_pages)
         num_slabs = min(num_mapped + num_more, len(self.ledger.states))
         value_us = 0
@@ -122,12 +121,13 @@ class Borrowing:
             assert self.ledger.states[slab] == SlabState.DRAINING, f"slab {slab} was given up and is in use"
 
     def _note_mapped(self, now: Seconds) -> None:
-        is_mapped = np.array([state == SlabState.MAPPED for state in self.ledger.states], np.bool_)
-        for slab in np.flatnonzero(is_mapped & ~self._was_mapped).tolist():
+        mapped = self.ledger.slabs_in(SlabState.MAPPED)
+        for slab in mapped[~self._was_mapped[mapped]].tolist():
             self.use.forget(slab)
             self._mapped_at[slab] = now
             self._lacking = max(0, self._lacking - self._slab_pages)
-        self._was_mapped = is_mapped
+        self._was_mapped[:] = False
+        self._was_mapped[mapped] = True
 
     def _note_shortage(self, now: Seconds, shortage: Shortage) -> None:
         if num_new := shortage.num_pages - self._seen.num_pages:
@@ -141,21 +141,23 @@ class Borrowing:
         # More than that cannot be lent in any case.
         self._lacking = min(self._lacking, len(self.ledger.states) * self._slab_pages)
 
-    def _last_used(self, slab: int) -> float:
-        return float(max(self.use.used_at[slab], self._mapped_at[slab]))
+    def _last_used(self, slabs: np.ndarray) -> np.ndarray:
+        return np.maximum(self.use.used_at[slabs], self._mapped_at[slabs])
 
     @property
     def _idle_from(self) -> float:
         """When the borrower counts as idle, if it neither uses a slab nor lacks one until then."""
         return max(float(self.use.used_at.max()), self._lacked_at) + self._config.demand_s
 
-    def _idle(self, mapped: list[int], now: Seconds) -> list[int]:
-        return [slab for slab in mapped if self._last_used(slab) + self._config.idle_s <= now]
+    def _idle(self, now: Seconds) -> list[int]:
+        mapped = self.ledger.slabs_in(SlabState.MAPPED)
+        return mapped[self._last_used(mapped) + self._config.idle_s <= now].tolist()
 
-    def _wanted_back(self, mapped: list[int], now: Seconds) -> list[int]:
+    def _wanted_back(self, given_up: set[int], now: Seconds) -> list[int]:
         """The coldest slabs of each lender that wants some back, less those that were chosen before."""
         if not any(self._num_wanted):
             return []
+        mapped = [slab for slab in self.ledger.slabs_in(SlabState.MAPPED).tolist() if slab not in given_up]
         lenders = {slab: lender_of(self._sources[slab]) for slab in (*mapped, *self._chosen) if self._sources[slab]}
         fill = self.use.fill_of(self.ledger.table.state)
         chosen: list[int] = []
@@ -166,10 +168,11 @@ class Borrowing:
                 chosen += self.use.coldest(of_lender, now, fill)[:num_left]
         return chosen
 
-    def _set_wake_up(self, now: Seconds, mapped: list[int]) -> None:
-        times = [self._last_used(slab) + self._config.idle_s for slab in mapped]
+    def _set_wake_up(self, now: Seconds) -> None:
+        mapped = self.ledger.slabs_in(SlabState.MAPPED)
+        times = [float(self._last_used(mapped).min()) + self._config.idle_s] if len(mapped) else []
         if self._lacking:
             times.append(self._lacked_at + self._config.demand_s)
-        if mapped and now < self._idle_from:
+        if len(mapped) and now < self._idle_from:
             times.append(self._idle_from)
         self.wake_at = min(times, default=None)

@@ -149,14 +149,14 @@ class DeviceLending:
     @property
     def draining(self) -> list[int]:
         """The slabs that are draining, ascending."""
-        return self._slabs_in(SlabState.DRAINING)
+        return self.ledger.slabs_in(SlabState.DRAINING).tolist()
 
     def update(self, report: SlabReport) -> None:
         """report: what all ranks agree on."""
-        before = self.ledger.states.count(SlabState.UNMAPPED)
+        before = self.ledger.count(SlabState.UNMAPPED)
         unmapped = self.ledger.update(report.mapped)
         assert not unmapped, f"slabs {unmapped} were unmapped without being lent"
-        num_away = self.ledger.states.count(SlabState.UNMAPPED)
+        num_away = self.ledger.count(SlabState.UNMAPPED)
         num_back = before - num_away
         self._num_awaited = min(max(0, self._num_awaited - num_back), num_away)
         self._lacking = max(0, self._lacking - num_back * self._slab_pages)
@@ -175,7 +175,7 @@ class DeviceLending:
         num_pages = self._num_mapped_pages()
         spare = scale_down(num_pages, self._window.peak(now) + self._cache_pages, self._slab_pages)
         # A slab that no borrower would take is of more use as a cache here.
-        spare = max(0, min(spare, self._report.num_borrowable - len(self.draining)))
+        spare = max(0, min(spare, self._report.num_borrowable - self.ledger.count(SlabState.DRAINING)))
         began: list[int] = []
         wakes_at = self._window.falls_at
         is_due = now >= self._drain_at
@@ -197,7 +197,7 @@ class DeviceLending:
 
     def check_invariants(self) -> None:
         self.ledger.check_invariants()
-        assert 0 <= self._num_awaited <= len(self._slabs_in(SlabState.UNMAPPED)), "more was recalled than is away"
+        assert 0 <= self._num_awaited <= self.ledger.count(SlabState.UNMAPPED), "more was recalled than is away"
 
     def _note_own(self, now: Seconds, own: OwnCache) -> None:
         self._launches.note(now, own.launch)
@@ -214,13 +214,13 @@ class DeviceLending:
     def _value(self, now: Seconds) -> float:
         """What a slab of this engine is worth to it, in seconds: what its cache saved, and what it did not for lack
         of room."""
-        num_mapped = self.ledger.states.count(SlabState.MAPPED)
+        num_mapped = self.ledger.count(SlabState.MAPPED)
         return (self.use.saved.at(now) + self._regret.at(now)) / max(1, num_mapped)
 
     def _to_lend(self, num_slabs: int, now: Seconds) -> list[int]:
         """Up to num_slabs, the coldest first; in the order of their numbers."""
         fill = self.use.fill_of(self.ledger.table.state)
-        coldest = self.use.coldest(self._slabs_in(SlabState.MAPPED), now, fill)[:num_slabs]
+        coldest = self.use.coldest(self.ledger.slabs_in(SlabState.MAPPED).tolist(), now, fill)[:num_slabs]
         own, values = self._value(now), self.use.values(now)
         in_window = now - self._config.window_s
 
@@ -246,7 +246,7 @@ class DeviceLending:
         for slab in cancelled:
             self.ledger.cancel_drain(slab)
         num_needed -= len(cancelled)
-        num_away = self.ledger.states.count(SlabState.UNMAPPED)
+        num_away = self.ledger.count(SlabState.UNMAPPED)
         num_for_cache = 0
         if self._lacking and self._report.lent_value_us * 1e-6 <= self._value(now):
             num_for_cache = -(-self._lacking // self._slab_pages)
@@ -262,7 +262,4 @@ class DeviceLending:
         return scale_up(self._num_mapped_pages(), needed, self._slab_pages)
 
     def _num_mapped_pages(self) -> int:
-        return self.ledger.states.count(SlabState.MAPPED) * self._slab_pages
-
-    def _slabs_in(self, state: SlabState) -> list[int]:
-        return [slab for slab, each in enumerate(self.ledger.states) if each == state]
+        return self.ledger.count(SlabState.MAPPED) * self._slab_pages
