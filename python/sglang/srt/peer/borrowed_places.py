@@ -1,7 +1,7 @@
 """`BorrowedPlaces`: which lease each place of a borrower's pool belongs to, on one rank.
 
-Owns that table, and what is told to the coordinator. Knows no memory: a subclass has it, and says how a slab is taken
-and given up. Decides nothing: the coordinator tells what was lent and how much is wanted back, the scheduler
+Owns that table, and what is told to the coordinator. Knows no memory: a subclass has it, and takes and releases slabs.
+Decides nothing: the coordinator tells what was lent and how much is wanted back, the scheduler
 (`Borrowing`) how much to ask for and which slabs to give up, and `SlabLedger` which slabs no request uses any more.
 
 A slab goes to the place that follows from its lender and its number, if that is free: all ranks then have it at the
@@ -353,7 +353,7 @@ class BorrowedPlaces:
         """Let go of what came with a slab that is lent, whether it was taken or not."""
 
     def _release(self, place: int) -> None:
-        """Nobody uses the slab at a place any more."""
+        """The slab at a place is not used any more."""
 
     def _is_strict(self, place: int) -> bool:
         """Whether its lender copies what is there."""
