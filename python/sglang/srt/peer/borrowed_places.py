@@ -1,8 +1,8 @@
 """`BorrowedPlaces`: which lease each place of a borrower's pool belongs to, on one rank.
 
 Owns that table, and what is told to the coordinator. Knows no memory: a subclass has it, takes slabs and releases
-them. Decides nothing: the coordinator tells what was lent and how much is wanted back, the scheduler (`Borrowing`) how
-much to ask for and which slabs to give up, and `SlabLedger` which slabs no request uses any more.
+them. Decides nothing: the coordinator tells what was lent and how much is wanted back, the scheduler (`Borrowing`)
+how much to ask for and which slabs to give up, and `SlabLedger` which slabs no request uses any more.
 
 A slab goes to the place that follows from its lender and its number, if that is free: all ranks then have it at the
 same place, and what one rank gives back all do.
