@@ -3,9 +3,9 @@
     python benchmark/bench_beside_streaming.py [--rounds N] [--quick]
 
 A real server on the CPU, the embedded model, layer streaming with the device for a sixth of the long prompt. In each
-round the long prompt comes alone, then with short requests of each length. A short request is sent right after a chunk
-of the long prompt was launched, so that it waits for nearly all of the chunk. One short request is there at a time.
-The cache is flushed before each.
+round the long prompt comes alone, then with short requests of each length. A short request is sent right after a
+chunk of the long prompt was launched, so that it waits for nearly all of the chunk. One short request is there at a
+time. The cache is flushed before each.
 
 *chunk*: the median of the two chunks before the short request came, in the same run; a later one takes little longer.
 In decode it is a decode step of the long request. *alone*: the same lengths on the idle server, in the same round.
@@ -127,15 +127,15 @@ def ask(server: Server, ids: list[int]) -> Answer:
     return answer
 
 
-def run_long(server: Server, rng: np.random.Generator, num_tokens: int, size: int) -> tuple[Answer, list[Sample]]:
+def run_long(server: Server, rng: np.random.Generator, num_tokens: int) -> tuple[Answer, list[Sample]]:
     """The long request, with short ones of so many tokens; 0 for none."""
     flush(server)
     long, samples = Answer(), []
-    thread = long.begin(server, prompt(rng, size), LONG_OUTPUT)
+    thread = long.begin(server, prompt(rng, LONG), LONG_OUTPUT)
     if num_tokens:
         progress = Progress(server)
         for share in PREFILL_AT:
-            chunk_s = progress.wait_for(share * size)
+            chunk_s = progress.wait_for(share * LONG)
             answer = ask(server, prompt(rng, num_tokens))
             assert not long.pieces_s, "the long prompt ended before the short request: take a longer one"
             samples.append(Sample(num_tokens, f"{share:.0%} of the prompt", chunk_s, answer.ttft_s, answer.total_s))
@@ -170,7 +170,7 @@ class Found:
     long: dict[int, list[Answer]] = field(default_factory=lambda: {n: [] for n in (0, *SHORT)})
 
 
-def measure(server: Server, rounds: int, size: int) -> Found:
+def measure(server: Server, rounds: int) -> Found:
     found = Found()
     rng = np.random.default_rng(1)
     for num_tokens in SHORT:
@@ -180,7 +180,7 @@ def measure(server: Server, rounds: int, size: int) -> Found:
             for each in SHORT:
                 flush(server)
                 found.alone[each].append(ask(server, prompt(rng, each)))
-            long, samples = run_long(server, rng, num_tokens, size)
+            long, samples = run_long(server, rng, num_tokens)
             found.long[num_tokens].append(long)
             found.samples += samples
     return found
@@ -231,10 +231,10 @@ def long_rows(found: Found) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--quick", action="store_true", help="one round of a shorter prompt: shows that it runs")
+    parser.add_argument("--quick", action="store_true", help="one round")
     args = parser.parse_args()
     with Server(*FLAGS.split()) as server:
-        found = measure(server, 1 if args.quick else args.rounds, 16_000 if args.quick else LONG)
+        found = measure(server, 1 if args.quick else args.rounds)
         counters = server.state()["counters"]
         assert counters["streamed_reqs"] == sum(len(answers) for answers in found.long.values())
     rows, long = rows_of(found), long_rows(found)
