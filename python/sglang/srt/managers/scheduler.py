@@ -112,6 +112,8 @@ class Scheduler:
         # The last launch with a chunk of a request that streams, and whether other prompts come before the next one.
         self._streaming_chunk = NO_LAUNCH
         self._others_owed = False
+        # The other prompt of several chunks that is computed before the next one.
+        self._others_prompt: Req | None = None
         # By request id: when a request that is too long for what is there now ends.
         self._too_long_until: dict[str, float] = {}
         self._outputs: list[TokenOutput] = []
@@ -564,13 +566,14 @@ class Scheduler:
         return launch
 
     def _prefill(self) -> Launch | None:
-        """A chunk of a request that streams takes long: the others' prompts come before the next one."""
+        """A chunk of a request that streams takes long: a launch with others' prompts comes before the next one, and
+        all chunks of a prompt in it."""
         launch = None
         if not self._others_owed:
             launch = self._prefill_streaming()
         self.streaming.is_giving_way = False
         if launch is None and (launch := self._prefill_others()) is not None:
-            self._others_owed = False
+            self._note_others_turn()
         if launch is None and self._others_owed:
             if self.streaming.is_giving_way and (self.is_under_way or self.cache.num_free_soon):
                 # Another chunk would only come before the request that gets its pages.
@@ -579,6 +582,13 @@ class Scheduler:
                 return None
             launch = self._prefill_streaming()
         return launch
+
+    def _note_others_turn(self) -> None:
+        """Others' prompts were launched. It is still their turn if the one that it began with has chunks left. One that
+        began beside another's last chunk waits, else the turn might never end."""
+        prompt, before = self.queues.prefilling, self._others_prompt
+        self._others_owed = self._others_owed and prompt is not None and before in (None, prompt)
+        self._others_prompt = prompt if self._others_owed else None
 
     def _prefill_streaming(self) -> Launch | None:
         """The next chunk of a request that streams, but not before the last one is computed: who comes meanwhile is
@@ -590,7 +600,7 @@ class Scheduler:
         for req in list(queues.streaming):
             if self._next_chunk(batch, req, self.config.chunk_budget):
                 queues.end_turn(req)
-                self._others_owed, self._streaming_chunk = True, batch.seq
+                self._others_owed, self._others_prompt, self._streaming_chunk = True, None, batch.seq
                 return self._issue_prefill(batch)
         self.builder.discard(batch)
         return None
