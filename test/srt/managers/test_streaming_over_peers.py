@@ -264,8 +264,8 @@ def test_the_peers_that_two_need_go_while_they_stream(model: Model) -> None:
 
 
 class Beside:
-    """A long request, and short ones that come at the launch come_at. launches: of each the mode, and whether one of the
-    short ones is in it."""
+    """A long request, and short ones that come at the launch come_at. launches: of each the mode, and whether one of
+    the short ones is in it."""
 
     def __init__(self, model: Model, num_short: int, num_tokens: int, come_at: tuple[LaunchMode, int]) -> None:
         self.rig = Borrowing(model, 12, tokens=160, host=20)

@@ -584,8 +584,8 @@ class Scheduler:
         return launch
 
     def _note_others_turn(self) -> None:
-        """Others' prompts were launched. It is still their turn if the one that it began with has chunks left. One that
-        began beside another's last chunk waits, else the turn might never end."""
+        """Others' prompts were launched. It is still their turn if the one that it began with has chunks left. One
+        that began beside another's last chunk waits, else the turn might never end."""
         prompt, before = self.queues.prefilling, self._others_prompt
         self._others_owed = self._others_owed and prompt is not None and before in (None, prompt)
         self._others_prompt = prompt if self._others_owed else None
