@@ -11,6 +11,7 @@ from test_equality import MODELS, Model, check_memory, greedy, prompts
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
+from sglang.srt.managers.scheduler_process import ready_message
 from sglang.srt.mem_cache.slab_ledger import SlabReport, source_of
 from sglang.srt.mem_cache.transfer import P2H, P2P, Tier
 from sglang.srt.model_executor.launch import LaunchMode
@@ -365,6 +366,8 @@ def test_a_long_request_waits_for_what_peers_lend_when_they_are_asked(model: Mod
     rig = on_demand(model, most=8)
     (prompt,) = prompts(11, [180])
     assert rig.scheduler.max_total_len < len(prompt) < rig.scheduler.streaming.longest_len
+    ready = ready_message(rig.scheduler)
+    assert ready.max_unlent_len < len(prompt) < ready.max_req_input_len, "the HTTP server would refuse it"
     (answer,) = rig.engine.generate([prompt], greedy(12))
     model.check(prompt, answer, 12)
     assert sum(rig.slabs.mapped) > 4 and rig.counters.get("retracted_reqs", 0) == 0
