@@ -385,6 +385,41 @@ def test_what_goes_to_the_host_for_want_of_peers_is_asked_for(model: Model) -> N
     check_memory(model, rig.engine)
 
 
+@pytest.mark.parametrize("lends_again", [True, False])
+# The last has room for a while.
+@pytest.mark.parametrize(("num_left", "num_prompt", "num_new"), [(0, 180, 40), (4, 180, 40), (5, 150, 60)])
+@pytest.mark.parametrize("mode", [LaunchMode.EXTEND, LaunchMode.DECODE])
+def test_a_long_request_waits_when_peers_take_their_memory_back(
+    model: Model, mode: LaunchMode, num_left: int, num_prompt: int, num_new: int, lends_again: bool
+) -> None:
+    """No tier has room for what they had, or for what is to come. They lend again after a while, or it ends."""
+    now, reclaimed_at, seen = 100.0, 0.0, 0
+    rig = on_demand(model, most=8, clock=lambda: now)
+
+    def look(decision: BatchDecision) -> None:
+        nonlocal seen, reclaimed_at
+        seen += decision.launch is not None and decision.launch.mode == mode
+        if seen == 10 and not reclaimed_at:
+            reclaimed_at, rig.slabs.most = now, num_left
+            rig.recall(*range(num_left, 8))
+
+    def turn() -> None:
+        nonlocal now
+        now += not rig.scheduler.is_under_way
+        if lends_again and now > reclaimed_at + 20:
+            rig.slabs.most = 8
+
+    rig.engine.when_idle = turn
+    (prompt,) = prompts(14, [num_prompt])
+    (answer,) = rig.engine.generate([prompt], greedy(num_new), after_step=look)
+    assert reclaimed_at
+    if lends_again:
+        model.check(prompt, answer, num_new)
+    else:
+        assert answer.finish_reason == "abort" and now >= reclaimed_at + 30
+    check_memory(model, rig.engine)
+
+
 def test_it_ends_when_peers_do_not_lend(model: Model) -> None:
     """Others go on meanwhile."""
     now = 100.0

@@ -503,7 +503,12 @@ class Scheduler:
         self._emit(req, reason)
 
     def _end_too_long(self, req: Req) -> None:
-        """Neither device nor host has any more room for the only request."""
+        """Neither device nor host has any more room for the only request. It waits for what peers may lend, see
+        `_end_impossible`, or ends."""
+        if self.borrower is not None and self.max_total_len <= req.num_known < self.accepted_len:
+            self._retract(req)
+            self._step_again_at = self.planner.expected.now
+            return
         message = (
             f"after {req.num_known} tokens neither the device nor a tier below it has room for more; see "
             "--hicache-size, --peer-size and --layer-stream-disk-size"

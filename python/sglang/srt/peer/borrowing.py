@@ -167,7 +167,9 @@ class Borrowing:
         return chosen
 
     def _set_wake_up(self, now: Seconds, mapped: list[int]) -> None:
-        times = [self._last_used(slab) + self._config.idle_s for slab in mapped]
+        # While slabs are kept for a long request none becomes idle: a time that has passed would wake at once, for ever.
+        kept = self._seen.has_long_reqs
+        times = [] if kept else [self._last_used(slab) + self._config.idle_s for slab in mapped]
         if self._lacking:
             times.append(self._lacked_at + self._config.demand_s)
         if mapped and now < self._idle_from:
