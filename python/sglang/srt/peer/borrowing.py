@@ -167,7 +167,7 @@ class Borrowing:
         return chosen
 
     def _set_wake_up(self, now: Seconds, mapped: list[int]) -> None:
-        # Slabs that are kept for a long request are not given back: a time that has passed would wake again and again.
+        # What is kept for a long request is not given back: a time that has passed would wake again and again.
         kept = self._seen.has_long_reqs
         times = [] if kept else [self._last_used(slab) + self._config.idle_s for slab in mapped]
         if self._lacking:
