@@ -307,7 +307,7 @@ def test_the_lender_is_killed(ratio: float, where: str, strict: bool, tmp_path: 
     lender = Lender(tmp_path / "lender", NUM_SLABS, strict)
     try:
         with Server(*MASTER.split(), "--peer-endpoint", lender.endpoint, "--hicache-ratio", str(ratio)) as master:
-            wait_until(lambda: borrowed_tokens(master) >= 2048)
+            wait_until(lambda: has_room(master))
             request = begun_long(master, 4, moment)
             lender.kill()
             request.join()
@@ -319,7 +319,7 @@ def test_the_lender_is_killed(ratio: float, where: str, strict: bool, tmp_path: 
             assert re.search(r"is gone, and \d+ slabs? of its memory with it", master.output())
             expect_room_again(master)
             lender.start()
-            wait_until(lambda: borrowed_tokens(master) >= 2048)
+            wait_until(lambda: has_room(master))
             assert generate(master, prompt(4, LONG), moment.max_new_tokens)["output_ids"] == wanted
             expect_room_again(master)
             master.stop()
@@ -337,7 +337,7 @@ def test_a_strict_lender_stands_still(ratio: float, where: str, tmp_path: Path, 
     lender = Lender(tmp_path / "lender", NUM_SLABS, strict=True)
     try:
         with Server(*MASTER.split(), "--peer-endpoint", lender.endpoint, "--hicache-ratio", str(ratio)) as master:
-            wait_until(lambda: borrowed_tokens(master) >= 2048)
+            wait_until(lambda: has_room(master))
             request = begun_long(master, 5, moment)
             lender.pause()
             if ratio == TIGHT:
@@ -350,7 +350,7 @@ def test_a_strict_lender_stands_still(ratio: float, where: str, tmp_path: Path, 
             expect_room_again(master)
             if ratio == ROOMY:
                 lender.resume()
-            wait_until(lambda: borrowed_tokens(master) >= 2048)
+            wait_until(lambda: has_room(master))
             assert generate(master, prompt(5, LONG), moment.max_new_tokens)["output_ids"] == wanted
             expect_room_again(master)
             master.stop()
