@@ -25,10 +25,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 @pytest.fixture(scope="session")
 def small_server() -> Iterator[Server]:
     """The real engine, for tests of several files: a device pool of few tokens, so that conversations move to the
-    host. In the end, SIGTERM ends it."""
+    host, and are loaded back however fast this machine computes. In the end, SIGTERM ends it."""
     from support.server_fixture import Server
 
-    with Server(*["--hicache", "--hicache-ratio", "8", "--max-total-tokens", "1024"]) as server:
+    flags = "--hicache --hicache-ratio 8 --max-total-tokens 1024 --hicache-load-or-recompute off"
+    with Server(*flags.split()) as server:
         yield server
         server.stop()
 

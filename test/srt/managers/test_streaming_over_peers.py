@@ -11,6 +11,7 @@ from test_equality import MODELS, Model, check_memory, greedy, prompts
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
+from sglang.srt.managers.scheduler_process import ready_message
 from sglang.srt.mem_cache.slab_ledger import SlabReport, source_of
 from sglang.srt.mem_cache.transfer import P2H, P2P, Tier
 from sglang.srt.model_executor.launch import LaunchMode
@@ -263,40 +264,77 @@ def test_the_peers_that_two_need_go_while_they_stream(model: Model) -> None:
     check_memory(model, rig.engine)
 
 
+class Beside:
+    """A long request, and short ones that come at the launch come_at. launches: of each the mode, and whether one of
+    the short ones is in it."""
+
+    def __init__(self, model: Model, num_short: int, num_tokens: int, come_at: tuple[LaunchMode, int]) -> None:
+        self.rig = Borrowing(model, 12, tokens=160, host=20)
+        self.rig.lend(*range(12))
+        long, *short = prompts(10, [240, *([num_tokens] * num_short)])
+        self.names = [f"short {i}" for i in range(num_short)]
+        self.launches: list[tuple[LaunchMode, str]] = []
+        self._short, self._come_at = short, come_at
+        self._num_before = 0
+        (answer,) = self.rig.engine.generate([long], greedy(24), after_step=self._look)
+        model.check(long, answer, 24)
+        for name, prompt in zip(self.names, short):
+            model.check(prompt, self.rig.engine._answers.pop(name), 4)
+        check_memory(model, self.rig.engine)
+
+    def after(self, mode: LaunchMode | None = None) -> list[str]:
+        """Launches since the short ones have come, of one mode or of all."""
+        return [name for each, name in self.launches[self._num_before :] if mode in (None, each)]
+
+    def _note(self, decision: BatchDecision) -> None:
+        if (launch := decision.launch) is not None:
+            slots = {req.slot: req.rid for req in self.rig.scheduler.queues.active()}
+            of = {slots.get(slot, "") for slot in launch.slots.tolist()}
+            self.launches.append((launch.mode, "short" if of & {*self.names} else "long"))
+
+    def _look(self, decision: BatchDecision) -> None:
+        self._note(decision)
+        engine, (mode, number) = self.rig.engine, self._come_at
+        if self._num_before or [each for each, _ in self.launches].count(mode) < number:
+            return
+        self._num_before = len(self.launches)
+        messages = []
+        for name, prompt in zip(self.names, self._short):
+            engine._answers[name] = Generation()
+            messages.append(
+                TokenizedGenerateReqInput(
+                    rid=name, input_ids=ids_to_bytes(prompt), sampling_params=greedy(4), stream=True
+                )
+            )
+        decision = engine.core.step(engine.clock(), engine.core.progress(), messages)
+        engine._take_outputs(decision, 0.0)
+        self._note(decision)
+
+
 @pytest.mark.parametrize("num_tokens", [10, 40])
 def test_a_short_request_waits_for_one_chunk_of_a_long_prompt(model: Model, num_tokens: int) -> None:
-    """It comes while a chunk is computed. Of a prompt of several chunks, each is computed after one of the long
-    one's."""
-    rig = Borrowing(model, 12, tokens=160, host=20)
-    rig.lend(*range(12))
-    long, short = prompts(10, [240, num_tokens])
-    engine, launches = rig.engine, []
-
-    def note(decision: BatchDecision) -> None:
-        if (launch := decision.launch) is not None and launch.mode == LaunchMode.EXTEND:
-            slots = {req.rid: req.slot for req in rig.scheduler.queues.active()}
-            launches.append("short" if slots.get("short", -1) in launch.slots.tolist() else "long")
-
-    def look(decision: BatchDecision) -> None:
-        note(decision)
-        if len(launches) != 6 or "short" in engine._answers:
-            return
-        engine._answers["short"] = Generation()
-        message = TokenizedGenerateReqInput(
-            rid="short", input_ids=ids_to_bytes(short), sampling_params=greedy(4), stream=True
-        )
-        decision = engine.core.step(engine.clock(), engine.core.progress(), [message])
-        engine._take_outputs(decision, 0.0)
-        note(decision)
-
-    (answer,) = engine.generate([long], greedy(8), after_step=look)
-    model.check(long, answer, 8)
-    model.check(short, engine._answers.pop("short"), 4)
-    num_chunks, after = -(-num_tokens // CHUNK), launches[6:]
+    """It comes while a chunk is computed. A prompt of several chunks waits once."""
+    after = Beside(model, 1, num_tokens, (LaunchMode.EXTEND, 6)).after(LaunchMode.EXTEND)
+    num_chunks = -(-num_tokens // CHUNK)
     assert after.count("short") == num_chunks and after.count("long") > num_chunks
     end = len(after) - after[::-1].index("short")
-    assert after[:end].count("long") <= num_chunks, f"the short one waits for more than a chunk: {after}"
-    check_memory(model, rig.engine)
+    assert after[:end].count("long") <= 1, f"the short one waits for more than a chunk: {after}"
+
+
+def test_a_long_prompt_goes_on_beside_many_short_ones(model: Model) -> None:
+    """Each begins with the rest of the launch in which another ends."""
+    after = Beside(model, 6, 40, (LaunchMode.EXTEND, 6)).after(LaunchMode.EXTEND)
+    end = len(after) - after[::-1].index("short")
+    runs = "".join(name[0] for name in after[:end]).split("l")
+    assert max(map(len, runs)) <= 4 and len(runs) > 3, f"the long one waits for more than one prompt: {after}"
+
+
+def test_the_pages_of_a_prompts_next_chunk_are_not_taken_to_load_a_stream_back(model: Model) -> None:
+    """It comes while the long request decodes, and gets pages of it: a decode step is between two of its chunks."""
+    beside = Beside(model, 1, 44, (LaunchMode.DECODE, 4))
+    launches = beside.launches[beside._num_before :]
+    chunks = [i for i, (mode, name) in enumerate(launches) if (mode, name) == (LaunchMode.EXTEND, "short")]
+    assert len(chunks) == 3 and chunks[2] - chunks[0] <= 4, launches
 
 
 class LendingOnDemand(Slabs):
@@ -328,9 +366,57 @@ def test_a_long_request_waits_for_what_peers_lend_when_they_are_asked(model: Mod
     rig = on_demand(model, most=8)
     (prompt,) = prompts(11, [180])
     assert rig.scheduler.max_total_len < len(prompt) < rig.scheduler.streaming.longest_len
+    ready = ready_message(rig.scheduler)
+    assert ready.max_unlent_len < len(prompt) < ready.max_req_input_len, "the HTTP server would refuse it"
     (answer,) = rig.engine.generate([prompt], greedy(12))
     model.check(prompt, answer, 12)
     assert sum(rig.slabs.mapped) > 4 and rig.counters.get("retracted_reqs", 0) == 0
+    check_memory(model, rig.engine)
+
+
+def test_what_goes_to_the_host_for_want_of_peers_is_asked_for(model: Model) -> None:
+    """The host has room for the request. Peers, which are nearer, are given what comes once they lend."""
+    rig = on_demand(model, most=8, host=60)
+    (prompt,) = prompts(13, [220])
+    assert len(prompt) + 12 < rig.scheduler.max_total_len
+    (answer,) = rig.engine.generate([prompt], greedy(12))
+    model.check(prompt, answer, 12)
+    assert rig.slabs.demand > 0 and rig.busy, "nothing was asked for"
+    check_memory(model, rig.engine)
+
+
+@pytest.mark.parametrize("lends_again", [True, False])
+# The last has room for a while.
+@pytest.mark.parametrize(("num_left", "num_prompt", "num_new"), [(0, 180, 40), (4, 180, 40), (5, 150, 60)])
+@pytest.mark.parametrize("mode", [LaunchMode.EXTEND, LaunchMode.DECODE])
+def test_a_long_request_waits_when_peers_take_their_memory_back(
+    model: Model, mode: LaunchMode, num_left: int, num_prompt: int, num_new: int, lends_again: bool
+) -> None:
+    """No tier has room for what they had, or for what is to come. They lend again after a while, or it ends."""
+    now, reclaimed_at, seen = 100.0, 0.0, 0
+    rig = on_demand(model, most=8, clock=lambda: now)
+
+    def look(decision: BatchDecision) -> None:
+        nonlocal seen, reclaimed_at
+        seen += decision.launch is not None and decision.launch.mode == mode
+        if seen == 10 and not reclaimed_at:
+            reclaimed_at, rig.slabs.most = now, num_left
+            rig.recall(*range(num_left, 8))
+
+    def turn() -> None:
+        nonlocal now
+        now += not rig.scheduler.is_under_way
+        if lends_again and now > reclaimed_at + 20:
+            rig.slabs.most = 8
+
+    rig.engine.when_idle = turn
+    (prompt,) = prompts(14, [num_prompt])
+    (answer,) = rig.engine.generate([prompt], greedy(num_new), after_step=look)
+    assert reclaimed_at
+    if lends_again:
+        model.check(prompt, answer, num_new)
+    else:
+        assert answer.finish_reason == "abort" and now >= reclaimed_at + 30
     check_memory(model, rig.engine)
 
 

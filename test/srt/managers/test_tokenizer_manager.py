@@ -231,6 +231,22 @@ def test_a_text_that_cannot_fit_is_not_tokenised():
     run_with_text(test)
 
 
+def test_only_a_request_that_asks_for_it_is_as_long_as_peers_may_lend():
+    """The server has room for 20 tokens, and for 60 with what peers may lend."""
+
+    async def test(h: Harness) -> None:
+        await h.manager.ready
+        h.manager.ready = asyncio.Future()
+        h.manager.ready.set_result(SchedulerReady(max_total_num_tokens=20, max_req_input_len=59, max_unlent_len=20))
+        limit = h.manager._max_new_tokens
+        assert (limit(5, None), limit(5, 55), limit(30, 4), limit(30, None)) == (15, 55, 4, 30)
+        for num_tokens, wanted in ((5, 56), (60, 1)):
+            with pytest.raises(RequestError, match="the 60 tokens that the KV cache can hold"):
+                limit(num_tokens, wanted)
+
+    run(test)
+
+
 def test_the_longest_text_that_fits_is_served():
     async def test(h: Harness) -> None:
         task = h.start(prompt=SPECIAL[0] * 999, params=SamplingParams(max_new_tokens=1), **TEXT)

@@ -75,6 +75,16 @@ def test_a_slab_that_was_not_used_for_long_is_given_back():
     assert rig.adjust(70.0) == [] and rig.use.used_at[1] == -np.inf
 
 
+def test_slabs_that_are_kept_for_a_long_request_wake_nobody():
+    """It may wait or run for longer than a slab is kept unused."""
+    rig = Rig()
+    rig.lend(0, 0, None, None, None, None)
+    rig.adjust(0.0, replace(NOTHING, has_long_reqs=True))
+    assert not rig.adjust(61.0, replace(NOTHING, has_long_reqs=True))
+    assert rig.policy.wake_at is None or rig.policy.wake_at > 61.0, "it would wake at once, again and again"
+    assert rig.adjust(62.0) == [0, 1]
+
+
 def test_a_lender_gets_back_as_many_as_it_wants_the_coldest_first():
     rig = Rig()
     rig.lend(0, 0, 1, 0, 0, None)

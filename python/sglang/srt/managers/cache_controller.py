@@ -237,6 +237,8 @@ class HiCacheController:
         if found is None:
             return None
         tier, num_pages = found
+        if Tier.PEER in self.tables and tier != Tier.PEER:
+            self.num_short_of_peers += num_pages
         link = BACKUP_LINKS[tier]
         src, tokens = src[:num_pages], tokens[: num_pages * self.tree.page_size]
         first_page = below.end // self.tree.page_size
@@ -661,6 +663,8 @@ class HiCacheController:
         assert self.tree.order.ready_tier(node) is not None, f"{node} is ready nowhere else"
         if num_tokens < len(node.key):
             self.tree.split(node, len(node.key) - num_tokens)
+        if Tier.PEER in self.tables and node.frames[Tier.PEER] is None:
+            self.num_short_of_peers += self._pages_of([node])
         self.tree.note_read(node, self.clock.last)
         below, own = self.tree.take_off(node, Tier.DEVICE, num_tokens)
         self.ledger.free(below, Tier.DEVICE, self.clock.last)

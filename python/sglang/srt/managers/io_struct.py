@@ -155,10 +155,13 @@ class GetInternalStateReqOutput(Message, frozen=True):
 
 
 class SchedulerReady(Message, frozen=True):
-    """Sent once, when the first request may come. max_req_input_len: the longest prompt that can ever be served."""
+    """Sent once, when the first request may come."""
 
     max_total_num_tokens: int
+    # The longest prompt that can ever be served: with all the memory that peers may lend.
     max_req_input_len: int
+    # The most tokens, prompt and answer, that there is room for without peers; 0: as many as with them.
+    max_unlent_len: int = 0
     info: dict[str, Any] = {}
 
 

@@ -395,6 +395,9 @@ class LayerStreaming(NoLayerStreaming):
         futures = [self.future_len(r) for r in queues.active() if r is not req]
         reserve = decode_reserve(futures, self.config.new_token_ratio, self._page)
         reserve += sum(self._reserve_of(r) for r in self.reqs)
+        if (prompt := queues.prefilling) is not None:
+            # Of another request: its next chunks.
+            reserve += pages_for(prompt.num_known, self._page) - pages_for(prompt.computed, self._page)
         spare = min(self._cache.available_pages - reserve, self.chunk_pages)
         # A decode grows by little, and what it may need is reserved. An eighth is as much as it gives up at once.
         at_least = self.chunk_pages if queues.is_prefilling(req) else 1 + self.chunk_pages // 8

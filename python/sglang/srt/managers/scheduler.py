@@ -112,6 +112,8 @@ class Scheduler:
         # The last launch with a chunk of a request that streams, and whether other prompts come before the next one.
         self._streaming_chunk = NO_LAUNCH
         self._others_owed = False
+        # The other prompt of several chunks that is computed before the next one.
+        self._others_prompt: Req | None = None
         # By request id: when a request that is too long for what is there now ends.
         self._too_long_until: dict[str, float] = {}
         self._outputs: list[TokenOutput] = []
@@ -129,7 +131,7 @@ class Scheduler:
         return self.lender.policy if self.lender is not None else None
 
     @property
-    def _accepted_len(self) -> int:
+    def accepted_len(self) -> int:
         """The most tokens of a request that may wait: for what peers may lend, too."""
         return self.streaming.longest_len if self.borrower is not None else self.max_total_len
 
@@ -388,7 +390,7 @@ class Scheduler:
         self._end_check()
         assert msg.rid not in self.queues, f"request id {msg.rid} is in use"
         prompt = bytes_to_ids(msg.input_ids)
-        limit = self._accepted_len
+        limit = self.accepted_len
         if not 0 < len(prompt) < limit:
             message = (
                 f"the prompt has {len(prompt)} tokens; this server takes 1 to {limit - 1} "
@@ -407,7 +409,7 @@ class Scheduler:
         stop_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stop_ids |= frozenset(self.config.eos_token_ids)
-        max_len = min(len(prompt) + max(1, sampling.max_new_tokens), self._accepted_len)
+        max_len = min(len(prompt) + max(1, sampling.max_new_tokens), self.accepted_len)
         req = Req(msg, self.queues.next_order, prompt, max_len, stop_ids)
         req.set_cache_mode(self.cache.switches.cache_mode(msg.cache))
         if self.config.bypass_local:
@@ -501,7 +503,12 @@ class Scheduler:
         self._emit(req, reason)
 
     def _end_too_long(self, req: Req) -> None:
-        """Neither device nor host has any more room for the only request."""
+        """Neither device nor host has any more room for the only request. It waits for what peers may lend, see
+        `_end_impossible`, or ends."""
+        if self.borrower is not None and self.max_total_len <= req.num_known < self.accepted_len:
+            self._retract(req)
+            self._step_again_at = self.planner.expected.now
+            return
         message = (
             f"after {req.num_known} tokens neither the device nor a tier below it has room for more; see "
             "--hicache-size, --peer-size and --layer-stream-disk-size"
@@ -564,13 +571,14 @@ class Scheduler:
         return launch
 
     def _prefill(self) -> Launch | None:
-        """A chunk of a request that streams takes long: the others' prompts come before the next one."""
+        """A chunk of a request that streams takes long: a launch with others' prompts comes before the next one, and
+        all chunks of a prompt in it."""
         launch = None
         if not self._others_owed:
             launch = self._prefill_streaming()
         self.streaming.is_giving_way = False
         if launch is None and (launch := self._prefill_others()) is not None:
-            self._others_owed = False
+            self._note_others_turn()
         if launch is None and self._others_owed:
             if self.streaming.is_giving_way and (self.is_under_way or self.cache.num_free_soon):
                 # Another chunk would only come before the request that gets its pages.
@@ -579,6 +587,13 @@ class Scheduler:
                 return None
             launch = self._prefill_streaming()
         return launch
+
+    def _note_others_turn(self) -> None:
+        """Others' prompts were launched. It is still their turn if the one that it began with has chunks left. One
+        that began beside another's last chunk waits, else the turn might never end."""
+        prompt, before = self.queues.prefilling, self._others_prompt
+        self._others_owed = self._others_owed and prompt is not None and before in (None, prompt)
+        self._others_prompt = prompt if self._others_owed else None
 
     def _prefill_streaming(self) -> Launch | None:
         """The next chunk of a request that streams, but not before the last one is computed: who comes meanwhile is
@@ -590,7 +605,7 @@ class Scheduler:
         for req in list(queues.streaming):
             if self._next_chunk(batch, req, self.config.chunk_budget):
                 queues.end_turn(req)
-                self._others_owed, self._streaming_chunk = True, batch.seq
+                self._others_owed, self._others_prompt, self._streaming_chunk = True, None, batch.seq
                 return self._issue_prefill(batch)
         self.builder.discard(batch)
         return None

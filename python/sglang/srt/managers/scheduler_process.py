@@ -42,7 +42,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.progress import Progress
 from sglang.srt.managers.rank_sync import RankSync, Tick
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
-from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS
+from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Scheduler
 from sglang.srt.managers.startup.device import (
     pick_device,
 )
@@ -364,17 +364,19 @@ def start(child: ChildArgs, on_exit: ExitStack) -> Callable[[], None]:
     process = SchedulerProcess(core, storage, sync, receiver, sender, wake_fd)
     gc.collect()
     gc.freeze()
-    config = core.scheduler.config
-    sender.send(
-        encode(
-            SchedulerReady(
-                max_total_num_tokens=config.num_device_pages * config.page_size,
-                max_req_input_len=core.scheduler.max_total_len - 1,
-                info={"num_host_pages": config.num_host_pages, "page_size": config.page_size},
-            )
-        )
-    )
+    sender.send(encode(ready_message(core.scheduler)))
     return process.serve
+
+
+def ready_message(scheduler: Scheduler) -> SchedulerReady:
+    """Nothing is borrowed yet."""
+    config = scheduler.config
+    return SchedulerReady(
+        max_total_num_tokens=config.num_device_pages * config.page_size,
+        max_req_input_len=scheduler.accepted_len - 1,
+        max_unlent_len=scheduler.max_total_len,
+        info={"num_host_pages": config.num_host_pages, "page_size": config.page_size},
+    )
 
 
 if __name__ == "__main__":

@@ -170,7 +170,10 @@ class Borrowing:
 
     def _set_wake_up(self, now: Seconds) -> None:
         mapped = self.ledger.slabs_in(SlabState.MAPPED)
-        times = [float(self._last_used(mapped).min()) + self._config.idle_s] if len(mapped) else []
+        times = []
+        # What is kept for a long request is not given back: a time that has passed would wake again and again.
+        if len(mapped) and not self._seen.has_long_reqs:
+            times.append(float(self._last_used(mapped).min()) + self._config.idle_s)
         if self._lacking:
             times.append(self._lacked_at + self._config.demand_s)
         if len(mapped) and now < self._idle_from:
