@@ -11,6 +11,7 @@ from test_equality import MODELS, Model, check_memory, greedy, prompts
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
+from sglang.srt.managers.scheduler_process import ready_message
 from sglang.srt.mem_cache.slab_ledger import SlabReport, source_of
 from sglang.srt.mem_cache.transfer import P2H, P2P, Tier
 from sglang.srt.model_executor.launch import LaunchMode
@@ -124,6 +125,19 @@ def test_the_context_is_the_sum_of_the_tiers(model: Model, swap: int, write_poli
     assert rig.counters.get("retracted_reqs", 0) == 0
     (refused,) = rig.engine.generate([np.concatenate([prompt, prompt[:9]])], greedy(1))
     assert refused.finish_reason == "abort" and not refused.tokens
+    check_memory(model, rig.engine)
+
+
+def test_the_frontend_learns_how_long_a_prompt_may_be_before_anything_is_borrowed(model: Model) -> None:
+    """It refuses longer prompts itself, so the number counts what may be borrowed."""
+    rig = Borrowing(model, 10, borrowing=BorrowingConfig())
+    most = 64 + 4 * 10 - 2 * CHUNK - 2 * PAGE + 4 * 50
+    assert rig.scheduler.max_total_len == most - 4 * 50, "nothing is borrowed yet"
+    assert ready_message(rig.engine.core).max_req_input_len == most - 1
+    rig.lend(*range(10))
+    prompt = prompts(1, [most - 1])[0]
+    (answer,) = rig.engine.generate([prompt], greedy(1))
+    model.check(prompt, answer, 1)
     check_memory(model, rig.engine)
 
 

@@ -129,7 +129,7 @@ class Scheduler:
         return self.lender.policy if self.lender is not None else None
 
     @property
-    def _accepted_len(self) -> int:
+    def accepted_len(self) -> int:
         """The most tokens of a request that may wait: for what peers may lend, too."""
         return self.streaming.longest_len if self.borrower is not None else self.max_total_len
 
@@ -388,7 +388,7 @@ class Scheduler:
         self._end_check()
         assert msg.rid not in self.queues, f"request id {msg.rid} is in use"
         prompt = bytes_to_ids(msg.input_ids)
-        limit = self._accepted_len
+        limit = self.accepted_len
         if not 0 < len(prompt) < limit:
             message = (
                 f"the prompt has {len(prompt)} tokens; this server takes 1 to {limit - 1} "
@@ -407,7 +407,7 @@ class Scheduler:
         stop_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stop_ids |= frozenset(self.config.eos_token_ids)
-        max_len = min(len(prompt) + max(1, sampling.max_new_tokens), self._accepted_len)
+        max_len = min(len(prompt) + max(1, sampling.max_new_tokens), self.accepted_len)
         req = Req(msg, self.queues.next_order, prompt, max_len, stop_ids)
         req.set_cache_mode(self.cache.switches.cache_mode(msg.cache))
         if self.config.bypass_local:

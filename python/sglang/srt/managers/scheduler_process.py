@@ -337,6 +337,15 @@ def tidy_up(core: EngineCore) -> None:
     gc.freeze()
 
 
+def ready_message(core: EngineCore) -> SchedulerReady:
+    config = core.scheduler.config
+    return SchedulerReady(
+        max_total_num_tokens=config.num_device_pages * config.page_size,
+        max_req_input_len=core.scheduler.accepted_len - 1,
+        info={"num_host_pages": config.num_host_pages, "page_size": config.page_size},
+    )
+
+
 def start(child: ChildArgs, on_exit: ExitStack) -> Callable[[], None]:
     args = ServerArgs(**child.server_args)
     rank, directory = child.extra["tp_rank"], Path(child.extra["directory"])
@@ -364,16 +373,7 @@ def start(child: ChildArgs, on_exit: ExitStack) -> Callable[[], None]:
     process = SchedulerProcess(core, storage, sync, receiver, sender, wake_fd)
     gc.collect()
     gc.freeze()
-    config = core.scheduler.config
-    sender.send(
-        encode(
-            SchedulerReady(
-                max_total_num_tokens=config.num_device_pages * config.page_size,
-                max_req_input_len=core.scheduler.max_total_len - 1,
-                info={"num_host_pages": config.num_host_pages, "page_size": config.page_size},
-            )
-        )
-    )
+    sender.send(encode(ready_message(core)))
     return process.serve
 
 
