@@ -202,7 +202,7 @@ def test_the_demo_of_peers_shows_gains_and_cost_in_one_table() -> None:
     assert [re.sub("  +", " | ", line) for line in lines] == [
         "What the master gains | alone | with peers",
         "prompt tokens found, 1 returning turns | 10 (10%) | 90 (90%)",
-        "time to first token of these, median, measured | 500 ms | 50 ms",
+        "their time to first token, median, measured | 500 ms | 50 ms",
         "longest prompt that it accepts, tokens | 2,993 | 10,825",
         "a prompt of 9,000 tokens | refused | answered, equal",
         "",

@@ -186,8 +186,8 @@ class Talk:
 
     def turn(self, number: int) -> None:
         """Ask each conversation's next question, one after another."""
-        print("              prompt    tokens found    of these    first token, ms    three")
-        print("turn  who     tokens   alone   master   at peers     alone   master    answers")
+        print("              prompt    tokens found    found at    first token, ms    three")
+        print("turn  who     tokens   alone   master      peers     alone   master    answers")
         for name, messages in self._conversations.items():
             messages.append({"role": "user", "content": question(name, number)})
             # Neither of the two is always first.

@@ -157,7 +157,7 @@ def table(outcome: Outcome) -> list[str]:
     alone, master = [turn.alone for turn in returning], [turn.master for turn in returning]
     lines = [_row("What the master gains", "alone", "with peers")]
     lines.append(_row(f"prompt tokens found, {len(returning)} returning turns", _share(alone), _share(master)))
-    lines.append(_row("time to first token of these, median, measured", _first_token(alone), _first_token(master)))
+    lines.append(_row("their time to first token, median, measured", _first_token(alone), _first_token(master)))
     lines.append(_row("longest prompt that it accepts, tokens", f"{long.limit_alone:,}", f"{long.limit_master:,}"))
     answer = "answered, equal" if long.is_same else "answer differs"
     lines.append(

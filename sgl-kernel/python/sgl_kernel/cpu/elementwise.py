@@ -51,8 +51,8 @@ def store_rows(slots: torch.Tensor, loc: torch.Tensor, values: torch.Tensor) -> 
 
 
 def store_in_pages(pages: torch.Tensor, loc: torch.Tensor, values: torch.Tensor) -> None:
-    """pages[loc // page_size, loc % page_size] = values. pages: (num_pages, page_size, heads, d), rows contiguous, any
-    strides between them. loc: (n,) int64. values: (n, heads, d)."""
+    """pages[loc // page_size, loc % page_size] = values. pages: (num_pages, page_size, heads, d), rows contiguous,
+    any strides between them. loc: (n,) int64. values: (n, heads, d)."""
     n, heads, d = values.shape
     assert loc.is_contiguous() and pages.stride(2) == d
     function("cpu_store_rows")(
