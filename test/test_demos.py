@@ -18,20 +18,20 @@ from typing import Any
 import psutil
 import pytest
 
-from sglang import demo, demo_common
+from sglang import demo, demo_common, demo_peers
 from sglang.demo_common import (
     Answer,
     Interrupts,
     NotStartedError,
     Part,
-    Tiers,
     run,
     server,
     summarise,
     wait_ready,
 )
+from sglang.demo_peers_report import LongPrompt, Outcome, Slabs, Turn, Work, longest_wait_s, problems, table
 
-TIERS: Tiers = ("device", "peer", "host")
+TIERS = ("device", "peer", "host")
 COLD = Answer(text="yes", ttft_s=0.5, seconds=1.0, prompt_tokens=100, tokens=32, tiers={})
 QUESTIONS = [sys.executable, "-m", "sglang.demo"]
 PEERS = [sys.executable, "-m", "sglang.demo_peers"]
@@ -183,12 +183,112 @@ def test_an_interrupted_start_of_a_server_leaves_no_process(
     assert [process.returncode for process in started] == [-signal.SIGTERM]
 
 
+HIT = replace(COLD, tiers={"device": 10, "peer": 80}, ttft_s=0.05)
+TURN = Turn(2, uncached=COLD, alone=replace(COLD, tiers={"device": 10}), master=HIT)
+LONG = LongPrompt(2993, 10825, "status 400, too long", replace(COLD, prompt_tokens=9000), COLD)
+OUTCOME = Outcome(
+    turns=[replace(TURN, number=1, master=COLD), TURN],
+    long_prompt=LONG,
+    work_lent=Work(lends=(COLD,), alone=(HIT,)),
+    work_idle=Work(lends=(HIT, HIT), alone=(HIT, HIT)),
+    slabs=Slabs(lent=9, asked_back=5, withdrawn=6, longest_s=0.0371),
+)
+
+
+def test_the_demo_of_peers_shows_gains_and_cost_in_one_table() -> None:
+    assert problems(OUTCOME) == []
+    lines = table(OUTCOME)
+    assert max(len(line) for line in lines) <= 100
+    assert [re.sub("  +", " | ", line) for line in lines] == [
+        "What the master gains | alone | with peers",
+        "prompt tokens found, 1 returning turns | 10 (10%) | 90 (90%)",
+        "their time to first token, median, measured | 500 ms | 50 ms",
+        "longest prompt that it accepts, tokens | 2,993 | 10,825",
+        "a prompt of 9,000 tokens | refused | answered, equal",
+        "",
+        "What it costs the worker | alone | lends",
+        "memory lent: prompt tokens found, 1 second turns | 90 (90%) | 0 (0%)",
+        "memory lent: time to first token, median, measured | 50 ms | 500 ms",
+        "master idle: prompt tokens found, 2 second turns | 180 (90%) | 180 (90%)",
+        "master idle: time to first token, median, measured | 50 ms | 50 ms",
+        "slabs lent, and asked back | - | 9, 5",
+        "longest wait for slabs, measured | - | 37 ms",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("missed", "change"),
+    [
+        ("1 of 2 answers differ", {"turns": [TURN, replace(TURN, alone=replace(COLD, text="no"))]}),
+        ("1 of 2 answers differ", {"turns": [TURN, replace(TURN, master=replace(HIT, text="no"))]}),
+        ("no tokens at peers", {"turns": [replace(TURN, master=replace(HIT, tiers={"device": 90}))]}),
+        (
+            "20% of them more are expected",
+            {"turns": [replace(TURN, master=replace(HIT, tiers={"device": 10, "peer": 19}))]},
+        ),
+        ("2993 tokens with peers, 2993 alone", {"long_prompt": replace(LONG, limit_master=2993)}),
+        ("took a prompt of 9000 tokens", {"long_prompt": replace(LONG, refusal="")}),
+        ("the answer to the long prompt differs", {"long_prompt": replace(LONG, master=replace(COLD, text="no"))}),
+        (
+            "at least 95% are expected",
+            {"work_idle": Work(lends=(HIT, replace(HIT, tiers={"device": 80})), alone=(HIT, HIT))},
+        ),
+        ("found 0 tokens of its second turns", {"work_idle": Work(lends=(COLD,), alone=(COLD,))}),
+        ("no slab was lent", {"slabs": replace(OUTCOME.slabs, lent=0)}),
+        ("none was reclaimed", {"slabs": replace(OUTCOME.slabs, asked_back=0)}),
+        ("none was reclaimed", {"slabs": replace(OUTCOME.slabs, withdrawn=0)}),
+    ],
+)
+def test_the_demo_of_peers_fails_if_it_misses_an_aim(missed: str, change: dict[str, Any]) -> None:
+    (problem,) = problems(replace(OUTCOME, **change))
+    assert missed in problem
+
+
+def test_a_gain_in_first_turns_does_not_count() -> None:
+    first, second = replace(TURN, number=1), replace(TURN, master=replace(HIT, tiers={"peer": 12}))
+    assert len(problems(replace(OUTCOME, turns=[first, second]))) == 1
+
+
+def test_the_wait_for_slabs_counts_from_the_look_before_they_were_asked_back() -> None:
+    #        seconds, asked back since the start, of these not back
+    idle = [(0.0, 3, 0), (1.0, 3, 0)]
+    assert longest_wait_s(idle) == 0.0
+    assert longest_wait_s([*idle, (2.0, 5, 2), (3.0, 6, 3), (4.5, 6, 0), (9.0, 6, 0)]) == 3.5
+    assert longest_wait_s([*idle, (1.25, 5, 0), (2.0, 5, 0), (3.0, 6, 1), (3.5, 6, 0)]) == 1.5
+    assert longest_wait_s([*idle, (2.0, 5, 2), (8.0, 5, 2)]) == 7.0, "they are not back at the end"
+
+
+def test_both_workers_get_the_same_turns_and_each_is_first_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def ask(_client: object, messages: demo_common.Messages, model: str, _num_tokens: int) -> Answer:
+        asked.append((model, "\n".join(message["content"] for message in messages)))
+        return replace(COLD, text=f"answer of {model}", tiers={"device": len(messages)})
+
+    monkeypatch.setattr(demo_peers, "ask", ask)
+    works: list[Work] = [demo_peers.work(None, number) for number in range(2)]  # type: ignore[arg-type]
+    for done in works:
+        assert [answer.tiers["device"] for answer in (*done.lends, *done.alone)] == [3] * 10, "second turns alone"
+    lends, twin = ([text for model, text in asked if model == name] for name in ("busy", demo_peers.TWIN))
+    assert [text.replace("answer of busy", f"answer of {demo_peers.TWIN}") for text in lends] == twin
+    assert len(set(twin)) == len(twin) == 20, "each round has new conversations"
+    assert [model for model, _ in asked[::2]].count("busy") == 10
+
+
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_the_demo_of_peers_lends_uses_and_takes_back() -> None:
-    done = subprocess.run(PEERS, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(PEERS, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "12 of 12 equal" in done.stdout and done.stderr == ""
+    assert "answers to 20 of 20 questions equal" in done.stdout and done.stderr == ""
+    assert max(len(line) for line in done.stdout.splitlines()) <= 100
+    long = re.search(
+        r"longest prompt that it accepts, tokens +([\d,]+) +([\d,]+)\na prompt of ([\d,]+) ", done.stdout
+    )
+    assert long is not None, done.stdout
+    alone, master, prompt = (int(number.replace(",", "")) for number in long.groups())
+    assert alone < 3072 and 0.9 * master < prompt <= master
+    assert "status 400" in done.stdout and f"the {alone + 1}" in done.stdout
 
 
 @pytest.mark.slow

@@ -39,7 +39,6 @@ ASCII = {"█": "#", "▓": "=", "▒": "-", "·": ".", "’": "'", "‘": "'", 
 IGNORE_EOS = {"ignore_eos": True}
 
 Messages = list[dict[str, Any]]
-Tiers = tuple[str, str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ class Answer:
         return (self.tokens - 1) / max(self.seconds - self.ttft_s, 1e-9)
 
 
-def system_prompt() -> str:
+def system_prompt(num_rules: int = 40) -> str:
     """A long one, as assistants have: the house rules of a library."""
     things = ("a map", "a letter", "an old atlas", "a lamp", "a film", "a globe", "a diary")
     places = ("the reading room", "the tower", "the archive", "the garden", "the hall")
@@ -66,7 +65,7 @@ def system_prompt() -> str:
     rules = [
         f"Rule {i}: a {who[i % 4]} who takes {things[i % 7]} from {places[i % 5]} brings it back within {2 + i % 9} "
         f"days and tells the desk in {places[(i + 2) % 5]} what was learned from it."
-        for i in range(1, 41)
+        for i in range(1, num_rules + 1)
     ]
     return "You help at the desk of a library. These are the rules of the house.\n" + "\n".join(rules)
 
@@ -312,50 +311,6 @@ def connect(url: str, model: str = "embedded") -> OpenAI:
     # The first request of a process pays for what is set up lazily. Prompts that come later begin alike.
     ask(client, [{"role": "user", "content": "Good morning."}], model, fields={**IGNORE_EOS, "cache": "no_store"})
     return client
-
-
-def header(tiers: Tiers) -> str:
-    return (
-        f"turn  who      prompt   from {tiers[0]} {tiers[1]:>8} {tiers[2]:>8}   first token: cold      cached"
-        "            tok/s   same answer"
-    )
-
-
-def row(tiers: Tiers, turn: str, name: str, cold: Answer, warm: Answer) -> str:
-    first, second, third = (warm.tiers.get(tier, 0) for tier in tiers)
-    ratio, same = f"({cold.ttft_s / warm.ttft_s:.1f}x)", "yes" if cold.text == warm.text else "NO"
-    return (
-        f"{turn:<5} {name:<6} {warm.prompt_tokens:>8} {first:>13} {second:>8} {third:>8} "
-        f"{cold.ttft_s * 1e3:>15.0f} ms {warm.ttft_s * 1e3:>8.0f} ms {ratio:>8} {warm.tokens_per_s:>8.0f}   {same}"
-    )
-
-
-class Talk:
-    """Conversations that go on on both servers. tiers: the tiers that are shown. systems: name -> the prompt that the
-    conversation begins with. pairs: (cold, warm) answers."""
-
-    def __init__(self, tiers: Tiers, systems: dict[str, str]) -> None:
-        self.tiers = tiers
-        self.conversations: dict[str, Messages] = {
-            name: [{"role": "system", "content": system}] for name, system in systems.items()
-        }
-        self.pairs: list[tuple[Answer, Answer]] = []
-
-    def turn(self, number: int, warm_client: OpenAI, cold_client: OpenAI) -> None:
-        """Ask each conversation's next question, one after another."""
-        for name in self.conversations:
-            self._ask(name, number)
-            warm = ask(warm_client, self.conversations[name])
-            cold = ask(cold_client, self.conversations[name])
-            self._record(str(number), name, cold, warm)
-
-    def _ask(self, name: str, turn: int) -> None:
-        self.conversations[name].append({"role": "user", "content": question(name, turn)})
-
-    def _record(self, turn: str, name: str, cold: Answer, warm: Answer) -> None:
-        self.pairs.append((cold, warm))
-        self.conversations[name].append({"role": "assistant", "content": warm.text})
-        print(row(self.tiers, turn, name, cold, warm), flush=True)
 
 
 def summarise(pairs: Sequence[tuple[Answer, Answer]], tiers: Sequence[str], expected: Sequence[str]) -> bool:

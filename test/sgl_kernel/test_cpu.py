@@ -138,6 +138,20 @@ def test_rows_go_to_their_slots():
     assert torch.equal(memory, want)
 
 
+@needs_compiler
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+def test_rows_go_to_their_slots_in_pages(page_size):
+    torch.manual_seed(7)
+    fused, loc = torch.randn(9, 6, 8), torch.randperm(8 * page_size)[: min(9, 8 * page_size)]
+    # Pages of a lender's pool: two components of three layers, and padding behind each page.
+    memory = torch.zeros(8, 7, page_size, 2, 8)
+    want, values = memory.clone(), fused[: len(loc), 4:]
+    for slot, value in zip(loc.tolist(), values):
+        want[slot // page_size, 5, slot % page_size] = value
+    cpu.store_in_pages(memory[:, 5], loc, values)
+    assert torch.equal(memory, want)
+
+
 def test_without_a_compiler_torch_does_it_and_the_log_has_one_line(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("CC", str(tmp_path / "no-such-compiler"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -202,6 +202,7 @@ RULES = [
             "sglang.demo",
             "sglang.demo_common",
             "sglang.demo_peers",
+            "sglang.demo_peers_report",
             "sglang.demo_tiers",
             "sglang.bench_serving",
             "sglang.serving_benchmark",

@@ -20,12 +20,12 @@ from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenIDOutput,
-    SchedulerReady,
     TokenizedGenerateReqInput,
     decode_to_scheduler,
     detokenize_req,
     encode,
 )
+from sglang.srt.managers.scheduler_process import ready_message
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.observability.metrics_collector import MetricsCollector
 from sglang.srt.server_args import ServerArgs
@@ -66,8 +66,7 @@ class _Processes:
             asyncio.create_task(self.manager.receive_forever(self._to_tokenizer.get)),
             asyncio.create_task(self._drive()),
         ]
-        most = self._rank.scheduler.max_total_len
-        self._to_tokenizer.put_nowait(encode(SchedulerReady(max_total_num_tokens=most, max_req_input_len=most - 1)))
+        self._to_tokenizer.put_nowait(encode(ready_message(self._rank.core.scheduler)))
         await self.manager.ready
 
     async def wait_for_death(self) -> str:

@@ -128,6 +128,19 @@ def test_the_context_is_the_sum_of_the_tiers(model: Model, swap: int, write_poli
     check_memory(model, rig.engine)
 
 
+def test_the_frontend_learns_how_long_a_prompt_may_be_before_anything_is_borrowed(model: Model) -> None:
+    """It refuses longer prompts itself, so the number counts what may be borrowed."""
+    rig = Borrowing(model, 10, borrowing=BorrowingConfig())
+    most = 64 + 4 * 10 - 2 * CHUNK - 2 * PAGE + 4 * 50
+    assert rig.scheduler.max_total_len == most - 4 * 50, "nothing is borrowed yet"
+    assert ready_message(rig.engine.core.scheduler).max_req_input_len == most - 1
+    rig.lend(*range(10))
+    prompt = prompts(1, [most - 1])[0]
+    (answer,) = rig.engine.generate([prompt], greedy(1))
+    model.check(prompt, answer, 1)
+    check_memory(model, rig.engine)
+
+
 def test_peers_take_what_is_spilled_before_the_host_does(model: Model) -> None:
     rig = Borrowing(model, 10, host=40, write_policy="write_back")
     rig.lend(*range(10))

@@ -41,14 +41,28 @@ def apply_rope(positions: torch.Tensor, x: torch.Tensor, cos_sin_cache: torch.Te
 
 
 def takes_rows(values: torch.Tensor) -> bool:
-    """Whether `store_rows` takes values."""
+    """Whether `store_rows` and `store_in_pages` take values."""
     return takes(values) and values.dim() == 3 and values.stride(2) == 1 and values.stride(1) == values.shape[2]
 
 
 def store_rows(slots: torch.Tensor, loc: torch.Tensor, values: torch.Tensor) -> None:
     """slots[loc] = values. slots: (num_slots, heads, d), rows contiguous. loc: (n,) int64. values: (n, heads, d)."""
+    store_in_pages(slots[:, None], loc, values)
+
+
+def store_in_pages(pages: torch.Tensor, loc: torch.Tensor, values: torch.Tensor) -> None:
+    """pages[loc // page_size, loc % page_size] = values. pages: (num_pages, page_size, heads, d), rows contiguous,
+    any strides between them. loc: (n,) int64. values: (n, heads, d)."""
     n, heads, d = values.shape
-    assert loc.is_contiguous() and slots.stride(1) == d
+    assert loc.is_contiguous() and pages.stride(2) == d
     function("cpu_store_rows")(
-        values.data_ptr(), loc.data_ptr(), slots.data_ptr(), n, heads * d, values.stride(0), slots.stride(0)
+        values.data_ptr(),
+        loc.data_ptr(),
+        pages.data_ptr(),
+        n,
+        heads * d,
+        values.stride(0),
+        pages.shape[1],
+        pages.stride(0),
+        pages.stride(1),
     )

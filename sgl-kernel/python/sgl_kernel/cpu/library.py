@@ -22,7 +22,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "cpu_extend": (None, [_pointer, _pointer]),
     "cpu_copy_pages": (None, [*[_pointer] * 4, *[_size] * 3]),
     "cpu_rmsnorm": (None, [_pointer, _pointer, _pointer, _pointer, _size, _size, _float, _int]),
-    "cpu_store_rows": (None, [_pointer, _pointer, _pointer, *[_size] * 4]),
+    "cpu_store_rows": (None, [_pointer, _pointer, _pointer, *[_size] * 6]),
     "cpu_rope": (None, [_pointer, _pointer, _pointer, *[_size] * 5, _int]),
 }
 

@@ -97,9 +97,12 @@ void cpu_rope(float *x, const int64_t *positions, const float *table, int64_t n,
     cpu_run(rope, &a, num_tasks(a.rows), threads);
 }
 
-/* Row i of values to slot loc[i]. Rows of d floats, value_stride and slot_stride floats apart. */
-void cpu_store_rows(const float *values, const int64_t *loc, float *slots, int64_t n, int64_t d, int64_t value_stride,
-                    int64_t slot_stride) {
-    for (int64_t i = 0; i < n; i++)
-        memcpy(slots + loc[i] * slot_stride, values + i * value_stride, d * sizeof *values);
+/* Row i of values to slot loc[i], which is slot loc[i] % page_size of its page. Rows of d floats: value_stride apart, in a
+   page slot_stride apart, and pages page_stride apart, in floats. */
+void cpu_store_rows(const float *values, const int64_t *loc, float *pages, int64_t n, int64_t d, int64_t value_stride,
+                    int64_t page_size, int64_t page_stride, int64_t slot_stride) {
+    for (int64_t i = 0; i < n; i++) {
+        float *slot = pages + loc[i] / page_size * page_stride + loc[i] % page_size * slot_stride;
+        memcpy(slot, values + i * value_stride, d * sizeof *values);
+    }
 }

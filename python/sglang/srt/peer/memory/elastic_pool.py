@@ -19,6 +19,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from sgl_kernel.cpu.elementwise import store_in_pages, takes_rows
 from sglang.srt.mem_cache.kv_view import KVView
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.page_memory import PageMemory
@@ -81,13 +82,13 @@ class ElasticPool:
         view = self._views[layer_id]
         tokens = [view.components[i] for i in self.page_layout.per_token]
         assert len(values) == len(tokens), f"{len(values)} values for {len(tokens)} components"
-        if self.page_size == 1:
-            for each, value in zip(tokens, values):
-                each[:, 0].index_copy_(0, loc, value)
-            return
-        where = (loc // self.page_size, loc % self.page_size)
-        for each, value in zip(tokens, values):
-            each.index_put_(where, value)
+        for pages, value in zip(tokens, values):
+            if takes_rows(value):
+                store_in_pages(pages, loc, value)
+            elif self.page_size == 1:
+                pages[:, 0].index_copy_(0, loc, value)
+            else:
+                pages.index_put_((loc // self.page_size, loc % self.page_size), value)
 
     def pages(self, frames: torch.Tensor) -> torch.Tensor:
         return self._memory.pages(frames)
