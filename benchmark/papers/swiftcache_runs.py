@@ -53,7 +53,7 @@ RUN_S, LEAST_REQUESTS = 300, 100
 # Where no master is: what workers do by themselves.
 ALONE = "workers alone"
 # Our engine keeps room on the device for three chunks of each request that streams; messages are shorter than one.
-STREAM_CHUNK_TOKENS = 1024
+STREAM_CHUNK_TOKENS = 4096
 # SwiftCache streams every history that it does not have on the device; in this engine requests above a length do.
 STREAMED_TOKENS = 8192
 
@@ -70,6 +70,11 @@ class ServingSystem:
     system: System
     peers: str
     host_bytes: float | None
+
+
+def _with_defaults(system: System) -> System:
+    """Page size and write policy as the engine has them by default."""
+    return replace(system, page_size=16, policy=replace(system.policy, write_policy="auto"))
 
 
 _KERNELS = "SGLang (HiCache, kernels)"
@@ -114,7 +119,7 @@ _ALL = (
         "Device, what workers lend by value, then the host's 96 GB by GPU kernels; all mechanisms of Strata's row of "
         "that name; page size 16.",
         "Nothing: these are the engine's defaults, but for the load ratio and the page size.",
-        replace(SYSTEMS["ours"], page_size=16),
+        _with_defaults(SYSTEMS["ours"]),
         "by value",
         HOST_BYTES,
     ),
