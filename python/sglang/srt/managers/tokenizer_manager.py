@@ -371,7 +371,7 @@ class TokenizerManager:
         self.check_prompt_length(prompt_tokens)
         limit, what = self._prompt_limit()
         if wanted is None:
-            # Nobody asked for so long an answer that peers have to lend room for it.
+            # The length was not asked for: peers do not lend room for it.
             unlent = self.ready.result().max_unlent_len
             return min(limit, unlent if prompt_tokens < unlent else limit) - prompt_tokens
         if prompt_tokens + wanted > limit:
