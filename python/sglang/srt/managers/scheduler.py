@@ -47,6 +47,7 @@ from sglang.srt.managers.schedule_policy import choose_victim, chunk_of, decode_
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.slab_exchange import SlabBorrower, SlabLender
 from sglang.srt.managers.storage_admin import StorageAdmin
+from sglang.srt.managers.streaming_turns import StreamingTurns
 from sglang.srt.mem_cache.block_keys import alone, is_private, private
 from sglang.srt.mem_cache.transfer import (
     CHECK,
@@ -62,7 +63,7 @@ from sglang.srt.mem_cache.tree_checks import check_locks
 from sglang.srt.model_executor.launch import Launch
 from sglang.srt.peer.lending import DeviceLending
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
-from sglang.srt.utils.time_units import NO_LAUNCH, LaunchClock, Seconds
+from sglang.srt.utils.time_units import LaunchClock, Seconds
 
 # A request ends with an error when launches with it failed too often. A launch that waited for loads counts little:
 # each failed load takes its source out of the cache, so these failures end by themselves.
@@ -109,11 +110,7 @@ class Scheduler:
         self._launches: dict[int, LaunchRecord] = {}
         # Whether a decode step is due before the next chunk of a prompt.
         self._decode_owed = False
-        # The last launch with a chunk of a request that streams, and whether other prompts come before the next one.
-        self._streaming_chunk = NO_LAUNCH
-        self._others_owed = False
-        # The other prompt of several chunks that is computed before the next one.
-        self._others_prompt: Req | None = None
+        self._turns = StreamingTurns()
         # By request id: when a request that is too long for what is there now ends.
         self._too_long_until: dict[str, float] = {}
         self._outputs: list[TokenOutput] = []
@@ -312,7 +309,7 @@ class Scheduler:
             del self._launches[seq]
         self.planner.expected.complete({EXEC: self.clock.next})
         self.admission.end_preloads(self.queues.waiting)
-        self._streaming_chunk = NO_LAUNCH
+        self._turns.forget_chunk()
         for req in self.queues.active():
             self.end_hold(req, EndReason.LOST)
             if req.num_failures >= FAILURE_LIMIT:
@@ -571,15 +568,14 @@ class Scheduler:
         return launch
 
     def _prefill(self) -> Launch | None:
-        """A chunk of a request that streams takes long: a launch with others' prompts comes before the next one, and
-        all chunks of a prompt in it."""
+        """See `StreamingTurns`. Whose turn it is not has the launch if the other has nothing to launch."""
         launch = None
-        if not self._others_owed:
+        if not self._turns.is_others:
             launch = self._prefill_streaming()
         self.streaming.is_giving_way = False
         if launch is None and (launch := self._prefill_others()) is not None:
-            self._note_others_turn()
-        if launch is None and self._others_owed:
+            self._turns.note_others(self.queues.prefilling)
+        if launch is None and self._turns.is_others:
             if self.streaming.is_giving_way and (self.is_under_way or self.cache.num_free_soon):
                 # Another chunk would only come before the request that gets its pages.
                 if not self.is_under_way:
@@ -588,24 +584,15 @@ class Scheduler:
             launch = self._prefill_streaming()
         return launch
 
-    def _note_others_turn(self) -> None:
-        """Others' prompts were launched. It is still their turn if the one that it began with has chunks left. One
-        that began beside another's last chunk waits, else the turn might never end."""
-        prompt, before = self.queues.prefilling, self._others_prompt
-        self._others_owed = self._others_owed and prompt is not None and before in (None, prompt)
-        self._others_prompt = prompt if self._others_owed else None
-
     def _prefill_streaming(self) -> Launch | None:
-        """The next chunk of a request that streams, but not before the last one is computed: who comes meanwhile is
-        next."""
         queues = self.queues
-        if not queues.streaming or self.clock.done <= self._streaming_chunk:
+        if not queues.streaming or not self._turns.is_chunk_done(self.clock.done):
             return None
         batch = self.builder.begin_extend()
         for req in list(queues.streaming):
             if self._next_chunk(batch, req, self.config.chunk_budget):
                 queues.end_turn(req)
-                self._others_owed, self._others_prompt, self._streaming_chunk = True, None, batch.seq
+                self._turns.note_chunk(batch.seq)
                 return self._issue_prefill(batch)
         self.builder.discard(batch)
         return None
