@@ -316,7 +316,8 @@ def test_the_lender_is_killed(ratio: float, where: str, strict: bool, tmp_path: 
             else:
                 assert "status 503" in request.error and "peers do not lend the memory" in request.error
             assert borrowed_tokens(master) == 0
-            assert re.search(r"is gone, and \d+ slabs? of its memory with it", master.output())
+            # In strict mode a copy may fail before its death is noticed.
+            assert re.search(r"is gone, and \d+ slabs? of its memory with it|is left alone", master.output())
             expect_room_again(master)
             lender.start()
             wait_until(lambda: has_room(master))
