@@ -301,7 +301,7 @@ def test_a_second_turn_finds_what_the_first_one_spilled(strict: bool, tmp_path: 
     ],
 )
 def test_the_lender_is_killed(ratio: float, where: str, strict: bool, tmp_path: Path, plain: Server) -> None:
-    """With a host that has room for it all the request starts again. Else it ends, as nobody lends."""
+    """With a host that has room for it all the request starts again. Else it ends, as no other peer lends."""
     moment = MOMENTS[where]
     wanted = generate(plain, prompt(4, LONG), moment.max_new_tokens)["output_ids"]
     lender = Lender(tmp_path / "lender", NUM_SLABS, strict)
