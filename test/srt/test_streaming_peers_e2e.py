@@ -301,7 +301,7 @@ def test_a_second_turn_finds_what_the_first_one_spilled(strict: bool, tmp_path: 
     ],
 )
 def test_the_lender_is_killed(ratio: float, where: str, strict: bool, tmp_path: Path, plain: Server) -> None:
-    """With a host that has room for it all the request starts again. Else it ends, as nobody lends."""
+    """With a host that has room for it all the request starts again. Else it ends, as no other peer lends."""
     moment = MOMENTS[where]
     wanted = generate(plain, prompt(4, LONG), moment.max_new_tokens)["output_ids"]
     lender = Lender(tmp_path / "lender", NUM_SLABS, strict)
@@ -316,7 +316,8 @@ def test_the_lender_is_killed(ratio: float, where: str, strict: bool, tmp_path: 
             else:
                 assert "status 503" in request.error and "peers do not lend the memory" in request.error
             assert borrowed_tokens(master) == 0
-            assert re.search(r"is gone, and \d+ slabs? of its memory with it", master.output())
+            # In strict mode a copy may fail before its death is noticed.
+            assert re.search(r"is gone, and \d+ slabs? of its memory with it|is left alone", master.output())
             expect_room_again(master)
             lender.start()
             wait_until(lambda: has_room(master))

@@ -371,7 +371,7 @@ class TokenizerManager:
         self.check_prompt_length(prompt_tokens)
         limit, what = self._prompt_limit()
         if wanted is None:
-            # The length was not asked for: peers do not lend room for it.
+            # Peers lend room for an answer only where the request asks for one of that length.
             unlent = self.ready.result().max_unlent_len
             return min(limit, unlent if prompt_tokens < unlent else limit) - prompt_tokens
         if prompt_tokens + wanted > limit:
