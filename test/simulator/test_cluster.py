@@ -169,6 +169,16 @@ def test_requests_beyond_a_length_stream_though_the_device_could_hold_them() -> 
     assert streamed[None] == 0 and streamed[30] >= 2
 
 
+def test_a_full_host_does_not_keep_peers_from_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host is measured, fast, and has room for one page; of peers nothing is known."""
+    fast = replace(HARDWARE, h2d_bandwidth=8 * 3e3, d2h_bandwidth=8 * 3e3)
+    monkeypatch.setitem(globals(), "HARDWARE", fast)
+    rig = Rig()
+    rig.wait(2 * WINDOW_S)
+    rig.run([(4.0 * i, request(f"turn{i}", i % 2, 60)) for i in range(8)])
+    assert rig.master.times["turn7"].cached_tokens_details["peer"] == 19
+
+
 def test_a_run_is_the_same_each_time() -> None:
     def times() -> list[float]:
         rig = Rig()

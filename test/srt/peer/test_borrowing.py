@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from sglang.srt.managers.cost_model import USUAL_TOKENS
+from sglang.srt.managers.slab_exchange import SlabBorrower
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.slab_ledger import SlabLedger, SlabReport, SlabState, source_of
 from sglang.srt.mem_cache.slab_use import VALUE_S, SlabUse
+from sglang.srt.mem_cache.transfer import H2D, P2D, Tier
 from sglang.srt.peer.borrowing import Borrowing, BorrowingConfig, Shortage
 from support.soak import Soak, SoakConfig
 
@@ -37,6 +41,32 @@ class Rig:
         given_up = self.policy.adjust(now, shortage)
         self.policy.check_invariants()
         return given_up
+
+
+@pytest.mark.parametrize(
+    ("num_free", "tiers", "has_room"),
+    [
+        (1, [Tier.HOST], True),
+        (0, [Tier.HOST], False),
+        (0, [Tier.HOST, Tier.DEVICE], True),
+        (0, [Tier.HOST, Tier.PEER], True),
+        (0, None, False),
+    ],
+)
+def test_a_hit_counts_as_a_load_from_the_host_that_would_have_the_page(
+    num_free: int, tiers: list[Tier] | None, has_room: bool
+):
+    """tiers: that have what the host gives up next; None: it has nothing."""
+    victim = None if tiers is None else SimpleNamespace(frames={tier: tier in tiers or None for tier in Tier})
+    borrower = SlabBorrower.__new__(SlabBorrower)
+    borrower._cache = SimpleNamespace(  # type: ignore[assignment]
+        host=SimpleNamespace(num_free=num_free),
+        tree=SimpleNamespace(order=SimpleNamespace(next_of={Tier.HOST: victim}.__getitem__)),
+    )
+    seconds = {P2D: 1.0, H2D: 3.0}
+    costs = SimpleNamespace(usual_load_seconds=seconds.__getitem__, recompute_seconds=lambda start, end: 10.0)
+    saved = borrower._saved_seconds(costs) * USUAL_TOKENS  # type: ignore[arg-type]
+    assert saved == pytest.approx(2.0 if has_room else 9.0)
 
 
 def test_an_idle_borrower_asks_for_nothing():

@@ -523,13 +523,16 @@ class HiCacheController:
             return None
         is_worth = self.links.is_worth_copying
         worth = {tier: nodes for tier, nodes in planned.items() if is_worth(tier, node.start, node.end)}
-        # A tier whose speed is not known gets no only copy, if there is another.
-        worth = {tier: nodes for tier, nodes in worth.items() if self.links.is_measured(tier)} or worth
+        # A tier whose speed is not known gets no only copy, if there is another that takes it.
+        unknown = {tier: nodes for tier, nodes in worth.items() if not self.links.is_measured(tier)}
+        if len(unknown) < len(worth):
+            worth = {tier: nodes for tier, nodes in worth.items() if tier not in unknown}
         is_alone = _is_only_on_device(node)
         if is_alone and worth:
-            rooms = {tier: self._room(tier, self._pages_of(nodes)) for tier, nodes in worth.items()}
             num_pages, rank = len(node.key) // self.tree.page_size, self.tree.order.rank(node)
-            chosen = choose_tier(num_pages, rank, rooms)
+            chosen = choose_tier(num_pages, rank, self._rooms(worth))
+            if chosen is None and unknown:
+                worth, chosen = unknown, choose_tier(num_pages, rank, self._rooms(unknown))
             if (
                 is_ahead
                 and chosen is not None
@@ -566,6 +569,9 @@ class HiCacheController:
         """Whether what a tier would give up next is of no use to any request."""
         node = self.tree.order.next_of(tier)
         return node is not None and node.priority == RETIRED_PRIORITY
+
+    def _rooms(self, planned: dict[Tier, list[Node]]) -> dict[Tier, Room]:
+        return {tier: self._room(tier, self._pages_of(nodes)) for tier, nodes in planned.items()}
 
     def _room(self, tier: Tier, num_planned: int) -> Room:
         node = self.tree.order.next_of(tier)

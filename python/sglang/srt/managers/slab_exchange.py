@@ -149,13 +149,22 @@ class SlabBorrower:
     def take_demand(self, now: Seconds) -> tuple[int, int] | None:
         return self.policy.take_demand(now)
 
+    def _has_host_room(self) -> bool:
+        """Whether the host has free pages, or would give up first what another tier has as well."""
+        if self._cache.host is None:
+            return False
+        victim = self._cache.tree.order.next_of(Tier.HOST)
+        is_spare = victim is not None and (
+            victim.frames[Tier.DEVICE] is not None or victim.frames[Tier.PEER] is not None
+        )
+        return self._cache.host.num_free > 0 or is_spare
+
     def _saved_seconds(self, costs: CostModel) -> float:
         """What it saves to load a token from a peer: the host would have it while it has room, else it would be
         computed."""
         load_s = costs.usual_load_seconds(P2D) or 0.0
         other_s = _token_seconds(costs) * USUAL_TOKENS
-        host = self._cache.host
-        if host is not None and host.num_free:
+        if self._has_host_room():
             other_s = min(other_s, costs.usual_load_seconds(H2D) or other_s)
         return max(0.0, other_s - load_s) / USUAL_TOKENS
 
