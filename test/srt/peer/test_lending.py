@@ -485,3 +485,11 @@ def test_a_worker_that_can_lend_nothing_is_told_which_flag_to_change(pages: int,
     """In slabs of four pages of two tokens."""
     found = why_nothing_is_lent(pages, keep, 4, 2)
     assert says in found and bool(found) == bool(says)
+
+
+def test_a_worker_whose_context_is_longer_than_its_pool_is_told_a_pool_that_has_room_for_both():
+    # A pool that is one slab larger would be kept as a whole, too.
+    found = why_nothing_is_lent(20, 21, 4, 2, most_kept_pages=51)
+    assert "Raise --max-total-tokens to 112," in found and "lower --context-length to 30" in found
+    assert not why_nothing_is_lent(56, 51, 4, 2, most_kept_pages=51)
+    assert why_nothing_is_lent(52, 51, 4, 2, most_kept_pages=51)

@@ -5,14 +5,15 @@ them. Decides nothing: the coordinator tells what was lent and how much is wante
 how much to ask for and which slabs to give up, and `SlabLedger` which slabs no request uses any more.
 
 A slab goes to the place that follows from its lender and its number, if that is free: all ranks then have it at the
-same place, and what one rank gives back all do.
+same place, and what one rank gives back all do. Where ranks have different slabs at a place, as one had it free
+sooner, none uses it: these slabs are given back after some seconds, and may be lent again.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ from sglang.srt.peer.protocol.borrower import (
     SlabsWanted,
 )
 from sglang.srt.peer.protocol.messages import LeaseId
+from sglang.srt.utils.clock import monotonic
 from sglang.srt.utils.peer_timing import PeerTiming
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,7 @@ class Leases(Protocol):
 class BorrowedPlaces:
     """`BorrowedSlabs` (mem_cache/slab_ledger.py): num_places places for slabs of slab_bytes. Lenders must have slabs
     of the same size. lenders: their endpoints. maps_only: slabs that a lender does not let be mapped are of no use.
+    now: seconds of a monotonic clock.
 
     Slabs of a strict lender that does not answer are not mapped, for the scheduler, until it does; the lease stays.
     """
@@ -75,8 +78,14 @@ class BorrowedPlaces:
         slab_bytes: int,
         options: BorrowedOptions,
         maps_only: bool = False,
+        now: Callable[[], float] = monotonic,
     ) -> None:
         self._coordinator = coordinator
+        self._now = now
+        # For how many seconds a slab that other ranks lack is kept.
+        self._patience_s = options.timing.offer
+        # Places that are mapped here and not on all ranks -> since when.
+        self._unagreed_since: dict[int, float] = {}
         self.slab_bytes = slab_bytes
         self._maps_only = maps_only
         # Place -> lender and lease; None: the place is free.
@@ -143,6 +152,8 @@ class BorrowedPlaces:
                 logger.warning("the worker at %s is gone, and %s of its memory with it", lender, slabs)
         if any(self._wanted):
             self._give_back_unagreed()
+        if self._unagreed_since:
+            self._give_back_long_unagreed()
         self._note_problems()
         if events:
             self._report = None
@@ -178,6 +189,7 @@ class BorrowedPlaces:
         if mapped != self._agreed:
             self._agreed = mapped
             self._in_use.update(np.flatnonzero(np.frombuffer(mapped, np.uint8)).tolist())
+        self._note_unagreed(mapped)
         self._give_back_unused()
 
     def give_back(self, slabs: Sequence[int], chosen: Sequence[int] = ()) -> None:
@@ -207,6 +219,26 @@ class BorrowedPlaces:
             )
             self._end([place for place, _ in zip(idle, range(self._wanted[i]))])
         self._give_back_unused()
+
+    def _note_unagreed(self, agreed: bytes) -> None:
+        """agreed: see `mark_in_use`. What cannot be used here either waits for its lender, not for other ranks."""
+        lacking = np.flatnonzero(self._mapped & ~np.frombuffer(agreed, np.bool_))
+        if not len(lacking):
+            self._unagreed_since = {}
+            return
+        places, now = set(lacking.tolist()) - self._in_use - set(self._not_used), self._now()
+        self._unagreed_since = {place: self._unagreed_since.get(place, now) for place in places}
+
+    def _give_back_long_unagreed(self) -> None:
+        long_ago = self._now() - self._patience_s
+        places = [place for place, since in self._unagreed_since.items() if since < long_ago]
+        if not places:
+            return
+        for place in places:
+            del self._unagreed_since[place]
+        self._end(place for place in places if self._leases[place] is not None and place not in self._in_use)
+        self._give_back_unused()
+        self._spread_demand()
 
     def _spread_demand(self) -> None:
         """Ask each lender for what it has lent, and for its part of what is lacking. A part that one cannot lend is
@@ -335,6 +367,7 @@ class BorrowedPlaces:
             self._drop(event)
         lease = (event.lender, event.lease)
         self._leases[free], self._sources[free], self._places[lease] = lease, source, free
+        self._unagreed_since.pop(free, None)
         self._mapped[free] = True
 
     def _free_place(self, lender: str, slab: int) -> int | None:

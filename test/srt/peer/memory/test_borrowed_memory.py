@@ -324,6 +324,7 @@ def test_a_slab_that_other_ranks_lack_is_given_back_when_it_is_recalled(lender: 
         "rank",
         SlabsConfig(NUM_SLABS, slab_bytes, **options),
         layout,
+        options=BorrowedOptions(timing=PeerTiming(offer=1000)),
     )
 
     def until(slabs_mapped: int, others_have: bytes, home: bytes) -> None:

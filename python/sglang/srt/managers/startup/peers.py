@@ -89,7 +89,8 @@ def lend_memory(
     keep_pages = lender_keeps(
         config, LendingConfig(), min(config.context_len, num_slabs * slab_pages * config.page_size)
     )
-    problem = why_nothing_is_lent(num_slabs * slab_pages, keep_pages, slab_pages, config.page_size)
+    most_kept_pages = lender_keeps(config, LendingConfig(), config.context_len)
+    problem = why_nothing_is_lent(num_slabs * slab_pages, keep_pages, slab_pages, config.page_size, most_kept_pages)
     if problem and rank == 0:
         logger.warning("peers: %s", problem)
     try:
