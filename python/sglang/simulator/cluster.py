@@ -246,6 +246,7 @@ class SimulatedBorrowed(BorrowedPlaces):
 
     def __init__(
         self,
+        network: _Network,
         leases: SimulatedBorrows,
         lenders: Sequence[str],
         num_places: int,
@@ -253,7 +254,7 @@ class SimulatedBorrowed(BorrowedPlaces):
         options: BorrowedOptions,
     ) -> None:
         self.leases = leases
-        super().__init__(leases, lenders, num_places, slab_bytes, options)
+        super().__init__(leases, lenders, num_places, slab_bytes, options, now=lambda: network.now)
 
     @property
     def has_news(self) -> bool:
@@ -298,7 +299,8 @@ class Cluster:
         leases = SimulatedBorrows(
             self._network, self._costs, name, page_bytes, {each: self._lent[each].leases for each in lenders}
         )
-        return SimulatedBorrowed(leases, lenders, num_places, slab_bytes, options or BorrowedOptions(num_wanted=0))
+        options = options or BorrowedOptions(num_wanted=0)
+        return SimulatedBorrowed(self._network, leases, lenders, num_places, slab_bytes, options)
 
     def add(self, engine: SimulatedEngine) -> None:
         slabs = engine.core.slabs
