@@ -108,7 +108,7 @@ _ALL = (
         "Workers' memory instead of the host's, all that they do not need at once (Algorithm 1); the layer stream "
         "cache of Eq. 4, with one buffer of a layer, beside the regular cache of Eq. 5; KV stored as it is computed; "
         "copies over NVLink beside computing; page size 16; first come, first served. The host tier is one page.",
-        "Which histories the regular cache has: here the beginning of each that there is room for. Chunks of 1,024 "
+        "Which histories the regular cache has: here the beginning of each that there is room for. Chunks of 4,096 "
         "tokens. A request waits while three chunks of each that streams do not fit the device.",
         replace(SYSTEMS["SGLang-HiCache"], load=DMA, page_size=16),
         "all",

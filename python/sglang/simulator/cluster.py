@@ -63,7 +63,7 @@ class _Network:
             heapq.heappop(self._due)[2]()
 
 
-class SimulatedLeases:
+class SimulatedLentLeases:
     """A lender's coordinator: see `LenderCoordinator`."""
 
     def __init__(self, network: _Network, costs: PeerCosts, epoch: int, num_slabs: int, slab_bytes: int) -> None:
@@ -75,7 +75,8 @@ class SimulatedLeases:
             make_token=lambda: next(numbers).to_bytes(16, "little"),
             timing=LenderTiming.of(costs.timing),
         )
-        self.borrowers: dict[BorrowerId, SimulatedBorrows] = {}
+        # Who is told.
+        self.borrowers: dict[BorrowerId, Callable[[LenderHeartbeat], None]] = {}
         self._network = network
         self._costs = costs
         self._events: deque[LenderEvent] = deque()
@@ -112,8 +113,7 @@ class SimulatedLeases:
         now = self._network.now
         self.lender.tick(now)
         for borrower_id, message in self.lender.take_outgoing(now):
-            receive = partial(self.borrowers[borrower_id].receive, self, message)
-            self._network.after(self._costs.message_s, receive)
+            self._network.after(self._costs.message_s, partial(self.borrowers[borrower_id], message))
         self._events.extend(self.lender.take_events())
 
     def _tick(self) -> None:
@@ -121,11 +121,11 @@ class SimulatedLeases:
         self._network.after(self._costs.timing.heartbeat, self._tick)
 
 
-class SimulatedBorrows:
+class SimulatedBorrowedLeases:
     """A borrower's coordinator: see `BorrowerCoordinator`. lenders: by endpoint."""
 
     def __init__(
-        self, network: _Network, costs: PeerCosts, name: str, page_bytes: int, lenders: dict[str, SimulatedLeases]
+        self, network: _Network, costs: PeerCosts, name: str, page_bytes: int, lenders: dict[str, SimulatedLentLeases]
     ) -> None:
         self._network = network
         self._costs = costs
@@ -135,8 +135,8 @@ class SimulatedBorrows:
         self._events: deque[BorrowerEvent] = deque()
         # Leases whose memory was asked for since their lender's last message.
         self._requested: set[tuple[str, LeaseId]] = set()
-        for leases in lenders.values():
-            leases.borrowers[BorrowerId(name, 1)] = self
+        for lender, leases in lenders.items():
+            leases.borrowers[BorrowerId(name, 1)] = partial(self._receive, lender)
         self._tick()
 
     @property
@@ -160,8 +160,7 @@ class SimulatedBorrows:
     def offers(self) -> dict[str, LenderOffer | None]:
         return {lender: borrower.offer for lender, borrower in self.borrowers.items()}
 
-    def receive(self, leases: SimulatedLeases, message: LenderHeartbeat) -> None:
-        lender = next(name for name, each in self._lenders.items() if each is leases)
+    def _receive(self, lender: str, message: LenderHeartbeat) -> None:
         if self.borrowers[lender].receive(message, self._network.now):
             self._requested = {each for each in self._requested if each[0] != lender}
             for lease in self.borrowers[lender].leases_to_fetch():
@@ -231,7 +230,7 @@ class SimulatedLent(LentPlaces):
     """Slabs of a simulated lender."""
 
     def __init__(self, network: _Network, costs: PeerCosts, epoch: int, num_slabs: int, slab_bytes: int) -> None:
-        self.leases = SimulatedLeases(network, costs, epoch, num_slabs, slab_bytes)
+        self.leases = SimulatedLentLeases(network, costs, epoch, num_slabs, slab_bytes)
         self.scrubber = SimulatedScrubber(network, costs.scrub_s)
         options = LentOptions(timing=costs.timing)
         super().__init__(self.leases, self.scrubber, num_slabs, slab_bytes, options, lambda: network.now)
@@ -247,7 +246,7 @@ class SimulatedBorrowed(BorrowedPlaces):
     def __init__(
         self,
         network: _Network,
-        leases: SimulatedBorrows,
+        leases: SimulatedBorrowedLeases,
         lenders: Sequence[str],
         num_places: int,
         slab_bytes: int,
@@ -296,7 +295,7 @@ class Cluster:
         options: BorrowedOptions | None = None,
     ) -> SimulatedBorrowed:
         """What a borrower has of its lenders. options: its timing is the cluster's."""
-        leases = SimulatedBorrows(
+        leases = SimulatedBorrowedLeases(
             self._network, self._costs, name, page_bytes, {each: self._lent[each].leases for each in lenders}
         )
         options = options or BorrowedOptions(num_wanted=0)

@@ -151,13 +151,11 @@ class SlabBorrower:
 
     def _has_host_room(self) -> bool:
         """Whether the host has free pages, or would give up first what another tier has as well."""
-        if self._cache.host is None:
-            return False
+        host = self._cache.host
+        if host is None or host.num_free:
+            return host is not None
         victim = self._cache.tree.order.next_of(Tier.HOST)
-        is_spare = victim is not None and (
-            victim.frames[Tier.DEVICE] is not None or victim.frames[Tier.PEER] is not None
-        )
-        return self._cache.host.num_free > 0 or is_spare
+        return victim is not None and any(victim.frames[tier] is not None for tier in (Tier.DEVICE, Tier.PEER))
 
     def _saved_seconds(self, costs: CostModel) -> float:
         """What it saves to load a token from a peer: the host would have it while it has room, else it would be

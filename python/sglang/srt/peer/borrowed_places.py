@@ -48,7 +48,7 @@ class BorrowedOptions:
     timing: PeerTiming = field(default_factory=PeerTiming)
 
 
-class Leases(Protocol):
+class BorrowedLeases(Protocol):
     """What a borrower has agreed on with its lenders; see `BorrowerCoordinator`."""
 
     def poll(self) -> list[BorrowerEvent]: ...
@@ -72,7 +72,7 @@ class BorrowedPlaces:
 
     def __init__(
         self,
-        coordinator: Leases,
+        coordinator: BorrowedLeases,
         lenders: Sequence[str],
         num_places: int,
         slab_bytes: int,

@@ -51,7 +51,7 @@ class LentOptions:
     problem: str = ""
 
 
-class Leases(Protocol):
+class LentLeases(Protocol):
     """What a lender has agreed on with its borrowers; see `LenderCoordinator`."""
 
     def poll(self) -> list[LenderEvent]: ...
@@ -78,7 +78,7 @@ class LentPlaces:
 
     def __init__(
         self,
-        coordinator: Leases,
+        coordinator: LentLeases,
         scrubber: Scrubs,
         num_slabs: int,
         slab_bytes: int,
