@@ -400,7 +400,10 @@ def test_what_goes_to_the_host_for_want_of_peers_is_asked_for(model: Model) -> N
 
 @pytest.mark.parametrize("lends_again", [True, False])
 # The last has room for a while.
-@pytest.mark.parametrize(("num_left", "num_prompt", "num_new"), [(0, 180, 40), (4, 180, 40), (5, 150, 60)])
+@pytest.mark.parametrize(
+    ("num_left", "num_prompt", "num_new"),
+    [(0, 180, 40), pytest.param(4, 180, 40, marks=pytest.mark.slow), (5, 150, 60)],
+)
 @pytest.mark.parametrize("mode", [LaunchMode.EXTEND, LaunchMode.DECODE])
 def test_a_long_request_waits_when_peers_take_their_memory_back(
     model: Model, mode: LaunchMode, num_left: int, num_prompt: int, num_new: int, lends_again: bool
