@@ -35,7 +35,7 @@ FLAGS = (
     "--layer-stream 2 --layer-stream-tokens 1024"
 )
 # Prompt and output of the long request, and the output of a short one.
-LONG, LONG_OUTPUT, SHORT_OUTPUT = 24_000, 64, 4
+LONG, LONG_OUTPUT, SHORT_OUTPUT = 24_000, 64, 32
 # The first fits into one launch, the second takes three.
 SHORT = (200, 1200)
 # When short requests come: shares of the long prompt, and then tokens of its answer.
@@ -195,6 +195,8 @@ def rows_of(found: Found) -> list[dict[str, Any]]:
         for moment in dict.fromkeys(s.moment for s in found.samples):
             samples = [s for s in found.samples if s.num_tokens == num_tokens and s.moment == moment]
             ratios = [s.ttft_s / (s.chunk_s + own) for s in samples]
+            total = statistics.median(whole)
+            shares = [s.total_s / (s.chunk_s + 2 * total) for s in samples]
             rows.append(
                 {
                     "short, tokens": num_tokens,
@@ -204,8 +206,10 @@ def rows_of(found: Found) -> list[dict[str, Any]]:
                     "TTFT, s": statistics.median(s.ttft_s for s in samples),
                     "TTFT / (chunk + alone)": statistics.median(ratios),
                     "worst": max(ratios),
-                    "alone: total, s": statistics.median(whole),
+                    "alone: total, s": total,
                     "total, s": statistics.median(s.total_s for s in samples),
+                    "total / (chunk + 2 alone)": statistics.median(shares),
+                    "worst total": max(shares),
                 }
             )
     return rows

@@ -261,6 +261,23 @@ def checked(sim: Simulation, also: Callable[[BatchDecision], None] = lambda deci
     return after_step
 
 
+def launches_of(
+    sim: Simulation, arrivals: list[tuple[float, TokenizedGenerateReqInput]]
+) -> list[tuple[float, LaunchMode]]:
+    """When each launch ended, and its mode."""
+    ends: list[tuple[float, LaunchMode]] = []
+    modes: list[LaunchMode] = []
+
+    def look(decision: BatchDecision) -> None:
+        while len(ends) < sim.core.scheduler.clock.done:
+            ends.append((sim.now, modes[len(ends)]))
+        if decision.launch is not None:
+            modes.append(decision.launch.mode)
+
+    sim.run(arrivals, look)
+    return ends
+
+
 def test_a_token_takes_as_long_as_what_it_streams() -> None:
     """600 tokens, of which the device has at most 200; the link moves 10,000 tokens per second. While the rest of a
     layer is computed, it fills both buffers and no more."""
@@ -291,6 +308,33 @@ def test_a_prompt_whose_chunks_hide_the_link_takes_what_it_takes() -> None:
     assert ttft[2] == pytest.approx(0.6)
     assert ttft[1] == pytest.approx(0.6, rel=0.01)
     assert ttft[0] > 2 * ttft[1]
+
+
+@pytest.mark.parametrize(("num_prompt", "num_new"), [(20, 4), (20, 20), (70, 12)])
+def test_a_short_answer_takes_one_chunk_of_a_long_prompt_and_its_own_time(num_prompt: int, num_new: int) -> None:
+    """Where it takes less time than a chunk. Chunks take up to 0.5 s, a decode step 0.01 s."""
+    long = request("long", 700, 4)
+    alone = simulation(1e6).run([(0.0, request("a", num_prompt, num_new, 5000))])["a"]
+    ends = [end for end, mode in launches_of(simulation(1e6), [(0.0, long)]) if mode == LaunchMode.EXTEND]
+    for at, chunk_s in [(ends[i] + 0.001, ends[i + 1] - ends[i]) for i in (10, 15, 18)]:
+        sim = simulation(1e6)
+        beside = sim.run([(0.0, long), (at, request("a", num_prompt, num_new, 5000))], checked(sim))["a"]
+        waited = beside.tokens[-1] - at - alone.tokens[-1]
+        # Besides what it reads of the long one's stream, copies for room that it takes from that.
+        assert waited <= 1.2 * chunk_s, f"at {at:.3f}: {waited:.3f} s more than alone, a chunk takes {chunk_s:.3f}"
+
+
+def test_a_long_prompt_goes_on_beside_others_without_end() -> None:
+    """Answers, or prompts, enough of them for all of the time. They have half of it, and pages that are then streamed."""
+    long = (0.0, request("long", 700, 4))
+    alone = simulation(1e6).run([long])["long"].ttft
+    answers = [(0.5 + i / 4, request(f"{i}", 10, 60, 2000 + 20 * i)) for i in range(100)]
+    prompts = [(0.5 + i / 20, request(f"{i}", 40, 4, 2000 + 50 * i)) for i in range(400)]
+    for others in (answers, prompts):
+        sim = simulation(1e6)
+        times = sim.run([long, *others], checked(sim))
+        assert times[others[-1][1].rid].tokens[-1] > times["long"].ttft, "the others end first"
+        assert 1.8 < times["long"].ttft / alone < 3
 
 
 def test_what_decodes_beside_it_waits_for_its_pieces() -> None:

@@ -565,24 +565,35 @@ class Scheduler:
         if launch is None and num_running and not queues.running:
             # All were retracted, for a prompt: nothing is on its way that would cause another step.
             launch = self._prefill()
+        if launch is None and self._turns.has_time(self.planner.expected.now) and not self._is_giving_way:
+            # Those that decode make no use of it.
+            launch = self._prefill_streaming()
         return launch
 
     def _prefill(self) -> Launch | None:
         """See `StreamingTurns`. Whose turn it is not has the launch if the other has nothing to launch."""
-        launch = None
-        if not self._turns.is_others:
+        turns, now, launch = self._turns, self.planner.expected.now, None
+        turns.watch(self.clock.done, now)
+        is_others = turns.is_others(now)
+        if not is_others:
             launch = self._prefill_streaming()
         self.streaming.is_giving_way = False
         if launch is None and (launch := self._prefill_others()) is not None:
-            self._turns.note_others(self.queues.prefilling)
-        if launch is None and self._turns.is_others:
-            if self.streaming.is_giving_way and (self.is_under_way or self.cache.num_free_soon):
+            turns.note_others(self.queues.prefilling, now)
+        if launch is None and is_others:
+            if self._is_giving_way:
                 # Another chunk would only come before the request that gets its pages.
                 if not self.is_under_way:
                     self._step_again_at = self.planner.expected.now
                 return None
-            launch = self._prefill_streaming()
+            if not (turns.has_time(now) and self.queues.has_decode):
+                launch = self._prefill_streaming()
         return launch
+
+    @property
+    def _is_giving_way(self) -> bool:
+        """Whether pages of a request that streams come free for one that waits."""
+        return self.streaming.is_giving_way and bool(self.is_under_way or self.cache.num_free_soon)
 
     def _prefill_streaming(self) -> Launch | None:
         queues = self.queues
@@ -592,7 +603,7 @@ class Scheduler:
         for req in list(queues.streaming):
             if self._next_chunk(batch, req, self.config.chunk_budget):
                 queues.end_turn(req)
-                self._turns.note_chunk(batch.seq)
+                self._turns.note_chunk(batch.seq, self.clock.done, self.planner.expected.now)
                 return self._issue_prefill(batch)
         self.builder.discard(batch)
         return None
