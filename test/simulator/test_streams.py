@@ -325,7 +325,7 @@ def test_a_short_answer_takes_one_chunk_of_a_long_prompt_and_its_own_time(num_pr
 
 
 def test_a_long_prompt_goes_on_beside_others_without_end() -> None:
-    """Answers, or prompts, enough of them for all of the time. They have half of it, and pages that are then streamed."""
+    """Answers, or prompts, enough for all of the time. They have half of it, and pages that are then streamed."""
     long = (0.0, request("long", 700, 4))
     alone = simulation(1e6).run([long])["long"].ttft
     answers = [(0.5 + i / 4, request(f"{i}", 10, 60, 2000 + 20 * i)) for i in range(100)]

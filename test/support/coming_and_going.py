@@ -75,6 +75,9 @@ class ComingAndGoing:
             self._recalled.add(slab)
         self._give_back_unused()
 
+    def follow(self, sources: bytes) -> None:
+        pass
+
     def set_demand(self, num_slabs: int, value_us: int) -> None:
         self.demand = (num_slabs, value_us)
 

@@ -40,6 +40,9 @@ class Slabs:
     def mark_in_use(self, mapped: bytes) -> None:
         pass
 
+    def follow(self, sources: bytes) -> None:
+        pass
+
     def set_demand(self, num_slabs: int, value_us: int) -> None:
         self.demand = num_slabs
 

@@ -1,13 +1,24 @@
-"""Slabs that only one rank of a borrower has: none may use them, so they are not kept."""
+"""Slabs of a borrower with several ranks: all have them at the same places. What only one has is not kept."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 
 import numpy as np
+import pytest
 
+from sglang.srt.managers.progress import COUNTED, Progress, reduce_progress
+from sglang.srt.mem_cache.slab_ledger import SlabReport
 from sglang.srt.peer.borrowed_places import BorrowedOptions, BorrowedPlaces
-from sglang.srt.peer.protocol.borrower import BorrowerEvent, LenderOffer, SlabLent
+from sglang.srt.peer.protocol.borrower import (
+    BorrowerEvent,
+    LenderOffer,
+    SlabLent,
+    SlabLost,
+    SlabRecalled,
+    SlabsWanted,
+)
 from sglang.srt.peer.protocol.messages import LeaseId
 from sglang.srt.utils.peer_timing import PeerTiming
 
@@ -16,7 +27,7 @@ PATIENCE_S = 2.0
 
 
 class Leases:
-    """A lender's slabs, which a test lends."""
+    """Slabs of lenders, which a test lends."""
 
     def __init__(self) -> None:
         self.events: list[BorrowerEvent] = []
@@ -27,8 +38,8 @@ class Leases:
         events, self.events = self.events, []
         return events
 
-    def lend(self, *slabs: int) -> None:
-        self.events += [SlabLent("w", LeaseId(1, slab), slab, SLAB_BYTES, None) for slab in slabs]
+    def lend(self, *slabs: int, lender: str = "w") -> None:
+        self.events += [SlabLent(lender, LeaseId(1, slab), slab, SLAB_BYTES, None) for slab in slabs]
 
     def set_demand(self, lender: str, size_bytes: int, value_us: int = 0) -> None:
         self.demand_bytes = size_bytes
@@ -37,10 +48,10 @@ class Leases:
         self.returned.append(lease.number)
 
     def connected(self) -> dict[str, bool]:
-        return {"w": True}
+        return {}
 
     def offers(self) -> Mapping[str, LenderOffer | None]:
-        return {"w": LenderOffer(SLAB_BYTES, strict=False, can_lend=True)}
+        return {}
 
 
 class Rank:
@@ -106,3 +117,81 @@ def test_a_slab_in_the_place_of_another_has_its_own_time() -> None:
     rank.step(PATIENCE_S + 0.2, b"\0\0\0\0")
     rank.step(2 * PATIENCE_S, b"\0\0\0\0")
     assert rank.leases.returned == [1]
+
+
+class Ranks:
+    """Two ranks with so many places, which step together: what both have at the same places is used."""
+
+    def __init__(self, num_places: int, lenders: list[str]) -> None:
+        self.leases = [Leases(), Leases()]
+        self.now = 0.0
+        options = BorrowedOptions(timing=PeerTiming(offer=PATIENCE_S))
+        self.ranks = [
+            BorrowedPlaces(leases, lenders, num_places, SLAB_BYTES, options, leads=rank == 0, now=lambda: self.now)
+            for rank, leases in enumerate(self.leases)
+        ]
+
+    def step(self, now: float) -> SlabReport:
+        """What both may use."""
+        self.now = now
+        reports = [self.ranks[0].poll_mapped()]
+        self.ranks[1].follow(reports[0].sources)
+        reports.append(self.ranks[1].poll_mapped())
+        done = {name: 0 for name in COUNTED}
+        agreed = reduce_progress([Progress(done, {}, {}, slab_report=each) for each in reports]).slab_report
+        for rank in self.ranks:
+            rank.mark_in_use(agreed.mapped)
+        return agreed
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_slabs_of_lenders_of_any_size_come_to_ranks_in_any_order(seed: int) -> None:
+    """More slabs than places of a lender's part, lent to each rank one by one. All are used in the end."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    ranks = Ranks(24, ["a", "b"])
+    lent = [("a", slab) for slab in range(19)] + [("b", slab) for slab in (40, 3, 4, 5, 11)]
+    to_come = [rng.sample(lent, len(lent)) for _ in ranks.leases]
+    while any(to_come):
+        leases, coming = rng.choice([each for each in zip(ranks.leases, to_come) if each[1]])
+        lender, slab = coming.pop()
+        leases.lend(slab, lender=lender)
+        if rng.random() < 0.5:
+            ranks.step(0.0)
+    assert sum(ranks.step(0.1).mapped) == 24
+    ranks.step(PATIENCE_S + 0.2)
+    assert not any(leases.returned for leases in ranks.leases)
+
+
+def test_a_slab_that_rank_0_does_not_get_is_given_back() -> None:
+    ranks = Ranks(4, ["w"])
+    ranks.leases[1].lend(1, 2)
+    ranks.leases[0].lend(2)
+    assert sum(ranks.step(0.0).mapped) == 1
+    assert ranks.leases[1].demand_bytes == 4 * SLAB_BYTES, "more is asked for than there is room for"
+    ranks.step(PATIENCE_S)
+    assert not ranks.leases[1].returned
+    ranks.step(PATIENCE_S + 0.1)
+    assert ranks.leases[1].returned == [1] and sum(ranks.step(PATIENCE_S + 0.2).mapped) == 1
+
+
+@pytest.mark.parametrize("event", [SlabRecalled, SlabLost])
+def test_a_slab_ends_that_waits_for_rank_0(event: type[SlabRecalled | SlabLost]) -> None:
+    ranks = Ranks(4, ["w"])
+    ranks.leases[1].lend(1)
+    ranks.step(0.0)
+    deadline = (9.0,) if event is SlabRecalled else ()
+    ranks.leases[1].events.append(event("w", LeaseId(1, 1), *deadline))
+    ranks.step(0.1)
+    assert ranks.leases[1].returned == ([1] if event is SlabRecalled else [])
+    ranks.leases[0].lend(1)
+    assert sum(ranks.step(0.2).mapped) == 0
+
+
+def test_a_slab_that_waits_for_rank_0_goes_first_where_some_are_wanted() -> None:
+    ranks = Ranks(4, ["w"])
+    ranks.leases[0].lend(1)
+    ranks.leases[1].lend(1, 2)
+    assert sum(ranks.step(0.0).mapped) == 1
+    ranks.leases[1].events.append(SlabsWanted("w", 1))
+    assert sum(ranks.step(0.1).mapped) == 1 and ranks.leases[1].returned == [2]

@@ -67,8 +67,11 @@ class EngineCore:
         self._reset_mark = 0
         self._launched_last = False
 
-    def progress(self) -> Progress:
-        """Poll the executor and the links. Returns what has completed on this rank and is not consumed."""
+    def progress(self, slab_sources: bytes = b"") -> Progress:
+        """Poll the executor and the links. Returns what has completed on this rank and is not consumed. slab_sources:
+        see `Tick`."""
+        if slab_sources and self._borrowed is not None:
+            self._borrowed.follow(slab_sources)
         # The executor first. Then the cause of a failed launch is seen together with the launch, and never after it.
         for result in self.executor.poll():
             assert result.seq == self._completed[EXEC], "launches complete in order"

@@ -38,6 +38,8 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     results: dict[int, bytes] = {}
     logprobs: dict[int, LaunchLogprobs] = {}
     cost: dict[str, dict[int, float]] = {}
+    # Of borrowed memory, see `SlabReport.sources`: what rank 0 has where. Empty: as in the last tick that told.
+    slab_sources: bytes = b""
 
 
 class RankSync:
@@ -49,6 +51,8 @@ class RankSync:
         self._group = group
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Tick).decode
+        # The slabs that the other ranks were told of.
+        self._told_sources = b""
         # Sockets to the other ranks; at rank 0 only.
         self._followers: list[zmq.Socket] = []
         self.socket: zmq.Socket | None = None
@@ -86,15 +90,18 @@ class RankSync:
         """Rank 0: start a step on all ranks. Returns the progress that all ranks agree on."""
         if not self._followers:
             return progress
+        if (sources := progress.slab_report.sources) != self._told_sources:
+            self._told_sources = sources
+            tick = msgspec.structs.replace(tick, slab_sources=sources)
         message = self._encode(tick)
         for follower in self._followers:
             follower.send(message)
         return self._agree(progress, tick)
 
-    def follow(self, message: bytes, progress: Callable[[], Progress]) -> tuple[Tick, Progress]:
-        """Other ranks: join the step that the message starts. progress: called once the message has come."""
+    def follow(self, message: bytes, progress: Callable[[bytes], Progress]) -> tuple[Tick, Progress]:
+        """Other ranks: join the step that the message starts. progress: called with `Tick.slab_sources`."""
         tick = self._decode(message)
-        return tick, self._agree(progress(), tick)
+        return tick, self._agree(progress(tick.slab_sources), tick)
 
     def _agree(self, progress: Progress, tick: Tick) -> Progress:
         least = self._group.reduce_min(torch.from_numpy(pack_progress(progress)))

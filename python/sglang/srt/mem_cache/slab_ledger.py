@@ -90,6 +90,10 @@ class BorrowedSlabs(SlabSource, Protocol):
         those that go in any case."""
         ...
 
+    def follow(self, sources: bytes) -> None:
+        """What rank 0 has at each place, see `SlabReport`: other ranks have the same slabs at the same places."""
+        ...
+
     def set_demand(self, num_slabs: int, value_us: int) -> None:
         """How many slabs the engine would like to have in all, and what one is worth, see `SlabUse`."""
         ...

@@ -4,9 +4,8 @@ Owns that table, and what is told to the coordinator. Knows no memory: a subclas
 them. Decides nothing: the coordinator tells what was lent and how much is wanted back, the scheduler (`Borrowing`)
 how much to ask for and which slabs to give up, and `SlabLedger` which slabs no request uses any more.
 
-A slab goes to the place that follows from its lender and its number, if that is free: all ranks then have it at the
-same place, and what one rank gives back all do. Where ranks have different slabs at a place, as one had it free
-sooner, none uses it: these slabs are given back after some seconds, and may be lent again.
+Rank 0 chooses the place of a slab, and the other ranks follow: there a slab waits until rank 0 has it as well. What
+not all ranks have for some seconds is of no use: it is given back, and may be lent again.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class BorrowedLeases(Protocol):
 class BorrowedPlaces:
     """`BorrowedSlabs` (mem_cache/slab_ledger.py): num_places places for slabs of slab_bytes. Lenders must have slabs
     of the same size. lenders: their endpoints. maps_only: slabs that a lender does not let be mapped are of no use.
-    now: seconds of a monotonic clock.
+    leads: whether this is rank 0. now: seconds of a monotonic clock.
 
     Slabs of a strict lender that does not answer are not mapped, for the scheduler, until it does; the lease stays.
     """
@@ -78,6 +77,7 @@ class BorrowedPlaces:
         slab_bytes: int,
         options: BorrowedOptions,
         maps_only: bool = False,
+        leads: bool = True,
         now: Callable[[], float] = monotonic,
     ) -> None:
         self._coordinator = coordinator
@@ -88,6 +88,11 @@ class BorrowedPlaces:
         self._unagreed_since: dict[int, float] = {}
         self.slab_bytes = slab_bytes
         self._maps_only = maps_only
+        self._leads = leads
+        # Where rank 0 does not lead here: what it has -> at which place.
+        self._places_of_leader: dict[int, int] = {}
+        # Slabs that rank 0 does not have yet, by lender and lease, and since when.
+        self._unplaced: dict[tuple[str, LeaseId], tuple[SlabLent, float]] = {}
         # Place -> lender and lease; None: the place is free.
         self._leases: list[tuple[str, LeaseId] | None] = [None] * num_places
         # The other way round.
@@ -134,9 +139,13 @@ class BorrowedPlaces:
             if isinstance(event, SlabsWanted):
                 self._wanted[self._lenders[event.lender]] = event.num_slabs
                 continue
-            place = self._places.get((event.lender, event.lease))
+            lease = (event.lender, event.lease)
+            place = self._places.get(lease)
             if place is None:
-                continue  # it was given back at once
+                # Else it was given back at once.
+                if lease in self._unplaced:
+                    self._give_back_unplaced([lease], is_lost=isinstance(event, SlabLost))
+                continue
             self._mapped[place] = False
             self._ending.add(place)
             if isinstance(event, SlabLost):
@@ -150,6 +159,8 @@ class BorrowedPlaces:
                 logger.warning("the worker at %s has reclaimed %s, or is gone", lender, slabs)
             else:
                 logger.warning("the worker at %s is gone, and %s of its memory with it", lender, slabs)
+        if self._unplaced:
+            self._place_unplaced()
         if any(self._wanted):
             self._give_back_unagreed()
         if self._unagreed_since:
@@ -178,6 +189,12 @@ class BorrowedPlaces:
             sources=np.where(mapped, self._sources, 0).tobytes(),
             num_wanted=tuple(self._wanted),
         )
+
+    def follow(self, sources: bytes) -> None:
+        """See `BorrowedSlabs`."""
+        table = np.frombuffer(sources, np.int64)
+        places = np.flatnonzero(table)
+        self._places_of_leader = dict(zip(table[places].tolist(), places.tolist()))
 
     def set_demand(self, num_slabs: int, value_us: int) -> None:
         """See `BorrowedSlabs`."""
@@ -209,6 +226,8 @@ class BorrowedPlaces:
     def _give_back_unagreed(self) -> None:
         """Slabs that other ranks lack are of no use: they go first where a lender wants some back."""
         for lender, i in self._lenders.items():
+            unplaced = [lease for lease in self._unplaced if lease[0] == lender][: self._wanted[i]]
+            self._give_back_unplaced(unplaced)
             idle = (
                 place
                 for place, lease in enumerate(self._leases)
@@ -217,7 +236,7 @@ class BorrowedPlaces:
                 and place not in self._in_use
                 and place not in self._ending
             )
-            self._end([place for place, _ in zip(idle, range(self._wanted[i]))])
+            self._end([place for place, _ in zip(idle, range(self._wanted[i] - len(unplaced)))])
         self._give_back_unused()
 
     def _note_unagreed(self, agreed: bytes) -> None:
@@ -247,6 +266,7 @@ class BorrowedPlaces:
         held = Counter(
             lease[0] for place, lease in enumerate(self._leases) if lease is not None and place not in self._ending
         )
+        held.update(lender for lender, _ in self._unplaced)
         useful = [lender for lender in self._lenders if lender not in self._problems]
         part = -(-max(0, num_wanted - sum(held.values())) // len(useful)) if useful else 0
         for lender in self._lenders:
@@ -346,10 +366,35 @@ class BorrowedPlaces:
         self._left_alone = set(reasons)
 
     def _borrow(self, event: SlabLent) -> None:
+        """Have a slab that was lent, or wait until rank 0 has it."""
+        free = self._free_place(event)
+        if free is None and not self._leads:
+            self._unplaced[event.lender, event.lease] = (event, self._now())
+        else:
+            self._borrow_at(free, event)
+
+    def _place_unplaced(self) -> None:
+        """Slabs that rank 0 has by now; those that it does not get are given back."""
+        long_ago = self._now() - self._patience_s
+        for lease, (event, since) in list(self._unplaced.items()):
+            free = self._free_place(event)
+            if free is not None:
+                del self._unplaced[lease]
+                self._borrow_at(free, event)
+            elif since < long_ago:
+                self._give_back_unplaced([lease])
+                self._spread_demand()
+
+    def _give_back_unplaced(self, leases: Iterable[tuple[str, LeaseId]], is_lost: bool = False) -> None:
+        for lease in leases:
+            event, _ = self._unplaced.pop(lease)
+            self._drop(event)
+            if not is_lost:
+                self._coordinator.give_back(*lease)
+
+    def _borrow_at(self, free: int | None, event: SlabLent) -> None:
         """Map a slab, or have its lender copy it (strict mode). A slab that is of no use is given back at once."""
         try:
-            source = source_of(self._lenders[event.lender], event.slab)
-            free = self._free_place(event.lender, event.slab)
             if free is None:
                 # More than was asked for, while demands crossed.
                 self._coordinator.give_back(event.lender, event.lease)
@@ -366,16 +411,23 @@ class BorrowedPlaces:
         finally:
             self._drop(event)
         lease = (event.lender, event.lease)
-        self._leases[free], self._sources[free], self._places[lease] = lease, source, free
+        self._leases[free], self._sources[free], self._places[lease] = lease, self._source_of(event), free
         self._unagreed_since.pop(free, None)
         self._mapped[free] = True
+        self._report = None
 
-    def _free_place(self, lender: str, slab: int) -> int | None:
-        """The first from that on which follows from lender and slab alone."""
-        num_places = len(self._leases)
-        first = self._lenders[lender] * num_places // len(self._lenders) + slab
-        order = ((first + i) % num_places for i in range(num_places))
-        return next((place for place in order if self._leases[place] is None), None)
+    def _source_of(self, event: SlabLent) -> int:
+        return source_of(self._lenders[event.lender], event.slab)
+
+    def _free_place(self, event: SlabLent) -> int | None:
+        """The place for a slab: at rank 0 the first that is free, from one on that is likely to be; else rank 0's."""
+        if self._leads:
+            num_places = len(self._leases)
+            first = self._lenders[event.lender] * num_places // len(self._lenders) + event.slab
+            order = ((first + i) % num_places for i in range(num_places))
+            return next((place for place in order if self._leases[place] is None), None)
+        place = self._places_of_leader.get(self._source_of(event))
+        return place if place is not None and self._leases[place] is None else None
 
     # -- the memory ---------------------------------------------------------------------------------------------
 

@@ -45,7 +45,8 @@ def borrow_memory(
     slab_bytes = args.peer_slab_size << 20
     num_slabs = max(1, int(args.peer_size * 1e9 / num_ranks) // slab_bytes)
     endpoints = [of_rank(each, rank) for each in args.peer_endpoint.split(",")]
-    name = f"{args.model_name} ({os.getpid()})"
+    # Alike on all ranks, whose parent is the server: what lenders decide by it, they decide alike.
+    name = f"{args.model_name} ({os.getppid()})"
     try:
         memory = BorrowedMemory(
             endpoints,
@@ -55,6 +56,7 @@ def borrow_memory(
             notify,
             # Nothing is asked for before it is needed, see `Borrowing`.
             BorrowedOptions(0, timing=PeerTiming.parse(args.peer_timing)),
+            leads=rank == 0,
         )
     except (PeerError, SlabError, ValueError) as error:
         raise StartupError(str(error)) from error

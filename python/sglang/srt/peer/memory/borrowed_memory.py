@@ -23,8 +23,8 @@ from sglang.srt.peer.protocol.borrower import SlabLent
 class BorrowedMemory(BorrowedPlaces):
     """config.num_slabs places.
 
-    pool: the pages in the places, of the given layout. endpoints, name, notify: see
-    `BorrowerCoordinator`. On a GPU, slabs that a lender does not let be mapped (strict mode) are given back at once.
+    pool: the pages in the places, of the given layout. endpoints, name, notify: see `BorrowerCoordinator`. leads: see
+    `BorrowedPlaces`. On a GPU, slabs that a lender does not let be mapped (strict mode) are given back at once.
     Raises PeerError, SlabError, and ValueError where a slab has no room for a page.
     """
 
@@ -36,6 +36,7 @@ class BorrowedMemory(BorrowedPlaces):
         layout: PageLayout,
         notify: Callable[[], None] = lambda: None,
         options: BorrowedOptions | None = None,
+        leads: bool = True,
     ) -> None:
         options = options or BorrowedOptions()
         self.slabs = reserve_slabs(config, layout.page_bytes)
@@ -44,7 +45,9 @@ class BorrowedMemory(BorrowedPlaces):
             endpoints, name, layout.page_bytes, notify, heartbeat_s=options.timing.heartbeat
         )
         maps_only = config.device.type != "cpu"
-        super().__init__(self.coordinator, endpoints, config.num_slabs, self.slabs.slab_bytes, options, maps_only)
+        super().__init__(
+            self.coordinator, endpoints, config.num_slabs, self.slabs.slab_bytes, options, maps_only, leads
+        )
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "slab_padding_bytes": self.pool.slab_padding_bytes}
