@@ -136,6 +136,40 @@ def test_what_is_lent_is_used_and_given_back(tp_size: int, strict: bool, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("num_masters", "sizes"), [(2, [2 * NUM_SLABS]), (1, [3, 2 * NUM_SLABS])])
+def test_ranks_of_several_masters_or_workers_have_the_same_slabs(
+    num_masters: int, sizes: list[int], tmp_path: Path
+) -> None:
+    """Two ranks everywhere. sizes: of the workers, in slabs."""
+    tmp_path.chmod(0o700)
+    endpoints = [f"ipc://{tmp_path}/peers{i}" for i in range(len(sizes))]
+    options = LentOptions(timing=PeerTiming(offer=1e6))
+    workers = [
+        LentMemory(
+            of_rank(endpoint, rank),
+            tmp_path,
+            SlabsConfig(size, 1 << 20),
+            PageLayout.kv(1, 8, 4, 32, torch.bfloat16),
+            options=options,
+        )
+        for endpoint, size in zip(endpoints, sizes)
+        for rank in range(2)
+    ]
+    flags = (*FLAGS.split(), "--peer-endpoint", ",".join(endpoints), "--tp-size", "2")
+    with contextlib.ExitStack() as stack:
+        masters = [stack.enter_context(Server(*flags)) for _ in range(num_masters)]
+        wanted = [[ask(master, seed)[0] for seed in range(3)] for master in masters]
+        # Not in the same order.
+        for worker in workers[::-1] if num_masters == 1 else workers:
+            worker.lend(range(worker.slabs.num_slabs))
+        for master, tokens in zip(masters, wanted):
+            wait_until(lambda master=master: [w.poll_mapped() for w in workers] and borrows(master))
+            wait_until(lambda m=master, t=tokens: [w.poll_mapped() for w in workers] and come_from_peers(m, t))
+    for worker in workers:
+        worker.close()
+
+
+@pytest.mark.slow
 def test_a_worker_that_is_killed_takes_nothing_but_its_memory_along(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     endpoint = f"ipc://{tmp_path}/peers"
