@@ -337,14 +337,6 @@ def test_a_short_request_waits_for_one_chunk_of_a_long_prompt(model: Model, num_
     assert after[:end].count("long") <= 1, f"the short one waits for more than a chunk: {after}"
 
 
-def test_a_long_prompt_goes_on_beside_many_short_ones(model: Model) -> None:
-    """Each begins with the rest of the launch in which another ends."""
-    after = Beside(model, 6, 40, (LaunchMode.EXTEND, 6)).after(LaunchMode.EXTEND)
-    end = len(after) - after[::-1].index("short")
-    runs = "".join(name[0] for name in after[:end]).split("l")
-    assert max(map(len, runs)) <= 4 and len(runs) > 3, f"the long one waits for more than one prompt: {after}"
-
-
 def test_the_pages_of_a_prompts_next_chunk_are_not_taken_to_load_a_stream_back(model: Model) -> None:
     """It comes while the long request decodes, and gets pages of it: a decode step is between two of its chunks."""
     beside = Beside(model, 1, 44, (LaunchMode.DECODE, 4))
@@ -435,7 +427,12 @@ def test_a_long_request_waits_when_peers_take_their_memory_back(
     if lends_again:
         model.check(prompt, answer, num_new)
     else:
-        assert answer.finish_reason == "abort" and now >= reclaimed_at + 30
+        # What has been generated is not lost.
+        assert now >= reclaimed_at + 30 and (answer.tokens or mode == LaunchMode.EXTEND)
+        if answer.tokens:
+            model.check(prompt, answer, len(answer.tokens))
+        else:
+            assert answer.finish_reason == "abort"
     check_memory(model, rig.engine)
 
 

@@ -349,11 +349,12 @@ class Scheduler:
         for req in [r for r in too_long if self._too_long_until[r.rid] <= now]:
             del self._too_long_until[req.rid]
             message = (
-                f"peers do not lend the memory that the request's {req.num_known} tokens need; there is room for "
-                f"{limit - 1} now"
+                f"peers have not lent the memory that the request's {req.num_known} tokens need for {patience:g} s; "
+                f"there is room for {limit - 1} now. Send it again when the workers need less themselves, or see "
+                f"{self.streaming.limit_flags}"
             )
             self._leave(req)
-            self._end(req, FinishReason(type="abort", message=message, status_code=503))
+            self._end_without_room(req, message)
 
     def _lose(self, req: Req) -> None:
         """A running request lacks a part of its KV: it starts again."""
@@ -511,9 +512,16 @@ class Scheduler:
             "--hicache-size, --peer-size and --layer-stream-disk-size"
         )
         self.end_hold(req, EndReason.ABORT)
-        self._end(req, FinishReason(type="abort", message=message, status_code=503))
+        self._end_without_room(req, message)
         # Others may wait for its memory, and perhaps nothing is on its way that would cause another step.
         self._step_again_at = self.planner.expected.now
+
+    def _end_without_room(self, req: Req, message: str) -> None:
+        """An answer that has begun ends as at the limit of the model's context; one that has not is an error."""
+        if num_new := req.num_known - req.num_prompt:
+            self._end(req, FinishReason(type="length", length=num_new))
+        else:
+            self._end(req, FinishReason(type="abort", message=message, status_code=503))
 
     def _requeue(self, req: Req) -> None:
         """Back among the waiting, at the request's age."""
