@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_equality import MODELS, Model, check_memory, greedy, prompts
 
-from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, TokenOutput, ids_to_bytes
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.managers.scheduler_process import ready_message
@@ -354,7 +354,10 @@ class LendingOnDemand(Slabs):
         if sum(self.mapped) < min(getattr(self, "demand", 0), self.most):
             self.mapped[self.mapped.index(False)] = True
         sources = [source_of(0, slab) if here else 0 for slab, here in enumerate(self.mapped)]
-        return SlabReport(bytes(self.mapped), sources=np.array(sources).tobytes(), num_wanted=(0,))
+        num_lendable = getattr(self, "num_lendable", len(self.mapped))
+        return SlabReport(
+            bytes(self.mapped), sources=np.array(sources).tobytes(), num_wanted=(0,), num_lendable=num_lendable
+        )
 
     def give_back(self, slabs: Sequence[int], chosen: Sequence[int] = ()) -> None:
         for slab in chosen:
@@ -450,4 +453,20 @@ def test_it_ends_when_peers_do_not_lend(model: Model) -> None:
     ended, answer = rig.engine.generate([long, short], greedy(4))
     model.check(short, answer, 4)
     assert ended.finish_reason == "abort" and not ended.tokens and 130.0 <= now < 140.0
+    check_memory(model, rig.engine)
+
+
+def test_what_peers_can_never_lend_is_not_waited_for(model: Model) -> None:
+    now = 100.0
+    rig = on_demand(model, most=8, clock=lambda: now)
+    rig.slabs.num_lendable = 4
+    most = rig.scheduler.streaming.max_len_with(4 * SLAB)
+    outputs: list[TokenOutput] = []
+    fits, does_not = prompts(15, [most - 2, most])
+    answer, _ = rig.engine.generate(
+        [fits, does_not], greedy(1), after_step=lambda decision: outputs.extend(decision.outputs)
+    )
+    model.check(fits, answer, 1)
+    (reason,) = [each.finish_reason for each in outputs if each.finish_reason and each.finish_reason.type == "abort"]
+    assert reason.status_code == 503 and f"room for {most - 1}:" in str(reason.message)
     check_memory(model, rig.engine)

@@ -59,7 +59,7 @@ class _Columns:
     far_counts: COUNTS_PER_STEP results of the probe link; unused ones are 0.
     mapped_slabs: 1 for each slab that the rank may use, else 0.
     readable_slabs: 1 for each slab from which the rank can copy, else 0.
-    num_borrowable_slabs, value_us, lent_value_us: one number each, of `SlabReport`.
+    num_borrowable_slabs, num_lendable_slabs, value_us, lent_value_us: one number each, of `SlabReport`.
     storage_has_room: 1 if so, else 0.
     sources: of `SlabReport`, by slab. negated_sources: the same, negated: where the least and the largest differ,
     ranks have mapped different memory.
@@ -77,6 +77,7 @@ class _Columns:
             "mapped_slabs": len(report.mapped),
             "readable_slabs": len(report.mapped),
             "num_borrowable_slabs": 1,
+            "num_lendable_slabs": 1,
             "negated_num_late_slabs": 1,
             "value_us": 1,
             "lent_value_us": 1,
@@ -114,6 +115,7 @@ def pack_progress(progress: Progress) -> np.ndarray:
     columns.of(values, "mapped_slabs")[:] = np.frombuffer(report.mapped, np.uint8)
     columns.of(values, "readable_slabs")[:] = np.frombuffer(report.readable, np.uint8) if report.readable else 1
     columns.of(values, "num_borrowable_slabs")[:] = report.num_borrowable
+    columns.of(values, "num_lendable_slabs")[:] = report.num_lendable
     columns.of(values, "negated_num_late_slabs")[:] = -report.num_late
     columns.of(values, "value_us")[:] = report.value_us
     columns.of(values, "lent_value_us")[:] = report.lent_value_us
@@ -163,6 +165,7 @@ def _agreed_report(columns: _Columns, least: np.ndarray) -> SlabReport:
     return SlabReport(
         mapped=mapped.tobytes(),
         num_borrowable=int(columns.of(least, "num_borrowable_slabs")[0]),
+        num_lendable=int(columns.of(least, "num_lendable_slabs")[0]),
         num_late=-int(columns.of(least, "negated_num_late_slabs")[0]),
         readable=b"" if readable.all() else readable.tobytes(),
         value_us=int(columns.of(least, "value_us")[0]),

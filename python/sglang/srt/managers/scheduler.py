@@ -342,17 +342,27 @@ class Scheduler:
     def _end_impossible(self, now: Seconds) -> None:
         """Requests wait that are too long for what is there, as peers took memory back, or have not lent it yet: they
         end when that has lasted too long."""
-        limit, patience = self.max_total_len, LENDING_PATIENCE_S if self.borrower is not None else 0.0
+        limit, most, patience = self.max_total_len, 0, 0.0
+        if self.borrower is not None:
+            most, patience = self.streaming.max_len_with(self.borrower.most_pages), LENDING_PATIENCE_S
         too_long = [r for r in self.queues.waiting if r.num_known >= limit]
         since = self._too_long_until
-        self._too_long_until = {r.rid: since.get(r.rid, now + patience) for r in too_long}
+        self._too_long_until = {
+            r.rid: since.get(r.rid, now + patience) if r.num_known < most else now for r in too_long
+        }
         for req in [r for r in too_long if self._too_long_until[r.rid] <= now]:
             del self._too_long_until[req.rid]
-            message = (
-                f"peers have not lent the memory that the request's {req.num_known} tokens need for {patience:g} s; "
-                f"there is room for {limit - 1} now. Send it again when the workers need less themselves, or see "
-                f"{self.streaming.limit_flags}"
-            )
+            if req.num_known < most:
+                message = (
+                    f"peers have not lent the memory that the request's {req.num_known} tokens need for "
+                    f"{patience:g} s; there is room for {limit - 1} now. Send it again when the workers need less "
+                    f"themselves, or see {self.streaming.limit_flags}"
+                )
+            else:
+                message = (
+                    f"the request has {req.num_known} tokens; with all that the peers can lend there is room for "
+                    f"{max(limit, most) - 1}: see --max-total-tokens of the workers, and {self.streaming.limit_flags}"
+                )
             self._leave(req)
             self._end_without_room(req, message)
 

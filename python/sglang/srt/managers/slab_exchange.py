@@ -100,6 +100,9 @@ class SlabBorrower:
         self._cache = cache
         self._page_size = config.page_size
         use = SlabUse(config.slabs, cache.borrowed.table.num_pages)
+        # The most pages that lenders may ever lend.
+        self.most_pages = self._num_pages = config.most_borrowed_pages
+        self._slab_pages = config.slabs[0][1] - config.slabs[0][0]
         self.policy = Borrowing(borrowing, cache.borrowed, use)
 
     @property
@@ -109,6 +112,7 @@ class SlabBorrower:
     def update(self, report: SlabReport) -> None:
         """report: what all ranks agree on; the cache has dropped what is lost."""
         self.policy.update(report)
+        self.most_pages = min(report.num_lendable * self._slab_pages, self._num_pages)
 
     def step(
         self,

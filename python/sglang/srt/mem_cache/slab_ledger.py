@@ -45,6 +45,8 @@ class SlabReport:
     sources: bytes = b""
     # At a borrower: by lender, how many slabs of the borrower's choice it wants back.
     num_wanted: tuple[int, ...] = ()
+    # At a borrower: how many slabs its lenders may ever lend it; all while one is not connected.
+    num_lendable: int = 1 << 20
     # At a borrower, a byte per slab: 0 if what is in it cannot be copied elsewhere any more. Empty: all can.
     readable: bytes = b""
 

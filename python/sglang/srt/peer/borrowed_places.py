@@ -103,6 +103,8 @@ class BorrowedPlaces:
         self._lenders = {endpoint: i for i, endpoint in enumerate(dict.fromkeys(lenders))}
         # By lender: how many slabs of this rank's choice it wants back.
         self._wanted = [0] * len(self._lenders)
+        # See `SlabReport`.
+        self._num_lendable = num_places
         # Lender -> why none of its slabs can be used; was logged.
         self._problems: dict[str, str] = {}
         num_wanted = num_places if options.num_wanted is None else options.num_wanted
@@ -165,7 +167,7 @@ class BorrowedPlaces:
             self._give_back_unagreed()
         if self._unagreed_since:
             self._give_back_long_unagreed()
-        self._note_problems()
+        self._note_offers()
         if events:
             self._report = None
             self._spread_demand()
@@ -188,6 +190,7 @@ class BorrowedPlaces:
             readable=b"" if readable.all() else readable.tobytes(),
             sources=np.where(mapped, self._sources, 0).tobytes(),
             num_wanted=tuple(self._wanted),
+            num_lendable=self._num_lendable,
         )
 
     def follow(self, sources: bytes) -> None:
@@ -273,10 +276,12 @@ class BorrowedPlaces:
             num_slabs = held[lender] + (part if lender in useful else 0)
             self._coordinator.set_demand(lender, num_slabs * self.slab_bytes, value_us)
 
-    def _note_problems(self) -> None:
-        """Log why a lender is of no use, once."""
+    def _note_offers(self) -> None:
+        """How much lenders may lend, and in the log, once, why one is of no use."""
+        num_lendable = 0
         for lender, offer in self._coordinator.offers().items():
             if offer is None:
+                num_lendable = len(self._leases)
                 continue
             problem = self._problem_of(lender, offer)
             if problem != self._problems.get(lender, ""):
@@ -286,6 +291,10 @@ class BorrowedPlaces:
                 else:
                     del self._problems[lender]
                 self._spread_demand()
+            num_lendable += 0 if problem else offer.num_lendable
+        num_lendable = min(num_lendable, len(self._leases))
+        if num_lendable != self._num_lendable:
+            self._num_lendable, self._report = num_lendable, None
 
     def _problem_of(self, lender: str, offer: LenderOffer) -> str:
         """A sentence, or "" if its slabs can be used."""
@@ -300,7 +309,7 @@ class BorrowedPlaces:
                 f"slabs from {lender} cannot be used: its worker has --peer-strict, and a GPU uses what it "
                 "maps alone: start the worker without it"
             )
-        if not offer.can_lend:
+        if not offer.num_lendable:
             return f"the worker at {lender} can lend nothing: its log and its /hicache/state have the flag to change"
         return ""
 

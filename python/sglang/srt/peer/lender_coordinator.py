@@ -53,7 +53,7 @@ class _Connection:
 class LenderCoordinator(Coordinator[LenderEvent]):
     """endpoint: where borrowers connect, see `check_endpoint`. Port 0 is any free port, and the attribute has it
     then. directory: a private one, for the slab channel's socket. slabs: what can be lent. strict: see `Lender`.
-    can_lend: whether the engine may ever lend. Raises PeerError.
+    num_lendable: how many slabs the engine may ever lend; None: all. Raises PeerError.
 
     counters: "refused" are requests for memory, or for copies, that were refused."""
 
@@ -65,7 +65,7 @@ class LenderCoordinator(Coordinator[LenderEvent]):
         notify: Callable[[], None] = lambda: None,
         strict: bool = False,
         timing: LenderTiming | None = None,
-        can_lend: bool = True,
+        num_lendable: int | None = None,
     ) -> None:
         check_endpoint(endpoint)
         check_unused(endpoint)
@@ -83,7 +83,8 @@ class LenderCoordinator(Coordinator[LenderEvent]):
             timing=timing,
             slab_socket=slab_socket,
         )
-        self._lender.can_lend = can_lend
+        if num_lendable is not None:
+            self._lender.num_lendable = num_lendable
         self.counters["refused"] = 0
         self._slabs = slabs
         self._copier = Copier(slabs)

@@ -47,7 +47,9 @@ class LentOptions:
     # Borrowers map nothing, this process copies for them, in host memory.
     strict: bool = False
     timing: PeerTiming = field(default_factory=PeerTiming)
-    # A sentence if this lender can never lend anything, for people.
+    # How many slabs this lender may ever lend; None: all.
+    num_lendable: int | None = None
+    # A sentence if that is none, for people.
     problem: str = ""
 
 

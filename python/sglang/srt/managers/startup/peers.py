@@ -95,13 +95,13 @@ def lend_memory(
     problem = why_nothing_is_lent(num_slabs * slab_pages, keep_pages, slab_pages, config.page_size, most_kept_pages)
     if problem and rank == 0:
         logger.warning("peers: %s", problem)
+    num_lent = max(0, (num_slabs * slab_pages - keep_pages) // slab_pages)
     try:
         slabs = SlabsConfig(num_slabs, slab_bytes, device)
-        options = LentOptions(args.peer_strict, PeerTiming.parse(args.peer_timing), problem)
+        options = LentOptions(args.peer_strict, PeerTiming.parse(args.peer_timing), num_lent, problem)
         memory = LentMemory(endpoint, directory, slabs, layout, notify, options)
     except (PeerError, SlabError, ValueError) as error:
         raise StartupError(str(error)) from error
-    num_lent = max(0, (num_slabs * slab_pages - keep_pages) // slab_pages)
     logger.info(
         "peers: up to %d of %d slabs of %d MiB, %.1f %% of them padding, to be lent at %s",
         num_lent,

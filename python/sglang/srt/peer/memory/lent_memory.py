@@ -49,7 +49,7 @@ class LentMemory(LentPlaces):
             notify,
             options.strict,
             LenderTiming.of(options.timing),
-            can_lend=not options.problem,
+            num_lendable=options.num_lendable,
         )
         super().__init__(self.coordinator, self._thread, config.num_slabs, self.slabs.slab_bytes, options)
 

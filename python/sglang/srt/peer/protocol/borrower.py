@@ -71,8 +71,8 @@ class LenderOffer:
     slab_bytes: int
     # It copies for its borrowers, which get no memory.
     strict: bool
-    # Whether it may ever lend anything.
-    can_lend: bool
+    # How many slabs it may ever lend.
+    num_lendable: int
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Borrower:
                 self.hold(LeaseId(self.epoch, terms.number), None)
             if terms.due_in_s is not None:
                 self._recall(lease, now + terms.due_in_s)
-        self.offer = LenderOffer(message.slab_bytes, message.strict, message.can_lend)
+        self.offer = LenderOffer(message.slab_bytes, message.strict, message.num_lendable)
         self._num_allowed = message.num_allowed
         self._count_wanted()
         return True

@@ -179,8 +179,8 @@ class Lender:
         self._dead: deque[BorrowerId] = deque(maxlen=MAX_BORROWERS)
         self._next_number = 0
         self._sent_sequence = 0
-        # Whether the engine may ever lend, which borrowers are told.
-        self.can_lend = True
+        # How many slabs the engine may ever lend, which borrowers are told.
+        self.num_lendable = num_slabs
         # FREE slabs that are offered -> until when.
         self._offered: dict[int, float] = {}
         self._demand = DemandChanged(0)
@@ -468,7 +468,7 @@ class Lender:
             num_allowed=borrower.num_allowed,
             slab_bytes=self.slab_bytes,
             strict=self.strict,
-            can_lend=self.can_lend,
+            num_lendable=self.num_lendable,
         )
 
     def check_invariants(self) -> None:

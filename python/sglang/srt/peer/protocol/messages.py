@@ -106,8 +106,8 @@ class LenderHeartbeat(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     slab_bytes: _Number = 0
     # Every lease is strict.
     strict: bool = False
-    # Whether the lender may ever lend anything, see `why_nothing_is_lent`.
-    can_lend: bool = True
+    # How many slabs the lender may ever lend; 0: see `why_nothing_is_lent`.
+    num_lendable: _Number = 0
 
 
 class Fetch(msgspec.Struct, tag=True, frozen=True, kw_only=True):
