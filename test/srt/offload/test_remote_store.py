@@ -178,6 +178,38 @@ def test_a_proxy_that_hangs_is_killed_and_replaced(remote, monkeypatch):
     assert one.store.stats()["proxy_hangs"] == 1
 
 
+def test_a_proxy_that_hangs_and_is_another_s_is_left_alone(remote, monkeypatch):
+    later_s = 0.0
+
+    def clock() -> float:
+        return time.monotonic() + later_s
+
+    monkeypatch.setattr(proxy_client, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(OwnProxy, "stop_hung_proxy", lambda place: False)
+    one = remote(**PROCESS, hang_timeout_s=1000.0)
+    one.store._clock = clock
+    assert one.put(SOME) == 4
+    os.kill(proxy_pid(one), signal.SIGSTOP)
+    counts: list[int] = []
+    one.store.start_get(one.keys(SOME), one.target(SOME), counts.append)
+    found: list[int] = []
+    question = threading.Thread(target=lambda: found.append(one.store.exists(one.keys(SOME))))
+    question.start()
+    later_s = 1000.0
+    question.join()
+    assert found == [0] and not counts, "the proxy may write into the pages of the read"
+    assert one.store.exists(one.keys(SOME)) == 0 and one.get(range(1)) == 0 and one.put(range(1)) == 0
+    with pytest.raises(ExistsFailed):
+        one.store.touch(one.keys(SOME))
+    os.kill(proxy_pid(one), signal.SIGCONT)
+    until(lambda: counts)
+    assert counts == [4] and one.came(SOME)
+    one.wipe()
+    until(lambda: one.store.exists(one.keys(SOME)) == 4)
+    assert one.get(SOME) == 4 and one.came(SOME)
+    assert one.store.stats()["proxy_hangs"] == 1 and one.store.stats()["proxy_sessions"] == 1
+
+
 def read_slowly(say: Callable[..., None], folder: Path) -> None:
     """As an engine."""
     one = Remote(folder, **PROCESS, proxy={"engine": "emulated", "rates_gbps": {"receive": 0.05}})

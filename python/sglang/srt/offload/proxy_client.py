@@ -1,7 +1,8 @@
 """`ProxyClient`: the engine's end of one session with an offload proxy. Owns the socket and the unanswered messages.
 
-When the stream ends, all unanswered messages count 0 blocks. A proxy closes the stream after its last write, and the
-system closes the stream of a dead proxy. From then on the pages are the engine's again.
+A proxy that is left alone is asked nothing until it is heard again. Messages that lend it no pages count 0 blocks
+then, those under way too. When the stream ends, all unanswered messages count 0 blocks. A proxy closes the stream
+after its last write, and the system closes the stream of a dead proxy. From then on the pages are the engine's again.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ class ProxyClient:
         self._lock = threading.Lock()
         self._next_id = 0
         self._waiting: dict[int, Callable[[int], None]] = {}
+        # Of these, the messages that lend no pages; and those whose answers come too late.
+        self._questions: set[int] = set()
+        self._answered: set[int] = set()
+        self._is_left_alone = False
         try:
             sock.settimeout(_HELLO_TIMEOUT_S)
             wire.send(sock, hello, (fd,))
@@ -57,14 +62,27 @@ class ProxyClient:
         with self._lock:
             id = self._next_id
             self._next_id += 1
-            was_lost = self.is_lost
-            if not was_lost:
+            message = make(id)
+            is_asked = not (self.is_lost or self._is_left_alone)
+            if is_asked:
                 self._waiting[id] = on_end
-        if was_lost:
-            on_end(0)
+                if not isinstance(message, wire.Get | wire.Put):
+                    self._questions.add(id)
+        if is_asked:
+            self.tell(message)
         else:
-            self.tell(make(id))
+            on_end(0)
         return id
+
+    def leave_alone(self) -> None:
+        """Ask nothing until the proxy is heard again."""
+        with self._lock:
+            self._is_left_alone = True
+            questions = [self._waiting.pop(id) for id in self._questions]
+            self._answered |= self._questions
+            self._questions = set()
+        for on_end in questions:
+            on_end(0)
 
     def tell(self, message: msgspec.Struct, timeout_s: float = -1) -> None:
         """Send a message that has no answer of its own. Send nothing if other threads are sending for longer than
@@ -93,11 +111,15 @@ class ProxyClient:
         try:
             while True:
                 message, _ = wire.receive(self._sock, wire.ToEngine)
-                self.last_heard = time.monotonic()
+                self.last_heard, self._is_left_alone = time.monotonic(), False
                 if isinstance(message, wire.Stats):
                     self.stats = message.values
                     continue
                 with self._lock:
+                    self._questions.discard(message.id)
+                    if message.id in self._answered:
+                        self._answered.discard(message.id)
+                        continue
                     on_end = self._waiting.pop(message.id)
                 on_end(message.count)
         except (wire.WireError, KeyError) as error:

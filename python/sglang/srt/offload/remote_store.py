@@ -46,8 +46,8 @@ _ROOM_AT = 0.75
 
 class RemoteStore:
     """hello: the first message, without the token. fd: the host pool's memory. settings.hang_s: a proxy that has been
-    silent for this long is killed if the server has started it; the pages of another proxy stay taken until it moves
-    or ends."""
+    silent for this long is killed if the server has started it. Another proxy is asked nothing until it is heard
+    again; the pages that it has stay taken until it moves or ends."""
 
     def __init__(
         self,
@@ -207,8 +207,11 @@ class RemoteStore:
                 hanging = True
                 with self._lock:
                     self._counters["proxy_hangs"] += 1
-                helped = self._place.stop_hung_proxy()
-                what = "it is started anew" if helped else "its pages stay taken until it moves, or is stopped"
+                if self._place.stop_hung_proxy():
+                    what = "it is started anew"
+                else:
+                    client.leave_alone()
+                    what = "it is asked nothing, and its pages stay taken, until it moves or is stopped"
                 logger.error("the offload proxy has not answered for %g s: %s", self._hang_s, what)
 
     def _look_for_room(self, stats: Mapping[str, int]) -> None:
