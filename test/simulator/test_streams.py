@@ -324,6 +324,16 @@ def test_a_short_answer_takes_one_chunk_of_a_long_prompt_and_its_own_time(num_pr
         assert waited <= 1.2 * chunk_s, f"at {at:.3f}: {waited:.3f} s more than alone, a chunk takes {chunk_s:.3f}"
 
 
+def test_a_short_prompt_waits_for_one_chunk_of_several_long_ones() -> None:
+    """It needs nearly all of the device but for the next chunks of one."""
+    longs = [(0.0, request(f"{i}", 2000, 4, 5000 * i)) for i in range(2)]
+    num_tokens = 736 - 4 * 64 - 50
+    sim = simulation(2e6, 736, chunked_prefill_size=64, num_host_pages=5000, context_len=3000)
+    beside = sim.run([*longs, (5.0, request("short", num_tokens, 4, 20000))], checked(sim))["short"]
+    # One chunk takes up to 0.6 s; the short one is computed in half a second and gets its room by copies.
+    assert beside.ttft < 1.5
+
+
 def test_a_long_prompt_goes_on_beside_others_without_end() -> None:
     """Answers, or prompts, enough for all of the time. They have half of it, and pages that are then streamed."""
     long = (0.0, request("long", 700, 4))

@@ -9,7 +9,7 @@ import pytest
 from test_equality import MODELS, Model, check_memory, greedy, prompts
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, TokenOutput, ids_to_bytes
-from sglang.srt.managers.schedule_batch import BatchDecision
+from sglang.srt.managers.schedule_batch import BatchDecision, Req
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.managers.scheduler_process import ready_message
 from sglang.srt.mem_cache.slab_ledger import SlabReport, source_of
@@ -277,6 +277,41 @@ def test_the_peers_that_two_need_go_while_they_stream(model: Model) -> None:
     look = recalled_at(rig, LaunchMode.EXTEND, 8, 8)
     for prompt, answer in zip(batch, rig.engine.generate(batch, greedy(8), after_step=look)):
         model.check(prompt, answer, 8)
+    check_memory(model, rig.engine)
+
+
+def test_a_prompt_that_is_retracted_for_another_has_no_chunk_in_that_step(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two stream. The older one finds no room when it is its turn; the younger one's memory would do for itself."""
+    rig = Borrowing(model, 20, tokens=160, host=10)
+    rig.lend(*range(20))
+    scheduler = rig.scheduler
+    allocate, shrink, retract = scheduler.cache.allocate, scheduler.streaming.shrink, scheduler._retract
+    retracted: list[int] = []
+
+    def is_short_of(slot: int) -> bool:
+        front = scheduler.queues.streaming
+        is_due = len(front) == 2 and front[0].order < front[1].order and front[0].computed > 60
+        return is_due and front[0].slot == slot and not retracted and not scheduler.is_under_way
+
+    def note_retracted(req: Req) -> None:
+        retracted.append(req.order)
+        retract(req)
+
+    monkeypatch.setattr(scheduler, "_retract", note_retracted)
+    monkeypatch.setattr(
+        scheduler.cache, "allocate", lambda n, owner: None if is_short_of(owner) else allocate(n, owner)
+    )
+    monkeypatch.setattr(
+        scheduler.streaming,
+        "shrink",
+        lambda n, req=None: False if req is not None and is_short_of(req.slot) else shrink(n, req),
+    )
+    batch = prompts(8, [200, 180])
+    for prompt, answer in zip(batch, rig.engine.generate(batch, greedy(8))):
+        model.check(prompt, answer, 8)
+    assert retracted == [1], "the younger one was not retracted: this tests nothing"
     check_memory(model, rig.engine)
 
 

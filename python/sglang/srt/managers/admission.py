@@ -221,8 +221,11 @@ class Admission:
         """By how many pages the device has too little room for a waiting request to start."""
         page, streaming, queues = self.page_size, self._streaming, self._queues
         available = self._cache.available_pages
-        for prompt in queues.prompts():
-            available -= streaming.pages_of_rest(prompt, self._builder.pages_to(prompt, prompt.num_known))
+        if (prompt := queues.prefilling) is not None:
+            available -= self._builder.pages_to(prompt, prompt.num_known)
+        rests = [self._builder.pages_to(each, each.num_known) for each in queues.streaming]
+        # They take turns, and give up pages for each other.
+        available -= min(max(rests, default=0), streaming.headroom)
         if streaming.must_stream(req):
             # It takes no more than there is, and shrinks for others.
             need = streaming.headroom

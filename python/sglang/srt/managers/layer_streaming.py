@@ -171,10 +171,6 @@ class NoLayerStreaming:
         """Take device pages from requests that stream for one that waits, which lacks so many, and for those others
         that a launch could take along."""
 
-    def pages_of_rest(self, req: Req, num_pages: int) -> int:
-        """How many of the pages for the rest of a prompt are kept free."""
-        return num_pages
-
     # -- operations ---------------------------------------------------------------------------------------------
 
     def committed(self, ticket: Ticket) -> None:
@@ -383,9 +379,6 @@ class LayerStreaming(NoLayerStreaming):
         elif num_pages > 0:
             # No tier below has it yet.
             self.is_giving_way = any([stream.shrink(num_pages) for stream in self._streams.values()])
-
-    def pages_of_rest(self, req: Req, num_pages: int) -> int:
-        return min(num_pages, self.headroom) if self.is_streaming(req) else num_pages
 
     def _promote(self, stream: StreamedRequest) -> None:
         """Load what a request streams where no other has use for the room."""

@@ -517,6 +517,12 @@ class Scheduler:
             self._retract(req)
             self._step_again_at = self.planner.expected.now
             return
+        req.num_failures += FAILURE_WITHOUT_LOADS
+        if req.num_known < self.max_total_len and req.num_failures < FAILURE_LIMIT:
+            # There should be room: what others left, or peers took back, is still to be dropped or moved.
+            self._retract(req)
+            self._step_again_at = self.planner.expected.now
+            return
         message = (
             f"after {req.num_known} tokens neither the device nor a tier below it has room for more; see "
             "--hicache-size, --peer-size and --layer-stream-disk-size"
@@ -619,7 +625,8 @@ class Scheduler:
             return None
         batch = self.builder.begin_extend()
         for req in list(queues.streaming):
-            if self._next_chunk(batch, req, self.config.chunk_budget):
+            # One that was just retracted, for another, is in the list still.
+            if req in queues.streaming and self._next_chunk(batch, req, self.config.chunk_budget):
                 queues.end_turn(req)
                 self._turns.note_chunk(batch.seq, self.clock.done, self.planner.expected.now)
                 return self._issue_prefill(batch)
