@@ -148,6 +148,8 @@ class StreamedRequest:
             return True
         if self._demote(max(num_pages, 1 + self._chunk_pages // 8)):
             return True
+        if not self._hold.num_swapped and self._drop_doubles(max(num_pages, self._chunk_pages)):
+            return True
         # Once something is swapped, the tree takes nothing more: not for want of room that comes by itself.
         return (not self._hold.num_swapped and self._is_room_coming()) or self._swap_out(upto)
 
@@ -360,6 +362,21 @@ class StreamedRequest:
                 num_pages -= self._demote_node(node, num_pages)
             node = above
         self._start = min(self._start, self._layout().start)
+        return num_pages < before
+
+    def _drop_doubles(self, num_pages: int) -> bool:
+        """Give what the device lacks room for the place of copies below it of what it has before the gap. False if
+        there are none."""
+        before = num_pages
+        for node in self._tree.path_of(self._hold.receipt.node):
+            if num_pages <= 0 or node.frames[Tier.DEVICE] is None:
+                break
+            if node.lock > 1 or _is_on_its_way(node) or (tier := self._tree.order.ready_tier(node)) is None:
+                continue
+            n = min(num_pages, len(node.key) // self._page)
+            double = self._tree.split(node, n * self._page) if n < len(node.key) // self._page else node
+            self._controller.drop(double, tier)
+            num_pages -= n
         return num_pages < before
 
     def _copy_path_below(self, node: Node) -> bool:

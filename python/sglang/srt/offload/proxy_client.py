@@ -38,7 +38,7 @@ class ProxyClient:
         self._lock = threading.Lock()
         self._next_id = 0
         self._waiting: dict[int, Callable[[int], None]] = {}
-        # Of these, the messages that lend no pages; and those whose answers come too late.
+        # The unanswered messages that lend no pages; and those that were answered here, whose answers come too late.
         self._questions: set[int] = set()
         self._answered: set[int] = set()
         self._is_left_alone = False
