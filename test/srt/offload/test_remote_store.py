@@ -157,20 +157,31 @@ def test_a_proxy_that_is_killed_in_the_middle_is_replaced(remote):
     assert one.store.stats()["proxy_sessions"] == 2
 
 
-def test_a_proxy_that_hangs_is_killed_and_replaced(remote, monkeypatch):
+class Clock:
+    """The system's, and later_s."""
+
     later_s = 0.0
 
-    def clock() -> float:
-        return time.monotonic() + later_s
+    def __call__(self) -> float:
+        return time.monotonic() + self.later_s
 
-    monkeypatch.setattr(proxy_client, "time", SimpleNamespace(monotonic=clock))
+
+@pytest.fixture
+def clock(monkeypatch):
+    """By which a client knows when it has heard its proxy."""
+    one = Clock()
+    monkeypatch.setattr(proxy_client, "time", SimpleNamespace(monotonic=one))
+    return one
+
+
+def test_a_proxy_that_hangs_is_killed_and_replaced(remote, clock):
     one = remote(**PROCESS, hang_timeout_s=1000.0)
     one.store._clock = clock
     assert one.put(SOME) == 4
     os.kill(proxy_pid(one), signal.SIGSTOP)
     counts: list[int] = []
     one.store.start_get(one.keys(SOME), one.target(SOME), counts.append)
-    later_s = 1000.0
+    clock.later_s = 1000.0
     until(lambda: counts)
     assert counts == [0]
     until(lambda: one.store.exists(one.keys(SOME)) == 4)
@@ -178,13 +189,7 @@ def test_a_proxy_that_hangs_is_killed_and_replaced(remote, monkeypatch):
     assert one.store.stats()["proxy_hangs"] == 1
 
 
-def test_a_proxy_that_hangs_and_is_another_s_is_left_alone(remote, monkeypatch):
-    later_s = 0.0
-
-    def clock() -> float:
-        return time.monotonic() + later_s
-
-    monkeypatch.setattr(proxy_client, "time", SimpleNamespace(monotonic=clock))
+def test_a_proxy_that_hangs_and_is_another_s_is_left_alone(remote, clock, monkeypatch):
     monkeypatch.setattr(OwnProxy, "stop_hung_proxy", lambda place: False)
     one = remote(**PROCESS, hang_timeout_s=1000.0)
     one.store._clock = clock
@@ -195,7 +200,7 @@ def test_a_proxy_that_hangs_and_is_another_s_is_left_alone(remote, monkeypatch):
     found: list[int] = []
     question = threading.Thread(target=lambda: found.append(one.store.exists(one.keys(SOME))))
     question.start()
-    later_s = 1000.0
+    clock.later_s = 1000.0
     question.join()
     assert found == [0] and not counts, "the proxy may write into the pages of the read"
     assert one.store.exists(one.keys(SOME)) == 0 and one.get(range(1)) == 0 and one.put(range(1)) == 0

@@ -512,14 +512,13 @@ class Scheduler:
 
     def _end_too_long(self, req: Req) -> None:
         """Neither device nor host has any more room for the only request. It waits for what peers may lend, see
-        `_end_impossible`, or ends."""
-        if self.borrower is not None and self.max_total_len <= req.num_known < self.accepted_len:
-            self._retract(req)
-            self._step_again_at = self.planner.expected.now
-            return
-        req.num_failures += FAILURE_WITHOUT_LOADS
-        if req.num_known < self.max_total_len and req.num_failures < FAILURE_LIMIT:
-            # There should be room: what others left, or peers took back, is still to be dropped or moved.
+        `_end_impossible`, starts again if it should have room, or ends."""
+        limit = self.max_total_len
+        is_awaiting = self.borrower is not None and limit <= req.num_known < self.accepted_len
+        if not is_awaiting:
+            req.num_failures += FAILURE_WITHOUT_LOADS
+        # With room for it by now, what others left, or peers took back, is still to be dropped or moved.
+        if is_awaiting or (req.num_known < limit and req.num_failures < FAILURE_LIMIT):
             self._retract(req)
             self._step_again_at = self.planner.expected.now
             return
