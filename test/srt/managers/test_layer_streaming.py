@@ -111,6 +111,22 @@ def test_up_to_what_device_and_host_hold_together(model: Model):
     check_memory(model, engine)
 
 
+def test_copies_of_what_the_device_has_make_room_on_a_full_host(model: Model):
+    """The request finds 52 tokens on the device, of which the host has 16, too. Its chunks fill the host: if those
+    copies stayed, it would end after six tokens."""
+    engine = streaming(model, tokens=160, num_host_pages=30, write_policy="write_back")
+    prompt = prompts(77, [engine.scheduler.max_total_len - 9])[0]
+    other = prompts(78, [136])[0]
+    for ids in (prompt[:40], other, prompt[:52]):
+        (found,) = engine.generate([ids], greedy(1))
+        engine.settle()
+    assert found.cached_tokens_details == {"device": 24, "host": 16}, "the second prompt moved a part to the host"
+    (answer,) = engine.generate([prompt], greedy(9))
+    model.check(prompt, answer, 9)
+    assert counters(engine).get("retracted_reqs", 0) == 0
+    check_memory(model, engine)
+
+
 def test_what_the_host_has_no_room_for_goes_to_disk(model: Model):
     """The request is three times as long as device and host together; a second one finds what the host kept."""
     engine = streaming(model, tokens=64, num_host_pages=15, num_swap_pages=60)
