@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
-from sglang.srt.managers.schedule_batch import BatchDecision, Span, SpanSource, StepInputs
-from sglang.srt.managers.scheduler import FAILURE_LIMIT, FAILURE_WITHOUT_LOADS, Scheduler, SchedulerConfig
+from sglang.srt.managers.schedule_batch import FAILURE_LIMIT, BatchDecision, Span, SpanSource, StepInputs
+from sglang.srt.managers.scheduler import FAILURE_WITHOUT_LOADS, Scheduler, SchedulerConfig
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.transfer import D2H, EXEC, FRAME_TIERS, H2D, Ticket, Tier
 from sglang.srt.model_executor.launch import LaunchMode

@@ -22,6 +22,10 @@ from sglang.srt.sampling.logprob_types import LaunchLogprobs, TokenLogprob
 from sglang.srt.sampling.sample_spec import SampleSpec
 from sglang.srt.utils.time_units import NO_LAUNCH, Seconds
 
+# A request ends with an error when launches with it failed, or lacked memory that should be there, too often:
+# `Req.num_failures`.
+FAILURE_LIMIT = 30
+
 
 class SpanSource(IntEnum):
     """Where the KV of a run of prompt tokens comes from."""

@@ -38,16 +38,17 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.kv_cache import KVCache
 from sglang.srt.managers.launch_batches import ExtendBatch, LaunchRecord
-from sglang.srt.managers.layer_streaming import LENDING_PATIENCE_S, LayerStreaming, NoLayerStreaming
+from sglang.srt.managers.layer_streaming import LayerStreaming, NoLayerStreaming
 from sglang.srt.managers.load_planner import LoadPlanner
 from sglang.srt.managers.lost_hits import REASONS
 from sglang.srt.managers.request_queues import RequestQueues
-from sglang.srt.managers.schedule_batch import BatchDecision, ControlReply, EndReason, Req, StepInputs
+from sglang.srt.managers.schedule_batch import FAILURE_LIMIT, BatchDecision, ControlReply, EndReason, Req, StepInputs
 from sglang.srt.managers.schedule_policy import choose_victim, chunk_of, decode_reserve, pages_for
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.slab_exchange import SlabBorrower, SlabLender
 from sglang.srt.managers.storage_admin import StorageAdmin
 from sglang.srt.managers.streaming_turns import StreamingTurns
+from sglang.srt.managers.too_long import TooLongRequests, end_without_room
 from sglang.srt.mem_cache.block_keys import alone, is_private, private
 from sglang.srt.mem_cache.transfer import (
     CHECK,
@@ -65,9 +66,8 @@ from sglang.srt.peer.lending import DeviceLending
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
 from sglang.srt.utils.time_units import LaunchClock, Seconds
 
-# A request ends with an error when launches with it failed too often. A launch that waited for loads counts little:
-# each failed load takes its source out of the cache, so these failures end by themselves.
-FAILURE_LIMIT = 30
+# Up to `FAILURE_LIMIT`. A launch that waited for loads counts little: each failed load takes its source out of the
+# cache, so these failures end by themselves.
 FAILURE_WITH_LOADS = 1
 FAILURE_WITHOUT_LOADS = 10
 # What the scheduler did about loads.
@@ -111,8 +111,7 @@ class Scheduler:
         # Whether a decode step is due before the next chunk of a prompt.
         self._decode_owed = False
         self._turns = StreamingTurns()
-        # By request id: when a request that is too long for what is there now ends.
-        self._too_long_until: dict[str, float] = {}
+        self._too_long = TooLongRequests(self.streaming, self.borrower)
         self._outputs: list[TokenOutput] = []
         # Requests with tokens to pass on at the end of the step.
         self._changed: list[Req] = []
@@ -130,7 +129,7 @@ class Scheduler:
     @property
     def accepted_len(self) -> int:
         """The most tokens of a request that may wait: for what peers may lend, too."""
-        return self.streaming.longest_len if self.borrower is not None else self.max_total_len
+        return self._too_long.accepted_len
 
     @property
     def num_reqs(self) -> int:
@@ -147,7 +146,7 @@ class Scheduler:
         slabs_at = [each.wake_at for each in (self.lender, self.borrower) if each is not None]
         canary_at = self.canary.wake_at(is_idle=not self.num_reqs)
         times = [self.storage.wake_at, self.planner.wake_at, *slabs_at, canary_at, self._step_again_at]
-        times += self._too_long_until.values()
+        times.append(self._too_long.wake_at)
         return min((t for t in times if t is not None), default=None)
 
     def step(self, inputs: StepInputs) -> BatchDecision:
@@ -178,8 +177,10 @@ class Scheduler:
             costs = self.planner.expected.costs
             if self.borrower.step(inputs.now, costs, self.streaming.awaited(), self._lose_readers):
                 self._step_again_at = inputs.now
-        if self._too_long_until or self.streaming.is_enabled:
-            self._end_impossible(inputs.now)
+        if self._too_long.is_possible:
+            for req, message in self._too_long.take_ended(self.queues.waiting, inputs.now):
+                self._leave(req)
+                self._end(req, end_without_room(req, message))
         launch = None
         if self.clock.next - self.clock.done < self.config.max_ahead:
             launch = self._next_launch()
@@ -339,33 +340,6 @@ class Scheduler:
         waiting = [r for r in self.queues.waiting if r.preload is not None and cache.reads(r.preload.receipt, lost)]
         self.admission.end_preloads(waiting)
 
-    def _end_impossible(self, now: Seconds) -> None:
-        """Requests wait that are too long for what is there, as peers took memory back, or have not lent it yet: they
-        end when that has lasted too long."""
-        limit, most, patience = self.max_total_len, 0, 0.0
-        if self.borrower is not None:
-            most, patience = self.streaming.max_len_with(self.borrower.most_pages), LENDING_PATIENCE_S
-        too_long = [r for r in self.queues.waiting if r.num_known >= limit]
-        since = self._too_long_until
-        self._too_long_until = {
-            r.rid: since.get(r.rid, now + patience) if r.num_known < most else now for r in too_long
-        }
-        for req in [r for r in too_long if self._too_long_until[r.rid] <= now]:
-            del self._too_long_until[req.rid]
-            if req.num_known < most:
-                message = (
-                    f"peers have not lent the memory that the request's {req.num_known} tokens need for "
-                    f"{patience:g} s; there is room for {limit - 1} now. Send it again when the workers need less "
-                    f"themselves, or see {self.streaming.limit_flags}"
-                )
-            else:
-                message = (
-                    f"the request has {req.num_known} tokens; with all that the peers can lend there is room for "
-                    f"{max(limit, most) - 1}: see --max-total-tokens of the workers, and {self.streaming.limit_flags}"
-                )
-            self._leave(req)
-            self._end_without_room(req, message)
-
     def _lose(self, req: Req) -> None:
         """A running request lacks a part of its KV: it starts again."""
         self.end_hold(req, EndReason.LOST)
@@ -511,32 +485,14 @@ class Scheduler:
         self._emit(req, reason)
 
     def _end_too_long(self, req: Req) -> None:
-        """Neither device nor host has any more room for the only request. It waits for what peers may lend, see
-        `_end_impossible`, starts again if it should have room, or ends."""
-        limit = self.max_total_len
-        is_awaiting = self.borrower is not None and limit <= req.num_known < self.accepted_len
-        if not is_awaiting:
-            req.num_failures += FAILURE_WITHOUT_LOADS
-        # With room for it by now, what others left, or peers took back, is still to be dropped or moved.
-        if is_awaiting or (req.num_known < limit and req.num_failures < FAILURE_LIMIT):
+        """No tier has any more room for the only request: it ends, or starts again."""
+        if message := self._too_long.note_no_room(req):
+            self.end_hold(req, EndReason.ABORT)
+            self._end(req, end_without_room(req, message))
+        else:
             self._retract(req)
-            self._step_again_at = self.planner.expected.now
-            return
-        message = (
-            f"after {req.num_known} tokens neither the device nor a tier below it has room for more; see "
-            "--hicache-size, --peer-size and --layer-stream-disk-size"
-        )
-        self.end_hold(req, EndReason.ABORT)
-        self._end_without_room(req, message)
         # Others may wait for its memory, and perhaps nothing is on its way that would cause another step.
         self._step_again_at = self.planner.expected.now
-
-    def _end_without_room(self, req: Req, message: str) -> None:
-        """An answer that has begun ends as at the limit of the model's context; one that has not is an error."""
-        if num_new := req.num_known - req.num_prompt:
-            self._end(req, FinishReason(type="length", length=num_new))
-        else:
-            self._end(req, FinishReason(type="abort", message=message, status_code=503))
 
     def _requeue(self, req: Req) -> None:
         """Back among the waiting, at the request's age."""
