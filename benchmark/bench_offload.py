@@ -30,6 +30,7 @@ from bench_codecs import block_of, synthetic
 from common import print_table, write_json
 
 from sglang.srt.offload.codec import BlockLayout, make_codec
+from sglang.srt.offload.proxy.destination import PoolPages
 from sglang.srt.offload.proxy.engines import StageEngine
 from sglang.srt.offload.proxy.pipeline import Fetch, Pipeline
 from sglang.srt.offload.proxy.server import make_engine
@@ -63,7 +64,8 @@ class Rig:
         self.store = store
         self.keys = [i.to_bytes(16, "big") for i in range(num)]
         self.memory = np.zeros(num * layout.block_bytes, np.uint8)
-        self.pages = np.arange(num * layout.num_pages, dtype=np.int32).reshape(num, -1)
+        pages = np.arange(num * layout.num_pages, dtype=np.int32).reshape(num, -1)
+        self.target = PoolPages(self.memory, layout.page.page_bytes, pages)
         self.pieces: list[tuple[int, bytes, np.ndarray]] = []
         self._readers: dict[tuple[str, int], PieceReader] = {}
         for key in self.keys:
@@ -93,7 +95,7 @@ class Rig:
         ended, counts = threading.Event(), []
         self.memory[:: self.layout.piece_bytes] = 1
         began = time.perf_counter()
-        pipeline.submit(Fetch(self, self.keys, self.pages, lambda count: (counts.append(count), ended.set())))
+        pipeline.submit(Fetch(self, self.keys, self.target, lambda count: (counts.append(count), ended.set())))
         ended.wait()
         seconds = time.perf_counter() - began
         assert counts == [len(self.keys)], f"{counts} of {len(self.keys)} blocks came"
@@ -135,7 +137,7 @@ class Rig:
                 elif stage == "dequantize":
                     engine.dequantize(self.codec, stored, headers[at], mids[at], target)
                 else:
-                    engine.deliver(outs[at], [target])
+                    engine.deliver(self.target, *divmod(start, self.layout.block_bytes), outs[at], lambda _: None)
 
         threads = [
             threading.Thread(target=receive if stage == "receive" else work) for _ in range(settings.threads(stage))

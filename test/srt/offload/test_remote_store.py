@@ -28,6 +28,7 @@ from sglang.srt.offload import proxy_client, remote_store, wire
 from sglang.srt.offload.proxy_process import OwnProxy
 from sglang.srt.offload.store.embedded import EmbeddedStore
 from support.children import children, wait_until
+from support.clocks import LaterClock
 from support.remote_fixture import BLOCK, NUM, Remote, connection
 
 SOME = range(4)
@@ -157,19 +158,10 @@ def test_a_proxy_that_is_killed_in_the_middle_is_replaced(remote):
     assert one.store.stats()["proxy_sessions"] == 2
 
 
-class Clock:
-    """The system's, and later_s."""
-
-    later_s = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.later_s
-
-
 @pytest.fixture
 def clock(monkeypatch):
     """By which a client knows when it has heard its proxy."""
-    one = Clock()
+    one = LaterClock()
     monkeypatch.setattr(proxy_client, "time", SimpleNamespace(monotonic=one))
     return one
 
@@ -190,7 +182,7 @@ def test_a_proxy_that_hangs_is_killed_and_replaced(remote, clock):
 
 
 def test_a_proxy_that_hangs_and_is_another_s_is_left_alone(remote, clock, monkeypatch):
-    monkeypatch.setattr(OwnProxy, "stop_hung_proxy", lambda place: False)
+    monkeypatch.setattr(OwnProxy, "stop_hung_proxy", lambda place: "")
     one = remote(**PROCESS, hang_timeout_s=1000.0)
     one.store._clock = clock
     assert one.put(SOME) == 4

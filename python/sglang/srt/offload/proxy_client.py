@@ -52,7 +52,7 @@ class ProxyClient:
             raise StoreError(f"the offload proxy does not answer: {error}") from error
         if isinstance(answer, wire.Refused):
             sock.close()
-            raise StoreError(f"the offload proxy refuses: {answer.reason}")
+            raise StoreError(f"no session with the offload proxy: {answer.reason}")
         self.codec: str = answer.codec
         threading.Thread(target=self._read, name="proxy-replies", daemon=True).start()
 

@@ -1,6 +1,6 @@
 """How an engine reaches its proxy: `OwnProxy` starts one on cores of the host, `OtherProxy` connects to a running
-one, `InProcessProxy` runs it on threads of the engine. Each makes connected sockets, and tries to free a proxy that
-hangs."""
+one, `ProxyElsewhere` has a relay to one on another machine, `InProcessProxy` runs it on threads of the engine. Each
+makes connected sockets, and tries to free pages of a proxy that hangs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from sglang.srt.mem_cache.block_store import StoreError
-from sglang.srt.offload.store.address import StoreAddress
+from sglang.srt.offload.store.address import Endpoint, StoreAddress
 from sglang.srt.offload.store.embedded import EmbeddedStore
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,10 @@ logger = logging.getLogger(__name__)
 _CONNECT_TIMEOUT_S = 5.0
 # The environment variable in which the proxy finds the URL of its store.
 STORE_VARIABLE = "SGLANG_OFFLOAD_STORE"
+# The one in which a relay finds the shared key.
+KEY_VARIABLE = "SGLANG_OFFLOAD_KEY"
+# As a shared key it protects all KV on the network: 16 random bytes in hex.
+MIN_TOKEN_CHARS = 32
 
 
 class ProxyPlace(Protocol):
@@ -34,8 +39,9 @@ class ProxyPlace(Protocol):
         """A new session's socket. Raises StoreError."""
         ...
 
-    def stop_hung_proxy(self) -> bool:
-        """The proxy hangs and holds on to pages. Returns whether it was stopped."""
+    def stop_hung_proxy(self) -> str:
+        """The proxy hangs and holds on to pages. Returns what was done so that it holds none, in words; "" if
+        nothing could be done."""
         ...
 
     def keep_alive(self) -> None:
@@ -65,9 +71,43 @@ class _KeptStore:
                 store.stop()
 
 
+class _Child:
+    """A Python process that serves one session over a pair of sockets without a name, so that no other process can
+    connect, and ends with it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def start(self, arguments: list[str], variable: str, secret: str) -> socket.socket:
+        """Start it anew. arguments: the module and its own. variable: of the environment, which other users cannot
+        read, for the secret. Returns this process's socket; the other's is --fd."""
+        self.stop()
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *arguments, "--fd", str(theirs.fileno())],
+                env={**os.environ, variable: secret},
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+        return mine
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def reap(self) -> None:
+        if self._process is not None:
+            self._process.poll()
+
+
 class OwnProxy:
-    """A child process, and a pair of sockets without a name, so that no other process can connect. Each session has a
-    process of its own, which ends with it. embedded: the store that was started for it, or None."""
+    """A child process. Each session has one of its own. embedded: the store that was started for it, or None."""
 
     token = ""
 
@@ -75,47 +115,66 @@ class OwnProxy:
         self._store_url = store_url
         self._settings = settings
         self._embedded = _KeptStore(embedded)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child = _Child()
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
+        return self._child.pid
 
     def __str__(self) -> str:
         return f"a proxy of our own for {StoreAddress.parse(self._store_url)}"
 
     def connect(self) -> socket.socket:
-        self._stop()
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        arguments = ["--fd", str(theirs.fileno()), "--settings", json.dumps(self._settings)]
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "sglang.srt.offload.proxy", *arguments],
-                # Passed in the environment, which other users cannot read: the URL may have a password.
-                env={**os.environ, STORE_VARIABLE: self._store_url},
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-            )
-        return mine
+        arguments = ["sglang.srt.offload.proxy", "--settings", json.dumps(self._settings)]
+        # The URL may have a password.
+        return self._child.start(arguments, STORE_VARIABLE, self._store_url)
 
-    def stop_hung_proxy(self) -> bool:
+    def stop_hung_proxy(self) -> str:
         """Kill it. A dead proxy writes into no pages."""
-        self._stop()
-        return True
+        self._child.stop()
+        return "it is started anew"
 
     def keep_alive(self) -> None:
-        if self._process is not None:
-            self._process.poll()  # reaps a dead process
+        self._child.reap()
         self._embedded.keep_alive()
 
     def close(self) -> None:
-        self._stop()
+        self._child.stop()
         self._embedded.close()
 
-    def _stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+
+class ProxyElsewhere:
+    """A proxy on another machine. A relay, a child process, receives from it what it writes into the pool, so that a
+    proxy that hangs holds no pages: the relay is killed. Each session has a relay of its own. key: the shared one."""
+
+    token = ""
+
+    def __init__(self, endpoint: Endpoint, key: str) -> None:
+        self._endpoint = endpoint
+        self._key = key
+        self._child = _Child()
+
+    @property
+    def pid(self) -> int | None:
+        return self._child.pid
+
+    def __str__(self) -> str:
+        return f"the proxy at tcp://{self._endpoint}"
+
+    def connect(self) -> socket.socket:
+        return self._child.start(
+            ["sglang.srt.offload.relay", "--proxy", f"tcp://{self._endpoint}"], KEY_VARIABLE, self._key
+        )
+
+    def stop_hung_proxy(self) -> str:
+        self._child.stop()
+        return "the connection is given up, and made anew"
+
+    def keep_alive(self) -> None:
+        self._child.reap()
+
+    def close(self) -> None:
+        self._child.stop()
 
 
 class OtherProxy:
@@ -134,8 +193,8 @@ class OtherProxy:
         except OSError as error:
             raise StoreError(f'no offload proxy at {self._path} ({error}): start one, or correct "proxy"') from error
 
-    def stop_hung_proxy(self) -> bool:
-        return False
+    def stop_hung_proxy(self) -> str:
+        return ""
 
     def keep_alive(self) -> None:
         pass
@@ -165,14 +224,26 @@ class InProcessProxy:
         threading.Thread(target=self._server.serve, args=(theirs,), name="session", daemon=True).start()
         return mine
 
-    def stop_hung_proxy(self) -> bool:
-        return False
+    def stop_hung_proxy(self) -> str:
+        return ""
 
     def keep_alive(self) -> None:
         self._embedded.keep_alive()
 
     def close(self) -> None:
         self._embedded.close()
+
+
+def parse_tcp(address: str, name: str) -> Endpoint:
+    """tcp://host:port. name: what the user calls it. Raises StoreError."""
+    try:
+        parts = urlsplit(address)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or port is None or parts.scheme != "tcp" or parts.path or parts.query or parts.username:
+        raise StoreError(f"{name} has to be tcp://host:port, not {address!r}")
+    return Endpoint(host, port)
 
 
 def connect_to(path: Path) -> socket.socket:

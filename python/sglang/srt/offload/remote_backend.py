@@ -1,7 +1,7 @@
 """The storage backends "remote" and "bluefield": their settings, and how the remote tier of one rank is opened.
 
 With `remote` the server starts an offload proxy, and a store where no URL is given. With `bluefield` it connects to a
-proxy that was started separately. The checks start and connect nothing.
+proxy that was started separately, here or on another machine. The checks start and connect nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.block_store import BlockStore, StoreError
 from sglang.srt.mem_cache.storage.registry import CONFIG_FLAG, StorageBackend, StoreParams
 from sglang.srt.offload.codec.registry import check_codec, is_lossy_codec
 from sglang.srt.offload.proxy.settings import ProxySettings
-from sglang.srt.offload.proxy_process import OtherProxy
+from sglang.srt.offload.proxy_process import MIN_TOKEN_CHARS, OtherProxy, ProxyElsewhere, parse_tcp
 from sglang.srt.offload.remote_store import OwnProxySettings, RemoteSettings, open_remote_store
 from sglang.srt.offload.store.address import StoreAddress
 from sglang.srt.utils.registry import BOOLEAN, NUMBER, OBJECT, STRING, Kind, Option
@@ -62,7 +62,7 @@ class _ProxyBackend(StorageBackend):
         )
 
     @abstractmethod
-    def proxy(self, values: dict[str, Any]) -> OwnProxySettings | OtherProxy:
+    def proxy(self, values: dict[str, Any]) -> OwnProxySettings | OtherProxy | ProxyElsewhere:
         """Raises StoreError."""
 
 
@@ -91,19 +91,31 @@ class RemoteBackend(_ProxyBackend):
 
 class BluefieldBackend(_ProxyBackend):
     options = (
-        Option("proxy", STRING, "", "path of the running proxy's socket", "required"),
-        Option("token_file", STRING, "", "the file with the proxy's token", "required"),
+        Option(
+            "proxy", STRING, "", "the running proxy: the path of its socket, or tcp://host:port elsewhere", "required"
+        ),
+        Option(
+            "token_file", STRING, "", "the file with the proxy's token; over TCP it is the shared key", "required"
+        ),
         *_SHARED_OPTIONS,
     )
 
-    def proxy(self, values: dict[str, Any]) -> OtherProxy:
+    def proxy(self, values: dict[str, Any]) -> OtherProxy | ProxyElsewhere:
         if not values["proxy"] or not values["token_file"]:
             raise StoreError(
                 f'{self.flag} needs {{"proxy": "/path/to/proxy.sock", "token_file": "…"}} in {CONFIG_FLAG}: the '
-                "socket of a running sglang.srt.offload.proxy, and its token"
+                "socket of a running sglang.srt.offload.proxy, or its tcp://host:port, and its token"
             )
         try:
             token = Path(values["token_file"]).read_text().strip()
         except (OSError, ValueError) as error:
             raise StoreError(f"{self.flag}: token_file cannot be read: {error}") from error
-        return OtherProxy(Path(values["proxy"]), token)
+        if "://" not in values["proxy"]:
+            return OtherProxy(Path(values["proxy"]), token)
+        endpoint = parse_tcp(values["proxy"], '"proxy"')
+        if len(token) < MIN_TOKEN_CHARS:
+            raise StoreError(
+                f"{self.flag}: the token of a proxy elsewhere has to have at least {MIN_TOKEN_CHARS} characters: "
+                "make one with openssl rand -hex 32, for both sides"
+            )
+        return ProxyElsewhere(endpoint, token)

@@ -1,13 +1,14 @@
 """`RemoteStore`: the remote tier (L4) as a `BlockStore`. The offload proxy does the work; this class supervises it.
 
-Owns the session with the proxy. Operations of a lost session count 0 blocks. The next operation begins a new session,
-at most one every `RETRY_S`. Never touches KV: the proxy writes into the host pool's pages itself.
+Owns the session with the proxy. Without a session operations count 0 blocks at once. A thread begins a new one, with
+pauses from `RETRY_S` to `MAX_RETRY_S`. Never touches KV: the proxy writes into the host pool's pages itself.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from sglang.srt.mem_cache.storage.registry import StoreParams
 from sglang.srt.offload import wire
 from sglang.srt.offload.codec.layout import BlockLayout
 from sglang.srt.offload.proxy_client import ProxyClient
-from sglang.srt.offload.proxy_process import InProcessProxy, OtherProxy, OwnProxy, ProxyPlace
+from sglang.srt.offload.proxy_process import InProcessProxy, OtherProxy, OwnProxy, ProxyElsewhere, ProxyPlace
 from sglang.srt.offload.store.embedded import EmbeddedStore
 from sglang.srt.utils.memory import available_memory
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
+MAX_RETRY_S = 16.0
 _CHECK_INTERVAL_S = 0.5
 _WARN_INTERVAL_S = 60.0
 # Blocks of one message, so that a question of a request waits for few.
@@ -69,7 +71,7 @@ class RemoteStore:
         self._hang_s = settings.hang_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._retry_at = 0.0
+        self._retry_at, self._retry_s = 0.0, RETRY_S
         self._warn_at = 0.0
         self._closed = threading.Event()
         # As of the store's last answer: see `BlockStore`, and how many keys it has given up.
@@ -132,7 +134,6 @@ class RemoteStore:
         self._closed.set()
         with self._lock:
             client, self._client = self._client, None
-            self._retry_at = float("inf")
         if client is not None:
             client.shut()
         self._place.close()
@@ -151,7 +152,7 @@ class RemoteStore:
         return ended.wait()
 
     def _start(self, make: Callable[[int], msgspec.Struct], on_end: Callable[[int], None]) -> Callable[[], None]:
-        client = self._live_client()
+        client = self._client
         if client is None:
             on_end(0)
             return lambda: None
@@ -162,17 +163,27 @@ class RemoteStore:
 
         return give_up
 
-    def _live_client(self) -> ProxyClient | None:
+    def _reconnect(self) -> None:
+        """Begin a new session if it is time. Takes as long as a proxy that hangs lets it."""
+        if self._clock() < self._retry_at:
+            return
+        try:
+            client = self._connect()
+        except StoreError as error:
+            self._retry_at = self._clock() + self._retry_s
+            self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
+            self._warn(f"the remote tier is out of reach: {error}")
+            return
         with self._lock:
-            if self._client is None and self._clock() >= self._retry_at:
-                try:
-                    self._client = self._connect()
-                except StoreError as error:
-                    self._retry_at = self._clock() + RETRY_S
-                    self._warn(f"the remote tier is out of reach: {error}")
-            return self._client
+            self._retry_s = RETRY_S
+            if not self._closed.is_set() and not client.is_lost:
+                self._client = client
+                return
+        client.shut()
 
     def _connect(self) -> ProxyClient:
+        # Also after an attempt that failed, of which the proxy may know more.
+        self._hello = msgspec.structs.replace(self._hello, epoch=self._hello.epoch + 1)
         client = ProxyClient(self._place.connect(), self._hello, self._fd, self._lost)
         self._counters["proxy_sessions"] += 1
         if not self._hello.is_first:
@@ -198,6 +209,8 @@ class RemoteStore:
             client = self._client
             if client is None or client.is_lost:
                 hanging = False
+                if client is None:
+                    self._reconnect()
                 continue
             if self._clock() - client.last_heard < self._hang_s:
                 hanging = False
@@ -207,9 +220,7 @@ class RemoteStore:
                 hanging = True
                 with self._lock:
                     self._counters["proxy_hangs"] += 1
-                if self._place.stop_hung_proxy():
-                    what = "it is started anew"
-                else:
+                if not (what := self._place.stop_hung_proxy()):
                     client.leave_alone()
                     what = "it is asked nothing, and its pages stay taken, until it moves or is stopped"
                 logger.error("the offload proxy has not answered for %g s: %s", self._hang_s, what)
@@ -252,7 +263,7 @@ class RemoteSettings:
     # How long the proxy may be silent.
     hang_s: float
     is_synchronous: bool
-    proxy: OwnProxySettings | OtherProxy
+    proxy: OwnProxySettings | OtherProxy | ProxyElsewhere
 
 
 def open_remote_store(backend: str, settings: RemoteSettings, params: StoreParams) -> RemoteStore:
@@ -274,6 +285,7 @@ def open_remote_store(backend: str, settings: RemoteSettings, params: StoreParam
         layout=layout.as_dict(),
         codec={"codec": settings.codec} if isinstance(settings.codec, str) else settings.codec,
         namespace=hashlib.blake2b(namespace.encode()).digest(),
+        engine=os.urandom(16),
     )
     store = RemoteStore(backend, block_tokens, place, hello, pool.shared.fd, settings)
     logger.info("remote tier: %s, codec %s, blocks of %d tokens", place, store.codec, block_tokens)

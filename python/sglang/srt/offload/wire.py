@@ -1,8 +1,9 @@
-"""The messages between an engine and its offload proxy over a Unix socket. They carry descriptors, never KV.
+"""The messages between an engine and its offload proxy. They carry descriptors, never KV.
 
-A frame has four bytes (length, little-endian) and one msgpack-coded struct. The first one, `Hello`, carries the file
-descriptor of the engine's host pool beside it. Replies come in any order; `Done` has the id of the message that it
-answers.
+Over a Unix socket a frame has four bytes (length, little-endian) and one msgpack-coded struct. The first one,
+`Hello`, carries the file descriptor of the engine's host pool beside it. Over TCP, between the engine's relay and a
+proxy elsewhere, the same messages go in the frames of frames.py, without descriptor and page numbers, and two more:
+`Pull` and `NoData`. Replies come in any order; `Done` has the id of the message that it answers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 # A Get of 256 blocks of 256 one-token pages is 270 KB.
 MAX_FRAME_BYTES = 16 << 20
 _LENGTH = struct.Struct("<I")
@@ -25,7 +26,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     layout: of `BlockLayout.as_dict`. codec: as for `make_codec`. namespace: what the bytes of a block depend on
     beside its key. is_first: the engine starts, and wants to know whether the store can be reached; later it goes on
-    without."""
+    without. engine: random bytes, of this engine and rank. epoch: counts its sessions; a newer one ends an older."""
 
     token: str
     num_pages: int
@@ -34,6 +35,8 @@ class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     codec: dict[str, Any]
     namespace: bytes
     is_first: bool = True
+    engine: bytes = b""
+    epoch: int = 0
     version: int = WIRE_VERSION
 
 
@@ -105,6 +108,21 @@ class Done(msgspec.Struct, tag=True, frozen=True):
     count: int
 
 
+class Pull(msgspec.Struct, tag=True, frozen=True):
+    """To a relay: send bytes start..end of a block of the Put `id`, as data."""
+
+    id: int
+    block: int
+    start: int
+    end: int
+
+
+class NoData(msgspec.Struct, tag=True, frozen=True):
+    """From a relay: what was pulled does not come, because the Put `id` has been given up."""
+
+    id: int
+
+
 class Stats(msgspec.Struct, tag=True, frozen=True):
     values: dict[str, int]
 
@@ -112,6 +130,7 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
 ToProxy = Exists | Touch | Get | Put | Cancel | Clear | GetStats
 ToEngine = Done | Stats
 _encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
 
 
 class WireError(Exception):
@@ -120,7 +139,7 @@ class WireError(Exception):
 
 def send(sock: socket.socket, message: msgspec.Struct, fds: tuple[int, ...] = ()) -> None:
     """Raises WireError."""
-    data = _encoder.encode(message)
+    data = encode(message)
     frame = _LENGTH.pack(len(data)) + data
     try:
         sent = socket.send_fds(sock, [frame], list(fds)) if fds else 0
@@ -145,9 +164,15 @@ def receive(sock: socket.socket, kind: Any, max_fds: int = 0) -> tuple[Any, list
         (length,) = _LENGTH.unpack(head)
         if length > MAX_FRAME_BYTES:
             raise WireError(f"a message of {length} bytes is no message")
-        return msgspec.msgpack.decode(_exactly(sock, length), type=kind), fds
+        return decode(_exactly(sock, length), kind), fds
     except OSError as error:
         raise WireError(f"the other side has gone ({error})") from error
+
+
+def decode(data: bytes | memoryview, kind: Any) -> Any:
+    """A message of this type, or of a union. Raises WireError."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
     except msgspec.DecodeError as error:
         raise WireError(f"not a message of this version: {error}") from error
 

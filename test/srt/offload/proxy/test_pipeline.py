@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from sglang.srt.offload.proxy.destination import PoolPages
 from sglang.srt.offload.proxy.engines import EmulatedEngine, SoftwareEngine
-from sglang.srt.offload.proxy.pipeline import Fetch, Pipeline, runs_of
+from sglang.srt.offload.proxy.pipeline import Fetch, Pipeline
 from sglang.srt.offload.proxy.settings import ProxySettings
 from support.codec_cases import kv_block
 from support.fake_source import FakeSource
@@ -41,7 +42,9 @@ class Asked:
     fetch: Fetch = field(init=False)
 
     def __post_init__(self) -> None:
-        self.fetch = Fetch(self.source, [self.source.keys[b] for b in self.blocks], self.pages, self._end)
+        keys = [self.source.keys[b] for b in self.blocks]
+        pages = PoolPages(self.source.memory, self.source.layout.page.page_bytes, self.pages)
+        self.fetch = Fetch(self.source, keys, pages, self._end)
 
     def _end(self, count: int) -> None:
         self.counts.append(count)
@@ -176,11 +179,12 @@ def test_an_accelerator_takes_its_time_one_piece_after_another():
         now[0] += seconds
 
     engine = EmulatedEngine(SoftwareEngine(), {"deliver": 1e6}, 1e-5, lambda: now[0], sleep)
-    data, out = np.arange(200, dtype=np.uint8), np.zeros(200, np.uint8)
-    engine.deliver(data, [out[:50], out[50:]])
-    assert (out == data).all()
+    data, out, ended = np.arange(200, dtype=np.uint8), np.zeros(200, np.uint8), []
+    pages = PoolPages(out, 50, np.array([[1, 0, 2, 3]], np.int32))
+    engine.deliver(pages, 0, 0, data, ended.append)
+    assert (out == np.concatenate([data[50:100], data[:50], data[100:]])).all() and ended == [True]
     assert now[0] == pytest.approx(200e-6, abs=2e-5)
-    engine.deliver(data, [out])
+    engine.deliver(pages, 0, 0, data, ended.append)
     assert now[0] == pytest.approx(400e-6, abs=4e-5)
     source = FakeSource(1, 1, LAYOUT)
     reader = source.reader(0)
@@ -202,7 +206,7 @@ def test_an_accelerator_takes_its_time_one_piece_after_another():
 )
 def test_where_the_bytes_of_a_block_lie(pages, start, end, lengths):
     memory = np.arange(80, dtype=np.uint8)
-    runs = runs_of(memory, 10, np.array(pages, np.int32), start, end)
+    runs = PoolPages(memory, 10, np.array([pages], np.int32)).runs(0, start, end)
     assert [len(r) for r in runs] == lengths
     block = np.concatenate([memory[p * 10 : p * 10 + 10] for p in pages])
     assert (np.concatenate(runs) == block[start:end]).all()

@@ -1,20 +1,21 @@
 """`StageEngine`: does the work of each stage. The pipeline decides which piece is worked on, when and on which
 thread.
 
-An engine for a SmartNIC implements the same four calls over its accelerators: see docs/design/remote.md.
+An engine for a SmartNIC implements the same calls over its accelerators: see docs/design/remote.md.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
 
 from sglang.srt.offload.codec.base import Codec
 from sglang.srt.offload.codec.header import PieceHeader
+from sglang.srt.offload.proxy.destination import Destination
 from sglang.srt.offload.store.object_store import PieceReader
 
 
@@ -34,8 +35,10 @@ class StageEngine(Protocol):
         self, codec: Codec, stored: np.ndarray, header: PieceHeader, mid: np.ndarray, out: np.ndarray
     ) -> None: ...
 
-    def deliver(self, data: np.ndarray, runs: Sequence[np.ndarray]) -> None:
-        """Copy data to runs of the engine's memory, one after another. The runs together have the length of data."""
+    def deliver(
+        self, to: Destination, block: int, start: int, data: np.ndarray, on_end: Callable[[bool], None]
+    ) -> None:
+        """As `Destination.submit`."""
         ...
 
 
@@ -53,11 +56,10 @@ class SoftwareEngine:
     ) -> None:
         codec.dequantize(stored, header, mid, out)
 
-    def deliver(self, data: np.ndarray, runs: Sequence[np.ndarray]) -> None:
-        at = 0
-        for run in runs:
-            np.copyto(run, data[at : at + len(run)])
-            at += len(run)
+    def deliver(
+        self, to: Destination, block: int, start: int, data: np.ndarray, on_end: Callable[[bool], None]
+    ) -> None:
+        to.submit(block, start, data, on_end)
 
 
 class EmulatedEngine:
@@ -102,10 +104,16 @@ class EmulatedEngine:
         self._inner.dequantize(codec, stored, header, mid, out)
         self._take_time("dequantize", len(out), began)
 
-    def deliver(self, data: np.ndarray, runs: Sequence[np.ndarray]) -> None:
+    def deliver(
+        self, to: Destination, block: int, start: int, data: np.ndarray, on_end: Callable[[bool], None]
+    ) -> None:
         began = self._clock()
-        self._inner.deliver(data, runs)
-        self._take_time("deliver", len(data), began)
+
+        def end(is_delivered: bool) -> None:
+            self._take_time("deliver", len(data), began)
+            on_end(is_delivered)
+
+        self._inner.deliver(to, block, start, data, end)
 
     def _take_time(self, stage: str, num_bytes: int, began: float) -> None:
         rate = self._rates.get(stage)

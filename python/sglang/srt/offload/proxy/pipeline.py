@@ -3,8 +3,8 @@
 Owns the threads, the buffers and the pieces on their way. Knows neither sockets nor engines.
 
     next piece ─► receive ──────► decompress ──────► dequantize ──────► deliver ─► block whole
-                  store → slot    slot → slot        slot → slot, or    slot → the engine's pages
-                                                     → the pages
+                  store → slot    slot → slot        slot → slot, or    slot → the destination
+                                                     → its window
                   compressed      decompressed       dequantized
 
 A piece holds a slot of each buffer from the stage that fills it to the stage that has read it. A stage without a free
@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,6 +32,7 @@ import numpy as np
 from sglang.srt.offload.codec.base import Codec
 from sglang.srt.offload.codec.header import CodecError, PieceHeader
 from sglang.srt.offload.codec.layout import BlockLayout
+from sglang.srt.offload.proxy.destination import Destination
 from sglang.srt.offload.proxy.engines import StageEngine
 from sglang.srt.offload.proxy.settings import PIECE_BYTES, STAGES, ProxySettings
 from sglang.srt.offload.proxy.slots import FreshSlots, Slot, SlotPool
@@ -45,7 +47,6 @@ class Source(Protocol):
 
     layout: BlockLayout
     codec: Codec
-    memory: np.ndarray
 
     def reader(self, thread: int) -> PieceReader:
         """The connection of one receiving thread."""
@@ -61,18 +62,18 @@ class Source(Protocol):
 
 
 class Fetch:
-    """Blocks on their way, into pages of the engine's pool. Ends once: `on_end(count)`, from any thread.
+    """Blocks on their way to a destination. Ends once: `on_end(count)`, from any thread.
 
-    keys: 16 bytes each. pages: (len(keys), pages per block) int32. `limit`: blocks from this one on are given up.
-    They are not written after `on_end` was called.
+    keys: 16 bytes each, of the destination's blocks. `limit`: blocks from this one on are given up. They are not
+    delivered after `on_end` was called.
     """
 
     def __init__(
-        self, source: Source, keys: Sequence[bytes], pages: np.ndarray, on_end: Callable[[int], None]
+        self, source: Source, keys: Sequence[bytes], destination: Destination, on_end: Callable[[int], None]
     ) -> None:
         self.source = source
         self.keys = keys
-        self.pages = pages
+        self.destination = destination
         self.limit = len(keys)
         self._on_end = on_end
         self._lock = threading.Lock()
@@ -104,6 +105,7 @@ class Fetch:
         """Let pieces on their way end, and begin no new ones."""
         with self._lock:
             self.limit = 0
+        self.destination.give_up()
         self._end_if_over()
 
     def wants(self, piece: Piece) -> bool:
@@ -132,13 +134,12 @@ class Piece:
     stored: np.ndarray | None = None
     header: PieceHeader | None = None
     slots: dict[str, Slot] = field(default_factory=dict)
-    runs: list[np.ndarray] = field(default_factory=list)
 
 
 @dataclass
 class StageCounters:
-    """Counters of one thread, which alone writes them. bytes: the output of the stage. busy_s: seconds at work,
-    without waits for a slot."""
+    """Counters of one thread, which alone writes them; but a delivery is counted by the thread that ends it. bytes:
+    the output of the stage. busy_s: seconds at work, without waits for a slot."""
 
     pieces: int = 0
     bytes: int = 0
@@ -177,14 +178,17 @@ class Pipeline:
         steps: dict[str, Callable[[Piece, StageCounters], None]] = {
             "decompress": self._decompress,
             "dequantize": self._dequantize,
-            "deliver": self._deliver,
         }
         for stage in STAGES:
             for i in range(settings.threads(stage)):
                 counters = StageCounters()
                 self.counters[stage].append(counters)
-                args: tuple[Any, ...] = (i, counters) if stage == "receive" else (stage, steps[stage], counters)
-                run = self._receive if stage == "receive" else self._work
+                run: Callable[..., None] = self._work
+                args: tuple[Any, ...] = (stage, steps.get(stage), counters)
+                if stage == "receive":
+                    run, args = self._receive, (i, counters)
+                elif stage == "deliver":
+                    run, args = self._deliver, (counters,)
                 start_thread(f"{stage}-{i}", settings.cores.get(stage), i, run, *args)
 
     def submit(self, fetch: Fetch) -> None:
@@ -302,7 +306,7 @@ class Pipeline:
         self._under_way = len(self._untaken)
 
     def _work(self, stage: str, step: Callable[[Piece, StageCounters], None], counters: StageCounters) -> None:
-        """One thread of a later stage."""
+        """One thread of a stage between the first and the last."""
         waiting = self._queues[stage]
         while True:
             piece = waiting.get()
@@ -317,11 +321,7 @@ class Pipeline:
                 continue
             counters.pieces += 1
             counters.bytes += _bytes_out(stage, piece)
-            following = STAGES.index(stage) + 1
-            if following < len(STAGES):
-                self._pass_on(piece, STAGES[following])
-            else:
-                self._end(piece, ok=True)
+            self._pass_on(piece, STAGES[STAGES.index(stage) + 1])
 
     def _decompress(self, piece: Piece, counters: StageCounters) -> None:
         source, stored = piece.fetch.source, piece.stored
@@ -338,10 +338,8 @@ class Pipeline:
         source, stored, header = piece.fetch.source, piece.stored, piece.header
         assert stored is not None and header is not None
         start, end = source.layout.piece(piece.index)
-        piece.runs = runs_of(source.memory, source.layout.page.page_bytes, piece.fetch.pages[piece.block], start, end)
-        if self.settings.direct and len(piece.runs) == 1:
-            out = piece.runs.pop()
-        else:
+        out = piece.fetch.destination.window(piece.block, start, end) if self.settings.direct else None
+        if out is None:
             slot = self.slots["dequantized"].acquire()
             assert slot is not None
             piece.slots["dequantized"] = slot
@@ -351,11 +349,26 @@ class Pipeline:
         for name in ("compressed", "decompressed"):
             self.slots[name].release(piece.slots.pop(name))
 
-    def _deliver(self, piece: Piece, counters: StageCounters) -> None:
-        if piece.runs:
-            data = piece.slots["dequantized"].memory
-            with counters.working():
-                self.engine.deliver(data[: sum(len(run) for run in piece.runs)], piece.runs)
+    def _deliver(self, counters: StageCounters) -> None:
+        waiting = self._queues["deliver"]
+        while True:
+            piece = waiting.get()
+            fetch, slot = piece.fetch, piece.slots.get("dequantized")
+            if not fetch.wants(piece):
+                self._end(piece, ok=False)
+            elif slot is None:
+                self._delivered(piece, counters, ok=True)
+            else:
+                start, end = fetch.source.layout.piece(piece.index)
+                data, on_end = slot.memory[: end - start], partial(self._delivered, piece, counters)
+                with counters.working():
+                    self.engine.deliver(fetch.destination, piece.block, start, data, on_end)
+
+    def _delivered(self, piece: Piece, counters: StageCounters, ok: bool) -> None:
+        with self._more:
+            counters.pieces += ok
+            counters.bytes += ok * piece.fetch.source.layout.raw_bytes(piece.index)
+        self._end(piece, ok)
 
     def _pass_on(self, piece: Piece, stage: str) -> None:
         if self.settings.pipelined:
@@ -369,7 +382,7 @@ class Pipeline:
         for name, slot in piece.slots.items():
             self.slots[name].release(slot)
         piece.slots.clear()
-        piece.stored, piece.runs = None, []
+        piece.stored = None
         piece.fetch.end_piece(piece, ok)
         if not self.settings.pipelined:
             with self._more:
@@ -383,25 +396,6 @@ class Pipeline:
             parked, self._parked = self._parked, []
             for piece, stage in parked:
                 self._queues[stage].put(piece)
-
-
-def runs_of(memory: np.ndarray, page_bytes: int, pages: np.ndarray, start: int, end: int) -> list[np.ndarray]:
-    """The places of bytes [start, end) of a block.
-
-    memory: (num_pages * page_bytes,) uint8. pages: int32, of the block in order. Returns views; adjacent ones are
-    merged.
-    """
-    first, last = start // page_bytes, (end - 1) // page_bytes
-    here = pages[first : last + 1].astype(np.int64)
-    breaks = np.flatnonzero(np.diff(here) != 1) + 1
-    begins = np.concatenate(([0], breaks))
-    ends = np.concatenate((breaks, [len(here)]))
-    offsets, sizes = here[begins] * page_bytes, (ends - begins) * page_bytes
-    skipped = start - first * page_bytes
-    offsets[0] += skipped
-    sizes[0] -= skipped
-    sizes[-1] -= (last + 1) * page_bytes - end
-    return [memory[o : o + n] for o, n in zip(offsets.tolist(), sizes.tolist())]
 
 
 def _bytes_out(stage: str, piece: Piece) -> int:

@@ -1,4 +1,4 @@
-"""`ProxyServer`: the proxy's socket and its sessions. Owns pipeline and writer, which all sessions share."""
+"""`ProxyServer`: the proxy's sockets and its sessions. Owns pipeline and writer, which all sessions share."""
 
 from __future__ import annotations
 
@@ -9,37 +9,100 @@ import threading
 from pathlib import Path
 
 from sglang.srt.mem_cache.block_store import StoreError
+from sglang.srt.offload import wire
+from sglang.srt.offload.frames import FrameConnection
+from sglang.srt.offload.proxy.channel import Channel, LocalChannel, SessionRefusedError
 from sglang.srt.offload.proxy.engines import EmulatedEngine, SoftwareEngine, StageEngine
 from sglang.srt.offload.proxy.pipeline import Pipeline
 from sglang.srt.offload.proxy.session import Session
 from sglang.srt.offload.proxy.settings import ProxySettings
+from sglang.srt.offload.proxy.tcp_channel import TcpChannel
 from sglang.srt.offload.proxy.writer import Writer
-from sglang.srt.offload.store.address import StoreAddress
+from sglang.srt.offload.store.address import Endpoint, StoreAddress
 
 logger = logging.getLogger(__name__)
 
+# Connections over TCP that have not shown the key yet. More wait.
+_MAX_STRANGERS = 32
+
 
 class ProxyServer:
-    """token: engines have to show it. address: the store's."""
+    """token: engines on this machine have to show it, and with others it is the shared key. address: the store's."""
 
     def __init__(self, settings: ProxySettings, address: StoreAddress, token: str) -> None:
         self._settings = settings
         self._address = address
         self._token = token
+        self._lock = threading.Lock()
+        # By engine: the number of its newest session, and that session.
+        self._sessions: dict[bytes, tuple[int, Session]] = {}
+        self._strangers = threading.Semaphore(_MAX_STRANGERS)
         self.pipeline = Pipeline(settings, make_engine(settings))
         self.writer = Writer(settings, lambda: self.pipeline.is_reading)
 
     def serve(self, sock: socket.socket) -> None:
-        """Serve one engine's session until it ends. The session owns sock from then on."""
-        Session(sock, self._token, self._address, self.pipeline, self.writer, self._settings.store_timeout_s).run()
+        """Serve one engine on this machine until its session ends. The session owns sock from then on."""
+        self._run(LocalChannel(sock, self._token))
 
     def listen(self, path: Path) -> None:
-        """Accept connections and serve them, for ever. Raises StoreError if the socket cannot be made."""
+        """Serve engines on this machine, for ever. Raises StoreError if the socket cannot be made."""
         listener = open_listener(path)
         logger.info("offload proxy listens on %s", path)
         while True:
             sock, _ = listener.accept()
             threading.Thread(target=self.serve, args=(sock,), name="session", daemon=True).start()
+
+    def listen_tcp(self, endpoint: Endpoint) -> None:
+        """Serve relays of engines on other machines, for ever. Raises StoreError as `listen`."""
+        try:
+            listener = socket.create_server((endpoint.host, endpoint.port), family=family_of(endpoint))
+        except OSError as error:
+            raise StoreError(f"the proxy cannot listen on {endpoint} ({error}): choose another --listen") from error
+        logger.info("offload proxy listens on tcp://%s", Endpoint(*listener.getsockname()[:2]))
+        while True:
+            self._strangers.acquire()
+            sock, peer = listener.accept()
+            threading.Thread(target=self._greet, args=(sock, peer), name="session", daemon=True).start()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _greet(self, sock: socket.socket, peer: tuple[str, int]) -> None:
+        try:
+            frames = FrameConnection(sock, self._token.encode(), is_proxy=True)
+            channel = TcpChannel(frames, self._settings.store_timeout_s)
+            try:
+                channel.receive_hello()
+            except wire.WireError:
+                channel.close()
+                raise
+        except wire.WireError as error:
+            logger.warning("a connection from %s was no engine's: %s", peer[0], error)
+            return
+        finally:
+            self._strangers.release()
+        self._run(channel)
+
+    def _run(self, channel: Channel) -> None:
+        session = Session(
+            channel, self._admit, self._address, self.pipeline, self.writer, self._settings.store_timeout_s
+        )
+        try:
+            session.run()
+        finally:
+            with self._lock:
+                self._sessions = {engine: each for engine, each in self._sessions.items() if each[1] is not session}
+
+    def _admit(self, hello: wire.Hello, session: Session) -> None:
+        """One session per engine: a newer one ends the older, whose connection may be dead without a sign."""
+        if not hello.engine:
+            return
+        with self._lock:
+            epoch, older = self._sessions.get(hello.engine, (-1, None))
+            if epoch >= hello.epoch:
+                raise SessionRefusedError("the engine has begun a newer session")
+            self._sessions[hello.engine] = hello.epoch, session
+        if older is not None:
+            older.channel.shut()
 
 
 def open_listener(path: Path) -> socket.socket:
@@ -63,6 +126,10 @@ def open_listener(path: Path) -> socket.socket:
         os.umask(before)
     listener.listen()
     return listener
+
+
+def family_of(endpoint: Endpoint) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
 
 
 def make_engine(settings: ProxySettings) -> StageEngine:

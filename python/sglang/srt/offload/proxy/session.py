@@ -1,64 +1,56 @@
-"""`Session`: one engine's connection to the proxy. Owns its socket, its pool's mapping and its connections to the
-store; pipeline and writer are the proxy's.
+"""`Session`: one engine at the proxy. Owns its channel and its connections to the store; pipeline and writer are the
+proxy's.
 
 All input is checked: a page outside of the pool, or a count that does not fit, ends the session. The session ends
-when the engine closes its side. First its operations end, then the mapping is removed, then the socket is closed. An
+when the engine closes its side, or begins another one. First its operations end, then the channel is closed. An
 engine that sees the end of the stream therefore knows that no more writes to its pages follow.
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import logging
-import os
 import queue
-import socket
 import threading
-
-import numpy as np
+from collections.abc import Callable
 
 from sglang.srt.mem_cache.block_keys import KEY_BYTES
 from sglang.srt.offload import wire
 from sglang.srt.offload.codec.base import Codec
 from sglang.srt.offload.codec.layout import BlockLayout
 from sglang.srt.offload.codec.registry import make_codec
+from sglang.srt.offload.proxy.channel import Channel, SessionRefusedError
 from sglang.srt.offload.proxy.pipeline import Fetch, Pipeline
 from sglang.srt.offload.proxy.settings import PIECE_BYTES
 from sglang.srt.offload.proxy.writer import Write, Writer
 from sglang.srt.offload.store.address import StoreAddress
 from sglang.srt.offload.store.object_store import BlockWriter, ObjectStore, PieceReader
 from sglang.srt.offload.store.resp import StoreFailure
-from sglang.srt.utils.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
 
 _Question = wire.Exists | wire.Touch | wire.Clear | wire.GetStats
 
 
-class SessionRefusedError(Exception):
-    """The session cannot begin; the message is sent to the engine."""
-
-
 class Session:
-    """A `Source` and a `Sink`: layout, codec, memory (the pool's bytes), store."""
+    """A `Source` and a `Sink`: layout, codec, store. admit: called with the first message, before the session begins;
+    raises SessionRefusedError."""
 
     layout: BlockLayout
     codec: Codec
-    memory: np.ndarray
     store: ObjectStore
 
     def __init__(
         self,
-        sock: socket.socket,
-        token: str,
+        channel: Channel,
+        admit: Callable[[wire.Hello, Session], None],
         address: StoreAddress,
         pipeline: Pipeline,
         writer: Writer,
         store_timeout_s: float,
     ) -> None:
-        self._sock = sock
-        self._token = token
+        self.channel = channel
+        self._admit = admit
         self._address = address
         self._pipeline = pipeline
         self._writer = writer
@@ -84,7 +76,7 @@ class Session:
                 self._begin()
             except SessionRefusedError as error:
                 logger.info("a session was refused: %s", error)
-                wire.send(self._sock, wire.Refused(str(error)))
+                self.channel.send(wire.Refused(str(error)))
                 return
             sender = threading.Thread(target=self._send, name="send", daemon=True)
             asker = threading.Thread(target=self._ask, name="ask", daemon=True)
@@ -93,6 +85,7 @@ class Session:
             try:
                 self._serve()
             finally:
+                self.channel.end_waits()
                 self._questions.put(None)
                 asker.join()
                 self._end()
@@ -101,7 +94,7 @@ class Session:
         except wire.WireError as error:
             logger.debug("session ends: %s", error)
         finally:
-            self._sock.close()
+            self.channel.close()
 
     def reader(self, thread: int) -> PieceReader:
         reader = self._readers.get(thread)
@@ -133,13 +126,9 @@ class Session:
 
     def _begin(self) -> None:
         """Raises SessionRefusedError."""
-        hello, fds = wire.receive(self._sock, wire.Hello, max_fds=1)
-        # From here on the mapping owns the descriptor.
-        pools = [self._map(fd, hello) for fd in fds]
+        hello = self.channel.begin()
         if hello.version != wire.WIRE_VERSION:
             raise SessionRefusedError(f"engine and proxy differ: version {hello.version}, here {wire.WIRE_VERSION}")
-        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            raise SessionRefusedError("the token is not this proxy's")
         try:
             self.layout = BlockLayout.from_dict(hello.layout)
             self.codec = make_codec(hello.codec, self.layout)
@@ -153,9 +142,8 @@ class Session:
                 f"without pipelining a block of {self.layout.num_pieces} pieces has to fit into the buffers: raise "
                 "their sizes"
             )
-        if not pools or pools[0] is None or pools[0].size_bytes != hello.num_pages * self.layout.page.page_bytes:
-            raise SessionRefusedError("the memory that came with the first message is not the pool that it names")
-        self.memory, self._num_pages = pools[0].memory, hello.num_pages
+        self.channel.attach(hello, self.layout)
+        self._admit(hello, self)
         namespace = hashlib.blake2b(self.codec.spec.encode(), key=hello.namespace[:64], digest_size=16).digest()
         self.store = ObjectStore(
             self._address, namespace, self.layout.num_pieces, self._store_timeout_s, self.codec.spec
@@ -165,19 +153,11 @@ class Session:
                 self.store.check()
             except StoreFailure as error:
                 raise SessionRefusedError(f"the store cannot be used: {error}") from error
-        wire.send(self._sock, wire.Welcome(self.codec.spec))
-
-    @staticmethod
-    def _map(fd: int, hello: wire.Hello) -> SharedMemory | None:
-        try:
-            return SharedMemory(fd, hello.pool_bytes)
-        except (OSError, ValueError, OverflowError):
-            os.close(fd)
-            return None
+        self.channel.send(wire.Welcome(self.codec.spec))
 
     def _serve(self) -> None:
         while True:
-            message, _ = wire.receive(self._sock, wire.ToProxy)
+            message = self.channel.receive()
             if isinstance(message, wire.Get | wire.Put):
                 self._move(message)
             elif isinstance(message, wire.Cancel):
@@ -215,23 +195,14 @@ class Session:
 
     def _move(self, message: wire.Get | wire.Put) -> None:
         keys = _split(message.keys)
-        pages = np.frombuffer(message.pages, np.int32)
-        fits = len(pages) == len(keys) * self.layout.num_pages
-        if (
-            not fits
-            or not len(pages)
-            or pages.min() < 0
-            or pages.max() >= self._num_pages
-            or message.id in self._open
-        ):
-            raise wire.WireError(f"{type(message).__name__} {message.id} names pages that are not the pool's")
-        blocks = pages.reshape(len(keys), -1)
+        if message.id in self._open:
+            raise wire.WireError(f"two messages have the number {message.id}")
         answer = lambda count: self._answer(message.id, count)  # noqa: E731
         if isinstance(message, wire.Get):
-            fetch = self._open[message.id] = Fetch(self, keys, blocks, answer)
+            fetch = self._open[message.id] = Fetch(self, keys, self.channel.destination(message, len(keys)), answer)
             self._pipeline.submit(fetch)
         else:
-            write = self._open[message.id] = Write(self, keys, blocks, answer)
+            write = self._open[message.id] = Write(self, keys, self.channel.origin(message, len(keys)), answer)
             self._writer.submit(write)
 
     def _give_up(self, id: int) -> None:
@@ -251,7 +222,7 @@ class Session:
     def _send(self) -> None:
         while (message := self._outbox.get()) is not None:
             try:
-                wire.send(self._sock, message)
+                self.channel.send(message)
             except wire.WireError:
                 return  # the reading side sees the end too
 

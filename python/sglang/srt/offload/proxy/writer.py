@@ -15,7 +15,8 @@ import numpy as np
 
 from sglang.srt.offload.codec.base import Codec
 from sglang.srt.offload.codec.layout import BlockLayout
-from sglang.srt.offload.proxy.pipeline import runs_of, start_thread
+from sglang.srt.offload.proxy.destination import Origin, OriginLostError
+from sglang.srt.offload.proxy.pipeline import start_thread
 from sglang.srt.offload.proxy.settings import PIECE_BYTES, ProxySettings
 from sglang.srt.offload.store.object_store import BlockWriter, ObjectStore
 
@@ -25,11 +26,10 @@ _LOOK_AGAIN_S = 0.002
 
 
 class Sink(Protocol):
-    """A session as the writer sees it: where its blocks are stored, and where their bytes are."""
+    """A session as the writer sees it: how its blocks are coded, and where they are stored."""
 
     layout: BlockLayout
     codec: Codec
-    memory: np.ndarray
     store: ObjectStore
 
     def block_writer(self, thread: int) -> BlockWriter:
@@ -39,12 +39,12 @@ class Sink(Protocol):
 
 class Write:
     """Blocks to store. It ends once, from a thread of the writer, with the number of leading blocks that are stored.
-    keys, pages: as in `Fetch`."""
+    keys: 16 bytes each, of the origin's blocks."""
 
-    def __init__(self, sink: Sink, keys: Sequence[bytes], pages: np.ndarray, on_end: Callable[[int], None]) -> None:
+    def __init__(self, sink: Sink, keys: Sequence[bytes], origin: Origin, on_end: Callable[[int], None]) -> None:
         self.sink = sink
         self.keys = keys
-        self.pages = pages
+        self.origin = origin
         self.on_end = on_end
         self.is_given_up = False
 
@@ -86,21 +86,24 @@ class Writer:
                 coded = np.empty(room, np.uint8)
             while count < len(write.keys) and not write.is_given_up:
                 if not stored[count]:
-                    pieces = self._encoded(write, count, raw, coded)
+                    try:
+                        pieces = self._encoded(write, count, raw, coded)
+                    except OriginLostError:
+                        break
                     if not sink.block_writer(thread).write(write.keys[count], pieces):
                         break
                 count += 1
             write.on_end(count)
 
     def _encoded(self, write: Write, block: int, raw: np.ndarray, coded: np.ndarray) -> list[list[memoryview]]:
-        """The pieces of a block, in `coded`. raw: a buffer for pieces whose pages are not one run."""
+        """The pieces of a block, in `coded`. raw: a buffer for pieces that do not lie in one run. Raises
+        OriginLostError."""
         sink, pieces, at = write.sink, [], 0
         layout = sink.layout
         for index in range(layout.num_pieces):
             self._give_way()
             start, end = layout.piece(index)
-            runs = runs_of(sink.memory, layout.page.page_bytes, write.pages[block], start, end)
-            data = runs[0] if len(runs) == 1 else np.concatenate(runs, out=raw[: end - start])
+            data = write.origin.read(block, start, end, raw)
             size = sink.codec.encode(data, index, write.keys[block], coded[at:])
             pieces.append([coded.data[at : at + size]])
             at += size

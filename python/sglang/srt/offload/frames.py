@@ -1,0 +1,246 @@
+"""`FrameConnection`: authenticated frames over TCP, between the relay beside an engine and a proxy elsewhere.
+
+Owns the socket, what waits to be sent, and one thread that sends it. Control messages (wire.py) go before data, which
+is cut into frames of 256 KiB, so that no question waits behind a fetch.
+
+    both sides   magic and version, 32 random bytes
+    a frame      header: payload bytes, kind; of data also operation, block, first byte in it | payload | tag
+
+The tag is HMAC-SHA256, cut to 16 bytes, over the frame's number, header and payload. Its key is derived from the
+shared key, the direction and both sides' random bytes. A frame that is changed, repeated, left out, or of another
+session therefore ends the session. Nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sglang.srt.offload import wire
+from sglang.srt.offload.wire import WireError
+
+DATA_BYTES = 256 << 10
+# The first frame, which a stranger may have sent, is a `Hello`.
+_MAX_FIRST_BYTES = 64 << 10
+# A side that is silent for so many seconds has gone. An engine asks its proxy for a sign of life twice a second.
+SILENCE_S = 30.0
+# For both sides' first bytes.
+_GREETING_TIMEOUT_S = 5.0
+_MAGIC = b"sglang-kv %03d\n" % wire.WIRE_VERSION
+_NONCE_BYTES = 32
+_TAG_BYTES = 16
+_HEADER = struct.Struct("<IIIBxxxQ")
+_NUMBER = struct.Struct("<Q")
+
+
+class FrameKind(IntEnum):
+    CONTROL = 0
+    DATA = 1
+    # Without a valid tag, from a proxy that has another key.
+    WRONG_KEY = 2
+
+
+class WrongKeyError(WireError):
+    """The first frame was not made with this side's key."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """operation, block, start: of data, else 0. payload: valid until the next frame is received."""
+
+    kind: FrameKind
+    operation: int
+    block: int
+    start: int
+    payload: memoryview
+
+
+@dataclass(eq=False)
+class _Data:
+    """Data to send, from `at` on."""
+
+    operation: int
+    block: int
+    start: int
+    view: memoryview
+    is_wanted: Callable[[], bool]
+    on_end: Callable[[bool], None]
+    at: int = 0
+
+
+class FrameConnection:
+    """sock: connected, and this object's from now on. secret: the shared key."""
+
+    def __init__(self, sock: socket.socket, secret: bytes, is_proxy: bool) -> None:
+        """Raises WireError if the other side does not greet in time, or has another version."""
+        self._sock = sock
+        self._scratch = memoryview(bytearray(DATA_BYTES))
+        self._num_received = self._num_sent = 0
+        self._control: deque[bytes] = deque()
+        self._data: deque[_Data] = deque()
+        self._more = threading.Condition()
+        self._is_closed = False
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # What is not on its way yet is not the system's: a question passes it.
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, "TCP_NOTSENT_LOWAT", 25), DATA_BYTES)
+            sock.settimeout(_GREETING_TIMEOUT_S)
+            mine = os.urandom(_NONCE_BYTES)
+            sock.sendall(_MAGIC + mine)
+            greeting = self._exactly(memoryview(bytearray(len(_MAGIC) + _NONCE_BYTES)))
+            sock.settimeout(SILENCE_S)
+        except (OSError, WireError) as error:
+            sock.close()
+            raise WireError(f"the other side does not greet ({error})") from error
+        if greeting[: len(_MAGIC)] != _MAGIC:
+            sock.close()
+            raise WireError("the other side is no offload proxy or engine of this version")
+        theirs = bytes(greeting[len(_MAGIC) :])
+        nonces = theirs + mine if is_proxy else mine + theirs
+        to_proxy, to_engine = (hmac.digest(secret, way + nonces, "sha256") for way in (b"to proxy", b"to engine"))
+        self._send_key, self._receive_key = (to_engine, to_proxy) if is_proxy else (to_proxy, to_engine)
+        self._sender = threading.Thread(target=self._send_all, name="frames", daemon=True)
+        self._sender.start()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message soon, in order."""
+        with self._more:
+            self._control.append(wire.encode(message))
+            self._more.notify()
+
+    def send_data(
+        self,
+        operation: int,
+        block: int,
+        start: int,
+        data: np.ndarray,
+        is_wanted: Callable[[], bool],
+        on_end: Callable[[bool], None],
+    ) -> None:
+        """Send data, (n,) uint8, soon, in order. It stays as it is until on_end(whether it was sent), which another
+        thread calls. Data that is not wanted any more is left out."""
+        entry = _Data(operation, block, start, data.data, is_wanted, on_end)
+        with self._more:
+            is_closed = self._is_closed
+            if not is_closed:
+                self._data.append(entry)
+                self._more.notify()
+        if is_closed:
+            on_end(False)
+
+    def receive(self) -> Frame:
+        """The next frame. For one thread. Raises WireError."""
+        header = bytes(self._exactly(memoryview(bytearray(_HEADER.size))))
+        size, block, start, kind, operation = _HEADER.unpack(header)
+        is_first, number = self._num_received == 0, self._num_received
+        self._num_received += 1
+        if is_first and kind == FrameKind.WRONG_KEY:
+            raise WrongKeyError("the proxy has another key")
+        most = DATA_BYTES if kind == FrameKind.DATA else _MAX_FIRST_BYTES if is_first else wire.MAX_FRAME_BYTES
+        if kind not in (FrameKind.CONTROL, FrameKind.DATA) or size > most:
+            raise WireError("not a frame")
+        memory = self._scratch if size <= len(self._scratch) else memoryview(bytearray(size))
+        payload = self._exactly(memory[:size])
+        tag = bytes(self._exactly(memoryview(bytearray(_TAG_BYTES))))
+        if not hmac.compare_digest(tag, _tag(self._receive_key, number, header, payload)):
+            raise (WrongKeyError if is_first else WireError)("a frame was not made with this side's key")
+        return Frame(FrameKind(kind), operation, block, start, payload)
+
+    def refuse_key(self) -> None:
+        """Tell the other side, whose first frame has another key."""
+        try:
+            self._sock.sendall(_HEADER.pack(0, 0, 0, FrameKind.WRONG_KEY, 0))
+        except OSError:
+            pass
+
+    def shut(self) -> None:
+        """End the connection: `receive` ends, and what waits to be sent is not."""
+        with self._more:
+            self._is_closed = True
+            self._more.notify()
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        """After the last `receive`. Sends the messages that wait, and no data."""
+        with self._more:
+            self._is_closed = True
+            self._more.notify()
+        self._sender.join()
+        self._sock.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _send_all(self) -> None:
+        entry: _Data | None = None
+        while True:
+            with self._more:
+                self._more.wait_for(lambda: self._control or self._data or self._is_closed)
+                message = self._control.popleft() if self._control else None
+                if message is None and self._is_closed:
+                    break
+                if message is None:
+                    entry = self._data[0]
+            try:
+                if message is not None:
+                    self._send_frame((len(message), 0, 0, FrameKind.CONTROL, 0), message)
+                    continue
+                assert entry is not None
+                if is_wanted := entry.is_wanted():
+                    part = entry.view[entry.at : entry.at + DATA_BYTES]
+                    place = (entry.block, entry.start + entry.at, FrameKind.DATA, entry.operation)
+                    self._send_frame((len(part), *place), part)
+                    entry.at += len(part)
+            except OSError:
+                break
+            if not is_wanted or entry.at == len(entry.view):
+                with self._more:
+                    self._data.popleft()
+                entry.on_end(is_wanted)
+        self.shut()
+        with self._more:
+            left = list(self._data)
+            self._data.clear()
+        for entry in left:
+            entry.on_end(False)
+
+    def _send_frame(self, header: tuple[int, ...], payload: Any) -> None:
+        head = _HEADER.pack(*header)
+        tag = _tag(self._send_key, self._num_sent, head, payload)
+        self._num_sent += 1
+        sent = self._sock.sendmsg([head, payload, tag])
+        if sent < len(head) + len(payload) + len(tag):
+            self._sock.sendall(b"".join((head, payload, tag))[sent:])
+
+    def _exactly(self, memory: memoryview) -> memoryview:
+        got = 0
+        try:
+            while got < len(memory):
+                n = self._sock.recv_into(memory[got:])
+                if not n:
+                    raise WireError("the other side has gone")
+                got += n
+        except OSError as error:
+            raise WireError(f"the other side has gone ({error})") from error
+        return memory
+
+
+def _tag(key: bytes, number: int, header: bytes, payload: Any) -> bytes:
+    mac = hmac.new(key, _NUMBER.pack(number), hashlib.sha256)
+    mac.update(header)
+    mac.update(payload)
+    return mac.digest()[:_TAG_BYTES]

@@ -1,0 +1,460 @@
+"""One suite for every way in which a proxy by itself delivers into an engine's pages: shared memory, TCP, and TCP
+over a shaped link into another network namespace. What comes is right, what is under way when something fails counts
+nothing, and pages are the engine's again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from sglang.srt.mem_cache.block_store import StoreError
+from sglang.srt.offload import proxy_client, wire
+from sglang.srt.offload.frames import FrameConnection
+from sglang.srt.offload.proxy_client import ProxyClient
+from sglang.srt.offload.proxy_process import STORE_VARIABLE, OtherProxy, ProxyElsewhere
+from sglang.srt.offload.store.embedded import EmbeddedStore
+from support.children import child_environment, wait_until
+from support.clocks import LaterClock
+from support.network import Elsewhere, elsewhere
+from support.remote_fixture import BLOCK, NUM, PROXY, Remote
+
+SOME = range(4)
+MEGABITS = 1000
+TOKEN = "5e7c" * 16
+
+
+def until(condition: Callable[[], Any]) -> None:
+    wait_until(condition, "it does not come true")
+
+
+class Rig:
+    """A store, a proxy by itself, and engines that use it. kind: of `KINDS`."""
+
+    def __init__(self, folder: Path, kind: str, there: Elsewhere | None) -> None:
+        self.folder = folder
+        self.kind = kind
+        self.there = there
+        self.store = EmbeddedStore.start(folder / "store", 1 << 28)
+        self.token = folder / "token"
+        self.token.write_text(TOKEN + "\n")
+        self.engines: list[Remote] = []
+        self._port = 0
+        self.start_proxy()
+
+    @property
+    def over_tcp(self) -> bool:
+        return self.kind != "shared memory"
+
+    @property
+    def address(self) -> str:
+        host = self.there.address if self.there is not None else "127.0.0.1"
+        return f"tcp://{host}:{self._port}" if self.over_tcp else str(self.folder / "proxy.sock")
+
+    def start_proxy(self, **settings: Any) -> None:
+        log = self.folder / "proxy.log"
+        host = self.there.address if self.there is not None else "127.0.0.1"
+        where = ["--listen", f"tcp://{host}:{self._port}"] if self.over_tcp else ["--socket", self.address]
+        command = [sys.executable, "-m", "sglang.srt.offload.proxy", *where, "--token-file", str(self.token)]
+        with log.open("w") as file:
+            self.proxy = subprocess.Popen(
+                [
+                    *(self.there.command if self.there is not None else []),
+                    *command,
+                    "--settings",
+                    msgspec.json.encode(PROXY | settings).decode(),
+                ],
+                env={**child_environment(), STORE_VARIABLE: f"unix://{self.store.address.endpoints[0].path}"},
+                stderr=file,
+            )
+        until(lambda: "listens on" in log.read_text() or self.proxy.poll() is not None)
+        text = log.read_text()
+        assert "listens on" in text, text
+        if self.over_tcp:
+            self._port = int(text.split("tcp://")[1].split()[0].rsplit(":", 1)[1])
+
+    def stop_proxy(self) -> None:
+        self.proxy.kill()
+        self.proxy.wait()
+
+    def engine(self, **config: Any) -> Remote:
+        values = {"proxy": self.address, "token_file": str(self.token), "hang_timeout_s": 1000.0, **config}
+        one = Remote(self.folder, backend="bluefield", **values)
+        self.engines.append(one)
+        return one
+
+    def close(self) -> None:
+        for one in self.engines:
+            one.close()
+        self.stop_proxy()
+        self.store.stop()
+
+
+@pytest.fixture(scope="session")
+def other_machine() -> Iterator[Elsewhere]:
+    with ExitStack() as stack:
+        try:
+            there = stack.enter_context(elsewhere(MEGABITS))
+        except RuntimeError as error:
+            pytest.skip(f"no other network namespace: {error}")
+        yield there
+
+
+KINDS = ["shared memory", "tcp", "tcp elsewhere"]
+
+
+@pytest.fixture(params=[*KINDS[:2], pytest.param(KINDS[2], marks=pytest.mark.slow)])
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+    there = request.getfixturevalue("other_machine") if request.param == "tcp elsewhere" else None
+    one = Rig(tmp_path, request.param, there)
+    yield one
+    one.close()
+
+
+over_tcp = pytest.mark.parametrize("rig", KINDS[1:], indirect=True)
+over_a_link = pytest.mark.parametrize("rig", KINDS[2:], indirect=True)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> LaterClock:
+    """By which a client knows when it has heard its proxy."""
+    one = LaterClock()
+    monkeypatch.setattr(proxy_client, "time", SimpleNamespace(monotonic=one))
+    return one
+
+
+def start_get(one: Remote, blocks: range) -> tuple[list[int], Callable[[], None]]:
+    counts: list[int] = []
+    return counts, one.store.start_get(one.keys(blocks), one.target(blocks), counts.append)
+
+
+def relay_of(one: Remote) -> psutil.Process:
+    place = one.store._place
+    assert isinstance(place, ProxyElsewhere) and place.pid is not None
+    return psutil.Process(place.pid)
+
+
+def storage_place(one: Remote) -> OtherProxy | ProxyElsewhere:
+    """Another way to the engine's proxy."""
+    place = one.store._place
+    if isinstance(place, ProxyElsewhere):
+        return ProxyElsewhere(place._endpoint, place._key)
+    assert isinstance(place, OtherProxy)
+    return place
+
+
+def slow_store(rig: Rig) -> None:
+    """A proxy that receives 50 Mbit/s."""
+    rig.stop_proxy()
+    rig.start_proxy(engine="emulated", rates_gbps={"receive": 0.05})
+
+
+def first_block_came(one: Remote, blocks: range) -> bool:
+    return not one.pool.kv[torch.from_numpy(one.target(blocks)[:BLOCK]).long()].isnan().any()
+
+
+# -- conformance ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        "lossless",
+        *(pytest.param(c, marks=pytest.mark.slow) for c in ("raw", {"codec": "lossless", "coder": "deflate"})),
+    ],
+)
+def test_what_was_stored_comes_back(rig: Rig, codec: Any):
+    one = rig.engine(codec=codec)
+    assert one.store.exists(one.keys(SOME)) == 0 and one.get(SOME) == 0
+    assert one.put(SOME) == 4
+    assert one.store.exists(one.keys(range(6))) == 4
+    before = one.pool.kv.clone()
+    assert one.get(range(6)) == 4 and one.came(SOME)
+    others = np.setdiff1d(np.arange(2 * NUM * BLOCK), one.target(SOME))
+    assert torch.equal(
+        one.pool.kv[torch.from_numpy(others)].view(torch.uint8), before[torch.from_numpy(others)].view(torch.uint8)
+    ), "no other page is touched"
+    until(lambda: one.store.stats().get("deliver_pieces") == 4)
+    one.store.clear()
+    assert one.store.exists(one.keys(SOME)) == 0
+
+
+def test_two_engines_share_a_proxy(rig: Rig):
+    one, two = rig.engine(), rig.engine()
+    assert one.put(range(6)) == 6 and two.store.exists(two.keys(range(6))) == 6
+    ended = threading.Semaphore(0)
+    counts: dict[tuple[int, int], int] = {}
+    for i in range(6):
+        for name, each in enumerate((one, two)):
+
+            def end(count: int, key: tuple[int, int] = (name, i)) -> None:
+                counts[key] = count
+                ended.release()
+
+            each.store.start_get([each.key(i)], each.target(range(i, i + 1)), end)
+    for _ in range(12):
+        assert ended.acquire(timeout=120)
+    assert set(counts.values()) == {1}
+    assert all(each.came(range(i, i + 1)) for i in range(6) for each in (one, two))
+
+
+def test_a_write_of_what_is_there_moves_nothing(rig: Rig):
+    one = rig.engine()
+    assert one.put(range(2)) == 2
+    until(lambda: one.store.stats().get("write_raw_bytes"))
+    raw_bytes = one.store.stats()["write_raw_bytes"]
+    assert one.put(range(4)) == 4
+    until(lambda: one.store.stats()["write_raw_bytes"] > raw_bytes)
+    assert one.store.stats()["write_raw_bytes"] == 2 * raw_bytes
+
+
+# -- what fails -----------------------------------------------------------------------------------------------------
+
+
+def test_a_read_that_is_given_up_ends(rig: Rig):
+    one = rig.engine()
+    assert one.put(SOME) == 4
+    os.kill(rig.store.pid, signal.SIGSTOP)
+    counts, give_up = start_get(one, SOME)
+    give_up()
+    if rig.over_tcp:
+        until(lambda: counts)  # although the store stands still
+    os.kill(rig.store.pid, signal.SIGCONT)
+    until(lambda: counts)
+    assert counts[0] < 4
+    assert one.get(range(1)) == 1 and one.came(range(1))
+
+
+def test_a_proxy_that_is_killed_in_the_middle(rig: Rig):
+    slow_store(rig)
+    one = rig.engine()
+    assert one.put(range(8)) == 8
+    counts, _ = start_get(one, range(8))
+    until(lambda: first_block_came(one, range(8)))
+    rig.stop_proxy()
+    until(lambda: counts)
+    assert counts == [0], "a session that is lost has brought nothing"
+    assert one.store.exists(one.keys(SOME)) == 0 and one.get(SOME) == 0 and one.put(SOME) == 0
+    rig.start_proxy()
+    one.wipe()
+    until(lambda: one.store.exists(one.keys(range(8))) == 8)
+    assert one.get(range(8)) == 8 and one.came(range(8))
+
+
+@over_tcp
+def test_a_proxy_that_hangs_keeps_no_pages(rig: Rig, clock: LaterClock):
+    one = rig.engine()
+    one.store._clock = clock
+    assert one.put(SOME) == 4
+    child = psutil.Process(rig.proxy.pid)
+    child.suspend()
+    counts, _ = start_get(one, SOME)
+    clock.later_s = 1000.0
+    until(lambda: counts)
+    assert counts == [0] and one.store.exists(one.keys(SOME)) == 0
+    assert one.store.stats()["proxy_hangs"] == 1
+    child.resume()
+    clock.later_s = 3000.0  # the pause before the next attempt is over
+    until(lambda: one.store.exists(one.keys(SOME)) == 4)
+    assert one.get(SOME) == 4 and one.came(SOME)
+
+
+@over_tcp
+def test_a_relay_that_dies_is_replaced(rig: Rig):
+    slow_store(rig)
+    one = rig.engine()
+    assert one.put(range(8)) == 8
+    counts, _ = start_get(one, range(8))
+    until(lambda: first_block_came(one, range(8)))
+    relay_of(one).kill()
+    until(lambda: counts)
+    assert counts == [0]
+    one.wipe()
+    until(lambda: one.store.exists(one.keys(SOME)) == 4)
+    assert one.get(SOME) == 4 and one.came(SOME)
+    assert one.store.stats()["proxy_sessions"] == 2
+
+
+def test_an_engine_has_one_session_and_the_newest_counts(rig: Rig):
+    """Its older connection may be dead without a sign."""
+    one = rig.engine()
+    assert one.put(SOME) == 4
+    store, lost = one.store, threading.Event()
+    places = [storage_place(one) for _ in range(2)]
+    with pytest.raises(StoreError, match="has begun a newer session"):
+        ProxyClient(places[0].connect(), msgspec.structs.replace(store._hello, epoch=0), store._fd, lambda: None)
+    newer = msgspec.structs.replace(store._hello, epoch=store._hello.epoch + 1)
+    ProxyClient(places[1].connect(), newer, store._fd, lost.set)
+    until(lambda: store.stats()["proxy_sessions"] == 2)
+    assert lost.wait(120), "the next one of the engine ended it"
+    until(lambda: one.get(SOME) == 4)
+    assert one.came(SOME)
+    for place in places:
+        place.close()
+
+
+@over_tcp
+def test_who_has_another_key_version_or_layout_is_told(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    wrong = rig.folder / "wrong"
+    wrong.write_text("a" * 64)
+    with pytest.raises(StoreError, match="another token: use the same token_file"):
+        rig.engine(token_file=str(wrong))
+    wrong.write_text("short")
+    with pytest.raises(StoreError, match="at least 32 characters"):
+        rig.engine(token_file=str(wrong))
+    with pytest.raises(StoreError, match=r'there is none at tcp://.*correct "proxy"'):
+        rig.engine(proxy=rig.address.rsplit(":", 1)[0] + ":1")
+    with pytest.raises(StoreError, match="has to be tcp://host:port"):
+        rig.engine(proxy="http://10.0.0.1:80")
+    with pytest.raises(StoreError, match="bins for 10 layers"):
+        rig.engine(codec={"codec": "binned", "bins": [[10, 32]]})
+
+
+@over_tcp
+def test_a_stranger_does_not_hold_anything(rig: Rig):
+    one = rig.engine()
+    assert one.put(SOME) == 4
+    host, port = rig.address.removeprefix("tcp://").rsplit(":", 1)
+    silent = [socket.create_connection((host, int(port))) for _ in range(4)]
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(100))
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(1000):
+                pass
+    with socket.create_connection((host, int(port))) as stranger:
+        frames = FrameConnection(stranger, b"a guess", is_proxy=False)
+        frames.send(wire.GetStats())
+        with pytest.raises(wire.WireError, match="another key"):
+            frames.receive()
+        frames.close()
+    assert one.get(SOME) == 4 and one.came(SOME)
+    for each in silent:
+        each.close()
+
+
+class Middle:
+    """Passes on what an engine and a proxy send each other; `change` sees each part of what the proxy sends."""
+
+    def __init__(self, address: str) -> None:
+        host, port = address.removeprefix("tcp://").rsplit(":", 1)
+        self._target = host, int(port)
+        self.change: Callable[[bytes], bytes] = lambda data: data
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                engine, _ = self._listener.accept()
+            except OSError:
+                return
+            proxy = socket.create_connection(self._target)
+            for source, target, is_proxy in ((engine, proxy, False), (proxy, engine, True)):
+                threading.Thread(target=self._pass_on, args=(source, target, is_proxy), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, is_proxy: bool) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                target.sendall(self.change(data) if is_proxy else data)
+        except OSError:
+            pass
+        for each in (source, target):
+            try:
+                each.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.mark.parametrize("rig", KINDS[1:2], indirect=True)
+@pytest.mark.parametrize(
+    "how", ["a bit", *(pytest.param(h, marks=pytest.mark.slow) for h in ("twice", "left out", "cut off"))]
+)
+def test_bytes_that_are_changed_on_the_way_end_the_session(rig: Rig, how: str):
+    middle = Middle(rig.address)
+    one = rig.engine(proxy=middle.address, codec="raw")
+    assert one.put(SOME) == 4
+    seen = [0]
+
+    def change(data: bytes) -> bytes:
+        before, seen[0] = seen[0], seen[0] + len(data)
+        if not before <= 3 << 20 < seen[0]:
+            return data
+        at = len(data) // 2
+        if how == "cut off":
+            raise OSError
+        changed = {"a bit": data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], "twice": data + data, "left out": b""}
+        return changed[how]
+
+    middle.change = change
+    counts, _ = start_get(one, SOME)
+    until(lambda: counts)
+    assert counts == [0]
+    middle.change = lambda data: data
+    one.wipe()
+    until(lambda: one.store.exists(one.keys(SOME)) == 4)
+    assert one.get(SOME) == 4 and one.came(SOME)
+    middle.close()
+
+
+# -- the link -------------------------------------------------------------------------------------------------------
+
+
+@over_a_link
+def test_a_question_passes_a_fetch_on_a_slow_link(rig: Rig):
+    one = rig.engine(codec="raw")
+    assert one.put(range(8)) == 8
+    rig.there.limit(40)
+    try:
+        counts, _ = start_get(one, range(8))
+        until(lambda: first_block_came(one, range(8)))
+        assert one.store.exists(one.keys(range(8))) == 8 and not counts
+        until(lambda: counts)
+        assert counts == [8] and one.came(range(8))
+    finally:
+        rig.there.limit(MEGABITS)
+
+
+@over_a_link
+@pytest.mark.parametrize("relay_dies", [False, True])
+def test_a_partition(rig: Rig, clock: LaterClock, relay_dies: bool):
+    """In the middle of a fetch; neither side is told. Where the relay dies, too, the proxy never hears of it."""
+    one = rig.engine(codec="raw")
+    one.store._clock = clock
+    assert one.put(range(8)) == 8
+    rig.there.limit(40)
+    try:
+        counts, _ = start_get(one, range(8))
+        until(lambda: first_block_came(one, range(8)))
+        rig.there.cut()
+        if relay_dies:
+            relay_of(one).kill()
+        clock.later_s = 1000.0
+        until(lambda: counts)
+        assert counts == [0] and one.store.exists(one.keys(SOME)) == 0
+        assert one.get(SOME) == 0
+    finally:
+        rig.there.mend()
+        rig.there.limit(MEGABITS)
+    one.wipe()
+    clock.later_s = 3000.0
+    until(lambda: one.store.exists(one.keys(range(8))) == 8)
+    assert one.get(range(8)) == 8 and one.came(range(8))
