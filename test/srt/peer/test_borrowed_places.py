@@ -195,3 +195,18 @@ def test_a_slab_that_waits_for_rank_0_goes_first_where_some_are_wanted() -> None
     assert sum(ranks.step(0.0).mapped) == 1
     ranks.leases[1].events.append(SlabsWanted("w", 1))
     assert sum(ranks.step(0.1).mapped) == 1 and ranks.leases[1].returned == [2]
+
+
+def test_many_slabs_are_released_a_few_at_a_time() -> None:
+    """Because the memory of a dead lender goes with its mapping, which takes time."""
+    rank, calls = Rank(), []
+    rank.places._released_at_once = 2
+    rank.places._call_again = lambda: calls.append(None)  # type: ignore[method-assign]
+    rank.leases.lend(0, 1, 2)
+    assert rank.step(0.0, b"\1" * 4) == [0, 1, 2]
+    rank.leases.events += [SlabLost("w", LeaseId(1, slab)) for slab in (0, 1, 2)]
+    assert rank.step(1.0, b"\1" * 4) == []
+    rank.places.give_back([0, 1, 2])
+    assert len(calls) == 1 and sum(lease is not None for lease in rank.places._leases) == 1
+    rank.step(1.0, b"\1" * 4)
+    assert len(calls) == 1 and rank.places._leases == [None] * 4

@@ -29,8 +29,6 @@ from sglang.srt.utils.time_units import NO_LAUNCH
 # Chunks of a prompt for which the device has room beside what it keeps: one that is computed, one that is spilled,
 # and one that may be launched ahead.
 _CHUNKS = 3
-# A request that is too long for the memory that is there waits so long, in seconds, for what peers may lend.
-LENDING_PATIENCE_S = 30.0
 
 
 def check_room_for_chunks(chunk_pages: int, num_usable_pages: int) -> None:

@@ -158,6 +158,7 @@ class Req:
         "loaded_from_peers",
         "logprobs",
         "max_len",
+        "most_room",
         "namespace",
         "num_emitted",
         "num_failures",
@@ -219,6 +220,8 @@ class Req:
         self.num_retractions = 0
         # Of launches, weighted; see scheduler.py.
         self.num_failures = 0
+        # The most tokens that there was room for while it streamed.
+        self.most_room = 0
         # Of the page table; -1 while it waits.
         self.slot = -1
         self.hold: ReqHold | None = None

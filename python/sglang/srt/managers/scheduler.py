@@ -111,7 +111,8 @@ class Scheduler:
         # Whether a decode step is due before the next chunk of a prompt.
         self._decode_owed = False
         self._turns = StreamingTurns()
-        self._too_long = TooLongRequests(self.streaming, self.borrower)
+        patience_s = config.borrowing.patience_s if config.borrowing is not None else 0.0
+        self._too_long = TooLongRequests(self.streaming, self.borrower, patience_s)
         self._outputs: list[TokenOutput] = []
         # Requests with tokens to pass on at the end of the step.
         self._changed: list[Req] = []
@@ -178,6 +179,7 @@ class Scheduler:
             if self.borrower.step(inputs.now, costs, self.streaming.awaited(), self._lose_readers):
                 self._step_again_at = inputs.now
         if self._too_long.is_possible:
+            self._too_long.note_room()
             for req, message in self._too_long.take_ended(self.queues.waiting, inputs.now):
                 self._leave(req)
                 self._end(req, end_without_room(req, message))

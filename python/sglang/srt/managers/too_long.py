@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sglang.srt.managers.io_struct import FinishReason
-from sglang.srt.managers.layer_streaming import LENDING_PATIENCE_S, NoLayerStreaming
+from sglang.srt.managers.layer_streaming import NoLayerStreaming
 from sglang.srt.managers.schedule_batch import FAILURE_LIMIT, Req
 from sglang.srt.managers.slab_exchange import SlabBorrower
 from sglang.srt.utils.time_units import Seconds
@@ -19,11 +19,12 @@ _FAILURE_WITHOUT_ROOM = 10
 
 
 class TooLongRequests:
-    """borrower: None if no peers lend."""
+    """borrower: None if no peers lend. patience_s: how long a request may wait for what they lend."""
 
-    def __init__(self, streaming: NoLayerStreaming, borrower: SlabBorrower | None) -> None:
+    def __init__(self, streaming: NoLayerStreaming, borrower: SlabBorrower | None, patience_s: float) -> None:
         self._streaming = streaming
         self._borrower = borrower
+        self._patience_s = patience_s
         # By request id: when one that waits ends.
         self._until: dict[str, Seconds] = {}
 
@@ -42,12 +43,18 @@ class TooLongRequests:
         """When the next one ends that waits."""
         return min(self._until.values(), default=None)
 
+    def note_room(self) -> None:
+        """Remember the most room that there has been for each request that streams."""
+        limit = self._streaming.max_total_len
+        for req in self._streaming.reqs:
+            req.most_room = max(req.most_room, limit)
+
     def take_ended(self, waiting: Iterable[Req], now: Seconds) -> list[tuple[Req, str]]:
         """Those of the waiting requests that have been too long for too long, and why each ends."""
         streaming, limit = self._streaming, self._streaming.max_total_len
         most, patience = 0, 0.0
         if self._borrower is not None:
-            most, patience = streaming.max_len_with(self._borrower.most_pages), LENDING_PATIENCE_S
+            most, patience = streaming.max_len_with(self._borrower.most_pages), self._patience_s
         since, too_long = self._until, [req for req in waiting if req.num_known >= limit]
         self._until = {
             req.rid: since.get(req.rid, Seconds(now + patience)) if req.num_known < most else now for req in too_long
@@ -88,7 +95,9 @@ class TooLongRequests:
 
 
 def end_without_room(req: Req, message: str) -> FinishReason:
-    """An answer that has begun ends as at the limit of the model's context; one that has not is an error."""
-    if num_new := req.num_known - req.num_prompt:
+    """An answer that has outgrown all room that there was ends as at the limit of the model's context. One that has
+    not begun, or whose room peers took back, is an error."""
+    num_new = req.num_known - req.num_prompt
+    if num_new and req.num_known >= req.most_room:
         return FinishReason(type="length", length=num_new)
     return FinishReason(type="abort", message=message, status_code=503)

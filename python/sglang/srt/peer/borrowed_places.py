@@ -14,6 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -84,6 +85,8 @@ class BorrowedPlaces:
         self._now = now
         # For how many seconds a slab that other ranks lack is kept.
         self._patience_s = options.timing.offer
+        # The most places that are released at once, because that takes time.
+        self._released_at_once = num_places
         # Places that are mapped here and not on all ranks -> since when.
         self._unagreed_since: dict[int, float] = {}
         self.slab_bytes = slab_bytes
@@ -163,6 +166,8 @@ class BorrowedPlaces:
                 logger.warning("the worker at %s is gone, and %s of its memory with it", lender, slabs)
         if self._unplaced:
             self._place_unplaced()
+        if self._ending:
+            self._give_back_unused()
         if any(self._wanted):
             self._give_back_unagreed()
         if self._unagreed_since:
@@ -314,8 +319,9 @@ class BorrowedPlaces:
         return ""
 
     def _give_back_unused(self) -> None:
-        """Unmap places that are ending and not in use, and tell their lenders."""
-        for place in self._ending - self._in_use:
+        """Unmap places that are ending and not in use, as many as may be at once, and tell their lenders."""
+        unused = self._ending - self._in_use
+        for place in islice(unused, self._released_at_once):
             lease = self._leases[place]
             assert lease is not None
             self._release(place)
@@ -326,6 +332,8 @@ class BorrowedPlaces:
                 self._lost.discard(place)
             else:
                 self._coordinator.give_back(*lease)
+        if len(unused) > self._released_at_once:
+            self._call_again()
 
     def state(self) -> dict[str, Any]:
         """For people, as docs/reference/state.md lists it."""
@@ -448,6 +456,9 @@ class BorrowedPlaces:
 
     def _release(self, place: int) -> None:
         """The slab at a place is not used any more."""
+
+    def _call_again(self) -> None:
+        """Places are to be released: `poll_mapped` must be called again, although nothing happens."""
 
     def _is_strict(self, place: int) -> bool:
         """Whether its lender copies what is there."""

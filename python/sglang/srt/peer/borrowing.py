@@ -33,6 +33,8 @@ class BorrowingConfig:
     demand_s: float = 10.0
     # Slabs that were not used for this time are given back.
     idle_s: float = 60.0
+    # A request that is longer than the memory that is there waits this long for what peers may lend.
+    patience_s: float = 30.0
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ class PeerTiming:
     demand: float = 10.0
     # A master gives a slab back that it has not used for this time. People think for less between two turns.
     idle: float = 60.0
+    # A request that is longer than the memory that is there waits this long for what its peers may lend.
+    patience: float = 30.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -184,7 +184,7 @@ class EngineBuilder:
                 config,
                 num_peer_pages=pool.num_pages,
                 slabs=pool.slab_frames,
-                borrowing=BorrowingConfig(timing.demand, timing.idle),
+                borrowing=BorrowingConfig(timing.demand, timing.idle, timing.patience),
             )
         return graph_batch_size
 
