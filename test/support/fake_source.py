@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,24 +15,27 @@ from sglang.srt.offload.codec.registry import make_codec
 from sglang.srt.offload.store.resp import StoreLost
 
 
+@dataclass
+class FakeRequest:
+    name: tuple[bytes, int]
+    is_lost: bool = False
+
+
 class FakeReader:
     def __init__(self, source: FakeSource) -> None:
         self.source = source
-        self._asked: deque[tuple[bytes, int]] = deque()
+        self._asked: deque[FakeRequest] = deque()
 
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._asked)
-
-    def request(self, key: bytes, piece: int) -> None:
+    def request(self, key: bytes, piece: int) -> FakeRequest:
         self._fail()
-        self._asked.append((key, piece))
+        self._asked.append(request := FakeRequest((key, piece)))
+        return request
 
     def receive(self, buffer: memoryview) -> int | None:
         asked = self._asked.popleft()
-        self.source.wait(asked)
+        self.source.wait(asked.name)
         self._fail()
-        value = self.source.pieces.get(asked)
+        value = self.source.pieces.get(asked.name)
         if value is None:
             return None
         assert len(value) <= len(buffer)
@@ -40,6 +44,8 @@ class FakeReader:
 
     def _fail(self) -> None:
         if self.source.is_lost():
+            for asked in self._asked:
+                asked.is_lost = True
             self._asked.clear()
             raise StoreLost("gone, in a test")
 

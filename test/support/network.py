@@ -9,17 +9,14 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-HERE, THERE = "10.231.7.1", "10.231.7.2"
-
 
 class Elsewhere:
     """address: of the other machine, as seen from here. command: what runs a program there."""
 
-    address = THERE
-
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, network: str) -> None:
+        self.here, self.address = f"{network}.1", f"{network}.2"
         self._name = name
-        self._link = name[:12]
+        self._link = name
         self.command = ["ip", "netns", "exec", name]
 
     def limit(self, megabits: float) -> None:
@@ -41,15 +38,17 @@ def elsewhere(megabits: float) -> Iterator[Elsewhere]:
     """Raises RuntimeError where namespaces are not allowed."""
     if shutil.which("ip") is None or shutil.which("tc") is None:
         raise RuntimeError("ip and tc (iproute2) are not installed")
-    name = f"kv{os.getpid()}"
-    there = Elsewhere(name)
+    # Of its own, as several processes may run tests.
+    number = os.getpid() % 12_500
+    name = f"kv{number}"
+    there = Elsewhere(name, f"10.{200 + number // 250}.{number % 250}")
     here_link, there_link = f"{there._link}h", f"{there._link}t"
     try:
         _run("ip", "netns", "add", name)
         _run("ip", "link", "add", here_link, "type", "veth", "peer", "name", there_link, "netns", name)
-        _run("ip", "addr", "add", f"{HERE}/24", "dev", here_link)
+        _run("ip", "addr", "add", f"{there.here}/24", "dev", here_link)
         _run("ip", "link", "set", here_link, "up")
-        _run("ip", "-n", name, "addr", "add", f"{THERE}/24", "dev", there_link)
+        _run("ip", "-n", name, "addr", "add", f"{there.address}/24", "dev", there_link)
         _run("ip", "-n", name, "link", "set", there_link, "up")
         _run("ip", "-n", name, "link", "set", "lo", "up")
         there.limit(megabits)

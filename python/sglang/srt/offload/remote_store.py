@@ -28,6 +28,7 @@ from sglang.srt.offload.proxy_client import ProxyClient
 from sglang.srt.offload.proxy_process import InProcessProxy, OtherProxy, OwnProxy, ProxyElsewhere, ProxyPlace
 from sglang.srt.offload.store.embedded import EmbeddedStore
 from sglang.srt.utils.memory import available_memory
+from sglang.srt.utils.rare_log import RareLog
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
@@ -37,7 +38,6 @@ logger = logging.getLogger(__name__)
 RETRY_S = 1.0
 MAX_RETRY_S = 16.0
 _CHECK_INTERVAL_S = 0.5
-_WARN_INTERVAL_S = 60.0
 # Blocks of one message, so that a question of a request waits for few.
 _TOUCHED_AT_ONCE = 64
 # Parts of the limit. A store that is filled up to the first, or evicts, is full until it is down to the second: one
@@ -72,7 +72,7 @@ class RemoteStore:
         self._clock = clock
         self._lock = threading.Lock()
         self._retry_at, self._retry_s = 0.0, RETRY_S
-        self._warn_at = 0.0
+        self._log = RareLog(logger, clock)
         self._closed = threading.Event()
         # As of the store's last answer: see `BlockStore`, and how many keys it has given up.
         self.has_room, self._num_evicted = True, 0
@@ -172,7 +172,7 @@ class RemoteStore:
         except StoreError as error:
             self._retry_at = self._clock() + self._retry_s
             self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
-            self._warn(f"the remote tier is out of reach: {error}")
+            self._log.warn("connect", "the remote tier is out of reach: %s", error)
             return
         with self._lock:
             self._retry_s = RETRY_S
@@ -196,7 +196,7 @@ class RemoteStore:
             self._client = None
             self._retry_at = max(self._retry_at, self._clock() + RETRY_S)
         if not self._closed.is_set():
-            self._warn("the offload proxy has ended; its unfinished reads are computed")
+            self._log.warn("lost", "the offload proxy has ended; its unfinished reads are computed")
 
     def _watch(self) -> None:
         """Ask the proxy for its statistics from time to time, and deal with a proxy that does not answer."""
@@ -205,7 +205,7 @@ class RemoteStore:
             try:
                 self._place.keep_alive()
             except StoreError as error:
-                self._warn(str(error))
+                self._log.warn("store", "%s", error)
             client = self._client
             if client is None or client.is_lost:
                 hanging = False
@@ -233,12 +233,6 @@ class RemoteStore:
         elif share < _ROOM_AT:
             self.has_room = True
         self._num_evicted = num_evicted
-
-    def _warn(self, what: str) -> None:
-        now = self._clock()
-        if now >= self._warn_at:
-            self._warn_at = now + _WARN_INTERVAL_S
-            logger.warning("%s", what)
 
 
 @dataclass(frozen=True)

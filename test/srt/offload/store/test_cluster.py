@@ -8,8 +8,9 @@ import pytest
 
 from sglang.srt.offload.store.address import Endpoint, StoreAddress
 from sglang.srt.offload.store.cluster import NUM_SLOTS, REFRESH_S, NodeConnections, SlotMap, parse_slots, slot_of
+from sglang.srt.offload.store.node_health import NodeHealth
 from sglang.srt.offload.store.object_store import ObjectStore
-from sglang.srt.offload.store.resp import ErrorReply, RespConnection, StoreFailure, StoreLost
+from sglang.srt.offload.store.resp import ErrorReply, RespConnection, StoreFailure, StoreLost, StoreTimeout
 from support.children import wait_until
 from support.store_servers import PONG, Clock, FakeConnection, FakeServer, RedisServer, single
 
@@ -235,7 +236,7 @@ def test_a_node_that_dies_takes_only_its_own_blocks(tmp_path):
         mine = {i: [k for k in KEYS if cluster.owner(store.name_of(k, 0)) == i] for i in range(3)}
         reader, buffer = store.reader(), memoryview(bytearray(1000))
         cluster.nodes[0].kill()
-        assert store.leading([*mine[1], *mine[0], *mine[2]]) == 0
+        assert store.leading([*mine[1], *mine[0], *mine[2]]) == len(mine[1])
         with pytest.raises(StoreFailure):
             reader.request(mine[0][0], 0)
             reader.receive(buffer)
@@ -243,6 +244,37 @@ def test_a_node_that_dies_takes_only_its_own_blocks(tmp_path):
         check_blocks(store, mine[1] + mine[2])
         assert not store.writer().write(mine[0][0], pieces_of(mine[0][0]))
         assert store.writer().write(mine[1][0], pieces_of(mine[1][0]))
+    finally:
+        for node in cluster.nodes:
+            node.kill()
+
+
+def test_a_node_that_stands_still_costs_one_timeout_and_only_its_own_blocks(tmp_path):
+    cluster = Cluster(tmp_path)
+    try:
+        store = open_store(cluster.address, timeout_s=2.0)
+        write_all(store, KEYS)
+        mine = {i: [k for k in KEYS if cluster.owner(store.name_of(k, 0)) == i] for i in range(3)}
+        reader, buffer = store.reader(), memoryview(bytearray(1000))
+        for i in range(3):
+            reader.request(mine[i][0], 0)
+            reader.receive(buffer)
+        cluster.nodes[0].pause()
+        requested = [reader.request(key, 0) for key in (mine[1][0], mine[0][0], mine[2][0], mine[0][1])]
+        assert reader.receive(buffer) is not None
+        with pytest.raises(StoreTimeout):
+            reader.receive(buffer)
+        assert [each.is_lost for each in requested] == [False, False, False, True]
+        assert reader.receive(buffer) is not None, "what was asked of another node is there"
+        # Nothing waits for it any more.
+        for _ in range(3):
+            began = store.stats()["failures"]
+            assert store.leading([*mine[1], *mine[2], mine[0][0]]) == len(mine[1]) + len(mine[2])
+            assert "answers a PING" in store.last_failure and store.stats()["failures"] == began + 1
+        check_blocks(store, mine[1] + mine[2])
+        cluster.nodes[0].resume()
+        wait_until(lambda: store.leading(KEYS) == len(KEYS), "the node is used again")
+        check_blocks(store, mine[0])
     finally:
         for node in cluster.nodes:
             node.kill()
@@ -292,14 +324,14 @@ def test_after_a_failure_of_one_node_no_old_reply_of_another_is_taken_for_a_new_
     good = [key for key in KEYS if slot_of(store.name_of(key, 0)) < 8192]
     bad = next(key for key in KEYS if key not in good)
     reader, buffer = store.reader(), memoryview(bytearray(200))
-    for key in (bad, good[0], good[1]):
-        reader.request(key, 0)
+    requested = [reader.request(key, 0) for key in (bad, good[0], bad, good[1])]
     with pytest.raises(StoreLost, match="nonsense"):
         reader.receive(buffer)
-    assert reader.num_in_flight == 0
+    assert [each.is_lost for each in requested] == [False, False, True, False]
     reader.request(good[2], 1)
-    size = reader.receive(buffer)
-    assert size is not None and bytes(buffer[:size]) == store.name_of(good[2], 1)
+    for key, piece in ((good[0], 0), (good[1], 0), (good[2], 1)):
+        size = reader.receive(buffer)
+        assert size is not None and bytes(buffer[:size]) == store.name_of(key, piece)
 
 
 def port(server: FakeServer) -> int:
@@ -338,9 +370,11 @@ def test_a_map_that_cannot_be_had_is_not_asked_for_all_the_time(fake):
                 connection.send(PONG)
 
     server, clock = fake(serve), Clock()
-    connections = NodeConnections(
-        SlotMap(server.address, clock), lambda endpoint: RespConnection(server.address, 5.0, endpoint, clock=clock)
-    )
+
+    def connect(endpoint: Endpoint) -> RespConnection:
+        return RespConnection(server.address, 5.0, endpoint, clock=clock)
+
+    connections = NodeConnections(SlotMap(server.address, clock), NodeHealth(connect), connect)
     for _ in range(10):
         with pytest.raises(StoreLost, match="no node of the cluster"):
             connections.for_key(b"foo")

@@ -42,6 +42,12 @@ from sglang.srt.offload.store.resp import ErrorReply, StoreFailure, ValueTooLarg
 logger = logging.getLogger(__name__)
 
 
+class Requested(Protocol):
+    """A piece that a reader has requested. is_lost: it will not be received."""
+
+    is_lost: bool
+
+
 class Source(Protocol):
     """A session as the pipeline sees it: where its pieces come from, and how they are coded and laid out."""
 
@@ -221,7 +227,7 @@ class Pipeline:
 
     def _receive(self, thread: int, counters: StageCounters) -> None:
         # The pieces that this thread has requested, in the order of their arrival.
-        asked: deque[tuple[PieceReader, Piece]] = deque()
+        asked: deque[tuple[PieceReader, Piece, Requested]] = deque()
         slots = self.slots["compressed"]
         while True:
             while len(asked) < self.settings.window:
@@ -238,14 +244,15 @@ class Pipeline:
                 piece.slots["compressed"] = slot
                 reader = piece.fetch.source.reader(thread)
                 try:
-                    reader.request(piece.fetch.keys[piece.block], piece.index)
+                    requested = reader.request(piece.fetch.keys[piece.block], piece.index)
                 except StoreFailure:
                     self._end(piece, ok=False)
                     self._forget_lost(asked)
                 else:
-                    asked.append((reader, piece))
+                    asked.append((reader, piece, requested))
             if asked:
-                self._receive_one(*asked.popleft(), counters)
+                reader, piece, _ = asked.popleft()
+                self._receive_one(reader, piece, counters)
                 self._forget_lost(asked)
 
     def _receive_one(self, reader: PieceReader, piece: Piece, counters: StageCounters) -> None:
@@ -271,9 +278,9 @@ class Pipeline:
         piece.stored = buffer[:size]
         self._pass_on(piece, "decompress")
 
-    def _forget_lost(self, asked: deque[tuple[PieceReader, Piece]]) -> None:
-        """Forget the requests of readers whose connection failed. Nothing is in flight on them any more."""
-        lost = [entry for entry in asked if not entry[0].num_in_flight]
+    def _forget_lost(self, asked: deque[tuple[PieceReader, Piece, Requested]]) -> None:
+        """Forget what was requested on connections that have failed."""
+        lost = [entry for entry in asked if entry[2].is_lost]
         for entry in lost:
             asked.remove(entry)
             self._end(entry[1], ok=False)

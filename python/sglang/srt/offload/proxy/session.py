@@ -26,10 +26,9 @@ from sglang.srt.offload.proxy.writer import Write, Writer
 from sglang.srt.offload.store.address import StoreAddress
 from sglang.srt.offload.store.object_store import BlockWriter, ObjectStore, PieceReader
 from sglang.srt.offload.store.resp import StoreFailure
+from sglang.srt.utils.rare_log import RareLog
 
 logger = logging.getLogger(__name__)
-
-_Question = wire.Exists | wire.Touch | wire.Clear | wire.GetStats
 
 
 class Session:
@@ -60,12 +59,14 @@ class Session:
         self._writers: dict[int, BlockWriter] = {}
         self._outbox: queue.SimpleQueue[wire.ToEngine | None] = queue.SimpleQueue()
         # What moves no block, carried out one after another on a thread of its own, because a store that does not
-        # answer must delay nothing else.
-        self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        # answer must delay nothing else; and what concerns the whole store and may take long, on another.
+        self._questions: queue.SimpleQueue[wire.Exists | wire.Touch | None] = queue.SimpleQueue()
+        self._chores: queue.SimpleQueue[wire.Clear | wire.GetStats | None] = queue.SimpleQueue()
         self._usage: dict[str, int] = {}
         self._lock = threading.Condition()
         # Operations that are not answered yet.
         self._open: dict[int, Fetch | Write | None] = {}
+        self._log = RareLog(logger)
         self.damaged_blocks = 0
         self.incomplete_blocks = 0
 
@@ -79,15 +80,18 @@ class Session:
                 self.channel.send(wire.Refused(str(error)))
                 return
             sender = threading.Thread(target=self._send, name="send", daemon=True)
-            asker = threading.Thread(target=self._ask, name="ask", daemon=True)
+            threads = [threading.Thread(target=run, daemon=True) for run in (self._answer_questions, self._do_chores)]
             sender.start()
-            asker.start()
+            for thread in threads:
+                thread.start()
             try:
                 self._serve()
             finally:
                 self.channel.end_waits()
                 self._questions.put(None)
-                asker.join()
+                self._chores.put(None)
+                for thread in threads:
+                    thread.join()
                 self._end()
                 self._outbox.put(None)
                 sender.join()
@@ -112,7 +116,7 @@ class Session:
         """Forget a block that does not verify, so that it can be stored again."""
         with self._lock:
             self.damaged_blocks += 1
-        logger.warning("block %s does not verify, and is forgotten: %s", key.hex(), why)
+        self._log.warn("damaged", "block %s does not verify, and is forgotten: %s", key.hex(), why)
         self.store.forget(key)
 
     def incomplete(self, key: bytes) -> None:
@@ -162,21 +166,26 @@ class Session:
                 self._move(message)
             elif isinstance(message, wire.Cancel):
                 self._give_up(message.id)
+            elif isinstance(message, wire.Exists | wire.Touch):
+                self._questions.put(message)
             else:
                 if isinstance(message, wire.GetStats):
                     self._outbox.put(wire.Stats(self._stats()))
-                self._questions.put(message)
+                self._chores.put(message)
 
-    def _ask(self) -> None:
+    def _answer_questions(self) -> None:
         while (question := self._questions.get()) is not None:
-            if isinstance(question, wire.GetStats):
+            keys = _split(question.keys)
+            count = self.store.leading(keys) if isinstance(question, wire.Exists) else self._touch(keys)
+            self._outbox.put(wire.Done(question.id, count))
+
+    def _do_chores(self) -> None:
+        while (chore := self._chores.get()) is not None:
+            if isinstance(chore, wire.Clear):
+                self._outbox.put(wire.Done(chore.id, int(self._clear())))
+            elif self._chores.empty():
+                # Not once for each that came while a store was slow.
                 self._usage = self.store.usage()
-            elif isinstance(question, wire.Exists):
-                self._outbox.put(wire.Done(question.id, self.store.leading(_split(question.keys))))
-            elif isinstance(question, wire.Touch):
-                self._outbox.put(wire.Done(question.id, self._touch(_split(question.keys))))
-            else:
-                self._outbox.put(wire.Done(question.id, int(self._clear())))
 
     def _touch(self, keys: list[bytes]) -> int:
         """As `wire.Done` has it."""

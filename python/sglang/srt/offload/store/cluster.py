@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from sglang.srt.offload.store.address import Endpoint, StoreAddress
+from sglang.srt.offload.store.node_health import NodeHealth
 from sglang.srt.offload.store.resp import Arg, ErrorReply, Reply, RespConnection, StoreFailure, StoreLost
 
 NUM_SLOTS = 16384
@@ -85,7 +86,7 @@ class SlotMap:
                     self.is_cluster, self.nodes, self._stale = False, (endpoint,), False
                     return
                 except StoreFailure as error:
-                    failure = error
+                    failure = error  # also of a sick node
                     continue
                 self.nodes, self.slots = parse_slots(reply, endpoint)
                 self.is_cluster, self._stale = True, False
@@ -134,10 +135,12 @@ def parse_slots(reply: Reply, asked: Endpoint) -> tuple[tuple[Endpoint, ...], ar
 
 
 class NodeConnections:
-    """One thread's connections to the nodes of a store. make: a connection that is not open yet."""
+    """One thread's connections to the nodes of a store. make: a connection that is not open yet. A sick node fails at
+    once, as StoreLost."""
 
-    def __init__(self, slot_map: SlotMap, make: Callable[[Endpoint], RespConnection]) -> None:
+    def __init__(self, slot_map: SlotMap, health: NodeHealth, make: Callable[[Endpoint], RespConnection]) -> None:
         self._map = slot_map
+        self._health = health
         self._make = make
         self._nodes: dict[Endpoint, RespConnection] = {}
         # For redirected commands and for requests of the map. Nothing stays in flight on these connections.
@@ -145,38 +148,71 @@ class NodeConnections:
 
     def for_key(self, key: bytes) -> RespConnection:
         """Raises StoreFailure."""
-        return self._for_keys([key])[0]
+        self._refresh()
+        return self._to(self._map.node_of(slot_of(key)) if self._map.is_cluster else self._map.nodes[0])
 
     def every_node(self) -> list[RespConnection]:
         """A connection to each server that serves slots. Raises StoreFailure."""
         self._refresh()
         return [self._to(endpoint) for endpoint in self._map.nodes]
 
-    def pipeline(self, commands: Sequence[tuple[bytes, Sequence[Arg]]]) -> list[Reply]:
-        """(key, command) each; one round trip, to all nodes at once. Errors are returned as values, redirects are
-        followed.
+    def pipeline(self, commands: Sequence[tuple[bytes, Sequence[Arg]]]) -> list[Reply | StoreFailure]:
+        """(key, command) each; one round trip, to all nodes at once. Redirects are followed. Errors are returned as
+        values, and so is the failure of a node in the place of each of its replies, unless all nodes failed.
 
         Raises StoreFailure.
         """
         parts: dict[RespConnection, list[int]] = {}
-        connections = self._for_keys([key for key, _ in commands])
-        for i, connection in enumerate(connections):
-            parts.setdefault(connection, []).append(i)
-        replies: list[Reply] = [None] * len(commands)
+        replies: list[Reply | StoreFailure] = [None] * len(commands)
+        failures: list[StoreFailure] = []
+        connections: list[RespConnection | None] = []
+        for i, (key, _) in enumerate(commands):
+            try:
+                connection = self.for_key(key)
+            except StoreFailure as failure:
+                if not self._map.is_cluster:
+                    raise
+                replies[i] = failure
+                failures.append(failure)
+                connections.append(None)
+            else:
+                parts.setdefault(connection, []).append(i)
+                connections.append(connection)
+        sent: list[tuple[RespConnection, list[int]]] = []
         try:
             for connection, indices in parts.items():
-                connection.send([commands[i][1] for i in indices])
-            for connection, indices in parts.items():
-                for i, reply in zip(indices, connection.receive_all()):
-                    replies[i] = reply
+                try:
+                    connection.send([commands[i][1] for i in indices])
+                    sent.append((connection, indices))
+                except StoreFailure as failure:
+                    failures.append(failure)
+                    self._note_failure(failure, indices, replies)
+            for connection, indices in sent:
+                try:
+                    for i, reply in zip(indices, connection.receive_all()):
+                        replies[i] = reply
+                except StoreFailure as failure:
+                    failures.append(failure)
+                    self._note_failure(failure, indices, replies)
         except BaseException:
             self.reset()
             raise
+        if failures and all(isinstance(r, StoreFailure) and not isinstance(r, ErrorReply) for r in replies):
+            raise failures[0]
         for i, (_, command) in enumerate(commands):
-            reply = replies[i]
-            if isinstance(reply, ErrorReply) and is_redirect(reply):
-                replies[i] = self.follow(reply, connections[i], lambda c, command=command: c.pipeline([command])[0])  # type: ignore[misc]
+            answer, asked = replies[i], connections[i]
+            if isinstance(answer, ErrorReply) and is_redirect(answer) and asked is not None:
+                try:
+                    replies[i] = self.follow(answer, asked, lambda c, command=command: c.pipeline([command])[0])  # type: ignore[misc]
+                except StoreFailure as failure:
+                    replies[i] = failure
         return replies
+
+    def _note_failure(self, failure: StoreFailure, indices: list[int], replies: list[Reply | StoreFailure]) -> None:
+        """A node has failed, whose connection is closed, in the place of these replies."""
+        for i in indices:
+            replies[i] = failure
+        self._map.mark_outdated()
 
     def follow(
         self, error: ErrorReply, connection: RespConnection, work: Callable[[RespConnection], _T]
@@ -199,8 +235,12 @@ class NodeConnections:
                 reply = answer
         return reply
 
+    def note_failed(self) -> None:
+        """A connection has failed: the map is requested again."""
+        self._map.mark_outdated()
+
     def reset(self) -> None:
-        """After a failure: forget everything in flight, and request the map again."""
+        """Forget everything in flight, and request the map again."""
         for connection in self._nodes.values():
             if connection.pending:
                 connection.close()
@@ -215,12 +255,6 @@ class NodeConnections:
         for connection in self._redirect_connections.values():
             connection.close()
 
-    def _for_keys(self, keys: Sequence[bytes]) -> list[RespConnection]:
-        self._refresh()
-        if not self._map.is_cluster:
-            return [self._to(self._map.nodes[0])] * len(keys)
-        return [self._to(self._map.node_of(slot_of(key))) for key in keys]
-
     def _refresh(self) -> None:
         if not self._map.ready():
             self._map.refresh(self._redirect_connection)
@@ -230,11 +264,13 @@ class NodeConnections:
                 raise StoreLost(f"no node of {self._map.address} serves any slot")
 
     def _to(self, endpoint: Endpoint) -> RespConnection:
+        self._health.check(endpoint)
         if endpoint not in self._nodes:
             self._nodes[endpoint] = self._make(endpoint)
         return self._nodes[endpoint]
 
     def _redirect_connection(self, endpoint: Endpoint) -> RespConnection:
+        self._health.check(endpoint)
         if endpoint not in self._redirect_connections:
             self._redirect_connections[endpoint] = self._make(endpoint)
         return self._redirect_connections[endpoint]

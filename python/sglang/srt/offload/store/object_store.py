@@ -19,12 +19,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from sglang.srt.offload.store.address import Endpoint, StoreAddress
 from sglang.srt.offload.store.cluster import NodeConnections, SlotMap, is_redirect
+from sglang.srt.offload.store.node_health import NodeHealth
 from sglang.srt.offload.store.resp import Buffer, ErrorReply, Reply, RespConnection, StoreFailure, ValueTooLarge
+from sglang.srt.utils.rare_log import RareLog
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +36,6 @@ DEFAULT_TIMEOUT_S = 2.0
 # After the store has refused a piece, none is written for this many seconds: a full store costs one block's transfer
 # per pause.
 WRITE_PAUSE_S = 10.0
-LOG_INTERVAL_S = 60.0
 # Pieces outlive their manifest by this many seconds, so that a block with a manifest has its pieces.
 _PIECES_OUTLIVE_S = 60
 _MANIFEST = b"m"
@@ -86,13 +88,18 @@ class ObjectStore:
         self._prefix = b"sglang-kv1:{" + hashlib.blake2b(shape + namespace, digest_size=16).hexdigest().encode()
         self._clock = clock
         self._map = SlotMap(address, clock)
+        self._health = NodeHealth(self._ping_connection)
         # The caller's threads share one connection for everything but pieces.
         self._lock = threading.Lock()
         self._control = self.connections()
+        # Those that ask about the whole store, which may take long, have another.
+        self._usage_lock = threading.Lock()
+        self._usage_connections = self.connections()
         self._stats_lock = threading.Lock()
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._last_failure = ""
-        self._next_log = self._no_write_before = -float("inf")
+        self._no_write_before = -float("inf")
+        self._log = RareLog(logger, clock)
 
     # -- all blocks -------------------------------------------------------------------------------------------------
 
@@ -113,7 +120,7 @@ class ObjectStore:
         # TOUCH is an EXISTS that counts as a use. A block that is looked up is read soon. Its manifest is never read,
         # and without TOUCH a store would evict it while the block is in use. The front of a prompt is touched last.
         commands = [(name, (b"TOUCH", name)) for name in (self.name_of(key, _MANIFEST) for key in reversed(keys))]
-        replies: list[Reply] = [None] * len(keys)
+        replies: list[Reply | StoreFailure] = [None] * len(keys)
         try:
             with self._lock:
                 replies = self._control.pipeline(commands)[::-1]
@@ -121,7 +128,7 @@ class ObjectStore:
             self.failed("looking for blocks", failure)
         found = [reply == 1 for reply in replies]
         count = _num_leading(found)
-        if count < len(replies) and isinstance(error := replies[count], ErrorReply):
+        if count < len(replies) and isinstance(error := replies[count], StoreFailure):
             self.failed("looking for blocks", error)
         self.count(probed_blocks=len(keys), found_blocks=count)
         return found
@@ -140,7 +147,7 @@ class ObjectStore:
         try:
             with self._lock:
                 replies = self._control.pipeline(commands)[::-1]
-            if (error := next((reply for reply in replies if isinstance(reply, ErrorReply)), None)) is not None:
+            if (error := next((reply for reply in replies if isinstance(reply, StoreFailure)), None)) is not None:
                 raise error
         except StoreFailure as failure:
             self.failed("marking blocks as used", failure)
@@ -160,7 +167,7 @@ class ObjectStore:
         name = self.name_of(key, _MANIFEST)
         with self._lock:
             reply = self._control.pipeline([(name, (b"GET", name))])[0]
-        if isinstance(reply, ErrorReply):
+        if isinstance(reply, StoreFailure):
             raise reply
         try:
             found = msgspec.msgpack.decode(reply, type=Manifest) if isinstance(reply, bytes) else None
@@ -197,8 +204,8 @@ class ObjectStore:
         per block), evicted_keys. They are sums over the nodes of a cluster. Empty if the store fails."""
         total = dict.fromkeys(("size_bytes", "limit_bytes", "keys", "evicted_keys"), 0)
         try:
-            with self._lock:
-                for connection in self._control.every_node():
+            with self._usage_lock:
+                for connection in self._usage_connections.every_node():
                     memory, stats, keys = connection.pipeline(
                         [(b"INFO", b"memory"), (b"INFO", b"stats"), (b"DBSIZE",)]
                     )
@@ -222,15 +229,18 @@ class ObjectStore:
         return self._last_failure
 
     def close(self) -> None:
-        """Close the connection of this object. Threads close their readers and writers themselves."""
+        """Close the connections of this object. Threads close their readers and writers themselves."""
+        self._health.close()
         with self._lock:
             self._control.close()
+        with self._usage_lock:
+            self._usage_connections.close()
 
     # -- for readers and writers ------------------------------------------------------------------------------------
 
     def connections(self) -> NodeConnections:
         """For one thread."""
-        return NodeConnections(self._map, self._connection)
+        return NodeConnections(self._map, self._health, self._connection)
 
     def name_of(self, key: bytes, what: bytes | int) -> bytes:
         """The store's name for a piece of block `key`, or for its manifest. In hex, because a brace or a star in the
@@ -259,18 +269,13 @@ class ObjectStore:
         with self._stats_lock:
             self._counters["failures"] += 1
             self._last_failure = f"{what}: {failure}"
-            now = self._clock()
-            if now < self._next_log:
-                return
-            self._next_log = now + LOG_INTERVAL_S
-            count = self._counters["failures"]
-        logger.warning(
-            "the store %s failed in %s: %s%s; requests go on without it (%d such failures since the start)",
+        self._log.warn(
+            what,
+            "the store %s failed in %s: %s%s; requests go on without it",
             self.address,
             what,
             failure,
             _advice(failure),
-            count,
         )
 
     def count(self, **amounts: int) -> None:
@@ -279,7 +284,21 @@ class ObjectStore:
                 self._counters[name] += amount
 
     def _connection(self, endpoint: Endpoint) -> RespConnection:
-        return RespConnection(self.address, self.timeout_s, endpoint, _CLIENT_NAME, self._clock)
+        return RespConnection(
+            self.address, self.timeout_s, endpoint, _CLIENT_NAME, self._clock, self._health.note_timeout
+        )
+
+    def _ping_connection(self, endpoint: Endpoint) -> RespConnection:
+        return RespConnection(self.address, self.timeout_s, endpoint, _CLIENT_NAME)
+
+
+@dataclass(eq=False)
+class RequestedPiece:
+    """is_lost: its connection has failed, so that it will not be received."""
+
+    connection: RespConnection
+    name: bytes
+    is_lost: bool = False
 
 
 class PieceReader:
@@ -288,30 +307,33 @@ class PieceReader:
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self._connections = store.connections()
-        self._in_flight: deque[tuple[RespConnection, bytes]] = deque()
+        self._in_flight: deque[RequestedPiece] = deque()
 
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
-
-    def request(self, key: bytes, piece: int) -> None:
+    def request(self, key: bytes, piece: int) -> RequestedPiece:
         """Request a piece. Several may be requested before the first is received. Raises StoreFailure, as receive."""
         assert 0 <= piece < self._store.num_pieces
         name = self._store.name_of(key, piece)
-        with _ResetOnFailure(self):
+        connection: RespConnection | None = None
+        try:
             connection = self._connections.for_key(name)
             connection.send_get(name)
-        self._in_flight.append((connection, name))
+        except BaseException as error:
+            self._note_failed(connection, error)
+            raise
+        self._in_flight.append(requested := RequestedPiece(connection, name))
+        return requested
 
     def receive(self, buffer: memoryview) -> int | None:
-        """Receive the oldest requested piece to the start of buffer. Returns its number of bytes; None if it is
-        missing.
+        """Receive the oldest requested piece that is not lost to the start of buffer. Returns its number of bytes;
+        None if it is missing.
 
         buffer: contiguous bytes, written only in this call; after a failure it may hold anything. Raises ErrorReply
-        and ValueTooLarge, about this piece, and the other kinds of StoreFailure, after which nothing is in flight.
+        and ValueTooLarge, about this piece, and the other kinds of StoreFailure, after which what was requested on
+        the same connection is lost.
         """
-        connection, name = self._in_flight.popleft()
-        with _ResetOnFailure(self):
+        requested = self._in_flight.popleft()
+        connection, name = requested.connection, requested.name
+        try:
             try:
                 size = connection.receive_into(buffer)
             except ErrorReply as error:
@@ -321,38 +343,27 @@ class PieceReader:
                 if isinstance(answer, ErrorReply):
                     raise answer from None
                 size = answer
+        except BaseException as error:
+            self._note_failed(connection, error)
+            raise
         self._store.count(read_pieces=size is not None, missing_pieces=size is None, read_bytes=size or 0)
         return size
-
-    def reset(self) -> None:
-        """Forget the operations in flight."""
-        self._in_flight.clear()
-        self._connections.reset()
 
     def close(self) -> None:
         self._in_flight.clear()
         self._connections.close()
 
-    def failed(self, failure: StoreFailure) -> None:
-        self._store.failed("reading a piece", failure)
-
-
-class _ResetOnFailure:
-    """Forgets all replies in flight after a connection has failed. They would be taken for other pieces otherwise."""
-
-    def __init__(self, reader: PieceReader) -> None:
-        self._reader = reader
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            return
+    def _note_failed(self, connection: RespConnection | None, error: BaseException) -> None:
+        """connection: what was requested on it is lost, unless the error is an answer; None: there was none."""
         if not isinstance(error, (ErrorReply, ValueTooLarge)):
-            self._reader.reset()
+            if connection is not None:
+                connection.close()
+            for requested in self._in_flight:
+                requested.is_lost |= requested.connection is connection
+            self._in_flight = deque(each for each in self._in_flight if not each.is_lost)
+            self._connections.note_failed()
         if isinstance(error, StoreFailure):
-            self._reader.failed(error)
+            self._store.failed("reading a piece", error)
 
 
 class BlockWriter:

@@ -78,6 +78,7 @@ class ValueTooLarge(StoreFailure):
 
 class RespConnection:
     """timeout_s: of each operation. name: what `CLIENT LIST` shows. clock: seconds, for the time between attempts.
+    on_timeout: called with the endpoint when an operation has timed out.
 
     Several `send…` may be followed by as many `receive…`, in order. Not for two threads at a time.
     """
@@ -89,6 +90,7 @@ class RespConnection:
         endpoint: Endpoint | None = None,
         name: str = "",
         clock: Callable[[], float] = time.monotonic,
+        on_timeout: Callable[[Endpoint], None] = lambda endpoint: None,
     ) -> None:
         assert timeout_s > 0
         self.endpoint = endpoint or address.endpoints[0]
@@ -98,6 +100,7 @@ class RespConnection:
         self._address = address
         self._name = name
         self._clock = clock
+        self._on_timeout = on_timeout
         self._socket: socket.socket | None = None
         # The bytes from start to end were read and not used yet.
         self._bytes = bytearray(_BUFFER_BYTES)
@@ -225,6 +228,8 @@ class RespConnection:
 
     def _failed(self, error: StoreFailure) -> None:
         self.close()
+        if isinstance(error, StoreTimeout):
+            self._on_timeout(self.endpoint)
         self._failures += 1
         self._last_failure = str(error)
         # A restarted server may be up at once, so that the first attempt does not wait.
