@@ -1,7 +1,8 @@
 """`RemoteStore`: the remote tier (L4) as a `BlockStore`. The offload proxy does the work; this class supervises it.
 
 Owns the session with the proxy. Without a session operations count 0 blocks at once. A thread begins a new one, with
-pauses from `RETRY_S` to `MAX_RETRY_S`. Never touches KV: the proxy writes into the host pool's pages itself.
+pauses from `RETRY_S` to `MAX_RETRY_S`. Reads that a lost session has not brought are asked of the next one, once, if
+that begins within `ASK_AGAIN_S`. Never touches KV: the proxy writes into the host pool's pages itself.
 """
 
 from __future__ import annotations
@@ -35,8 +36,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 1.0
+RETRY_S = 0.25
 MAX_RETRY_S = 16.0
+# A session that was shorter has not shown that the proxy works: the pauses do not begin anew.
+_GOOD_SESSION_S = 10.0
+ASK_AGAIN_S = 5.0
 _CHECK_INTERVAL_S = 0.5
 # Blocks of one message, so that a question of a request waits for few.
 _TOUCHED_AT_ONCE = 64
@@ -72,6 +76,12 @@ class RemoteStore:
         self._clock = clock
         self._lock = threading.Lock()
         self._retry_at, self._retry_s = 0.0, RETRY_S
+        # When the session began.
+        self._since = 0.0
+        # Reads of a lost session that wait for the next one.
+        self._unanswered: list[_Read] = []
+        # Set when there is something to do before the next look at the proxy.
+        self._wake = threading.Event()
         self._log = RareLog(logger, clock)
         self._closed = threading.Event()
         # As of the store's last answer: see `BlockStore`, and how many keys it has given up.
@@ -105,7 +115,9 @@ class RemoteStore:
                     self._counters["read_errors"] += 1
             on_end(count)
 
-        return self._start(partial(wire.Get, keys=b"".join(keys), pages=_pages(frames)), ended)
+        read = _Read(partial(wire.Get, keys=b"".join(keys), pages=_pages(frames)), ended)
+        self._ask_read(read)
+        return partial(self._give_up, read)
 
     def set(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
         count = self._wait(partial(wire.Put, keys=b"".join(keys), pages=_pages(frames)))
@@ -136,6 +148,9 @@ class RemoteStore:
             client, self._client = self._client, None
         if client is not None:
             client.shut()
+        for read in self._take_unanswered(before=float("inf")):
+            read.on_end(0)
+        self._wake.set()
         self._place.close()
 
     def stats(self) -> dict[str, int]:
@@ -148,20 +163,56 @@ class RemoteStore:
 
     def _wait(self, make: Callable[[int], msgspec.Struct]) -> int:
         ended = _Result()
-        self._start(make, ended.put)
-        return ended.wait()
-
-    def _start(self, make: Callable[[int], msgspec.Struct], on_end: Callable[[int], None]) -> Callable[[], None]:
         client = self._client
         if client is None:
-            on_end(0)
-            return lambda: None
-        id = client.ask(make, on_end)
+            return 0
+        client.ask(make, ended.put)
+        return ended.wait()
 
-        def give_up() -> None:
+    def _ask_read(self, read: _Read) -> None:
+        client = self._client
+        if client is None:
+            read.on_end(0)
+            return
+
+        def ended(count: int) -> None:
+            if not (client.is_lost and self._keep(read)):
+                read.on_end(count)
+
+        id = client.ask(read.make, ended)
+        with self._lock:
+            read.asked = client, id
+            is_given_up = read.is_given_up
+        if is_given_up:
             client.tell(wire.Cancel(id))
 
-        return give_up
+    def _keep(self, read: _Read) -> bool:
+        """Of a session that was lost: ask the next one, once. False if it ends."""
+        with self._lock:
+            if read.until or read.is_given_up or self._closed.is_set():
+                return False
+            read.until = self._clock() + ASK_AGAIN_S
+            self._unanswered.append(read)
+            return True
+
+    def _give_up(self, read: _Read) -> None:
+        with self._lock:
+            read.is_given_up = True
+            asked = read.asked
+            if is_waiting := read in self._unanswered:
+                self._unanswered.remove(read)
+        if is_waiting:
+            read.on_end(0)
+        elif asked is not None:
+            client, id = asked
+            client.tell(wire.Cancel(id))
+
+    def _take_unanswered(self, before: float) -> list[_Read]:
+        """Those that may wait no longer than that."""
+        with self._lock:
+            taken = [read for read in self._unanswered if read.until <= before]
+            self._unanswered = [read for read in self._unanswered if read.until > before]
+        return taken
 
     def _reconnect(self) -> None:
         """Begin a new session if it is time. Takes as long as a proxy that hangs lets it."""
@@ -175,16 +226,19 @@ class RemoteStore:
             self._log.warn("connect", "the remote tier is out of reach: %s", error)
             return
         with self._lock:
-            self._retry_s = RETRY_S
-            if not self._closed.is_set() and not client.is_lost:
+            is_used = not self._closed.is_set() and not client.is_lost
+            if is_used:
                 self._client = client
-                return
-        client.shut()
+        if not is_used:
+            client.shut()
+        for read in self._take_unanswered(before=float("inf")):
+            self._ask_read(read)
 
     def _connect(self) -> ProxyClient:
         # Also after an attempt that failed, of which the proxy may know more.
         self._hello = msgspec.structs.replace(self._hello, epoch=self._hello.epoch + 1)
         client = ProxyClient(self._place.connect(), self._hello, self._fd, self._lost)
+        self._since = self._clock()
         self._counters["proxy_sessions"] += 1
         if not self._hello.is_first:
             logger.info("the remote tier has an offload proxy again")
@@ -194,14 +248,24 @@ class RemoteStore:
     def _lost(self) -> None:
         with self._lock:
             self._client = None
-            self._retry_at = max(self._retry_at, self._clock() + RETRY_S)
+            now = self._clock()
+            self._retry_s = RETRY_S if now - self._since > _GOOD_SESSION_S else min(2 * self._retry_s, MAX_RETRY_S)
+            self._retry_at = now + self._retry_s
+        self._wake.set()
         if not self._closed.is_set():
-            self._log.warn("lost", "the offload proxy has ended; its unfinished reads are computed")
+            self._log.warn("lost", "the offload proxy has ended; a new session is begun")
 
     def _watch(self) -> None:
         """Ask the proxy for its statistics from time to time, and deal with a proxy that does not answer."""
         hanging = False
-        while not self._closed.wait(_CHECK_INTERVAL_S):
+        while not self._closed.is_set():
+            # While reads wait for a session it is looked for more often.
+            self._wake.wait(RETRY_S / 2 if self._unanswered else _CHECK_INTERVAL_S)
+            self._wake.clear()
+            for read in self._take_unanswered(before=self._clock()):
+                read.on_end(0)
+            if self._closed.is_set():
+                break
             try:
                 self._place.keep_alive()
             except StoreError as error:
@@ -296,6 +360,17 @@ def _start_own_proxy(own: OwnProxySettings, directory: Path, num_ranks: int) -> 
         logger.info("remote tier: no url is given, so a store of %.1f GB is started here", limit_bytes / 1e9)
     kind = InProcessProxy if own.in_process else OwnProxy
     return kind(url, own.settings, embedded)
+
+
+@dataclass(eq=False)
+class _Read:
+    """A read that has not ended. until: when it ends that waits to be asked again; 0: it was asked once."""
+
+    make: Callable[[int], msgspec.Struct]
+    on_end: Callable[[int], None]
+    asked: tuple[ProxyClient, int] | None = None
+    until: float = 0.0
+    is_given_up: bool = False
 
 
 class _Result:

@@ -27,6 +27,8 @@ def test_the_profile_of_the_paper():
     [
         ({"profile": "bluefield-9"}, "none of host, bluefield-3"),
         ({"no_such": 1}, "no_such is no setting"),
+        ({"ttl_s": -1}, "have to be at least 0"),
+        ({"max_write_gbps": -0.5}, "have to be at least 0"),
         ({"receive_threads": 0}, "receive_threads has to be from 1"),
         ({"receive_threads": "2"}, "has to be like 2"),
         ({"receive_threads": True}, "has to be like 2"),

@@ -305,6 +305,33 @@ def test_with_a_time_to_live_the_manifest_goes_first(redis):
     assert all(150 < connection.call("TTL", store.name_of(key_of(1), p)) <= 160 for p in range(NUM_PIECES))
 
 
+def test_use_renews_the_time_to_live(redis):
+    """Of pieces when they are read, of manifests behind that, and of all when memory serves a block."""
+    store, connection = open_store(redis, ttl_s=100), redis.connection()
+    write(store, 1, 2)
+    names = {i: [store.name_of(key_of(i), what) for what in (*range(NUM_PIECES), b"m")] for i in (1, 2)}
+
+    def age() -> None:
+        for name in (*names[1], *names[2]):
+            connection.call("EXPIRE", name, 50)
+
+    def ttls(i: int) -> list[int]:
+        return [int(connection.call("TTL", name)) for name in names[i]]
+
+    age()
+    reader, buffer = store.reader(), memoryview(bytearray(1000))
+    reader.request(key_of(1), 0)
+    assert reader.receive(buffer) == 1000
+    assert ttls(1)[0] > 150 and max(ttls(1)[1:]) <= 50
+    store.renew([key_of(1)])
+    assert 90 < ttls(1)[-1] <= 100
+    age()
+    assert store.touch([key_of(1), key_of(2), key_of(3)]) == (2, [])
+    assert all(min(ttls(i)[:-1]) > 150 and 90 < ttls(i)[-1] <= 100 for i in (1, 2))
+    connection.call("DEL", names[2][1])
+    assert store.touch([key_of(1), key_of(2)]) == (1, [key_of(2)])
+
+
 def test_usage(redis):
     store = open_store(redis)
     write(store, 1, 2)

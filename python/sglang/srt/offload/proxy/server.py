@@ -83,9 +83,7 @@ class ProxyServer:
         self._run(channel)
 
     def _run(self, channel: Channel) -> None:
-        session = Session(
-            channel, self._admit, self._address, self.pipeline, self.writer, self._settings.store_timeout_s
-        )
+        session = Session(channel, self._admit, self._address, self.pipeline, self.writer, self._settings)
         try:
             session.run()
         finally:

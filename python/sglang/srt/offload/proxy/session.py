@@ -21,7 +21,7 @@ from sglang.srt.offload.codec.layout import BlockLayout
 from sglang.srt.offload.codec.registry import make_codec
 from sglang.srt.offload.proxy.channel import Channel, SessionRefusedError
 from sglang.srt.offload.proxy.pipeline import Fetch, Pipeline
-from sglang.srt.offload.proxy.settings import PIECE_BYTES
+from sglang.srt.offload.proxy.settings import PIECE_BYTES, ProxySettings
 from sglang.srt.offload.proxy.writer import Write, Writer
 from sglang.srt.offload.store.address import StoreAddress
 from sglang.srt.offload.store.object_store import BlockWriter, ObjectStore, PieceReader
@@ -46,14 +46,14 @@ class Session:
         address: StoreAddress,
         pipeline: Pipeline,
         writer: Writer,
-        store_timeout_s: float,
+        settings: ProxySettings,
     ) -> None:
         self.channel = channel
         self._admit = admit
         self._address = address
         self._pipeline = pipeline
         self._writer = writer
-        self._store_timeout_s = store_timeout_s
+        self._settings = settings
         # Connections by thread.
         self._readers: dict[int, PieceReader] = {}
         self._writers: dict[int, BlockWriter] = {}
@@ -61,7 +61,7 @@ class Session:
         # What moves no block, carried out one after another on a thread of its own, because a store that does not
         # answer must delay nothing else; and what concerns the whole store and may take long, on another.
         self._questions: queue.SimpleQueue[wire.Exists | wire.Touch | None] = queue.SimpleQueue()
-        self._chores: queue.SimpleQueue[wire.Clear | wire.GetStats | None] = queue.SimpleQueue()
+        self._chores: queue.SimpleQueue[wire.Clear | wire.GetStats | list[bytes] | None] = queue.SimpleQueue()
         self._usage: dict[str, int] = {}
         self._lock = threading.Condition()
         # Operations that are not answered yet.
@@ -140,7 +140,7 @@ class Session:
             raise SessionRefusedError(str(error)) from error
         if self.layout.piece_bytes > PIECE_BYTES:
             raise SessionRefusedError("its pieces are larger than a slot")
-        settings, room = self._pipeline.settings, min(s.num_slots for s in self._pipeline.slots.values())
+        settings, room = self._settings, min(s.num_slots for s in self._pipeline.slots.values())
         if not settings.pipelined and self.layout.num_pieces > room - settings.receive_threads:
             raise SessionRefusedError(
                 f"without pipelining a block of {self.layout.num_pieces} pieces has to fit into the buffers: raise "
@@ -150,7 +150,12 @@ class Session:
         self._admit(hello, self)
         namespace = hashlib.blake2b(self.codec.spec.encode(), key=hello.namespace[:64], digest_size=16).digest()
         self.store = ObjectStore(
-            self._address, namespace, self.layout.num_pieces, self._store_timeout_s, self.codec.spec
+            self._address,
+            namespace,
+            self.layout.num_pieces,
+            self._settings.store_timeout_s,
+            self.codec.spec,
+            self._settings.ttl_s,
         )
         if hello.is_first:
             try:
@@ -181,7 +186,9 @@ class Session:
 
     def _do_chores(self) -> None:
         while (chore := self._chores.get()) is not None:
-            if isinstance(chore, wire.Clear):
+            if isinstance(chore, list):
+                self.store.renew(chore)
+            elif isinstance(chore, wire.Clear):
                 self._outbox.put(wire.Done(chore.id, int(self._clear())))
             elif self._chores.empty():
                 # Not once for each that came while a store was slow.
@@ -224,8 +231,10 @@ class Session:
 
     def _answer(self, id: int, count: int) -> None:
         with self._lock:
-            del self._open[id]
+            what = self._open.pop(id)
             self._lock.notify_all()
+        if isinstance(what, Fetch) and self._settings.ttl_s:
+            self._chores.put(list(what.keys[:count]))
         self._outbox.put(wire.Done(id, count))
 
     def _send(self) -> None:

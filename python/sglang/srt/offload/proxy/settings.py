@@ -52,6 +52,11 @@ class ProxySettings:
     poll_us: float = 10.0
     # Seconds that the store may take for one value.
     store_timeout_s: float = 5.0
+    # Seconds without use after which the store drops a block; 0: never.
+    ttl_s: int = 0
+    # The most 10^9 bits per second that are read from the store, and written to it; 0: no limit.
+    max_read_gbps: float = 0.0
+    max_write_gbps: float = 0.0
 
     def __post_init__(self) -> None:
         for stage in (*STAGES, "write"):
@@ -79,6 +84,8 @@ class ProxySettings:
             raise StoreError(f"proxy: rates_gbps names {', '.join(sorted(unknown))}; stages are {', '.join(STAGES)}")
         if not self.window >= 1:
             raise StoreError("proxy: window has to be at least 1")
+        if self.ttl_s < 0 or not min(self.max_read_gbps, self.max_write_gbps) >= 0:
+            raise StoreError("proxy: ttl_s, max_read_gbps and max_write_gbps have to be at least 0")
         if not self.store_timeout_s > 0 or not self.poll_us >= 0 or not all(r > 0 for r in self.rates_gbps.values()):
             raise StoreError("proxy: store_timeout_s and rates_gbps have to be above 0, poll_us at least 0")
 

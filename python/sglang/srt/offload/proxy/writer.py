@@ -17,6 +17,7 @@ from sglang.srt.offload.codec.base import Codec
 from sglang.srt.offload.codec.layout import BlockLayout
 from sglang.srt.offload.proxy.destination import Origin, OriginLostError
 from sglang.srt.offload.proxy.pipeline import start_thread
+from sglang.srt.offload.proxy.rate_limit import RateLimit
 from sglang.srt.offload.proxy.settings import PIECE_BYTES, ProxySettings
 from sglang.srt.offload.store.object_store import BlockWriter, ObjectStore
 
@@ -54,6 +55,7 @@ class Writer:
 
     def __init__(self, settings: ProxySettings, is_reading: Callable[[], bool]) -> None:
         self._is_reading = is_reading
+        self._limit = RateLimit(settings.max_write_gbps)
         self._writes: queue.SimpleQueue[Write] = queue.SimpleQueue()
         self.raw_bytes = 0
         self.stored_bytes = 0
@@ -107,6 +109,7 @@ class Writer:
             size = sink.codec.encode(data, index, write.keys[block], coded[at:])
             pieces.append([coded.data[at : at + size]])
             at += size
+            self._limit.wait(size)
             with self._lock:
                 self.raw_bytes += end - start
                 self.stored_bytes += size

@@ -209,7 +209,7 @@ class NodeConnections:
         return replies
 
     def _note_failure(self, failure: StoreFailure, indices: list[int], replies: list[Reply | StoreFailure]) -> None:
-        """A node has failed, whose connection is closed, in the place of these replies."""
+        """A node has failed: its replies are this failure."""
         for i in indices:
             replies[i] = failure
         self._map.mark_outdated()

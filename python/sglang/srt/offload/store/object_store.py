@@ -26,7 +26,7 @@ import msgspec
 from sglang.srt.offload.store.address import Endpoint, StoreAddress
 from sglang.srt.offload.store.cluster import NodeConnections, SlotMap, is_redirect
 from sglang.srt.offload.store.node_health import NodeHealth
-from sglang.srt.offload.store.resp import Buffer, ErrorReply, Reply, RespConnection, StoreFailure, ValueTooLarge
+from sglang.srt.offload.store.resp import Arg, Buffer, ErrorReply, Reply, RespConnection, StoreFailure, ValueTooLarge
 from sglang.srt.utils.rare_log import RareLog
 
 logger = logging.getLogger(__name__)
@@ -61,8 +61,8 @@ class ObjectStore:
     """One namespace's blocks in a store, for all threads; each takes a reader or a writer of its own.
 
     namespace: everything that two engines must have in common to share KV. num_pieces: of every block. codec: the
-    spec that manifests name. ttl_s: a block disappears after this many seconds; 0: never. clock: seconds, for the
-    time between attempts.
+    spec that manifests name. ttl_s: a block disappears after this many seconds without use; 0: never. clock: seconds,
+    for the time between attempts.
 
     It opens no connection at first: a store that is down is treated as an empty store.
     """
@@ -139,11 +139,14 @@ class ObjectStore:
         Returns how many of the leading blocks are stored whole, or None if the store fails; and the blocks that have
         a manifest but lack a piece. One round trip.
         """
-        commands = []
+        commands: list[tuple[bytes, Sequence[Arg]]] = []
         # The front of a prompt last, and of a block the manifest first: without it the pieces are not looked for.
         for key in reversed(keys):
             name, *pieces = self._names_of(key)
-            commands += [(name, (b"TOUCH", name)), (name, (b"TOUCH", *pieces))]
+            uses: list[Sequence[Arg]] = [(b"TOUCH", name), (b"TOUCH", *pieces)]
+            if self.ttl_s:
+                uses = [(b"EXPIRE", name, self.ttl_s), *((b"EXPIRE", p, self.pieces_ttl_s) for p in pieces)]
+            commands += [(name, command) for command in uses]
         try:
             with self._lock:
                 replies = self._control.pipeline(commands)[::-1]
@@ -152,9 +155,31 @@ class ObjectStore:
         except StoreFailure as failure:
             self.failed("marking blocks as used", failure)
             return None, []
-        pieces_there, manifests = replies[::2], replies[1::2]
+        # Of each block: its pieces, and then its manifest.
+        per_block = len(commands) // len(keys) if keys else 1
+        manifests = replies[per_block - 1 :: per_block]
+        pieces_there = [
+            sum(n for n in replies[at : at + per_block - 1] if isinstance(n, int))
+            for at in range(0, len(replies), per_block)
+        ]
         is_whole = [bool(m) and n == self.num_pieces for m, n in zip(manifests, pieces_there)]
         return _num_leading(is_whole), [key for key, m, whole in zip(keys, manifests, is_whole) if m and not whole]
+
+    def renew(self, keys: Sequence[bytes]) -> None:
+        """These blocks were read, which has renewed their pieces: so are their manifests. Nothing without ttl_s."""
+        if not self.ttl_s or not keys:
+            return
+        names = [self.name_of(key, _MANIFEST) for key in keys]
+        try:
+            with self._usage_lock:
+                self._usage_connections.pipeline([(name, (b"EXPIRE", name, self.ttl_s)) for name in names])
+        except StoreFailure as failure:
+            self.failed("renewing blocks", failure)
+
+    @property
+    def pieces_ttl_s(self) -> int:
+        """Seconds that a piece lives without use; 0: for ever."""
+        return self.ttl_s + _PIECES_OUTLIVE_S if self.ttl_s else 0
 
     def reader(self) -> PieceReader:
         return PieceReader(self)
@@ -316,7 +341,7 @@ class PieceReader:
         connection: RespConnection | None = None
         try:
             connection = self._connections.for_key(name)
-            connection.send_get(name)
+            connection.send_get(name, self._store.pieces_ttl_s)
         except BaseException as error:
             self._note_failed(connection, error)
             raise
@@ -339,7 +364,7 @@ class PieceReader:
             except ErrorReply as error:
                 if not is_redirect(error):
                     raise
-                answer = self._connections.follow(error, connection, lambda c: _get(c, name, buffer))
+                answer = self._connections.follow(error, connection, lambda c: self._get(c, name, buffer))
                 if isinstance(answer, ErrorReply):
                     raise answer from None
                 size = answer
@@ -348,6 +373,10 @@ class PieceReader:
             raise
         self._store.count(read_pieces=size is not None, missing_pieces=size is None, read_bytes=size or 0)
         return size
+
+    def _get(self, connection: RespConnection, name: bytes, buffer: memoryview) -> int | None:
+        connection.send_get(name, self._store.pieces_ttl_s)
+        return connection.receive_into(buffer)
 
     def close(self) -> None:
         self._in_flight.clear()
@@ -383,10 +412,9 @@ class BlockWriter:
             return False
         size_bytes = sum(memoryview(part).nbytes for parts in pieces for part in parts)
         manifest = msgspec.msgpack.encode(Manifest(FORMAT_VERSION, store.num_pieces, store.codec, size_bytes))
-        outlive_s = store.ttl_s + _PIECES_OUTLIVE_S if store.ttl_s else 0
         values = [(store.name_of(key, i), parts) for i, parts in enumerate(pieces)]
         try:
-            error = self._set(values, outlive_s) or self._set(
+            error = self._set(values, store.pieces_ttl_s) or self._set(
                 [(store.name_of(key, _MANIFEST), [manifest])], store.ttl_s
             )
         except StoreFailure as failure:
@@ -433,11 +461,6 @@ def _num_leading(are: list[bool]) -> int:
     return are.index(False) if False in are else len(are)
 
 
-def _get(connection: RespConnection, name: bytes, buffer: memoryview) -> int | None:
-    connection.send_get(name)
-    return connection.receive_into(buffer)
-
-
 def _set(connection: RespConnection, name: bytes, parts: Sequence[Buffer], ttl_s: int) -> Reply:
     connection.send_set(name, parts, ttl_s)
     return connection.receive()
@@ -470,5 +493,5 @@ def _advice(failure: StoreFailure) -> str:
         "OOM": " (raise its maxmemory, or let it evict: maxmemory-policy allkeys-lru)",
         "MISCONF": " (its disk is full or it cannot save: free space, or turn its snapshots off)",
         "READONLY": " (it is a replica: give the master's address)",
-        "NOPERM": " (allow its user GET, SET, TOUCH, UNLINK, SCAN, PING, INFO and CLUSTER SLOTS on these keys)",
+        "NOPERM": " (allow its user what docs/guides/remote.md lists, on these keys)",
     }.get(failure.code, "")

@@ -145,8 +145,9 @@ class RespConnection:
 
     # -- values -----------------------------------------------------------------------------------------------------
 
-    def send_get(self, key: bytes) -> None:
-        self.send([(b"GET", key)])
+    def send_get(self, key: bytes, ttl_s: int = 0) -> None:
+        """ttl_s: the value lives so long from now on; 0: as before."""
+        self.send([(b"GETEX", key, b"EX", ttl_s) if ttl_s else (b"GET", key)])
 
     def receive_into(self, buffer: memoryview) -> int | None:
         """Receive the value of an earlier send_get to the start of buffer. Returns its number of bytes; None if the
