@@ -38,7 +38,12 @@ class Remote:
     process, unless config wants another."""
 
     def __init__(
-        self, folder: Path, backend: str = "remote", dtype: torch.dtype = torch.bfloat16, **config: Any
+        self,
+        folder: Path,
+        backend: str = "remote",
+        dtype: torch.dtype = torch.bfloat16,
+        mac_key: bytes = b"",
+        **config: Any,
     ) -> None:
         device = MHATokenToKVPool(1, PageLayout.kv(1, 8, 16, 128, dtype))
         self.pool = MHATokenToKVPoolHost(device, 2 * NUM * BLOCK)
@@ -49,7 +54,9 @@ class Remote:
             if isinstance(proxy := config.get("proxy", {}), dict):
                 config["proxy"] = PROXY | proxy
         self.folder = folder
-        params = StoreParams(config, "test", self.pool, BLOCK, model_name="", directory=folder / "own")
+        params = StoreParams(
+            config, "test", self.pool, BLOCK, model_name="", directory=folder / "own", mac_key=mac_key
+        )
         store = storage_backend(backend).open(params)
         assert isinstance(store, RemoteStore)
         self.store = store

@@ -201,6 +201,16 @@ def test_what_was_stored_comes_back(rig: Rig, codec: Any):
     assert one.store.exists(one.keys(SOME)) == 0
 
 
+def test_blocks_of_another_secret_are_not_taken(rig: Rig):
+    """Not even under the names of one's own: a client of the store has put them there."""
+    one, other = rig.engine(mac_key=b"k" * 32), rig.engine(mac_key=b"x" * 32)
+    assert one.put(SOME) == 4 and one.get(SOME) == 4 and one.came(SOME)
+    assert other.store.exists(other.keys(SOME)) == 4 and other.get(SOME) == 0
+    until(lambda: other.store.stats().get("damaged_blocks", 0) > 0)
+    until(lambda: other.put(SOME) == 4 and other.get(SOME) == 4)
+    assert other.came(SOME) and one.get(SOME) == 0
+
+
 def test_two_engines_share_a_proxy(rig: Rig):
     one, two = rig.engine(), rig.engine()
     assert one.put(range(6)) == 6 and two.store.exists(two.keys(range(6))) == 6

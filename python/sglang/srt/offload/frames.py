@@ -8,7 +8,7 @@ is cut into frames of 256 KiB, so that no question waits behind a fetch.
 
 The tag is HMAC-SHA256, cut to 16 bytes, over the frame's number, header and payload. Its key is derived from the
 shared key, the direction and both sides' random bytes. A frame that is changed, repeated, left out, or of another
-session therefore ends the session. Nothing is encrypted.
+session therefore ends the session. Nothing is encrypted but what a caller has masked.
 """
 
 from __future__ import annotations
@@ -110,9 +110,16 @@ class FrameConnection:
         theirs = bytes(greeting[len(_MAGIC) :])
         nonces = theirs + mine if is_proxy else mine + theirs
         to_proxy, to_engine = (hmac.digest(secret, way + nonces, "sha256") for way in (b"to proxy", b"to engine"))
+        self._mask = hmac.digest(secret, b"mask" + nonces, "sha256")
         self._send_key, self._receive_key = (to_engine, to_proxy) if is_proxy else (to_proxy, to_engine)
         self._sender = threading.Thread(target=self._send_all, name="frames", daemon=True)
         self._sender.start()
+
+    def masked(self, data: bytes) -> bytes:
+        """data, of 32 bytes at most, as only the two sides can read it; and the other way round. For one message of a
+        connection: each byte is added to one of a key that is not used again."""
+        assert len(data) <= len(self._mask)
+        return bytes(a ^ b for a, b in zip(data, self._mask))
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message soon, in order."""

@@ -100,7 +100,7 @@ class Relay:
         except wire.WireError as error:
             raise SessionRefusedError(f"{where}: {error}") from error
         try:
-            frames.send(msgspec.structs.replace(hello, token=""))
+            frames.send(msgspec.structs.replace(hello, token="", mac_key=frames.masked(hello.mac_key)))
             answer = wire.decode(frames.receive().payload, wire.Welcome | wire.Refused)
         except WrongKeyError:
             frames.close()

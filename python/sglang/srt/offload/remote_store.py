@@ -343,6 +343,7 @@ def open_remote_store(backend: str, settings: RemoteSettings, params: StoreParam
         layout=layout.as_dict(),
         codec={"codec": settings.codec} if isinstance(settings.codec, str) else settings.codec,
         namespace=hashlib.blake2b(namespace.encode()).digest(),
+        mac_key=params.mac_key,
         engine=os.urandom(16),
     )
     store = RemoteStore(backend, block_tokens, place, hello, pool.shared.fd, settings)

@@ -17,6 +17,7 @@ import msgspec
 WIRE_VERSION = 4
 # A Get of 256 blocks of 256 one-token pages is 270 KB.
 MAX_FRAME_BYTES = 16 << 20
+MAC_KEY_BYTES = 32
 _LENGTH = struct.Struct("<I")
 
 
@@ -26,7 +27,8 @@ class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     layout: of `BlockLayout.as_dict`. codec: as for `make_codec`. namespace: what the bytes of a block depend on
     beside its key. is_first: the engine starts, and wants to know whether the store can be reached; later it goes on
-    without. engine: random bytes, of this engine and rank. epoch: counts its sessions; a newer one ends an older."""
+    without. mac_key: with which blocks are authenticated, or empty; masked over TCP. engine: random bytes, of this
+    engine and rank. epoch: counts its sessions; a newer one ends an older."""
 
     token: str
     num_pages: int
@@ -35,6 +37,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     codec: dict[str, Any]
     namespace: bytes
     is_first: bool = True
+    mac_key: bytes = b""
     engine: bytes = b""
     epoch: int = 0
     version: int = WIRE_VERSION

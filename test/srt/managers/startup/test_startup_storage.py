@@ -50,7 +50,9 @@ def test_what_nobody_said() -> None:
     found = setup()
     assert (found.backend, found.block_tokens, found.write_policy) == ("file", 64, "write_through")
     opened = {"backend": "file", "config": {}, "block_tokens": 64, "is_exclusive": False}
-    assert json.loads(found.setup) == opened
+    told = json.loads(found.setup)
+    assert len(bytes.fromhex(told.pop("mac_key"))) == 32 and told == opened
+    assert json.loads(setup({"secret": ""}).setup)["mac_key"] == ""
     prefetch = found.prefetch
     assert (prefetch.policy, prefetch.threshold) == ("timeout", 256)
     assert (prefetch.timeout_base_s, prefetch.timeout_per_ki_token_s) == (1.0, 0.25)

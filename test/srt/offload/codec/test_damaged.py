@@ -221,3 +221,32 @@ def test_a_slot_that_is_too_small_is_a_bug_of_the_caller(piece):
             codec.decompress(stored, header, mid[:-1])
     with pytest.raises(AssertionError):
         codec.encode(normal_kv(SMALL), 0, KEY, np.empty(SMALL.block_bytes, np.uint8))
+
+
+# -- with a key -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_with_a_key_nothing_is_taken_that_was_not_written_with_it(name):
+    """Also pieces whose checksums are right: those of a client that can write to the store, and knows all but the
+    key."""
+    mine, other, open_one = (make_codec(CONFIGS[name], SMALL, key) for key in (b"k" * 32, b"x" * 32, b""))
+    raw = normal_kv(SMALL, 1)
+    stored = encode(mine, raw)
+    assert (decode(mine, stored) == decode(open_one, encode(open_one, raw))).all()
+    assert len(stored) == len(encode(open_one, raw)) + 16 and mine.spec == open_one.spec + " mac=hmac-sha256"
+    for foreign in (encode(other, raw), encode(open_one, raw), stored[:-1], stored[16:], stored[:20], stored[:0]):
+        with pytest.raises(CodecError):
+            mine.parse(foreign, 0, KEY)
+    for at in range(0, len(stored), 1 + len(stored) // 50):
+        damaged = stored.copy()
+        damaged[at] ^= 1
+        with pytest.raises(CodecError):
+            mine.parse(damaged, 0, KEY)
+    with pytest.raises(CodecError, match="key"):
+        mine.parse(stored, 0, bytes(16))
+    forged = stored.copy()
+    header = dataclasses.replace(mine.parse(stored, 0, KEY), payload_bytes=len(stored) - HEADER_BYTES - 16)
+    forged[:-16] = resealed(header, forged[HEADER_BYTES:-16] ^ np.uint8(1))
+    with pytest.raises(CodecError, match="this deployment's secret"):
+        mine.parse(forged, 0, KEY)

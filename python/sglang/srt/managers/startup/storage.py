@@ -170,6 +170,7 @@ class StorageOpener:
             "config": config,
             "block_tokens": block_tokens,
             "is_exclusive": setup.is_exclusive,
+            "mac_key": _mac_key(own["secret"]),
         }
         return replace(setup, setup=json.dumps(opened))
 
@@ -179,14 +180,15 @@ class StorageOpener:
         stores: list[BlockStore] = []
         try:
             for name, config in split_config(found["backend"], found["config"]).items():
-                stores.append(self._open_one(name, config, found["block_tokens"], found["is_exclusive"]))
+                stores.append(self._open_one(name, config, found))
         except StoreError:
             for store in stores:
                 store.close()
             raise
         return stores[0] if len(stores) == 1 else TieredStore(stores[0], GuardedStore(stores[1]))
 
-    def _open_one(self, name: str, config: dict[str, Any], block_tokens: int, is_exclusive: bool) -> BlockStore:
+    def _open_one(self, name: str, config: dict[str, Any], setup: dict[str, Any]) -> BlockStore:
+        block_tokens = setup["block_tokens"]
         params = StoreParams(
             config=config,
             namespace=f"{self._namespace(block_tokens, (name,))} rank {self.tp_rank} of {self.tp_size}",
@@ -195,8 +197,9 @@ class StorageOpener:
             model_name=self.model_name,
             tp_rank=self.tp_rank,
             tp_size=self.tp_size,
-            is_exclusive=is_exclusive,
+            is_exclusive=setup["is_exclusive"],
             directory=self.directory / f"rank{self.tp_rank}",
+            mac_key=bytes.fromhex(setup["mac_key"]),
         )
         return storage_backend(name).open(params)
 
@@ -214,6 +217,14 @@ class StorageOpener:
             key = storage_backend(names[0]).shared_secret(config) or key
         namespace = self._namespace(block_tokens, names)
         return hashlib.blake2b(namespace.encode(), key=key[:64], digest_size=32).digest()
+
+
+def _mac_key(secret: str) -> str:
+    """In hex; empty without a secret."""
+    if not secret:
+        return ""
+    key = hashlib.blake2b(secret.encode(errors="surrogatepass")).digest()
+    return hashlib.blake2b(b"authenticates blocks", key=key, digest_size=32).hexdigest()
 
 
 def split_config(backend: str, config: dict[str, Any]) -> dict[str, dict[str, Any]]:

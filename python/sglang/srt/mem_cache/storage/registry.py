@@ -65,6 +65,8 @@ class StoreParams:
     is_exclusive: bool = False
     # A private directory of this rank, which is removed when the server ends.
     directory: Path = Path()
+    # With which blocks in a shared store are authenticated; empty if the deployment has no secret.
+    mac_key: bytes = b""
 
 
 class StorageBackend(ABC):

@@ -13,13 +13,23 @@ piece that is not exactly as expected raises `CodecError`, and nothing outside o
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import xxhash
 
-from sglang.srt.offload.codec.header import HEADER_BYTES, CodecError, PieceHeader, parse_header, write_header
+from sglang.srt.offload.codec.header import (
+    HEADER_BYTES,
+    TAG_BYTES,
+    CodecError,
+    PieceHeader,
+    parse_header,
+    tag_of,
+    write_header,
+)
 from sglang.srt.offload.codec.layout import BlockLayout
 from sglang.srt.utils.registry import Option
 
@@ -80,6 +90,8 @@ class PieceCodec:
     # The accuracy of decoded values, in words for the reference.
     summary: ClassVar[str]
     options: ClassVar[tuple[Option, ...]] = ()
+    # With which pieces are authenticated; empty: they are not. Set before the first use.
+    mac_key: bytes = b""
 
     @classmethod
     def from_settings(cls, layout: BlockLayout, settings: Mapping[str, Any]) -> Self:
@@ -89,14 +101,22 @@ class PieceCodec:
 
     def __init__(self, layout: BlockLayout) -> None:
         self.layout = layout
-        self._fingerprint = xxhash.xxh3_64_intdigest(f"{self.spec}\n{layout.spec}".encode())
 
     @property
     def spec(self) -> str:
-        return " ".join([f"{self.name}-v{self.version}", *(f"{k}={v}" for k, v in self._settings().items())])
+        settings = self._settings() | ({"mac": "hmac-sha256"} if self.mac_key else {})
+        return " ".join([f"{self.name}-v{self.version}", *(f"{k}={v}" for k, v in settings.items())])
+
+    @cached_property
+    def _fingerprint(self) -> int:
+        return xxhash.xxh3_64_intdigest(f"{self.spec}\n{self.layout.spec}".encode())
+
+    @property
+    def _tag_bytes(self) -> int:
+        return TAG_BYTES if self.mac_key else 0
 
     def max_stored_bytes(self, raw_bytes: int) -> int:
-        return HEADER_BYTES + raw_bytes
+        return HEADER_BYTES + raw_bytes + self._tag_bytes
 
     def mid_bytes(self, raw_bytes: int) -> int:
         return 0
@@ -114,11 +134,18 @@ class PieceCodec:
         header = PieceHeader(
             self.codec_id, stored, piece, key, raw_bytes, mid_bytes, payload_bytes, self._fingerprint
         )
-        write_header(header, out[: HEADER_BYTES + payload_bytes])
-        return HEADER_BYTES + payload_bytes
+        size = HEADER_BYTES + payload_bytes
+        write_header(header, out[:size])
+        if self.mac_key:
+            out[size : size + TAG_BYTES] = np.frombuffer(tag_of(out[:size], self.mac_key), np.uint8)
+        return size + self._tag_bytes
 
     def parse(self, stored: np.ndarray, piece: int, key: bytes) -> PieceHeader:
         raw_bytes = self.layout.raw_bytes(piece)
+        if self.mac_key:
+            stored, tag = stored[:-TAG_BYTES], stored[-TAG_BYTES:]
+            if not hmac.compare_digest(tag_of(stored, self.mac_key), tag.tobytes()):
+                raise CodecError("it was not written with this deployment's secret, or is damaged")
         return parse_header(
             stored,
             codec_id=self.codec_id,
@@ -142,8 +169,9 @@ class PieceCodec:
             self._dequantize(payload, header, mid[: self._checked_mid(header, mid)], out)
 
     def _payload(self, stored: np.ndarray, header: PieceHeader) -> np.ndarray:
-        assert len(stored) == HEADER_BYTES + header.payload_bytes, "not the piece that the header was parsed from"
-        return stored[HEADER_BYTES:]
+        end = HEADER_BYTES + header.payload_bytes
+        assert len(stored) == end + self._tag_bytes, "not the piece that the header was parsed from"
+        return stored[HEADER_BYTES:end]
 
     def _checked_mid(self, header: PieceHeader, mid: np.ndarray) -> int:
         assert len(mid) >= header.mid_bytes, f"a slot of {len(mid)} bytes, the piece needs {header.mid_bytes}"

@@ -2,7 +2,8 @@
 
 A reader knows what it asked for and takes no size from the header. Each field must equal the value that the reader
 computes; otherwise the piece is refused with `CodecError` before anything is decoded. A process that can write to the
-store can therefore feed wrong values under right checksums, but no wrong size.
+store can therefore feed wrong values under right checksums, but no wrong size; and no values at all where pieces are
+authenticated: a tag follows the payload then, HMAC-SHA256 of header and payload, cut to 16 bytes.
 
     offset  bytes  field
     0       4      magic "SGKV"
@@ -22,6 +23,8 @@ store can therefore feed wrong values under right checksums, but no wrong size.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import struct
 from dataclasses import dataclass
 
@@ -37,6 +40,13 @@ _FIELDS = struct.Struct("<4sBBBxI16sIIIQQ")
 _CHECKSUM = struct.Struct("<Q")
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 assert HEADER_BYTES == 64
+
+TAG_BYTES = 16
+
+
+def tag_of(piece: np.ndarray, mac_key: bytes) -> bytes:
+    """piece: (n,) uint8, header and payload."""
+    return hmac.new(mac_key, piece.data, hashlib.sha256).digest()[:TAG_BYTES]
 
 
 class CodecError(Exception):

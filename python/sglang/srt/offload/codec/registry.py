@@ -27,14 +27,16 @@ def codec_class(name: str) -> type[PieceCodec]:
     return found
 
 
-def make_codec(config: Mapping[str, Any], layout: BlockLayout) -> Codec:
+def make_codec(config: Mapping[str, Any], layout: BlockLayout, mac_key: bytes = b"") -> Codec:
     """The codec of settings like {"codec": "binned", "k_bins": [[10, 32], [null, 16]], "v_bins": 16}.
 
     codec: one of `CODECS`, `DEFAULT_CODEC` where it is left out. The others are options of the codec's class.
-    ValueError, with what to do, for anything else.
+    mac_key: with which pieces are authenticated; empty: they are not. ValueError, with what to do, for anything else.
     """
     codec, settings = check_codec(config)
-    return codec.from_settings(layout, settings)
+    made = codec.from_settings(layout, settings)
+    made.mac_key = mac_key
+    return made
 
 
 def check_codec(config: Mapping[str, Any]) -> tuple[type[PieceCodec], dict[str, Any]]:

@@ -135,7 +135,7 @@ class Session:
             raise SessionRefusedError(f"engine and proxy differ: version {hello.version}, here {wire.WIRE_VERSION}")
         try:
             self.layout = BlockLayout.from_dict(hello.layout)
-            self.codec = make_codec(hello.codec, self.layout)
+            self.codec = make_codec(hello.codec, self.layout, hello.mac_key)
         except (TypeError, ValueError) as error:
             raise SessionRefusedError(str(error)) from error
         if self.layout.piece_bytes > PIECE_BYTES:

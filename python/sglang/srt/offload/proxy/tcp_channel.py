@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from sglang.srt.offload import wire
@@ -38,7 +39,10 @@ class TcpChannel:
         except WrongKeyError:
             self._frames.refuse_key()
             raise
-        self._hello: wire.Hello = wire.decode(frame.payload, wire.Hello)
+        hello: wire.Hello = wire.decode(frame.payload, wire.Hello)
+        if len(hello.mac_key) > wire.MAC_KEY_BYTES:
+            raise wire.WireError("the first message has a key that is too long")
+        self._hello = msgspec.structs.replace(hello, mac_key=self._frames.masked(hello.mac_key))
 
     def begin(self) -> wire.Hello:
         return self._hello
