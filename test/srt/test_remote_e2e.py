@@ -6,14 +6,21 @@ import contextlib
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from sglang.srt.offload.proxy_process import STORE_VARIABLE
 from sglang.srt.offload.store.embedded import EmbeddedStore
+from support.children import child_environment
 from support.server_fixture import PATIENCE_S, Server, wait_until
+from support.store_servers import free_port
 
 pytestmark = pytest.mark.e2e
 
@@ -86,6 +93,49 @@ def test_a_server_finds_what_was_stored(store, whose: str):
         samples = dict(line.rsplit(" ", 1) for line in server.get("/metrics").text.splitlines() if line[:1] != "#")
         of_stage = {k: float(v) for k, v in samples.items() if k.startswith("sglang:hicache_remote_stage_bytes{")}
         assert len(of_stage) == 4 and all(of_stage.values())
+        server.stop()
+
+
+@contextlib.contextmanager
+def proxy_over_tcp(store: str, token: Path, port: int) -> Iterator[str]:
+    """An offload proxy by itself. Yields its address."""
+    command = [sys.executable, "-m", "sglang.srt.offload.proxy", "--listen", f"tcp://127.0.0.1:{port}"]
+    environment = {**child_environment(), STORE_VARIABLE: store}
+    with subprocess.Popen([*command, "--token-file", str(token)], env=environment) as process:
+        try:
+            wait_until(lambda: _is_open(port))
+            yield f"tcp://127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
+def _is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_proxy_elsewhere_serves_all_ranks_and_costs_time_only(store, tmp_path: Path, tp_size: int):
+    token, port = tmp_path / "token", free_port()
+    token.write_text("5e7c" * 16)
+    config = {"proxy": f"tcp://127.0.0.1:{port}", "token_file": str(token), "secret": "of the deployment"}
+    flags = ("--tp-size", str(tp_size), "--hicache-bypass-local")
+    with contextlib.ExitStack() as stack:
+        proxy = stack.enter_context(contextlib.ExitStack())
+        proxy.enter_context(proxy_over_tcp(store, token, port))
+        server = stack.enter_context(start("bluefield", *flags, **config))
+        first = generate(server)
+        wait_until(lambda: stored(server) >= 384)
+        again = generate(server)
+        assert details(again) == {"device": 0, "host": 0, "remote": 384}
+        assert again["output_ids"] == first["output_ids"]
+        proxy.close()
+        lost = generate(server)
+        assert details(lost)["remote"] == 0 and lost["output_ids"] == first["output_ids"]
+        proxy.enter_context(proxy_over_tcp(store, token, port))
+        wait_until(lambda: details(found := generate(server))["remote"] == 384 and found)
+        assert generate(server)["output_ids"] == first["output_ids"]
         server.stop()
 
 

@@ -8,8 +8,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -27,82 +25,19 @@ from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.offload import proxy_client, remote_store, wire
 from sglang.srt.offload.frames import FrameConnection
 from sglang.srt.offload.proxy_client import ProxyClient
-from sglang.srt.offload.proxy_process import STORE_VARIABLE, OtherProxy, ProxyElsewhere
-from sglang.srt.offload.store.embedded import EmbeddedStore
-from support.children import child_environment, wait_until
+from sglang.srt.offload.proxy_process import OtherProxy, ProxyElsewhere
+from support.children import wait_until
 from support.clocks import LaterClock
 from support.network import Elsewhere, elsewhere
-from support.remote_fixture import BLOCK, NUM, PROXY, Remote
+from support.proxy_rig import KINDS, ProxyRig
+from support.remote_fixture import BLOCK, NUM, Remote
 
 SOME = range(4)
 MEGABITS = 1000
-TOKEN = "5e7c" * 16
 
 
 def until(condition: Callable[[], Any]) -> None:
     wait_until(condition, "it does not come true")
-
-
-class Rig:
-    """A store, a proxy by itself, and engines that use it. kind: of `KINDS`."""
-
-    def __init__(self, folder: Path, kind: str, there: Elsewhere | None) -> None:
-        self.folder = folder
-        self.kind = kind
-        self.there = there
-        self.store = EmbeddedStore.start(folder / "store", 1 << 28)
-        self.token = folder / "token"
-        self.token.write_text(TOKEN + "\n")
-        self.engines: list[Remote] = []
-        self._port = 0
-        self.start_proxy()
-
-    @property
-    def over_tcp(self) -> bool:
-        return self.kind != "shared memory"
-
-    @property
-    def address(self) -> str:
-        host = self.there.address if self.there is not None else "127.0.0.1"
-        return f"tcp://{host}:{self._port}" if self.over_tcp else str(self.folder / "proxy.sock")
-
-    def start_proxy(self, **settings: Any) -> None:
-        log = self.folder / "proxy.log"
-        host = self.there.address if self.there is not None else "127.0.0.1"
-        where = ["--listen", f"tcp://{host}:{self._port}"] if self.over_tcp else ["--socket", self.address]
-        command = [sys.executable, "-m", "sglang.srt.offload.proxy", *where, "--token-file", str(self.token)]
-        with log.open("w") as file:
-            self.proxy = subprocess.Popen(
-                [
-                    *(self.there.command if self.there is not None else []),
-                    *command,
-                    "--settings",
-                    msgspec.json.encode(PROXY | settings).decode(),
-                ],
-                env={**child_environment(), STORE_VARIABLE: f"unix://{self.store.address.endpoints[0].path}"},
-                stderr=file,
-            )
-        until(lambda: "listens on" in log.read_text() or self.proxy.poll() is not None)
-        text = log.read_text()
-        assert "listens on" in text, text
-        if self.over_tcp:
-            self._port = int(text.split("tcp://")[1].split()[0].rsplit(":", 1)[1])
-
-    def stop_proxy(self) -> None:
-        self.proxy.kill()
-        self.proxy.wait()
-
-    def engine(self, **config: Any) -> Remote:
-        values = {"proxy": self.address, "token_file": str(self.token), "hang_timeout_s": 1000.0, **config}
-        one = Remote(self.folder, backend="bluefield", **values)
-        self.engines.append(one)
-        return one
-
-    def close(self) -> None:
-        for one in self.engines:
-            one.close()
-        self.stop_proxy()
-        self.store.stop()
 
 
 @pytest.fixture(scope="session")
@@ -115,13 +50,10 @@ def other_machine() -> Iterator[Elsewhere]:
         yield there
 
 
-KINDS = ["shared memory", "tcp", "tcp elsewhere"]
-
-
 @pytest.fixture(params=[*KINDS[:2], pytest.param(KINDS[2], marks=pytest.mark.slow)])
-def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ProxyRig]:
     there = request.getfixturevalue("other_machine") if request.param == "tcp elsewhere" else None
-    one = Rig(tmp_path, request.param, there)
+    one = ProxyRig(tmp_path, request.param, there)
     yield one
     one.close()
 
@@ -165,7 +97,7 @@ def storage_place(one: Remote) -> OtherProxy | ProxyElsewhere:
     return place
 
 
-def slow_store(rig: Rig) -> None:
+def slow_store(rig: ProxyRig) -> None:
     """A proxy that receives 50 Mbit/s."""
     rig.stop_proxy()
     rig.start_proxy(engine="emulated", rates_gbps={"receive": 0.05})
@@ -185,7 +117,7 @@ def first_block_came(one: Remote, blocks: range) -> bool:
         *(pytest.param(c, marks=pytest.mark.slow) for c in ("raw", {"codec": "lossless", "coder": "deflate"})),
     ],
 )
-def test_what_was_stored_comes_back(rig: Rig, codec: Any):
+def test_what_was_stored_comes_back(rig: ProxyRig, codec: Any):
     one = rig.engine(codec=codec)
     assert one.store.exists(one.keys(SOME)) == 0 and one.get(SOME) == 0
     assert one.put(SOME) == 4
@@ -201,7 +133,7 @@ def test_what_was_stored_comes_back(rig: Rig, codec: Any):
     assert one.store.exists(one.keys(SOME)) == 0
 
 
-def test_blocks_of_another_secret_are_not_taken(rig: Rig):
+def test_blocks_of_another_secret_are_not_taken(rig: ProxyRig):
     """Not even under the names of one's own: a client of the store has put them there."""
     one, other = rig.engine(mac_key=b"k" * 32), rig.engine(mac_key=b"x" * 32)
     assert one.put(SOME) == 4 and one.get(SOME) == 4 and one.came(SOME)
@@ -211,7 +143,7 @@ def test_blocks_of_another_secret_are_not_taken(rig: Rig):
     assert other.came(SOME) and one.get(SOME) == 0
 
 
-def test_two_engines_share_a_proxy(rig: Rig):
+def test_two_engines_share_a_proxy(rig: ProxyRig):
     one, two = rig.engine(), rig.engine()
     assert one.put(range(6)) == 6 and two.store.exists(two.keys(range(6))) == 6
     ended = threading.Semaphore(0)
@@ -230,7 +162,7 @@ def test_two_engines_share_a_proxy(rig: Rig):
     assert all(each.came(range(i, i + 1)) for i in range(6) for each in (one, two))
 
 
-def test_a_write_of_what_is_there_moves_nothing(rig: Rig):
+def test_a_write_of_what_is_there_moves_nothing(rig: ProxyRig):
     one = rig.engine()
     assert one.put(range(2)) == 2
     until(lambda: one.store.stats().get("write_raw_bytes"))
@@ -243,7 +175,7 @@ def test_a_write_of_what_is_there_moves_nothing(rig: Rig):
 # -- what fails -----------------------------------------------------------------------------------------------------
 
 
-def test_a_read_that_is_given_up_ends(rig: Rig):
+def test_a_read_that_is_given_up_ends(rig: ProxyRig):
     one = rig.engine()
     assert one.put(SOME) == 4
     os.kill(rig.store.pid, signal.SIGSTOP)
@@ -257,7 +189,7 @@ def test_a_read_that_is_given_up_ends(rig: Rig):
     assert one.get(range(1)) == 1 and one.came(range(1))
 
 
-def test_a_proxy_that_is_killed_in_the_middle(rig: Rig):
+def test_a_proxy_that_is_killed_in_the_middle(rig: ProxyRig):
     slow_store(rig)
     one = rig.engine()
     assert one.put(range(8)) == 8
@@ -273,7 +205,7 @@ def test_a_proxy_that_is_killed_in_the_middle(rig: Rig):
     assert one.get(range(8)) == 8 and one.came(range(8))
 
 
-def test_a_proxy_that_is_restarted_is_asked_again(rig: Rig):
+def test_a_proxy_that_is_restarted_is_asked_again(rig: ProxyRig):
     slow_store(rig)
     one = rig.engine()
     assert one.put(range(8)) == 8
@@ -291,7 +223,7 @@ def test_a_proxy_that_is_restarted_is_asked_again(rig: Rig):
 
 
 @over_tcp
-def test_a_proxy_that_hangs_keeps_no_pages(rig: Rig, clock: LaterClock):
+def test_a_proxy_that_hangs_keeps_no_pages(rig: ProxyRig, clock: LaterClock):
     one = rig.engine()
     one.store._clock = clock
     assert one.put(SOME) == 4
@@ -309,7 +241,7 @@ def test_a_proxy_that_hangs_keeps_no_pages(rig: Rig, clock: LaterClock):
 
 
 @over_tcp
-def test_a_relay_that_dies_is_replaced(rig: Rig):
+def test_a_relay_that_dies_is_replaced(rig: ProxyRig):
     slow_store(rig)
     one = rig.engine()
     assert one.put(range(8)) == 8
@@ -321,7 +253,7 @@ def test_a_relay_that_dies_is_replaced(rig: Rig):
     assert one.store.stats()["proxy_sessions"] == 2
 
 
-def test_an_engine_has_one_session_and_the_newest_counts(rig: Rig):
+def test_an_engine_has_one_session_and_the_newest_counts(rig: ProxyRig):
     """Its older connection may be dead without a sign."""
     one = rig.engine()
     assert one.put(SOME) == 4
@@ -340,7 +272,7 @@ def test_an_engine_has_one_session_and_the_newest_counts(rig: Rig):
 
 
 @over_tcp
-def test_who_has_another_key_version_or_layout_is_told(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+def test_who_has_another_key_version_or_layout_is_told(rig: ProxyRig, monkeypatch: pytest.MonkeyPatch):
     wrong = rig.folder / "wrong"
     wrong.write_text("a" * 64)
     with pytest.raises(StoreError, match="another token: use the same token_file"):
@@ -357,7 +289,7 @@ def test_who_has_another_key_version_or_layout_is_told(rig: Rig, monkeypatch: py
 
 
 @over_tcp
-def test_a_stranger_does_not_hold_anything(rig: Rig):
+def test_a_stranger_does_not_hold_anything(rig: ProxyRig):
     one = rig.engine()
     assert one.put(SOME) == 4
     host, port = rig.address.removeprefix("tcp://").rsplit(":", 1)
@@ -419,7 +351,7 @@ class Middle:
 @pytest.mark.parametrize(
     "how", ["a bit", *(pytest.param(h, marks=pytest.mark.slow) for h in ("twice", "left out", "cut off"))]
 )
-def test_bytes_that_are_changed_on_the_way_end_the_session(rig: Rig, how: str):
+def test_bytes_that_are_changed_on_the_way_end_the_session(rig: ProxyRig, how: str):
     middle = Middle(rig.address)
     one = rig.engine(proxy=middle.address, codec="raw")
     assert one.put(SOME) == 4
@@ -447,7 +379,7 @@ def test_bytes_that_are_changed_on_the_way_end_the_session(rig: Rig, how: str):
 
 
 @over_a_link
-def test_a_question_passes_a_fetch_on_a_slow_link(rig: Rig):
+def test_a_question_passes_a_fetch_on_a_slow_link(rig: ProxyRig):
     one = rig.engine(codec="raw")
     assert one.put(range(8)) == 8
     rig.there.limit(40)
@@ -463,7 +395,7 @@ def test_a_question_passes_a_fetch_on_a_slow_link(rig: Rig):
 
 @over_a_link
 @pytest.mark.parametrize("relay_dies", [False, True])
-def test_a_partition(rig: Rig, clock: LaterClock, relay_dies: bool):
+def test_a_partition(rig: ProxyRig, clock: LaterClock, relay_dies: bool):
     """In the middle of a fetch; neither side is told. Where the relay dies, too, the proxy never hears of it."""
     one = rig.engine(codec="raw")
     one.store._clock = clock
