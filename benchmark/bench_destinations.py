@@ -2,10 +2,10 @@
 
     PYTHONPATH=test python benchmark/bench_destinations.py [--rounds N] [--links GBPS ...]
 
-12 blocks of one piece of 2 MiB, in a Redis server on a Unix socket; the proxy is a process by itself. Links are shaped
-with tc between two network namespaces (root or the right to make them is needed; without it these rows are left out).
-Blocks travel raw between proxy and engine, whatever their codec, so that *of the link* counts raw bytes. The rows take
-turns within a round; medians over rounds.
+12 blocks of one piece of 2 MiB, in a Redis server on a Unix socket; the proxy is a process by itself. Links are
+shaped with tc between two network namespaces (without the right to make them, these rows are left out). Blocks travel
+raw between proxy and engine, whatever their codec, so that *of the link* counts raw bytes. The rows take turns within
+a round; medians over rounds.
 """
 
 from __future__ import annotations
@@ -71,9 +71,8 @@ def main() -> None:
                 row: dict[str, Any] = {"codec": codec, "destination": name}
                 row["read GB/s"] = gigabytes / statistics.median(reads[name])
                 row["write GB/s"] = gigabytes / statistics.median(writes[name])
-                if gbps:
-                    row["read, of the link"] = row["read GB/s"] * 8 / gbps
-                    row["write, of the link"] = row["write GB/s"] * 8 / gbps
+                row["read, of the link"] = row["read GB/s"] * 8 / gbps if gbps else "-"
+                row["write, of the link"] = row["write GB/s"] * 8 / gbps if gbps else "-"
                 rows.append(row)
         for rig, _ in rigs.values():
             rig.close()
