@@ -13,8 +13,8 @@ right before the stage that they are compared with.
 
 Quality, of the embedded model and of the trained SmolLM2: the KV of a prompt is replaced by the codec's decoded KV,
 then the model goes on. Its logits at each of 32 forced tokens (the greedy answer from the exact KV in bfloat16) are
-compared with those from the exact KV: mean absolute error over the standard deviation of the logits, and how often the
-greedy token is the same.
+compared with those from the exact KV: mean absolute error over the standard deviation of the logits, and how often
+the greedy token is the same.
 """
 
 from __future__ import annotations
