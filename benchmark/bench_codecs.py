@@ -4,17 +4,17 @@
 
 KV: *synthetic*, of a Llama-8B's shape (32 layers, 8 KV heads of 128, bfloat16), K with a scale per channel, a few
 outlier channels and neighbouring tokens alike, V near Gaussian; and the *embedded* model's, with this documentation
-as its prompt, in bfloat16 and float32. Its weights are random. Its KV has no outlier channels, and its answers are
-more easily changed than a trained model's.
+as its prompt, in bfloat16 and float32. Its weights are random. Its KV has no outlier channels.
 
 Rates are raw bytes (before encoding, after decoding) per second of CPU time of the one thread, so that other work on
 the machine matters less. They are medians over rounds in which the codecs take turns. *Library*: the decoder alone,
 called on the same coded bytes, into memory of its own. *Copy*: `np.copyto` of as many raw bytes. Both are measured
 right before the stage that they are compared with.
 
-Quality: the KV of a prompt is replaced by the codec's decoded KV, then the model goes on. Its logits at each of 32
-forced tokens (the greedy answer from the exact KV in bfloat16) are compared with those from the exact KV: mean
-absolute error over the standard deviation of the logits, and how often the greedy token is the same.
+Quality, of the embedded model and of the trained SmolLM2: the KV of a prompt is replaced by the codec's decoded KV,
+then the model goes on. Its logits at each of 32 forced tokens (the greedy answer from the exact KV in bfloat16) are
+compared with those from the exact KV: mean absolute error over the standard deviation of the logits, and how often
+the greedy token is the same.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 import zstandard
 from common import percentiles, print_table, write_json
 from isal import igzip_lib
 
 from sglang.srt.configs.embedded_model import ensure_embedded_model
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.smollm2_model import SMOLLM2, FetchError, ensure_smollm2
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.offload.codec import HEADER_BYTES, BlockLayout, Codec, make_codec
 
@@ -52,6 +55,8 @@ CODECS: dict[str, dict[str, Any]] = {
 KEY = bytes(16)
 TORCH = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 ANSWER_TOKENS = 32
+# Coded tokens of a page of text, as in test_real_kv.py.
+TRAINED_TOKENS = 320
 
 
 def synthetic(num_tokens: int, seed: int = 0) -> torch.Tensor:
@@ -172,20 +177,31 @@ def speed(name: str, layout: BlockLayout, raw: np.ndarray, rounds: int) -> list[
     return rows
 
 
+def embedded_prompts(num_prompts: int, num_tokens: int) -> tuple[Any, list[torch.Tensor]]:
+    """The embedded model, whose weights are random, and parts of this documentation with one token more each."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = ensure_embedded_model()
+    text = "\n".join(p.read_text() for p in sorted((Path(__file__).parents[1] / "docs").glob("*.md")))
+    ids = AutoTokenizer.from_pretrained(path)(text)["input_ids"]
+    parts = [ids[i * num_tokens : (i + 1) * num_tokens + 1] for i in range(num_prompts)]
+    return AutoModelForCausalLM.from_pretrained(path).eval(), [torch.tensor([part]) for part in parts]
+
+
+def trained_prompts() -> tuple[Any, list[torch.Tensor]]:
+    """SmolLM2 in float32, and pages of English text. Raises FetchError where the model cannot be fetched."""
+    from support.golden import read_golden, reference_model
+
+    ensure_smollm2()
+    pages = [torch.tensor([page.tokens[: TRAINED_TOKENS + 1]]) for page in read_golden().pages]
+    return reference_model(ModelConfig.from_pretrained(SMOLLM2, dtype="float32")), pages
+
+
 class Quality:
-    """The embedded model in this process, and prompts whose KV it has computed."""
+    """A model of transformers in this process, and prompts, (1, tokens) each, whose KV it has computed."""
 
-    def __init__(self, num_prompts: int, num_tokens: int) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        path = ensure_embedded_model()
-        self.model = AutoModelForCausalLM.from_pretrained(path).eval()
-        text = "\n".join(p.read_text() for p in sorted((Path(__file__).parents[1] / "docs").glob("*.md")))
-        ids = AutoTokenizer.from_pretrained(path)(text)["input_ids"]
-        self.prompts = [torch.tensor([ids[i * num_tokens : (i + 1) * num_tokens + 1]]) for i in range(num_prompts)]
+    def __init__(self, model: Any, prompts: list[torch.Tensor]) -> None:
+        self.model, self.prompts = model, prompts
         with torch.no_grad():
             self.kv = [self._prefill(prompt[:, :-1]) for prompt in self.prompts]
             bfloat16 = [kv.to(torch.bfloat16).float() for kv in self.kv]
@@ -235,9 +251,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8, help="of 1,024 tokens, of the embedded model")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
 
     kv = synthetic(args.tokens)
-    quality = Quality(args.prompts, 1024)
+    quality = Quality(*embedded_prompts(args.prompts, 1024))
     own = torch.cat(quality.kv[:2], 2)
     blocks = {
         "synthetic, page 1": block_of(kv, 1, "bfloat16"),
@@ -248,10 +266,18 @@ def main() -> None:
     rows = [row for name, (layout, raw) in blocks.items() for row in speed(name, layout, raw, args.rounds)]
     print_table("Codecs: size, and GB/s of one core", rows)
 
-    answers = [{"codec": "float32 KV, no codec", **quality.of(None)}]
-    answers += [{"codec": name, **quality.of(config)} for name, config in CODECS.items() if "," not in name]
-    print_table(f"Codecs: answers of the embedded model, {args.prompts} prompts", answers)
+    answers = answers_of("embedded, random weights", quality)
+    try:
+        answers += answers_of("SmolLM2", Quality(*trained_prompts()))
+    except FetchError as error:
+        print(f"SmolLM2 cannot be fetched, so the quality is that of random weights alone: {error}")
+    print_table("Codecs: answers", answers)
     write_json("codecs", vars(args), [*rows, *answers])
+
+
+def answers_of(model: str, quality: Quality) -> list[dict[str, Any]]:
+    configs = {"float32 KV, no codec": None} | {name: config for name, config in CODECS.items() if "," not in name}
+    return [{"model": model, "codec": name, **quality.of(config)} for name, config in configs.items()]
 
 
 if __name__ == "__main__":

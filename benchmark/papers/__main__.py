@@ -1,7 +1,7 @@
 """Run the evaluation of a paper again, simulated.
 
     python -m benchmark.papers strata --figure 1|2|3|8|9|10|11|12|13|14|all [--jobs 2] [--quick] [--no-sensitivity]
-    python -m benchmark.papers shadowserve --figure 9|10|11|12|13|14|15|ours|all [the same]
+    python -m benchmark.papers shadowserve --figure 9|10|11|12|13|14|15|size|ours|all [the same]
     python -m benchmark.papers swiftcache --figure 1|7|8|9|10|11|table1|table2|ours|all [the same]
     python -m benchmark.papers union --figure union|ratio|all [the same]
 

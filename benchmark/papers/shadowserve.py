@@ -17,12 +17,15 @@ from benchmark.papers.sensitivity import Headline
 from benchmark.papers.shadowserve_runs import UNLOADED, RemoteOutcome, RemoteSettings
 from benchmark.simulator.data_plane import Codec, smart_nic_stages
 from benchmark.simulator.profiles import (
+    CACHEGEN_SIZE,
     CHUNK_COMPRESSED_SHARE,
     CHUNK_QUANTIZED_SHARE,
     CHUNK_TOKENS,
     L40S_BLUEFIELD3,
     MODELS,
 )
+
+from benchmark.papers import shadowserve_size
 
 GBPS = (10.0, 20.0, 30.0, 40.0)
 OUTPUTS = (4, 8, 16, 32, 64, 128)
@@ -44,6 +47,8 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("matrices and attention at 0.8 of the peak", {"efficiency": 0.8}),
     ("half the device's capacity", {"device": 0.5}),
 )
+
+ASSUMED = f"Assumed: CacheGen's chunk is {CACHEGEN_SIZE} times ShadowServe's. The figure `size` has the range."
 
 
 def _loaded(system: str, **changes: Any) -> RemoteSettings:
@@ -114,6 +119,7 @@ def figure9(runs: Runs) -> Result:
             f"{1e3 * first['raw'].mean_ttft_s:.0f}, {last['raw'].requests_per_s:.2f}",
             "",
         ),
+        *shadowserve_size.claims_between_sources(runs),
     ]
     panels = [
         Panel(
@@ -371,7 +377,9 @@ def figure15(runs: Runs) -> Result:
         n: (["TPOT", "peak"], [of[n].mean_tpot_s / of[SS].mean_tpot_s, _throughput([of[n], of[SS]])]) for n in names
     }
     panel = Panel("32 tokens, 20 Gbit/s", "", "over ShadowServe's", series, kind="bars")
-    return _result("15", "streams", claims, settings, runs, [panel], headlines=(), notes=figure15.__doc__ or "")
+    return _result(
+        "15", "streams", claims, settings, runs, [panel], headlines=(), notes=f"{figure15.__doc__} {ASSUMED}"
+    )
 
 
 # -- ours -----------------------------------------------------------------------------------------------------------
@@ -445,7 +453,8 @@ def _result(
     unique = list(dict.fromkeys(settings))
     rows = points(unique, runs(unique))
     file = f"papers_shadowserve_fig{number}" if number.isdigit() else f"papers_shadowserve_{number}"
-    more = {"headlines": HEADLINES, "changes": CHANGES} | changed
+    notes = ASSUMED if any(s.system.startswith(CA) for s in unique) else ""
+    more = {"headlines": HEADLINES, "changes": CHANGES, "notes": notes} | changed
     return Result(file, name, "simulated", claims, rows, panels, **more)
 
 
@@ -457,5 +466,6 @@ FIGURES: dict[str, Callable[[Runs], Result]] = {
     "13": figure13,
     "14": figure14,
     "15": figure15,
+    "size": shadowserve_size.figure,
     "ours": ours,
 }

@@ -14,7 +14,7 @@ from benchmark.simulator.cost_models import prefill_seconds
 from benchmark.simulator.profiles import CHUNK_TOKENS, L40S_BLUEFIELD3, MODELS
 
 from benchmark import common
-from benchmark.papers import figures, shadowserve
+from benchmark.papers import figures, shadowserve, shadowserve_size
 
 LLAMA = MODELS["Llama-3.1-8B"]
 CHUNK = CHUNK_TOKENS * LLAMA.kv_bytes_per_token
@@ -96,6 +96,24 @@ def test_what_a_sensitivity_table_changes_matters(change: dict[str, float]) -> N
     system = {"slower": "No MM", "cachegen_size": "CacheGen-Async"}.get(next(iter(change)), "ShadowServe")
     settings = replace(FEW, system=system, rate=UNLOADED)
     assert simulate(replace(settings, **change)).mean_ttft_s > simulate(settings).mean_ttft_s  # type: ignore[arg-type]
+
+
+def test_where_a_headline_rises_through_a_level() -> None:
+    sizes = (1.0, 2.0, 3.0)
+    assert shadowserve_size.size_at([0.5, 1.5, 1.7], sizes=sizes) == pytest.approx(1.5)
+    assert shadowserve_size.size_at([0.5, 1.5, 1.7], 1.6, sizes) == pytest.approx(2.5)
+    # Only downwards, or not at all.
+    assert shadowserve_size.size_at([1.5, 0.5, 0.5], sizes=sizes) is None
+    assert shadowserve_size.size_at([0.2, 0.3, 0.4], sizes=sizes) is None
+
+
+def test_sources_of_a_size_lie_on_both_sides_of_equality(runs: Runs) -> None:
+    """At 20 Gbit/s. The time to first token grows by CacheGen's fetch alone, in proportion to the size."""
+    ttft = shadowserve_size.TTFT[20.0].values(runs, (0.8, 1.0, 1.2))
+    assert ttft[2] - ttft[1] == pytest.approx(ttft[1] - ttft[0], rel=0.05) and ttft[0] < ttft[1]
+    equal = shadowserve_size.size_at(shadowserve_size.TTFT[20.0].values(runs))
+    assert equal is not None and shadowserve_size.LEAST < equal < shadowserve_size.MOST
+    assert all(source.least <= source.most for source in shadowserve_size.SOURCES)
 
 
 @pytest.fixture(scope="module")
