@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import random
 import subprocess
 import sys
 import zlib
@@ -227,6 +229,54 @@ def test_literals_that_do_not_fit_write_nothing_beside_out(loops):
         assert size is None or (size == whole and room >= whole)
         assert (out[:100] == 0xA5).all() and (out[100 + room :] == 0xA5).all()
     assert size == whole
+
+
+def deflated(rng: random.Random, data: bytes) -> bytearray:
+    level, memory, strategy = rng.choice([0, 1, 6, 9]), rng.choice([1, 9]), rng.choice([0, 2, 3, 4])
+    compressor = zlib.compressobj(level, zlib.DEFLATED, -15, memory, strategy)
+    return bytearray(compressor.compress(data) + compressor.flush())
+
+
+@pytest.mark.parametrize("what", bytes_of_all_shapes())
+def test_any_deflate_stream_is_decoded_and_nothing_beside_out_is_written(what: str):
+    data, rng = bytes_of_all_shapes()[what], random.Random(1)
+    own = np.empty(len(data) * 2 + 400, np.uint8)
+    streams = [deflated(rng, data.tobytes()) for _ in range(12)]
+    streams.append(bytearray(own[: kvcodec.deflate_literals(data, own)].tobytes()))
+    for stream in streams:
+        out = np.full(len(data) + 200, 0xA5, np.uint8)
+        assert kvcodec.inflate(np.frombuffer(stream, np.uint8), out[100:-100])
+        assert (out[100:-100] == data).all() and (out[:100] == 0xA5).all() and (out[-100:] == 0xA5).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("seed", range(int(os.environ.get("SEED", 0)), int(os.environ.get("SEED", 0)) + 4))
+def test_streams_that_are_damaged_are_refused_as_zlib_does(seed: int):
+    print(f"seed {seed}")
+    rng, refused = random.Random(seed), 0
+    for _ in range(300):
+        size = rng.choice([0, 1, 5, 40, 300, 5000])
+        data = bytes(rng.choice(b"aab" if size % 2 else bytes(range(256))) for _ in range(size))
+        stream = deflated(rng, data)
+        for _ in range(rng.choice([0, 1, 2, 6])):
+            how = rng.randrange(4)
+            if how == 0 and stream:
+                stream[rng.randrange(min(len(stream), 12))] ^= 1 << rng.randrange(8)
+            elif how == 1:
+                stream = stream[: rng.randrange(len(stream) + 1)]
+            elif how == 2:
+                stream.append(rng.randrange(256))
+            elif stream:
+                stream[rng.randrange(len(stream))] = rng.randrange(256)
+        size = max(0, size + rng.choice([0, 0, 0, -1, 1]))
+        given = np.frombuffer(stream, np.uint8)
+        out, expected = np.full(size + 64, 0xA5, np.uint8), np.empty(size, np.uint8)
+        is_good = native.inflate(given, out[32 : 32 + size])
+        assert is_good == reference.inflate(given, expected)
+        assert not is_good or (out[32 : 32 + size] == expected).all()
+        assert (out[:32] == 0xA5).all() and (out[32 + size :] == 0xA5).all()
+        refused += not is_good
+    assert 30 < refused < 270
 
 
 @needs_compiler

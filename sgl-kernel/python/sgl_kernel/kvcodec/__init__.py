@@ -22,6 +22,7 @@ __all__ = [
     "KVCodecError",
     "bin_vectors",
     "deflate_literals",
+    "inflate",
     "merge_planes",
     "split_planes",
     "unbin_vectors",
@@ -92,6 +93,18 @@ def deflate_literals(data: np.ndarray, out: np.ndarray) -> int | None:
     _check(out, np.uint8, len(out), "out")
     _check_writable(out)
     return _loops().deflate_literals(data, out)
+
+
+def inflate(stream: np.ndarray, out: np.ndarray) -> bool:
+    """Decompress a raw Deflate stream (RFC 1951), any, of which the whole is stream, (any,) uint8.
+
+    out: (n,) uint8, what it decodes to. Returns False, out undefined, where the stream is not valid, does not end
+    with the last byte, or decodes to another number of bytes.
+    """
+    _check(stream, np.uint8, len(stream), "stream")
+    _check(out, np.uint8, len(out), "out")
+    _check_writable(out)
+    return _loops().inflate(stream, out)
 
 
 def _loops():  # type: ignore[no-untyped-def]  # one of two modules with the same functions

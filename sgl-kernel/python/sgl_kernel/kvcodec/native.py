@@ -1,4 +1,4 @@
-"""`csrc/kvcodec.c`, see `NativeLibrary`. `kvcodec/__init__.py` has checked the arguments."""
+"""`csrc/kvcodec.c` and `csrc/inflate.c`, see `NativeLibrary`. `kvcodec/__init__.py` has checked the arguments."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ _FUNCTIONS = {
     **{f"kvcodec_split{n}": (None, [_pointer, _size, _pointer, _pointer]) for n in (2, 4)},
     **{f"kvcodec_merge{n}": (None, [_pointer, _pointer, _size, _pointer]) for n in (2, 4)},
     "kvcodec_deflate": (_size, [_pointer, _size, _pointer, _size]),
+    "kvcodec_inflate": (ctypes.c_int, [_pointer, _size, _pointer, _size]),
     **{
         f"kvcodec_bin_{dtype}": (ctypes.c_int, [_pointer, _size, _size, _pointer, _pointer, _pointer])
         for dtype in ("bfloat16", "float16", "float32")
@@ -25,7 +26,11 @@ _FUNCTIONS = {
 }
 # IEEE results: no contraction.
 LIBRARY = NativeLibrary(
-    "kvcodec", ("kvcodec.c",), _FUNCTIONS, "codecs run several times slower in numpy", ("-ffp-contract=off",)
+    "kvcodec",
+    ("kvcodec.c", "inflate.c"),
+    _FUNCTIONS,
+    "codecs run several times slower in numpy",
+    ("-ffp-contract=off",),
 )
 
 
@@ -52,6 +57,10 @@ def unbin_vectors(scales: np.ndarray, codes: np.ndarray, dtype: str, dim: int, o
 def deflate_literals(data: np.ndarray, out: np.ndarray) -> int | None:
     size = _function("kvcodec_deflate")(_address(data), len(data), _address(out), len(out))
     return None if size < 0 else size
+
+
+def inflate(stream: np.ndarray, out: np.ndarray) -> bool:
+    return _function("kvcodec_inflate")(_address(stream), len(stream), _address(out), len(out)) == 0
 
 
 def is_available() -> bool:

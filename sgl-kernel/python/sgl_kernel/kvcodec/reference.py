@@ -79,3 +79,15 @@ def from_float32(values: np.ndarray, dtype: str) -> np.ndarray:
         return (rounded >> np.uint32(16)).astype("<u2").view(np.uint8)
     with np.errstate(over="ignore"):
         return values.astype("<f2" if dtype == "float16" else "<f4").view(np.uint8)
+
+
+def inflate(stream: np.ndarray, out: np.ndarray) -> bool:
+    decoder = zlib.decompressobj(wbits=-zlib.MAX_WBITS)
+    try:
+        decoded = decoder.decompress(stream.data, len(out) + 1)
+    except zlib.error:
+        return False
+    if len(decoded) != len(out) or not decoder.eof or decoder.unused_data:
+        return False
+    out[:] = np.frombuffer(decoded, np.uint8)
+    return True
