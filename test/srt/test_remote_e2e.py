@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -162,10 +161,8 @@ def test_the_store_is_started_where_no_url_is_given_and_leaves_nothing():
         again = generate(server, PROMPT[::-1])
         assert details(again)["remote"] == 0
         before = stored(server)
-        # What was written while nobody was there is taken for stored; the next prompt finds a new proxy.
-        while len(proxies(server)) != 1:
-            time.sleep(1.1)
-            generate(server, PROMPT[7:])
+        # What was written while no proxy was there is taken for stored.
+        wait_until(lambda: server.state()["tiers"]["remote"]["proxy_sessions"] == 2 and len(proxies(server)) == 1)
         generate(server, PROMPT[9:])
         wait_until(lambda: stored(server) >= before + 384)
         assert generate(server)["output_ids"] == first["output_ids"]
