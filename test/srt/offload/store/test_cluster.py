@@ -1,8 +1,12 @@
-"""A cluster: which node holds a key, slots that move, nodes that die. Three real servers, and a pretender."""
+"""A cluster: which node holds a key, slots that move, nodes that die or stand still. Three real servers, and a
+pretender."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,7 @@ import pytest
 from sglang.srt.offload.store.address import Endpoint, StoreAddress
 from sglang.srt.offload.store.cluster import NUM_SLOTS, REFRESH_S, NodeConnections, SlotMap, parse_slots, slot_of
 from sglang.srt.offload.store.object_store import ObjectStore
-from sglang.srt.offload.store.resp import ErrorReply, RespConnection, StoreFailure, StoreLost
+from sglang.srt.offload.store.resp import ErrorReply, RespConnection, StoreFailure, StoreLost, StoreTimeout
 from support.children import wait_until
 from support.store_servers import PONG, Clock, FakeConnection, FakeServer, RedisServer, single
 
@@ -23,20 +27,14 @@ def pieces_of(key: bytes) -> list[list[bytes]]:
 
 
 class Cluster:
-    """Three nodes with a third of the slots each."""
+    """Three nodes with a third of the slots each. node_timeout_ms: after it a node that does not answer counts as
+    dead."""
 
-    def __init__(self, folder: Path, program: Path) -> None:
-        self.nodes: list[RedisServer] = []
-        for number in range(3):
-            server = RedisServer(
-                folder,
-                program=program,
-                cluster_enabled="yes",
-                cluster_config_file=f"nodes-{number}.conf",
-                cluster_node_timeout="30000",
-                cluster_require_full_coverage="no",
-            )
-            self.nodes.append(server)
+    def __init__(self, folder: Path, program: Path, node_timeout_ms: int = 30_000) -> None:
+        self._folder = folder
+        self._program = program
+        self._node_timeout_ms = node_timeout_ms
+        self.nodes: list[RedisServer] = [self._start(number) for number in range(3)]
         for i, node in enumerate(self.nodes):
             first, last = i * NUM_SLOTS // 3, (i + 1) * NUM_SLOTS // 3
             node.connection().call("CLUSTER", "ADDSLOTS", *range(first, last))
@@ -45,6 +43,32 @@ class Cluster:
             self.nodes[0].connection().call("CLUSTER", "MEET", "127.0.0.1", node.port)
         self.ids = [node.connection().call("CLUSTER", "MYID").decode() for node in self.nodes]
         wait_until(lambda: all(map(knows_all, self.nodes)), "the nodes to know each other")
+
+    def _start(self, number: int) -> RedisServer:
+        return RedisServer(
+            self._folder,
+            program=self._program,
+            cluster_enabled="yes",
+            cluster_config_file=f"nodes-{number}.conf",
+            cluster_node_timeout=str(self._node_timeout_ms),
+            cluster_require_full_coverage="no",
+            repl_diskless_sync_delay="0",
+        )
+
+    def add_replica(self, of: int) -> None:
+        """It becomes the last of nodes, and has a copy of what is stored."""
+        replica = self._start(len(self.nodes))
+        self.nodes.append(replica)
+        connection = replica.connection()
+        connection.call("CLUSTER", "MEET", "127.0.0.1", self.nodes[of].port)
+        replicate = [("CLUSTER", "REPLICATE", self.ids[of])]
+        wait_until(lambda: connection.pipeline(replicate) == [b"OK"], "the replica to know its master")
+        wait_until(lambda: connection.call("ROLE")[3] == b"connected", "the copy")
+        # The masters vote only for a replica of which they know.
+        wait_until(
+            lambda: all(node.connection().call("CLUSTER", "NODES").count(b" slave ") for node in self.nodes[:3]),
+            "the nodes to know the replica",
+        )
 
     @property
     def address(self) -> StoreAddress:
@@ -251,6 +275,131 @@ def test_a_node_that_dies_takes_only_its_own_blocks(tmp_path, server_program):
     finally:
         for node in cluster.nodes:
             node.kill()
+
+
+@pytest.mark.slow
+def test_a_node_that_dies_is_followed_by_its_replica(tmp_path, server_program):
+    cluster = Cluster(tmp_path, server_program, node_timeout_ms=1000)
+    try:
+        store = open_store(cluster.address)
+        write_all(store, KEYS)
+        writer, reader = store.writer(), store.reader()
+        lost = next(k for k in KEYS if cluster.owner(store.name_of(k, 0)) == 0)
+        assert writer.write(lost, pieces_of(lost))
+        cluster.add_replica(of=0)
+        cluster.nodes[0].kill()
+        wait_until(lambda: store.leading(KEYS) == len(KEYS), "the replica to serve the slots")
+        check_blocks(store, KEYS)
+        wait_until(lambda: writer.write(lost, pieces_of(lost)), "a writer to find the replica")
+        assert cluster.nodes[3].connection().call("ROLE")[0] == b"master"
+        reader.request(lost, 0)
+        assert reader.receive(memoryview(bytearray(1000)))
+    finally:
+        for node in cluster.nodes:
+            node.kill()
+
+
+def test_a_node_that_stands_still_takes_only_its_own_blocks(cluster):
+    store = open_store(cluster.address, timeout_s=1.0)
+    write_all(store, KEYS)
+    check_blocks(store, KEYS)
+    mine = {i: [k for k in KEYS if cluster.owner(store.name_of(k, 0)) == i] for i in range(3)}
+    reader, writer, buffer = store.reader(), store.writer(), memoryview(bytearray(1000))
+    for key in (mine[1][0], mine[0][0]):
+        reader.request(key, 0)
+        assert reader.receive(buffer)
+    cluster.nodes[0].pause()
+    try:
+        # What other nodes sent is still received; the one that stands still ends what is in flight.
+        for key in (mine[1][0], mine[0][0], mine[2][0]):
+            reader.request(key, 0)
+        assert reader.receive(buffer)
+        with pytest.raises(StoreTimeout):
+            reader.receive(buffer)
+        assert reader.num_in_flight == 0
+        assert store.leading([*mine[1], *mine[0]]) == 0 and "did not" in store.last_failure
+        assert not writer.write(mine[0][1], pieces_of(mine[0][1]))
+        # Asked for the map as well, it costs one more time-out. After that the others serve as before.
+        check_after = mine[1] + mine[2]
+        wait_until(lambda: store.leading(check_after) == len(check_after), "the map from another node")
+        check_blocks(store, check_after)
+        assert all(writer.write(key, pieces_of(key)) for key in check_after)
+    finally:
+        cluster.nodes[0].resume()
+    wait_until(lambda: store.leading(KEYS) == len(KEYS), "the node to serve again")
+    check_blocks(store, KEYS)
+    wait_until(lambda: writer.write(mine[0][0], pieces_of(mine[0][0])), "a writer to reach the node again")
+
+
+def test_slots_that_move_with_their_keys_while_blocks_are_read_and_written(cluster):
+    """Each step is what `redis-cli --cluster reshard` does. No read misses a piece, and no write is lost."""
+    store = open_store(cluster.address)
+    write_all(store, KEYS)
+    slots = sorted({slot_of(store.name_of(k, 0)) for k in KEYS if cluster.owner(store.name_of(k, 0)) == 0})
+    new = [bytes([1]) + key[1:] for key in KEYS if slot_of(store.name_of(key, 0)) in slots]
+    rounds: list[int] = []
+    failures: list[BaseException] = []
+    moved = threading.Event()
+
+    def use() -> None:
+        writer = store.writer()
+        try:
+            while not moved.is_set() or len(rounds) < 2:
+                check_blocks(store, KEYS)
+                assert all(writer.write(key, pieces_of(key)) for key in [*KEYS[:20], *new]), store.last_failure
+                rounds.append(len(rounds))
+        except BaseException as failure:
+            failures.append(failure)
+        writer.close()
+
+    def wait_for_a_round() -> None:
+        # The next round may have begun before.
+        goal = len(rounds) + 2
+        wait_until(lambda: len(rounds) >= goal or failures, "a round")
+
+    before = redirects(cluster)
+    user = threading.Thread(target=use)
+    user.start()
+    wait_until(lambda: rounds or failures, "the first round")
+    try:
+        for slot in slots:
+            migrate(cluster, slot, 0, 1, wait_for_a_round if slot == slots[0] else lambda: None)
+    finally:
+        moved.set()
+        user.join()
+    try:
+        assert not failures, failures
+        after = redirects(cluster)
+        assert all(after[kind] > before[kind] for kind in ("MOVED", "ASK"))
+        assert cluster.nodes[1].connection().call("CLUSTER", "COUNTKEYSINSLOT", slots[0]) >= NUM_PIECES + 1
+        check_blocks(store, [*KEYS, *new])
+        # The answers of one node were enough to learn the new map.
+        assert all(store._map.node_of(slot).port == cluster.nodes[1].port for slot in slots)
+        assert store.touch(KEYS) == (len(KEYS), [])
+        assert store.stats()["missing_pieces"] == 0
+    finally:
+        for slot in slots:
+            move(cluster, slot, 1, 0)
+
+
+def redirects(cluster: Cluster) -> Counter[str]:
+    """How often the nodes have answered MOVED and ASK since they were started."""
+    texts = [node.connection().call("INFO", "errorstats").decode() for node in cluster.nodes]
+    found = [each for text in texts for each in re.findall(r"errorstat_(MOVED|ASK):count=(\d+)", text)]
+    return sum((Counter({kind: int(count)}) for kind, count in found), Counter())
+
+
+def migrate(cluster: Cluster, slot: int, source: int, target: int, between_keys: Callable[[], None]) -> None:
+    """Give slot, with its keys, one after the other, from one node to another."""
+    giver, taker = cluster.nodes[source].connection(), cluster.nodes[target].connection()
+    taker.call("CLUSTER", "SETSLOT", slot, "IMPORTING", cluster.ids[source])
+    giver.call("CLUSTER", "SETSLOT", slot, "MIGRATING", cluster.ids[target])
+    while names := giver.call("CLUSTER", "GETKEYSINSLOT", slot, 1):
+        giver.call("MIGRATE", "127.0.0.1", cluster.nodes[target].port, names[0], 0, 60_000)
+        between_keys()
+    for connection in (taker, giver):
+        connection.call("CLUSTER", "SETSLOT", slot, "NODE", cluster.ids[target])
+    taker.call("CLUSTER", "BUMPEPOCH")
 
 
 # -- a server that only pretends to be one --------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from sglang.srt.offload.store.object_store import ObjectStore
 from sglang.srt.offload.store.resp import RespConnection, StoreLost, StoreRefused
 from support.children import wait_until
 from support.store_servers import PONG, FakeConnection, FakeServer, RedisSentinel, RedisServer, free_port
+from support.tls_servers import Certificates, TlsTerminator
 
 NUM_PIECES = 2
 KEYS = [i.to_bytes(16, "little") for i in range(10)]
@@ -248,3 +250,19 @@ def test_a_master_that_does_not_take_connections(fake):
         sentinel = fake(names(lambda: full.getsockname()[1]))
         with pytest.raises(StoreLost, match=r"the master mymaster at 127\.0\.0\.1"):
             RespConnection(StoreAddress.parse(url_of(sentinel)), 5.0).call("PING")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates need the command openssl")
+def test_sentinels_and_master_behind_tls(fake, redis, tmp_path):
+    certificates = Certificates(tmp_path)
+    master = TlsTerminator(redis.unix_address.endpoints[0], certificates.server)
+    sentinel = fake(names(lambda: master.port))
+    secured = TlsTerminator(sentinel.address.endpoints[0], certificates.server)
+    try:
+        url = f"rediss+sentinel://127.0.0.1:{secured.port}/mymaster?ca={certificates.path('ca.pem')}"
+        store = open_store(url)
+        assert store.writer().write(KEYS[0], pieces_of(KEYS[0]))
+        check_blocks(store, KEYS[:1])
+    finally:
+        master.close()
+        secured.close()
