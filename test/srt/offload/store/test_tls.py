@@ -183,6 +183,7 @@ def test_a_certificate_of_another_host(secure, certificates):
     for host in ("127.0.0.1", "localhost"):
         message = refused(secure(host, certificate="elsewhere"))
         assert "is for another host" in message and host in message and "write the name" in message
+    assert "cluster-announce-hostname" in refused(replace(secure(certificate="elsewhere"), cluster=True))
 
 
 def test_a_certificate_that_has_expired(secure, certificates):

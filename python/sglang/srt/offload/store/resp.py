@@ -224,8 +224,8 @@ class RespConnection:
     def _failure_of(self, error: OSError) -> StoreFailure:
         if isinstance(error, TimeoutError):
             return StoreTimeout(f"{self._where} did not answer in full within {self.timeout_s:g} s")
-        if isinstance(error, ssl.SSLError) and self._address.tls is not None:
-            return explain(error, self._where, self._address.tls)
+        if isinstance(error, ssl.SSLError):
+            return explain(error, self._where, self._address)
         return StoreLost(f"{self._where}: {error.strerror or error}")
 
     def _connect_if_needed(self, deadline: float) -> None:

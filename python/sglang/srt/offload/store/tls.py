@@ -15,7 +15,7 @@ import socket
 import ssl
 from collections.abc import Iterator, Sequence
 
-from sglang.srt.offload.store.address import TlsFiles
+from sglang.srt.offload.store.address import StoreAddress, TlsFiles
 from sglang.srt.offload.store.failures import StoreFailure, StoreLost, StoreRefused
 from sglang.srt.offload.store.transport import seconds_left, wait_for
 
@@ -110,14 +110,21 @@ def start_tls(connection: socket.socket, host: str, files: TlsFiles, deadline: f
     return TlsTransport(secured)
 
 
-def explain(error: ssl.SSLError, where: str, files: TlsFiles) -> StoreFailure:
+def explain(error: ssl.SSLError, where: str, address: StoreAddress) -> StoreFailure:
     """What a failure of TLS means. where: the server, for the message."""
+    files = address.tls or TlsFiles()
     reason = error.reason or str(error)
     if isinstance(error, ssl.SSLCertVerificationError):
         if error.verify_code in _OTHER_NAME:
+            remedy = (
+                "let its nodes name themselves as their certificates do (cluster-announce-hostname, and "
+                "cluster-preferred-endpoint-type hostname)"
+                if address.cluster
+                else "write the name that the certificate has into the store's URL"
+            )
             return StoreRefused(
-                f"the certificate of {where} is for another host ({error.verify_message}): write the name "
-                "that the certificate has into the store's URL, or give the server a certificate for this name"
+                f"the certificate of {where} is for another host ({error.verify_message}): {remedy}, or give the "
+                "server a certificate for this name"
             )
         if error.verify_code == _EXPIRED:
             return StoreRefused(f"the certificate of {where} has expired: renew it, or correct this machine's clock")
