@@ -87,7 +87,10 @@ class TlsTerminator:
         self._run(drop)
 
     def close(self) -> None:
-        self._server.close()
+        async def stop_listening() -> None:
+            self._server.close()
+
+        self._run(stop_listening)
         self.drop_connections()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

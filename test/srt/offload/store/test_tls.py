@@ -357,7 +357,9 @@ def test_a_slow_server_is_no_failure(fake, secure):
             while True:
                 ready = select.select([connection.socket, behind], [], [], 5.0)[0]
                 if connection.socket in ready:
-                    behind.sendall(connection.socket.recv(1 << 16))
+                    if not (request := connection.socket.recv(1 << 16)):
+                        return
+                    behind.sendall(request)
                 if behind in ready:
                     data = behind.recv(1 << 16)
                     for i in range(0, len(data), 100):
