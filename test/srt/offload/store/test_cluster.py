@@ -217,10 +217,14 @@ def move(cluster: Cluster, slot: int, source: int, target: int) -> None:
     connection = cluster.nodes[source].connection()
     while names := connection.call("CLUSTER", "GETKEYSINSLOT", slot, 100):
         connection.call("DEL", *names)
+    assign(cluster, slot, source, target)
+
+
+def assign(cluster: Cluster, slot: int, source: int, target: int) -> None:
+    # First of all: what the source has told of the slot, and is still on its way, counts for less then.
+    cluster.nodes[target].connection().call("CLUSTER", "BUMPEPOCH")
     for i in (target, source):
         cluster.nodes[i].connection().call("CLUSTER", "SETSLOT", slot, "NODE", cluster.ids[target])
-    # What the source has said of the slot before, and is still on its way, counts for less then.
-    cluster.nodes[target].connection().call("CLUSTER", "BUMPEPOCH")
 
 
 def test_a_slot_that_is_on_its_way(cluster):
@@ -397,9 +401,7 @@ def migrate(cluster: Cluster, slot: int, source: int, target: int, between_keys:
     while names := giver.call("CLUSTER", "GETKEYSINSLOT", slot, 1):
         giver.call("MIGRATE", "127.0.0.1", cluster.nodes[target].port, names[0], 0, 60_000)
         between_keys()
-    for connection in (taker, giver):
-        connection.call("CLUSTER", "SETSLOT", slot, "NODE", cluster.ids[target])
-    taker.call("CLUSTER", "BUMPEPOCH")
+    assign(cluster, slot, source, target)
 
 
 # -- a server that only pretends to be one --------------------------------------------------------------------------
