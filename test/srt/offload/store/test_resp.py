@@ -81,7 +81,7 @@ def test_a_value_of_thousands_of_parts(redis):
 def test_tcp_does_not_wait_for_more(redis):
     connection = RespConnection(redis.address, 5.0)
     connection.call("PING")
-    assert connection._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    assert connection._transport.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_who_may_come_in(start_redis):

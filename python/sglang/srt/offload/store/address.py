@@ -1,32 +1,51 @@
-"""`StoreAddress`: the address of a store and the credentials for it, from a URL. Owns no connection; never shows the
-password."""
+"""`StoreAddress`: the address of a store, the credentials and the files of certificates for it, from a URL. Owns no
+connection; never shows the password."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
 
 from sglang.srt.mem_cache.block_store import StoreError
 
 DEFAULT_PORT = 6379
+DEFAULT_SENTINEL_PORT = 26379
 FORMS = (
-    "redis://[user[:password]@]host[:port][/db], unix:///path/to.sock[?db=N] "
-    "or redis+cluster://[user[:password]@]host[:port],host[:port]"
+    "redis://[user[:password]@]host[:port][/db], unix:///path/to.sock[?db=N], "
+    "redis+cluster://[user[:password]@]host[:port],host[:port] "
+    "or redis+sentinel://[user[:password]@]host[:port],host[:port]/master-name[/db], "
+    "with rediss in place of redis for TLS"
 )
+_TLS_QUERY = ("ca", "cert", "key")
 
 
 @dataclass(frozen=True, order=True)
 class Endpoint:
-    """One server: a host and a port, or the path of a Unix socket."""
+    """One server: a host and a port, or the path of a Unix socket, or the name of a master that sentinels know."""
 
     host: str = ""
     port: int = 0
     path: str = ""
+    master: str = ""
 
     def __str__(self) -> str:
+        if self.master:
+            return f"master {self.master}"
         if self.path:
             return self.path
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """Paths of PEM files; "": none."""
+
+    # The authorities that may sign the server's certificate. "": those that this machine trusts.
+    ca: str = ""
+    # This client's certificate, for a server that wants one.
+    cert: str = ""
+    # The key of cert. "": it stands in cert's file.
+    key: str = ""
 
 
 @dataclass(frozen=True)
@@ -35,6 +54,8 @@ class StoreAddress:
     user.
 
     cluster: the URL names a cluster. A single server may turn out to be a node of a cluster all the same.
+    sentinels: the servers that know where the master in endpoints is; () if it is no master's name.
+    tls: None: without TLS.
     """
 
     endpoints: tuple[Endpoint, ...]
@@ -42,6 +63,8 @@ class StoreAddress:
     password: str = field(default="", repr=False)
     db: int = 0
     cluster: bool = False
+    sentinels: tuple[Endpoint, ...] = ()
+    tls: TlsFiles | None = None
 
     @classmethod
     def parse(cls, url: str) -> StoreAddress:
@@ -51,38 +74,41 @@ class StoreAddress:
             parts = urlsplit(url.strip())
         except ValueError:
             raise StoreError(f"the store's URL cannot be read: write it as {FORMS}") from None
-        if parts.scheme == "rediss":
-            raise StoreError(
-                "rediss:// asks for TLS, which is not spoken here: use redis:// in a network of your own, or through "
-                "a TLS tunnel on this machine"
-            )
-        if parts.scheme not in ("redis", "redis+cluster", "unix"):
+        scheme, _, kind = parts.scheme.partition("+")
+        if parts.scheme != "unix" and (scheme not in ("redis", "rediss") or kind not in ("", "cluster", "sentinel")):
             raise StoreError(f"the store's URL has an unknown scheme, or none: write it as {FORMS}")
         if parts.fragment:
             raise StoreError("the store's URL has a '#': write %23 if it belongs to the password")
         user, password, hosts = _credentials(parts.netloc)
         query = _query(parts)
-        if parts.scheme == "unix":
+        if scheme == "unix":
             if hosts or not parts.path.startswith("/"):
                 raise StoreError("a Unix socket's URL has three slashes and a full path: unix:///path/to.sock")
             path = unquote(parts.path)
             return cls((Endpoint(path=path),), user, password, _number(query.get("db", "0"), "db", 1 << 16))
-        if query:
-            raise StoreError(f"the store's URL has ?db=, which is for unix://: write it as {FORMS}")
-        endpoints = tuple(_endpoint(host) for host in hosts.split(","))
-        cluster = parts.scheme == "redis+cluster" or len(endpoints) > 1
-        db = _number(parts.path.strip("/") or "0", "the database after the host", 1 << 16)
+        tls = _tls_files(query) if scheme == "rediss" else None
+        if kind == "sentinel":
+            master, db = _master(parts.path)
+            sentinels = tuple(_endpoint(host, DEFAULT_SENTINEL_PORT) for host in hosts.split(","))
+            return cls((Endpoint(master=master),), user, password, db, sentinels=sentinels, tls=tls)
+        endpoints = tuple(_endpoint(host, DEFAULT_PORT) for host in hosts.split(","))
+        cluster = kind == "cluster" or len(endpoints) > 1
+        db = _database(parts.path.strip("/"))
         if cluster and db:
             raise StoreError(f"a cluster has the database 0 alone, not {db}: leave it out of the store's URL")
-        return cls(endpoints, user, password, db, cluster)
+        return cls(endpoints, user, password, db, cluster, tls=tls)
 
     def __str__(self) -> str:
         """As a URL, without the password."""
         who = f"{self.user}{':***' if self.password else ''}@" if self.user or self.password else ""
         if self.endpoints[0].path:
             return f"unix://{who}{self.endpoints[0].path}{f'?db={self.db}' if self.db else ''}"
-        hosts = ",".join(map(str, self.endpoints))
-        return f"redis{'+cluster' if self.cluster else ''}://{who}{hosts}{f'/{self.db}' if self.db else ''}"
+        kind = "+sentinel" if self.sentinels else "+cluster" if self.cluster else ""
+        hosts = ",".join(map(str, self.sentinels or self.endpoints))
+        master = f"/{quote(self.endpoints[0].master, safe='')}" if self.sentinels else ""
+        files = {name: path for name in _TLS_QUERY if (path := getattr(self.tls, name, ""))}
+        query = f"?{urlencode(files, safe='/')}" if files else ""
+        return f"redis{'s' if self.tls else ''}{kind}://{who}{hosts}{master}{f'/{self.db}' if self.db else ''}{query}"
 
 
 def _credentials(netloc: str) -> tuple[str, str, str]:
@@ -96,19 +122,52 @@ def _credentials(netloc: str) -> tuple[str, str, str]:
 
 
 def _query(parts: SplitResult) -> dict[str, str]:
-    query = dict(parse_qsl(parts.query, keep_blank_values=True))
-    if query.keys() - {"db"}:
+    # A plus sign in a path is no space.
+    query = dict(parse_qsl(parts.query.replace("+", "%2B"), keep_blank_values=True))
+    tls = parts.scheme.startswith("rediss")
+    allowed = _TLS_QUERY if tls else ("db",) if parts.scheme == "unix" else ()
+    unknown = query.keys() - {*allowed}
+    if unknown & {*_TLS_QUERY}:
+        raise StoreError("the store's URL has a file for TLS, and TLS is not asked for: write rediss:// for TLS")
+    if "db" in unknown:
+        raise StoreError(f"the store's URL has ?db=, which is for unix://: write it as {FORMS}")
+    if unknown:
         raise StoreError(
-            f"the store's URL has a '?' with something else than db behind it: write it as {FORMS}, and %3F if it "
-            "belongs to the password"
+            "the store's URL has a '?' with something else than "
+            + ("ca, cert or key behind it; a certificate is always verified" if tls else "db behind it")
+            + f": write it as {FORMS}, and %3F if it belongs to the password"
         )
     return query
 
 
-def _endpoint(text: str) -> Endpoint:
+def _tls_files(query: dict[str, str]) -> TlsFiles:
+    files = TlsFiles(**query)
+    if not all(path.startswith("/") for path in query.values()):
+        raise StoreError("ca, cert and key in the store's URL are full paths of files: ?ca=/path/ca.pem")
+    if files.key and not files.cert:
+        raise StoreError("the store's URL has a key and no certificate: add &cert=/path/client.pem")
+    return files
+
+
+def _master(path: str) -> tuple[str, int]:
+    """The master's name and the database, from /master-name[/db]."""
+    name, _, db = path.removeprefix("/").partition("/")
+    if not name:
+        raise StoreError(
+            "the store's URL names sentinels and no master: add its name, as in the sentinels' settings, behind the "
+            "hosts: redis+sentinel://host:26379,host:26379/master-name"
+        )
+    return unquote(name), _database(db)
+
+
+def _database(text: str) -> int:
+    return _number(text or "0", "the database in the path", 1 << 16)
+
+
+def _endpoint(text: str, default_port: int) -> Endpoint:
     host, colon, port = text.rpartition(":")
     if not colon or text.endswith("]"):
-        host, port = text, str(DEFAULT_PORT)
+        host, port = text, str(default_port)
     bracketed = host.startswith("[") and host.endswith("]")
     if bracketed:
         host = host[1:-1]

@@ -1,7 +1,9 @@
 """`RespConnection`: one connection to a server that speaks the Redis protocol (RESP2), for one thread.
 
-Owns its socket and the operations in flight on it. A value's bytes are copied only once, between the socket and the
-caller's buffers. Knows no keys, blocks or clusters.
+Owns its transport and the operations in flight on it. A value's bytes are copied only once, between the socket, or
+the decrypted record of TLS, and the caller's buffers. Knows no keys, blocks or clusters.
+
+An endpoint that is the name of a master is looked up with the sentinels at each attempt to connect.
 
 Each operation (one call of a method) ends within `timeout_s`, however slowly the server sends its bytes. Each failure
 is a `StoreFailure`:
@@ -15,15 +17,26 @@ long, up to MAX_BACKOFF_S. Therefore no caller waits for a store that is down, a
 
 from __future__ import annotations
 
-import select
 import socket
-import struct
+import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
 from sglang.srt.offload.store.address import Endpoint, StoreAddress
+from sglang.srt.offload.store.failures import (
+    ErrorReply,
+    PasswordMissing,
+    StoreFailure,
+    StoreLost,
+    StoreRefused,
+    StoreTimeout,
+    ValueTooLarge,
+)
+from sglang.srt.offload.store.sentinel import MasterFinder
+from sglang.srt.offload.store.tls import explain, no_tls_remedy, start_tls
+from sglang.srt.offload.store.transport import PlainTransport, Transport
 
 Arg: TypeAlias = bytes | str | int
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -40,40 +53,10 @@ _MAX_DEPTH = 8
 _BUFFER_BYTES = 64 << 10
 # Bytes that are read at once to find the length of a value. Bytes beyond the length's line are copied.
 _HEADER_BYTES = 32
-# Buffers per sendmsg; Linux takes 1,024.
-_MAX_BUFFERS = 512
-# A timeout of zero would mean no limit.
-_MIN_TIMEOUT_S = 0.001
+# The first bytes of a TLS alert. No reply of RESP begins so.
+_TLS_ALERT = b"\x15\x03"
 # First words of error replies that persist until a user changes something.
 _REFUSALS = ("NOAUTH", "WRONGPASS", "NOPERM", "DENIED")
-
-
-class StoreFailure(Exception):
-    """A store did not carry out an operation."""
-
-
-class StoreTimeout(StoreFailure):
-    """The store did not answer, or not completely, within timeout_s."""
-
-
-class StoreLost(StoreFailure):
-    """The store is not there, closed the connection, or speaks another protocol."""
-
-
-class StoreRefused(StoreFailure):
-    """The store does not accept this client; the message names the remedy."""
-
-
-class ErrorReply(StoreFailure):
-    """The store answered with an error. code: the reply's first word, as in `OOM command not allowed …`."""
-
-    @property
-    def code(self) -> str:
-        return str(self).partition(" ")[0]
-
-
-class ValueTooLarge(StoreFailure):
-    """A value is larger than the buffer for it. No byte was written to the buffer, and the connection goes on."""
 
 
 class RespConnection:
@@ -101,7 +84,10 @@ class RespConnection:
         self._name = name
         self._clock = clock
         self._on_timeout = on_timeout
-        self._socket: socket.socket | None = None
+        self._transport: Transport | None = None
+        self._master_finder = MasterFinder(address, _ask_sentinel) if self.endpoint.master else None
+        # The server, for messages. A master's host is known after it was looked up.
+        self._where = str(self.endpoint)
         # The bytes from start to end were read and not used yet.
         self._bytes = bytearray(_BUFFER_BYTES)
         self._buffer = memoryview(self._bytes)
@@ -160,10 +146,11 @@ class RespConnection:
         with self._operation() as deadline:
             line = self._line(deadline, _HEADER_BYTES)
             if line[:1] == b"-":
+                error = self._error(line)
                 self._answered()
-                raise ErrorReply(line[1:].decode("utf-8", "replace"))
+                raise error
             if line[:1] != b"$":
-                raise StoreLost(f"{self.endpoint} answered {bytes(line[:20])!r} where a value should be")
+                raise StoreLost(f"{self._where} answered {bytes(line[:20])!r} where a value should be")
             size = self._length(line, MAX_VALUE_BYTES)
             if size is None:
                 self._answered()
@@ -171,9 +158,7 @@ class RespConnection:
             if size > len(buffer):
                 self._skip(size, deadline)
                 self._answered()
-                raise ValueTooLarge(
-                    f"a value of {self.endpoint} has {size} bytes, {len(buffer)} are expected at most"
-                )
+                raise ValueTooLarge(f"a value of {self._where} has {size} bytes, {len(buffer)} are expected at most")
             self._read_bulk(buffer[:size], deadline)
             self._answered()
             return size
@@ -200,9 +185,9 @@ class RespConnection:
         """Forget the operations in flight. The next use connects again."""
         self.pending = 0
         self._start = self._end = 0
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
 
     # -- connecting -------------------------------------------------------------------------------------------------
 
@@ -210,7 +195,7 @@ class RespConnection:
     def _operation(self) -> Iterator[float]:
         """Yields the deadline. An error after which the position in the stream of replies is unknown closes the
         connection."""
-        if self._socket is None and (wait_s := self._not_before - self._clock()) > 0:
+        if self._transport is None and (wait_s := self._not_before - self._clock()) > 0:
             raise StoreLost(f"{self._last_failure} (the next attempt is in {wait_s:.1f} s)")
         try:
             yield time.monotonic() + self.timeout_s
@@ -220,7 +205,7 @@ class RespConnection:
             self._failed(error)
             raise
         except OSError as error:
-            failure = StoreLost(f"{self.endpoint}: {error.strerror or error}")
+            failure = self._failure_of(error)
             self._failed(failure)
             raise failure from None
         except BaseException:
@@ -242,11 +227,24 @@ class RespConnection:
         self.pending -= 1
         self._failures = 0
 
+    def _failure_of(self, error: OSError) -> StoreFailure:
+        if isinstance(error, TimeoutError):
+            return StoreTimeout(f"{self._where} did not answer in full within {self.timeout_s:g} s")
+        if isinstance(error, ssl.SSLError):
+            return explain(error, self._where, self._address)
+        return StoreLost(f"{self._where}: {error.strerror or error}")
+
     def _connect_if_needed(self, deadline: float) -> None:
-        if self._socket is not None:
+        if self._transport is not None:
             return
-        self._socket = self._open(deadline)
+        self._transport = self._open(deadline)
+        self._greet(deadline)
+
+    def _greet(self, deadline: float) -> None:
+        """Log in, and check that this is the server that is meant."""
         hello: list[tuple[Arg, ...]] = [(b"PING",)]
+        if self._master_finder is not None:
+            hello.insert(0, (b"ROLE",))
         if self._address.db:
             hello.insert(0, (b"SELECT", self._address.db))
         if self._name:
@@ -254,18 +252,60 @@ class RespConnection:
         if self._address.password:
             user = (self._address.user,) if self._address.user else ()
             hello.insert(0, (b"AUTH", *user, self._address.password))
-        self._send_all([memoryview(b"".join(map(encode, hello)))], deadline)
-        for command in hello:
-            reply = self._parse(deadline, 0, [0])
-            if isinstance(reply, ErrorReply) and command[0] != b"CLIENT":
+        for command, reply in zip(hello, self._hello_replies(hello, deadline)):
+            # A name is a comfort, and a user may lack the right to ask for the role.
+            if isinstance(reply, ErrorReply) and command[0] not in (b"CLIENT", b"ROLE"):
                 raise self._refusal(command[0], reply)
+            if command[0] == b"ROLE" and isinstance(reply, list) and reply[:1] != [b"master"]:
+                raise StoreLost(f"{self._where} is a replica: the sentinels have not agreed on a new master yet")
             if command[0] == b"PING" and reply != b"PONG":
-                raise StoreLost(f"{self.endpoint} answers PING with {reply!r:.40}: it is no Redis server")
+                raise StoreLost(f"{self._where} answers PING with {reply!r:.40}: it is no Redis server")
 
-    def _open(self, deadline: float) -> socket.socket:
+    def _hello_replies(self, hello: Sequence[Sequence[Arg]], deadline: float) -> Iterator[Reply]:
+        try:
+            self._send_all([memoryview(b"".join(map(encode, hello)))], deadline)
+            first = self._parse(deadline, 0, [0])
+        except (StoreLost, ConnectionError):
+            if self._end:
+                raise
+            raise StoreLost(f"{self._where} closed the connection before its first reply: {self._remedy()}") from None
+        yield first
+        for _ in hello[1:]:
+            yield self._parse(deadline, 0, [0])
+
+    def _remedy(self) -> str:
+        """For a server that closes the connection without a word."""
+        if self._address.tls is None:
+            return "if it speaks TLS, write rediss:// in place of redis:// in the store's URL"
+        if not self._address.tls.cert:
+            return "perhaps it wants a client certificate: name it in the store's URL with cert= and key="
+        return "its log may say why"
+
+    def _open(self, deadline: float) -> Transport:
+        server = self.endpoint
+        if self._master_finder is not None:
+            server = self._master_finder.find(self.endpoint.master, deadline)
+            self._where = f"the master {self.endpoint.master} at {server}"
+        connection = self._connect(server, deadline)
+        if self._address.tls is None:
+            return PlainTransport(connection)
+        try:
+            return start_tls(connection, server.host, self._address.tls, deadline)
+        except TimeoutError:
+            raise StoreTimeout(
+                f"{self._where} did not finish the handshake of TLS within {self.timeout_s:g} s: "
+                f"if it speaks no TLS, {no_tls_remedy()}"
+            ) from None
+        except (ssl.SSLEOFError, ConnectionError):
+            raise StoreLost(
+                f"{self._where} closed the connection within the handshake of TLS: if it speaks no TLS, "
+                f"{no_tls_remedy()}"
+            ) from None
+
+    def _connect(self, server: Endpoint, deadline: float) -> socket.socket:
         """A socket that is connected, and blocking from now on."""
         failure: Exception | None = None
-        for family, target in self._targets():
+        for family, target in _targets(server):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 break
@@ -281,30 +321,24 @@ class RespConnection:
                 connection.close()
                 failure = error
         if failure is None or isinstance(failure, TimeoutError):
-            raise StoreTimeout(f"{self.endpoint} did not take a connection within {self.timeout_s:g} s")
+            raise StoreTimeout(f"{self._where} did not take a connection within {self.timeout_s:g} s")
         raise failure
-
-    def _targets(self) -> list[tuple[socket.AddressFamily, tuple | str]]:
-        if self.endpoint.path:
-            return [(socket.AF_UNIX, self.endpoint.path)]
-        found = socket.getaddrinfo(self.endpoint.host, self.endpoint.port, type=socket.SOCK_STREAM)
-        return [(family, target) for family, _, _, _, target in found]
 
     def _refusal(self, command: Arg, reply: ErrorReply) -> StoreFailure:
         # A server that does not know AUTH quotes its arguments.
         text = str(reply).replace(self._address.password, "***") if self._address.password else str(reply)
         if reply.code == "NOAUTH":
-            return StoreRefused(f"{self.endpoint} wants a password: put it into the store's URL, as :password@host")
+            return PasswordMissing(f"{self._where} wants a password: put it into the store's URL, as :password@host")
         if command == b"AUTH":
             return StoreRefused(
-                f"{self.endpoint} does not accept the user and password of the store's URL ({text}): correct them, "
+                f"{self._where} does not accept the user and password of the store's URL ({text}): correct them, "
                 "or leave them out if it has none"
             )
         if command == b"SELECT":
-            return StoreRefused(f"{self.endpoint} does not have database {self._address.db} ({text}): leave it out")
+            return StoreRefused(f"{self._where} does not have database {self._address.db} ({text}): leave it out")
         if reply.code in _REFUSALS:
-            return StoreRefused(f"{self.endpoint} refuses this client ({text}): allow it in the server's settings")
-        return StoreLost(f"{self.endpoint} is not ready: {text}")
+            return StoreRefused(f"{self._where} refuses this client ({text}): allow it in the server's settings")
+        return StoreLost(f"{self._where} is not ready: {text}")
 
     # -- bytes out --------------------------------------------------------------------------------------------------
 
@@ -314,28 +348,8 @@ class RespConnection:
         self._send_all([memoryview(b"".join(map(encode, commands)))], deadline)
 
     def _send_all(self, views: list[memoryview], deadline: float) -> None:
-        connection = self._socket
-        assert connection is not None
-        views = [view for view in views if len(view)]
-        first = 0
-        while first < len(views):
-            try:
-                sent = connection.sendmsg(views[first : first + _MAX_BUFFERS], (), socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                self._wait_for_room(connection, deadline)
-                continue
-            while first < len(views) and sent >= len(views[first]):
-                sent -= len(views[first])
-                first += 1
-            if sent:
-                views[first] = views[first][sent:]
-
-    def _wait_for_room(self, connection: socket.socket, deadline: float) -> None:
-        poll = select.poll()
-        poll.register(connection, select.POLLOUT)
-        left_s = deadline - time.monotonic()
-        if left_s <= 0 or not poll.poll(max(1, left_s * 1000)):
-            raise self._timeout()
+        assert self._transport is not None
+        self._transport.send_all(views, deadline)
 
     # -- bytes in ---------------------------------------------------------------------------------------------------
 
@@ -351,11 +365,11 @@ class RespConnection:
         kind, text = line[:1], line[1:]
         used[0] += len(line)
         if used[0] > _MAX_REPLY_BYTES:
-            raise StoreLost(f"{self.endpoint} sends a reply of more than {_MAX_REPLY_BYTES} bytes")
+            raise StoreLost(f"{self._where} sends a reply of more than {_MAX_REPLY_BYTES} bytes")
         if kind == b"+":
             return bytes(text)
         if kind == b"-":
-            return ErrorReply(text.decode("utf-8", "replace"))
+            return self._error(line)
         if kind == b":":
             return self._integer(text)
         if kind == b"$":
@@ -371,9 +385,9 @@ class RespConnection:
             if count is None:
                 return None
             if depth == _MAX_DEPTH:
-                raise StoreLost(f"{self.endpoint} sends lists within lists, {_MAX_DEPTH} deep")
+                raise StoreLost(f"{self._where} sends lists within lists, {_MAX_DEPTH} deep")
             return [self._parse(deadline, depth + 1, used) for _ in range(count)]
-        raise StoreLost(f"{self.endpoint} speaks another protocol: it sent {bytes(line[:20])!r}")
+        raise StoreLost(f"{self._where} speaks another protocol: it sent {bytes(line[:20])!r}")
 
     def _line(self, deadline: float, read_bytes: int) -> bytearray:
         """The bytes up to the next CRLF. read_bytes: how many bytes to read at once if none are buffered."""
@@ -383,12 +397,21 @@ class RespConnection:
             if end > start:
                 self._start = end + 2
                 return self._bytes[start:end]
+            if self._bytes[start : start + 2] == _TLS_ALERT:
+                raise StoreLost(f"{self._where} speaks TLS: write rediss:// in place of redis:// in the store's URL")
             if end == start or size == _BUFFER_BYTES:
-                raise StoreLost(f"{self.endpoint} speaks another protocol: it sent {self._sample()!r}")
+                raise StoreLost(f"{self._where} speaks another protocol: it sent {self._sample()!r}")
             # The rest of a line moves to the front.
             self._bytes[:size] = self._bytes[start : self._end]
             self._start, self._end = 0, size
             self._end += self._recv([self._buffer[size : size + read_bytes]], deadline)
+
+    def _error(self, line: bytearray) -> ErrorReply:
+        """Raises StoreLost where the reply shows that another server is the master now."""
+        error = ErrorReply(line[1:].decode("utf-8", "replace"))
+        if error.code == "READONLY" and self._master_finder is not None:
+            raise StoreLost(f"{self._where} is a replica now: the sentinels are asked again")
+        return error
 
     def _sample(self) -> bytes:
         return bytes(self._buffer[self._start : self._end][:20])
@@ -396,7 +419,7 @@ class RespConnection:
     def _integer(self, text: bytearray) -> int:
         digits = text[1:] if text[:1] == b"-" else text
         if not digits.isdigit() or len(digits) > 19:
-            raise StoreLost(f"{self.endpoint} speaks another protocol: it sent {bytes(text[:20])!r} as a number")
+            raise StoreLost(f"{self._where} speaks another protocol: it sent {bytes(text[:20])!r} as a number")
         return int(text)
 
     def _length(self, line: bytearray, limit: int) -> int | None:
@@ -404,7 +427,7 @@ class RespConnection:
         if size == -1:
             return None
         if not 0 <= size <= limit:
-            raise StoreLost(f"{self.endpoint} announces {size} bytes or elements, outside of 0 to {limit}")
+            raise StoreLost(f"{self._where} announces {size} bytes or elements, outside of 0 to {limit}")
         return size
 
     def _read_bulk(self, out: memoryview, deadline: float) -> None:
@@ -417,11 +440,11 @@ class RespConnection:
         self._start += crlf
         rest, ending = out[here:], self._crlf[crlf:]
         while len(rest) or len(ending):
-            count = self._recv([rest, ending], deadline, socket.MSG_WAITALL)
+            count = self._recv([rest, ending], deadline, wait_all=True)
             in_rest = min(count, len(rest))
             rest, ending = rest[in_rest:], ending[count - in_rest :]
         if self._crlf != b"\r\n":
-            raise StoreLost(f"{self.endpoint} sent a value that is longer than the announced length")
+            raise StoreLost(f"{self._where} sent a value that is longer than the announced length")
 
     def _skip(self, size: int, deadline: float) -> None:
         scratch = memoryview(bytearray(min(size, 1 << 20)))
@@ -429,29 +452,30 @@ class RespConnection:
         self._start += here
         size -= here
         while size > len(scratch):
-            size -= self._recv([scratch], deadline, socket.MSG_WAITALL)
+            size -= self._recv([scratch], deadline, wait_all=True)
         self._read_bulk(scratch[:size], deadline)
 
-    def _recv(self, buffers: list[memoryview], deadline: float, flags: int = 0) -> int:
-        assert self._socket is not None
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise self._timeout()
-        # The kernel counts this down over the whole call, even where MSG_WAITALL waits several times. A value
-        # therefore comes in one call, and ends in time.
-        left_s = max(left_s, _MIN_TIMEOUT_S)
-        limit = struct.pack("@ll", int(left_s), int(left_s % 1 * 1e6))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        try:
-            count = self._socket.recvmsg_into(buffers, 0, flags)[0]
-        except BlockingIOError:
-            raise self._timeout() from None
+    def _recv(self, buffers: list[memoryview], deadline: float, wait_all: bool = False) -> int:
+        assert self._transport is not None
+        count = self._transport.recv_into(buffers, deadline, wait_all)
         if not count:
-            raise StoreLost(f"{self.endpoint} closed the connection")
+            raise StoreLost(f"{self._where} closed the connection")
         return count
 
-    def _timeout(self) -> StoreTimeout:
-        return StoreTimeout(f"{self.endpoint} did not answer in full within {self.timeout_s:g} s")
+
+def _targets(server: Endpoint) -> list[tuple[socket.AddressFamily, tuple | str]]:
+    if server.path:
+        return [(socket.AF_UNIX, server.path)]
+    found = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
+    return [(family, target) for family, _, _, _, target in found]
+
+
+def _ask_sentinel(address: StoreAddress, sentinel: Endpoint, timeout_s: float, command: Sequence[Arg]) -> Reply:
+    connection = RespConnection(address, timeout_s, sentinel)
+    try:
+        return connection.call(*command)
+    finally:
+        connection.close()
 
 
 def encode(args: Sequence[Arg]) -> bytes:
