@@ -67,6 +67,7 @@ def proxy_pid(one: Remote) -> int:
         {"proxy": {"pipelined": False}, **PROCESS},
         {"proxy": {"preallocated": False, "direct": False}},
         {"proxy": {"profile": "bluefield-3-emulated"}},
+        {"proxy": {"write_threads": 4}},
         {"proxy": {"ttl_s": 1000, "max_read_gbps": 5, "max_write_gbps": 5.0}},
     ],
 )

@@ -38,8 +38,9 @@ class OriginLostError(Exception):
 
 class Origin(Protocol):
     def read(self, block: int, start: int, end: int, buffer: np.ndarray) -> np.ndarray:
-        """Bytes start..end of a block, (end - start,) uint8, for the caller until it reads again. buffer: memory for
-        them, which need not be used. A block is read piece by piece, from its front. Raises OriginLostError."""
+        """Bytes start..end of a block, (end - start,) uint8, for the calling thread until it reads again. buffer:
+        memory for them, which need not be used. One thread reads a block, piece by piece, from its front. Raises
+        OriginLostError."""
         ...
 
 

@@ -26,7 +26,7 @@ class ProxySettings:
     dequantize_threads: int = 1
     deliver_threads: int = 1
     # Threads that encode and store blocks.
-    write_threads: int = 1
+    write_threads: int = 2
     # Stage, or "write" -> cores to which its threads are pinned, in turn. Other stages' threads are not pinned.
     cores: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     # Sizes of the three buffers of pieces. They are allocated once, and hold as many pieces as fit. The last one is

@@ -129,13 +129,15 @@ class _TcpOrigin:
         self._pulled: dict[tuple[int, int], _Pulled] = {}
         # Memory of pieces that were read, to be used again.
         self._spare: list[np.ndarray] = []
-        self._reading: np.ndarray | None = None
+        # What each thread has read last.
+        self._reading: dict[int, np.ndarray] = {}
         self._is_lost = False
 
     def read(self, block: int, start: int, end: int, buffer: np.ndarray) -> np.ndarray:
-        layout = self._layout
-        if self._reading is not None:
-            self._spare.append(self._reading)
+        layout, thread = self._layout, threading.get_ident()
+        with self._changed:
+            if (read_before := self._reading.pop(thread, None)) is not None:
+                self._spare.append(read_before)
         index = start // layout.piece_bytes
         for each in range(index, min(index + _PULLED_AHEAD, layout.num_pieces)):
             self._pull(block, *layout.piece(each))
@@ -148,7 +150,7 @@ class _TcpOrigin:
             if self._is_lost:
                 raise OriginLostError("the engine has gone, or has given the write up")
             del self._pulled[block, start]
-        self._reading = pulled.memory
+            self._reading[thread] = pulled.memory
         return pulled.memory[: end - start]
 
     def take(self, block: int, start: int, data: np.ndarray) -> None:

@@ -5,9 +5,9 @@ Owns the blocks that are to be written. Between two pieces it lets fetches go fi
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -48,54 +48,87 @@ class Write:
         self.origin = origin
         self.on_end = on_end
         self.is_given_up = False
+        # Blocks from this one on are not stored.
+        self.limit = len(keys)
+        # Blocks that no thread has ended.
+        self.num_open = 0
 
 
 class Writer:
-    """is_reading: whether fetches wait."""
+    """is_reading: whether fetches wait. The threads take block after block, of the oldest write first, so that one
+    write uses all of them."""
 
     def __init__(self, settings: ProxySettings, is_reading: Callable[[], bool]) -> None:
         self._is_reading = is_reading
         self._limit = RateLimit(settings.max_write_gbps)
-        self._writes: queue.SimpleQueue[Write] = queue.SimpleQueue()
+        # Held for everything below.
+        self._changed = threading.Condition()
+        self._writes: deque[Write] = deque()
+        self._blocks: deque[tuple[Write, int]] = deque()
         self.raw_bytes = 0
         self.stored_bytes = 0
         self.waited_s = 0.0
-        self._lock = threading.Lock()
         for i in range(settings.write_threads):
             start_thread(f"write-{i}", settings.cores.get("write"), i, self._run, i)
 
     def submit(self, write: Write) -> None:
-        self._writes.put(write)
+        with self._changed:
+            self._writes.append(write)
+            self._changed.notify()
 
     def stats(self) -> dict[str, int]:
         """raw: before coding."""
-        return {
-            "write_queue": self._writes.qsize(),
-            "write_raw_bytes": self.raw_bytes,
-            "write_bytes": self.stored_bytes,
-            "write_waited_us": int(1e6 * self.waited_s),
-        }
+        with self._changed:
+            return {
+                "write_queue": len(self._writes),
+                "write_raw_bytes": self.raw_bytes,
+                "write_bytes": self.stored_bytes,
+                "write_waited_us": int(1e6 * self.waited_s),
+            }
 
     def _run(self, thread: int) -> None:
         raw, coded = np.empty(PIECE_BYTES, np.uint8), np.empty(0, np.uint8)
         while True:
-            write = self._writes.get()
-            sink, count = write.sink, 0
-            # Blocks that are there, or that another engine has stored meanwhile, are not encoded.
-            stored = sink.store.stored(write.keys) if not write.is_given_up else []
-            room = sink.layout.num_pieces * sink.codec.max_stored_bytes(sink.layout.piece_bytes)
+            with self._changed:
+                self._changed.wait_for(lambda: self._blocks or self._writes)
+                write, block = self._blocks.popleft() if self._blocks else (self._writes.popleft(), None)
+            if block is None:
+                self._begin(write)
+                continue
+            layout = write.sink.layout
+            room = layout.num_pieces * write.sink.codec.max_stored_bytes(layout.piece_bytes)
             if len(coded) < room:
                 coded = np.empty(room, np.uint8)
-            while count < len(write.keys) and not write.is_given_up:
-                if not stored[count]:
-                    try:
-                        pieces = self._encoded(write, count, raw, coded)
-                    except OriginLostError:
-                        break
-                    if not sink.block_writer(thread).write(write.keys[count], pieces):
-                        break
-                count += 1
-            write.on_end(count)
+            self._end_block(write, block, self._store(thread, write, block, raw, coded))
+
+    def _begin(self, write: Write) -> None:
+        """Blocks that are there, or that another engine has stored meanwhile, are not encoded."""
+        stored = write.sink.store.stored(write.keys) if not write.is_given_up else []
+        lacking = [block for block, is_stored in enumerate(stored) if not is_stored]
+        with self._changed:
+            write.num_open = len(lacking)
+            self._blocks.extend((write, block) for block in lacking)
+            self._changed.notify_all()
+        if not lacking:
+            write.on_end(len(stored))
+
+    def _store(self, thread: int, write: Write, block: int, raw: np.ndarray, coded: np.ndarray) -> bool:
+        if write.is_given_up or block >= write.limit:
+            return False
+        try:
+            pieces = self._encoded(write, block, raw, coded)
+        except OriginLostError:
+            return False
+        return write.sink.block_writer(thread).write(write.keys[block], pieces)
+
+    def _end_block(self, write: Write, block: int, is_stored: bool) -> None:
+        with self._changed:
+            write.num_open -= 1
+            if not is_stored:
+                write.limit = min(write.limit, block)
+            is_over = not write.num_open
+        if is_over:
+            write.on_end(write.limit)
 
     def _encoded(self, write: Write, block: int, raw: np.ndarray, coded: np.ndarray) -> list[list[memoryview]]:
         """The pieces of a block, in `coded`. raw: a buffer for pieces that do not lie in one run. Raises
@@ -110,7 +143,7 @@ class Writer:
             pieces.append([coded.data[at : at + size]])
             at += size
             self._limit.wait(size)
-            with self._lock:
+            with self._changed:
                 self.raw_bytes += end - start
                 self.stored_bytes += size
         return pieces
@@ -119,5 +152,5 @@ class Writer:
         began = time.monotonic()
         while self._is_reading() and time.monotonic() - began < MAX_PATIENCE_S:
             time.sleep(_LOOK_AGAIN_S)
-        with self._lock:
+        with self._changed:
             self.waited_s += time.monotonic() - began

@@ -1,0 +1,110 @@
+"""The writer against a store in a dict: all threads work on one write, and a write counts its leading blocks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang.srt.offload.codec.registry import make_codec
+from sglang.srt.offload.proxy.destination import OriginLostError
+from sglang.srt.offload.proxy.settings import ProxySettings
+from sglang.srt.offload.proxy.writer import Write, Writer
+from support.codec_cases import SMALL
+
+NUM = 6
+KEYS = [bytes([i]) * 16 for i in range(NUM)]
+
+
+class FakeStore:
+    """refused: blocks that it does not take."""
+
+    def __init__(self, *there: int, refused: Sequence[int] = ()) -> None:
+        self.there = {KEYS[i] for i in there}
+        self.refused = {KEYS[i] for i in refused}
+        self.layout, self.codec = SMALL, make_codec({"codec": "raw"}, SMALL)
+        self.store = SimpleNamespace(stored=lambda keys: [key in self.there for key in keys])
+
+    def block_writer(self, thread: int) -> Any:
+        return SimpleNamespace(write=self._write)
+
+    def _write(self, key: bytes, pieces: Sequence[Sequence[memoryview]]) -> bool:
+        if key in self.refused:
+            return False
+        self.there.add(key)
+        return True
+
+
+class FakeOrigin:
+    def __init__(self, before_read: Callable[[int], object] = lambda block: None) -> None:
+        self._before_read = before_read
+        self.blocks_read: list[int] = []
+
+    def read(self, block: int, start: int, end: int, buffer: np.ndarray) -> np.ndarray:
+        self._before_read(block)
+        self.blocks_read.append(block)
+        return np.full(end - start, block, np.uint8)
+
+
+def store_all(sink: FakeStore, origin: FakeOrigin, **settings: int) -> int:
+    counts: list[int] = []
+    ended = threading.Event()
+
+    def end(count: int) -> None:
+        counts.append(count)
+        ended.set()
+
+    Writer(ProxySettings(**settings), lambda: False).submit(Write(sink, KEYS, origin, end))  # type: ignore[arg-type]
+    assert ended.wait(120) and len(counts) == 1
+    return counts[0]
+
+
+def test_the_blocks_of_one_write_are_encoded_by_all_threads_at_once() -> None:
+    together = threading.Barrier(3)
+    sink = FakeStore()
+    assert store_all(sink, FakeOrigin(lambda block: together.wait(120)), write_threads=3) == NUM
+    assert sink.there == set(KEYS)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_what_is_stored_is_not_encoded(num_threads: int) -> None:
+    sink, origin = FakeStore(0, 1, 4), FakeOrigin()
+    assert store_all(sink, origin, write_threads=num_threads) == NUM
+    assert set(origin.blocks_read) == {2, 3, 5}
+    assert store_all(FakeStore(*range(NUM)), origin) == NUM
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_refused_block_ends_the_count(num_threads: int) -> None:
+    assert store_all(FakeStore(0, refused=[2]), FakeOrigin(), write_threads=num_threads) == 2
+    assert store_all(FakeStore(refused=[0]), FakeOrigin(), write_threads=num_threads) == 0
+
+
+def test_an_origin_that_is_lost_ends_the_count() -> None:
+    def lose(block: int) -> None:
+        if block == 3:
+            raise OriginLostError("gone")
+
+    assert store_all(FakeStore(), FakeOrigin(lose)) == 3
+
+
+def test_a_write_that_is_given_up_ends() -> None:
+    write: list[Write] = []
+
+    def give_up(block: int) -> None:
+        write[0].is_given_up = block == 1
+
+    counts: list[int] = []
+    ended = threading.Event()
+
+    def end(count: int) -> None:
+        counts.append(count)
+        ended.set()
+
+    write.append(Write(FakeStore(), KEYS, FakeOrigin(give_up), end))  # type: ignore[arg-type]
+    Writer(ProxySettings(write_threads=1), lambda: False).submit(write[0])
+    assert ended.wait(120) and counts == [2]
