@@ -14,7 +14,7 @@ from sglang.srt.offload.codec.registry import make_codec
 from sglang.srt.offload.proxy.destination import OriginLostError
 from sglang.srt.offload.proxy.settings import ProxySettings
 from sglang.srt.offload.proxy.writer import Write, Writer
-from support.codec_cases import SMALL
+from support.codec_cases import SMALL, kv_block
 
 NUM = 6
 KEYS = [bytes([i]) * 16 for i in range(NUM)]
@@ -68,6 +68,15 @@ def test_the_blocks_of_one_write_are_encoded_by_all_threads_at_once() -> None:
     sink = FakeStore()
     assert store_all(sink, FakeOrigin(lambda block: together.wait(120)), write_threads=3) == NUM
     assert sink.there == set(KEYS)
+
+
+def test_the_pieces_of_one_block_are_encoded_by_all_threads_at_once() -> None:
+    together = threading.Barrier(3)
+    sink = FakeStore(*range(1, NUM))
+    sink.layout = kv_block(6, 1, 4, 2, 8, "float32", max_piece_bytes=512)
+    assert sink.layout.num_pieces == 6
+    sink.codec = make_codec({"codec": "raw"}, sink.layout)
+    assert store_all(sink, FakeOrigin(lambda block: together.wait(120)), write_threads=3) == NUM
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

@@ -39,7 +39,7 @@ class OriginLostError(Exception):
 class Origin(Protocol):
     def read(self, block: int, start: int, end: int, buffer: np.ndarray) -> np.ndarray:
         """Bytes start..end of a block, (end - start,) uint8, for the calling thread until it reads again. buffer:
-        memory for them, which need not be used. One thread reads a block, piece by piece, from its front. Raises
+        memory for them, which need not be used. Pieces of a block are read from its front on, each once. Raises
         OriginLostError."""
         ...
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -54,9 +55,28 @@ class Write:
         self.num_open = 0
 
 
+@dataclass(eq=False)
+class _Block:
+    """A block that is being encoded. coded: memory for its pieces, piece_room bytes for each. sizes: what each takes
+    of that. next_piece: the first that no thread has taken. num_open: pieces that have not ended."""
+
+    write: Write
+    block: int
+    coded: np.ndarray
+    piece_room: int
+    sizes: list[int]
+    num_open: int
+    next_piece: int = 0
+    is_lost: bool = False
+
+    def piece(self, index: int) -> np.ndarray:
+        """(piece_room,) uint8"""
+        return self.coded[index * self.piece_room : (index + 1) * self.piece_room]
+
+
 class Writer:
-    """is_reading: whether fetches wait. The threads take block after block, of the oldest write first, so that one
-    write uses all of them."""
+    """is_reading: whether fetches wait. A thread has a block, of the oldest write first. Threads without one encode
+    pieces of others' blocks, so that one block uses all of them."""
 
     def __init__(self, settings: ProxySettings, is_reading: Callable[[], bool]) -> None:
         self._is_reading = is_reading
@@ -64,7 +84,9 @@ class Writer:
         # Held for everything below.
         self._changed = threading.Condition()
         self._writes: deque[Write] = deque()
-        self._blocks: deque[tuple[Write, int]] = deque()
+        # Blocks that no thread has; and those with pieces that no thread has.
+        self._waiting: deque[tuple[Write, int]] = deque()
+        self._encoding: deque[_Block] = deque()
         self.raw_bytes = 0
         self.stored_bytes = 0
         self.waited_s = 0.0
@@ -90,16 +112,22 @@ class Writer:
         raw, coded = np.empty(PIECE_BYTES, np.uint8), np.empty(0, np.uint8)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._blocks or self._writes)
-                write, block = self._blocks.popleft() if self._blocks else (self._writes.popleft(), None)
-            if block is None:
-                self._begin(write)
-                continue
-            layout = write.sink.layout
-            room = layout.num_pieces * write.sink.codec.max_stored_bytes(layout.piece_bytes)
-            if len(coded) < room:
-                coded = np.empty(room, np.uint8)
-            self._end_block(write, block, self._store(thread, write, block, raw, coded))
+                self._changed.wait_for(lambda: self._waiting or self._encoding or self._writes)
+                # Blocks first: a thread that has one stores it in the time in which others encode.
+                unit = self._waiting.popleft() if self._waiting else None
+                begun = self._encoding[0] if unit is None and self._encoding else None
+                new = self._writes.popleft() if unit is None and begun is None else None
+            if begun is not None:
+                self._encode_pieces(begun, raw)
+            elif new is not None:
+                self._begin(new)
+            elif unit is not None:
+                write, block = unit
+                layout = write.sink.layout
+                room = layout.num_pieces * write.sink.codec.max_stored_bytes(layout.piece_bytes)
+                if len(coded) < room:
+                    coded = np.empty(room, np.uint8)
+                self._end_block(write, block, self._store(thread, write, block, raw, coded))
 
     def _begin(self, write: Write) -> None:
         """Blocks that are there, or that another engine has stored meanwhile, are not encoded."""
@@ -107,7 +135,7 @@ class Writer:
         lacking = [block for block, is_stored in enumerate(stored) if not is_stored]
         with self._changed:
             write.num_open = len(lacking)
-            self._blocks.extend((write, block) for block in lacking)
+            self._waiting.extend((write, block) for block in lacking)
             self._changed.notify_all()
         if not lacking:
             write.on_end(len(stored))
@@ -115,11 +143,8 @@ class Writer:
     def _store(self, thread: int, write: Write, block: int, raw: np.ndarray, coded: np.ndarray) -> bool:
         if write.is_given_up or block >= write.limit:
             return False
-        try:
-            pieces = self._encoded(write, block, raw, coded)
-        except OriginLostError:
-            return False
-        return write.sink.block_writer(thread).write(write.keys[block], pieces)
+        pieces = self._encoded(write, block, raw, coded)
+        return pieces is not None and write.sink.block_writer(thread).write(write.keys[block], pieces)
 
     def _end_block(self, write: Write, block: int, is_stored: bool) -> None:
         with self._changed:
@@ -130,23 +155,51 @@ class Writer:
         if is_over:
             write.on_end(write.limit)
 
-    def _encoded(self, write: Write, block: int, raw: np.ndarray, coded: np.ndarray) -> list[list[memoryview]]:
-        """The pieces of a block, in `coded`. raw: a buffer for pieces that do not lie in one run. Raises
-        OriginLostError."""
-        sink, pieces, at = write.sink, [], 0
-        layout = sink.layout
-        for index in range(layout.num_pieces):
-            self._give_way()
-            start, end = layout.piece(index)
-            data = write.origin.read(block, start, end, raw)
-            size = sink.codec.encode(data, index, write.keys[block], coded[at:])
-            pieces.append([coded.data[at : at + size]])
-            at += size
-            self._limit.wait(size)
+    def _encoded(self, write: Write, block: int, raw: np.ndarray, coded: np.ndarray) -> list[list[memoryview]] | None:
+        """The pieces of a block, in `coded`; None if its origin is lost. raw: a buffer for pieces that do not lie in
+        one run."""
+        layout = write.sink.layout
+        num = layout.num_pieces
+        piece_room = write.sink.codec.max_stored_bytes(layout.piece_bytes)
+        begun = _Block(write, block, coded, piece_room, [0] * num, num)
+        with self._changed:
+            self._encoding.append(begun)
+            self._changed.notify_all()
+        self._encode_pieces(begun, raw)
+        with self._changed:
+            self._changed.wait_for(lambda: not begun.num_open)
+        if begun.is_lost:
+            return None
+        return [[begun.piece(index)[:size].data] for index, size in enumerate(begun.sizes)]
+
+    def _encode_pieces(self, begun: _Block, raw: np.ndarray) -> None:
+        """Until no piece is left that no thread has."""
+        write, layout = begun.write, begun.write.sink.layout
+        while True:
             with self._changed:
-                self.raw_bytes += end - start
+                index = begun.next_piece
+                begun.next_piece += 1
+                if begun.next_piece >= layout.num_pieces and begun in self._encoding:
+                    self._encoding.remove(begun)
+            if index >= layout.num_pieces:
+                return
+            start, end = layout.piece(index)
+            size, is_lost = 0, begun.is_lost
+            try:
+                if not is_lost:
+                    self._give_way()
+                    data = write.origin.read(begun.block, start, end, raw)
+                    size = write.sink.codec.encode(data, index, write.keys[begun.block], begun.piece(index))
+                    self._limit.wait(size)
+            except OriginLostError:
+                is_lost = True
+            with self._changed:
+                begun.sizes[index] = size
+                begun.is_lost |= is_lost
+                begun.num_open -= 1
+                self.raw_bytes += end - start if size else 0
                 self.stored_bytes += size
-        return pieces
+                self._changed.notify_all()
 
     def _give_way(self) -> None:
         began = time.monotonic()
