@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import random
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -150,6 +153,57 @@ def test_what_is_given_up_ends_and_writes_nothing_afterwards(pipelined):
     assert after.wait() == 4
     assert asked.counts == [0]
     assert settled(line)
+
+
+class StalledPages(PoolPages):
+    """Of an engine that takes nothing until it is told to."""
+
+    can_stall = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.held: list[Callable[[], None]] = []
+        self.is_stalled = True
+        self.lock = threading.Lock()
+
+    def window(self, block: int, start: int, end: int) -> np.ndarray | None:
+        return None
+
+    def submit(self, block: int, start: int, data: np.ndarray, on_end: Callable[[bool], None]) -> None:
+        deliver = partial(super().submit, block, start, data, on_end)
+        with self.lock:
+            if self.is_stalled:
+                self.held.append(deliver)
+                return
+        deliver()
+
+    def go_on(self) -> None:
+        with self.lock:
+            self.is_stalled = False
+        for deliver in self.held:
+            deliver()
+
+
+def test_engines_that_take_nothing_do_not_hold_up_others():
+    """Three of them, with more to bring than there are slots; each has a part, and the last one comes."""
+    stalled = [FakeSource(seed, 6, LAYOUT) for seed in (1, 2, 3)]
+    other, line = FakeSource(4, 6, LAYOUT), pipeline()
+    fetches = []
+    for source in stalled:
+        asked = ask(source, list(range(6)), random.Random(1))
+        pages = StalledPages(source.memory, LAYOUT.page.page_bytes, asked.pages)
+        asked.fetch.destination = pages
+        line.submit(asked.fetch)
+        fetches.append((asked, pages))
+    asked = ask(other, list(range(6)), random.Random(4))
+    line.submit(asked.fetch)
+    assert asked.wait() == 6 and all((asked.got(i) == other.expected[i]).all() for i in range(6))
+    for each, pages in fetches:
+        assert not each.counts and len(pages.held) < line._num_slots
+        pages.go_on()
+    for each, _ in fetches:
+        assert each.wait() == 6 and all((each.got(i) == each.source.expected[i]).all() for i in range(6))
+    assert settled(line) and not line._of_source
 
 
 def test_a_fetch_may_be_larger_than_all_buffers():

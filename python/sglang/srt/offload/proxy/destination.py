@@ -15,7 +15,10 @@ import numpy as np
 
 
 class Destination(Protocol):
-    """Called from several threads at once, for different bytes."""
+    """Called from several threads at once, for different bytes. can_stall: whether the other side decides when what
+    was submitted is delivered."""
+
+    can_stall: bool
 
     def window(self, block: int, start: int, end: int) -> np.ndarray | None:
         """Memory, (end - start,) uint8, that becomes bytes start..end of the block without a delivery. None where
@@ -47,6 +50,8 @@ class Origin(Protocol):
 class PoolPages:
     """Pages of a pool in this process's memory, for one operation. memory: (num_pages * page_bytes,) uint8. pages:
     (blocks, pages per block) int32."""
+
+    can_stall = False
 
     def __init__(self, memory: np.ndarray, page_bytes: int, pages: np.ndarray) -> None:
         self.pages = pages

@@ -11,6 +11,9 @@ A piece holds a slot of each buffer from the stage that fills it to the stage th
 slot waits for later stages, and never for earlier ones. Therefore the pipeline cannot lock up, and a fetch may be
 larger than all buffers: slots are used again piece by piece. (ShadowServe 4.3 fetches in rounds, because its
 destination is such a buffer. Here it is the engine's host pool.)
+
+An engine behind TCP may take its bytes slowly, or not at all. Therefore it gets a share of the slots, and others'
+fetches pass its own once it has used that up.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import os
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -174,6 +177,7 @@ class Pipeline:
             "decompressed": make(settings.decompressed_buffer_bytes // slot_bytes, slot_bytes),
             "dequantized": make(settings.dequantized_buffer_bytes // PIECE_BYTES, PIECE_BYTES),
         }
+        self._num_slots = min(slots.num_slots for slots in self.slots.values())
         self.counters: dict[str, list[StageCounters]] = {stage: [] for stage in STAGES}
         self._fetches: deque[Fetch] = deque()
         self._more = threading.Condition()
@@ -181,6 +185,8 @@ class Pipeline:
         # Without pipelining: how many pieces of the current block have not ended, the pieces of it that no thread has
         # taken, and the pieces that wait for the others before the next stage.
         self._under_way = 0
+        # Pieces under way of sources whose destinations can stall, by the source.
+        self._of_source: Counter[Source] = Counter()
         self._untaken: deque[Piece] = deque()
         self._parked: list[tuple[Piece, str]] = []
         steps: dict[str, Callable[[Piece, StageCounters], None]] = {
@@ -208,8 +214,9 @@ class Pipeline:
 
     @property
     def is_reading(self) -> bool:
-        """Whether a piece waits to be received."""
-        return bool(self._fetches)
+        """Whether a piece waits to be received, and may be."""
+        with self._more:
+            return any(map(self._may_take, self._fetches))
 
     def stats(self) -> dict[str, int]:
         """Totals since the start, and the current fill of queues and buffers."""
@@ -293,19 +300,29 @@ class Pipeline:
             while True:
                 if self._untaken:
                     return self._untaken.popleft()
-                while self._fetches and (self.settings.pipelined or not self._under_way):
-                    piece = self._fetches[0].take()
-                    if piece is None:
-                        self._fetches.popleft()
-                    elif self.settings.pipelined:
-                        return piece
-                    else:
-                        self._take_block(piece)
-                        break
-                else:
+                fetch = None
+                if self.settings.pipelined or not self._under_way:
+                    fetch = next(filter(self._may_take, self._fetches), None)
+                if fetch is None:
                     if not block:
                         return None
                     self._more.wait()
+                    continue
+                piece = fetch.take()
+                if piece is None:
+                    self._fetches.remove(fetch)
+                elif self.settings.pipelined:
+                    self._of_source[fetch.source] += fetch.destination.can_stall
+                    return piece
+                else:
+                    self._take_block(piece)
+
+    def _may_take(self, fetch: Fetch) -> bool:
+        """Whether a fetch has not used up its engine's share of the slots."""
+        if not fetch.destination.can_stall:
+            return True
+        # Half of what is left, and never the last one.
+        return self._of_source[fetch.source] < self._num_slots - self._of_source.total() - 1
 
     def _take_block(self, first: Piece) -> None:
         self._untaken.append(first)
@@ -393,7 +410,14 @@ class Pipeline:
             self.slots[name].release(slot)
         piece.slots.clear()
         piece.stored = None
-        piece.fetch.end_piece(piece, ok)
+        fetch = piece.fetch
+        if self.settings.pipelined and fetch.destination.can_stall:
+            with self._more:
+                self._of_source[fetch.source] -= 1
+                if not self._of_source[fetch.source]:
+                    del self._of_source[fetch.source]
+                self._more.notify_all()
+        fetch.end_piece(piece, ok)
         if not self.settings.pipelined:
             with self._more:
                 self._under_way -= 1

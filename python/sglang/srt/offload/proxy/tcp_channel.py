@@ -95,6 +95,8 @@ def _check(message: wire.Get | wire.Put, num_blocks: int) -> None:
 
 
 class _TcpDestination:
+    can_stall = True
+
     def __init__(self, frames: FrameConnection, id: int) -> None:
         self._frames = frames
         self._id = id
