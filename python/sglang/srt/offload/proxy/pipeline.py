@@ -312,7 +312,8 @@ class Pipeline:
                 if piece is None:
                     self._fetches.remove(fetch)
                 elif self.settings.pipelined:
-                    self._of_source[fetch.source] += fetch.destination.can_stall
+                    if fetch.destination.can_stall:
+                        self._of_source[fetch.source] += 1
                     return piece
                 else:
                     self._take_block(piece)
