@@ -1,5 +1,5 @@
-"""`RateLimit`: slows a link down to a given rate, for experiments. Owns no thread: the thread that moves bytes sleeps
-in it.
+"""`RateLimit`: keeps what moves below a rate: a link in experiments, or a store's share of a network. Owns no thread:
+the thread that moves bytes sleeps in it.
 
 A transfer takes the longer of its real time and its bytes over the rate. Transfers of one link follow each other,
 even where several threads carry them out. Time in which nothing moves is lost, as on a real link.
@@ -33,6 +33,11 @@ class RateLimit:
         # A sleep ends late by some 60 us, in which 600 KB move at 10 GB/s. The next transfer begins earlier by that
         # time.
         self._overslept = 0.0
+
+    def wait(self, size_bytes: int) -> None:
+        """So many bytes have been moved: wait as long as a link of this rate would have taken, after those before."""
+        with self.transfer(size_bytes):
+            pass
 
     @contextmanager
     def transfer(self, size_bytes: int) -> Iterator[None]:

@@ -37,8 +37,7 @@ from sglang.srt.offload.codec.header import CodecError, PieceHeader
 from sglang.srt.offload.codec.layout import BlockLayout
 from sglang.srt.offload.proxy.destination import Destination
 from sglang.srt.offload.proxy.engines import StageEngine
-from sglang.srt.offload.proxy.rate_limit import RateLimit
-from sglang.srt.offload.proxy.settings import PIECE_BYTES, STAGES, ProxySettings
+from sglang.srt.offload.proxy.settings import PIECE_BYTES, STAGES, ProxySettings, limit_of
 from sglang.srt.offload.proxy.slots import FreshSlots, Slot, SlotPool
 from sglang.srt.offload.store.object_store import PieceReader
 from sglang.srt.offload.store.resp import ErrorReply, StoreFailure, ValueTooLarge
@@ -168,7 +167,7 @@ class Pipeline:
     def __init__(self, settings: ProxySettings, engine: StageEngine) -> None:
         self.settings = settings
         self.engine = engine
-        self._read_limit = RateLimit(settings.max_read_gbps)
+        self._read_limit = limit_of(settings.max_read_gbps)
         make = SlotPool if settings.preallocated else FreshSlots
         # A piece that does not shrink is stored as it is, behind its header.
         slot_bytes = PIECE_BYTES + 4096
@@ -286,7 +285,8 @@ class Pipeline:
         counters.pieces += 1
         piece.stored = buffer[:size]
         self._pass_on(piece, "decompress")
-        self._read_limit.wait(size)
+        if self._read_limit is not None:
+            self._read_limit.wait(size)
 
     def _forget_lost(self, asked: deque[tuple[PieceReader, Piece, Requested]]) -> None:
         """Forget what was requested on connections that have failed."""

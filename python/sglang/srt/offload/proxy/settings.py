@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.mem_cache.block_store import StoreError
+from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.offload.codec.layout import MAX_PIECE_BYTES as PIECE_BYTES
 
 STAGES = ("receive", "decompress", "dequantize", "deliver")
@@ -109,6 +110,11 @@ class ProxySettings:
             if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(default, bool):
                 raise StoreError(f"proxy: {key} has to be like {default!r}, not {value!r}")
         return cls(**values)
+
+
+def limit_of(gbps: float) -> RateLimit | None:
+    """gbps: 10^9 bits per second; 0: no limit."""
+    return RateLimit(gbps * 1e9 / 8) if gbps else None
 
 
 # "host": cores of the host. "bluefield3": ShadowServe's BlueField-3 (5), where 2 Arm cores receive, 14 dequantize,

@@ -18,8 +18,7 @@ from sglang.srt.offload.codec.base import Codec
 from sglang.srt.offload.codec.layout import BlockLayout
 from sglang.srt.offload.proxy.destination import Origin, OriginLostError
 from sglang.srt.offload.proxy.pipeline import start_thread
-from sglang.srt.offload.proxy.rate_limit import RateLimit
-from sglang.srt.offload.proxy.settings import PIECE_BYTES, ProxySettings
+from sglang.srt.offload.proxy.settings import PIECE_BYTES, ProxySettings, limit_of
 from sglang.srt.offload.store.object_store import BlockWriter, ObjectStore
 
 # Seconds after which a write does not give way any more, because its pages would stay pinned as long as others read.
@@ -80,7 +79,7 @@ class Writer:
 
     def __init__(self, settings: ProxySettings, is_reading: Callable[[], bool]) -> None:
         self._is_reading = is_reading
-        self._limit = RateLimit(settings.max_write_gbps)
+        self._limit = limit_of(settings.max_write_gbps)
         # Held for everything below.
         self._changed = threading.Condition()
         self._writes: deque[Write] = deque()
@@ -190,7 +189,8 @@ class Writer:
                     self._give_way()
                     data = write.origin.read(begun.block, start, end, raw)
                     size = write.sink.codec.encode(data, index, write.keys[begun.block], begun.piece(index))
-                    self._limit.wait(size)
+                    if self._limit is not None:
+                        self._limit.wait(size)
             except OriginLostError:
                 is_lost = True
             with self._changed:
