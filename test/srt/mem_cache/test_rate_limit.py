@@ -38,6 +38,14 @@ def test_a_rate_is_above_zero(rate: float):
         RateLimit(rate)
 
 
+def test_what_has_been_moved_is_waited_for_in_turn():
+    fake, limit = make()
+    limit.wait(50)
+    fake.now += 2
+    limit.wait(10)
+    assert fake.slept == [5, 1], "time in which nothing moved is not saved up"
+
+
 def test_a_quick_transfer_takes_as_long_as_the_rate_says():
     fake, limit = make()
     with limit.transfer(50):
