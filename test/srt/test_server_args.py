@@ -96,7 +96,7 @@ def test_the_served_name():
         ("--model m --peer-timing silence=1", "at least four heartbeats, 2 s"),
         ("--model m --peer-timing idle=0", "above 0 seconds"),
         ("--model m --peer-timing idle=soon", "must be a number of seconds"),
-        ("--model m --peer-timing patience=3", "must be one of heartbeat, silence"),
+        ("--model m --peer-timing courage=3", "must be one of heartbeat, silence"),
         ("--model m --peer-strict", "add --peer-role worker"),
         (
             "--model m --hicache --peer-role master --peer-endpoint tcp://127.0.0.1:1 --peer-strict",

@@ -133,6 +133,7 @@ def test_what_was_stored_comes_back(rig: ProxyRig, codec: Any):
     assert one.store.exists(one.keys(SOME)) == 0
 
 
+@over_tcp
 def test_blocks_of_another_secret_are_not_taken(rig: ProxyRig):
     """Not even under the names of one's own: a client of the store has put them there."""
     one, other = rig.engine(mac_key=b"k" * 32), rig.engine(mac_key=b"x" * 32)
@@ -143,6 +144,7 @@ def test_blocks_of_another_secret_are_not_taken(rig: ProxyRig):
     assert other.came(SOME) and one.get(SOME) == 0
 
 
+@pytest.mark.slow
 def test_two_engines_share_a_proxy(rig: ProxyRig):
     one, two = rig.engine(), rig.engine()
     assert one.put(range(6)) == 6 and two.store.exists(two.keys(range(6))) == 6
@@ -162,6 +164,7 @@ def test_two_engines_share_a_proxy(rig: ProxyRig):
     assert all(each.came(range(i, i + 1)) for i in range(6) for each in (one, two))
 
 
+@pytest.mark.slow
 def test_a_write_of_what_is_there_moves_nothing(rig: ProxyRig):
     one = rig.engine()
     assert one.put(range(2)) == 2
@@ -240,6 +243,7 @@ def test_a_proxy_that_hangs_keeps_no_pages(rig: ProxyRig, clock: LaterClock):
     assert one.get(SOME) == 4 and one.came(SOME)
 
 
+@pytest.mark.slow
 @over_tcp
 def test_a_relay_that_dies_is_replaced(rig: ProxyRig):
     slow_store(rig)
@@ -378,6 +382,7 @@ def test_bytes_that_are_changed_on_the_way_end_the_session(rig: ProxyRig, how: s
 # -- the link -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @over_a_link
 def test_a_question_passes_a_fetch_on_a_slow_link(rig: ProxyRig):
     one = rig.engine(codec="raw")
@@ -394,7 +399,7 @@ def test_a_question_passes_a_fetch_on_a_slow_link(rig: ProxyRig):
 
 
 @over_a_link
-@pytest.mark.parametrize("relay_dies", [False, True])
+@pytest.mark.parametrize("relay_dies", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_partition(rig: ProxyRig, clock: LaterClock, relay_dies: bool):
     """In the middle of a fetch; neither side is told. Where the relay dies, too, the proxy never hears of it."""
     one = rig.engine(codec="raw")
