@@ -212,7 +212,7 @@ class FrameConnection:
                     place = (entry.block, entry.start + entry.at, FrameKind.DATA, entry.operation)
                     self._send_frame((len(part), *place), part)
                     entry.at += len(part)
-            except OSError:
+            except (OSError, struct.error):
                 break
             if not is_wanted or entry.at == len(entry.view):
                 with self._more:

@@ -84,16 +84,23 @@ class _Child:
 
     def start(self, arguments: list[str], variable: str, secret: str) -> socket.socket:
         """Start it anew. arguments: the module and its own. variable: of the environment, which other users cannot
-        read, for the secret. Returns this process's socket; the other's is --fd."""
+        read, for the secret. Returns this process's socket; the other's is --fd. Raises StoreError."""
         self.stop()
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:
+            raise StoreError(f"no socket can be made for {arguments[0]}: {error}") from error
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", *arguments, "--fd", str(theirs.fileno())],
-                env={**os.environ, variable: secret},
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", *arguments, "--fd", str(theirs.fileno())],
+                    env={**os.environ, variable: secret},
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                )
+            except OSError as error:
+                mine.close()
+                raise StoreError(f"{arguments[0]} cannot be started: {error}") from error
         return mine
 
     def stop(self) -> None:
@@ -239,7 +246,8 @@ def parse_tcp(address: str, name: str) -> Endpoint:
     try:
         parts = urlsplit(address)
         host, port = parts.hostname, parts.port
-    except ValueError:
+        (host or "").encode("idna")
+    except ValueError:  # also a name that cannot be one
         host = port = None
     if not host or port is None or parts.scheme != "tcp" or parts.path or parts.query or parts.username:
         raise StoreError(f"{name} has to be tcp://host:port, not {address!r}")

@@ -291,7 +291,7 @@ class RemoteStore:
 
     def _look_for_room(self, stats: Mapping[str, int]) -> None:
         limit_bytes, num_evicted = stats.get("limit_bytes", 0), stats.get("evicted_keys", 0)
-        share = stats["size_bytes"] / limit_bytes if limit_bytes else 0.0
+        share = stats.get("size_bytes", 0) / limit_bytes if limit_bytes else 0.0
         if limit_bytes and (share >= _FULL_AT or num_evicted > self._num_evicted):
             self.has_room = False
         elif share < _ROOM_AT:
@@ -343,12 +343,19 @@ def open_remote_store(backend: str, settings: RemoteSettings, params: StoreParam
         layout=layout.as_dict(),
         codec={"codec": settings.codec} if isinstance(settings.codec, str) else settings.codec,
         namespace=hashlib.blake2b(namespace.encode()).digest(),
-        mac_key=params.mac_key,
+        mac_key=_mac_key_of(params.mac_key, namespace),
         engine=os.urandom(16),
     )
     store = RemoteStore(backend, block_tokens, place, hello, pool.shared.fd, settings)
     logger.info("remote tier: %s, codec %s, blocks of %d tokens", place, store.codec, block_tokens)
     return store
+
+
+def _mac_key_of(mac_key: bytes, namespace: str) -> bytes:
+    """One for each model, layout and rank, so that no block of another can stand in its place; empty without one."""
+    return (
+        hashlib.blake2b(namespace.encode(), key=mac_key, digest_size=wire.MAC_KEY_BYTES).digest() if mac_key else b""
+    )
 
 
 def _start_own_proxy(own: OwnProxySettings, directory: Path, num_ranks: int) -> ProxyPlace:

@@ -271,10 +271,10 @@ class Pipeline:
         try:
             with counters.working():
                 size = self.engine.receive(reader, buffer[:bound])
-        except (ErrorReply, ValueTooLarge) as error:
-            source.damaged(piece.fetch.keys[piece.block], str(error))
-        except StoreFailure:
-            pass  # the store has counted and logged it
+        except StoreFailure as error:
+            # Else it is no fault of the block. The store has counted and logged it.
+            if isinstance(error, ValueTooLarge) or (isinstance(error, ErrorReply) and error.code == "WRONGTYPE"):
+                source.damaged(piece.fetch.keys[piece.block], str(error))
         else:
             if size is None:
                 source.incomplete(piece.fetch.keys[piece.block])

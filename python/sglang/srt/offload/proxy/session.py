@@ -21,7 +21,7 @@ from sglang.srt.offload.codec.layout import BlockLayout
 from sglang.srt.offload.codec.registry import make_codec
 from sglang.srt.offload.proxy.channel import Channel, SessionRefusedError
 from sglang.srt.offload.proxy.pipeline import Fetch, Pipeline
-from sglang.srt.offload.proxy.settings import PIECE_BYTES, ProxySettings
+from sglang.srt.offload.proxy.settings import MAX_BLOCK_BYTES, PIECE_BYTES, ProxySettings
 from sglang.srt.offload.proxy.writer import Write, Writer
 from sglang.srt.offload.store.address import StoreAddress
 from sglang.srt.offload.store.object_store import BlockWriter, ObjectStore, PieceReader
@@ -138,8 +138,11 @@ class Session:
             self.codec = make_codec(hello.codec, self.layout, hello.mac_key)
         except (TypeError, ValueError) as error:
             raise SessionRefusedError(str(error)) from error
-        if self.layout.piece_bytes > PIECE_BYTES:
-            raise SessionRefusedError("its pieces are larger than a slot")
+        if self.layout.piece_bytes > PIECE_BYTES or self.layout.block_bytes > MAX_BLOCK_BYTES:
+            raise SessionRefusedError(
+                f"its pieces or blocks are too large: at most {PIECE_BYTES} and {MAX_BLOCK_BYTES} bytes; lower "
+                "block_tokens"
+            )
         settings, room = self._settings, min(s.num_slots for s in self._pipeline.slots.values())
         if not settings.pipelined and self.layout.num_pieces > room - settings.receive_threads:
             raise SessionRefusedError(
@@ -172,6 +175,7 @@ class Session:
             elif isinstance(message, wire.Cancel):
                 self._give_up(message.id)
             elif isinstance(message, wire.Exists | wire.Touch):
+                _split(message.keys)  # raises here, where it ends the session
                 self._questions.put(message)
             else:
                 if isinstance(message, wire.GetStats):
@@ -211,8 +215,8 @@ class Session:
 
     def _move(self, message: wire.Get | wire.Put) -> None:
         keys = _split(message.keys)
-        if message.id in self._open:
-            raise wire.WireError(f"two messages have the number {message.id}")
+        if message.id in self._open or not 0 <= message.id < 1 << 63:
+            raise wire.WireError(f"{message.id} is the number of another message, or none")
         answer = lambda count: self._answer(message.id, count)  # noqa: E731
         if isinstance(message, wire.Get):
             fetch = self._open[message.id] = Fetch(self, keys, self.channel.destination(message, len(keys)), answer)

@@ -13,6 +13,9 @@ from sglang.srt.offload.codec.layout import MAX_PIECE_BYTES as PIECE_BYTES
 
 STAGES = ("receive", "decompress", "dequantize", "deliver")
 ENGINES = ("software", "emulated")
+# Of one block, which a writing thread encodes as a whole.
+MAX_BLOCK_BYTES = 1 << 30
+_MAX_TTL_S = 10 * 365 * 24 * 3600
 _MAX_THREADS = 256
 _MAX_BUFFER_BYTES = 1 << 40
 
@@ -85,6 +88,8 @@ class ProxySettings:
             raise StoreError(f"proxy: rates_gbps names {', '.join(sorted(unknown))}; stages are {', '.join(STAGES)}")
         if not self.window >= 1:
             raise StoreError("proxy: window has to be at least 1")
+        if self.ttl_s > _MAX_TTL_S:
+            raise StoreError(f"proxy: ttl_s has to be at most {_MAX_TTL_S}, ten years")
         if self.ttl_s < 0 or not min(self.max_read_gbps, self.max_write_gbps) >= 0:
             raise StoreError("proxy: ttl_s, max_read_gbps and max_write_gbps have to be at least 0")
         if not self.store_timeout_s > 0 or not self.poll_us >= 0 or not all(r > 0 for r in self.rates_gbps.values()):

@@ -24,8 +24,8 @@ _PULLED_AHEAD = 3
 
 
 class TcpChannel:
-    """frames: the other side has greeted. patience_s: how long an engine may be silent that was
-    asked for the bytes of a write."""
+    """frames: the other side has greeted. patience_s: how long an engine may take for a piece of a
+    write that it was asked for."""
 
     def __init__(self, frames: FrameConnection, patience_s: float) -> None:
         self._frames = frames
@@ -114,9 +114,11 @@ class _TcpDestination:
 
 @dataclass
 class _Pulled:
-    """A piece that was asked for. memory: (raw_bytes,) uint8. missing: bytes that have not come."""
+    """A piece of `size` bytes that was asked for. memory: (at least size,) uint8. missing: bytes that have not come;
+    they come in order."""
 
     memory: np.ndarray
+    size: int
     missing: int
 
 
@@ -145,10 +147,9 @@ class _TcpOrigin:
             self._pull(block, *layout.piece(each))
         with self._changed:
             pulled = self._pulled[block, start]
-            while pulled.missing and not self._is_lost:
-                missing = pulled.missing
-                if not self._changed.wait(self._patience_s) and pulled.missing == missing:
-                    raise OriginLostError("the engine is silent")
+            # In all, as another engine's writes may wait behind it.
+            if not self._changed.wait_for(lambda: not pulled.missing or self._is_lost, self._patience_s):
+                raise OriginLostError("the engine is too slow")
             if self._is_lost:
                 raise OriginLostError("the engine has gone, or has given the write up")
             del self._pulled[block, start]
@@ -160,8 +161,8 @@ class _TcpOrigin:
         first = start - start % self._layout.piece_bytes
         with self._changed:
             pulled = self._pulled.get((block, first))
-            if pulled is None or len(data) > pulled.missing or start - first + len(data) > len(pulled.memory):
-                raise wire.WireError("bytes of a write came that were not asked for")
+            if pulled is None or len(data) > pulled.missing or start - first != pulled.size - pulled.missing:
+                raise wire.WireError("bytes of a write came that were not asked for, or out of order")
             pulled.memory[start - first :][: len(data)] = data
             pulled.missing -= len(data)
             self._changed.notify_all()
@@ -176,5 +177,5 @@ class _TcpOrigin:
             if (block, start) in self._pulled:
                 return
             memory = self._spare.pop() if self._spare else np.empty(self._layout.piece_bytes, np.uint8)
-            self._pulled[block, start] = _Pulled(memory, end - start)
+            self._pulled[block, start] = _Pulled(memory, end - start, end - start)
         self._frames.send(wire.Pull(self._id, block, start, end))
