@@ -43,6 +43,7 @@ class Remote:
         backend: str = "remote",
         dtype: torch.dtype = torch.bfloat16,
         mac_key: bytes = b"",
+        namespace: str = "test",
         **config: Any,
     ) -> None:
         device = MHATokenToKVPool(1, PageLayout.kv(1, 8, 16, 128, dtype))
@@ -55,7 +56,7 @@ class Remote:
                 config["proxy"] = PROXY | proxy
         self.folder = folder
         params = StoreParams(
-            config, "test", self.pool, BLOCK, model_name="", directory=folder / "own", mac_key=mac_key
+            config, namespace, self.pool, BLOCK, model_name="", directory=folder / "own", mac_key=mac_key
         )
         store = storage_backend(backend).open(params)
         assert isinstance(store, RemoteStore)

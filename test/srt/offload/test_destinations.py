@@ -30,7 +30,7 @@ from support.children import wait_until
 from support.clocks import LaterClock
 from support.network import Elsewhere, elsewhere
 from support.proxy_rig import KINDS, ProxyRig
-from support.remote_fixture import BLOCK, NUM, Remote
+from support.remote_fixture import BLOCK, NUM, Remote, connection
 
 SOME = range(4)
 MEGABITS = 1000
@@ -131,6 +131,23 @@ def test_what_was_stored_comes_back(rig: ProxyRig, codec: Any):
     until(lambda: one.store.stats().get("deliver_pieces") == 4)
     one.store.clear()
     assert one.store.exists(one.keys(SOME)) == 0
+
+
+def test_pieces_of_another_rank_are_not_taken(rig: ProxyRig):
+    """A client of the store gives one rank the pieces of another, which have the names of its blocks."""
+    ranks = [rig.engine(mac_key=b"k" * 32, namespace=f"rank {i} of 2") for i in range(2)]
+    assert all(rank.put(SOME) == 4 and rank.get(SOME) == 4 for rank in ranks)
+    store = connection(rig.store.address)
+    names: dict[bytes, list[bytes]] = {}
+    for name in store.call("KEYS", "*"):  # type: ignore[union-attr]
+        if not name.endswith(b":m"):
+            names.setdefault(name.partition(b"{")[2][32:], []).append(name)
+    assert len(names) == 4
+    for one, other in names.values():
+        values = [store.call("GET", name) for name in (one, other)]
+        store.call("SET", one, values[1])
+        store.call("SET", other, values[0])
+    assert [rank.get(SOME) for rank in ranks] == [0, 0]
 
 
 @over_tcp
@@ -303,6 +320,13 @@ def test_a_stranger_does_not_hold_anything(rig: ProxyRig):
         with contextlib.suppress(ConnectionResetError):
             while stranger.recv(1000):
                 pass
+    # More than may wait: they send a byte now and then, and none is one of the key's.
+    slow = [socket.create_connection((host, int(port))) for _ in range(40)]
+    for each in slow:
+        with contextlib.suppress(OSError):
+            each.sendall(b"sglang")
+    two = rig.engine()
+    assert two.get(SOME) == 4 and two.came(SOME)
     with socket.create_connection((host, int(port))) as stranger:
         frames = FrameConnection(stranger, b"a guess", is_proxy=False)
         frames.send(wire.GetStats())
@@ -310,7 +334,7 @@ def test_a_stranger_does_not_hold_anything(rig: ProxyRig):
             frames.receive()
         frames.close()
     assert one.get(SOME) == 4 and one.came(SOME)
-    for each in silent:
+    for each in (*silent, *slow):
         each.close()
 
 

@@ -19,6 +19,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ DATA_BYTES = 256 << 10
 _MAX_FIRST_BYTES = 64 << 10
 # A side that is silent for so many seconds has gone. An engine asks its proxy for a sign of life twice a second.
 SILENCE_S = 30.0
-# For both sides' first bytes.
+# For both sides' first bytes together, and for a proxy also for the first frame, however slowly they come.
 _GREETING_TIMEOUT_S = 5.0
 _MAGIC = b"sglang-kv %03d\n" % wire.WIRE_VERSION
 _NONCE_BYTES = 32
@@ -92,6 +93,8 @@ class FrameConnection:
         self._data: deque[_Data] = deque()
         self._more = threading.Condition()
         self._is_closed = False
+        # When the other side must have shown its key; None: it has.
+        self._deadline: float | None = time.monotonic() + _GREETING_TIMEOUT_S
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             # What is not on its way yet is not the system's: a question passes it.
@@ -100,6 +103,9 @@ class FrameConnection:
             mine = os.urandom(_NONCE_BYTES)
             sock.sendall(_MAGIC + mine)
             greeting = self._exactly(memoryview(bytearray(len(_MAGIC) + _NONCE_BYTES)))
+            if not is_proxy:
+                # The proxy asks its store before it answers.
+                self._deadline = time.monotonic() + SILENCE_S
             sock.settimeout(SILENCE_S)
         except (OSError, WireError) as error:
             sock.close()
@@ -163,6 +169,7 @@ class FrameConnection:
         tag = bytes(self._exactly(memoryview(bytearray(_TAG_BYTES))))
         if not hmac.compare_digest(tag, _tag(self._receive_key, number, header, payload)):
             raise (WrongKeyError if is_first else WireError)("a frame was not made with this side's key")
+        self._deadline = None
         return Frame(FrameKind(kind), operation, block, start, payload)
 
     def refuse_key(self) -> None:
@@ -237,10 +244,14 @@ class FrameConnection:
         got = 0
         try:
             while got < len(memory):
+                if self._deadline is not None:
+                    self._sock.settimeout(max(0.001, self._deadline - time.monotonic()))
                 n = self._sock.recv_into(memory[got:])
                 if not n:
                     raise WireError("the other side has gone")
                 got += n
+            if self._deadline is not None:
+                self._sock.settimeout(SILENCE_S)
         except OSError as error:
             raise WireError(f"the other side has gone ({error})") from error
         return memory

@@ -1,8 +1,9 @@
 """`ProxyClient`: the engine's end of one session with an offload proxy. Owns the socket and the unanswered messages.
 
 A proxy that is left alone is asked nothing until it is heard again. Messages that lend it no pages count 0 blocks
-then, those under way too. When the stream ends, all unanswered messages count 0 blocks. A proxy closes the stream
-after its last write, and the system closes the stream of a dead proxy. From then on the pages are the engine's again.
+then, those under way too, and so do messages that were not sent yet. When the stream ends, all unanswered messages
+count 0 blocks. A proxy closes the stream after its last write, and the system closes the stream of a dead proxy. From
+then on the pages are the engine's again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -34,8 +36,9 @@ class ProxyClient:
         self.is_lost = False
         self._sock = sock
         self._on_lost = on_lost
-        self._send_lock = threading.Lock()
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        # Messages that are not sent yet, by a thread that may have to wait for the proxy.
+        self._outbox: deque[msgspec.Struct] = deque()
         self._next_id = 0
         self._waiting: dict[int, Callable[[int], None]] = {}
         # The unanswered messages that lend no pages; and those that were answered here, whose answers come too late.
@@ -54,6 +57,7 @@ class ProxyClient:
             sock.close()
             raise StoreError(f"no session with the offload proxy: {answer.reason}")
         self.codec: str = answer.codec
+        threading.Thread(target=self._send, name="proxy-messages", daemon=True).start()
         threading.Thread(target=self._read, name="proxy-replies", daemon=True).start()
 
     def ask(self, make: Callable[[int], msgspec.Struct], on_end: Callable[[int], None]) -> int:
@@ -68,9 +72,9 @@ class ProxyClient:
                 self._waiting[id] = on_end
                 if not isinstance(message, wire.Get | wire.Put):
                     self._questions.add(id)
-        if is_asked:
-            self.tell(message)
-        else:
+                self._outbox.append(message)
+                self._lock.notify_all()
+        if not is_asked:
             on_end(0)
         return id
 
@@ -78,27 +82,26 @@ class ProxyClient:
         """Ask nothing until the proxy is heard again."""
         with self._lock:
             self._is_left_alone = True
-            questions = [self._waiting.pop(id) for id in self._questions]
+            unsent = {m.id for m in self._outbox if isinstance(m, wire.Get | wire.Put)}
+            self._outbox.clear()
+            ended = [self._waiting.pop(id) for id in self._questions | unsent]
             self._answered |= self._questions
             self._questions = set()
-        for on_end in questions:
+        for on_end in ended:
             on_end(0)
 
-    def tell(self, message: msgspec.Struct, timeout_s: float = -1) -> None:
-        """Send a message that has no answer of its own. Send nothing if other threads are sending for longer than
-        timeout_s."""
-        if not self._send_lock.acquire(timeout=timeout_s):
-            return
-        try:
-            wire.send(self._sock, message)
-        except wire.WireError:
-            self.shut()  # the reading thread sees the end and reports it
-        finally:
-            self._send_lock.release()
+    def tell(self, message: msgspec.Struct) -> None:
+        """Send a message that has no answer of its own, soon."""
+        with self._lock:
+            self._outbox.append(message)
+            self._lock.notify_all()
 
     def request_stats(self) -> None:
-        """Ask for statistics. Any answer shows that the proxy is alive."""
-        self.tell(wire.GetStats(), timeout_s=0.1)
+        """Ask for statistics, unless messages before have not been sent. Any answer shows that the proxy is alive."""
+        with self._lock:
+            if not self._outbox:
+                self._outbox.append(wire.GetStats())
+                self._lock.notify_all()
 
     def shut(self) -> None:
         """End the session. Unanswered messages end after the proxy's last write."""
@@ -106,6 +109,19 @@ class ProxyClient:
             self._sock.shutdown(socket.SHUT_WR)
         except OSError:
             pass
+
+    def _send(self) -> None:
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._outbox or self.is_lost)
+                if self.is_lost:
+                    return
+                message = self._outbox.popleft()
+            try:
+                wire.send(self._sock, message)
+            except wire.WireError:
+                self.shut()  # the reading thread sees the end and reports it
+                return
 
     def _read(self) -> None:
         try:
@@ -127,6 +143,7 @@ class ProxyClient:
         with self._lock:
             self.is_lost = True
             waiting, self._waiting = self._waiting, {}
+            self._lock.notify_all()
         self._sock.close()
         for on_end in waiting.values():
             on_end(0)

@@ -41,10 +41,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Get:
-    """pages: where its blocks go. missing: (blocks,) int64, bytes of each that have not come."""
+    """pages: where its blocks go. came: (blocks, pieces) int64, bytes of each piece, which come in order."""
 
     pages: PoolPages
-    missing: np.ndarray
+    came: np.ndarray
+
+    def num_whole(self, layout: BlockLayout) -> int:
+        """How many of the leading blocks have come."""
+        is_whole = self.came.sum(axis=1) == layout.block_bytes
+        return int(np.flatnonzero(np.append(~is_whole, True))[0])
 
 
 class Relay:
@@ -116,7 +121,7 @@ class Relay:
     def _pass_to_proxy(self, frames: FrameConnection, message: wire.ToProxy) -> None:
         if isinstance(message, wire.Get):
             pages = self._engine.destination(message, len(message.keys) // KEY_BYTES)
-            get = _Get(pages, np.full(len(pages.pages), self._layout.block_bytes, np.int64))
+            get = _Get(pages, np.zeros((len(pages.pages), self._layout.num_pieces), np.int64))
             with self._lock:
                 self._gets[message.id] = get
             message = msgspec.structs.replace(message, pages=b"")
@@ -144,21 +149,25 @@ class Relay:
                 else:
                     self._engine.send(message)
         except wire.WireError as error:
-            logger.warning("the connection to the proxy at tcp://%s ends: %s", self._endpoint, error)
+            # The engine reports the lost session, once a minute.
+            logger.debug("the connection to the proxy at tcp://%s ends: %s", self._endpoint, error)
         finally:
             self._engine.shut()
 
     def _write(self, frame: Frame) -> None:
-        """Raises WireError for bytes outside of a block."""
+        """Raises WireError for bytes that are not the next ones of a piece."""
         data = np.frombuffer(frame.payload, np.uint8)
         with self._lock:
             get = self._gets.get(frame.operation)
             if get is None:
                 return
-            if frame.block >= len(get.missing) or not 0 < len(data) <= self._layout.block_bytes - frame.start:
-                raise wire.WireError("bytes came for no block of the operation")
+            piece, at = divmod(frame.start, self._layout.piece_bytes)
+            if frame.block >= len(get.came) or piece >= self._layout.num_pieces or at != get.came[frame.block, piece]:
+                raise wire.WireError("bytes came for no piece of the operation, or out of order")
+            if not 0 < len(data) <= self._layout.raw_bytes(piece) - at:
+                raise wire.WireError("more bytes came than a piece has")
             get.pages.write(frame.block, frame.start, data)
-            get.missing[frame.block] -= len(data)
+            get.came[frame.block, piece] += len(data)
 
     def _send_pulled(self, frames: FrameConnection, pull: wire.Pull) -> None:
         data = None
@@ -184,8 +193,7 @@ class Relay:
             self._puts.pop(done.id, None)
             if (get := self._gets.pop(done.id, None)) is not None:
                 # What has not come does not count.
-                num_whole = np.flatnonzero(np.append(get.missing, 1))[0]
-                done = wire.Done(done.id, min(done.count, int(num_whole)))
+                done = wire.Done(done.id, min(done.count, get.num_whole(self._layout)))
         self._engine.send(done)
 
     def _give_up(self, id: int) -> None:

@@ -110,6 +110,10 @@ class BluefieldBackend(_ProxyBackend):
             token = Path(values["token_file"]).read_text().strip()
         except (OSError, ValueError) as error:
             raise StoreError(f"{self.flag}: token_file cannot be read: {error}") from error
+        if not token.isprintable():
+            raise StoreError(
+                f"{self.flag}: token_file has to hold printable characters: make one with openssl rand -hex 32"
+            )
         if "://" not in values["proxy"]:
             return OtherProxy(Path(values["proxy"]), token)
         endpoint = parse_tcp(values["proxy"], '"proxy"')

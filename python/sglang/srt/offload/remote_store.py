@@ -76,6 +76,7 @@ class RemoteStore:
         self._clock = clock
         self._lock = threading.Lock()
         self._retry_at, self._retry_s = 0.0, RETRY_S
+        self._is_connecting = False
         # When the session began.
         self._since = 0.0
         # Reads of a lost session that wait for the next one.
@@ -133,7 +134,7 @@ class RemoteStore:
         for begin in reversed(range(0, len(keys), _TOUCHED_AT_ONCE)):
             part = keys[begin : begin + _TOUCHED_AT_ONCE]
             told = self._wait(partial(wire.Touch, keys=b"".join(part)))
-            if not told:
+            if told < 1:
                 raise ExistsFailed("the remote store does not answer")
             count = told - 1 + (count if told > len(part) else 0)
         return count
@@ -215,16 +216,18 @@ class RemoteStore:
         return taken
 
     def _reconnect(self) -> None:
-        """Begin a new session if it is time. Takes as long as a proxy that hangs lets it."""
-        if self._clock() < self._retry_at:
-            return
+        """Begin a new session. Takes as long as a proxy that hangs lets it."""
         try:
-            client = self._connect()
+            self._begin_session()
         except StoreError as error:
             self._retry_at = self._clock() + self._retry_s
             self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
             self._log.warn("connect", "the remote tier is out of reach: %s", error)
-            return
+        finally:
+            self._is_connecting = False
+
+    def _begin_session(self) -> None:
+        client = self._connect()
         with self._lock:
             is_used = not self._closed.is_set() and not client.is_lost
             if is_used:
@@ -241,7 +244,7 @@ class RemoteStore:
         self._since = self._clock()
         self._counters["proxy_sessions"] += 1
         if not self._hello.is_first:
-            logger.info("the remote tier has an offload proxy again")
+            self._log.log(logging.INFO, "again", "the remote tier has an offload proxy again")
         self._hello = msgspec.structs.replace(self._hello, is_first=False)
         return client
 
@@ -273,8 +276,10 @@ class RemoteStore:
             client = self._client
             if client is None or client.is_lost:
                 hanging = False
-                if client is None:
-                    self._reconnect()
+                if client is None and not self._is_connecting and self._clock() >= self._retry_at:
+                    # On a thread of its own, as a proxy that hangs takes its time.
+                    self._is_connecting = True
+                    threading.Thread(target=self._reconnect, name="proxy-connect", daemon=True).start()
                 continue
             if self._clock() - client.last_heard < self._hang_s:
                 hanging = False
@@ -287,7 +292,8 @@ class RemoteStore:
                 if not (what := self._place.stop_hung_proxy()):
                     client.leave_alone()
                     what = "it is asked nothing, and its pages stay taken, until it moves or is stopped"
-                logger.error("the offload proxy has not answered for %g s: %s", self._hang_s, what)
+                text = "the offload proxy has not answered for %g s: %s"
+                self._log.log(logging.ERROR, "hang", text, self._hang_s, what)
 
     def _look_for_room(self, stats: Mapping[str, int]) -> None:
         limit_bytes, num_evicted = stats.get("limit_bytes", 0), stats.get("evicted_keys", 0)

@@ -1,4 +1,4 @@
-"""`RareLog`: warnings of a kind at most once a minute, with the number of those that were left out."""
+"""`RareLog`: lines of a kind at most once a minute, with the number of those that were left out."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ class RareLog:
 
     def warn(self, kind: str, text: str, *args: object) -> None:
         """text, args: as of `Logger.warning`."""
+        self.log(logging.WARNING, kind, text, *args)
+
+    def log(self, level: int, kind: str, text: str, *args: object) -> None:
         with self._lock:
             now = self._clock()
             if now < self._next.get(kind, now):
@@ -32,4 +35,4 @@ class RareLog:
             self._next[kind] = now + INTERVAL_S
             left_out = self._left_out.pop(kind, 0)
         more = f" ({left_out} more of this kind since the last line)" if left_out else ""
-        self._logger.warning(text + more, *args)
+        self._logger.log(level, text + more, *args)

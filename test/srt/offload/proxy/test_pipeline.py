@@ -17,8 +17,9 @@ from sglang.srt.offload.proxy.destination import PoolPages
 from sglang.srt.offload.proxy.engines import EmulatedEngine, SoftwareEngine
 from sglang.srt.offload.proxy.pipeline import Fetch, Pipeline
 from sglang.srt.offload.proxy.settings import ProxySettings
+from sglang.srt.offload.store.resp import ErrorReply, StoreFailure, ValueTooLarge
 from support.codec_cases import kv_block
-from support.fake_source import FakeSource
+from support.fake_source import FakeReader, FakeRequest, FakeSource
 
 # 8 pieces of 2 pages in a block.
 LAYOUT = kv_block(
@@ -127,6 +128,26 @@ def test_a_damaged_piece_is_reported_and_not_delivered(at):
     line.submit(asked.fetch)
     assert asked.wait() == 1
     assert source.damages == [source.keys[1]]
+    assert settled(line)
+
+
+@pytest.mark.parametrize(
+    ("error", "num_damaged"),
+    [(ErrorReply("NOPERM no GETEX"), 0), (ErrorReply("WRONGTYPE a list"), 1), (ValueTooLarge("too large"), 1)],
+)
+def test_an_error_of_the_store_is_no_damage(error: StoreFailure, num_damaged: int, monkeypatch: pytest.MonkeyPatch):
+    """Else a right that a user of the store lacks would delete blocks that others share."""
+
+    def fail(*args: object) -> None:
+        raise error
+
+    source, line = FakeSource(3, 2, LAYOUT), pipeline()
+    monkeypatch.setattr(line.engine, "receive", fail)
+    monkeypatch.setattr(FakeReader, "request", lambda *args: FakeRequest((b"", 0)))
+    asked = ask(source, [0], random.Random(3))
+    line.submit(asked.fetch)
+    assert asked.wait() == 0
+    assert set(source.damages) == ({source.keys[0]} if num_damaged else set())
     assert settled(line)
 
 

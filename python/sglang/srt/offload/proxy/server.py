@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import threading
+import time
+from collections import deque
 from pathlib import Path
 
 from sglang.srt.mem_cache.block_store import StoreError
@@ -19,11 +22,13 @@ from sglang.srt.offload.proxy.settings import ProxySettings
 from sglang.srt.offload.proxy.tcp_channel import TcpChannel
 from sglang.srt.offload.proxy.writer import Writer
 from sglang.srt.offload.store.address import Endpoint, StoreAddress
+from sglang.srt.utils.rare_log import RareLog
 
 logger = logging.getLogger(__name__)
 
-# Connections over TCP that have not shown the key yet. More wait.
+# Connections over TCP that have not shown the key yet. Another one ends the oldest.
 _MAX_STRANGERS = 32
+_ACCEPT_PAUSE_S = 0.5
 
 
 class ProxyServer:
@@ -36,7 +41,8 @@ class ProxyServer:
         self._lock = threading.Lock()
         # By engine: the number of its newest session, and that session.
         self._sessions: dict[bytes, tuple[int, Session]] = {}
-        self._strangers = threading.Semaphore(_MAX_STRANGERS)
+        self._strangers: deque[socket.socket] = deque()
+        self._log = RareLog(logger)
         self.pipeline = Pipeline(settings, make_engine(settings))
         self.writer = Writer(settings, lambda: self.pipeline.is_reading)
 
@@ -60,8 +66,18 @@ class ProxyServer:
             raise StoreError(f"the proxy cannot listen on {endpoint} ({error}): choose another --listen") from error
         logger.info("offload proxy listens on tcp://%s", Endpoint(*listener.getsockname()[:2]))
         while True:
-            self._strangers.acquire()
-            sock, peer = listener.accept()
+            try:
+                sock, peer = listener.accept()
+            except OSError as error:  # no descriptors are left, for now
+                self._log.warn("accept", "a connection cannot be accepted: %s", error)
+                time.sleep(_ACCEPT_PAUSE_S)
+                continue
+            with self._lock:
+                oldest = self._strangers.popleft() if len(self._strangers) >= _MAX_STRANGERS else None
+                self._strangers.append(sock)
+            if oldest is not None:
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
             threading.Thread(target=self._greet, args=(sock, peer), name="session", daemon=True).start()
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -76,10 +92,12 @@ class ProxyServer:
                 channel.close()
                 raise
         except wire.WireError as error:
-            logger.warning("a connection from %s was no engine's: %s", peer[0], error)
+            self._log.warn("stranger", "a connection from %s was no engine's: %s", peer[0], error)
             return
         finally:
-            self._strangers.release()
+            with self._lock:
+                if sock in self._strangers:
+                    self._strangers.remove(sock)
         self._run(channel)
 
     def _run(self, channel: Channel) -> None:
