@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,10 +17,12 @@ import psutil
 import pytest
 
 from sglang.srt.offload.proxy_process import STORE_VARIABLE
+from sglang.srt.offload.store.address import StoreAddress
 from sglang.srt.offload.store.embedded import EmbeddedStore
 from support.children import child_environment
 from support.server_fixture import PATIENCE_S, Server, wait_until
 from support.store_servers import free_port
+from support.tls_servers import Certificates, TlsTerminator
 
 pytestmark = pytest.mark.e2e
 
@@ -93,6 +96,25 @@ def test_a_server_finds_what_was_stored(store, whose: str):
         of_stage = {k: float(v) for k, v in samples.items() if k.startswith("sglang:hicache_remote_stage_bytes{")}
         assert len(of_stage) == 4 and all(of_stage.values())
         server.stop()
+
+
+@pytest.mark.slow
+def test_a_store_over_tls(store, tmp_path: Path):
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl command to make certificates with")
+    certificates = Certificates(tmp_path)
+    terminator = TlsTerminator(StoreAddress.parse(store).endpoints[0], certificates.path("server.pem"))
+    url = f"rediss://127.0.0.1:{terminator.port}?ca={certificates.path('ca.pem')}"
+    try:
+        with start("remote", "--hicache-bypass-local", url=url) as server:
+            first = generate(server)
+            wait_until(lambda: stored(server) >= 384)
+            again = generate(server)
+            assert details(again) == {"device": 0, "host": 0, "remote": 384}
+            assert again["output_ids"] == first["output_ids"]
+            server.stop()
+    finally:
+        terminator.close()
 
 
 @contextlib.contextmanager
