@@ -53,6 +53,16 @@ def details(reply: dict) -> dict[str, int]:
     return found
 
 
+def check_that_it_comes_back(server: Server) -> list[int]:
+    """What a prompt has stored is fetched for the next one. Returns the answer."""
+    first = generate(server)
+    wait_until(lambda: stored(server) >= 384)
+    again = generate(server)
+    assert details(again) == {"device": 0, "host": 0, "remote": 384}
+    assert again["output_ids"] == first["output_ids"]
+    return first["output_ids"]
+
+
 def stored(server: Server) -> int:
     return server.state()["counters"].get("backuped_tokens", 0)
 
@@ -107,11 +117,7 @@ def test_a_store_over_tls(store, tmp_path: Path):
     url = f"rediss://127.0.0.1:{terminator.port}?ca={certificates.path('ca.pem')}"
     try:
         with start("remote", "--hicache-bypass-local", url=url) as server:
-            first = generate(server)
-            wait_until(lambda: stored(server) >= 384)
-            again = generate(server)
-            assert details(again) == {"device": 0, "host": 0, "remote": 384}
-            assert again["output_ids"] == first["output_ids"]
+            check_that_it_comes_back(server)
             server.stop()
     finally:
         terminator.close()
@@ -146,17 +152,13 @@ def test_a_proxy_elsewhere_serves_all_ranks_and_costs_time_only(store, tmp_path:
         proxy = stack.enter_context(contextlib.ExitStack())
         proxy.enter_context(proxy_over_tcp(store, token, port))
         server = stack.enter_context(start("bluefield", *flags, **config))
-        first = generate(server)
-        wait_until(lambda: stored(server) >= 384)
-        again = generate(server)
-        assert details(again) == {"device": 0, "host": 0, "remote": 384}
-        assert again["output_ids"] == first["output_ids"]
+        expected = check_that_it_comes_back(server)
         proxy.close()
         lost = generate(server)
-        assert details(lost)["remote"] == 0 and lost["output_ids"] == first["output_ids"]
+        assert details(lost)["remote"] == 0 and lost["output_ids"] == expected
         proxy.enter_context(proxy_over_tcp(store, token, port))
         wait_until(lambda: details(found := generate(server))["remote"] == 384 and found)
-        assert generate(server)["output_ids"] == first["output_ids"]
+        assert generate(server)["output_ids"] == expected
         server.stop()
 
 

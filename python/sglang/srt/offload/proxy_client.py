@@ -15,8 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import msgspec
-
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.offload import wire
 
@@ -38,7 +36,7 @@ class ProxyClient:
         self._on_lost = on_lost
         self._lock = threading.Condition()
         # Messages that are not sent yet, by a thread that may have to wait for the proxy.
-        self._outbox: deque[msgspec.Struct] = deque()
+        self._outbox: deque[wire.ToProxy] = deque()
         self._next_id = 0
         self._waiting: dict[int, Callable[[int], None]] = {}
         # The unanswered messages that lend no pages; and those that were answered here, whose answers come too late.
@@ -60,7 +58,7 @@ class ProxyClient:
         threading.Thread(target=self._send, name="proxy-messages", daemon=True).start()
         threading.Thread(target=self._read, name="proxy-replies", daemon=True).start()
 
-    def ask(self, make: Callable[[int], msgspec.Struct], on_end: Callable[[int], None]) -> int:
+    def ask(self, make: Callable[[int], wire.ToProxy], on_end: Callable[[int], None]) -> int:
         """Send a message and return its id. on_end(count) follows from another thread, or from this one if the
         session is lost. make: id -> message."""
         with self._lock:
@@ -82,15 +80,17 @@ class ProxyClient:
         """Ask nothing until the proxy is heard again."""
         with self._lock:
             self._is_left_alone = True
-            unsent = {m.id for m in self._outbox if isinstance(m, wire.Get | wire.Put)}
-            self._outbox.clear()
-            ended = [self._waiting.pop(id) for id in self._questions | unsent]
-            self._answered |= self._questions
+            # What was sent may still be given up, and answered late.
+            unsent = [m for m in self._outbox if not isinstance(m, wire.Cancel)]
+            self._outbox = deque(m for m in self._outbox if isinstance(m, wire.Cancel))
+            unsent_ids = {m.id for m in unsent if not isinstance(m, wire.GetStats)}
+            ended = [self._waiting.pop(id) for id in self._questions | unsent_ids]
+            self._answered |= self._questions - unsent_ids
             self._questions = set()
         for on_end in ended:
             on_end(0)
 
-    def tell(self, message: msgspec.Struct) -> None:
+    def tell(self, message: wire.ToProxy) -> None:
         """Send a message that has no answer of its own, soon."""
         with self._lock:
             self._outbox.append(message)

@@ -52,8 +52,8 @@ _ROOM_AT = 0.75
 
 class RemoteStore:
     """hello: the first message, without the token. fd: the host pool's memory. settings.hang_s: a proxy that has been
-    silent for this long is killed if the server has started it. Another proxy is asked nothing until it is heard
-    again; the pages that it has stay taken until it moves or ends."""
+    silent for this long is killed if the server has started it, and of one elsewhere the relay is. Another proxy is
+    asked nothing until it is heard again; the pages that it has stay taken until it moves or ends."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class RemoteStore:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _wait(self, make: Callable[[int], msgspec.Struct]) -> int:
+    def _wait(self, make: Callable[[int], wire.ToProxy]) -> int:
         ended = _Result()
         client = self._client
         if client is None:
@@ -380,7 +380,7 @@ def _start_own_proxy(own: OwnProxySettings, directory: Path, num_ranks: int) -> 
 class _Read:
     """A read that has not ended. until: when it ends that waits to be asked again; 0: it was asked once."""
 
-    make: Callable[[int], msgspec.Struct]
+    make: Callable[[int], wire.ToProxy]
     on_end: Callable[[int], None]
     asked: tuple[ProxyClient, int] | None = None
     until: float = 0.0
