@@ -20,7 +20,7 @@ KINDS = ["shared memory", "tcp", "tcp elsewhere"]
 
 
 class ProxyRig:
-    """kind: of `KINDS`. there: the other machine, for the last of them."""
+    """kind: of `KINDS`. there: the other machine, for the last of them, whose data plane is a program."""
 
     def __init__(self, folder: Path, kind: str, there: Elsewhere | None) -> None:
         self.folder = folder
@@ -44,6 +44,8 @@ class ProxyRig:
 
     def start_proxy(self, **settings: Any) -> None:
         log = self.folder / "proxy.log"
+        if self.kind == "tcp elsewhere":
+            settings = {"data_plane": "process", **settings}
         host = self.there.address if self.there is not None else "127.0.0.1"
         where = ["--listen", f"tcp://{host}:{self._port}"] if self.over_tcp else ["--socket", self.address]
         command = [sys.executable, "-m", "sglang.srt.offload.proxy", *where, "--token-file", str(self.token)]

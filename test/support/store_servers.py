@@ -182,6 +182,7 @@ class FakeServer:
             except OSError:
                 return
             self.num_connections += 1
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             threading.Thread(target=self._answer, args=(accepted,), daemon=True).start()
 
     def _answer(self, accepted: socket.socket) -> None:

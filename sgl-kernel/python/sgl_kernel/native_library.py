@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_CSRC = Path(__file__).resolve().parent / "csrc"
+CSRC = Path(__file__).resolve().parent / "csrc"
 # errno and floating-point traps are given up.
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math")
 _COMPILE_TIMEOUT_S = 120
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,9 @@ class NativeLibrary:
     functions: dict[str, tuple[Any, list[Any]]]
     # What the log tells when there is no library.
     without: str
-    # To the compiler, beside the flags that all libraries have.
+    # To the compiler, beside the flags that all libraries have; and behind the sources.
     flags: tuple[str, ...] = ()
+    linked: tuple[str, ...] = ()
     _loaded: ctypes.CDLL | None = field(default=None, init=False, repr=False)
     _is_available: bool | None = field(default=None, init=False, repr=False)
 
@@ -70,24 +71,31 @@ class NativeLibrary:
     def compile(self, directory: Path) -> Path:
         """The compiled library in `directory`, written first if it does not exist. OSError or SubprocessError if that
         fails."""
+        return self._compile(directory, (*_FLAGS, "-fPIC", "-shared"), ".so")
+
+    def compile_program(self, directory: Path, main: str) -> Path:
+        """A program of the library's sources and `main`, as `compile`."""
+        return self._compile(directory, _FLAGS, "", main)
+
+    def _compile(self, directory: Path, flags: Sequence[str], suffix: str, *more: str) -> Path:
         compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
         if compiler is None:
             raise OSError("no C compiler found; install gcc or clang, or set CC")
         version = subprocess.run(
             [compiler, "--version"], capture_output=True, text=True, check=True, timeout=_COMPILE_TIMEOUT_S
         ).stdout
-        paths = [_CSRC / name for name in self.sources]
-        command = [compiler, *_FLAGS, *self.flags]
+        paths = [CSRC / name for name in (*self.sources, *more)]
+        command = [compiler, *flags, *self.flags]
         units = [str(path) for path in paths if path.suffix == ".c"]
-        made_of = [*(path.read_text() for path in paths), *command, version]
+        made_of = [*(path.read_text() for path in paths), *command, *self.linked, version]
         digest = hashlib.sha256("\0".join((*made_of, platform.machine(), _cpu_features())).encode())
-        final = directory / f"{self.name}-{digest.hexdigest()[:24]}.so"
+        final = directory / f"{self.name}-{digest.hexdigest()[:24]}{suffix}"
         if final.is_file():
             return final
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".compiling-", dir=directory) as ours:
             built = Path(ours) / final.name
-            command += ["-o", str(built), *units, "-lm"]
+            command += ["-o", str(built), *units, *self.linked, "-lm"]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMPILE_TIMEOUT_S)
             built.replace(final)
         return final

@@ -140,8 +140,10 @@ def test_stats_move(remote):
 # -- the proxy fails ------------------------------------------------------------------------------------------------
 
 
-def test_a_proxy_that_is_killed_in_the_middle_is_replaced(remote):
-    one = remote(**PROCESS, proxy={"engine": "emulated", "rates_gbps": {"receive": 0.05}})
+@pytest.mark.parametrize("data_plane", ["threads", "process"])
+def test_a_proxy_that_is_killed_in_the_middle_is_replaced(remote, data_plane):
+    slow = {"engine": "emulated", "rates_gbps": {"receive": 0.05}}
+    one = remote(**PROCESS, proxy={"data_plane": data_plane, **slow})
     assert one.put(range(8)) == 8
     counts: list[int] = []
     target = one.target(range(8))
@@ -168,8 +170,9 @@ def clock(monkeypatch):
     return one
 
 
-def test_a_proxy_that_hangs_is_killed_and_replaced(remote, clock):
-    one = remote(**PROCESS, hang_timeout_s=1000.0)
+@pytest.mark.parametrize("data_plane", ["threads", "process"])
+def test_a_proxy_that_hangs_is_killed_and_replaced(remote, clock, data_plane):
+    one = remote(**PROCESS, hang_timeout_s=1000.0, proxy={"data_plane": data_plane})
     one.store._clock = clock
     assert one.put(SOME) == 4
     os.kill(proxy_pid(one), signal.SIGSTOP)

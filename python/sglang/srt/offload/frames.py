@@ -92,7 +92,7 @@ class FrameConnection:
         self._control: deque[bytes] = deque()
         self._data: deque[_Data] = deque()
         self._more = threading.Condition()
-        self._is_closed = False
+        self._is_closed = self._is_handed_over = False
         # When the other side must have shown its key; None: it has.
         self._deadline: float | None = time.monotonic() + _GREETING_TIMEOUT_S
         try:
@@ -118,6 +118,7 @@ class FrameConnection:
         to_proxy, to_engine = (hmac.digest(secret, way + nonces, "sha256") for way in (b"to proxy", b"to engine"))
         self._mask = hmac.digest(secret, b"mask" + nonces, "sha256")
         self._send_key, self._receive_key = (to_engine, to_proxy) if is_proxy else (to_proxy, to_engine)
+        self._send_elsewhere: Callable[[bytes], None] | None = None
         self._sender = threading.Thread(target=self._send_all, name="frames", daemon=True)
         self._sender.start()
 
@@ -127,8 +128,25 @@ class FrameConnection:
         assert len(data) <= len(self._mask)
         return bytes(a ^ b for a, b in zip(data, self._mask))
 
+    def hand_over(self) -> tuple[int, bytes, int]:
+        """Send nothing more from here, where nothing waits to be sent. Returns the socket's descriptor, which stays
+        this object's, the key of this side's frames, and the number of the next one."""
+        assert not self._control and not self._data
+        with self._more:
+            self._is_handed_over = True
+            self._more.notify()
+        self._sender.join()
+        return self._sock.fileno(), self._send_key, self._num_sent
+
+    def send_through(self, send: Callable[[bytes], None]) -> None:
+        """After `hand_over`: how messages are sent."""
+        self._send_elsewhere = send
+
     def send(self, message: msgspec.Struct) -> None:
         """Send a message soon, in order."""
+        if self._send_elsewhere is not None:
+            self._send_elsewhere(wire.encode(message))
+            return
         with self._more:
             self._control.append(wire.encode(message))
             self._more.notify()
@@ -203,7 +221,9 @@ class FrameConnection:
         entry: _Data | None = None
         while True:
             with self._more:
-                self._more.wait_for(lambda: self._control or self._data or self._is_closed)
+                self._more.wait_for(lambda: self._control or self._data or self._is_closed or self._is_handed_over)
+                if self._is_handed_over:
+                    return
                 message = self._control.popleft() if self._control else None
                 if message is None and self._is_closed:
                     break

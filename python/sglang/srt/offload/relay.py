@@ -29,7 +29,7 @@ from sglang.srt.offload import wire
 from sglang.srt.offload.codec.layout import BlockLayout
 from sglang.srt.offload.frames import Frame, FrameConnection, FrameKind, WrongKeyError
 from sglang.srt.offload.proxy.channel import LocalChannel, SessionRefusedError
-from sglang.srt.offload.proxy.destination import PoolPages
+from sglang.srt.offload.proxy.origin import PoolPages
 from sglang.srt.offload.proxy_process import KEY_VARIABLE, parse_tcp
 from sglang.srt.offload.store.address import Endpoint
 from sglang.srt.utils.log import configure_logging
@@ -120,7 +120,7 @@ class Relay:
 
     def _pass_to_proxy(self, frames: FrameConnection, message: wire.ToProxy) -> None:
         if isinstance(message, wire.Get):
-            pages = self._engine.destination(message, len(message.keys) // KEY_BYTES)
+            pages = self._engine.get_pages(message, len(message.keys) // KEY_BYTES)
             get = _Get(pages, np.zeros((len(pages.pages), self._layout.num_pieces), np.int64))
             with self._lock:
                 self._gets[message.id] = get

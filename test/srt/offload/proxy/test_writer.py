@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sglang.srt.offload.codec.registry import make_codec
-from sglang.srt.offload.proxy.destination import OriginLostError
+from sglang.srt.offload.proxy.origin import OriginLostError
 from sglang.srt.offload.proxy.settings import ProxySettings
 from sglang.srt.offload.proxy.writer import Write, Writer
 from support.codec_cases import SMALL, kv_block

@@ -42,8 +42,21 @@ class Codec(Protocol):
     """
 
     name: ClassVar[str]
+    codec_id: ClassVar[int]
     lossy: ClassVar[bool]
     layout: BlockLayout
+    # With which pieces are authenticated; empty: they are not.
+    mac_key: bytes
+
+    @property
+    def coder_name(self) -> str:
+        """Of its entropy coder; "" without one."""
+        ...
+
+    @property
+    def fingerprint(self) -> int:
+        """Of codec, settings and layout, as headers have it."""
+        ...
 
     @property
     def spec(self) -> str: ...
@@ -90,7 +103,7 @@ class PieceCodec:
     # The accuracy of decoded values, in words for the reference.
     summary: ClassVar[str]
     options: ClassVar[tuple[Option, ...]] = ()
-    # With which pieces are authenticated; empty: they are not. Set before the first use.
+    # Set before the first use.
     mac_key: bytes = b""
 
     @classmethod
@@ -107,8 +120,12 @@ class PieceCodec:
         settings = self._settings() | ({"mac": "hmac-sha256"} if self.mac_key else {})
         return " ".join([f"{self.name}-v{self.version}", *(f"{k}={v}" for k, v in settings.items())])
 
+    @property
+    def coder_name(self) -> str:
+        return ""
+
     @cached_property
-    def _fingerprint(self) -> int:
+    def fingerprint(self) -> int:
         return xxhash.xxh3_64_intdigest(f"{self.spec}\n{self.layout.spec}".encode())
 
     @property
@@ -131,9 +148,7 @@ class PieceCodec:
             payload_bytes = raw_bytes
             np.copyto(out[HEADER_BYTES : HEADER_BYTES + raw_bytes], raw)
         mid_bytes = 0 if stored else self.mid_bytes(raw_bytes)
-        header = PieceHeader(
-            self.codec_id, stored, piece, key, raw_bytes, mid_bytes, payload_bytes, self._fingerprint
-        )
+        header = PieceHeader(self.codec_id, stored, piece, key, raw_bytes, mid_bytes, payload_bytes, self.fingerprint)
         size = HEADER_BYTES + payload_bytes
         write_header(header, out[:size])
         if self.mac_key:
@@ -149,7 +164,7 @@ class PieceCodec:
         return parse_header(
             stored,
             codec_id=self.codec_id,
-            fingerprint=self._fingerprint,
+            fingerprint=self.fingerprint,
             piece=piece,
             key=key,
             raw_bytes=raw_bytes,

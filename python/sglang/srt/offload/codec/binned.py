@@ -93,6 +93,10 @@ class BinnedCodec(PieceCodec):
         self._half_of_piece = lru_cache(_REMEMBERED_PIECES)(self._half_of_vectors)
         super().__init__(layout)
 
+    @property
+    def coder_name(self) -> str:
+        return self._coder.name
+
     def mid_bytes(self, raw_bytes: int) -> int:
         return raw_bytes // self.layout.vector_bytes * (SCALE_BYTES + self._head_dim)
 

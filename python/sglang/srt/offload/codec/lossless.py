@@ -40,6 +40,10 @@ class LosslessCodec(PieceCodec):
         self._coder = coder or Zstd()
         super().__init__(layout)
 
+    @property
+    def coder_name(self) -> str:
+        return self._coder.name
+
     def mid_bytes(self, raw_bytes: int) -> int:
         return raw_bytes // self.layout.value_bytes
 

@@ -1,6 +1,7 @@
 """The registry of codecs, and `make_codec`: from settings, as a person or a manifest gives them, to a codec.
 
-A new codec is a file with a subclass of `PieceCodec`, and one line in `CODECS`. Imports a codec when it is used.
+A new codec is a file with a subclass of `PieceCodec`, one line in `CODECS`, and the C of its two stages of reading
+(csrc/kvplane/piece.c). Imports a codec when it is used.
 """
 
 from __future__ import annotations

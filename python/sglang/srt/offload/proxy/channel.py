@@ -12,7 +12,8 @@ import numpy as np
 
 from sglang.srt.offload import wire
 from sglang.srt.offload.codec.layout import BlockLayout
-from sglang.srt.offload.proxy.destination import Destination, Origin, PoolPages
+from sglang.srt.offload.proxy.origin import Origin, PoolPages
+from sglang.srt.offload.proxy.plane import FrameLink, PlaneSession, PoolLink
 from sglang.srt.utils.shared_memory import SharedMemory
 
 
@@ -34,12 +35,20 @@ class Channel(Protocol):
 
     def send(self, message: wire.Welcome | wire.Refused | wire.ToEngine) -> None: ...
 
-    def destination(self, message: wire.Get, num_blocks: int) -> Destination:
+    def link(self) -> PoolLink | FrameLink:
+        """Where the data plane delivers. Once, after `attach` and before the first `send`."""
+        ...
+
+    def linked(self, session: PlaneSession) -> None:
+        """The data plane has the link: from now on messages to an engine elsewhere are sent through it."""
+        ...
+
+    def check_get(self, message: wire.Get, num_blocks: int) -> None:
         """Raises WireError if the message does not name places of the engine's pool."""
         ...
 
     def origin(self, message: wire.Put, num_blocks: int) -> Origin:
-        """As `destination`."""
+        """As `check_get`."""
         ...
 
     def shut(self) -> None:
@@ -52,7 +61,7 @@ class Channel(Protocol):
         ...
 
     def close(self) -> None:
-        """After the last use of every destination and origin."""
+        """After the last use of every origin, and of the link."""
         ...
 
 
@@ -85,7 +94,18 @@ class LocalChannel:
     def send(self, message: wire.Welcome | wire.Refused | wire.ToEngine) -> None:
         wire.send(self._sock, message)
 
-    def destination(self, message: wire.Get, num_blocks: int) -> PoolPages:
+    def link(self) -> PoolLink:
+        assert self._pool is not None
+        return PoolLink(self._pool.fd, self._num_pages, self._sock.fileno())
+
+    def linked(self, session: PlaneSession) -> None:
+        pass
+
+    def check_get(self, message: wire.Get, num_blocks: int) -> None:
+        self.get_pages(message, num_blocks)
+
+    def get_pages(self, message: wire.Get, num_blocks: int) -> PoolPages:
+        """The pages that a fetch fills, for a relay."""
         return self._pages(message, num_blocks)
 
     def origin(self, message: wire.Put, num_blocks: int) -> PoolPages:

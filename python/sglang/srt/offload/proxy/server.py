@@ -1,4 +1,4 @@
-"""`ProxyServer`: the proxy's sockets and its sessions. Owns pipeline and writer, which all sessions share."""
+"""`ProxyServer`: the proxy's sockets and its sessions. Owns data plane and writer, which all sessions share."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.offload import wire
 from sglang.srt.offload.frames import FrameConnection
 from sglang.srt.offload.proxy.channel import Channel, LocalChannel, SessionRefusedError
-from sglang.srt.offload.proxy.engines import EmulatedEngine, SoftwareEngine, StageEngine
-from sglang.srt.offload.proxy.pipeline import Pipeline
+from sglang.srt.offload.proxy.plane import Plane
 from sglang.srt.offload.proxy.session import Session
 from sglang.srt.offload.proxy.settings import ProxySettings
 from sglang.srt.offload.proxy.tcp_channel import TcpChannel
@@ -32,7 +31,8 @@ _ACCEPT_PAUSE_S = 0.5
 
 
 class ProxyServer:
-    """token: engines on this machine have to show it, and with others it is the shared key. address: the store's."""
+    """token: engines on this machine have to show it, and with others it is the shared key. address: the store's.
+    Raises StoreError."""
 
     def __init__(self, settings: ProxySettings, address: StoreAddress, token: str) -> None:
         self._settings = settings
@@ -43,8 +43,8 @@ class ProxyServer:
         self._sessions: dict[bytes, tuple[int, Session]] = {}
         self._strangers: deque[socket.socket] = deque()
         self._log = RareLog(logger)
-        self.pipeline = Pipeline(settings, make_engine(settings))
-        self.writer = Writer(settings, lambda: self.pipeline.is_reading)
+        self.plane = Plane(settings)
+        self.writer = Writer(settings, lambda: self.plane.is_reading)
 
     def serve(self, sock: socket.socket) -> None:
         """Serve one engine on this machine until its session ends. The session owns sock from then on."""
@@ -101,7 +101,7 @@ class ProxyServer:
         self._run(channel)
 
     def _run(self, channel: Channel) -> None:
-        session = Session(channel, self._admit, self._address, self.pipeline, self.writer, self._settings)
+        session = Session(channel, self._admit, self._address, self.plane, self.writer, self._settings)
         try:
             session.run()
         finally:
@@ -146,10 +146,3 @@ def open_listener(path: Path) -> socket.socket:
 
 def family_of(endpoint: Endpoint) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
-
-
-def make_engine(settings: ProxySettings) -> StageEngine:
-    if settings.engine == "software":
-        return SoftwareEngine()
-    rates = {stage: gbps * 1e9 / 8 for stage, gbps in settings.rates_gbps.items()}
-    return EmulatedEngine(SoftwareEngine(), rates, settings.poll_us * 1e-6)

@@ -1,5 +1,5 @@
-"""`Session`: one engine at the proxy. Owns its channel and its connections to the store; pipeline and writer are the
-proxy's.
+"""`Session`: one engine at the proxy. Owns its channel and its connections to the store; data plane and writer are
+the proxy's.
 
 All input is checked: a page outside of the pool, or a count that does not fit, ends the session. The session ends
 when the engine closes its side, or begins another one. First its operations end, then the channel is closed. An
@@ -20,11 +20,11 @@ from sglang.srt.offload.codec.base import Codec
 from sglang.srt.offload.codec.layout import BlockLayout
 from sglang.srt.offload.codec.registry import make_codec
 from sglang.srt.offload.proxy.channel import Channel, SessionRefusedError
-from sglang.srt.offload.proxy.pipeline import Fetch, Pipeline
+from sglang.srt.offload.proxy.plane import Plane, PlaneRefused, PlaneSession
 from sglang.srt.offload.proxy.settings import MAX_BLOCK_BYTES, PIECE_BYTES, ProxySettings
 from sglang.srt.offload.proxy.writer import Write, Writer
 from sglang.srt.offload.store.address import StoreAddress
-from sglang.srt.offload.store.object_store import BlockWriter, ObjectStore, PieceReader
+from sglang.srt.offload.store.object_store import BlockWriter, ObjectStore
 from sglang.srt.offload.store.resp import StoreFailure
 from sglang.srt.utils.rare_log import RareLog
 
@@ -38,24 +38,24 @@ class Session:
     layout: BlockLayout
     codec: Codec
     store: ObjectStore
+    _fetches: PlaneSession
 
     def __init__(
         self,
         channel: Channel,
         admit: Callable[[wire.Hello, Session], None],
         address: StoreAddress,
-        pipeline: Pipeline,
+        plane: Plane,
         writer: Writer,
         settings: ProxySettings,
     ) -> None:
         self.channel = channel
         self._admit = admit
         self._address = address
-        self._pipeline = pipeline
+        self._plane = plane
         self._writer = writer
         self._settings = settings
         # Connections by thread.
-        self._readers: dict[int, PieceReader] = {}
         self._writers: dict[int, BlockWriter] = {}
         self._outbox: queue.SimpleQueue[wire.ToEngine | None] = queue.SimpleQueue()
         # What moves no block, carried out one after another on a thread of its own, because a store that does not
@@ -64,8 +64,8 @@ class Session:
         self._chores: queue.SimpleQueue[wire.Clear | wire.GetStats | list[bytes] | None] = queue.SimpleQueue()
         self._usage: dict[str, int] = {}
         self._lock = threading.Condition()
-        # Operations that are not answered yet.
-        self._open: dict[int, Fetch | Write | None] = {}
+        # Operations that are not answered yet: the write, or a fetch's keys.
+        self._open: dict[int, Write | list[bytes]] = {}
         self._log = RareLog(logger)
         self.damaged_blocks = 0
         self.incomplete_blocks = 0
@@ -95,16 +95,12 @@ class Session:
                 self._end()
                 self._outbox.put(None)
                 sender.join()
+                self._fetches.close()
+                self.store.close()
         except wire.WireError as error:
             logger.debug("session ends: %s", error)
         finally:
             self.channel.close()
-
-    def reader(self, thread: int) -> PieceReader:
-        reader = self._readers.get(thread)
-        if reader is None:
-            reader = self._readers[thread] = self.store.reader()
-        return reader
 
     def block_writer(self, thread: int) -> BlockWriter:
         writer = self._writers.get(thread)
@@ -143,7 +139,7 @@ class Session:
                 f"its pieces or blocks are too large: at most {PIECE_BYTES} and {MAX_BLOCK_BYTES} bytes; lower "
                 "block_tokens"
             )
-        settings, room = self._settings, min(s.num_slots for s in self._pipeline.slots.values())
+        settings, room = self._settings, self._plane.num_slots
         if not settings.pipelined and self.layout.num_pieces > room - settings.receive_threads:
             raise SessionRefusedError(
                 f"without pipelining a block of {self.layout.num_pieces} pieces has to fit into the buffers: raise "
@@ -165,6 +161,11 @@ class Session:
                 self.store.check()
             except StoreFailure as error:
                 raise SessionRefusedError(f"the store cannot be used: {error}") from error
+        try:
+            self._fetches = self._plane.open(self, self.channel.link())
+        except PlaneRefused as error:
+            raise SessionRefusedError(str(error)) from error
+        self.channel.linked(self._fetches)
         self.channel.send(wire.Welcome(self.codec.spec))
 
     def _serve(self) -> None:
@@ -219,8 +220,9 @@ class Session:
             raise wire.WireError(f"{message.id} is the number of another message, or none")
         answer = lambda count: self._answer(message.id, count)  # noqa: E731
         if isinstance(message, wire.Get):
-            fetch = self._open[message.id] = Fetch(self, keys, self.channel.destination(message, len(keys)), answer)
-            self._pipeline.submit(fetch)
+            self.channel.check_get(message, len(keys))
+            self._open[message.id] = keys
+            self._fetches.get(message.id, message.keys, message.pages, answer)
         else:
             write = self._open[message.id] = Write(self, keys, self.channel.origin(message, len(keys)), answer)
             self._writer.submit(write)
@@ -228,17 +230,17 @@ class Session:
     def _give_up(self, id: int) -> None:
         with self._lock:
             what = self._open.get(id)
-        if isinstance(what, Fetch):
-            what.give_up()
-        elif what is not None:
+        if isinstance(what, Write):
             what.is_given_up = True
+        elif what is not None:
+            self._fetches.give_up(id)
 
     def _answer(self, id: int, count: int) -> None:
         with self._lock:
             what = self._open.pop(id)
             self._lock.notify_all()
-        if isinstance(what, Fetch) and self._settings.ttl_s:
-            self._chores.put(list(what.keys[:count]))
+        if isinstance(what, list) and self._settings.ttl_s:
+            self._chores.put(what[:count])
         self._outbox.put(wire.Done(id, count))
 
     def _send(self) -> None:
@@ -256,9 +258,6 @@ class Session:
             self._give_up(id)
         with self._lock:
             self._lock.wait_for(lambda: not self._open)
-        self.store.close()
-        for reader in self._readers.values():
-            reader.close()
         for writer in self._writers.values():
             writer.close()
 
@@ -270,7 +269,7 @@ class Session:
             "damaged_blocks": self.damaged_blocks,
             "incomplete_blocks": self.incomplete_blocks,
         }
-        return {**self._pipeline.stats(), **self._writer.stats(), **self.store.stats(), **mine, **self._usage}
+        return {**self._plane.stats(), **self._writer.stats(), **self.store.stats(), **mine, **self._usage}
 
 
 def _split(keys: bytes) -> list[bytes]:

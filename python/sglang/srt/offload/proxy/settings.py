@@ -13,6 +13,7 @@ from sglang.srt.offload.codec.layout import MAX_PIECE_BYTES as PIECE_BYTES
 
 STAGES = ("receive", "decompress", "dequantize", "deliver")
 ENGINES = ("software", "emulated")
+DATA_PLANES = ("threads", "process")
 # Of one block, which a writing thread encodes as a whole.
 MAX_BLOCK_BYTES = 1 << 30
 _MAX_TTL_S = 10 * 365 * 24 * 3600
@@ -42,6 +43,8 @@ class ProxySettings:
     window: int = 2
     # Dequantize straight into the engine's memory where a piece lies there in one run, without the last buffer.
     direct: bool = True
+    # "threads" of the proxy; or a "process" of its own, a program without Python, for a proxy that runs by itself.
+    data_plane: str = "threads"
     # False: block after block goes through the stages, each on all threads of its stage. This is a baseline, "no CP"
     # in ShadowServe 6.4.
     pipelined: bool = True
@@ -74,6 +77,8 @@ class ProxySettings:
                 raise StoreError(f"proxy: {name}_buffer_bytes has to be at least {least}, not {size}")
         if self.engine not in ENGINES:
             raise StoreError(f"proxy: engine {self.engine!r} is none of {', '.join(ENGINES)}")
+        if self.data_plane not in DATA_PLANES:
+            raise StoreError(f"proxy: data_plane {self.data_plane!r} is none of {', '.join(DATA_PLANES)}")
         if not all(
             isinstance(c, list) and c and all(type(i) is int and i >= 0 for i in c) for c in self.cores.values()
         ):

@@ -8,7 +8,6 @@ proxy pulls one piece after another, a few ahead.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -17,7 +16,8 @@ import numpy as np
 from sglang.srt.offload import wire
 from sglang.srt.offload.codec.layout import BlockLayout
 from sglang.srt.offload.frames import FrameConnection, FrameKind, WrongKeyError
-from sglang.srt.offload.proxy.destination import Destination, Origin, OriginLostError
+from sglang.srt.offload.proxy.origin import Origin, OriginLostError
+from sglang.srt.offload.proxy.plane import FrameLink, PlaneSession
 
 # Pieces of a write that are asked for at a time.
 _PULLED_AHEAD = 3
@@ -68,9 +68,14 @@ class TcpChannel:
             self._origins.pop(message.id, None)
         self._frames.send(message)
 
-    def destination(self, message: wire.Get, num_blocks: int) -> Destination:
+    def link(self) -> FrameLink:
+        return FrameLink(*self._frames.hand_over())
+
+    def linked(self, session: PlaneSession) -> None:
+        self._frames.send_through(session.send)
+
+    def check_get(self, message: wire.Get, num_blocks: int) -> None:
         _check(message, num_blocks)
-        return _TcpDestination(self._frames, message.id)
 
     def origin(self, message: wire.Put, num_blocks: int) -> Origin:
         _check(message, num_blocks)
@@ -92,24 +97,6 @@ class TcpChannel:
 def _check(message: wire.Get | wire.Put, num_blocks: int) -> None:
     if message.pages or not num_blocks:
         raise wire.WireError(f"{type(message).__name__} {message.id} names pages, or no blocks")
-
-
-class _TcpDestination:
-    can_stall = True
-
-    def __init__(self, frames: FrameConnection, id: int) -> None:
-        self._frames = frames
-        self._id = id
-        self._is_given_up = False
-
-    def window(self, block: int, start: int, end: int) -> np.ndarray | None:
-        return None
-
-    def submit(self, block: int, start: int, data: np.ndarray, on_end: Callable[[bool], None]) -> None:
-        self._frames.send_data(self._id, block, start, data, lambda: not self._is_given_up, on_end)
-
-    def give_up(self) -> None:
-        self._is_given_up = True
 
 
 @dataclass

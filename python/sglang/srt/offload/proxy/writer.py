@@ -5,21 +5,24 @@ Owns the blocks that are to be written. Between two pieces it lets fetches go fi
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from sglang.srt.offload.codec.base import Codec
 from sglang.srt.offload.codec.layout import BlockLayout
-from sglang.srt.offload.proxy.destination import Origin, OriginLostError
-from sglang.srt.offload.proxy.pipeline import start_thread
+from sglang.srt.offload.proxy.origin import Origin, OriginLostError
 from sglang.srt.offload.proxy.settings import PIECE_BYTES, ProxySettings, limit_of
 from sglang.srt.offload.store.object_store import BlockWriter, ObjectStore
+
+logger = logging.getLogger(__name__)
 
 # Seconds after which a write does not give way any more, because its pages would stay pinned as long as others read.
 MAX_PATIENCE_S = 1.0
@@ -90,7 +93,7 @@ class Writer:
         self.stored_bytes = 0
         self.waited_s = 0.0
         for i in range(settings.write_threads):
-            start_thread(f"write-{i}", settings.cores.get("write"), i, self._run, i)
+            _start_thread(f"write-{i}", settings.cores.get("write"), i, self._run, i)
 
     def submit(self, write: Write) -> None:
         with self._changed:
@@ -207,3 +210,23 @@ class Writer:
             time.sleep(_LOOK_AGAIN_S)
         with self._changed:
             self.waited_s += time.monotonic() - began
+
+
+def _start_thread(name: str, cores: Sequence[int] | None, index: int, run: Callable[..., None], *args: Any) -> None:
+    """Start a daemon thread, on one of `cores` if there are any. Its death ends the process, because a writer without
+    one of its threads would never answer."""
+
+    def body() -> None:
+        if cores:
+            core = cores[index % len(cores)]
+            try:
+                os.sched_setaffinity(0, {core})
+            except (AttributeError, OSError) as error:
+                logger.warning("thread %s is not pinned to core %d: %s", name, core, error)
+        try:
+            run(*args)
+        except BaseException:
+            logger.critical("thread %s died", name, exc_info=True)
+            os._exit(1)
+
+    threading.Thread(target=body, name=name, daemon=True).start()

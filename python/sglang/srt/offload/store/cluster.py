@@ -104,6 +104,11 @@ class SlotMap:
                 raise StoreLost(f"no node of the cluster {self.address} serves slot {slot}")
             return self.nodes[node]
 
+    def table(self) -> tuple[bool, tuple[Endpoint, ...], array[int]]:
+        """Whether it is a cluster; its nodes; and of each slot the index of its node, or -1."""
+        with self._lock:
+            return bool(self.is_cluster), self.nodes, self.slots[:]
+
     def moved(self, slot: int, endpoint: Endpoint) -> None:
         """A node named the server of a slot. The whole map is requested soon."""
         with self._lock:
@@ -148,8 +153,16 @@ class NodeConnections:
 
     def for_key(self, key: bytes) -> RespConnection:
         """Raises StoreFailure."""
+        return self.for_slot(slot_of(key))
+
+    def for_slot(self, slot: int) -> RespConnection:
+        """Raises StoreFailure."""
         self._refresh()
-        return self._to(self._map.node_of(slot_of(key)) if self._map.is_cluster else self._map.nodes[0])
+        return self._to(self._map.node_of(slot) if self._map.is_cluster else self._map.nodes[0])
+
+    def to_node(self, endpoint: Endpoint) -> RespConnection:
+        """The connection to a node, which there is, sick or not."""
+        return self._nodes[endpoint]
 
     def every_node(self) -> list[RespConnection]:
         """A connection to each server that serves slots. Raises StoreFailure."""

@@ -17,6 +17,7 @@ import hashlib
 import logging
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ class ObjectStore:
         self.ttl_s = ttl_s
         # Blocks of another format or another number of pieces have other names, whatever their key.
         shape = b"%d %d " % (FORMAT_VERSION, num_pieces)
-        self._prefix = b"sglang-kv1:{" + hashlib.blake2b(shape + namespace, digest_size=16).hexdigest().encode()
+        self.prefix = b"sglang-kv1:{" + hashlib.blake2b(shape + namespace, digest_size=16).hexdigest().encode()
         self._clock = clock
         self._map = SlotMap(address, clock)
         self._health = NodeHealth(self._ping_connection)
@@ -215,7 +216,7 @@ class ObjectStore:
         connections = self.connections()
         try:
             for connection in connections.every_node():
-                for names in _scan(connection, self._prefix + b"*"):
+                for names in _scan(connection, self.prefix + b"*"):
                     # Deleted one by one, because in a cluster the names of a batch lie in many slots.
                     replies = connection.pipeline([(b"UNLINK", name) for name in names])
                     error = next((r for r in replies if isinstance(r, ErrorReply) and not is_redirect(r)), None)
@@ -263,6 +264,10 @@ class ObjectStore:
 
     # -- for readers and writers ------------------------------------------------------------------------------------
 
+    def slots(self) -> tuple[bool, tuple[Endpoint, ...], array[int]]:
+        """As `SlotMap.table`."""
+        return self._map.table()
+
     def connections(self) -> NodeConnections:
         """For one thread."""
         return NodeConnections(self._map, self._health, self._connection)
@@ -270,7 +275,7 @@ class ObjectStore:
     def name_of(self, key: bytes, what: bytes | int) -> bytes:
         """The store's name for a piece of block `key`, or for its manifest. In hex, because a brace or a star in the
         key would have a meaning for the store."""
-        return b"%b%b}:%b" % (self._prefix, key.hex().encode(), what if isinstance(what, bytes) else b"%d" % what)
+        return b"%b%b}:%b" % (self.prefix, key.hex().encode(), what if isinstance(what, bytes) else b"%d" % what)
 
     def unlink_command(self, key: bytes) -> list[bytes]:
         return [b"UNLINK", *self._names_of(key)]

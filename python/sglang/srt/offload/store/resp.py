@@ -181,6 +181,29 @@ class RespConnection:
         if isinstance(reply, ErrorReply):
             raise reply
 
+    # -- connections that are given away ----------------------------------------------------------------------------
+
+    def hand_over(self) -> socket.socket:
+        """Connect, log in, and give the connection away: blocking, without TLS, and with nothing in flight. The next
+        use connects again."""
+        assert not self.pending
+        with self._operation() as deadline:
+            self._connect_if_needed(deadline)
+        assert self._transport is not None and self._start == self._end
+        transport, self._transport = self._transport, None
+        return transport.as_plain_socket()
+
+    def note_lost(self, failure: StoreFailure, has_answered: bool) -> None:
+        """A connection that was handed over has failed. has_answered: after it had been of use."""
+        if has_answered:
+            self._failures = 0
+        self._failed(failure)
+
+    @property
+    def where(self) -> str:
+        """The server, for messages."""
+        return self._where
+
     def close(self) -> None:
         """Forget the operations in flight. The next use connects again."""
         self.pending = 0

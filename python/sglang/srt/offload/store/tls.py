@@ -13,6 +13,7 @@ import errno
 import select
 import socket
 import ssl
+import threading
 from collections.abc import Iterator, Sequence
 
 from sglang.srt.offload.store.address import StoreAddress, TlsFiles
@@ -21,6 +22,7 @@ from sglang.srt.offload.store.transport import seconds_left, wait_for
 
 # A TLS record has at most so many bytes. Smaller parts are joined before they are sent, or each would be a record.
 _RECORD_BYTES = 16 << 10
+_PASSED_AT_ONCE = 256 << 10
 # OpenSSL's verify_code (X509_V_ERR_…).
 _EXPIRED = 10
 _OTHER_NAME = (62, 64)
@@ -77,8 +79,46 @@ class TlsTransport:
                 break
         return size - len(rest)
 
+    def as_plain_socket(self) -> socket.socket:
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        threading.Thread(target=self._pass_on, args=(mine,), name="tls", daemon=True).start()
+        return theirs
+
     def close(self) -> None:
         self.socket.close()
+
+    def _pass_on(self, plain: socket.socket) -> None:
+        """Decrypt and encrypt between the server and a socket of this machine, until either side ends."""
+        buffer = memoryview(bytearray(_PASSED_AT_ONCE))
+        poll = select.poll()
+        poll.register(plain, select.POLLIN)
+        poll.register(self.socket, select.POLLIN)
+        try:
+            with plain, self.socket:
+                while True:
+                    if any(fd == plain.fileno() for fd, _ in poll.poll()):
+                        if not (commands := plain.recv(_PASSED_AT_ONCE)):
+                            return
+                        self.send_all([memoryview(commands)], float("inf"))
+                    while (size := self._decrypt(buffer)) is not None:
+                        if not size:
+                            return
+                        plain.sendall(buffer[:size])
+        except OSError:
+            pass  # the other side of `plain` sees its end
+
+    def _decrypt(self, buffer: memoryview) -> int | None:
+        """What has come, to the buffer; None: nothing, 0: the server has closed the connection."""
+        size = 0
+        while size < len(buffer):
+            try:
+                count = self.socket.recv_into(buffer[size:])
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return size or None
+            if not count:
+                return size
+            size += count
+        return size
 
     def _raise_alert(self) -> None:
         """Raise the reason, if the server sent one before it closed the connection. Its last bytes can still be

@@ -30,6 +30,10 @@ class Transport(Protocol):
         wait_all: wait for more than what is there. The buffers may still be filled only in part, so a caller repeats.
         """
 
+    def as_plain_socket(self) -> socket.socket:
+        """A blocking socket with the same bytes, unencrypted. It is the caller's, and the transport is not used any
+        more."""
+
     def close(self) -> None: ...
 
 
@@ -64,6 +68,9 @@ class PlainTransport:
             return self.socket.recvmsg_into(buffers, 0, socket.MSG_WAITALL if wait_all else 0)[0]
         except BlockingIOError:
             raise TimeoutError from None
+
+    def as_plain_socket(self) -> socket.socket:
+        return self.socket
 
     def close(self) -> None:
         self.socket.close()

@@ -1,38 +1,14 @@
-"""`Destination`, where a fetch is delivered, and `Origin`, where the bytes of a write come from; and the engine's
-pages in shared memory as both.
+"""`Origin`, where the bytes of a write come from; and the pages of an engine in shared memory as one. tcp_channel.py
+has the one of an engine on another machine. Where a fetch goes is the data plane's (csrc/kvplane/destinations.c).
 
-A byte is named by its block in the operation and its offset in that block. Only a destination knows where in an
-engine's memory that is. tcp_channel.py has the ones of an engine on another machine; docs/design/remote.md lists what
-one of a SmartNIC has to do.
+A byte is named by its block in the operation and its offset in that block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
-
-
-class Destination(Protocol):
-    """Called from several threads at once, for different bytes. can_stall: whether the other side decides when what
-    was submitted is delivered."""
-
-    can_stall: bool
-
-    def window(self, block: int, start: int, end: int) -> np.ndarray | None:
-        """Memory, (end - start,) uint8, that becomes bytes start..end of the block without a delivery. None where
-        there is none: the caller fills a slot and submits it."""
-        ...
-
-    def submit(self, block: int, start: int, data: np.ndarray, on_end: Callable[[bool], None]) -> None:
-        """Deliver data, (n,) uint8, to the block from byte start on. Data stays as it is until on_end(whether it was
-        delivered), which follows from any thread, perhaps before this returns."""
-        ...
-
-    def give_up(self) -> None:
-        """What was submitted need not be delivered any more. Its on_end follows all the same."""
-        ...
 
 
 class OriginLostError(Exception):
@@ -51,23 +27,10 @@ class PoolPages:
     """Pages of a pool in this process's memory, for one operation. memory: (num_pages * page_bytes,) uint8. pages:
     (blocks, pages per block) int32."""
 
-    can_stall = False
-
     def __init__(self, memory: np.ndarray, page_bytes: int, pages: np.ndarray) -> None:
         self.pages = pages
         self._memory = memory
         self._page_bytes = page_bytes
-
-    def window(self, block: int, start: int, end: int) -> np.ndarray | None:
-        runs = self.runs(block, start, end)
-        return runs[0] if len(runs) == 1 else None
-
-    def submit(self, block: int, start: int, data: np.ndarray, on_end: Callable[[bool], None]) -> None:
-        self.write(block, start, data)
-        on_end(True)
-
-    def give_up(self) -> None:
-        pass
 
     def write(self, block: int, start: int, data: np.ndarray) -> None:
         at = 0
