@@ -21,7 +21,9 @@ class Elsewhere:
 
     def limit(self, megabits: float) -> None:
         """Of the link, both ways."""
-        shape = ["root", "tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "50ms"]
+        # Half a millisecond's bytes: with fewer, the timer's wake-ups and not the rate would be the limit.
+        burst = f"{max(64, int(megabits / 16))}kb"
+        shape = ["root", "tbf", "rate", f"{megabits}mbit", "burst", burst, "latency", "50ms"]
         _run("tc", "qdisc", "replace", "dev", f"{self._link}h", *shape)
         _run(*self.command, "tc", "qdisc", "replace", "dev", f"{self._link}t", *shape)
 

@@ -1,7 +1,9 @@
-"""Compile the data plane as a program.
+"""Compile the data plane as a program, for this machine or another.
 
     python -m sgl_kernel.kvplane --out kvplane
     python -m sgl_kernel.kvplane --out kvplane --compiler "aarch64-linux-gnu-gcc -mcpu=cortex-a78"
+
+Where it runs, it loads libxxhash.so.0, libzstd.so.1 and libcrypto.so.3.
 """
 
 from __future__ import annotations

@@ -50,20 +50,21 @@ const char *check_piece(struct piece *piece, char reason[REASON_BYTES])
         if (size < HEADER_BYTES + TAG_BYTES)
             return "it is too short for a piece with a tag";
         size -= TAG_BYTES;
-        hmac_tag(session->mac_key, &(struct span){piece->stored, size}, 1, tag);
+        const struct span spans[] = {{piece->header, HEADER_BYTES}, {piece->payload, size - HEADER_BYTES}};
+        hmac_tag(session->mac_key, spans, 2, tag);
         for (int i = 0; i < TAG_BYTES; i++)
-            difference |= tag[i] ^ piece->stored[size + (size_t)i];
+            difference |= tag[i] ^ piece->tag[i];
         if (difference)
             return "it was not written with this deployment's secret, or is damaged";
     }
     if (size < HEADER_BYTES)
         return "too few bytes for a stored piece";
-    memcpy(&header, piece->stored, sizeof header);
+    memcpy(&header, piece->header, sizeof header);
     if (memcmp(header.magic, "SGKV", 4))
         return "not a stored piece: the magic is missing";
     if (header.version != VERSION)
         return differs(reason, "version", header.version, VERSION);
-    if (header.checksum != xxh3(piece->stored, offsetof(struct header, checksum)) || header.zero)
+    if (header.checksum != xxh3(piece->header, offsetof(struct header, checksum)) || header.zero)
         return "the header is damaged";
     uint32_t raw_bytes = raw_bytes_of(session, piece->index), mid_bytes = mid_bytes_of(session, raw_bytes);
     piece->is_plain = header.flags == STORED;
@@ -87,7 +88,7 @@ const char *check_piece(struct piece *piece, char reason[REASON_BYTES])
         return differs(reason, "payload bytes", header.payload_bytes, raw_bytes);
     if (!piece->is_plain && (session->codec == RAW || header.payload_bytes >= raw_bytes))
         return "a piece of this codec cannot have this payload";
-    if (header.payload_checksum != xxh3(piece->stored + HEADER_BYTES, header.payload_bytes))
+    if (header.payload_checksum != xxh3(piece->payload, header.payload_bytes))
         return "the payload is damaged";
     piece->stored_bytes = size;
     return NULL;
@@ -98,7 +99,7 @@ const char *decompress_piece(struct piece *piece, void *zstd_context, uint8_t *m
 {
     const struct session *session = piece->fetch->session;
     uint32_t raw_bytes = raw_bytes_of(session, piece->index), mid_bytes = mid_bytes_of(session, raw_bytes);
-    const uint8_t *in = piece->stored + HEADER_BYTES;
+    const uint8_t *in = piece->payload;
     size_t n = piece->stored_bytes - HEADER_BYTES;
     if (session->codec == LOSSLESS) {
         uint32_t rest_bytes = raw_bytes - mid_bytes;
@@ -117,9 +118,10 @@ const char *dequantize_piece(struct piece *piece, const uint8_t *mid, uint8_t *o
 {
     const struct session *session = piece->fetch->session;
     uint32_t raw_bytes = raw_bytes_of(session, piece->index), mid_bytes = mid_bytes_of(session, raw_bytes);
-    const uint8_t *payload = piece->stored + HEADER_BYTES;
+    const uint8_t *payload = piece->payload;
     if (piece->is_plain) {
-        memcpy(out, payload, raw_bytes);
+        if (out != payload)
+            memcpy(out, payload, raw_bytes);
         return NULL;
     }
     if (session->codec == LOSSLESS) {

@@ -434,6 +434,28 @@ static void ask_more(struct receiver *receiver)
     }
 }
 
+/* Where a piece is received. One that is stored as it is goes straight to the engine's pages, where its bytes do not
+ * count until it has been checked. */
+static int areas_of(struct plane *plane, struct piece *piece, struct area areas[3])
+{
+    const struct session *session = piece->fetch->session;
+    uint8_t *slot = piece->slots[COMPRESSED]->memory, *window = NULL;
+    uint32_t raw_bytes = raw_bytes_of(session, piece->index), tag_bytes = session->has_mac ? TAG_BYTES : 0;
+    if (session->codec == RAW && plane->settings.is_direct)
+        window = session->destination->window(piece);
+    piece->header = slot;
+    piece->payload = slot + HEADER_BYTES;
+    areas[0] = (struct area){slot, HEADER_BYTES + raw_bytes + tag_bytes};
+    if (!window)
+        return 1;
+    piece->payload = window;
+    piece->tag = slot + HEADER_BYTES;
+    areas[0].size = HEADER_BYTES;
+    areas[1] = (struct area){window, raw_bytes};
+    areas[2] = (struct area){slot + HEADER_BYTES, tag_bytes};
+    return 3;
+}
+
 static void receive_one(struct receiver *receiver)
 {
     struct plane *plane = receiver->plane;
@@ -442,12 +464,14 @@ static void receive_one(struct receiver *receiver)
     struct fetch *fetch = piece->fetch;
     const struct session *session = fetch->session;
     uint32_t raw_bytes = raw_bytes_of(session, piece->index);
-    size_t size = 0, room = HEADER_BYTES + raw_bytes + (session->has_mac ? TAG_BYTES : 0);
+    struct area areas[3];
+    int num_areas = areas_of(plane, piece, areas);
+    size_t size = 0;
     char text[REASON_BYTES] = "";
     int error = 0;
     double began = now();
-    enum reply reply = receive_value(connection, piece->slots[COMPRESSED]->memory, room, &size, began + session->timeout_s,
-                                     text, &error);
+    enum reply reply =
+        receive_value(connection, areas, num_areas, &size, began + session->timeout_s, text, &error);
     if (reply > TOO_LARGE) {
         lose(receiver, connection, reply, error, text);
         return;
@@ -469,15 +493,16 @@ static void receive_one(struct receiver *receiver)
     pthread_mutex_unlock(&plane->lock);
     if (reply != VALUE) {
         if (reply == TOO_LARGE)
-            snprintf(text, sizeof text, "a value has %zu bytes, %zu are expected at most", size, room);
+            snprintf(text, sizeof text, "a value has %zu bytes, a piece of %u is expected", size, raw_bytes);
         fail(piece, reply == NONE ? INCOMPLETE : reply == TOO_LARGE ? DAMAGED : REFUSED, text);
         return;
     }
     if (plane->rates[RECEIVE].bytes_per_s)
         sleep_until(end_at_rate(&plane->rates[RECEIVE], began, size), plane->settings.poll_s);
     count(plane, RECEIVE, 1, size, now() - began);
-    piece->stored = piece->slots[COMPRESSED]->memory;
     piece->stored_bytes = size;
+    if (num_areas == 1)
+        piece->tag = piece->header + size - TAG_BYTES;
     pass_on(plane, piece, DECOMPRESS);
     if (plane->read_limit.bytes_per_s)
         sleep_until(end_at_rate(&plane->read_limit, began, size), 0);
@@ -495,7 +520,9 @@ void bring_piece(struct plane *plane, struct fetch *fetch, uint32_t block, uint3
         end_piece(piece, false);
         return;
     }
-    piece->stored = piece->brought = bytes;
+    piece->header = piece->brought = bytes;
+    piece->payload = bytes + HEADER_BYTES;
+    piece->tag = bytes + size - TAG_BYTES;
     piece->stored_bytes = size;
     count(plane, RECEIVE, 1, size, 0);
     pass_on(plane, piece, DECOMPRESS);

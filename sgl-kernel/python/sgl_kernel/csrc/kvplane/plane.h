@@ -87,7 +87,7 @@ struct piece {
     uint32_t block, index;
     struct slot *slots[NUM_BUFFERS];
     uint8_t *brought; /* memory of its own, for a piece that the control plane has brought */
-    const uint8_t *stored;
+    const uint8_t *header, *payload, *tag; /* as stored; they need not lie in one run */
     size_t stored_bytes;
     bool is_checked, is_plain; /* is_plain: stored without coding */
     uint8_t *out;  /* where it is dequantized to; in a slot, unless it is in the engine's pages */
@@ -214,9 +214,14 @@ void free_connection(struct connection *connection);
 void ask_piece(struct connection *connection, const struct fetch *fetch, uint32_t block, uint32_t index);
 /* VALUE, or how it failed. error: of the system. */
 enum reply send_asked(struct connection *connection, double deadline, int *error);
-/* Of a VALUE its size, in `size`; of an error, and of what is no reply, its text. */
-enum reply receive_value(struct connection *connection, uint8_t *buffer, size_t room, size_t *size, double deadline,
-                         char text[REASON_BYTES], int *error);
+struct area {
+    uint8_t *memory;
+    size_t size;
+};
+/* A value to the areas, one after another. Of a VALUE its size, in `size`; of an error, and of what is no reply, its
+ * text. */
+enum reply receive_value(struct connection *connection, const struct area *areas, int num_areas, size_t *size,
+                         double deadline, char text[REASON_BYTES], int *error);
 
 /* ---- pipeline.c ---- */
 

@@ -171,8 +171,8 @@ static enum reply take_line(struct connection *connection, char *line, size_t ro
     }
 }
 
-enum reply receive_value(struct connection *connection, uint8_t *buffer, size_t room, size_t *size, double deadline,
-                         char text[REASON_BYTES], int *error)
+enum reply receive_value(struct connection *connection, const struct area *areas, int num_areas, size_t *size,
+                         double deadline, char text[REASON_BYTES], int *error)
 {
     char line[4096], *end;
     enum reply reply = take_line(connection, line, sizeof line, deadline, error);
@@ -196,9 +196,18 @@ enum reply receive_value(struct connection *connection, uint8_t *buffer, size_t 
         connection->num_asked--;
         return NONE;
     }
-    bool fits = (size_t)length <= room;
+    size_t room = 0, left = (size_t)length;
+    for (int i = 0; i < num_areas; i++)
+        room += areas[i].size;
+    bool fits = left <= room;
+    for (int i = 0; fits && i < num_areas && left; i++) {
+        size_t here = areas[i].size < left ? areas[i].size : left;
+        if ((reply = take(connection, areas[i].memory, here, deadline, error)) != VALUE)
+            return reply;
+        left -= here;
+    }
     uint8_t line_end[2];
-    if ((reply = take(connection, fits ? buffer : NULL, (size_t)length, deadline, error)) != VALUE ||
+    if ((reply = take(connection, NULL, left, deadline, error)) != VALUE ||
         (reply = take(connection, line_end, 2, deadline, error)) != VALUE)
         return reply;
     if (memcmp(line_end, "\r\n", 2)) {
