@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import socket
-import subprocess
 import tempfile
 import threading
 import time
@@ -38,11 +37,11 @@ from sglang.srt.offload.codec import BlockLayout, make_codec
 from sglang.srt.offload.proxy.plane import Plane, PoolLink
 from sglang.srt.offload.proxy.settings import PROFILES, ProxySettings
 from sglang.srt.offload.store.address import StoreAddress
-from sglang.srt.offload.store.embedded import EmbeddedStore, server_binary
+from sglang.srt.offload.store.embedded import EmbeddedStore
 from sglang.srt.offload.store.object_store import ObjectStore
-from sglang.srt.offload.store.resp import RespConnection, StoreFailure
 from sglang.srt.utils.shared_memory import SharedMemory
-from support.network import Elsewhere, elsewhere
+from support.network import elsewhere
+from support.store_servers import redis_elsewhere
 
 CODECS: dict[str, dict[str, Any]] = {
     "raw": {"codec": "raw"},
@@ -62,7 +61,6 @@ BLOCK_TOKENS = 256
 BUFFERS = {f"{name}_buffer_bytes": 64 << 20 for name in ("compressed", "decompressed", "dequantized")}
 SMALL_BYTES = (4 << 10, 64 << 10)
 NUM_SMALL = 4096
-PORT = 6390
 
 
 class Rig:
@@ -228,28 +226,6 @@ def small_pieces(address: StoreAddress, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def server_there(there: Elsewhere, stack: ExitStack) -> StoreAddress:
-    """A Redis server on the other machine."""
-    options = {
-        "--port": str(PORT),
-        "--bind": there.address,
-        "--protected-mode": "no",
-        "--save": "",
-        "--appendonly": "no",
-    }
-    command = [*there.command, str(server_binary()), *(part for option in options.items() for part in option)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    stack.callback(process.wait)
-    stack.callback(process.kill)
-    address = StoreAddress.parse(f"redis://{there.address}:{PORT}")
-    while True:
-        try:
-            RespConnection(address, 5.0).call("PING")
-            return address
-        except StoreFailure:
-            time.sleep(0.01)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=8)
@@ -268,7 +244,7 @@ def main() -> None:
         there = server = None
         try:
             there = stack.enter_context(elsewhere(1000))
-            server = server_there(there, stack)
+            server = stack.enter_context(redis_elsewhere(there))
         except RuntimeError as error:
             print(f"without links: {error}")
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -1,21 +1,23 @@
 """Prompts from a remote store over a slow network, on real servers: first tokens, and the cost for a decoding
 request.
 
-    python benchmark/bench_remote.py [--rates 0.05,0.2,1] [--rounds N] [--tokens N]
+    PYTHONPATH=test python benchmark/bench_remote.py [--rates 1,10] [--rounds N] [--tokens N]
 
-The embedded model, one server per variant. All servers are up, and one is asked at a time, so that ratios hold on a
-noisy machine. In each round a client streams one long answer from a server. Meanwhile it sends prompts, one by one,
-whose KV only the store has (--hicache-bypass-local). Measured are the time to first token of the prompts, and the
-time per output token of the long answer while they are on their way. *alone*: without prompts.
+SmolLM2-135M in float32, one server per variant. All servers are up, and one is asked at a time, so that ratios hold
+on a noisy machine. In each round a client streams one long answer from a server. Meanwhile it sends prompts, one by
+one, whose KV (46 KB per token) only the store has (--hicache-bypass-local). Measured are the time to first token of
+the prompts, and the time per output token of the long answer while they are on their way. *alone*: without prompts.
 
-    recompute       no cache at all
-    raw             fetched without compression
-    in the engine   compressed without loss, the proxy's stages on threads of the scheduler process
-    synchronous     compressed, a proxy, but the scheduler waits for each fetch ("no AF" in ShadowServe 6.4)
-    proxy           compressed, a proxy of its own, fetched while others decode
+    raw             fetched without compression, by a proxy
+    lossless        compressed, by a proxy of its own, fetched while others decode
+      in the engine   the same, with the proxy's stages on threads of the scheduler process
+      synchronous     a proxy, but the scheduler waits for each fetch ("no AF" in ShadowServe 6.4)
+    binned          compressed with loss, by a proxy; and in the engine
+    recompute       no cache at all; one prompt, once
 
-The network is a token bucket in the proxy's receiving stage (the emulated engine), the store a Redis server on this
-machine. Server, proxy, store and client share its cores. A proxy on cores of its own would cost the decoder less.
+The store is a Redis server in another network namespace, behind a link that tc shapes. The scheduler process computes
+with one thread on core 0. Where a proxy is a process of its own, its threads are on core 1, with store, client and the
+server's other processes.
 """
 
 from __future__ import annotations
@@ -29,24 +31,30 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 from common import print_table, write_json
 
-from sglang.srt.offload.store.embedded import EmbeddedStore
+from sglang.srt.configs.smollm2_model import ensure_smollm2
+from support.network import elsewhere
+from support.store_servers import redis_elsewhere
 
-VARIANTS: dict[str, dict[str, Any] | None] = {
-    "recompute": None,
+VARIANTS: dict[str, dict[str, Any]] = {
     "raw": {"codec": "raw"},
-    "in the engine": {"in_process": True},
-    "synchronous": {"synchronous": True},
-    "proxy": {},
+    "lossless": {},
+    "lossless, in the engine": {"in_process": True},
+    "lossless, synchronous": {"synchronous": True},
+    "binned": {"codec": "binned"},
+    "binned, in the engine": {"codec": "binned", "in_process": True},
 }
-NUM_PROMPTS = 3
-LONG_ANSWER = 4000
+NUM_PROMPTS = 2
+LONG_ANSWER = 2000
+ENGINE_CORE, OTHER_CORE = 0, 1
 
 
 class Server:
@@ -54,27 +62,32 @@ class Server:
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             self.port = sock.getsockname()[1]
-        flags = ["--max-total-tokens", str(4 * context), "--random-seed", "1"]
+        flags = ["--max-total-tokens", str(context), "--dtype", "float32", "--random-seed", "1"]
         if config is None:
             flags += ["--disable-radix-cache"]
         else:
-            flags += ["--hicache", "--hicache-bypass-local", "--hicache-storage-prefetch-policy", "wait_complete"]
+            # Fetches fill at most half of the host.
+            flags += ["--hicache", "--hicache-ratio", "2"]
+            flags += ["--hicache-bypass-local", "--hicache-storage-prefetch-policy", "wait_complete"]
             flags += ["--hicache-load-or-recompute", "off", "--hicache-storage-backend", "remote"]
             flags += ["--hicache-storage-backend-extra-config", json.dumps(config)]
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", "embedded", "--port", str(self.port)]
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", "smollm2", "--port", str(self.port)]
         self.log = open(log, "w")  # noqa: SIM115
-        # One core computes; the other one serves everything else.
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen([*command, *flags], stdout=self.log, stderr=self.log, env=env)
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=600)
         deadline = time.monotonic() + 120
         while True:
             assert self.process.poll() is None and time.monotonic() < deadline, log.read_text()
             try:
                 if self.http.get("/health").status_code == 200:
-                    return
+                    break
             except httpx.TransportError:
                 time.sleep(0.1)
+        for process in (parent := psutil.Process(self.process.pid), *parent.children(recursive=True)):
+            core = ENGINE_CORE if "sglang.srt.managers.scheduler_process" in process.cmdline() else OTHER_CORE
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, {core})
 
     def first_token(self, ids: list[int]) -> tuple[float, int]:
         """Seconds, and tokens that came from the store."""
@@ -156,47 +169,46 @@ def fill(server: Server, prompts: list[list[int]], num_tokens: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rates", default="0.05,0.2,1", help="of the network, in 10^9 bits per second")
+    parser.add_argument("--rates", default="1,10", help="of the link, in 10^9 bits per second")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=3072, help="per prompt")
+    parser.add_argument("--tokens", type=int, default=6145, help="per prompt")
     args = parser.parse_args()
+    ensure_smollm2()
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, 2000, args.tokens).tolist() for _ in range(NUM_PROMPTS)]
+    prompts = [rng.integers(300, 40_000, args.tokens).tolist() for _ in range(NUM_PROMPTS)]
     # The last token is always computed, and a part of a block is not stored.
     hits = (args.tokens - 1) // 256 * 256
+    context = args.tokens + LONG_ANSWER + 128
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        store = EmbeddedStore.start(folder / "store", 8 << 30)
-        url = f"unix://{store.address.endpoints[0].path}"
-        try:
-            for codec in ("raw", "lossless"):
-                server = Server(
-                    {"url": url, "codec": codec}, folder / f"fill-{codec}", args.tokens + LONG_ANSWER + 128
-                )
-                fill(server, prompts, hits)
-                server.stop()
-            for rate in [float(r) for r in args.rates.split(",")]:
-                shaped = {"engine": "emulated", "rates_gbps": {"receive": rate}}
-                servers = {
-                    what: Server(
-                        None if config is None else {"url": url, "proxy": shaped, **config},
-                        folder / f"log-{rate}-{what.replace(' ', '-')}",
-                        args.tokens + LONG_ANSWER + 128,
-                    )
-                    for what, config in VARIANTS.items()
-                }
-                samples: dict[str, list[dict[str, float]]] = {what: [] for what in servers}
-                for i in range(args.rounds + 1):
-                    for what, server in servers.items():
-                        sample = measure(server, prompts, 0 if what == "recompute" else hits)
-                        if i:  # the first round warms up
-                            samples[what].append(sample)
-                for server in servers.values():
-                    server.stop()
-                rows += rows_of(rate, samples)
-        finally:
-            store.stop()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        there = stack.enter_context(elsewhere(10_000))
+        address = stack.enter_context(redis_elsewhere(there))
+        url = f"redis://{address.endpoints[0]}"
+        for codec in ("raw", "lossless", "binned"):
+            server = Server({"url": url, "codec": codec}, folder / f"fill-{codec}", context)
+            fill(server, prompts, hits)
+            server.stop()
+        servers = {
+            what: Server({"url": url, **config}, folder / f"log-{i}", context)
+            for i, (what, config) in enumerate(VARIANTS.items())
+        }
+        for server in servers.values():
+            stack.callback(server.stop)
+        for rate in [float(r) for r in args.rates.split(",")]:
+            there.limit(1000 * rate)
+            samples: dict[str, list[dict[str, float]]] = {what: [] for what in servers}
+            for i in range(args.rounds + 1):
+                for what, server in servers.items():
+                    sample = measure(server, prompts, hits)
+                    if i:  # the first round warms up
+                        samples[what].append(sample)
+            rows += rows_of(rate, samples)
+            print_table(f"At {rate:g} Gbit/s", rows_of(rate, samples))
+        server = Server(None, folder / "log-recompute", context)
+        stack.callback(server.stop)
+        recomputed = {"lossless": [measure(server, prompts[:1], 0)]}
+        rows += [{**row, "variant": "recompute"} for row in rows_of(0, recomputed)]
     print_table(f"Prompts of {args.tokens} tokens from a remote store, beside one answer", rows)
     write_json("remote", vars(args), rows)
 
@@ -210,7 +222,7 @@ def rows_of(rate: float, samples: dict[str, list[dict[str, float]]]) -> list[dic
             "Gbit/s": rate,
             "variant": what,
             "TTFT ms": 1e3 * float(np.median(column(what, "ttft"))),
-            "times proxy's": float(np.median(column(what, "ttft") / column("proxy", "ttft"))),
+            "times lossless": float(np.median(column(what, "ttft") / column("lossless", "ttft"))),
             "TPOT alone ms": 1e3 * float(np.median(column(what, "tpot alone"))),
             "TPOT ms": 1e3 * float(np.median(column(what, "tpot"))),
             "of alone": float(np.median(column(what, "tpot") / column(what, "tpot alone"))),

@@ -10,13 +10,15 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from sglang.srt.offload.store.address import StoreAddress
 from sglang.srt.offload.store.embedded import server_binary, spawn
 from sglang.srt.offload.store.resp import ErrorReply, RespConnection, StoreFailure
 from sglang.srt.utils.parent_death import ends_with_parent
+from support.network import Elsewhere
 
 PONG = b"+PONG\r\n"
 
@@ -108,6 +110,39 @@ class RedisServer:
 
     def resume(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)
+
+
+@contextmanager
+def redis_elsewhere(there: Elsewhere) -> Iterator[StoreAddress]:
+    """A Redis server on another machine, without a password."""
+    port = free_port()
+    options = [
+        "--port",
+        str(port),
+        "--bind",
+        there.address,
+        "--protected-mode",
+        "no",
+        "--save",
+        "",
+        "--appendonly",
+        "no",
+    ]
+    process = subprocess.Popen([*there.command, str(server_binary()), *options], stdout=subprocess.DEVNULL)
+    address = StoreAddress.parse(f"redis://{there.address}:{port}")
+    try:
+        give_up = time.monotonic() + 120
+        while True:
+            try:
+                RespConnection(address, 5.0).call("PING")
+                break
+            except StoreFailure:
+                assert time.monotonic() < give_up and process.poll() is None
+                time.sleep(0.01)
+        yield address
+    finally:
+        process.kill()
+        process.wait()
 
 
 class RedisSentinel:
