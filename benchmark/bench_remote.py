@@ -16,8 +16,8 @@ the prompts, and the time per output token of the long answer while they are on 
     recompute       no cache at all; one prompt, once
 
 The store is a Redis server in another network namespace, behind a link that tc shapes. The scheduler process computes
-with one thread on core 0. Where a proxy is a process of its own, its threads are on core 1, with store, client and the
-server's other processes.
+with one thread on core 0. Where a proxy is a process of its own, its threads are on core 1, with store, client and
+the server's other processes.
 """
 
 from __future__ import annotations
@@ -125,8 +125,11 @@ class LongAnswer:
                     return
 
     def per_token(self, begin: float, end: float) -> np.ndarray:
-        times = np.array([t for t in self.times if begin <= t <= end])
-        return np.diff(times)
+        """Seconds between tokens, from the last one before begin to the first one after end."""
+        while self.times[-1] < end:
+            time.sleep(0.01)
+        times = np.array(self.times)
+        return np.diff(times[np.searchsorted(times, begin, "right") - 1 : np.searchsorted(times, end) + 1])
 
     def stop(self) -> None:
         self._stopped.set()
@@ -151,8 +154,8 @@ def measure(server: Server, prompts: list[list[int]], hits: int) -> dict[str, fl
     return {
         "ttft": float(np.mean(ttft)),
         "tpot alone": float(np.mean(alone)),
-        "tpot": float(np.mean(busy)) if len(busy) else float("nan"),
-        "longest": float(np.max(busy)) if len(busy) else float("nan"),
+        "tpot": float(np.mean(busy)),
+        "longest": float(np.max(busy)),
     }
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import select
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +20,8 @@ from sglang.srt.offload.store.address import StoreAddress, TlsFiles
 from sglang.srt.offload.store.cluster import NUM_SLOTS
 from sglang.srt.offload.store.object_store import ObjectStore
 from sglang.srt.offload.store.resp import RespConnection, StoreFailure, StoreLost, StoreRefused, StoreTimeout
+from support.codec_cases import SMALL, kv_block
+from support.plane_rig import Asked, PieceSource, plane, some_pages
 from support.store_servers import FakeConnection, FakeServer, RedisServer
 from support.tls_servers import TLS_STORE_SERVER, Certificates, TlsRedisServer, TlsTerminator
 
@@ -112,6 +117,28 @@ def test_blocks_behind_tls(secure):
     assert store.leading(keys) == 0
     for each in (store, writer, reader):
         each.close()
+
+
+def test_the_data_plane_reads_behind_tls(secure):
+    """Small pieces and large ones; and a server that goes is a lost connection."""
+    for layout in (SMALL, kv_block(16, 2, 16, 8, 64, "float32", max_piece_bytes=1 << 20)):
+        source = PieceSource(1, 4, layout, server=SimpleNamespace(address=secure()), timeout_s=10.0)
+        connection = RespConnection(source.store.address, 10.0)
+        for name, value in source.pieces.items():
+            connection.set(name, [value])
+        connection.close()
+        with plane() as line:
+            session = source.open(line)
+            for number in range(3):
+                asked = Asked(source, session, number, range(4), some_pages(source, 4, random.Random(number)))
+                assert asked.wait() == 4 and asked.came(4), source.store.last_failure
+            server = secure.started.pop()
+            server.close() if isinstance(server, TlsTerminator) else server.kill()
+            assert Asked(source, session, 3, [0], asked.pages[:1]).wait() == 0
+            session.close()
+        source.store.close()
+    while any(thread.name == "tls" for thread in threading.enumerate()):
+        time.sleep(0.01)
 
 
 def test_received_bytes_go_straight_to_the_buffer(secure, monkeypatch):
