@@ -66,7 +66,7 @@ class PieceSource:
         self.layout = layout
         self.codec = make_codec(codec or {"codec": "lossless"}, layout, mac_key)
         self.keys = [i.to_bytes(16, "little") for i in range(num_blocks)]
-        self.pool = SharedMemory.allocate(4 * num_blocks * layout.block_bytes, "pool")
+        self.pool = SharedMemory.allocate(max(1, 4 * num_blocks) * layout.block_bytes, "pool")
         self.memory = self.pool.memory
         self.memory[:] = 0xEE
         self.late, self.lost = late, lost
@@ -90,7 +90,7 @@ class PieceSource:
                 self.pieces[self.store.name_of(key, i)] = stored.tobytes()
                 decoded[start:end] = self.decoded(stored, i, key)
             blocks.append(decoded)
-        self.expected = np.stack(blocks)
+        self.expected = np.array(blocks)
 
     def decoded(self, stored: np.ndarray, piece: int, key: bytes) -> np.ndarray:
         """As the codec's reference has it. Raises CodecError."""

@@ -143,12 +143,19 @@ class FrameConnection:
         self._send_elsewhere = send
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message soon, in order."""
+        """Send a message soon, in order. Raises WireError only after `hand_over`."""
+        data = wire.encode(message)
         if self._send_elsewhere is not None:
-            self._send_elsewhere(wire.encode(message))
+            self._send_elsewhere(data)
+            return
+        if self._is_handed_over:  # in vain
+            try:
+                self._send_control(data)
+            except OSError as error:
+                raise WireError(f"the other side has gone ({error})") from error
             return
         with self._more:
-            self._control.append(wire.encode(message))
+            self._control.append(data)
             self._more.notify()
 
     def send_data(
@@ -231,7 +238,7 @@ class FrameConnection:
                     entry = self._data[0]
             try:
                 if message is not None:
-                    self._send_frame((len(message), 0, 0, FrameKind.CONTROL, 0), message)
+                    self._send_control(message)
                     continue
                 assert entry is not None
                 if is_wanted := entry.is_wanted():
@@ -251,6 +258,9 @@ class FrameConnection:
             self._data.clear()
         for entry in left:
             entry.on_end(False)
+
+    def _send_control(self, message: bytes) -> None:
+        self._send_frame((len(message), 0, 0, FrameKind.CONTROL, 0), message)
 
     def _send_frame(self, header: tuple[int, ...], payload: Any) -> None:
         head = _HEADER.pack(*header)

@@ -9,6 +9,8 @@ import signal
 import struct
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,10 +22,11 @@ from sglang.srt.offload.codec import CodecError
 from sglang.srt.offload.codec.header import HEADER_BYTES
 from sglang.srt.offload.codec.registry import CODECS
 from sglang.srt.offload.frames import FrameKind
-from sglang.srt.offload.proxy.plane import PlaneRefused
+from sglang.srt.offload.proxy.plane import PlaneRefused, PlaneSession
+from sglang.srt.offload.store.cluster import slot_of
 from support.codec_cases import CONFIGS, CUT, SMALL, kv_block
-from support.plane_rig import Asked, PieceSource, frame_link, frame_pair, is_settled, plane, some_pages
-from support.store_servers import FakeConnection, FakeServer, single
+from support.plane_rig import TIMEOUT_S, Asked, PieceSource, frame_link, frame_pair, is_settled, plane, some_pages
+from support.store_servers import NO_CLUSTER, FakeConnection, FakeServer, single
 
 # 8 pieces of 2 pages in a block.
 LAYOUT = kv_block(
@@ -300,6 +303,38 @@ def test_several_engines_share_the_plane_and_one_that_ends_disturbs_no_other():
             session.close()
 
 
+def test_a_silent_server_holds_up_no_other_session():
+    sick, well = PieceSource(3, 6, LAYOUT, timeout_s=TIMEOUT_S), PieceSource(4, 4, LAYOUT)
+    sick.hold.clear()
+    with plane() as line:
+        sessions = [source.open(line) for source in (sick, well)]
+        stuck = Asked(sick, sessions[0], 1, range(6), some_pages(sick, 6, random.Random(1)))
+        for number in range(10):
+            asked = Asked(well, sessions[1], number, range(4), some_pages(well, 4, random.Random(number)))
+            assert asked.wait() == 4 and asked.came(4) and not stuck.counts
+        sick.hold.set()
+        assert stuck.wait() == 6
+        for session in sessions:
+            session.close()
+
+
+def test_a_master_no_more_is_asked_nothing_more():
+    """Behind sentinels the next connection is to the new one."""
+    source = PieceSource(4, 1, LAYOUT, ttl_s=100)
+    source.reply = b"-READONLY You can't write against a read only replica.\r\n"
+    with plane(receive_threads=1) as line:
+        session = source.open(line)
+        pages = some_pages(source, 1, random.Random(4))
+        assert Asked(source, session, 1, [0], pages).wait() == 0 and not source.damages
+        num_connections = source.server.num_connections
+        source.reply = b""
+        number = 2
+        while not Asked(source, session, number, [0], pages).wait():
+            number += 1
+        assert source.server.num_connections > num_connections
+        session.close()
+
+
 # -- frames ---------------------------------------------------------------------------------------------------------
 
 
@@ -367,47 +402,139 @@ def test_engines_that_take_nothing_do_not_hold_up_others():
 # -- clusters -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["MOVED", "ASK"])
-def test_pieces_that_are_on_another_node_are_followed(kind):
-    """And after MOVED they are asked for there."""
-    source = PieceSource(6, 4, LAYOUT)
-    there, nodes = source.server, []
+class TwoNodes:
+    """A cluster of two servers of the same pieces. ranges: (first slot, last slot, node) each. redirect:
+    what the first node answers to a GET, if anything but a piece. asked: which node, for each GET."""
 
-    def cluster() -> bytes:
-        slots = [(0, 16383, nodes[0])]
-        return b"*1\r\n" + b"".join(
-            b"*3\r\n:%d\r\n:%d\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % (first, last, port)
-            for first, last, port in slots
-        )
+    def __init__(self) -> None:
+        self.ranges = [(0, 8191, 0), (8192, 16383, 1)]
+        self.redirect: Callable[[], bytes] | None = None
+        self.hold = threading.Event()
+        self.hold.set()
+        self.asked: list[int] = []
+        self.num_asking = 0
+        self.servers = [FakeServer(single(partial(self._answer, i), self._slots)) for i in range(2)]
+        self.ports = [server.address.endpoints[0].port for server in self.servers]
+        self.source = PieceSource(6, 32, LAYOUT, server=self.servers[0])
+        first = [slot_of(self.source.name(i, 0)) < 8192 for i in range(32)]
+        self.blocks = [[i for i in range(32) if first[i]], [i for i in range(32) if not first[i]]]
 
-    def redirect(connection: FakeConnection, command: list[bytes]) -> None:
-        port = there.address.endpoints[0].port
-        connection.send(b"-%b 1 127.0.0.1:%d\r\n" % (kind.encode(), port))
+    def ask(self, session: PlaneSession, number: int, blocks: Sequence[int]) -> Asked:
+        pages = some_pages(self.source, len(blocks), random.Random(number))
+        return Asked(self.source, session, number, blocks, pages)
 
-    first = FakeServer(single(redirect, cluster))
-    nodes.append(first.address.endpoints[0].port)
-    asks = []
-    answer = source._answer
+    def move_all_to_the_first(self) -> None:
+        """And the store learns it, as it does when another block is looked for."""
+        self.ranges = [(0, 16383, 0)]
+        self.source.store._map.mark_outdated()
+        self.source.store._map._next_refresh = 0.0
+        self.source.store.stored(self.source.keys[:1])
 
-    def answer_there(connection: FakeConnection, command: list[bytes]) -> None:
+    def close(self) -> None:
+        for server in self.servers:
+            server.close()
+
+    def _slots(self) -> bytes:
+        host = b"$9\r\n127.0.0.1\r\n"
+        lines = [b"*3\r\n:%d\r\n:%d\r\n*2\r\n%b:%d\r\n" % (f, l, host, self.ports[i]) for f, l, i in self.ranges]
+        return b"*%d\r\n" % len(lines) + b"".join(lines)
+
+    def _answer(self, node: int, connection: FakeConnection, command: list[bytes]) -> None:
         if command[0] == b"ASKING":
-            asks.append(command)
+            self.num_asking += 1
             connection.send(b"+OK\r\n")
+        elif command[0] != b"GET":
+            connection.send(b":0\r\n")
+        elif node == 0 and self.redirect is not None:
+            connection.send(self.redirect())
         else:
-            answer(connection, command)
+            self.hold.wait(120)
+            self.asked.append(node)
+            self.source._answer(connection, command)
 
-    there._serve = single(answer_there)
-    other = PieceSource(6, 4, LAYOUT, server=first)
-    other.pieces = source.pieces
+
+@pytest.fixture
+def nodes() -> Iterator[TwoNodes]:
+    made = TwoNodes()
+    yield made
+    made.close()
+
+
+def test_blocks_are_asked_of_the_nodes_that_have_them(nodes):
     with plane() as line:
-        session = other.open(line)
+        session = nodes.source.open(line)
+        for node in (1, 0, 1):
+            nodes.asked.clear()
+            asked = nodes.ask(session, len(nodes.servers[0].requests), nodes.blocks[node][:3])
+            assert asked.wait() == 3 and asked.came(3) and set(nodes.asked) == {node}
+        session.close()
+
+
+@pytest.mark.parametrize("kind", ["MOVED", "ASK"])
+def test_pieces_that_are_on_another_node_are_followed(nodes, kind):
+    nodes.redirect = lambda: b"-%b 1 127.0.0.1:%d\r\n" % (kind.encode(), nodes.ports[1])
+    with plane() as line:
+        session = nodes.source.open(line)
         for number in range(3):
-            asked = Asked(other, session, number, range(4), some_pages(other, 4, random.Random(number)))
+            asked = nodes.ask(session, number, nodes.blocks[0][:4])
             assert asked.wait() == 4 and asked.came(4)
         session.close()
-    assert bool(asks) == (kind == "ASK")
-    first.close()
-    there.close()
+    assert bool(nodes.num_asking) == (kind == "ASK")
+
+
+@pytest.mark.parametrize(
+    "target", [b"127.0.0.1:10000000000000000000000000", b"127.0.0.1:0", b"a" * 70 + b":1", b"no port"]
+)
+def test_a_redirect_to_what_is_no_node_ends_the_block(nodes, target):
+    nodes.redirect = lambda: b"-MOVED 1 %b\r\n" % target
+    with plane() as line:
+        session = nodes.source.open(line)
+        for number in range(2):
+            assert nodes.ask(session, number, nodes.blocks[0][:1]).wait() == 0
+        assert nodes.ask(session, 3, nodes.blocks[1][:1]).wait() == 1
+        session.close()
+
+
+def test_a_slot_that_has_moved_is_asked_for_where_requests_are_under_way(nodes):
+    with plane(receive_threads=1) as line:
+        session = nodes.source.open(line)
+        assert nodes.ask(session, 1, nodes.blocks[0][:1]).wait() == 1
+        nodes.move_all_to_the_first()
+        nodes.hold.clear()
+        asked = nodes.ask(session, 2, [nodes.blocks[0][0], nodes.blocks[1][0]])
+        while nodes.servers[0].requests[-1][0] != b"GET":
+            time.sleep(0.001)
+        nodes.hold.set()
+        assert asked.wait() == 2 and asked.came(2) and set(nodes.asked) == {0}
+        session.close()
+
+
+def test_a_store_that_is_a_cluster_no_more(nodes):
+    with plane() as line:
+        session = nodes.source.open(line)
+        assert nodes.ask(session, 1, [nodes.blocks[0][0], nodes.blocks[1][0]]).wait() == 2
+        nodes._slots = lambda: NO_CLUSTER
+        for server in nodes.servers:
+            server._serve = single(partial(nodes._answer, 0), lambda: NO_CLUSTER)
+        nodes.source.store._map.mark_outdated()
+        nodes.source.store._map._next_refresh = 0.0
+        nodes.source.lost = 1.0  # of the connections that there are
+        assert nodes.ask(session, 2, [nodes.blocks[1][0]]).wait() == 0
+        nodes.source.lost = 0.0
+        number = 3
+        while not nodes.ask(session, number, [nodes.blocks[1][0]]).wait():
+            number += 1
+        session.close()
+
+
+def test_a_cluster_with_more_nodes_than_the_plane_has_room_for(nodes, monkeypatch):
+    monkeypatch.setattr("sglang.srt.offload.store.piece_connections._MAX_NODES", 1)
+    with plane() as line:
+        session = nodes.source.open(line)
+        assert nodes.ask(session, 1, nodes.blocks[0][:1]).wait() == 0
+        assert nodes.ask(session, 2, nodes.blocks[1][:1]).wait() == 0
+        session.close()
+    assert "more than 1 nodes" in nodes.source.store.last_failure
 
 
 # -- the plane itself -----------------------------------------------------------------------------------------------
@@ -417,6 +544,14 @@ def test_a_session_that_the_plane_cannot_serve_is_refused():
     source = PieceSource(6, 1, kv_block(4, 1, 1, 1, 8, "float32"))
     vars(source.layout)["piece_bytes"] = 4 << 20
     with plane() as line, pytest.raises(PlaneRefused, match="does not describe a session"):
+        source.open(line)
+
+
+def test_vectors_that_binned_does_not_make_smaller_are_refused():
+    layout = kv_block(1 << 11, 1, 256, 2, 1, "bfloat16")
+    assert layout.piece_bytes == 2 << 20
+    source = PieceSource(6, 0, layout, {"codec": "binned"})
+    with plane() as line, pytest.raises(PlaneRefused, match="too short for codec binned"):
         source.open(line)
 
 

@@ -34,7 +34,7 @@ from sglang.srt.offload.codec.layout import BlockLayout
 from sglang.srt.offload.proxy.settings import PIECE_BYTES, STAGES, ProxySettings
 from sglang.srt.offload.store.failures import ErrorReply, StoreFailure, ValueTooLarge
 from sglang.srt.offload.store.object_store import ObjectStore
-from sglang.srt.offload.store.piece_connections import PieceConnections, Route
+from sglang.srt.offload.store.piece_connections import PieceConnections
 from sglang.srt.utils.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,11 @@ class Plane:
         with self._lock:
             session = self._sessions[self._next_id] = PlaneSession(self, self._next_id, source)
             self._next_id += 1
-        session._open(link)
+        try:
+            session._open(link)
+        except BaseException:
+            self.forget(session._id)
+            raise
         return session
 
     def stats(self) -> dict[str, int]:
@@ -173,7 +177,7 @@ class Plane:
                     return
                 sent = socket.send_fds(self._socket, parts, list(fds))
                 self._socket.sendall(b"".join(parts)[sent:])
-            except OSError:
+            except (BrokenPipeError, ConnectionResetError):
                 self._ended()
 
     def forget(self, session: int) -> None:
@@ -194,15 +198,25 @@ class Plane:
 
     def _read(self) -> None:
         """Events. It sends nothing itself: else both sides could wait for each other."""
+        try:
+            self._take_events()
+        except BaseException:
+            logger.critical("the thread of the data plane's events died", exc_info=True)
+        self._ended()
+
+    def _take_events(self) -> None:
         with self._socket, self._socket.makefile("rb") as stream:
             while len(head := stream.read(_BEGIN.size)) == _BEGIN.size:
                 size, kind, number = _BEGIN.unpack(head)
                 body = stream.read(size - 1 - _ID.size)
-                with self._lock:
-                    session = self._sessions.get(number)
-                if session is not None:
-                    session._take(kind, body)
-        self._ended()
+                self._pass_on(number, kind, body)
+
+    def _pass_on(self, number: int, kind: int, body: bytes) -> None:
+        # Not in the loop, which would keep a closed session, and its engine's memory, until the next event.
+        with self._lock:
+            session = self._sessions.get(number)
+        if session is not None:
+            session._take(kind, body)
 
     def _ended(self) -> None:
         if not self._is_closing:
@@ -222,6 +236,8 @@ class PlaneSession:
         self._opened: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._lock = threading.Lock()
+        # Held while a route is made and sent, so that a newer one follows.
+        self._route_lock = threading.Lock()
         self._ends: dict[int, Callable[[int], None]] = {}
         # What asks the store, one after another: what became of blocks, redirected pieces, and ends of fetches behind
         # these, since an engine may store a block again when it has the answer.
@@ -285,7 +301,6 @@ class PlaneSession:
         )
         self._plane.send(fields + store.prefix, _OPEN, self._id, fds)
         if reason := self._opened.get():
-            self._plane.forget(self._id)
             raise PlaneRefused(f"the proxy's data plane cannot serve it: {reason}")
 
     def _take(self, kind: int, body: bytes) -> None:
@@ -313,23 +328,30 @@ class PlaneSession:
 
     def _connect(self, thread: int, hash_slot: int) -> None:
         try:
-            route, node, connection = self._connections.connect(thread, hash_slot)
-        except StoreFailure:
+            node, connection = self._connections.connect(thread, hash_slot)
+            with connection:
+                self._send_route()
+                self._plane.send(_NEEDED.pack(thread, node), _CONNECTED, self._id, [connection.fileno()])
+        except Exception as failure:  # also of the system: a piece that waits for a connection gets an answer
+            if not isinstance(failure, StoreFailure):
+                logger.exception("the data plane gets no connection")
             self._plane.send(_NEEDED.pack(thread, 0), _CONNECTED, self._id)
-            return
-        with connection:
-            self._send_route(route)
-            self._plane.send(_NEEDED.pack(thread, node), _CONNECTED, self._id, [connection.fileno()])
 
-    def _send_route(self, route: Route | None) -> None:
-        if route is not None:
-            self._plane.send(bytes([route.is_cluster]) + route.node_of_slot, _ROUTES, self._id)
+    def _send_route(self) -> None:
+        """If it is another one than before."""
+        with self._route_lock:
+            route = self._connections.changed_route()
+            if route is not None:
+                self._plane.send(bytes([route.is_cluster]) + route.node_of_slot, _ROUTES, self._id)
 
     def _do_later(self) -> None:
         work = {_ENDED: self._end, _BAD: self._note_bad, _REDIRECT: self._bring}
         while (event := self._later.get()) is not None:
             kind, body = event
-            work[kind](body)
+            try:
+                work[kind](body)
+            except Exception:
+                logger.exception("what became of a block is not known")
             with self._lock:
                 self._num_later -= 1
 
@@ -364,8 +386,8 @@ class PlaneSession:
         layout, size = self._source.layout, None
         room = self._source.codec.max_stored_bytes(layout.raw_bytes(index))
         try:
-            size, route = self._connections.follow(key, index, self._buffer.data[:room])
-            self._send_route(route)
+            size = self._connections.follow(key, index, self._buffer.data[:room])
+            self._send_route()
             if size is None:
                 self._source.incomplete(key)
         except ValueTooLarge as failure:
@@ -374,8 +396,9 @@ class PlaneSession:
             self._refused(key, failure)
         except StoreFailure:
             pass  # counted and logged
-        piece = b"" if size is None else self._buffer[:size].tobytes()
-        self._plane.send(body[: _PLACE.size] + bytes([size is not None]) + piece, _BROUGHT, self._id)
+        finally:
+            piece = b"" if size is None else self._buffer[:size].tobytes()
+            self._plane.send(body[: _PLACE.size] + bytes([size is not None]) + piece, _BROUGHT, self._id)
 
 
 def _configuration(settings: ProxySettings) -> bytes:

@@ -13,6 +13,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from sglang.srt.mem_cache.block_keys import KEY_BYTES
 from sglang.srt.offload import wire
@@ -66,6 +67,8 @@ class Session:
         self._lock = threading.Condition()
         # Operations that are not answered yet: the write, or a fetch's keys.
         self._open: dict[int, Write | list[bytes]] = {}
+        # What is closed after the last operation, if the session came that far.
+        self._ending = ExitStack()
         self._log = RareLog(logger)
         self.damaged_blocks = 0
         self.incomplete_blocks = 0
@@ -95,11 +98,10 @@ class Session:
                 self._end()
                 self._outbox.put(None)
                 sender.join()
-                self._fetches.close()
-                self.store.close()
         except wire.WireError as error:
             logger.debug("session ends: %s", error)
         finally:
+            self._ending.close()
             self.channel.close()
 
     def block_writer(self, thread: int) -> BlockWriter:
@@ -134,6 +136,8 @@ class Session:
             self.codec = make_codec(hello.codec, self.layout, hello.mac_key)
         except (TypeError, ValueError) as error:
             raise SessionRefusedError(str(error)) from error
+        if len(hello.mac_key) not in (0, wire.MAC_KEY_BYTES):
+            raise SessionRefusedError(f"its mac_key has {len(hello.mac_key)} bytes, not {wire.MAC_KEY_BYTES}")
         if self.layout.piece_bytes > PIECE_BYTES or self.layout.block_bytes > MAX_BLOCK_BYTES:
             raise SessionRefusedError(
                 f"its pieces or blocks are too large: at most {PIECE_BYTES} and {MAX_BLOCK_BYTES} bytes; lower "
@@ -156,6 +160,7 @@ class Session:
             self.codec.spec,
             self._settings.ttl_s,
         )
+        self._ending.callback(self.store.close)
         if hello.is_first:
             try:
                 self.store.check()
@@ -165,6 +170,7 @@ class Session:
             self._fetches = self._plane.open(self, self.channel.link())
         except PlaneRefused as error:
             raise SessionRefusedError(str(error)) from error
+        self._ending.callback(self._fetches.close)
         self.channel.linked(self._fetches)
         self.channel.send(wire.Welcome(self.codec.spec))
 

@@ -17,6 +17,7 @@ DATA_PLANES = ("threads", "process")
 # Of one block, which a writing thread encodes as a whole.
 MAX_BLOCK_BYTES = 1 << 30
 _MAX_TTL_S = 10 * 365 * 24 * 3600
+_MAX_TIMEOUT_S = 24 * 3600
 _MAX_THREADS = 256
 _MAX_BUFFER_BYTES = 1 << 40
 
@@ -97,6 +98,8 @@ class ProxySettings:
             raise StoreError(f"proxy: ttl_s has to be at most {_MAX_TTL_S}, ten years")
         if self.ttl_s < 0 or not min(self.max_read_gbps, self.max_write_gbps) >= 0:
             raise StoreError("proxy: ttl_s, max_read_gbps and max_write_gbps have to be at least 0")
+        if self.store_timeout_s > _MAX_TIMEOUT_S:
+            raise StoreError(f"proxy: store_timeout_s has to be at most {_MAX_TIMEOUT_S}, a day")
         if not self.store_timeout_s > 0 or not self.poll_us >= 0 or not all(r > 0 for r in self.rates_gbps.values()):
             raise StoreError("proxy: store_timeout_s and rates_gbps have to be above 0, poll_us at least 0")
 

@@ -128,7 +128,7 @@ def parse_slots(reply: Reply, asked: Endpoint) -> tuple[tuple[Endpoint, ...], ar
         for first, last, (host, port, *_), *_ in entries:
             # A node that does not know its own address means the address under which it was asked.
             known = host not in (None, b"", b"?")
-            endpoint = Endpoint(host.decode() if known else asked.host, int(port))
+            endpoint = _endpoint(host.decode() if known else asked.host, int(port))
             if not 0 <= first <= last < NUM_SLOTS:
                 raise ValueError
             if endpoint not in nodes:
@@ -293,6 +293,14 @@ def is_redirect(error: ErrorReply) -> bool:
     return error.code in ("MOVED", "ASK")
 
 
+def _endpoint(host: str, port: int) -> Endpoint:
+    """Raises ValueError, also for a name that cannot be one."""
+    host.encode("idna")
+    if not 0 < port < 1 << 16:
+        raise ValueError
+    return Endpoint(host, port)
+
+
 def _target(error: ErrorReply, asked: Endpoint) -> tuple[Endpoint, int]:
     """The node and slot of an error such as `MOVED 3999 127.0.0.1:6381`. Without a host, it is the node that was
     asked. Raises StoreLost."""
@@ -301,6 +309,6 @@ def _target(error: ErrorReply, asked: Endpoint) -> tuple[Endpoint, int]:
         host, _, port = where.rpartition(":")
         if not 0 <= int(slot) < NUM_SLOTS:
             raise ValueError
-        return Endpoint(host or asked.host, int(port)), int(slot)
+        return _endpoint(host or asked.host, int(port)), int(slot)
     except ValueError:
         raise StoreLost(f"a redirect is not understood: {str(error)[:60]!r}") from None

@@ -16,11 +16,13 @@ import numpy as np
 
 from sglang.srt.offload.store.address import Endpoint
 from sglang.srt.offload.store.cluster import NUM_SLOTS, NodeConnections
-from sglang.srt.offload.store.failures import StoreFailure, StoreLost, StoreTimeout
+from sglang.srt.offload.store.failures import ErrorReply, StoreFailure, StoreLost, StoreTimeout
 from sglang.srt.offload.store.object_store import ObjectStore, PieceReader
 
 # How a connection of the plane's has failed, as csrc/kvplane/plane.h has it.
-_TIMED_OUT, _CLOSED, _SYSTEM_ERROR = 5, 6, 7
+_TIMED_OUT, _CLOSED, _SYSTEM_ERROR, _NOT_THE_MASTER = 5, 6, 7, 9
+# The plane has room for so many. A number is not used again.
+_MAX_NODES = 4096
 
 
 @dataclass(frozen=True)
@@ -38,25 +40,25 @@ class PieceConnections:
         self._lock = threading.Lock()
         self._by_thread: dict[int, NodeConnections] = {}
         self._numbers: dict[Endpoint, int] = {}
-        self._sent: Route | None = None
+        self._route: Route | None = None
         self._reader: PieceReader | None = None
 
-    def connect(self, thread: int, hash_slot: int) -> tuple[Route | None, int, socket.socket]:
-        """A new connection of a receiving thread to the node that serves a slot, logged in, the node's number, and
-        the route if it is another one than before. Raises StoreFailure, which has been counted and logged."""
+    def connect(self, thread: int, hash_slot: int) -> tuple[int, socket.socket]:
+        """A new connection of a receiving thread to the node that serves a slot, logged in, and the node's number.
+        Raises StoreFailure, which has been counted and logged, and OSError."""
         with self._lock:
             connections = self._by_thread.get(thread)
             if connections is None:
                 connections = self._by_thread[thread] = self._store.connections()
         try:
             connection = connections.for_slot(hash_slot)
-            plain = connection.hand_over()
+            with self._lock:
+                number = self._number(connection.endpoint)
+            return number, connection.hand_over()
         except StoreFailure as failure:
             connections.note_failed()
             self._store.failed("reading a piece", failure)
             raise
-        with self._lock:
-            return self._changed_route(), self._number(connection.endpoint), plain
 
     def failed(self, thread: int, node: int, how: int, error: int, has_answered: bool, text: str) -> None:
         """A connection that was handed over has failed. has_answered: a value had come before."""
@@ -72,20 +74,35 @@ class PieceConnections:
             failure = StoreLost(f"{where} closed the connection")
         elif how == _SYSTEM_ERROR:
             failure = StoreLost(f"{where}: {os.strerror(error)}")
+        elif how == _NOT_THE_MASTER:
+            failure = ErrorReply(text)
         else:
             failure = StoreLost(f"{where} speaks another protocol: it sent {text!r}")
         connection.note_lost(failure, has_answered)
         connections.note_failed()
         self._store.failed("reading a piece", failure)
 
-    def follow(self, key: bytes, index: int, buffer: memoryview) -> tuple[int | None, Route | None]:
-        """Read a piece that was redirected, as `PieceReader`; and the route where it has changed. For one thread."""
+    def follow(self, key: bytes, index: int, buffer: memoryview) -> int | None:
+        """Read a piece that was redirected, as `PieceReader`. For one thread."""
         if self._reader is None:
             self._reader = self._store.reader()
         self._reader.request(key, index)
-        size = self._reader.receive(buffer)
-        with self._lock:
-            return size, self._changed_route()
+        return self._reader.receive(buffer)
+
+    def changed_route(self) -> Route | None:
+        """None if it is the same as at the last call."""
+        is_cluster, nodes, slots = self._store.slots()
+        table = b""
+        if is_cluster:
+            with self._lock:
+                numbers = np.array([*map(self._number, nodes), -1], np.int16)
+            table = numbers[np.frombuffer(slots, np.int16)].tobytes()
+            assert len(table) == 2 * NUM_SLOTS
+        route = Route(is_cluster, table)
+        if route == self._route:
+            return None
+        self._route = route
+        return route
 
     def close(self) -> None:
         for connections in self._by_thread.values():
@@ -96,17 +113,7 @@ class PieceConnections:
     # -- inside, with the lock ------------------------------------------------------------------------------------
 
     def _number(self, endpoint: Endpoint) -> int:
+        """Raises StoreLost."""
+        if endpoint not in self._numbers and len(self._numbers) >= _MAX_NODES:
+            raise StoreLost(f"the cluster has had more than {_MAX_NODES} nodes: restart the proxy")
         return self._numbers.setdefault(endpoint, len(self._numbers))
-
-    def _changed_route(self) -> Route | None:
-        is_cluster, nodes, slots = self._store.slots()
-        table = b""
-        if is_cluster:
-            numbers = np.array([*(self._number(endpoint) for endpoint in nodes), -1], np.int16)
-            table = numbers[np.frombuffer(slots, np.int16)].tobytes()
-            assert len(table) == 2 * NUM_SLOTS
-        route = Route(is_cluster, table)
-        if route == self._sent:
-            return None
-        self._sent = route
-        return route

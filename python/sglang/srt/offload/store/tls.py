@@ -14,6 +14,7 @@ import select
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 from sglang.srt.offload.store.address import StoreAddress, TlsFiles
@@ -23,6 +24,8 @@ from sglang.srt.offload.store.transport import seconds_left, wait_for
 # A TLS record has at most so many bytes. Smaller parts are joined before they are sent, or each would be a record.
 _RECORD_BYTES = 16 << 10
 _PASSED_AT_ONCE = 256 << 10
+# For a server to take some commands. Those who wait for its replies have given up long before.
+_PATIENCE_S = 600.0
 # OpenSSL's verify_code (X509_V_ERR_…).
 _EXPIRED = 10
 _OTHER_NAME = (62, 64)
@@ -99,7 +102,7 @@ class TlsTransport:
                     if any(fd == plain.fileno() for fd, _ in poll.poll()):
                         if not (commands := plain.recv(_PASSED_AT_ONCE)):
                             return
-                        self.send_all([memoryview(commands)], float("inf"))
+                        self.send_all([memoryview(commands)], time.monotonic() + _PATIENCE_S)
                     while (size := self._decrypt(buffer)) is not None:
                         if not size:
                             return
@@ -115,6 +118,10 @@ class TlsTransport:
                 count = self.socket.recv_into(buffer[size:])
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 return size or None
+            except OSError:
+                if not size:
+                    raise
+                return size
             if not count:
                 return size
             size += count

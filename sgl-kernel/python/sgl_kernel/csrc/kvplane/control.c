@@ -229,13 +229,16 @@ static const char *open_session(struct plane *plane, struct in *in, uint32_t id)
     session->threads = calloc(plane->settings.threads[RECEIVE], sizeof *session->threads);
     for (int i = 0; i < HASH_SLOTS; i++)
         session->node_of[i] = -1;
-    pthread_cond_init(&session->answered, NULL);
     session->destination = is_elsewhere ? &FRAMES : &POOL;
     int first = get_fd(in), second = is_elsewhere ? -1 : get_fd(in);
     const char *why = "";
+    uint64_t vector_bytes = (uint64_t)session->head_dim * session->value_bytes;
     if (in->is_short || prefix_bytes > MAX_PREFIX_BYTES || !session->threads || !session->piece_bytes ||
         session->piece_bytes > MAX_PIECE_BYTES || !session->num_pieces || !session->page_bytes || !session->value_bytes)
         why = "the message does not describe a session";
+    else if (session->codec == BINNED &&
+             (!vector_bytes || session->piece_bytes / vector_bytes * (4 + session->head_dim) > SLOT_BYTES))
+        why = "its vectors are too short for codec binned: use codec lossless";
     else if (!has_xxhash())
         why = "there is no libxxhash.so.0, with which pieces are checked: install it (libxxhash0)";
     else if (session->coder == ZSTD && !has_zstd())
@@ -303,14 +306,20 @@ static bool connected(struct plane *plane, struct session *session, struct in *i
         while (its->num_connections <= node)
             its->connections[its->num_connections++] = NULL;
     }
-    if (connection && its->connections[node])
-        free_connection(its->connections[node]);
-    if (connection)
+    /* A connection that there is may have requests in flight, and stays. */
+    if (connection && !its->connections[node]) {
         its->connections[node] = connection;
-    its->is_refused = !connection;
-    its->is_asking = false;
-    pthread_cond_broadcast(&session->answered);
+        connection = NULL;
+    }
+    /* The control plane knows best which node serves the slot. */
+    if (fd >= 0)
+        session->node_of[its->hash_slot] = (int16_t)node;
+    its->is_refused = fd < 0;
+    its->is_answered = true;
     pthread_mutex_unlock(&plane->lock);
+    if (connection)
+        free_connection(connection);
+    wake_receiver(plane, thread);
     return true;
 }
 

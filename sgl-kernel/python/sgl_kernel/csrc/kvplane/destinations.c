@@ -12,7 +12,9 @@
 #include <unistd.h>
 
 #define DATA_BYTES (256 << 10)
+/* An engine that takes nothing for so long has gone; and one whose session ends is not waited for as long. */
 #define SILENCE_MS 30000
+#define LAST_MS 2000
 
 /* ---- pages ---- */
 
@@ -93,6 +95,18 @@ struct sender {
     uint64_t number;
 };
 
+static bool wait_to_send(const struct sender *sender)
+{
+    for (int waited = 0; waited < SILENCE_MS; waited += 100) {
+        struct pollfd waiting = {sender->fd, POLLOUT, 0};
+        if (poll(&waiting, 1, 100) > 0)
+            return true;
+        if (waited >= LAST_MS && __atomic_load_n(&sender->is_closing, __ATOMIC_RELAXED))
+            return false;
+    }
+    return false;
+}
+
 static bool send_frame(struct sender *sender, const struct frame_header *header, const void *payload)
 {
     uint8_t tag[TAG_BYTES];
@@ -110,8 +124,7 @@ static bool send_frame(struct sender *sender, const struct frame_header *header,
         if (sent < 0 && errno == EINTR)
             continue;
         if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
-            struct pollfd waiting = {sender->fd, POLLOUT, 0};
-            if (poll(&waiting, 1, SILENCE_MS) == 0)
+            if (!wait_to_send(sender))
                 return false;
             continue;
         }
@@ -247,7 +260,7 @@ void send_message(struct sender *sender, const uint8_t *payload, size_t size)
 void free_sender(struct sender *sender)
 {
     pthread_mutex_lock(&sender->lock);
-    sender->is_closing = true;
+    __atomic_store_n(&sender->is_closing, true, __ATOMIC_RELAXED);
     pthread_cond_signal(&sender->changed);
     pthread_mutex_unlock(&sender->lock);
     pthread_join(sender->thread, NULL);

@@ -3,16 +3,20 @@
 
 #include <errno.h>
 #include <math.h>
+#include <poll.h>
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
 
-/* Small pieces that a receiving thread has asked for at a time, beside `window`. */
+/* Small pieces that are asked for at a time on a connection, beside `window`. */
 #define SMALL_ASK_BYTES (256 << 10)
+/* A thread that waits for replies looks so often for a slot, or a share of them. */
+#define LOOK_AGAIN_S 0.001
 #define MAX_ASKED 64
 
 double end_at_rate(struct rate *rate, double began, uint64_t bytes)
@@ -40,6 +44,8 @@ static void count(struct plane *plane, enum stage stage, uint64_t pieces, uint64
     __atomic_fetch_add(&c->bytes[stage], bytes, __ATOMIC_RELAXED);
     __atomic_fetch_add(&c->us[stage], (uint64_t)(1e6 * seconds), __ATOMIC_RELAXED);
 }
+
+static void wake_receivers(struct plane *plane);
 
 /* ---- fetches: all with plane->lock ---- */
 
@@ -140,7 +146,7 @@ void submit_fetch(struct plane *plane, struct fetch *fetch)
     *plane->last_fetch = fetch;
     plane->last_fetch = &fetch->next;
     note_reading(plane);
-    pthread_cond_broadcast(&plane->changed);
+    wake_receivers(plane);
     bool ended = is_over(fetch);
     pthread_mutex_unlock(&plane->lock);
     if (ended)
@@ -219,7 +225,6 @@ static void end_piece(struct piece *piece, bool ok)
     if (plane->settings.is_pipelined && session->destination->can_stall) {
         session->num_stallable--;
         plane->num_stallable--;
-        pthread_cond_broadcast(&plane->changed);
     }
     fetch->num_under_way--;
     if (ok)
@@ -227,9 +232,9 @@ static void end_piece(struct piece *piece, bool ok)
     else
         limit_to(fetch, piece->block);
     if (!plane->settings.is_pipelined) {
-        plane->num_together--;
+        if (!--plane->num_together)
+            wake_receivers(plane);
         go_on_together(plane);
-        pthread_cond_broadcast(&plane->changed);
     }
     free(piece->brought);
     free(piece);
@@ -266,7 +271,8 @@ void give_up(struct plane *plane, struct session *session, uint64_t operation)
 
 static void fail(struct piece *piece, enum bad kind, const char *text)
 {
-    tell_bad(piece, kind, text);
+    if (is_wanted(piece)) /* else another piece of the block has failed before */
+        tell_bad(piece, kind, text);
     end_piece(piece, false);
 }
 
@@ -277,27 +283,66 @@ struct asked {
     struct piece *piece;
 };
 
+/* A thread asks several nodes, for several sessions. Each connection is a lane of its own: one that is silent holds up
+ * no other. */
 struct receiver {
     struct plane *plane;
     uint32_t thread;
-    struct asked asked[MAX_ASKED];
+    struct asked asked[MAX_ASKED]; /* those of a connection in the order of their replies */
     int num;
-    uint64_t bytes;
+    struct piece *waiting; /* for connections */
+    struct piece *held;    /* found no slot */
 };
 
-/* The next piece for a receiving thread; NULL if there is none. */
-static struct piece *next_piece(struct plane *plane)
+void wake_receiver(struct plane *plane, uint32_t thread)
 {
+    uint64_t one = 1;
+    if (write(plane->wakes[thread], &one, sizeof one) < 0)
+        return; /* it is awake */
+}
+
+static void wake_receivers(struct plane *plane)
+{
+    for (uint32_t i = 0; i < plane->settings.threads[RECEIVE]; i++)
+        wake_receiver(plane, i);
+}
+
+/* With plane->lock. */
+static struct connection *connection_to(const struct session *session, uint32_t thread, uint32_t hash_slot)
+{
+    const struct session_thread *its = &session->threads[thread];
+    int node = session->node_of[hash_slot];
+    return node >= 0 && (uint32_t)node < its->num_connections ? its->connections[node] : NULL;
+}
+
+/* Whether the lane of a fetch's next piece has room, with plane->lock. */
+static bool has_room(const struct receiver *receiver, const struct fetch *fetch)
+{
+    const struct session *session = fetch->session;
+    uint32_t hash_slot = fetch->hash_slots[fetch->next_piece / session->num_pieces];
+    const struct connection *lane = connection_to(session, receiver->thread, hash_slot);
+    if (!lane)
+        return !session->threads[receiver->thread].is_waiting;
+    if (lane->num_asked < (int)receiver->plane->settings.window)
+        return true;
+    /* More only of small pieces, and with half of the slots: the other half is left to other lanes. */
+    const struct counters *counters = receiver->plane->counters;
+    uint64_t used = __atomic_load_n(&counters->slots_used[COMPRESSED], __ATOMIC_RELAXED);
+    return lane->asked_bytes < SMALL_ASK_BYTES && 2 * used < counters->slots[COMPRESSED];
+}
+
+/* The next piece for a receiving thread, with plane->lock; NULL if there is none. */
+static struct piece *next_piece(struct receiver *receiver)
+{
+    struct plane *plane = receiver->plane;
     if (plane->num_untaken)
         return plane->untaken[--plane->num_untaken];
     if (!plane->settings.is_pipelined && plane->num_together)
         return NULL;
     for (struct fetch *fetch = plane->fetches; fetch; fetch = fetch->next) {
-        if (!may_take(plane, fetch))
+        if (!has_more(fetch) || !may_take(plane, fetch) || !has_room(receiver, fetch))
             continue;
         struct piece *piece = take_piece(fetch);
-        if (!piece)
-            continue;
         if (plane->settings.is_pipelined) {
             if (fetch->session->destination->can_stall) {
                 fetch->session->num_stallable++;
@@ -316,54 +361,10 @@ static struct piece *next_piece(struct plane *plane)
         plane->num_together = 1;
         for (struct piece *other; plane->num_together < (int)num && (other = take_piece(fetch)); plane->num_together++)
             plane->untaken[plane->num_untaken++] = other;
-        pthread_cond_broadcast(&plane->changed);
+        wake_receivers(plane);
         return piece;
     }
     return NULL;
-}
-
-static struct piece *wait_for_piece(struct plane *plane, bool block)
-{
-    pthread_mutex_lock(&plane->lock);
-    struct piece *piece = next_piece(plane);
-    while (!piece && block && !plane->is_stopping) {
-        pthread_cond_wait(&plane->changed, &plane->lock);
-        piece = next_piece(plane);
-    }
-    note_reading(plane);
-    pthread_mutex_unlock(&plane->lock);
-    return piece;
-}
-
-/* A connection for a block, which the control plane is asked for if there is none; NULL if it has none. */
-static struct connection *connection_for(struct receiver *receiver, const struct fetch *fetch, uint32_t block)
-{
-    struct plane *plane = receiver->plane;
-    struct session *session = fetch->session;
-    struct session_thread *mine = &session->threads[receiver->thread];
-    uint32_t hash_slot = fetch->hash_slots[block];
-    pthread_mutex_lock(&plane->lock);
-    for (;;) {
-        int node = session->node_of[hash_slot];
-        struct connection *connection = NULL;
-        if (node >= 0 && (uint32_t)node < mine->num_connections)
-            connection = mine->connections[node];
-        if (connection || plane->is_stopping) {
-            pthread_mutex_unlock(&plane->lock);
-            return connection;
-        }
-        mine->is_asking = true;
-        mine->is_refused = false;
-        pthread_mutex_unlock(&plane->lock);
-        tell_need(session, receiver->thread, hash_slot);
-        pthread_mutex_lock(&plane->lock);
-        while (mine->is_asking && !plane->is_stopping)
-            pthread_cond_wait(&session->answered, &plane->lock);
-        if (mine->is_refused) {
-            pthread_mutex_unlock(&plane->lock);
-            return NULL;
-        }
-    }
 }
 
 /* A connection has failed: so has what was asked on it. */
@@ -377,61 +378,152 @@ static void lose(struct receiver *receiver, struct connection *connection, enum 
     pthread_mutex_lock(&receiver->plane->lock);
     session->threads[receiver->thread].connections[node] = NULL;
     pthread_mutex_unlock(&receiver->plane->lock);
-    free_connection(connection);
     for (int i = 0; i < receiver->num; i++) {
         if (receiver->asked[i].connection != connection)
             receiver->asked[left++] = receiver->asked[i];
-        else {
+        else
             lost[num_lost++] = receiver->asked[i].piece;
-            receiver->bytes -= raw_bytes_of(session, receiver->asked[i].piece->index);
-        }
     }
     receiver->num = left;
+    free_connection(connection);
     tell_failed(session, receiver->thread, node, how, error, has_answered, text);
     /* The last one may end the session. */
     for (int i = 0; i < num_lost; i++)
         end_piece(lost[i], false);
 }
 
-static void ask_more(struct receiver *receiver)
+/* Ask for a piece that has a slot. Without a connection the control plane is asked for one, and the piece waits. */
+static void ask(struct receiver *receiver, struct piece *piece)
 {
     struct plane *plane = receiver->plane;
-    int window = (int)plane->settings.window;
-    if (receiver->num >= window && receiver->bytes > SMALL_ASK_BYTES / 2)
+    struct session *session = piece->fetch->session;
+    struct session_thread *its = &session->threads[receiver->thread];
+    uint32_t hash_slot = piece->fetch->hash_slots[piece->block];
+    pthread_mutex_lock(&plane->lock);
+    struct connection *connection = connection_to(session, receiver->thread, hash_slot);
+    bool is_first = !connection && !its->is_waiting;
+    if (is_first) {
+        its->is_waiting = true;
+        its->is_answered = its->is_refused = false;
+        its->hash_slot = hash_slot;
+    }
+    pthread_mutex_unlock(&plane->lock);
+    if (!connection) {
+        piece->next = receiver->waiting;
+        receiver->waiting = piece;
+        if (is_first)
+            tell_need(session, receiver->thread, hash_slot);
         return;
-    while (receiver->num < MAX_ASKED && (receiver->num < window || receiver->bytes < SMALL_ASK_BYTES)) {
-        /* A thread with nothing in flight waits for work, and then for room; one with requests in flight for neither. */
-        bool block = !receiver->num;
-        struct slot *slot = block ? NULL : take_slot(&plane->slots[COMPRESSED], 0);
-        struct piece *piece = block || slot ? wait_for_piece(plane, block) : NULL;
+    }
+    ask_piece(connection, piece->fetch, piece->block, piece->index);
+    connection->asked_bytes += raw_bytes_of(session, piece->index);
+    receiver->asked[receiver->num++] = (struct asked){connection, piece};
+}
+
+/* What the control plane has answered. */
+static void take_answers(struct receiver *receiver)
+{
+    struct plane *plane = receiver->plane;
+    struct piece *waiting = receiver->waiting, *next;
+    receiver->waiting = NULL;
+    for (; waiting; waiting = next) {
+        next = waiting->next;
+        struct session_thread *its = &waiting->fetch->session->threads[receiver->thread];
+        pthread_mutex_lock(&plane->lock);
+        bool is_answered = its->is_answered, is_refused = is_answered && its->is_refused;
+        if (is_answered)
+            its->is_waiting = false;
+        pthread_mutex_unlock(&plane->lock);
+        if (!is_answered || receiver->num == MAX_ASKED) {
+            waiting->next = receiver->waiting;
+            receiver->waiting = waiting;
+        } else if (is_refused || !is_wanted(waiting))
+            end_piece(waiting, false);
+        else
+            ask(receiver, waiting);
+    }
+}
+
+/* Returns whether there may be more that finds no room now. */
+static bool ask_more(struct receiver *receiver)
+{
+    struct plane *plane = receiver->plane;
+    bool is_starved = false;
+    while (receiver->num < MAX_ASKED) {
+        struct piece *piece = receiver->held;
+        receiver->held = NULL;
         if (!piece) {
-            if (slot)
-                give_slot(&plane->slots[COMPRESSED], slot);
-            break;
+            pthread_mutex_lock(&plane->lock);
+            piece = next_piece(receiver);
+            note_reading(plane);
+            is_starved = !piece && plane->num_stallable;
+            pthread_mutex_unlock(&plane->lock);
         }
-        piece->slots[COMPRESSED] = slot ? slot : take_slot(&plane->slots[COMPRESSED], INFINITY);
-        if (!piece->slots[COMPRESSED])
-            return; /* the plane stops */
-        struct connection *connection = connection_for(receiver, piece->fetch, piece->block);
-        if (!connection) {
+        if (!piece)
+            break;
+        if (!is_wanted(piece)) {
             end_piece(piece, false);
             continue;
         }
-        ask_piece(connection, piece->fetch, piece->block, piece->index);
-        receiver->asked[receiver->num++] = (struct asked){connection, piece};
-        receiver->bytes += raw_bytes_of(piece->fetch->session, piece->index);
+        /* With requests in flight, a thread does not wait for room. */
+        bool is_idle = !receiver->num && !receiver->waiting;
+        piece->slots[COMPRESSED] = take_slot(&plane->slots[COMPRESSED], is_idle ? INFINITY : 0);
+        if (!piece->slots[COMPRESSED]) {
+            receiver->held = piece;
+            is_starved = true;
+            break;
+        }
+        ask(receiver, piece);
     }
     for (int i = 0; i < receiver->num; i++) {
         struct connection *connection = receiver->asked[i].connection;
-        if (!connection->out_bytes)
-            continue;
         int error = 0;
-        enum reply reply = send_asked(connection, now() + connection->session->timeout_s, &error);
+        enum reply reply = connection->out_bytes ? send_asked(connection, &error) : VALUE;
         if (reply != VALUE) {
             lose(receiver, connection, reply, error, "");
             i = -1;
         }
     }
+    return is_starved;
+}
+
+/* A connection with something to read; NULL: there may be work, or none has answered in time. */
+static struct connection *wait_for_reply(struct receiver *receiver, bool is_starved)
+{
+    struct connection *lanes[MAX_ASKED];
+    struct pollfd waiting[MAX_ASKED + 1] = {{receiver->plane->wakes[receiver->thread], POLLIN, 0}};
+    int num = 0;
+    double end = is_starved ? now() + LOOK_AGAIN_S : INFINITY;
+    for (int i = 0; i < receiver->num; i++) {
+        struct connection *lane = receiver->asked[i].connection;
+        bool is_known = false;
+        for (int j = 0; j < num && !is_known; j++)
+            is_known = lanes[j] == lane;
+        if (is_known)
+            continue;
+        if (lane->start < lane->end)
+            return lane;
+        end = lane->deadline < end ? lane->deadline : end;
+        waiting[num + 1] = (struct pollfd){lane->fd, POLLIN, 0};
+        lanes[num++] = lane;
+    }
+    double left = end - now();
+    int milliseconds = end > 1e17 ? -1 : left <= 0 ? 0 : (int)(left * 1e3) + 1;
+    if (poll(waiting, (nfds_t)num + 1, milliseconds) < 0)
+        return NULL;
+    uint64_t wakes;
+    if (waiting[0].revents && read(waiting[0].fd, &wakes, sizeof wakes) < 0)
+        return NULL;
+    /* The oldest request first. */
+    for (int i = 0; i < num; i++)
+        if (waiting[i + 1].revents)
+            return lanes[i];
+    for (int i = 0; i < num; i++)
+        if (lanes[i]->deadline <= now()) {
+            lose(receiver, lanes[i], TIMED_OUT, 0, "");
+            break;
+        }
+    return NULL;
 }
 
 /* Where a piece is received. One that is stored as it is goes straight to the engine's pages, where its bytes do not
@@ -456,11 +548,13 @@ static int areas_of(struct plane *plane, struct piece *piece, struct area areas[
     return 3;
 }
 
-static void receive_one(struct receiver *receiver)
+static void receive_one(struct receiver *receiver, struct connection *connection)
 {
     struct plane *plane = receiver->plane;
-    struct connection *connection = receiver->asked[0].connection;
-    struct piece *piece = receiver->asked[0].piece;
+    int at = 0;
+    while (receiver->asked[at].connection != connection)
+        at++;
+    struct piece *piece = receiver->asked[at].piece;
     struct fetch *fetch = piece->fetch;
     const struct session *session = fetch->session;
     uint32_t raw_bytes = raw_bytes_of(session, piece->index);
@@ -470,15 +564,14 @@ static void receive_one(struct receiver *receiver)
     char text[REASON_BYTES] = "";
     int error = 0;
     double began = now();
-    enum reply reply =
-        receive_value(connection, areas, num_areas, &size, began + session->timeout_s, text, &error);
+    enum reply reply = receive_value(connection, areas, num_areas, &size, text, &error);
     if (reply > TOO_LARGE) {
         lose(receiver, connection, reply, error, text);
         return;
     }
     receiver->num--;
-    receiver->bytes -= raw_bytes;
-    memmove(receiver->asked, receiver->asked + 1, (size_t)receiver->num * sizeof *receiver->asked);
+    connection->asked_bytes -= raw_bytes;
+    memmove(receiver->asked + at, receiver->asked + at + 1, (size_t)(receiver->num - at) * sizeof *receiver->asked);
     if (reply == REDIRECTED) {
         /* The control plane follows, and brings the piece: bring_piece. */
         release(plane, piece, COMPRESSED);
@@ -641,9 +734,11 @@ static void *run_receiver(struct worker *worker)
 {
     struct receiver receiver = {.plane = worker->plane, .thread = (uint32_t)worker->index};
     while (!__atomic_load_n(&worker->plane->is_stopping, __ATOMIC_RELAXED)) {
-        ask_more(&receiver);
-        if (receiver.num)
-            receive_one(&receiver);
+        take_answers(&receiver);
+        bool is_starved = ask_more(&receiver);
+        struct connection *ready = wait_for_reply(&receiver, is_starved);
+        if (ready)
+            receive_one(&receiver, ready);
     }
     return NULL;
 }
@@ -696,6 +791,11 @@ bool start_pipeline(struct plane *plane)
     plane->workers = calloc((size_t)plane->num_workers, sizeof *plane->workers);
     if (!plane->workers)
         return false;
+    plane->wakes = calloc(settings->threads[RECEIVE], sizeof *plane->wakes);
+    for (uint32_t i = 0; plane->wakes && i < settings->threads[RECEIVE]; i++)
+        plane->wakes[i] = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    if (!plane->wakes)
+        return false;
     int at = 0;
     for (int stage = 0; stage < NUM_STAGES; stage++)
         for (uint32_t i = 0; i < settings->threads[stage]; i++, at++) {
@@ -713,9 +813,7 @@ void stop_pipeline(struct plane *plane)
 {
     pthread_mutex_lock(&plane->lock);
     __atomic_store_n(&plane->is_stopping, true, __ATOMIC_RELAXED);
-    pthread_cond_broadcast(&plane->changed);
-    for (struct session *session = plane->sessions; session; session = session->next)
-        pthread_cond_broadcast(&session->answered);
+    wake_receivers(plane);
     pthread_mutex_unlock(&plane->lock);
     for (int i = 0; i < NUM_BUFFERS; i++)
         shut_slots(&plane->slots[i]);
@@ -727,6 +825,9 @@ void stop_pipeline(struct plane *plane)
         free_slots(&plane->slots[i]);
     for (int i = 0; i < NUM_STAGES; i++)
         free_ring(&plane->rings[i]);
+    for (uint32_t i = 0; i < plane->settings.threads[RECEIVE]; i++)
+        close(plane->wakes[i]);
+    free(plane->wakes);
     free(plane->workers);
     free(plane->untaken);
     free(plane->parked);

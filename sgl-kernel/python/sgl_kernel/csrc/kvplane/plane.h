@@ -83,6 +83,7 @@ void give_slot(struct slots *slots, struct slot *slot);
 /* ---- pieces ---- */
 
 struct piece {
+    struct piece *next;
     struct fetch *fetch;
     uint32_t block, index;
     struct slot *slots[NUM_BUFFERS];
@@ -118,6 +119,8 @@ struct connection {
     uint32_t node;
     int fd;
     int num_asked;     /* replies that are still to come */
+    uint64_t asked_bytes;
+    double deadline;   /* of the next reply */
     bool has_answered;
     uint8_t *in;       /* bytes from start to end were read and not used */
     size_t start, end;
@@ -129,7 +132,9 @@ struct connection {
 struct session_thread {
     struct connection **connections; /* by node */
     uint32_t num_connections;
-    bool is_asking, is_refused; /* for a connection */
+    /* Of the piece that waits for a connection, if one does. */
+    bool is_waiting, is_answered, is_refused;
+    uint32_t hash_slot;
 };
 
 struct session {
@@ -151,7 +156,6 @@ struct session {
     bool has_mac;
     char prefix[MAX_PREFIX_BYTES + 1];
     int16_t node_of[HASH_SLOTS]; /* -1: not known */
-    pthread_cond_t answered;
     struct session_thread *threads;
     /* Its pieces under way, where the other side decides when they are delivered. */
     int num_stallable;
@@ -207,13 +211,14 @@ const char *dequantize_piece(struct piece *piece, const uint8_t *mid, uint8_t *o
 
 /* ---- store.c ---- */
 
-enum reply { VALUE, NONE, ERROR_REPLY, REDIRECTED, TOO_LARGE, TIMED_OUT, CLOSED, SYSTEM_ERROR, NOT_A_REPLY };
+/* From TIMED_OUT on the connection has failed. */
+enum reply { VALUE, NONE, ERROR_REPLY, REDIRECTED, TOO_LARGE, TIMED_OUT, CLOSED, SYSTEM_ERROR, NOT_A_REPLY, NOT_THE_MASTER };
 
 struct connection *new_connection(struct session *session, uint32_t node, int fd);
 void free_connection(struct connection *connection);
 void ask_piece(struct connection *connection, const struct fetch *fetch, uint32_t block, uint32_t index);
 /* VALUE, or how it failed. error: of the system. */
-enum reply send_asked(struct connection *connection, double deadline, int *error);
+enum reply send_asked(struct connection *connection, int *error);
 struct area {
     uint8_t *memory;
     size_t size;
@@ -221,7 +226,7 @@ struct area {
 /* A value to the areas, one after another. Of a VALUE its size, in `size`; of an error, and of what is no reply, its
  * text. */
 enum reply receive_value(struct connection *connection, const struct area *areas, int num_areas, size_t *size,
-                         double deadline, char text[REASON_BYTES], int *error);
+                         char text[REASON_BYTES], int *error);
 
 /* ---- pipeline.c ---- */
 
@@ -275,6 +280,7 @@ struct plane {
     struct rate rates[NUM_STAGES], read_limit;
     struct worker *workers;
     int num_workers;
+    int *wakes; /* an eventfd of each receiving thread: there may be work */
     int num_slots; /* of the smallest buffer */
     /* Held for everything below, and for fetches and sessions. */
     pthread_mutex_t lock;
@@ -295,6 +301,7 @@ struct plane {
 double now(void);
 bool start_pipeline(struct plane *plane);
 void stop_pipeline(struct plane *plane);
+void wake_receiver(struct plane *plane, uint32_t thread);
 void submit_fetch(struct plane *plane, struct fetch *fetch);
 void give_up(struct plane *plane, struct session *session, uint64_t operation);
 /* After the control plane has the ends of all its fetches. */

@@ -41,6 +41,8 @@ void free_connection(struct connection *connection)
 void ask_piece(struct connection *connection, const struct fetch *fetch, uint32_t block, uint32_t index)
 {
     const struct session *session = fetch->session;
+    if (!connection->num_asked)
+        connection->deadline = now() + session->timeout_s;
     char name[MAX_PREFIX_BYTES + 2 * KEY_BYTES + 16], ttl[16];
     int size = snprintf(name, sizeof name, "%s", session->prefix);
     for (int i = 0; i < KEY_BYTES; i++)
@@ -71,7 +73,7 @@ static enum reply failure(int error, int *to)
     return SYSTEM_ERROR;
 }
 
-enum reply send_asked(struct connection *connection, double deadline, int *error)
+enum reply send_asked(struct connection *connection, int *error)
 {
     size_t at = 0;
     while (at < connection->out_bytes) {
@@ -84,7 +86,7 @@ enum reply send_asked(struct connection *connection, double deadline, int *error
             continue;
         if (errno != EAGAIN && errno != EWOULDBLOCK)
             return failure(errno, error);
-        double left = deadline - now();
+        double left = connection->deadline - now();
         struct pollfd waiting = {connection->fd, POLLOUT, 0};
         if (left <= 0 || poll(&waiting, 1, (int)(left * 1000) + 1) == 0)
             return failure(ETIMEDOUT, error);
@@ -93,12 +95,12 @@ enum reply send_asked(struct connection *connection, double deadline, int *error
     return VALUE;
 }
 
-/* At least one byte to out. The kernel counts the timeout down over the whole call, even where it waits several times;
+/* At least one byte to out, until the deadline. The kernel counts the timeout down over the whole call, even where it waits several times;
  * so a value ends in time however slowly its bytes come. */
 static enum reply receive(struct connection *connection, uint8_t *out, size_t room, bool wait_all, size_t *got,
-                          double deadline, int *error)
+                          int *error)
 {
-    double left = deadline - now();
+    double left = connection->deadline - now();
     if (left <= 0)
         return failure(ETIMEDOUT, error);
     struct timeval limit = {(time_t)left, (suseconds_t)((left - (double)(time_t)left) * 1e6) + 1};
@@ -119,7 +121,7 @@ static enum reply receive(struct connection *connection, uint8_t *out, size_t ro
 }
 
 /* Room bytes to out, or dropped where out is NULL. */
-static enum reply take(struct connection *connection, uint8_t *out, size_t size, double deadline, int *error)
+static enum reply take(struct connection *connection, uint8_t *out, size_t size, int *error)
 {
     while (size) {
         size_t here = connection->end - connection->start, got = 0;
@@ -129,12 +131,12 @@ static enum reply take(struct connection *connection, uint8_t *out, size_t size,
                 memcpy(out, connection->in + connection->start, got);
             connection->start += got;
         } else if (out && size >= LARGE_BYTES) {
-            enum reply reply = receive(connection, out, size, true, &got, deadline, error);
+            enum reply reply = receive(connection, out, size, true, &got, error);
             if (reply != VALUE)
                 return reply;
         } else {
             connection->start = connection->end = 0;
-            enum reply reply = receive(connection, connection->in, IN_BYTES, false, &connection->end, deadline, error);
+            enum reply reply = receive(connection, connection->in, IN_BYTES, false, &connection->end, error);
             if (reply != VALUE)
                 return reply;
             continue;
@@ -145,8 +147,15 @@ static enum reply take(struct connection *connection, uint8_t *out, size_t size,
     return VALUE;
 }
 
+static void answered(struct connection *connection)
+{
+    connection->num_asked--;
+    connection->has_answered = true;
+    connection->deadline = now() + connection->session->timeout_s;
+}
+
 /* A line without its end, at most room - 1 bytes of it. */
-static enum reply take_line(struct connection *connection, char *line, size_t room, double deadline, int *error)
+static enum reply take_line(struct connection *connection, char *line, size_t room, int *error)
 {
     size_t size = 0;
     for (;;) {
@@ -154,7 +163,7 @@ static enum reply take_line(struct connection *connection, char *line, size_t ro
             connection->start = connection->end = 0;
             /* Little, so that most of a large value is not copied twice. */
             enum reply reply =
-                receive(connection, connection->in, FIRST_BYTES, false, &connection->end, deadline, error);
+                receive(connection, connection->in, FIRST_BYTES, false, &connection->end, error);
             if (reply != VALUE)
                 return reply;
         }
@@ -172,18 +181,19 @@ static enum reply take_line(struct connection *connection, char *line, size_t ro
 }
 
 enum reply receive_value(struct connection *connection, const struct area *areas, int num_areas, size_t *size,
-                         double deadline, char text[REASON_BYTES], int *error)
+                         char text[REASON_BYTES], int *error)
 {
     char line[4096], *end;
-    enum reply reply = take_line(connection, line, sizeof line, deadline, error);
+    enum reply reply = take_line(connection, line, sizeof line, error);
     if (reply == NOT_A_REPLY)
         snprintf(text, REASON_BYTES, "%.20s", line);
     if (reply != VALUE)
         return reply;
-    connection->has_answered = true;
     if (line[0] == '-') {
-        connection->num_asked--;
+        answered(connection);
         snprintf(text, REASON_BYTES, "%.*s", REASON_BYTES - 1, line + 1);
+        if (!strncmp(line, "-READONLY", 9)) /* perhaps another server is the master now */
+            return NOT_THE_MASTER;
         return !strncmp(line, "-MOVED ", 7) || !strncmp(line, "-ASK ", 5) ? REDIRECTED : ERROR_REPLY;
     }
     errno = 0;
@@ -193,7 +203,7 @@ enum reply receive_value(struct connection *connection, const struct area *areas
         return NOT_A_REPLY;
     }
     if (length == -1) {
-        connection->num_asked--;
+        answered(connection);
         return NONE;
     }
     size_t room = 0, left = (size_t)length;
@@ -202,19 +212,19 @@ enum reply receive_value(struct connection *connection, const struct area *areas
     bool fits = left <= room;
     for (int i = 0; fits && i < num_areas && left; i++) {
         size_t here = areas[i].size < left ? areas[i].size : left;
-        if ((reply = take(connection, areas[i].memory, here, deadline, error)) != VALUE)
+        if ((reply = take(connection, areas[i].memory, here, error)) != VALUE)
             return reply;
         left -= here;
     }
     uint8_t line_end[2];
-    if ((reply = take(connection, NULL, left, deadline, error)) != VALUE ||
-        (reply = take(connection, line_end, 2, deadline, error)) != VALUE)
+    if ((reply = take(connection, NULL, left, error)) != VALUE ||
+        (reply = take(connection, line_end, 2, error)) != VALUE)
         return reply;
     if (memcmp(line_end, "\r\n", 2)) {
         snprintf(text, REASON_BYTES, "a value that is longer than the announced length");
         return NOT_A_REPLY;
     }
-    connection->num_asked--;
+    answered(connection);
     *size = (size_t)length;
     return fits ? VALUE : TOO_LARGE;
 }

@@ -1,0 +1,88 @@
+"""Sessions that do not begin: nothing of them is left, and an engine that is still there is told why."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.srt.offload import wire
+from sglang.srt.offload.codec.layout import BlockLayout
+from sglang.srt.offload.frames import FrameConnection
+from sglang.srt.offload.proxy.plane import PlaneSession
+from sglang.srt.offload.proxy.server import ProxyServer
+from sglang.srt.offload.proxy.settings import ProxySettings
+from sglang.srt.utils.shared_memory import SharedMemory
+from support.codec_cases import kv_block
+from support.remote_fixture import BUFFERS
+from support.store_servers import FakeServer, single
+
+TOKEN = "5e7c" * 16
+
+
+def hello(layout: BlockLayout, **fields: Any) -> wire.Hello:
+    values = {"token": TOKEN, "num_pages": 64, "pool_bytes": 64 * layout.page.page_bytes, "codec": {}}
+    return wire.Hello(
+        **{**values, "layout": layout.as_dict(), "namespace": b"n", "engine": b"e", "epoch": 1, **fields}
+    )
+
+
+@pytest.fixture
+def server() -> Iterator[ProxyServer]:
+    store = FakeServer(single(lambda connection, command: connection.send(b"$-1\r\n")))
+    made = ProxyServer(ProxySettings(**BUFFERS), store.address, TOKEN)
+    yield made
+    assert not made.plane._sessions
+    made.plane.close()
+    store.close()
+
+
+def test_an_engine_that_goes_before_it_is_welcome_leaves_nothing(server: ProxyServer):
+    layout = kv_block(4, 2, 4, 2, 8, "float32")
+    for _ in range(3):
+        ours, theirs = socket.socketpair()
+        pool = SharedMemory.allocate(64 * layout.page.page_bytes, "pool-of-one-that-goes")
+        with ours:
+            wire.send(ours, hello(layout), (pool.fd,))
+        server.serve(theirs)
+        del pool
+    assert not server.plane._sessions
+    gc.collect()
+    assert "pool-of-one-that-goes" not in Path("/proc/self/maps").read_text()
+
+
+def test_an_engine_elsewhere_is_told_why_the_plane_refuses_it(server: ProxyServer, monkeypatch: pytest.MonkeyPatch):
+    begin = PlaneSession._open
+
+    def open_too_large(self: PlaneSession, link: Any) -> None:
+        vars(self._source.layout)["piece_bytes"] = 4 << 20
+        begin(self, link)
+
+    monkeypatch.setattr(PlaneSession, "_open", open_too_large)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, peer = listener.accept()
+    serving = threading.Thread(target=server._greet, args=(theirs, peer))
+    serving.start()
+    relay = FrameConnection(ours, TOKEN.encode(), is_proxy=False)
+    relay.send(hello(kv_block(4, 2, 4, 2, 8, "float32"), token="", pool_bytes=0))
+    refused = wire.decode(relay.receive().payload, wire.Welcome | wire.Refused)
+    assert isinstance(refused, wire.Refused) and "does not describe a session" in refused.reason
+    relay.close()
+    serving.join()
+
+
+def test_a_key_of_another_size_is_refused(server: ProxyServer):
+    layout = kv_block(4, 2, 4, 2, 8, "float32")
+    ours, theirs = socket.socketpair()
+    pool = SharedMemory.allocate(64 * layout.page.page_bytes, "pool")
+    with ours:
+        wire.send(ours, hello(layout, mac_key=b"k" * 33), (pool.fd,))
+        server.serve(theirs)
+        refused, _ = wire.receive(ours, wire.Refused)
+    assert "mac_key has 33 bytes" in refused.reason
