@@ -336,7 +336,7 @@ static struct piece *next_piece(struct receiver *receiver)
 {
     struct plane *plane = receiver->plane;
     if (plane->num_untaken)
-        return plane->untaken[--plane->num_untaken];
+        return receiver->num < (int)plane->settings.window ? plane->untaken[--plane->num_untaken] : NULL;
     if (!plane->settings.is_pipelined && plane->num_together)
         return NULL;
     for (struct fetch *fetch = plane->fetches; fetch; fetch = fetch->next) {
