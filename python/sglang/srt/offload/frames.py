@@ -138,6 +138,10 @@ class FrameConnection:
         self._sender.join()
         return self._sock.fileno(), self._send_key, self._num_sent
 
+    def hand_over_receiving(self) -> tuple[int, bytes, int]:
+        """Receive nothing more here. Returns the same as `hand_over`, of the other side's frames."""
+        return self._sock.fileno(), self._receive_key, self._num_received
+
     def send_through(self, send: Callable[[bytes], None]) -> None:
         """After `hand_over`: how messages are sent."""
         self._send_elsewhere = send

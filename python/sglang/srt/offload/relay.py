@@ -16,18 +16,19 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
+from sgl_kernel.kvplane import FrameError, FrameReceiver
 from sglang.srt.mem_cache.block_keys import KEY_BYTES
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.offload import wire
 from sglang.srt.offload.codec.layout import BlockLayout
-from sglang.srt.offload.frames import Frame, FrameConnection, FrameKind, WrongKeyError
+from sglang.srt.offload.frames import FrameConnection, WrongKeyError
 from sglang.srt.offload.proxy.channel import LocalChannel, SessionRefusedError
 from sglang.srt.offload.proxy.origin import PoolPages
 from sglang.srt.offload.proxy_process import KEY_VARIABLE, parse_tcp
@@ -39,19 +40,6 @@ _CONNECT_TIMEOUT_S = 5.0
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class _Get:
-    """pages: where its blocks go. came: (blocks, pieces) int64, bytes of each piece, which come in order."""
-
-    pages: PoolPages
-    came: np.ndarray
-
-    def num_whole(self, layout: BlockLayout) -> int:
-        """How many of the leading blocks have come."""
-        is_whole = self.came.sum(axis=1) == layout.block_bytes
-        return int(np.flatnonzero(np.append(~is_whole, True))[0])
-
-
 class Relay:
     """engine: the channel to it. secret: the key that is shared with the proxy."""
 
@@ -59,9 +47,8 @@ class Relay:
         self._engine = engine
         self._endpoint = endpoint
         self._secret = secret
-        # Held while pages are read or written, and while operations end.
+        # Held while pages are read, and while operations end.
         self._lock = threading.Lock()
-        self._gets: dict[int, _Get] = {}
         self._puts: dict[int, PoolPages] = {}
         # Operations that were given up, and whose answers are still to come from the proxy.
         self._given_up: set[int] = set()
@@ -73,20 +60,22 @@ class Relay:
             self._layout = BlockLayout.from_dict(hello.layout)
             self._engine.attach(hello, self._layout)
             frames, welcome = self._connect(hello)
+            self._receiver = self._receiver_of(frames)
         except SessionRefusedError as error:
             self._engine.send(wire.Refused(str(error)))
             self._engine.close()
             return
         reader = threading.Thread(target=self._read_proxy, args=(frames,), name="proxy", daemon=True)
+        reader.start()
         try:
             self._engine.send(welcome)
-            reader.start()
             while True:
                 self._pass_to_proxy(frames, self._engine.receive())
         except wire.WireError as error:
             logger.debug("the session ends: %s", error)
         frames.shut()
         reader.join()
+        self._receiver.close()
         frames.close()
         # After the last write into pages.
         self._engine.close()
@@ -118,12 +107,26 @@ class Relay:
             raise SessionRefusedError(answer.reason)
         return frames, answer
 
+    def _receiver_of(self, frames: FrameConnection) -> FrameReceiver:
+        """Raises SessionRefusedError."""
+        layout = self._layout
+        try:
+            return FrameReceiver(
+                *frames.hand_over_receiving(),
+                self._engine.memory,
+                block_bytes=layout.block_bytes,
+                page_bytes=layout.page.page_bytes,
+                pages_per_block=layout.num_pages,
+                piece_bytes=layout.piece_bytes,
+                num_pieces=layout.num_pieces,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            frames.close()
+            raise SessionRefusedError(f"the relay beside the engine cannot work: {error}") from error
+
     def _pass_to_proxy(self, frames: FrameConnection, message: wire.ToProxy) -> None:
         if isinstance(message, wire.Get):
-            pages = self._engine.get_pages(message, len(message.keys) // KEY_BYTES)
-            get = _Get(pages, np.zeros((len(pages.pages), self._layout.num_pieces), np.int64))
-            with self._lock:
-                self._gets[message.id] = get
+            self._receiver.open(message.id, self._engine.get_pages(message, len(message.keys) // KEY_BYTES).pages)
             message = msgspec.structs.replace(message, pages=b"")
         elif isinstance(message, wire.Put):
             pages = self._engine.origin(message, len(message.keys) // KEY_BYTES)
@@ -137,37 +140,18 @@ class Relay:
     def _read_proxy(self, frames: FrameConnection) -> None:
         try:
             while True:
-                frame = frames.receive()
-                if frame.kind == FrameKind.DATA:
-                    self._write(frame)
-                    continue
-                message = wire.decode(frame.payload, wire.ToEngine | wire.Pull)
+                message = wire.decode(self._receiver.receive(), wire.ToEngine | wire.Pull)
                 if isinstance(message, wire.Pull):
                     self._send_pulled(frames, message)
                 elif isinstance(message, wire.Done):
                     self._end(message)
                 else:
                     self._engine.send(message)
-        except wire.WireError as error:
+        except (wire.WireError, FrameError) as error:
             # The engine reports the lost session, once a minute.
             logger.debug("the connection to the proxy at tcp://%s ends: %s", self._endpoint, error)
         finally:
             self._engine.shut()
-
-    def _write(self, frame: Frame) -> None:
-        """Raises WireError for bytes that are not the next ones of a piece."""
-        data = np.frombuffer(frame.payload, np.uint8)
-        with self._lock:
-            get = self._gets.get(frame.operation)
-            if get is None:
-                return
-            piece, at = divmod(frame.start, self._layout.piece_bytes)
-            if frame.block >= len(get.came) or piece >= self._layout.num_pieces or at != get.came[frame.block, piece]:
-                raise wire.WireError("bytes came for no piece of the operation, or out of order")
-            if not 0 < len(data) <= self._layout.raw_bytes(piece) - at:
-                raise wire.WireError("more bytes came than a piece has")
-            get.pages.write(frame.block, frame.start, data)
-            get.came[frame.block, piece] += len(data)
 
     def _send_pulled(self, frames: FrameConnection, pull: wire.Pull) -> None:
         data = None
@@ -191,15 +175,15 @@ class Relay:
                 self._given_up.remove(done.id)
                 return
             self._puts.pop(done.id, None)
-            if (get := self._gets.pop(done.id, None)) is not None:
+            if (num := self._receiver.end(done.id)) is not None:
                 # What has not come does not count.
-                done = wire.Done(done.id, min(done.count, get.num_whole(self._layout)))
+                done = wire.Done(done.id, min(done.count, num))
         self._engine.send(done)
 
     def _give_up(self, id: int) -> None:
         """Answer an operation, whose pages are the engine's at once. Nothing if it has been answered."""
         with self._lock:
-            if self._gets.pop(id, None) is None and self._puts.pop(id, None) is None:
+            if self._receiver.end(id) is None and self._puts.pop(id, None) is None:
                 return
             self._given_up.add(id)
         self._engine.send(wire.Done(id, 0))

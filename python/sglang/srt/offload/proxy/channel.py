@@ -104,6 +104,12 @@ class LocalChannel:
     def check_get(self, message: wire.Get, num_blocks: int) -> None:
         self.get_pages(message, num_blocks)
 
+    @property
+    def memory(self) -> np.ndarray:
+        """The pool, (bytes,) uint8."""
+        assert self._pool is not None
+        return self._pool.memory
+
     def get_pages(self, message: wire.Get, num_blocks: int) -> PoolPages:
         """The pages that a fetch fills, for a relay."""
         return self._pages(message, num_blocks)

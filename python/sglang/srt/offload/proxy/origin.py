@@ -32,12 +32,6 @@ class PoolPages:
         self._memory = memory
         self._page_bytes = page_bytes
 
-    def write(self, block: int, start: int, data: np.ndarray) -> None:
-        at = 0
-        for run in self.runs(block, start, start + len(data)):
-            np.copyto(run, data[at : at + len(run)])
-            at += len(run)
-
     def read(self, block: int, start: int, end: int, buffer: np.ndarray) -> np.ndarray:
         runs = self.runs(block, start, end)
         return runs[0] if len(runs) == 1 else np.concatenate(runs, out=buffer[: end - start])

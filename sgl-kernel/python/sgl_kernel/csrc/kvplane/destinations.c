@@ -63,14 +63,6 @@ const struct destination POOL = {false, window_in_pool, submit_to_pool};
 
 /* ---- frames ---- */
 
-enum { CONTROL, DATA };
-
-struct frame_header {
-    uint32_t size, block, start;
-    uint8_t kind, zero[3];
-    uint64_t operation;
-} __attribute__((packed));
-
 struct message {
     struct message *next;
     size_t size;
@@ -148,7 +140,7 @@ static bool send_data(struct sender *sender, struct piece *piece, uint32_t *at)
     struct frame_header header = {.size = size,
                                   .block = piece->block,
                                   .start = (uint32_t)((uint64_t)piece->index * session->piece_bytes) + *at,
-                                  .kind = DATA,
+                                  .kind = DATA_FRAME,
                                   .operation = piece->fetch->operation};
     if (!send_frame(sender, &header, piece->out + *at))
         return false;
@@ -182,7 +174,7 @@ static void *run_sender(void *argument)
             if (!message->next)
                 sender->last_message = &sender->messages;
             pthread_mutex_unlock(&sender->lock);
-            struct frame_header header = {.size = (uint32_t)message->size, .kind = CONTROL};
+            struct frame_header header = {.size = (uint32_t)message->size, .kind = MESSAGE_FRAME};
             ok = ok && send_frame(sender, &header, message->bytes);
             free(message);
             pthread_mutex_lock(&sender->lock);

@@ -196,6 +196,14 @@ struct destination {
 
 extern const struct destination POOL, FRAMES;
 
+/* As offload/frames.py has it. block, start, operation: of data. */
+struct frame_header {
+    uint32_t size, block, start;
+    uint8_t kind, zero[3];
+    uint64_t operation;
+} __attribute__((packed));
+enum { MESSAGE_FRAME, DATA_FRAME };
+
 struct sender *new_sender(struct session *session, int fd, const uint8_t key[MAC_KEY_BYTES], uint64_t number);
 void send_message(struct sender *sender, const uint8_t *payload, size_t size);
 void free_sender(struct sender *sender); /* after the messages that wait */
