@@ -15,7 +15,10 @@ import numpy as np
 
 from sgl_kernel.native_library import CSRC, NativeLibrary, cache_dir
 
-_PARTS = ("control", "destinations", "engines", "libraries", "piece", "pipeline", "relay", "slots", "store")
+_PARTS = (
+    *("clock", "control", "destinations", "engines", "fetches", "libraries"),
+    *("piece", "pipeline", "receive", "relay", "slots", "store"),
+)
 _MAIN = "kvplane/main.c"
 _pointer = ctypes.c_void_p
 LIBRARY = NativeLibrary(

@@ -34,6 +34,8 @@ enum dtype { OTHER_DTYPE, BFLOAT16, FLOAT16, FLOAT32 };
 #define SLOT_BYTES (MAX_PIECE_BYTES + 4096)
 #define HASH_SLOTS 16384
 #define MAX_PREFIX_BYTES 64
+/* Pieces that a receiving thread has asked for at a time. */
+#define MAX_ASKED 64
 /* Pieces that an accelerator has at a time. */
 #define MAX_FLYING 8
 #define REASON_BYTES 160
@@ -54,6 +56,19 @@ struct span {
 };
 /* The first TAG_BYTES of the HMAC of all spans. */
 void hmac_tag(const uint8_t key[MAC_KEY_BYTES], const struct span *spans, int num_spans, uint8_t tag[TAG_BYTES]);
+
+/* ---- clock.c ---- */
+
+struct rate { /* of a link, or of an accelerator that works on one piece after another */
+    pthread_mutex_t lock;
+    double free_at, bytes_per_s;
+};
+
+double now(void); /* in seconds */
+/* When so many bytes have been moved at a rate, behind those before, if they began then. */
+double end_at_rate(struct rate *rate, double began, uint64_t bytes);
+/* least: of one sleep. */
+void sleep_until(double end, double least);
 
 /* ---- slots.c ---- */
 
@@ -253,13 +268,6 @@ struct counters {
     uint64_t is_reading; /* whether a piece waits to be received, and may be */
 };
 
-struct rate { /* of a link, or of an accelerator that works on one piece after another */
-    pthread_mutex_t lock;
-    double free_at, bytes_per_s;
-};
-
-double end_at_rate(struct rate *rate, double began, uint64_t bytes);
-
 /* How the work of decompress, dequantize and deliver is done: engines.c. Several pieces are begun before the first is
  * done, and they end in order. */
 struct engine {
@@ -306,26 +314,47 @@ struct plane {
     pthread_mutex_t event_lock;
 };
 
-double now(void);
 bool start_pipeline(struct plane *plane);
+/* After all sessions have been closed. */
 void stop_pipeline(struct plane *plane);
+void count_work(struct plane *plane, enum stage stage, uint64_t pieces, uint64_t bytes, double seconds);
+
+/* ---- receive.c ---- */
+
+void *run_receiver(struct worker *worker);
+/* There may be work. */
 void wake_receiver(struct plane *plane, uint32_t thread);
+void wake_receivers(struct plane *plane);
+
+/* ---- fetches.c ---- */
+
+enum bad { DAMAGED, INCOMPLETE, REFUSED };
+
 void submit_fetch(struct plane *plane, struct fetch *fetch);
 void give_up(struct plane *plane, struct session *session, uint64_t operation);
 /* After the control plane has the ends of all its fetches. */
 void close_session(struct session *session);
 /* A piece that the control plane has brought, malloc'ed; NULL: it has not. */
 void bring_piece(struct plane *plane, struct fetch *fetch, uint32_t block, uint32_t index, uint8_t *bytes, size_t size);
-void deliver_ended(struct piece *piece, bool is_delivered);
+/* These four with plane->lock. */
+bool has_more(const struct fetch *fetch);
+bool may_take(const struct plane *plane, const struct fetch *fetch);
+struct piece *take_piece(struct fetch *fetch);
+void note_reading(struct plane *plane);
 bool is_wanted(const struct piece *piece);
+void release_slot(struct plane *plane, struct piece *piece, enum buffer buffer);
+/* To the ring of a stage; without pipelining, once all pieces of the block are there. */
+void pass_on(struct plane *plane, struct piece *piece, enum stage stage);
+void end_piece(struct piece *piece, bool ok);
+/* The block is bad, which the control plane is told. */
+void fail_piece(struct piece *piece, enum bad kind, const char *text);
+void deliver_ended(struct piece *piece, bool is_delivered);
 
 /* ---- control.c ---- */
 
 /* Serve the control plane at this socket until it closes its side. Returns 0, or 1 after what is no message. is_program:
  * then end the process, with all that its threads do. */
 int kvplane_run(int control, int is_program);
-
-enum bad { DAMAGED, INCOMPLETE, REFUSED };
 
 void tell_need(struct session *session, uint32_t thread, uint32_t hash_slot);
 void tell_end(const struct fetch *fetch, uint32_t count);

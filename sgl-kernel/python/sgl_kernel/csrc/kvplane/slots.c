@@ -9,13 +9,6 @@
 #include <time.h>
 #include <unistd.h>
 
-double now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 static void make_condition(pthread_cond_t *condition)
 {
     pthread_condattr_t attributes;
