@@ -303,6 +303,23 @@ def test_several_engines_share_the_plane_and_one_that_ends_disturbs_no_other():
             session.close()
 
 
+@pytest.mark.parametrize(
+    "slow",
+    [{"max_read_gbps": 3e-6}, {"engine": "emulated", "rates_gbps": {"receive": 3e-6}}],
+    ids=["cap", "emulated"],
+)
+def test_a_slow_plane_is_no_silent_server(slow):
+    """The second piece has come long before it is looked at, which is later than a server may take."""
+    layout = kv_block(4, 2, 1, 2, 8, "float32", max_piece_bytes=512)
+    source = PieceSource(3, 1, layout, {"codec": "raw"}, timeout_s=1.2)
+    assert layout.num_pieces == 2
+    with plane(receive_threads=1, **slow) as line:
+        session = source.open(line)
+        assert Asked(source, session, 1, [0], some_pages(source, 1, random.Random(3))).wait() == 1
+        assert not source.store.last_failure
+        session.close()
+
+
 def test_a_silent_server_holds_up_no_other_session():
     sick, well = PieceSource(3, 6, LAYOUT, timeout_s=TIMEOUT_S), PieceSource(4, 4, LAYOUT)
     sick.hold.clear()

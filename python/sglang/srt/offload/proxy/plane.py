@@ -104,9 +104,10 @@ class FrameLink:
 
 
 class Plane:
+    """The data plane of one proxy, for all its sessions."""
+
     def __init__(self, settings: ProxySettings) -> None:
         """Raises StoreError if there is no C compiler."""
-        self._receive_threads = settings.receive_threads
         self.num_slots = min(getattr(settings, f"{name}_buffer_bytes") for name in _BUFFERS) // _SLOT_BYTES
         self._memory = SharedMemory.allocate(8 * len(_COUNTERS), "kvplane-counters")
         self._counters = self._memory.memory.view(np.uint64)
@@ -121,7 +122,8 @@ class Plane:
             self._start(settings.data_plane, theirs)
         except (OSError, subprocess.SubprocessError) as error:
             self._socket.close()
-            raise StoreError(f"the remote tier's data plane cannot be compiled ({error}): install gcc") from error
+            reason = getattr(error, "stderr", None) or error
+            raise StoreError(f"the remote tier's data plane cannot be compiled ({reason}): install gcc") from error
         self.send(_configuration(settings), _CONFIGURE, fds=[self._memory.fd])
         self._reader = threading.Thread(target=self._read, name="plane-events", daemon=True)
         self._reader.start()

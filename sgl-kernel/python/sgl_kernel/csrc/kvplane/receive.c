@@ -283,6 +283,21 @@ static int areas_of(struct plane *plane, struct piece *piece, struct area areas[
     return 3;
 }
 
+/* Sleep, which is no fault of the servers that have been asked. */
+static void rest_until(struct receiver *receiver, double end, double least)
+{
+    double began = now();
+    sleep_until(end, least);
+    double slept = now() - began;
+    for (int i = 0; i < receiver->num; i++) {
+        struct connection *lane = receiver->asked[i].connection;
+        bool is_first = true;
+        for (int j = 0; j < i && is_first; j++)
+            is_first = receiver->asked[j].connection != lane;
+        lane->deadline += is_first ? slept : 0;
+    }
+}
+
 static void receive_one(struct receiver *receiver, struct connection *connection)
 {
     struct plane *plane = receiver->plane;
@@ -326,14 +341,14 @@ static void receive_one(struct receiver *receiver, struct connection *connection
         return;
     }
     if (plane->rates[RECEIVE].bytes_per_s)
-        sleep_until(end_at_rate(&plane->rates[RECEIVE], began, size), plane->settings.poll_s);
+        rest_until(receiver, end_at_rate(&plane->rates[RECEIVE], began, size), plane->settings.poll_s);
     count_work(plane, RECEIVE, 1, size, now() - began);
     piece->stored_bytes = size;
     if (num_areas == 1)
         piece->tag = piece->header + size - TAG_BYTES;
     pass_on(plane, piece, DECOMPRESS);
     if (plane->read_limit.bytes_per_s)
-        sleep_until(end_at_rate(&plane->read_limit, began, size), 0);
+        rest_until(receiver, end_at_rate(&plane->read_limit, began, size), 0);
 }
 
 void *run_receiver(struct worker *worker)
