@@ -96,6 +96,9 @@ class Rig:
     def incomplete(self, key: bytes) -> None:
         raise AssertionError("a piece is gone: is the store too small?")
 
+    def alive(self) -> None:
+        pass
+
     def fetcher(self, settings: ProxySettings, stack: ExitStack) -> tuple[Plane, Callable[[], float]]:
         """A plane, and what fetches all blocks through it. Returns seconds."""
         plane = Plane(settings)

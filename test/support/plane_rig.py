@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import random
 import socket
 import threading
@@ -73,6 +74,7 @@ class PieceSource:
         self.reply = b""
         self.damages: list[tuple[bytes, str]] = []
         self.incompletes: list[bytes] = []
+        self.pongs: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.hold = threading.Event()
         self.hold.set()
         self._lock = threading.Lock()
@@ -126,6 +128,9 @@ class PieceSource:
 
     def incomplete(self, key: bytes) -> None:
         self.incompletes.append(key)
+
+    def alive(self) -> None:
+        self.pongs.put(None)
 
     def _answer(self, connection: FakeConnection, command: list[bytes]) -> None:
         assert command[0] == b"GET" or (command[0], command[2:]) == (

@@ -170,12 +170,15 @@ def clock(monkeypatch):
     return one
 
 
-@pytest.mark.parametrize("data_plane", ["threads", "process"])
-def test_a_proxy_that_hangs_is_killed_and_replaced(remote, clock, data_plane):
-    one = remote(**PROCESS, hang_timeout_s=1000.0, proxy={"data_plane": data_plane})
+@pytest.mark.parametrize("what", ["proxy", "proxy with a program", "program"])
+def test_a_proxy_that_hangs_is_killed_and_replaced(remote, clock, what):
+    one = remote(**PROCESS, hang_timeout_s=1000.0, proxy={"data_plane": "threads" if what == "proxy" else "process"})
     one.store._clock = clock
     assert one.put(SOME) == 4
-    os.kill(proxy_pid(one), signal.SIGSTOP)
+    hung = psutil.Process(proxy_pid(one))
+    if what == "program":
+        (hung,) = hung.children()
+    hung.suspend()
     counts: list[int] = []
     one.store.start_get(one.keys(SOME), one.target(SOME), counts.append)
     clock.later_s = 1000.0

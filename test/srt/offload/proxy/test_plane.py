@@ -4,6 +4,7 @@ leaves nothing behind."""
 from __future__ import annotations
 
 import os
+import queue
 import random
 import signal
 import struct
@@ -570,6 +571,21 @@ def test_vectors_that_binned_does_not_make_smaller_are_refused():
     source = PieceSource(6, 0, layout, {"codec": "binned"})
     with plane() as line, pytest.raises(PlaneRefused, match="too short for codec binned"):
         source.open(line)
+
+
+def test_a_plane_that_works_says_so():
+    source = PieceSource(1, 1, LAYOUT)
+    with plane(data_plane="process") as line:
+        session = source.open(line)
+        session.ping()
+        source.pongs.get(timeout=TIMEOUT_S)
+        os.kill(line.pid, signal.SIGSTOP)
+        session.ping()
+        with pytest.raises(queue.Empty):
+            source.pongs.get(timeout=0.2)
+        os.kill(line.pid, signal.SIGCONT)
+        source.pongs.get(timeout=TIMEOUT_S)
+        session.close()
 
 
 def test_the_program_ends_with_its_control_plane():

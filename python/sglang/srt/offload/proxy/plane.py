@@ -40,8 +40,8 @@ from sglang.srt.utils.shared_memory import SharedMemory
 logger = logging.getLogger(__name__)
 
 # Messages to the plane and from it, as csrc/kvplane/control.c has them.
-_CONFIGURE, _OPEN, _ROUTES, _CONNECTED, _GET, _GIVE_UP, _BROUGHT, _SEND, _CLOSE = range(1, 10)
-_OPENED, _NEED, _ENDED, _BAD, _FAILED, _REDIRECT, _LINK_ENDED, _CLOSED = range(1, 9)
+_CONFIGURE, _OPEN, _ROUTES, _CONNECTED, _GET, _GIVE_UP, _BROUGHT, _SEND, _CLOSE, _PING = range(1, 11)
+_OPENED, _NEED, _ENDED, _BAD, _FAILED, _REDIRECT, _LINK_ENDED, _CLOSED, _PONG = range(1, 10)
 _HEAD = struct.Struct("<IB")
 _ID = struct.Struct("<I")
 _BEGIN = struct.Struct("<IBI")
@@ -80,6 +80,10 @@ class Source(Protocol):
 
     def incomplete(self, key: bytes) -> None:
         """A block lacks a piece, because the store has evicted it or never had it."""
+        ...
+
+    def alive(self) -> None:
+        """The plane has answered a ping. On a thread that must not wait."""
         ...
 
 
@@ -260,6 +264,10 @@ class PlaneSession:
         """Begin no new piece of a fetch, and deliver no more; it ends soon."""
         self._plane.send(struct.pack("<Q", operation), _GIVE_UP, self._id)
 
+    def ping(self) -> None:
+        """`Source.alive` follows if the plane does its work."""
+        self._plane.send(b"", _PING, self._id)
+
     def send(self, payload: bytes) -> None:
         """Send a message to an engine elsewhere soon, before data, in order."""
         self._plane.send(payload, _SEND, self._id)
@@ -318,6 +326,8 @@ class PlaneSession:
             self._opened.put(body.decode())
         elif kind == _CLOSED:
             self._closed.set()
+        elif kind == _PONG:
+            self._source.alive()
         elif kind == _ENDED and not self._num_later:
             self._end(body)
         elif kind in (_ENDED, _BAD, _REDIRECT):

@@ -124,6 +124,9 @@ class Session:
             self.incomplete_blocks += 1
         self.store.forget(key)
 
+    def alive(self) -> None:
+        self._outbox.put(wire.Stats(self._stats()))
+
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
@@ -186,7 +189,8 @@ class Session:
                 self._questions.put(message)
             else:
                 if isinstance(message, wire.GetStats):
-                    self._outbox.put(wire.Stats(self._stats()))
+                    # A data plane that hangs is a proxy that hangs.
+                    self._fetches.ping()
                 self._chores.put(message)
 
     def _answer_questions(self) -> None:

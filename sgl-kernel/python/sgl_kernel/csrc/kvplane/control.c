@@ -15,8 +15,8 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum to_plane { CONFIGURE = 1, OPEN, ROUTES, CONNECTED, GET, GIVE_UP, BROUGHT, SEND, CLOSE };
-enum from_plane { OPENED = 1, NEED, ENDED, BAD, FAILED, REDIRECT, LINK_ENDED, SESSION_CLOSED };
+enum to_plane { CONFIGURE = 1, OPEN, ROUTES, CONNECTED, GET, GIVE_UP, BROUGHT, SEND, CLOSE, PING };
+enum from_plane { OPENED = 1, NEED, ENDED, BAD, FAILED, REDIRECT, LINK_ENDED, SESSION_CLOSED, PONG };
 
 #define MAX_MESSAGE_BYTES (64u << 20)
 #define MAX_FDS 4
@@ -427,6 +427,11 @@ static bool take_message(struct plane *plane, struct in *in)
     case CLOSE: {
         close_session(session);
         struct out out = begin(SESSION_CLOSED, id);
+        tell(plane, &out, "");
+        return true;
+    }
+    case PING: {
+        struct out out = begin(PONG, id);
         tell(plane, &out, "");
         return true;
     }

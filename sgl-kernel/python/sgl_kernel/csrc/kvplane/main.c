@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/prctl.h>
 
 int main(int argc, char **argv)
 {
@@ -13,7 +14,8 @@ int main(int argc, char **argv)
         fprintf(stderr, "usage: kvplane FD\nThe offload proxy starts it, with a connected socket as descriptor FD.\n");
         return 2;
     }
-    /* The control plane ends first. */
+    /* It ends with its control plane, also while it is stopped: an engine waits for the end of both. */
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
     signal(SIGINT, SIG_IGN);
     signal(SIGTERM, SIG_IGN);
     return kvplane_run((int)fd, true);
