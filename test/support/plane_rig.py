@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+import pytest
 
 from sgl_kernel.kvcodec import ITEM_BYTES
 from sglang.srt.offload.codec.layout import BlockLayout
@@ -24,6 +25,16 @@ from support.codec_cases import normal_kv
 from support.store_servers import FakeConnection, FakeServer, single
 
 TIMEOUT_S = 120.0
+# Those that `close_sources` has not closed.
+_made: list[PieceSource] = []
+
+
+@pytest.fixture
+def close_sources() -> Iterator[None]:
+    """At the end of a test, which has closed the sessions: a process of all tests has few descriptors."""
+    yield
+    while _made:
+        _made.pop().close()
 
 
 @contextmanager
@@ -79,6 +90,8 @@ class PieceSource:
         self.hold.set()
         self._lock = threading.Lock()
         self.server = server or FakeServer(single(self._answer))
+        self._engines: list[socket.socket] = []
+        _made.append(self)
         self.store = ObjectStore(self.server.address, b"test", layout.num_pieces, timeout_s, self.codec.spec, ttl_s)
         self.pieces: dict[bytes, bytes] = {}
         blocks = []
@@ -115,13 +128,21 @@ class PieceSource:
         return self.memory.reshape(-1, self.layout.page.page_bytes)
 
     def open(self, plane: Plane) -> PlaneSession:
-        self._engine, theirs = socket.socketpair()
+        mine, theirs = socket.socketpair()
+        self._engines.append(mine)
         with theirs:
             return plane.open(self, PoolLink(self.pool.fd, len(self.pages), theirs.fileno()))
 
     def engine_sees_the_end(self) -> bool:
-        self._engine.settimeout(TIMEOUT_S)
-        return self._engine.recv(1) == b""
+        self._engines[-1].settimeout(TIMEOUT_S)
+        return self._engines[-1].recv(1) == b""
+
+    def close(self) -> None:
+        self.store.close()
+        if isinstance(self.server, FakeServer):
+            self.server.close()
+        for engine in self._engines:
+            engine.close()
 
     def damaged(self, key: bytes, why: str) -> None:
         self.damages.append((key, why))

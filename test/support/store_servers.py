@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import random
@@ -229,6 +230,9 @@ class FakeServer:
 
     def close(self) -> None:
         self._closed.set()
+        # Closing alone does not end a thread that accepts.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
 

@@ -29,6 +29,8 @@ from support.codec_cases import CONFIGS, CUT, SMALL, kv_block
 from support.plane_rig import TIMEOUT_S, Asked, PieceSource, frame_link, frame_pair, is_settled, plane, some_pages
 from support.store_servers import NO_CLUSTER, FakeConnection, FakeServer, single
 
+pytestmark = pytest.mark.usefixtures("close_sources")
+
 # 8 pieces of 2 pages in a block.
 LAYOUT = kv_block(
     num_pages=16, num_layers=2, page_size=1, num_kv_heads=2, head_dim=8, dtype="float32", max_piece_bytes=512

@@ -119,6 +119,7 @@ def test_blocks_behind_tls(secure):
         each.close()
 
 
+@pytest.mark.usefixtures("close_sources")
 def test_the_data_plane_reads_behind_tls(secure):
     """Small pieces and large ones; and a server that goes is a lost connection."""
     for layout in (SMALL, kv_block(16, 2, 16, 8, 64, "float32", max_piece_bytes=1 << 20)):
@@ -136,7 +137,6 @@ def test_the_data_plane_reads_behind_tls(secure):
             server.close() if isinstance(server, TlsTerminator) else server.kill()
             assert Asked(source, session, 3, [0], asked.pages[:1]).wait() == 0
             session.close()
-        source.store.close()
     while any(thread.name == "tls" for thread in threading.enumerate()):
         time.sleep(0.01)
 

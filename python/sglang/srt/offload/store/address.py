@@ -3,8 +3,9 @@ connection; never shows the password."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode
 
 from sglang.srt.mem_cache.block_store import StoreError
 
@@ -17,6 +18,8 @@ FORMS = (
     "with rediss in place of redis for TLS"
 )
 _TLS_QUERY = ("ca", "cert", "key")
+# The parts of a URL (RFC 3986, appendix B).
+_URL = re.compile(r"(?:([A-Za-z][A-Za-z0-9+.-]*):)?(?://([^/?#]*))?([^?#]*)(?:\?([^#]*))?(?:#(.*))?")
 
 
 @dataclass(frozen=True, order=True)
@@ -70,10 +73,7 @@ class StoreAddress:
     def parse(cls, url: str) -> StoreAddress:
         """Raises StoreError, a ValueError."""
         # No message quotes a part of the URL that might contain the password, or a piece of an unescaped one.
-        try:
-            parts = urlsplit(url.strip())
-        except ValueError:
-            raise StoreError(f"the store's URL cannot be read: write it as {FORMS}") from None
+        parts = _split(url.strip())
         scheme, _, kind = parts.scheme.partition("+")
         if parts.scheme != "unix" and (scheme not in ("redis", "rediss") or kind not in ("", "cluster", "sentinel")):
             raise StoreError(f"the store's URL has an unknown scheme, or none: write it as {FORMS}")
@@ -109,6 +109,15 @@ class StoreAddress:
         files = {name: path for name in _TLS_QUERY if (path := getattr(self.tls, name, ""))}
         query = f"?{urlencode(files, safe='/')}" if files else ""
         return f"redis{'s' if self.tls else ''}{kind}://{who}{hosts}{master}{f'/{self.db}' if self.db else ''}{query}"
+
+
+def _split(url: str) -> SplitResult:
+    """As `urlsplit`, of which newer versions refuse an IPv6 address behind another host. Raises StoreError."""
+    found = _URL.fullmatch(url)
+    scheme, netloc, *rest = (part or "" for part in found.groups()) if found else ("", "[", "", "", "")
+    if netloc.count("[") != netloc.count("]"):
+        raise StoreError(f"the store's URL cannot be read: write it as {FORMS}")
+    return SplitResult(scheme.lower(), netloc, *rest)
 
 
 def _credentials(netloc: str) -> tuple[str, str, str]:
