@@ -8,6 +8,7 @@ terminator.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import ssl
 import subprocess
@@ -82,7 +83,9 @@ class TlsTerminator:
     def drop_connections(self) -> None:
         async def drop() -> None:
             for writer in self._writers:
-                writer.transport.abort()
+                # Python 3.11.2 fails where the connection has ended already.
+                with contextlib.suppress(AttributeError):
+                    writer.transport.abort()
 
         self._run(drop)
 

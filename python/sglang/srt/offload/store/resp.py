@@ -319,7 +319,7 @@ class RespConnection:
                 f"{self._where} did not finish the handshake of TLS within {self.timeout_s:g} s: "
                 f"if it speaks no TLS, {no_tls_remedy()}"
             ) from None
-        except (ssl.SSLEOFError, ConnectionError):
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionError):
             raise StoreLost(
                 f"{self._where} closed the connection within the handshake of TLS: if it speaks no TLS, "
                 f"{no_tls_remedy()}"
