@@ -79,7 +79,7 @@ class Beside:
         return np.array(chosen, np.int32).reshape(NUM_BLOCKS, -1)
 
     def send(self, operation: int, block: int, start: int, end: int) -> None:
-        self.proxy.send_data(operation, block, start, self.sent[block, start:end], lambda: True, lambda _: None)
+        self.proxy.send_data(operation, block, start, self.sent[block, start:end])
 
     def receive_until_message(self) -> bytes:
         # After the data, which messages would pass.
@@ -150,7 +150,7 @@ def test_bytes_of_an_ended_fetch_are_dropped(beside: Beside):
 def test_bytes_that_nothing_asked_for_end_the_session(beside: Beside, block: int, start: int, end: int):
     beside.receiver.open(7, beside.pages(1))
     data = np.zeros(end - start, np.uint8)
-    beside.proxy.send_data(7, block, start, data, lambda: True, lambda _: None)
+    beside.proxy.send_data(7, block, start, data)
     with pytest.raises(FrameError, match="for no piece"):
         beside.receiver.receive()
     assert (beside.pool == 0xEE).all()

@@ -76,8 +76,6 @@ class _Data:
     block: int
     start: int
     view: memoryview
-    is_wanted: Callable[[], bool]
-    on_end: Callable[[bool], None]
     at: int = 0
 
 
@@ -152,7 +150,7 @@ class FrameConnection:
         if self._send_elsewhere is not None:
             self._send_elsewhere(data)
             return
-        if self._is_handed_over:  # in vain
+        if self._is_handed_over:  # to a data plane that has refused it
             try:
                 self._send_control(data)
             except OSError as error:
@@ -162,25 +160,12 @@ class FrameConnection:
             self._control.append(data)
             self._more.notify()
 
-    def send_data(
-        self,
-        operation: int,
-        block: int,
-        start: int,
-        data: np.ndarray,
-        is_wanted: Callable[[], bool],
-        on_end: Callable[[bool], None],
-    ) -> None:
-        """Send data, (n,) uint8, soon, in order. It stays as it is until on_end(whether it was sent), which another
-        thread calls. Data that is not wanted any more is left out."""
-        entry = _Data(operation, block, start, data.data, is_wanted, on_end)
+    def send_data(self, operation: int, block: int, start: int, data: np.ndarray) -> None:
+        """Send data, (n,) uint8, soon, in order. It must not change any more."""
         with self._more:
-            is_closed = self._is_closed
-            if not is_closed:
-                self._data.append(entry)
+            if not self._is_closed:
+                self._data.append(_Data(operation, block, start, data.data))
                 self._more.notify()
-        if is_closed:
-            on_end(False)
 
     def receive(self) -> Frame:
         """The next frame. For one thread. Raises WireError."""
@@ -245,23 +230,18 @@ class FrameConnection:
                     self._send_control(message)
                     continue
                 assert entry is not None
-                if is_wanted := entry.is_wanted():
-                    part = entry.view[entry.at : entry.at + DATA_BYTES]
-                    place = (entry.block, entry.start + entry.at, FrameKind.DATA, entry.operation)
-                    self._send_frame((len(part), *place), part)
-                    entry.at += len(part)
+                part = entry.view[entry.at : entry.at + DATA_BYTES]
+                place = (entry.block, entry.start + entry.at, FrameKind.DATA, entry.operation)
+                self._send_frame((len(part), *place), part)
+                entry.at += len(part)
             except (OSError, struct.error):
                 break
-            if not is_wanted or entry.at == len(entry.view):
+            if entry.at == len(entry.view):
                 with self._more:
                     self._data.popleft()
-                entry.on_end(is_wanted)
         self.shut()
         with self._more:
-            left = list(self._data)
             self._data.clear()
-        for entry in left:
-            entry.on_end(False)
 
     def _send_control(self, message: bytes) -> None:
         self._send_frame((len(message), 0, 0, FrameKind.CONTROL, 0), message)

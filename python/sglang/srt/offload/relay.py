@@ -167,7 +167,7 @@ class Relay:
         if data is None:
             frames.send(wire.NoData(pull.id))
         else:
-            frames.send_data(pull.id, pull.block, pull.start, data, lambda: True, lambda _: None)
+            frames.send_data(pull.id, pull.block, pull.start, data)
 
     def _end(self, done: wire.Done) -> None:
         with self._lock:

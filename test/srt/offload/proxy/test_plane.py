@@ -195,8 +195,7 @@ def test_what_is_no_reply_ends_the_connection(reply: bytes):
     source.reply = reply
     with plane() as line:
         session = source.open(line)
-        pages = some_pages(source, 1, random.Random(3))
-        assert Asked(source, session, 1, [0], pages).wait() == 0
+        assert Asked(source, session, 1, [0], some_pages(source, 1, random.Random(3))).wait() == 0
         assert "another protocol" in source.store.last_failure and not source.damages
         session.close()
 

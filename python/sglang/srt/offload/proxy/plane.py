@@ -199,7 +199,7 @@ class Plane:
                 program = kvplane.program()
                 self._process = subprocess.Popen([program, str(fd)], stdin=subprocess.DEVNULL, pass_fds=(fd,))
             return
-        kvplane.LIBRARY.function("kvplane_run")
+        kvplane.LIBRARY.function("kvplane_run")  # compiled here, where a failure is this call's
         threading.Thread(target=kvplane.run, args=(theirs.detach(),), name="plane", daemon=True).start()
 
     def _read(self) -> None:
