@@ -5,6 +5,15 @@ from __future__ import annotations
 import msgspec
 
 
+class GrammarSpec(msgspec.Struct, frozen=True):
+    """What an answer must look like."""
+
+    # json_schema, regex, ebnf or structural_tag.
+    kind: str
+    # A schema or a structural tag as JSON text, a regular expression, or rules of which `root` is the first.
+    source: str
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Field names are SGLang's. The penalties look at what was generated, not at the prompt; see penalties.py."""
 
@@ -40,6 +49,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     # None lets the server draw one. Token i of a request is drawn from (seed, i) alone, and a retracted request
     # therefore resumes exactly.
     sampling_seed: int | None = None
+    # None: the answer is free. With one, the end-of-sequence ids end the request even if they are to be ignored,
+    # because nothing may follow a complete answer.
+    grammar: GrammarSpec | None = None
 
     @property
     def has_penalties(self) -> bool:
