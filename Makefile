@@ -23,6 +23,13 @@ KEEP_COMPILED := PYTHONDONTWRITEBYTECODE=
 # 1: a test that is skipped for another reason than the lack of a GPU fails the run. Installs what the tests of the GPU's
 # kernels need on a machine without one, and a Valkey server.
 STRICT ?=
+# What the package and some of its extras require, but xgrammar: that requires Triton, 290 MB, which it needs on GPUs
+# alone. (`pip install .` installs everything.)
+define REQUIREMENTS
+import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+lists = [project["dependencies"], *map(project["optional-dependencies"].get, sys.argv[1:])]; \
+print(*(each for needed in lists for each in needed if each != "xgrammar"), sep="\0", end="")
+endef
 # Other people's servers and SDKs, on top of what is in .venv.
 CLIENTS := .venv-clients
 # A server that this engine is compared with.
@@ -39,7 +46,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11 setup")'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt torch
-	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps --editable . xgrammar apache-tvm-ffi
+	$(PY) -c '$(REQUIREMENTS)' dev | xargs -0 $(PY) -m pip install --quiet --constraint constraints.txt
 	$(PY) -m sglang.srt.configs.smollm2_model || echo "It is fetched at its first use; until then 'embedded' is served."
 	touch $(STAMP)
 
@@ -72,7 +80,7 @@ test-all: setup $(if $(STRICT),setup-strict)
 
 setup-strict: setup
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev,strict]'
-	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps flashinfer-python apache-tvm-ffi
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps flashinfer-python
 
 test-clients: $(CLIENTS)/.setup-done
 	STRICT=$(STRICT) $(CLIENTS)/bin/python -m pytest -m clients

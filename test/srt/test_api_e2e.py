@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import json
+import re
 import shutil
 from pathlib import Path
 
@@ -43,7 +45,9 @@ class World:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(Path(ensure_embedded_model()) / name, path / name)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
-        self.server = Server("--hicache", "--served-model-name", "tiny", model=str(path))
+        # Random weights would fill an answer with white space, which JSON allows.
+        flags = ("--hicache", "--served-model-name", "tiny", "--constrained-json-max-whitespace-cnt", "1")
+        self.server = Server(*flags, model=str(path))
         self.client = openai.OpenAI(base_url=self.server.url + "/v1", api_key="none", max_retries=0)
 
     def logprobs(self, tokens: list[int]) -> torch.Tensor:
@@ -294,3 +298,74 @@ def test_64_mixed_requests_leave_nothing_behind(world):
     wait_until(lambda: world.server.state()["tiers"]["device"]["pages"]["pending_free"] == 0)
     state = world.server.state()
     assert state["tiers"]["device"]["free_pages"] == state["tiers"]["device"]["num_pages"]
+
+
+# Structured output. The model's weights are random: only the grammar can make these answers.
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer", "maximum": 99, "minimum": 0},
+    },
+    "required": ["name", "age"],
+}
+
+
+def test_a_schema_holds_whole_streamed_and_for_several_answers(world):
+    fields = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Who?"}],
+        "max_tokens": 200,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}},
+        "extra_body": {"regex": None},
+    }
+    reply = world.client.chat.completions.create(**fields, n=3, temperature=1.0, seed=4)
+    chunks = list(world.client.chat.completions.create(**fields, temperature=0, stream=True))
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    for text in [streamed, *(choice.message.content for choice in reply.choices)]:
+        person = json.loads(text)
+        assert sorted(person) == ["age", "name"] and len(person["name"]) <= 5 and 0 <= person["age"] <= 99
+    assert {choice.finish_reason for choice in reply.choices} == {"stop"}
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_patterns_rules_and_tags(world):
+    assert re.fullmatch(r"[0-9]{3}-[xyz]{2}", world.generate(tokens=50, regex=r"[0-9]{3}-[xyz]{2}")["text"])
+    assert world.generate(tokens=50, ebnf='root ::= "yes" | "no"')["text"] in ("yes", "no")
+    tag = {
+        "type": "structural_tag",
+        "format": {
+            "type": "tag",
+            "begin": "<a>",
+            "content": {"type": "json_schema", "json_schema": PERSON},
+            "end": "</a>",
+        },
+    }
+    text = world.generate(tokens=200, structural_tag=tag)["text"]
+    assert text.startswith("<a>") and text.endswith("</a>") and "age" in json.loads(text[3:-4])
+    older = {
+        "type": "structural_tag",
+        "structures": [{"begin": "<b>", "schema": PERSON, "end": "</b>"}],
+        "triggers": ["<b>"],
+    }
+    assert world.generate(tokens=20, structural_tag=json.dumps(older))["text"]
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("regex", "(a"),
+        ("ebnf", "root ::= nothing"),
+        ("json_schema", {"type": "nonsense"}),
+        ("json_schema", {"$ref": "https://example.com/a.json"}),
+        ("structural_tag", {"type": "structural_tag"}),
+        ("structural_tag", {"structures": [{}], "triggers": []}),
+        ("structural_tag", []),
+    ],
+)
+def test_grammars_that_are_refused(world, field, value):
+    reply = world.server.post("/generate", {"text": "a", "sampling_params": {field: value}})
+    assert reply.status_code == 400 and field in reply.json()["message"], reply.text
+    assert reply.json()["param"] == field or field == "structural_tag"
+    assert world.running() == 0

@@ -39,7 +39,7 @@ NOT_RUN = {
     "takes minutes": 1,
 }
 API = DOCS / "reference" / "api.md"
-MAX_USER_WORDS = 25_500
+MAX_USER_WORDS = 27_500
 MAX_CONTRIBUTOR_WORDS = 15_200
 
 

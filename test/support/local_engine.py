@@ -20,6 +20,8 @@ import numpy as np
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.constrained.grammar_cache import GrammarCache
+from sglang.srt.constrained.grammar_rows import GrammarRows
 from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGroup
 from sglang.srt.layers.attention.attention_registry import make_attention_backend, pick_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -118,7 +120,8 @@ class LocalEngine:
     to know of the engine. device: "cuda" for a GPU's; None for `device_under_test`. attention_backend: the device's
     own by default. io_backend: as the server's flag. graph_batch_size: of the largest decode that is a CUDA graph.
     clock: seconds, of what the scheduler is told; when_idle is called whenever there is nothing to do but to wait, so
-    that a test with a clock of its own knows when to turn it. evidence: the canary's folder.
+    that a test with a clock of its own knows when to turn it. evidence: the canary's folder. vocabulary_file: for
+    requests with grammars, see `GrammarCache`.
     overrides: other fields of SchedulerConfig; nothing is computed instead of loaded unless they say so, as that
     depends on the clock."""
 
@@ -148,6 +151,7 @@ class LocalEngine:
         graph_batch_size: int = 0,
         clock: Callable[[], Seconds] = monotonic,
         evidence: Path | None = None,
+        vocabulary_file: Path | None = None,
         **overrides: Any,
     ) -> None:
         self.model_config = model_config
@@ -201,6 +205,13 @@ class LocalEngine:
                 io_backend,
                 rate_limits=limits,
             )
+        grammars = GrammarRows(
+            c.vocab_size,
+            c.eos_token_ids,
+            GrammarCache(vocabulary_file, None) if vocabulary_file is not None and group.rank == 0 else None,
+            where,
+            group.broadcast,
+        )
         executor = FaultyExecutor(
             self.model,
             pool,
@@ -218,6 +229,7 @@ class LocalEngine:
                 device=where,
                 attention=backend,
                 graph_batch_size=graph_batch_size,
+                grammars=grammars,
             ),
             self.layer_stream,
             seed=seed,

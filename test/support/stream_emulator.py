@@ -47,6 +47,9 @@ class EmulatedStream:
     def seconds(self, begin: float, end: float) -> float:
         return end - begin
 
+    def wait_for_mark(self, mark: float) -> None:
+        """What was enqueued before has run."""
+
     def record(self) -> EmulatedEvent:
         event = EmulatedEvent()
         event.recorded = True

@@ -36,6 +36,9 @@ class ThreadGroup(TensorParallelGroup):
             x.add_(value)
         return x
 
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(self.meeting.exchange(self.rank, x)[0])
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(self.meeting.exchange(self.rank, x), dim=-1)
 

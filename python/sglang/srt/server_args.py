@@ -117,6 +117,18 @@ class ServerArgs:
         HTTP, None, "the key for requests that change the server, in place of --api-key", unset="--api-key"
     )
     strict_fields: bool = arg(HTTP, False, "refuse unknown request fields with status 400 instead of ignoring them")
+    grammar_backend: str = arg(
+        HTTP,
+        "xgrammar",
+        "what makes answers follow a grammar or a JSON schema; none refuses requests that have one",
+        choices=("xgrammar", "none"),
+    )
+    constrained_json_max_whitespace_cnt: int | None = arg(
+        HTTP,
+        None,
+        "the most characters of white space between the parts of a JSON value",
+        unset="no limit",
+    )
     stream_interval: int = arg(HTTP, 1, "tokens per event of a streamed answer")
 
     device: str = arg(
@@ -471,6 +483,8 @@ class ServerArgs:
         require(0 <= self.hicache_canary <= 1, "hicache_canary", "from 0 to 1")
         parse_rate_limits(self.hicache_rate_limit)
         require(self.stream_interval >= 1, "stream_interval", "at least 1")
+        whitespace = self.constrained_json_max_whitespace_cnt
+        require(whitespace is None or whitespace >= 1, "constrained_json_max_whitespace_cnt", "at least 1")
         if self.enable_hierarchical_cache and self.disable_radix_cache:
             raise ValueError("--hicache needs the radix cache: drop --disable-radix-cache")
 

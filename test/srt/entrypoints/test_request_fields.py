@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from sglang.srt.entrypoints import request_fields
@@ -21,7 +23,7 @@ from sglang.srt.entrypoints.request_fields import (
     split_prompts,
 )
 from sglang.srt.sampling.logprob_types import LogprobSpec
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.sampling_params import GrammarSpec, SamplingParams
 from sglang.srt.utils.errors import RequestError
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -49,9 +51,7 @@ def test_a_body_that_is_no_json_object(body):
 @pytest.mark.parametrize(
     "field, value",
     [
-        ("response_format", {"type": "json_object"}),
         ("tools", [{"type": "function"}]),
-        ("regex", "a+"),
         ("stop_regex", "a+"),
         ("return_hidden_states", True),
         ("reasoning_effort", "high"),
@@ -67,6 +67,71 @@ def test_what_upstream_has_and_we_do_not_is_refused_by_name(field, value):
 def test_values_that_ask_for_nothing_pass():
     chat(n=1, logprobs=False, frequency_penalty=0.0, tools=[], tool_choice="none", response_format={"type": "text"})
     chat(n=None, logit_bias={}, repetition_penalty=1, min_p=0, regex=None, stop_regex=[])
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    "fields, kind, source",
+    [
+        (
+            {"response_format": {"type": "json_object"}},
+            "json_schema",
+            {"type": "object", "additionalProperties": True},
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": SCHEMA, "strict": True},
+                }
+            },
+            "json_schema",
+            SCHEMA,
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "structures": [], "triggers": ["<"]}},
+            "structural_tag",
+            {"type": "structural_tag", "structures": [], "triggers": ["<"]},
+        ),
+        ({"json_schema": json.dumps(SCHEMA)}, "json_schema", SCHEMA),
+        ({"json_schema": SCHEMA}, "json_schema", SCHEMA),
+    ],
+)
+def test_formats_become_grammars(fields, kind, source):
+    for params in (chat(**fields).sampling_params(5), completion(**fields).sampling_params(5)):
+        assert params.grammar.kind == kind and json.loads(params.grammar.source) == source
+
+
+def test_patterns_and_rules_become_grammars():
+    assert chat(regex="a+").sampling_params(5).grammar == GrammarSpec("regex", "a+")
+    assert completion(ebnf='root ::= "a"').sampling_params(5).grammar == GrammarSpec("ebnf", 'root ::= "a"')
+    native = sampling_params(sampling_fields({"structural_tag": {"type": "structural_tag"}}))
+    assert native.grammar == GrammarSpec("structural_tag", '{"type":"structural_tag"}')
+    for free in ({}, {"response_format": {"type": "text"}}, {"response_format": None, "regex": None}):
+        assert chat(**free).sampling_params(5).grammar is None
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": ["text"]}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": "{}"}}}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "json_schema": "{}"}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "regex": "a"}, "json_schema"),
+        ({"regex": "a", "ebnf": "b"}, "regex"),
+        ({"json_schema": "{"}, "json_schema"),
+        ({"json_schema": "[" * 100_000}, "json_schema"),
+        ({"regex": "a", "min_tokens": 2}, "min_tokens"),
+    ],
+)
+def test_formats_that_are_refused(fields, param):
+    with pytest.raises(RequestError) as error:
+        chat(**fields).sampling_params(5)
+    assert error.value.param == param
 
 
 def test_unknown_fields_are_ignored():
@@ -284,7 +349,7 @@ def test_best_of_only_if_it_changes_nothing():
 def test_native_parameters_are_strict():
     fields = sampling_fields({"max_new_tokens": 5, "n": 2, "min_p": 0.5, "logit_bias": {"3": 1}})
     assert (fields.max_new_tokens, fields.n, fields.min_p, fields.logit_bias) == (5, 2, 0.5, {3: 1.0})
-    for wrong in ({"max_tokens": 5}, {"json_schema": "{}"}, {"top_k": "a"}, {"ignore_eos": 3}, {"stop_regex": "a"}):
+    for wrong in ({"max_tokens": 5}, {"json_schema": 3}, {"top_k": "a"}, {"ignore_eos": 3}, {"stop_regex": "a"}):
         with pytest.raises(RequestError):
             sampling_fields(wrong)
 

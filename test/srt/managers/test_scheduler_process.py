@@ -11,6 +11,8 @@ import pytest
 import zmq
 
 from sglang.simulator.simulation import SimulatedHardware, Simulation
+from sglang.srt.constrained.grammar_cache import GrammarCache
+from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.managers import scheduler_process
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
@@ -21,6 +23,10 @@ from sglang.srt.managers.startup.engine import RankSetup, build_core
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError
+
+
+def grammars() -> GrammarManager:
+    return GrammarManager(GrammarCache(Path("none"), None), lambda: None)
 
 
 def test_the_line_of_throughput_comes_while_a_launch_takes_long(monkeypatch, caplog):
@@ -34,7 +40,9 @@ def test_the_line_of_throughput_comes_while_a_launch_takes_long(monkeypatch, cap
     with zmq.Context() as context, context.socket(zmq.PULL) as receiver, context.socket(zmq.PUSH) as sender:
         receiver.bind("inproc://scheduler")
         wake_fd = os.eventfd(0)
-        process = SchedulerProcess(core, None, RankSync(SINGLE_RANK, context, ""), receiver, sender, wake_fd)
+        process = SchedulerProcess(
+            core, None, RankSync(SINGLE_RANK, context, ""), receiver, sender, wake_fd, grammars()
+        )
         with caplog.at_level(logging.INFO):
             while "#running-req: 1" not in caplog.text:
                 process._sleep()
@@ -60,7 +68,9 @@ def test_the_line_of_loads_has_what_is_not_0(stall_s, hits, line, monkeypatch, c
     with zmq.Context() as context, context.socket(zmq.PULL) as receiver, context.socket(zmq.PUSH) as sender:
         receiver.bind("inproc://scheduler")
         wake_fd = os.eventfd(0)
-        process = SchedulerProcess(core, None, RankSync(SINGLE_RANK, context, ""), receiver, sender, wake_fd)
+        process = SchedulerProcess(
+            core, None, RankSync(SINGLE_RANK, context, ""), receiver, sender, wake_fd, grammars()
+        )
         with caplog.at_level(logging.INFO):
             process._log_throughput()
         os.close(wake_fd)

@@ -68,6 +68,12 @@ class TensorParallelGroup:
         dist.all_gather(parts, x.contiguous(), group=self.model)
         return torch.cat(parts, dim=-1)
 
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's x, in place, on the model's group."""
+        if self.size > 1:
+            dist.broadcast(x, 0, group=self.model)
+        return x
+
     def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
         """Elementwise minimum over ranks, in place, on the control group."""
         if self.size > 1:

@@ -38,6 +38,9 @@ import zmq.asyncio
 
 from sglang.srt.configs.gguf_model import gguf_file_of
 from sglang.srt.configs.smollm2_model import fetched_or_embedded
+from sglang.srt.constrained.check_process import CheckSettings
+from sglang.srt.constrained.grammar_checker import GrammarChecker
+from sglang.srt.constrained.xgrammar_backend import VOCABULARY_FILE
 from sglang.srt.entrypoints.native import GenerateReqInput, serve_generate
 from sglang.srt.entrypoints.request_fields import UNSUPPORTED_GENERATE, convert
 from sglang.srt.entrypoints.startup_checks import check_before_start, tokenizer_dir
@@ -262,6 +265,7 @@ class EngineProcesses:
             context_length=args.context_length or own_context or 1 << 30,
             send=send.send,
             metrics=MetricsCollector(args.model_name),
+            grammars=self._grammar_checker(tokenizer_path, vocab_size or len(tokenizer)),
         )
         self._receive = asyncio.create_task(self.manager.receive_forever(receive.recv))
         died = asyncio.create_task(self.wait_for_death())
@@ -279,6 +283,19 @@ class EngineProcesses:
             "max_req_input_len": ready.max_req_input_len,
             **ready.info,
         }
+
+    def _grammar_checker(self, tokenizer_path: str, vocab_size: int) -> GrammarChecker | None:
+        if self._args.grammar_backend == "none":
+            return None
+        return GrammarChecker(
+            CheckSettings(
+                tokenizer_path=tokenizer_path,
+                vocab_size=vocab_size,
+                vocabulary_file=f"{self._directory}/{VOCABULARY_FILE}",
+                max_whitespace=self._args.constrained_json_max_whitespace_cnt,
+                parent_pid=os.getpid(),
+            )
+        )
 
     def _tokenizer_for_child(self, tokenizer: Any, path: str) -> str:
         """A file with the same tokenizer, which the detokenizer can read without importing transformers."""

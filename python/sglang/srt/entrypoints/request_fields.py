@@ -17,17 +17,13 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.sampling_params import GrammarSpec, SamplingParams
 from sglang.srt.utils.errors import RequestError
 
 T = TypeVar("T")
 
 # Field -> the values, beside null, that change nothing.
 _UNSUPPORTED_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "regex": (),
-    "ebnf": (),
-    "json_schema": (),
-    "structural_tag": (),
     "stop_regex": ([], ""),
     "custom_params": ({},),
 }
@@ -56,9 +52,10 @@ _UNSUPPORTED_ROUTING: dict[str, tuple[Any, ...]] = {
     "sampling_logprobs_mode": (),
 }
 _UNSUPPORTED_OPENAI: dict[str, tuple[Any, ...]] = {
+    # Upstream has it as a response_format.
+    "structural_tag": (),
     **_UNSUPPORTED_SAMPLING,
     **_UNSUPPORTED_ROUTING,
-    "response_format": ({"type": "text"},),
     "return_spec_tokens_details": (False,),
     "return_token_ids": (False,),
 }
@@ -137,6 +134,8 @@ MAX_LOGIT_BIAS = 1024
 MAX_NAME_LENGTH = 1024
 CACHE_MODES = ("bypass", "no_store")
 MAX_STOP_TOKEN_IDS = 1024
+# Names of the fields that restrict an answer, which are kinds of `GrammarSpec`.
+GRAMMAR_KINDS = ("json_schema", "regex", "ebnf", "structural_tag")
 # The most answers of one request over HTTP, over all its prompts.
 MAX_ANSWERS = 2048
 # The most unknown fields of one request that are compared with known ones, and that are named.
@@ -273,6 +272,11 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     sampling_seed: int | None = None
+    # At most one.
+    json_schema: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
 
 def sampling_params(fields: SamplingFields, names: Mapping[str, str] = {}) -> SamplingParams:
@@ -288,7 +292,8 @@ def sampling_params(fields: SamplingFields, names: Mapping[str, str] = {}) -> Sa
     stops = given.pop("stop", ())
     given["stop"] = stops = (stops,) if isinstance(stops, str) else tuple(stops)
     given["stop_token_ids"] = tuple(given.get("stop_token_ids", ()))
-    params = SamplingParams(**given)
+    grammar = _grammar({kind: given.pop(kind) for kind in GRAMMAR_KINDS if kind in given})
+    params = SamplingParams(**given, grammar=grammar)
 
     require(1 <= n <= MAX_N, "n", n, f"from 1 to {MAX_N}")
     require(params.max_new_tokens >= 1, "max_new_tokens", params.max_new_tokens, "at least 1")
@@ -298,6 +303,12 @@ def sampling_params(fields: SamplingFields, names: Mapping[str, str] = {}) -> Sa
         "min_new_tokens",
         params.min_new_tokens,
         "at least 0 and at most " + names.get("max_new_tokens", "max_new_tokens"),
+    )
+    require(
+        not (params.min_new_tokens and grammar is not None),
+        "min_new_tokens",
+        params.min_new_tokens,
+        "left out where there is a grammar, which tells where an answer may end",
     )
     temperature = params.temperature
     require(math.isfinite(temperature) and temperature >= 0, "temperature", temperature, "a finite number from 0")
@@ -334,6 +345,31 @@ def sampling_params(fields: SamplingFields, names: Mapping[str, str] = {}) -> Sa
     require(seed is None or seed in _INT64, "sampling_seed", seed, "a whole number of 64 bits")
     # Division of logits by a smaller value would overflow.
     return msgspec.structs.replace(params, temperature=0.0 if temperature < 1e-6 else temperature)
+
+
+def _grammar(given: Mapping[str, Any]) -> GrammarSpec | None:
+    """given: kind -> a text, or a schema or tag as an object."""
+    if not given:
+        return None
+    if len(given) > 1:
+        raise RequestError(f"{' and '.join(given)} exclude each other: give one of them", param=next(iter(given)))
+    ((kind, source),) = given.items()
+    if not isinstance(source, str):
+        source = as_json(source, kind)
+    elif kind in ("json_schema", "structural_tag"):
+        try:
+            msgspec.json.decode(source)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise RequestError(f"{kind} is not valid JSON: {error}", param=kind) from None
+    return GrammarSpec(kind, source)
+
+
+def as_json(value: Any, name: str) -> str:
+    """Raises RequestError that names the field."""
+    try:
+        return msgspec.json.encode(value).decode()
+    except (RecursionError, UnicodeError) as error:
+        raise RequestError(f"{name} is not usable: {error}", param=name) from None
 
 
 def check_num_answers(number: int, limit: int = MAX_ANSWERS) -> None:

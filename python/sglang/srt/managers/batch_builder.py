@@ -84,7 +84,7 @@ class BatchBuilder:
             hold.extend(frames)
         samples = end == req.num_known
         batch.add(req, start, req.tokens[start:end], samples)
-        if samples and req.spec.params.has_penalties:
+        if samples and (req.spec.params.has_penalties or req.spec.params.grammar is not None):
             batch.output_ids.append((req.slot, req.tokens[req.num_prompt : req.num_known]))
         _ask_prompt_logprobs(batch, req, start, end)
         for span in req.plan:

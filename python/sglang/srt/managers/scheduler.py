@@ -61,7 +61,7 @@ from sglang.srt.mem_cache.transfer import (
     Tier,
 )
 from sglang.srt.mem_cache.tree_checks import check_locks
-from sglang.srt.model_executor.launch import Launch
+from sglang.srt.model_executor.launch import NO_TOKEN, Launch
 from sglang.srt.peer.lending import DeviceLending
 from sglang.srt.sampling.logprob_types import LaunchLogprobs
 from sglang.srt.utils.time_units import LaunchClock, Seconds
@@ -289,6 +289,9 @@ class Scheduler:
                 req.logprobs.append(logprob)
 
     def _take_token(self, req: Req, token: int) -> None:
+        if token == NO_TOKEN:
+            self._end_without_grammar(req)
+            return
         req.tokens[req.num_known] = token
         req.num_known += 1
         self._counters["generation_tokens"] += 1
@@ -382,6 +385,12 @@ class Scheduler:
             )
             self._refuse(msg.rid, len(prompt), message)
             return
+        if msg.sampling_params.grammar is not None and not (
+            self.config.eos_token_ids or msg.sampling_params.stop_token_ids
+        ):
+            message = "this model has no token that ends an answer, which a grammar needs: give stop_token_ids"
+            self._refuse(msg.rid, len(prompt), message)
+            return
         if message := self.streaming.refusal(len(prompt)):
             self._refuse(msg.rid, len(prompt), message)
             return
@@ -391,7 +400,7 @@ class Scheduler:
     def _enqueue(self, msg: TokenizedGenerateReqInput, now: Seconds, is_check: bool = False) -> None:
         prompt, sampling = bytes_to_ids(msg.input_ids), msg.sampling_params
         stop_ids = frozenset(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
+        if not sampling.ignore_eos or sampling.grammar is not None:
             stop_ids |= frozenset(self.config.eos_token_ids)
         max_len = min(len(prompt) + max(1, sampling.max_new_tokens), self.accepted_len)
         req = Req(msg, self.queues.next_order, prompt, max_len, stop_ids)
@@ -485,6 +494,12 @@ class Scheduler:
         if is_private(req.namespace):
             self.cache.retire(req.namespace)
         self._emit(req, reason)
+
+    def _end_without_grammar(self, req: Req) -> None:
+        self.end_hold(req, EndReason.ABORT)
+        self._counters["aborted_reqs"] += 1
+        message = "the answer's grammar cannot be followed any further: it is too ambiguous, or allows nothing here"
+        self._end(req, FinishReason(type="abort", message=message, status_code=400))
 
     def _end_too_long(self, req: Req) -> None:
         """No tier has any more room for the only request: it ends, or starts again."""

@@ -19,6 +19,9 @@ import msgspec
 import torch
 import zmq
 
+from sglang.srt.constrained.grammar_cache import GrammarCache
+from sglang.srt.constrained.grammar_manager import GrammarManager
+from sglang.srt.constrained.xgrammar_backend import VOCABULARY_FILE
 from sglang.srt.distributed.parallel_state import init_tensor_parallel
 from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.io_struct import (
@@ -28,6 +31,7 @@ from sglang.srt.managers.io_struct import (
     ClearHiCacheReqInput,
     ControlReqOutput,
     DetachHiCacheStorageReqInput,
+    FinishReason,
     FlushCacheReqInput,
     GetInternalStateReq,
     GetInternalStateReqOutput,
@@ -35,6 +39,7 @@ from sglang.srt.managers.io_struct import (
     StorageReqInput,
     SwitchTierReqInput,
     TokenizedGenerateReqInput,
+    TokenOutput,
     decode_to_scheduler,
     detokenize_req,
     encode,
@@ -93,6 +98,7 @@ class SchedulerProcess:
         receiver: zmq.Socket,
         sender: zmq.Socket,
         wake_fd: int,
+        grammars: GrammarManager,
     ) -> None:
         self.core = core
         self.storage = storage
@@ -100,6 +106,7 @@ class SchedulerProcess:
         self.receiver = receiver
         self.sender = sender
         self.wake_fd = wake_fd
+        self.grammars = grammars
         self._poller = zmq.Poller()
         self._poller.register(receiver, zmq.POLLIN)
         self._poller.register(wake_fd, zmq.POLLIN)
@@ -150,6 +157,10 @@ class SchedulerProcess:
 
     def _receive(self) -> _Inbox:
         inbox = _Inbox()
+        ready, failed = self.grammars.take_ready()
+        inbox.new += ready
+        for rid, reason in failed:
+            self._refuse(rid, reason, 400)
         while True:
             try:
                 message = decode_to_scheduler(self.receiver.recv(zmq.NOBLOCK))
@@ -157,9 +168,13 @@ class SchedulerProcess:
                 return inbox
             if isinstance(message, TokenizedGenerateReqInput):
                 self.sender.send(encode(detokenize_req(message)))
-                inbox.new.append(message)
+                if self.grammars.add(message):
+                    inbox.new.append(message)
             elif isinstance(message, AbortReq):
-                inbox.aborts.append(message.rid)
+                if self.grammars.abort(message.rid):
+                    self._refuse(message.rid, "the request was aborted", 499)
+                else:
+                    inbox.aborts.append(message.rid)
             elif isinstance(message, FlushCacheReqInput):
                 inbox.flush.append(message.id)
             elif isinstance(message, SwitchTierReqInput):
@@ -171,6 +186,14 @@ class SchedulerProcess:
                     inbox.storage.append(self._storage_request(message))
                 except StoreError as error:
                     self.sender.send(encode(ControlReqOutput(id=message.id, success=False, message=str(error))))
+
+    def _refuse(self, rid: str, message: str, status_code: int) -> None:
+        """End a request of which the scheduler has not heard."""
+        reason = FinishReason(type="abort", message=message, status_code=status_code)
+        output = TokenOutput(
+            rid=rid, output_ids=b"", finish_reason=reason, prompt_tokens=0, completion_tokens=0, cached_tokens=0
+        )
+        self.sender.send(encode(BatchTokenIDOutput(outputs=[output])))
 
     def _storage_request(self, message: StorageReqInput) -> StorageRequest:
         if isinstance(message, DetachHiCacheStorageReqInput):
@@ -353,15 +376,16 @@ def start(child: ChildArgs, on_exit: ExitStack) -> Callable[[], None]:
         # Each rank would take all cores, and they would wait for each other's threads.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // group.size))
     if receiver is None:
-        core, _ = build_core(args, RankSetup(group, sync.poke, directory, on_exit, device, progress))
+        core, _ = build_core(args, RankSetup(group, sync.poke, directory, on_exit, None, device, progress))
         gc.collect()
         gc.freeze()
         return FollowerProcess(core, sync).serve
     sender = open_push(context, child.ipc["detokenizer_in"])
     wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
     notify = lambda: os.eventfd_write(wake_fd, 1)  # noqa: E731
-    core, storage = build_core(args, RankSetup(group, notify, directory, on_exit, device, progress))
-    process = SchedulerProcess(core, storage, sync, receiver, sender, wake_fd)
+    cache = GrammarCache(directory / VOCABULARY_FILE, args.constrained_json_max_whitespace_cnt)
+    core, storage = build_core(args, RankSetup(group, notify, directory, on_exit, cache, device, progress))
+    process = SchedulerProcess(core, storage, sync, receiver, sender, wake_fd, GrammarManager(cache, notify))
     gc.collect()
     gc.freeze()
     sender.send(encode(ready_message(core.scheduler)))

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from sglang.srt.constrained.grammar_checker import GrammarChecker
 from sglang.srt.managers.io_struct import (
     AbortReq,
     AttachHiCacheStorageReqInput,
@@ -48,7 +49,7 @@ from sglang.srt.managers.text_encoder import EncodedText, TextEncoder
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.observability.metrics_collector import MetricsCollector
 from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.sampling_params import GrammarSpec, SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.errors import RequestError
 from sglang.srt.utils.token_texts import TokenTexts
@@ -191,8 +192,10 @@ class TokenizerManager:
         context_length: int,
         send: Callable[[bytes], Any],
         metrics: MetricsCollector,
+        grammars: GrammarChecker | None = None,
     ) -> None:
-        """send: passes one encoded message to the scheduler's socket, without blocking."""
+        """grammars: None refuses requests that have one. send: passes one encoded message to the scheduler's socket,
+        without blocking."""
         self._args = server_args
         self._tokenizer = tokenizer
         self._encoder = TextEncoder(tokenizer)
@@ -203,6 +206,7 @@ class TokenizerManager:
         self.context_length = context_length
         self._send = send
         self.metrics = metrics
+        self._grammars = grammars
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize-long")
         self._random = (
@@ -304,6 +308,8 @@ class TokenizerManager:
                 f"the answer is to have at least {params.min_new_tokens} tokens, but {max_new_tokens} at most: lower "
                 "the minimum or raise the maximum"
             )
+        if params.grammar is not None:
+            await self._check_grammar(params.grammar)
         seed = self._random.getrandbits(31) if params.sampling_seed is None else params.sampling_seed
         self._check_vocabulary("stop_token_ids", params.stop_token_ids)
         self._check_vocabulary("logit_bias", tuple(params.logit_bias))
@@ -327,6 +333,11 @@ class TokenizerManager:
             logprobs=logprobs,
             prompt_keys=await self._prompt_keys(req, ids),
         )
+
+    async def _check_grammar(self, spec: GrammarSpec) -> None:
+        if self._grammars is None:
+            raise RequestError(f"{spec.kind} is not served: the server runs with --grammar-backend none", 501)
+        await self._grammars.check(spec)
 
     async def _prompt_keys(self, req: GenerateRequest, ids: np.ndarray) -> PromptKeys | None:
         """The scheduler would take 3 us per block, in which it does nothing else."""
@@ -604,5 +615,7 @@ class TokenizerManager:
                 future.set_exception(self._refusal)
 
     def close(self) -> None:
+        if self._grammars is not None:
+            self._grammars.close()
         for pool in (self._pool, self._long_pool):
             pool.shutdown(wait=False, cancel_futures=True)

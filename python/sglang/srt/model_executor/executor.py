@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from sglang.srt.constrained.grammar_rows import GrammarRows
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionMetadata
 from sglang.srt.mem_cache.kv_view import KVSegment, PagedSegments
 from sglang.srt.mem_cache.layer_stream_cache import FilledPiece, LayerStreamCache, Piece
@@ -31,7 +32,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
     StreamedRequest,
 )
-from sglang.srt.model_executor.launch import Launch, LaunchMode, StreamedPrefix
+from sglang.srt.model_executor.launch import NO_TOKEN, Launch, LaunchMode, StreamedPrefix
 from sglang.srt.model_executor.page_table import PageTable
 from sglang.srt.sampling.logprob_types import LaunchLogprobs, TokenLogprob
 from sglang.srt.sampling.logprobs import LogprobQuery, LogprobTensors
@@ -53,7 +54,8 @@ class StepResult:
     """One completed launch."""
 
     seq: int
-    # int32 bytes, one per sampled request; empty if it failed or was void.
+    # int32 bytes, one per sampled request, NO_TOKEN where a request's grammar could not be followed; empty if it
+    # failed or was void.
     tokens: bytes = b""
     failed: bool = False
     logprobs: LaunchLogprobs | None = None
@@ -91,6 +93,8 @@ class _Run:
     is_graph: bool
     batch: ForwardBatch | None = None
     state: Any = None
+    # What the requests with a grammar may draw, see `GrammarRows.mask`.
+    mask: torch.Tensor | None = None
     void: bool = False
     error: Exception | None = None
     # Marks of the stream.
@@ -125,8 +129,18 @@ class _Sampled:
     logprob_rows: tuple[int, ...]
     logprobs: _PendingLogprobs | None
     prompt_logprobs: dict[int, _PendingLogprobs]
+    # The samples whose grammar could not be followed.
+    failed_rows: tuple[int, ...]
     # A bool, if it was requested.
     is_finite: torch.Tensor | None
+
+    def token_bytes(self) -> bytes:
+        """`StepResult.tokens`."""
+        tokens = self.tokens.numpy()
+        if self.failed_rows:
+            tokens = tokens.copy()
+            tokens[list(self.failed_rows)] = NO_TOKEN
+        return tokens.tobytes()
 
     def found(self) -> LaunchLogprobs | None:
         if self.logprobs is None and not self.prompt_logprobs:
@@ -170,6 +184,8 @@ class ExecutorOptions:
     # then has a scratch slot.
     attention: AttentionBackend | None = None
     graph_batch_size: int = 0
+    # None: no request has a grammar.
+    grammars: GrammarRows | None = None
 
 
 class ModelExecutor:
@@ -216,6 +232,7 @@ class ModelExecutor:
                 options.graph_batch_size,
             )
         self._penalties = PenaltyTable(max_slots, vocab_size, device)
+        self._grammars = options.grammars
         self._sampling_plan = SamplingPlan((), vocab_size, device)
         self._next_seq = 0
         self._reset_pending = False
@@ -321,13 +338,28 @@ class ModelExecutor:
     def _prepare(self, run: _Run) -> None:
         run.began = self.stream.mark()
         self._page_table.apply(run.launch.page_runs, run.launch.page_appends)
-        for slot, ids in run.launch.output_ids:
-            self._penalties.start(slot, to_device(ids.astype(np.int64), self._device))
+        self._start_sampling(run.launch)
         if run.ends_void:
             self._void = False
         run.void = self._void
         if not run.is_graph:
             self._guard(run, self.model.embed)
+
+    def _start_sampling(self, launch: Launch) -> None:
+        if not launch.output_ids:
+            return
+        specs = dict(zip(launch.slots[launch.samples].tolist(), launch.sampling))
+        for slot, ids in launch.output_ids:
+            params = specs[slot].params
+            if params.has_penalties:
+                self._penalties.start(slot, to_device(ids.astype(np.int64), self._device))
+            if params.grammar is not None:
+                self._grammar_rows.start(slot, specs[slot], ids)
+
+    @property
+    def _grammar_rows(self) -> GrammarRows:
+        assert self._grammars is not None, "a request has a grammar, and this executor follows none"
+        return self._grammars
 
     def _begin_wait(self, run: _Run) -> None:
         run.waits.append((self.stream.mark(), None))
@@ -382,9 +414,11 @@ class ModelExecutor:
             return self.model.logits(run.state, batch) if len(batch.sample_rows) else None
 
         def sample(batch: ForwardBatch) -> _Sampled | None:
-            return None if run.state is None else self._sampled(run.launch, run.state, batch)
+            return None if run.state is None else self._sampled(run.launch, run.state, batch, run.mask)
 
         self._guard(run, logits)
+        if plan_rows := self._plan_of(run.launch).grammar_rows:
+            self._guard(run, lambda _: self._ask_grammars(run, plan_rows))
         if run.error is None and not run.void:
             self._guard(run, sample)
         if run.error is not None:
@@ -398,7 +432,7 @@ class ModelExecutor:
             sampled: _Sampled = run.state
             if sampled.is_finite is not None and not bool(sampled.is_finite):
                 raise NonFiniteLogitsError(f"launch {run.launch.seq}: a logit is not finite")
-            tokens, logprobs = sampled.tokens.numpy().tobytes(), sampled.found()
+            tokens, logprobs = sampled.token_bytes(), sampled.found()
         seconds = self.stream.seconds
         stall_s = sum(seconds(begin, end) for begin, end in run.waits if end is not None)
         stream_s = sum(self._layer_stream.seconds(filled) for filled in run.filled) if self._layer_stream else 0.0
@@ -539,12 +573,23 @@ class ModelExecutor:
             self._sampling_plan = SamplingPlan(launch.sampling, self.vocab_size, self._device)
         return self._sampling_plan
 
-    def _sampled(self, launch: Launch, logits: torch.Tensor, batch: ForwardBatch) -> _Sampled:
-        """logits: (num_samples + rows of prompt_logprobs, vocab_size) float32."""
+    def _ask_grammars(self, run: _Run, rows: tuple[int, ...]) -> Any:
+        """A stage of its own, because ranks meet in it: in lockstep it runs where the launch has failed, too."""
+        run.mask = self._grammar_rows.mask(run.launch.slots[run.launch.samples][list(rows)].tolist())
+        return run.state
+
+    def _sampled(
+        self, launch: Launch, logits: torch.Tensor, batch: ForwardBatch, mask: torch.Tensor | None
+    ) -> _Sampled:
+        """logits: (num_samples + rows of prompt_logprobs, vocab_size) float32. mask: of the plan's grammar_rows."""
         plan, slots = self._plan_of(launch), batch.sample_slots
         num_samples = len(plan.specs)
         positions = (launch.starts + launch.lens)[launch.samples]
         shaped = plan.shape(logits[:num_samples], slots, positions, self._penalties)
+        if mask is not None:
+            # Log-probabilities are those of the model's own logits.
+            shaped = shaped.clone() if shaped.data_ptr() == logits.data_ptr() else shaped
+            GrammarRows.apply(shaped, plan.grammar_rows, mask)
         next_tokens = self.sampler(shaped, batch.sampling)
         self._last_tokens.index_copy_(0, slots, next_tokens)
         plan.count(self._penalties, slots, next_tokens)
@@ -556,10 +601,18 @@ class ModelExecutor:
             query = LogprobQuery([rows.spec] * n, self._device)
             prompt[rows.req] = _PendingLogprobs.of(query.begin(logits[row : row + n], targets))
             row += n
+        on_host = next_tokens.to(torch.int32).to("cpu", non_blocking=True)
+        failed_rows: tuple[int, ...] = ()
+        if mask is not None:
+            places = plan.grammar_rows
+            with_grammar = launch.slots[launch.samples][list(places)].tolist()
+            wait = partial(self.stream.wait_for_mark, self.stream.mark())
+            failed_rows = self._grammar_rows.drawn(with_grammar, on_host, places, wait)
         return _Sampled(
-            next_tokens.to(torch.int32).to("cpu", non_blocking=True),
+            on_host,
             plan.logprob_rows,
             None if asked is None else _PendingLogprobs.of(asked),
             prompt,
+            failed_rows,
             torch.isfinite(logits).all().to("cpu", non_blocking=True) if self.check_finite else None,
         )

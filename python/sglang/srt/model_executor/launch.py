@@ -11,6 +11,9 @@ from sglang.srt.mem_cache.transfer import Ticket, Tier
 from sglang.srt.sampling.logprob_types import LogprobSpec
 from sglang.srt.sampling.sample_spec import SampleSpec
 
+# In place of a token that was drawn, because the request's grammar could not be followed.
+NO_TOKEN = -1
+
 
 class LaunchMode(IntEnum):
     EXTEND = 0
@@ -75,7 +78,8 @@ class Launch:
     page_appends: np.ndarray
     # Loads that the pass waits for, layer by layer.
     gates: tuple[Ticket, ...]
-    # (slot, int32): for slots that begin to sample with penalties, the tokens that were generated before this launch.
+    # (slot, int32): for slots that begin to sample with penalties or a grammar, the tokens that were generated before
+    # this launch.
     output_ids: tuple[tuple[int, np.ndarray], ...] = ()
     prompt_logprobs: tuple[PromptRows, ...] = ()
     # Prefixes that are not on the device. The page table has no pages for them.

@@ -103,7 +103,7 @@ def run_child(start: Callable[[ChildArgs, ExitStack], Callable[[], None]], argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(STOP_SIGNAL, _stop)
     if args.parent_pid:
-        _die_with_parent(args.parent_pid, args.remove_directory)
+        die_with_parent(args.parent_pid, args.remove_directory)
     configure_logging(args.server_args.get("log_level", "info"), args.log_prefix)
     serving = False
     on_exit = ExitStack()
@@ -181,7 +181,8 @@ def log_uncaught(error: BaseException) -> None:
     logger.error("uncaught exception, latest call last:\n%s%s", "".join(traceback.format_list(ours)), what)
 
 
-def _die_with_parent(parent_pid: int, remove_directory: str) -> None:
+def die_with_parent(parent_pid: int, remove_directory: str = "") -> None:
+    """remove_directory: a directory that this process removes if the parent has died."""
     if sys.platform == "linux" and not remove_directory:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     else:

@@ -103,6 +103,9 @@ class CudaStream(ThreadStream):
     def seconds(self, begin: Any, end: Any) -> float:
         return begin.elapsed_time(end) / 1e3
 
+    def wait_for_mark(self, mark: Any) -> None:
+        mark.synchronize()
+
     def close(self) -> None:
         """Run what is enqueued, then end the threads."""
         super().close()

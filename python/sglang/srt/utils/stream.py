@@ -55,6 +55,11 @@ class Stream(Protocol):
         """Between two marks of this stream, both of which have been passed (see `when_done`)."""
         ...
 
+    def wait_for_mark(self, mark: Any) -> None:
+        """Block the host until the mark has been passed. Called by work on this stream: what was enqueued between the
+        two goes on meanwhile."""
+        ...
+
     def raise_if_dead(self) -> None: ...
 
 
@@ -108,6 +113,9 @@ class ThreadStream:
 
     def seconds(self, begin: Any, end: Any) -> float:
         return end - begin
+
+    def wait_for_mark(self, mark: Any) -> None:
+        """The thread that calls it is the stream."""
 
     def raise_if_dead(self) -> None:
         if self._error is not None:

@@ -14,6 +14,7 @@ from sglang.srt.entrypoints.request_fields import (
     check_name,
     namespace,
     sampling_params,
+    shown,
     split_prompts,
 )
 from sglang.srt.entrypoints.usage import cached_tokens_details
@@ -25,6 +26,8 @@ from sglang.srt.utils.errors import RequestError
 
 _OPENAI_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 MAX_TOP_LOGPROBS = 20
+# What {"type": "json_object"} asks for.
+ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 Event = dict[str, Any]
 
@@ -60,6 +63,10 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache: str | None = None
     priority: int | None = None
     user: str | None = None
+    response_format: dict[str, Any] | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
     def sampling_params(self, max_new_tokens: int | None) -> SamplingParams:
         fields = SamplingFields(
@@ -80,8 +87,39 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
             skip_special_tokens=self.skip_special_tokens,
             no_stop_trim=self.no_stop_trim,
             sampling_seed=self.seed,
+            regex=self.regex,
+            ebnf=self.ebnf,
+            **self._response_format(),
         )
         return sampling_params(fields, _OPENAI_NAMES)
+
+    def _response_format(self) -> dict[str, Any]:
+        """`response_format` as a field of SamplingFields."""
+        name, given = "response_format", self.response_format or {}
+        kind = given.get("type", "text")
+        if kind == "text":
+            return {"json_schema": self.json_schema}
+        if self.json_schema is not None:
+            raise RequestError("response_format and json_schema exclude each other: give one of them", param=name)
+        if kind == "json_object":
+            return {"json_schema": ANY_OBJECT}
+        if kind == "json_schema":
+            wrapped = given.get("json_schema")
+            schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
+            if not isinstance(schema, dict | bool):
+                raise RequestError(
+                    'response_format of type json_schema must be {"type": "json_schema", "json_schema": '
+                    '{"name": …, "schema": {…}}}',
+                    param=name,
+                )
+            return {"json_schema": schema}
+        if kind == "structural_tag":
+            return {"structural_tag": given}
+        raise RequestError(
+            f"response_format has the type {shown(str(kind))}, but it must be text, json_object, json_schema or "
+            "structural_tag",
+            param=name,
+        )
 
     @property
     def num_choices(self) -> int:

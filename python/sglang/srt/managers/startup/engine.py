@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.constrained.grammar_cache import GrammarCache
+from sglang.srt.constrained.grammar_rows import GrammarRows
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.layers.attention.attention_registry import make_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -86,6 +88,8 @@ class RankSetup:
     directory: Path
     # Gets what has to be closed before the process ends.
     on_exit: ExitStack
+    # Compiled grammars, at the rank that follows them.
+    grammars: GrammarCache | None = None
     device: torch.device = CPU
     progress: StartupProgress = SILENT
 
@@ -217,6 +221,13 @@ class EngineBuilder:
                 device=rank.device,
                 attention=attention,
                 graph_batch_size=graph_batch_size,
+                grammars=GrammarRows(
+                    self.model.vocab_size,
+                    config.eos_token_ids,
+                    rank.grammars,
+                    rank.device,
+                    rank.group.broadcast,
+                ),
             ),
             layer_stream,
         )

@@ -1,0 +1,136 @@
+"""The process in which a client's grammar is compiled for the first time. It may cost that process its life.
+
+A hostile schema can take any time and memory, or overflow the stack, within a library call that nothing ends. So it
+happens here, within limits of the kernel, before an engine compiles the same grammar:
+
+    parent --[length][GrammarSpec]--> this process --[length][CheckResult]--> parent
+                                       | over MAX_CPU_S: ended by SIGXCPU
+                                       | over MAX_MEMORY_BYTES: an error, or its end
+
+The first frame that it writes tells whether it can check anything.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from typing import IO
+
+import msgspec
+
+from sglang.srt.constrained.xgrammar_backend import GrammarCompiler, GrammarError, make_vocabulary
+from sglang.srt.sampling.sampling_params import GrammarSpec
+from sglang.srt.utils.child_process import die_with_parent
+
+# Of one grammar. Useful ones take milliseconds.
+MAX_CPU_S = 5
+# Beyond what the process has taken when it is ready.
+MAX_MEMORY_BYTES = 1 << 30
+# Of a compiled grammar, which the engine keeps.
+MAX_COMPILED_BYTES = 32 << 20
+
+_HEAD_BYTES = 4
+
+
+class CheckSettings(msgspec.Struct, frozen=True, kw_only=True):
+    tokenizer_path: str
+    vocab_size: int
+    # Where the vocabulary lies in xgrammar's form; written by the first process.
+    vocabulary_file: str
+    # See `GrammarCompiler`.
+    max_whitespace: int | None
+    parent_pid: int
+
+
+class CheckResult(msgspec.Struct, frozen=True):
+    # Why the grammar cannot be used; "" if it can.
+    message: str = ""
+
+
+def write_frame(file: IO[bytes], message: msgspec.Struct) -> None:
+    data = msgspec.msgpack.encode(message)
+    file.write(len(data).to_bytes(_HEAD_BYTES, "little") + data)
+    file.flush()
+
+
+def read_frame(file: IO[bytes]) -> bytes | None:
+    """None at the end of the file."""
+    head = file.read(_HEAD_BYTES)
+    if len(head) < _HEAD_BYTES:
+        return None
+    size = int.from_bytes(head, "little")
+    data = file.read(size)
+    return data if len(data) == size else None
+
+
+def vocabulary_of(settings: CheckSettings) -> str:
+    """From its file, which is there in whole or not at all."""
+    try:
+        with open(settings.vocabulary_file) as file:
+            return file.read()
+    except FileNotFoundError:
+        pass
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    vocabulary = make_vocabulary(get_tokenizer(settings.tokenizer_path), settings.vocab_size)
+    new = f"{settings.vocabulary_file}.{os.getpid()}"
+    with open(new, "w") as file:
+        file.write(vocabulary)
+    os.replace(new, settings.vocabulary_file)
+    return vocabulary
+
+
+def check(compiler: GrammarCompiler, spec: GrammarSpec) -> CheckResult:
+    try:
+        compiled = compiler.compile(spec)
+    except GrammarError as error:
+        return CheckResult(str(error))
+    except MemoryError:
+        return CheckResult(f"{spec.kind} takes too much memory to compile: simplify it")
+    size = compiled.memory_size_bytes
+    if size > MAX_COMPILED_BYTES:
+        return CheckResult(
+            f"{spec.kind} takes {size >> 20} MiB when compiled, over {MAX_COMPILED_BYTES >> 20}: simplify it"
+        )
+    return CheckResult()
+
+
+def limit_memory() -> None:
+    with open("/proc/self/statm") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + MAX_MEMORY_BYTES, resource.RLIM_INFINITY))
+
+
+def limit_time() -> None:
+    """Let the kernel end this process MAX_CPU_S of the processor's seconds from now."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    soft = int(used.ru_utime + used.ru_stime) + MAX_CPU_S + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
+
+
+def main() -> None:
+    settings = msgspec.json.decode(sys.argv[1], type=CheckSettings)
+    die_with_parent(settings.parent_pid)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(5)  # requests that are being served go first
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what prints would break the frames
+    try:
+        compiler = GrammarCompiler(vocabulary_of(settings), settings.max_whitespace)
+    except GrammarError as error:
+        write_frame(replies, CheckResult(str(error)))
+        return
+    write_frame(replies, CheckResult())
+    limit_memory()
+    # The library writes about what it does not know in a schema: that would be a client's way into the server's log.
+    silence = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):
+        os.dup2(silence, output)
+    while (data := read_frame(sys.stdin.buffer)) is not None:
+        limit_time()
+        write_frame(replies, check(compiler, msgspec.msgpack.decode(data, type=GrammarSpec)))
+
+
+if __name__ == "__main__":
+    main()

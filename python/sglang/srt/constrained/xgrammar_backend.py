@@ -1,0 +1,124 @@
+"""xgrammar, behind what this engine needs of it: from a request's grammar to what matches an answer's tokens.
+
+Owns a vocabulary in xgrammar's form. xgrammar is imported at the first use, because that takes a second. It compiles
+without Python's lock. Knows no request, process or limit.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from sglang.srt.sampling.sampling_params import GrammarSpec
+
+if TYPE_CHECKING:
+    import xgrammar
+
+# Its name in the server's private directory, where the HTTP process leaves it for the scheduler.
+VOCABULARY_FILE = "vocabulary.json"
+
+# xgrammar puts the time and a place in its source in front of what it has to say.
+_PLACE = re.compile(r"^\[[\d:]+\] \S+: ")
+
+# The rule by which xgrammar 0.2.8 makes the characters of a string that has a minimum or a maximum length: it allows
+# control characters, which JSON does not, and no escapes. A rule is a line of its own.
+_BOUNDED_CHARACTERS = re.compile(r"^(\S+ ::= )\(\(\[\^\\\"\\\\\\r\\n\]\)\)$", re.MULTILINE)
+_JSON_CHARACTERS = r'\1(([^\\0-\\x1f\\"\\\\]) | ("\\\\" basic_escape))'
+
+
+class GrammarError(Exception):
+    """A grammar that cannot be used. The message is a sentence for the client."""
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec("xgrammar") is not None
+
+
+def make_vocabulary(tokenizer: Any, vocab_size: int) -> str:
+    """The tokens of a transformers tokenizer as `GrammarCompiler` takes them. vocab_size: of the model, whose ids
+    beyond the tokenizer's are never allowed. Raises GrammarError for a tokenizer that xgrammar does not read."""
+    import xgrammar
+
+    try:
+        # Which tokens end an answer is told for each request.
+        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=[0])
+    except Exception as error:
+        raise GrammarError(f"this model's tokenizer serves no structured output: {_reason(error)}") from None
+    return info.serialize_json()
+
+
+class GrammarCompiler:
+    def __init__(self, vocabulary: str, max_whitespace: int | None = None) -> None:
+        """vocabulary: see `make_vocabulary`. max_whitespace: the most characters of white space between the parts of
+        a JSON value; None: any number."""
+        import xgrammar
+
+        info = xgrammar.TokenizerInfo.deserialize_json(vocabulary)
+        # No cache: the callers remember what they need, within limits of their own.
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._max_whitespace = max_whitespace
+
+    def compile(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
+        """Raises GrammarError."""
+        try:
+            return self._compile(spec)
+        except Exception as error:  # several kinds, of RuntimeError and ValueError
+            raise GrammarError(f"{spec.kind} is not usable: {_reason(error)}") from None
+
+    def _compile(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
+        if spec.kind == "json_schema":
+            return self._compiler.compile_grammar(self._schema_grammar(spec.source))
+        if spec.kind == "regex":
+            return self._compiler.compile_regex(spec.source)
+        if spec.kind == "ebnf":
+            return self._compiler.compile_grammar(spec.source)
+        assert spec.kind == "structural_tag", spec.kind
+        return self._compiler.compile_structural_tag(_structural_tag(spec.source))
+
+    def _schema_grammar(self, source: str) -> xgrammar.Grammar:
+        import xgrammar
+
+        _refuse_outer_references(source)
+        grammar = xgrammar.Grammar.from_json_schema(source, max_whitespace_cnt=self._max_whitespace)
+        rules = str(grammar)
+        mended = _BOUNDED_CHARACTERS.sub(_JSON_CHARACTERS, rules)
+        return grammar if mended == rules else xgrammar.Grammar.from_ebnf(mended)
+
+
+def _refuse_outer_references(source: str) -> None:
+    """xgrammar takes a reference that it cannot follow for a schema that allows everything."""
+    values = [msgspec.json.decode(source)]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            reference = value.get("$ref", "#")
+            if isinstance(reference, str) and not reference.startswith("#"):
+                raise ValueError(
+                    f"the $ref {reference[:100]!r} leads out of the schema: put what it names into $defs"
+                )
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+
+
+def _structural_tag(source: str) -> Any:
+    """xgrammar's own form, or the older one of OpenAI-compatible servers: `structures` and `triggers`."""
+    import xgrammar
+
+    tag = msgspec.json.decode(source)
+    if not (isinstance(tag, dict) and "structures" in tag):
+        return tag
+    structures = [
+        xgrammar.StructuralTagItem(begin=each["begin"], schema=each["schema"], end=each["end"])
+        for each in tag["structures"]
+    ]
+    return xgrammar.StructuralTag.from_legacy_structural_tag(structures, tag["triggers"])
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    return " ".join(_PLACE.sub("", str(error)).split())[:500] or type(error).__name__

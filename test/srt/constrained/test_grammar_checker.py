@@ -1,0 +1,229 @@
+"""The checker's processes: what they find is kept, and a grammar that ends one ends no other request."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang.srt.constrained import grammar_checker
+from sglang.srt.constrained.check_process import MAX_CPU_S, CheckSettings
+from sglang.srt.constrained.grammar_checker import MAX_SOURCE_CHARS, GrammarChecker
+from sglang.srt.sampling.sampling_params import GrammarSpec
+from sglang.srt.utils.errors import RequestError
+from support.grammars import write_vocabulary
+
+pytest.importorskip("xgrammar")
+
+# Takes its part without importing what compiles: each text is an order. Counts its starts and its checks in files.
+FAKE = """
+import json, os, resource, sys, time
+import msgspec
+from sglang.srt.constrained.check_process import CheckResult, read_frame, write_frame
+from sglang.srt.sampling.sampling_params import GrammarSpec
+folder = json.loads(sys.argv[1])["vocabulary_file"]
+open(f"{folder}/start-{os.getpid()}", "w").close()
+out = sys.stdout.buffer
+if os.path.exists(f"{folder}/broken"):
+    sys.exit(1)
+write_frame(out, CheckResult("this tokenizer is of no use" if os.path.exists(f"{folder}/useless") else ""))
+while (data := read_frame(sys.stdin.buffer)) is not None:
+    order = msgspec.msgpack.decode(data, type=GrammarSpec).source
+    with open(f"{folder}/checked", "a") as file:
+        file.write(order + "\\n")
+    if order.startswith("burn"):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (1, resource.RLIM_INFINITY))
+        while True:
+            pass
+    if order.startswith("die"):
+        os.abort() if "abort" in order else os._exit(7)
+    if order.startswith("hang"):
+        time.sleep(1000)
+    while order.startswith("wait") and not os.path.exists(f"{folder}/go"):
+        time.sleep(0.01)
+    write_frame(out, CheckResult("" if not order.startswith("bad") else f"{order} is bad"))
+"""
+
+
+def settings(vocabulary_file: Path, tokenizer_path: Path) -> CheckSettings:
+    return CheckSettings(
+        tokenizer_path=str(tokenizer_path),
+        vocab_size=97,
+        vocabulary_file=str(vocabulary_file),
+        max_whitespace=None,
+        parent_pid=os.getpid(),
+    )
+
+
+def spec(source: str) -> GrammarSpec:
+    return GrammarSpec("regex", source)
+
+
+async def why_not(checker: GrammarChecker, source: str, kind: str = "regex") -> tuple[int, str]:
+    with pytest.raises(RequestError) as refusal:
+        await checker.check(GrammarSpec(kind, source))
+    return refusal.value.status_code, refusal.value.message
+
+
+def checked(folder: Path) -> list[str]:
+    return (folder / "checked").read_text().split()
+
+
+def run(test):
+    """pytest without a plugin for coroutines."""
+
+    def wrapper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def main() -> None:
+            made = GrammarChecker(settings(tmp_path, tmp_path), (sys.executable, "-c", FAKE))
+            try:
+                await test(made, tmp_path, monkeypatch)
+            finally:
+                made.close()
+
+        asyncio.run(main())
+
+    return wrapper
+
+
+@run
+async def test_results_are_kept_and_shared(checker: GrammarChecker, folder: Path, _: pytest.MonkeyPatch):
+    await asyncio.gather(*(checker.check(spec("good")) for _ in range(5)))
+    await checker.check(spec("good"))
+    for _ in range(2):
+        assert await why_not(checker, "bad") == (400, "bad is bad")
+    assert checked(folder) == ["good", "bad"]
+
+
+@run
+async def test_a_grammar_that_ends_its_process(checker: GrammarChecker, folder: Path, _: pytest.MonkeyPatch):
+    assert await why_not(checker, "burn") == (400, "regex takes too long to compile: simplify it")
+    for order in ("die", "die-abort"):
+        assert await why_not(checker, order) == (400, "regex takes too much memory to compile: simplify it")
+    await checker.check(spec("good"))
+    assert await why_not(checker, "burn") == (400, "regex takes too long to compile: simplify it")
+    assert checked(folder).count("burn") == 1, "it is remembered, and costs nothing more"
+
+
+@run
+async def test_a_slow_grammar_holds_up_no_other(checker: GrammarChecker, folder: Path, _: pytest.MonkeyPatch):
+    slow = asyncio.create_task(checker.check(spec("wait")))
+    await checker.check(spec("good"))
+    assert not slow.done()
+    (folder / "go").touch()
+    await slow
+
+
+@run
+async def test_a_client_that_leaves_does_not_end_the_check_of_others(
+    checker: GrammarChecker, folder: Path, _: pytest.MonkeyPatch
+):
+    first, second = (asyncio.create_task(checker.check(spec("wait"))) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    (folder / "go").touch()
+    await second
+    assert checked(folder) == ["wait"]
+
+
+@run
+async def test_a_process_that_is_silent_is_replaced(
+    checker: GrammarChecker, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    await checker.check(spec("good"))
+    monkeypatch.setattr(grammar_checker, "_TIMEOUT_S", 0.2)
+    status, _ = await why_not(checker, "hang")
+    assert status == 503
+    monkeypatch.undo()
+    await checker.check(spec("other"))
+
+
+@run
+async def test_too_many_and_too_long(checker: GrammarChecker, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grammar_checker, "_MAX_WAITING", 2)
+    waiting = [asyncio.create_task(checker.check(spec(f"wait-{n}"))) for n in range(2)]
+    await asyncio.sleep(0)
+    assert (await why_not(checker, "good"))[0] == 503
+    (folder / "go").touch()
+    await asyncio.gather(*waiting)
+    await checker.check(spec("good"))
+    status, message = await why_not(checker, "x" * (MAX_SOURCE_CHARS + 1))
+    assert status == 400 and str(MAX_SOURCE_CHARS) in message
+
+
+@run
+async def test_what_is_remembered_is_bounded(checker: GrammarChecker, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grammar_checker, "_MAX_KNOWN_BYTES", 10)
+    for order in ("good-1", "good-2", "good-2", "good-1"):
+        await checker.check(spec(order))
+    assert checked(folder) == ["good-1", "good-2", "good-1"]
+
+
+@run
+async def test_processes_that_do_not_start(checker: GrammarChecker, folder: Path, _: pytest.MonkeyPatch):
+    (folder / "broken").touch()
+    assert (await why_not(checker, "good"))[0] == 500
+    (folder / "broken").unlink()
+    (folder / "useless").touch()
+    assert await why_not(checker, "good") == (501, "this tokenizer is of no use")
+    (folder / "useless").unlink()
+    await checker.check(spec("good"))
+
+
+def test_a_server_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None:
+        checker = GrammarChecker(settings(tmp_path, tmp_path))
+        status, message = await why_not(checker, "a")
+        assert status == 501 and "pip install xgrammar" in message
+        checker.close()
+
+    monkeypatch.setattr(grammar_checker, "is_installed", lambda: False)
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_real_grammars_useful_and_hostile(tmp_path: Path):
+    """In the real process. Each hostile one is refused, or harmless within the limits."""
+
+    async def main() -> None:
+        checker = GrammarChecker(settings(write_vocabulary(tmp_path / "vocabulary.json"), tmp_path))
+        await checker.check(spec("[a-z]+"))
+        await checker.check(
+            GrammarSpec("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}')
+        )
+        deep = "{}"
+        for _ in range(20_000):
+            deep = '{"type":"array","items":' + deep + "}"
+        hostile = {
+            "nested": ("json_schema", deep[:MAX_SOURCE_CHARS]),
+            "nested, short": ("json_schema", '{"items":' * 900 + "{}" + "}" * 900),
+            "brackets": ("ebnf", "root ::= " + "(" * 50_000 + '"a"' + ")" * 50_000),
+            "brackets of a regex": ("regex", "(" * 50_000 + "a" + ")" * 50_000),
+            "repetition": ("regex", "((((a{1,99}){1,99}){1,99}){1,99}){1,99}"),
+            "long": ("json_schema", '{"type": "string", "maxLength": 100000000}'),
+            "enum": ("json_schema", '{"enum": [' + ",".join(f'"v{n}"' for n in range(20_000)) + "]}"),
+            "reference": ("json_schema", '{"$ref": "https://example.com/schema.json"}'),
+            "loop": ("json_schema", '{"$ref": "#"}'),
+            "rules": (
+                "ebnf",
+                "root ::= "
+                + " | ".join(f"r{n} r{n}" for n in range(3000))
+                + "\n"
+                + "\n".join(f'r{n} ::= r{(n + 1) % 3000} "a" | "b"' for n in range(3000)),
+            ),
+        }
+        for name, (kind, source) in hostile.items():
+            try:
+                await checker.check(GrammarSpec(kind, source))
+                assert name not in ("nested", "brackets", "reference"), name
+            except RequestError as refusal:
+                print(name, refusal.message)
+                assert refusal.status_code == 400, f"{name}: {refusal.message}"
+        await checker.check(spec("[0-9]+"))
+        checker.close()
+
+    assert MAX_CPU_S <= 5
+    asyncio.run(main())
