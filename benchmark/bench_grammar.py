@@ -9,6 +9,7 @@ what else the machine does meets all alike. A step's time is the slope between s
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from pathlib import Path
@@ -22,14 +23,22 @@ from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.entrypoints.startup_checks import resolve_model_path
 from sglang.srt.sampling.sampling_params import GrammarSpec
 
-SCHEMA = (
-    '{"type": "object", "properties": {"title": {"type": "string", "minLength": 80}, "pages": {"type": "array", "minItems": 9, '
-    '"items": {"type": "object", "properties": {"number": {"type": "integer"}, "text": {"type": "string", "minLength": 400}}, '
-    '"required": ["number", "text"]}}}, "required": ["title", "pages"]}'
-)
+PAGE = {
+    "type": "object",
+    "properties": {"number": {"type": "integer"}, "text": {"type": "string", "minLength": 400}},
+    "required": ["number", "text"],
+}
+BOOK = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "minLength": 80},
+        "pages": {"type": "array", "items": PAGE, "minItems": 9},
+    },
+    "required": ["title", "pages"],
+}
 # None of them can be complete before the answer's last token.
 GRAMMARS: dict[str, GrammarSpec] = {
-    "JSON schema": GrammarSpec("json_schema", SCHEMA),
+    "JSON schema": GrammarSpec("json_schema", json.dumps(BOOK)),
     "regular expression": GrammarSpec("regex", "([A-Z][a-z]{2,12}( [a-z]{1,12}){4,12}\\. ){40}"),
     "rules": GrammarSpec("ebnf", 'root ::= (word " "){400}\nword ::= [a-z]+ | "\\"" [a-z]+ "\\"" | "(" word ")"'),
 }

@@ -369,3 +369,31 @@ def test_grammars_that_are_refused(world, field, value):
     assert reply.status_code == 400 and field in reply.json()["message"], reply.text
     assert reply.json()["param"] == field or field == "structural_tag"
     assert world.running() == 0
+
+
+def test_embeddings_are_transformers_last_hidden_states(world):
+    texts = ["The library opens at nine.", "Good morning."]
+    reply = world.client.embeddings.create(model="tiny", input=texts)
+    for text, each in zip(texts, reply.data):
+        ids = torch.tensor([world.tokenizer.encode(text)])
+        with torch.inference_mode():
+            wanted = world.hf.base_model(ids).last_hidden_state[0, -1]
+        assert torch.allclose(torch.tensor(each.embedding), torch.nn.functional.normalize(wanted, dim=-1), atol=1e-4)
+    assert reply.usage.prompt_tokens == sum(len(world.tokenizer.encode(text)) for text in texts)
+    short = world.client.embeddings.create(model="tiny", input=texts[0], dimensions=8, encoding_format="float")
+    front = torch.tensor(reply.data[0].embedding[:8])
+    assert torch.allclose(
+        torch.tensor(short.data[0].embedding), torch.nn.functional.normalize(front, dim=-1), atol=1e-5
+    )
+    ids = world.server.post("/v1/embeddings", {"input": world.tokenizer.encode(texts[1])}).json()
+    assert ids["data"][0]["embedding"] == pytest.approx(reply.data[1].embedding, abs=1e-5)
+    for wrong, param in (
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "dimensions": 4000}, "dimensions"),
+        ({"input": []}, "input"),
+        ({"input": [[]]}, None),
+        ({}, None),
+    ):
+        refused = world.server.post("/v1/embeddings", wrong)
+        assert refused.status_code == 400 and refused.json()["param"] == param, refused.text

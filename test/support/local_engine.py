@@ -86,6 +86,7 @@ class Generation:
     finish_reason: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    embedding: bytes = b""
     cached_tokens_details: dict[str, int] = field(default_factory=dict)
     computed_tokens_details: dict[str, int] = field(default_factory=dict)
     first_token_s: float = 0.0
@@ -325,6 +326,7 @@ class LocalEngine:
         extra_key: str = "",
         logprobs: LogprobSpec | None = None,
         cache: str = "",
+        is_embedding: bool = False,
     ) -> list[Generation]:
         """Submit all prompts at once and run until all have ended. abort_after: prompt -> abort it once it has given
         this many tokens."""
@@ -346,6 +348,7 @@ class LocalEngine:
                     cache=cache,
                     stream=True,
                     logprobs=logprobs,
+                    is_embedding=is_embedding,
                     prompt_keys=PromptKeys.make(names, extra_key, np.asarray(prompt)) if names is not None else None,
                 )
             )
@@ -442,6 +445,7 @@ class LocalEngine:
             answer.tokens += bytes_to_ids(output.output_ids).tolist()
             answer.logprobs += output.logprobs
             answer.prompt_logprobs += output.prompt_logprobs
+            answer.embedding = output.embedding
             answer.cached_tokens_details = output.cached_tokens_details
             answer.computed_tokens_details = output.computed_tokens_details
             if output.finish_reason is not None:

@@ -24,6 +24,7 @@ from sglang.srt.entrypoints.native import GenerateReqInput, serve_generate
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.entrypoints.openai.serving_chat import serve_chat
 from sglang.srt.entrypoints.openai.serving_completions import serve_completions
+from sglang.srt.entrypoints.openai.serving_embeddings import EmbeddingRequest, serve_embeddings
 from sglang.srt.entrypoints.request_fields import (
     UNSUPPORTED_CHAT,
     UNSUPPORTED_COMPLETION,
@@ -146,6 +147,12 @@ def _add_generation(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -
         req = await _parsed(request, args, CompletionRequest, UNSUPPORTED_COMPLETION, check("prompt"))
         _check_model(args, req.model)
         return await answer(request.receive, serve_completions(req, manager, args.model_name), bool(req.stream))
+
+    @app.post("/v1/embeddings")
+    async def embeddings(request: Request) -> Response:
+        req = await _parsed(request, args, EmbeddingRequest, check=check("input"))
+        _check_model(args, req.model)
+        return await answer(request.receive, serve_embeddings(req, manager, args.model_name), stream=False)
 
     @app.api_route("/generate", methods=["POST", "PUT"])
     async def generate(request: Request) -> Response:

@@ -190,6 +190,7 @@ class RequestText:
             computed_tokens_details=output.computed_tokens_details,
             logprobs=output.logprobs[: len(ids)],
             prompt_logprobs=output.prompt_logprobs,
+            embedding=output.embedding,
         )
 
 

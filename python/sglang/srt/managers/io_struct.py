@@ -69,6 +69,8 @@ class TokenizedGenerateReqInput(Message, frozen=True):
     priority: int = 0
     stream: bool = False
     logprobs: LogprobSpec | None = None
+    # The answer is one token, and the hidden state behind it.
+    is_embedding: bool = False
     # None: the scheduler makes them where it needs them.
     prompt_keys: PromptKeys | None = None
 
@@ -204,6 +206,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprob] = []
     # The prompt's, in the first output, if requested.
     prompt_logprobs: list[TokenLogprob] = []
+    # float32 bytes of a vector of length 1, in the last output, if requested.
+    embedding: bytes = b""
 
 
 class BatchTokenIDOutput(Message, frozen=True):

@@ -145,6 +145,7 @@ class Req:
         "computed",
         "computed_tokens_details",
         "delay_end",
+        "embedding",
         "emit_every",
         "epoch",
         "fetched",
@@ -195,7 +196,9 @@ class Req:
         # Of its blocks, if they came with it.
         self.prompt_keys = msg.prompt_keys
         self.priority = msg.priority
-        self.spec = SampleSpec(msg.sampling_params, tuple(sorted(stop_ids)), len(prompt), msg.logprobs)
+        self.spec = SampleSpec(
+            msg.sampling_params, tuple(sorted(stop_ids)), len(prompt), msg.logprobs, msg.is_embedding
+        )
         # Place in the order of arrival.
         self.order = order
         # (max_len,) int32, prompt and output; the first num_known are there.
@@ -243,6 +246,8 @@ class Req:
         # One per generated token, if asked for.
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
+        # float32 bytes, if asked for.
+        self.embedding = b""
         if self.spec.logprobs is not None and self.spec.logprobs.prompt_from == 0:
             self.prompt_logprobs.append(TokenLogprob(int(prompt[0]), None))
         # Prompt tokens below it have theirs, or a launch is finding it.

@@ -287,6 +287,10 @@ class Scheduler:
             req, epoch = record.sampled[place]
             if req.epoch == epoch:
                 req.logprobs.append(logprob)
+        for place, embedding in found.embeddings.items():
+            req, epoch = record.sampled[place]
+            if req.epoch == epoch:
+                req.embedding = embedding
 
     def _take_token(self, req: Req, token: int) -> None:
         if token == NO_TOKEN:
@@ -533,6 +537,7 @@ class Scheduler:
                 computed_tokens_details=req.computed_tokens_details if reason is not None else {},
                 logprobs=req.logprobs[req.num_emitted - req.num_prompt :] if req.logprobs else [],
                 prompt_logprobs=req.prompt_logprobs if req.num_emitted == req.num_prompt else [],
+                embedding=req.embedding if reason is not None else b"",
             )
         )
         req.num_emitted = req.num_known

@@ -88,6 +88,8 @@ class GenerateRequest:
     prompt: str | Sequence[int]
     params: SamplingParams
     logprobs: LogprobSpec | None = None
+    # The answer is one token, and the hidden state behind it, see `Chunk.embedding`.
+    is_embedding: bool = False
     # Generate up to the context's end instead of max_new_tokens.
     fill_context: bool = False
     add_special_tokens: bool = True
@@ -129,6 +131,8 @@ class Chunk:
     logprobs: list[TokenLogprob]
     # In the first chunk, if requested.
     prompt_logprobs: list[TokenLogprob]
+    # float32 bytes of a vector of length 1, in the last chunk, if requested.
+    embedding: bytes
 
 
 @dataclass(kw_only=True)
@@ -292,6 +296,7 @@ class TokenizerManager:
             latency_s=time.perf_counter() - state.arrived,
             logprobs=[entry for output in outputs for entry in output.logprobs],
             prompt_logprobs=[entry for output in outputs for entry in output.prompt_logprobs],
+            embedding=last.embedding,
         )
 
     async def _tokenized(self, rid: str, req: GenerateRequest) -> TokenizedGenerateReqInput:
@@ -331,6 +336,7 @@ class TokenizerManager:
             priority=req.priority or 0,
             stream=req.stream,
             logprobs=logprobs,
+            is_embedding=req.is_embedding,
             prompt_keys=await self._prompt_keys(req, ids),
         )
 

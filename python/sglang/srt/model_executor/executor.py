@@ -129,6 +129,9 @@ class _Sampled:
     logprob_rows: tuple[int, ...]
     logprobs: _PendingLogprobs | None
     prompt_logprobs: dict[int, _PendingLogprobs]
+    # Of the samples whose hidden state was requested: (n, hidden_size) float32.
+    embedding_rows: tuple[int, ...]
+    embeddings: torch.Tensor | None
     # The samples whose grammar could not be followed.
     failed_rows: tuple[int, ...]
     # A bool, if it was requested.
@@ -143,10 +146,15 @@ class _Sampled:
         return tokens.tobytes()
 
     def found(self) -> LaunchLogprobs | None:
-        if self.logprobs is None and not self.prompt_logprobs:
+        if self.logprobs is None and not self.prompt_logprobs and self.embeddings is None:
             return None
         sampled = {} if self.logprobs is None else dict(zip(self.logprob_rows, self.logprobs.finish()))
-        return LaunchLogprobs(sampled, {req: each.finish() for req, each in self.prompt_logprobs.items()})
+        embeddings = {} if self.embeddings is None else dict(zip(self.embedding_rows, self.embeddings.numpy()))
+        return LaunchLogprobs(
+            sampled,
+            {req: each.finish() for req, each in self.prompt_logprobs.items()},
+            {row: embedding.tobytes() for row, embedding in embeddings.items()},
+        )
 
 
 @dataclass(frozen=True)
@@ -538,7 +546,15 @@ class ModelExecutor:
             sample_slots=sample_slots,
             sampling=self._plan_of(launch).info(ends),
             streamed=self._streamed(launch),
+            wants_hidden=any(spec.wants_embedding for spec in launch.sampling),
         )
+
+    @staticmethod
+    def _embeddings(hidden: torch.Tensor | None, rows: tuple[int, ...]) -> torch.Tensor:
+        """(len(rows), hidden_size) float32, of length 1 each; on its way to the host."""
+        assert hidden is not None, "the model has left no hidden states"
+        found = torch.nn.functional.normalize(hidden[list(rows)].float(), dim=-1)
+        return found.to("cpu", non_blocking=True)
 
     def _to_device(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
         """Copy all of a launch's numbers, and the changes of the page table, at once."""
@@ -613,6 +629,8 @@ class ModelExecutor:
             plan.logprob_rows,
             None if asked is None else _PendingLogprobs.of(asked),
             prompt,
+            plan.embedding_rows,
+            self._embeddings(batch.hidden, plan.embedding_rows) if plan.embedding_rows else None,
             failed_rows,
             torch.isfinite(logits).all().to("cpu", non_blocking=True) if self.check_finite else None,
         )

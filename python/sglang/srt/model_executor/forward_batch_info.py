@@ -74,6 +74,10 @@ class ForwardBatch:
     gates: list[Any] = field(default_factory=list)
     # Requests that are not on the device as a whole.
     streamed: list[StreamedRequest] = field(default_factory=list)
+    # Whether `hidden` is wanted: (num_samples, hidden_size), the state of each of sample_rows behind the last norm.
+    # The model sets it.
+    wants_hidden: bool = False
+    hidden: torch.Tensor | None = None
 
 
 class CausalLM(Protocol):

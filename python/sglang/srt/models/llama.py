@@ -219,6 +219,8 @@ class LlamaForCausalLM(nn.Module):
         """(num_samples, vocab_size) float32, on every rank."""
         normed, state.hidden = self.norm.after_add(state.hidden, state.update)
         state.update = None
+        if batch.wants_hidden:
+            batch.hidden = normed
         return self.lm_head(normed)
 
     def weight_targets(self) -> dict[str, WeightTarget]:

@@ -84,6 +84,17 @@ def _using(attend: _Attend) -> Iterator[None]:
         _attend.reset(token)
 
 
+@contextmanager
+def _last_hidden(model: Any) -> Iterator[list[torch.Tensor]]:
+    """Gets what the decoder passes to the head, (1, num_tokens, hidden_size), by each call in here."""
+    found: list[torch.Tensor] = []
+    hook = model.base_model.register_forward_hook(lambda _, args, output: found.append(output[0]))
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
 class TransformersForCausalLM(nn.Module):
     """See `CausalLM`. model: of transformers, with the attention `PAGED`; None makes one with weights at random."""
 
@@ -146,7 +157,12 @@ class TransformersForCausalLM(nn.Module):
         if layer_id < self.num_layers - 1:
             return None
         with _using(_Serving(self, batch, pool).attend):
-            return self._forward(batch.input_ids, batch.positions, batch.sample_rows)
+            if not batch.wants_hidden:
+                return self._forward(batch.input_ids, batch.positions, batch.sample_rows)
+            with _last_hidden(self.model) as hidden:
+                logits = self._forward(batch.input_ids, batch.positions, batch.sample_rows)
+            batch.hidden = hidden[0][0, batch.sample_rows]
+            return logits
 
     def begin_layer(self, layer_id: int, state: Any, batch: ForwardBatch, pool: KVPool) -> Any:
         raise AssertionError("--layer-stream is refused at the start")

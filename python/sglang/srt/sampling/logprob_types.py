@@ -31,7 +31,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 class LaunchLogprobs(msgspec.Struct, frozen=True):
     """What one launch found. sampled: place among the launch's sampled requests -> its token. prompt: place among the
-    launch's requests -> its prompt tokens in order."""
+    launch's requests -> its prompt tokens in order. embeddings: place among the sampled requests -> float32 bytes."""
 
     sampled: dict[int, TokenLogprob] = {}
     prompt: dict[int, list[TokenLogprob]] = {}
+    embeddings: dict[int, bytes] = {}

@@ -19,3 +19,5 @@ class SampleSpec:
     num_prompt: int
     # None: the request wants no log-probabilities.
     logprobs: LogprobSpec | None = None
+    # The hidden state behind the first sampled token is wanted.
+    wants_embedding: bool = False

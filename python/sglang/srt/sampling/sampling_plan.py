@@ -43,6 +43,7 @@ class SamplingPlan:
         self._may_stop_from = np.array([specs[i].num_prompt + params[i].min_new_tokens for i in at_least], np.int64)
         # The rows that may not stop yet, and where their stop tokens are: the same for many launches.
         self._may_not_stop: tuple[list[int], _Places | None] = ([], None)
+        self.embedding_rows = tuple(i for i, s in enumerate(specs) if s.wants_embedding)
         # Whose tokens a grammar restricts.
         self.grammar_rows = tuple(i for i, p in enumerate(params) if p.grammar is not None)
         self.logprob_rows = tuple(i for i, s in enumerate(specs) if s.logprobs is not None)
