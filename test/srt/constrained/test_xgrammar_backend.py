@@ -77,6 +77,27 @@ def test_structural_tags_of_both_forms(vocabulary: str):
     assert accepts(vocabulary, "structural_tag", older, 'text <f>{"a": 1}</f> text')
 
 
+@pytest.mark.parametrize("whitespace, allowed", [(None, True), (2, False)])
+def test_a_schema_in_a_structural_tag_allows_what_it_allows_alone(
+    vocabulary: str, whitespace: int | None, allowed: bool
+):
+    schemas = [
+        {"type": "object", "properties": {"a": {"type": "string", **limit}}} for limit in ({}, {"maxLength": 3})
+    ]
+    for schema in schemas:
+        older = {"structures": [{"begin": "<f>", "schema": schema, "end": "</f>"}], "triggers": ["<f>"]}
+        tag = {
+            "type": "tag",
+            "begin": "<f>",
+            "content": {"type": "json_schema", "json_schema": schema},
+            "end": "</f>",
+        }
+        for source in (older, {"type": "structural_tag", "format": {"type": "sequence", "elements": [tag]}}):
+            for text, good in (('{"a": "é\\n"}', True), ('{"a": "b\t"}', False), ('{"a":     "b"}', allowed)):
+                found = accepts(vocabulary, "structural_tag", source, f"<f>{text}</f>", whitespace)
+                assert found == good == accepts(vocabulary, "json_schema", schema, text, whitespace), (source, text)
+
+
 @pytest.mark.parametrize(
     "kind, source, message",
     [
@@ -84,6 +105,11 @@ def test_structural_tags_of_both_forms(vocabulary: str):
         ("ebnf", "root ::= other", '"other" is not defined'),
         ("json_schema", {"type": "nonsense"}, "nonsense"),
         ("json_schema", {"anyOf": [{"$ref": "http://example.com"}]}, "http://example.com.*\\$defs"),
+        (
+            "structural_tag",
+            {"format": {"type": "sequence", "elements": [{"type": "json_schema", "json_schema": {"$ref": "x:y"}}]}},
+            "x:y.*\\$defs",
+        ),
         ("structural_tag", [], "structural_tag is not usable"),
         ("structural_tag", {"structures": [{"begin": "a"}], "triggers": []}, "'schema' is missing"),
         ("structural_tag", {"structures": 3}, "structural_tag is not usable"),

@@ -76,16 +76,41 @@ class GrammarCompiler:
         if spec.kind == "ebnf":
             return self._compiler.compile_grammar(spec.source)
         assert spec.kind == "structural_tag", spec.kind
-        return self._compiler.compile_structural_tag(_structural_tag(spec.source))
+        return self._compiler.compile_structural_tag(self._with_schemas(_structural_tag(spec.source)))
 
     def _schema_grammar(self, source: str) -> xgrammar.Grammar:
+        import xgrammar
+
+        grammar, mended = self._schema_rules(source)
+        return grammar if mended is None else xgrammar.Grammar.from_ebnf(mended)
+
+    def _schema_rules(self, source: str) -> tuple[xgrammar.Grammar, str | None]:
+        """xgrammar's own grammar of a schema, and the rules in its place where it allows what is no JSON."""
         import xgrammar
 
         _refuse_outer_references(source)
         grammar = xgrammar.Grammar.from_json_schema(source, max_whitespace_cnt=self._max_whitespace)
         rules = str(grammar)
         mended = _BOUNDED_CHARACTERS.sub(_JSON_CHARACTERS, rules)
-        return grammar if mended == rules else xgrammar.Grammar.from_ebnf(mended)
+        return grammar, None if mended == rules else mended
+
+    def _with_schemas(self, part: Any) -> Any:
+        """A structural tag, or a part of one, in which a schema allows what it allows as an answer of its own."""
+        if isinstance(part, list):
+            return [self._with_schemas(each) for each in part]
+        if not isinstance(part, dict):
+            return part
+        if part.get("type") != "json_schema" or "json_schema" not in part:
+            return {key: self._with_schemas(value) for key, value in part.items()}
+        source = msgspec.json.encode(part["json_schema"]).decode()
+        if part.get("style", "json") != "json" or part.get("any_order") or part.get("excludes"):
+            _refuse_outer_references(source)
+            return part
+        _, mended = self._schema_rules(source)
+        if mended is not None:
+            return {"type": "grammar", "grammar": mended}
+        own = part.get("max_whitespace_cnt")
+        return part | {"max_whitespace_cnt": self._max_whitespace if own is None else own}
 
 
 def _refuse_outer_references(source: str) -> None:
@@ -115,7 +140,7 @@ def _structural_tag(source: str) -> Any:
         xgrammar.StructuralTagItem(begin=each["begin"], schema=each["schema"], end=each["end"])
         for each in tag["structures"]
     ]
-    return xgrammar.StructuralTag.from_legacy_structural_tag(structures, tag["triggers"])
+    return xgrammar.StructuralTag.from_legacy_structural_tag(structures, tag["triggers"]).model_dump()
 
 
 def _reason(error: Exception) -> str:
