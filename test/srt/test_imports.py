@@ -180,13 +180,28 @@ RULES = [
         SRT / "configs",
         [*UPPER, *srt("models", "model_executor", "model_loader", "layers", "mem_cache", "offload", "peer")],
     ),
+    # Parsers are pure: text in, parts out.
+    *(
+        (
+            SRT / name,
+            [
+                *UPPER,
+                *srt(
+                    "models", "model_executor", "model_loader", "layers", "mem_cache", "offload", "peer", "sampling"
+                ),
+                *CLOCKS_THREADS_SOCKETS,
+                *("torch", "transformers", "xgrammar", "fastapi"),
+            ],
+        )
+        for name in ("function_call", "parser")
+    ),
     (SRT / "managers", ["sglang.srt.entrypoints", "fastapi", "uvicorn"]),
     (
         SRT / "utils",
         [
             *UPPER,
             *srt("models", "model_executor", "model_loader", "layers", "mem_cache", "offload", "peer"),
-            *srt("configs", "sampling", "distributed"),
+            *srt("configs", "sampling", "distributed", "function_call", "parser"),
         ],
     ),
     # Choices of flags come from registries, which import nothing heavy.

@@ -1,0 +1,243 @@
+"""Calls of Qwen3-Coder and Qwen 3.5: elements instead of JSON.
+
+    <tool_call>
+    <function=get_weather>
+    <parameter=city>
+    Paris
+    </parameter>
+    </function>
+    </tool_call>
+
+Source: the chat template of Qwen/Qwen3-Coder-30B-A3B-Instruct, which writes one line break at each end of a value,
+tables and lists as JSON, and other values as Python's str() does (True, None).
+
+The tool's schema decides what a value is: it becomes a number, a truth value, null, a table or a list where the
+schema allows that and the text is one, and a string otherwise. Strings are passed on as they come. A value ends at
+the `</parameter>` behind which another element comes: a value may hold the same text itself. The models sometimes
+leave out `<tool_call>`; then the function must be one of the tools.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sglang.srt.function_call.base_format_detector import (
+    BaseFormatDetector,
+    calls_format,
+    loose,
+    schema_tag,
+    triggered_format,
+)
+from sglang.srt.function_call.core_types import Tool
+from sglang.srt.function_call.text_reader import Steps
+
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_NAME = re.compile(r"[^<>\s]*")
+_MAX_NAME = 256
+_JSON_KINDS: dict[type, str] = {bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
+
+
+class Qwen3CoderDetector(BaseFormatDetector):
+    markers = (_BEGIN,)
+
+    def _read(self) -> Steps[None]:
+        while marker := (yield from self.text_before((_BEGIN, _FUNCTION))):
+            self.reader.set_mark()
+            if marker == _BEGIN:
+                self.reader.skip(len(_BEGIN))
+                yield from self.reader.skip_space()
+            if not (yield from self._function(known_only=marker != _BEGIN)):
+                self.give_back(marker)
+                continue
+            yield from self._skip(_END)
+
+    def _skip(self, word: str) -> Steps[bool]:
+        """Pass over the word, and over white space before it, if it comes next."""
+        self.reader.set_mark()
+        yield from self.reader.skip_space()
+        found = yield from self.reader.take_cut(word)
+        if found:
+            self.reader.drop_mark()
+        else:
+            self.reader.rewind()
+        return found
+
+    def _function(self, known_only: bool) -> Steps[bool]:
+        name = yield from self._element(_FUNCTION)
+        if not name or (known_only and name not in self.tools):
+            return False
+        tool = self.tools.get(name)
+        self.output.begin_call(name)
+        self.output.arguments("{")
+        self.reader.drop_mark()
+        separator = ""
+        while True:
+            if (yield from self._skip(_FUNCTION_END)):
+                self.output.arguments("}")
+                return True
+            self.reader.set_mark()
+            yield from self.reader.skip_space()
+            key = yield from self._element(_PARAMETER)
+            if not key:
+                self.reader.rewind()
+                # At the end of the text the call is unfinished; before other text it has ended.
+                self.output.arguments("}" if (yield from self._text_follows()) else "")
+                return True
+            self.reader.drop_mark()
+            self.output.arguments(f"{separator}{_dumps(key)}: ")
+            separator = ", "
+            if not (yield from self._value(tool.property_schema(key) if tool else None)):
+                return True
+
+    def _text_follows(self) -> Steps[bool]:
+        self.reader.set_mark()
+        yield from self.reader.skip_space()
+        # An element that is cut off is no text.
+        cut = yield from self.reader.starts_with_cut(_PARAMETER)
+        found = not cut and (yield from self.reader.more())
+        self.reader.rewind()
+        return found
+
+    def _element(self, begin: str) -> Steps[str]:
+        """The name in `<function=name>`, which is passed over; empty if that does not come next."""
+        if not (yield from self.reader.take(begin)):
+            return ""
+        name = yield from self.reader.take_while(_NAME, _MAX_NAME)
+        return name if (yield from self.reader.take(">")) else ""
+
+    def _value(self, schema: Any) -> Steps[bool]:
+        """A value and its end. Returns whether the end came."""
+        yield from self.reader.take("\n")
+        kinds = allowed_kinds(schema)
+        choices = _choices(schema)
+        if kinds <= {"string"} and not choices:
+            self.output.arguments('"')
+            complete = yield from self._text(lambda text: self.output.arguments(_dumps(text)[1:-1]))
+            self.output.arguments('"' if complete else "")
+            return complete
+        texts: list[str] = []
+        complete = yield from self._text(texts.append)
+        text = "".join(texts)
+        self.output.arguments(_dumps(converted(text, kinds, choices)) if complete else text)
+        return complete
+
+    def _text(self, out: Callable[[str], None]) -> Steps[bool]:
+        """The text of a value, without its last line break."""
+        held = ""
+
+        def hold(text: str) -> None:
+            nonlocal held
+            text = held + text
+            keep = 1 if text.endswith("\n") else 0
+            held = text[len(text) - keep :]
+            if len(text) > keep:
+                out(text[: len(text) - keep])
+
+        while (yield from self.reader.until((_PARAMETER_END,), hold, drop_cut=True)):
+            self.reader.skip(len(_PARAMETER_END))
+            if (yield from self._is_end()):
+                return True
+            hold(_PARAMETER_END)
+        out(held)
+        return False
+
+    def _is_end(self) -> Steps[bool]:
+        """Whether another element, or nothing, comes next."""
+        self.reader.set_mark()
+        yield from self.reader.skip_space()
+        found = not (yield from self.reader.more())
+        for word in (_PARAMETER, _FUNCTION_END, _END):
+            found = found or (yield from self.reader.starts_with_cut(word))
+        self.reader.rewind()
+        return found
+
+    @classmethod
+    def matches_template(cls, template: str) -> bool:
+        return _FUNCTION in template and _PARAMETER in template
+
+    @classmethod
+    def call_format(cls, tools: Sequence[Tool], template: str, single: bool) -> dict[str, Any] | None:
+        return calls_format([_tag(tool) for tool in tools], "\n", single)
+
+    @classmethod
+    def strict_format(cls, tools: Sequence[Tool], template: str, single: bool) -> dict[str, Any] | None:
+        return triggered_format(_BEGIN, [_tag(loose(tool)) for tool in tools], single)
+
+
+def _tag(tool: Tool) -> dict[str, Any]:
+    begin = f"{_BEGIN}\n{_FUNCTION}{tool.name}>\n"
+    # The grammar of the arguments has white space at its end.
+    return schema_tag(begin, tool, f"{_FUNCTION_END}\n{_END}", "qwen_xml")
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def allowed_kinds(schema: Any) -> frozenset[str]:
+    """JSON's kinds that a schema allows; empty: it does not tell, and the value is a string."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return frozenset((kind,))
+    if isinstance(kind, list):
+        return frozenset(each for each in kind if isinstance(each, str))
+    found: set[str] = set()
+    for key in ("anyOf", "oneOf", "allOf"):
+        for each in schema.get(key) or ():
+            found |= allowed_kinds(each)
+    if isinstance(schema.get("enum"), list):
+        found |= {_kind(each) for each in schema["enum"]}
+    if "$ref" in schema:  # most often a table
+        found |= {"object", "array"}
+    return frozenset(found)
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else _JSON_KINDS.get(type(value), "string")
+
+
+def _choices(schema: Any) -> list[Any]:
+    """The only values that a schema allows, if it lists them."""
+    if not isinstance(schema, Mapping):
+        return []
+    found = [schema["const"]] if "const" in schema else schema.get("enum")
+    return found if isinstance(found, list) else []
+
+
+def converted(text: str, kinds: frozenset[str], choices: Sequence[Any] = ()) -> Any:
+    """The value that a text stands for, of one of the kinds; the text itself if it stands for none. choices: the only
+    values, if the schema lists them; white space around a string of them is not meant."""
+    if text.strip() in choices:
+        return text.strip()
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            value = parse(text.strip())
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            continue
+        if isinstance(value, float) and not math.isfinite(value):
+            continue  # no number of JSON
+        kind = _kind(value)
+        if kind == "string":  # in quotes, which belong to the text
+            return text
+        if kind in kinds or (kind == "integer" and "number" in kinds):
+            return value if _is_json(value) else text
+        if kind == "number" and "integer" in kinds and value == int(value):
+            return int(value)
+    return text
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,202 @@
+"""Each format reads its examples, whole and cut anywhere, and what templates write comes back from them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+
+import pytest
+
+from sglang.srt.configs.embedded_model import ensure_embedded_model
+from sglang.srt.function_call.core_types import StreamingParseResult, Tool
+from sglang.srt.function_call.function_call_parser import (
+    AUTO,
+    TOOL_CALL_PARSERS,
+    FunctionCallParser,
+    find_detector,
+    joined,
+)
+from sglang.srt.function_call.json_array_parser import JsonArrayParser
+from sglang.srt.managers.detokenizer_manager import IncrementalDecoder, load_decode
+from support.tool_texts import ENDS, EXAMPLES, TEMPLATES, TOOLS, Example, render, shown
+
+SEED = 20
+
+
+def parse(parser: str, pieces: Iterable[str], tools: tuple[Tool, ...] = TOOLS) -> list[StreamingParseResult]:
+    one = FunctionCallParser(TOOL_CALL_PARSERS[parser], tools)
+    return [*(one.parse_stream_chunk(piece) for piece in pieces), one.parse_stream_chunk("", final=True)]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: f"{example.parser}-{example.text[:40]!r}")
+def test_an_example_is_read_whatever_its_pieces(example: Example) -> None:
+    whole = FunctionCallParser(TOOL_CALL_PARSERS[example.parser], TOOLS).parse_non_stream(example.text)
+    assert shown(whole) == (example.content, example.calls)
+    text = example.text
+    cuts = [[text[:at], text[at:]] for at in range(len(text) + 1)]
+    for pieces in [list(text), *cuts]:
+        assert joined(*parse(example.parser, pieces)) == whole
+
+
+def test_an_example_is_read_token_by_token() -> None:
+    path = ensure_embedded_model() / "tokenizer.json"
+    decode = load_decode(str(path))
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(path))
+    for example in EXAMPLES:
+        decoder = IncrementalDecoder(decode, skip_special_tokens=False)
+        ids = tokenizer.encode(example.text, add_special_tokens=False).ids
+        pieces = [*(decoder.push([token]) for token in ids), decoder.push([], final=True)]
+        assert shown(joined(*parse(example.parser, pieces))) == (example.content, example.calls), example
+
+
+def test_random_texts_are_read_whatever_their_pieces() -> None:
+    """Parts of all formats in any order. Where no call is found the text stays as it is."""
+    print(f"seed {SEED}")
+    rng = random.Random(SEED)
+    parts = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "abcdefghi", "<|python_tag|>"]
+    parts += ['{"name": "f", ', '"arguments": ', '"parameters": ', '{"a": 1}', '{"a": "', '\\"', "}", "{", "[", "]"]
+    parts += ["</parameter>", "</function>", "a=1", ")", ", ", "; ", "x", "\n", '{"a": 1}}']
+    begins = [
+        '<tool_call>{"name": "f", "arguments": ',
+        "<tool_call><function=f>",
+        "<parameter=b>",
+        "[f(",
+        "[TOOL_CALLS]f",
+    ]
+    begins += ['[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "parameters": ', "<|python_tag|>{"]
+    found = 0
+    for _ in range(1500):
+        text = "".join(rng.choices([*parts, *begins * 2], k=rng.randint(1, 12)))
+        parser = rng.choice([name for name in TOOL_CALL_PARSERS if name != AUTO])
+        whole = FunctionCallParser(TOOL_CALL_PARSERS[parser], TOOLS).parse_non_stream(text)
+        at, pieces = 0, []
+        while at < len(text):
+            size = rng.randint(1, 8)
+            pieces.append(text[at : at + size])
+            at += size
+        assert joined(*parse(parser, pieces)) == whole, (parser, text, pieces)
+        found += bool(whole.calls)
+        assert whole.calls or whole.normal_text == text, (parser, text)
+    assert found > 100
+
+
+def test_arguments_are_passed_on_as_they_come() -> None:
+    for parser, text in (
+        ("qwen25", '<tool_call>\n{"name": "f", "arguments": {"a": "long'),
+        ("llama3", '{"name": "f", "parameters": {"a": "long'),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "long'),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "long'),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nlong"),
+    ):
+        one = FunctionCallParser(TOOL_CALL_PARSERS[parser], TOOLS)
+        parts = [one.parse_stream_chunk(char) for char in text]
+        items = [item for part in parts for item in part.calls]
+        assert items[0].name == "f" and all(item.name is None for item in items[1:]), "the name comes once and first"
+        assert "".join(item.parameters for item in items) == '{"a": "long', parser
+        assert parts[-1].calls[-1].parameters == "g"
+
+
+def test_a_long_answer_in_json_that_is_no_call_is_passed_on() -> None:
+    one = FunctionCallParser(TOOL_CALL_PARSERS["llama3"], TOOLS)
+    assert one.parse_stream_chunk('{"rows": [1, 2').normal_text == '{"rows": [1, 2'
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_a_template_writes_is_read_back(name: str) -> None:
+    parser, template = TEMPLATES[name]
+    assert find_detector(AUTO, template) is TOOL_CALL_PARSERS[parser]
+    given = [
+        (
+            "get_weather",
+            {"city": 'a "b" \\ é🎉\n</tool_call>', "days": 3, "metric": True, "filter": {"k": [None, 1.5]}},
+        ),
+        ("f", {}),
+    ]
+    calls = [
+        {"id": f"abcdefgh{i}", "type": "function", "function": {"name": function, "arguments": arguments}}
+        for i, (function, arguments) in enumerate(given)
+    ]
+    text = "" if name in ("mistral-v3", "llama-3.1") else "Let me look."  # these write no text beside calls
+    asked = [{"role": "user", "content": "?"}]
+    before = render(template, asked)
+    answer = {"role": "assistant", "content": text, "tool_calls": calls}
+    rendered = render(template, [*asked, answer]).removeprefix(before)
+    for head in ("<|im_start|>assistant\n", "<|start_header_id|>assistant<|end_header_id|>\n\n"):
+        rendered = rendered.removeprefix(head)
+    rendered = rendered.rstrip("\n")
+    assert rendered.endswith(ENDS)
+    rendered = rendered.removesuffix(next(end for end in ENDS if rendered.endswith(end)))
+    found = joined(*parse(parser, rendered))
+    assert [(call.name, json.loads(call.parameters)) for call in found.calls] == given
+    assert found.normal_text == text
+    if name == "mistral-v11":
+        assert [call.call_id for call in found.calls] == ["abcdefgh0", "abcdefgh1"]
+
+
+def test_auto_finds_nothing_in_a_template_without_calls() -> None:
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    assert find_detector(AUTO, template) is None and find_detector(None, TEMPLATES["qwen2.5"][1]) is None
+
+
+def test_one_call_where_several_are_not_wanted() -> None:
+    text = "<tool_call>" + "</tool_call><tool_call>".join(['{"name": "f", "arguments": {}}'] * 3) + "</tool_call> end"
+    one = FunctionCallParser(TOOL_CALL_PARSERS["qwen25"], TOOLS, single=True)
+    assert shown(one.parse_non_stream(text)) == ("end", (("f", "{}"),))
+
+
+def test_ids_are_those_that_clients_and_templates_take() -> None:
+    def new_id(parser: str) -> str:
+        return FunctionCallParser(TOOL_CALL_PARSERS[parser], TOOLS).new_call_id()
+
+    assert new_id("qwen25").startswith("call_") and new_id("qwen25") != new_id("qwen25")
+    assert len(new_id("mistral")) == 9 and new_id("mistral").isalnum()
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ('[{"name": "f", "parameters": {"a": 1}}]', "", [("f", '{"a": 1}')]),
+        ('[{"name": "f", "parameters": {}}, {"name": "g", "parameters": {}}]\n', "", [("f", "{}"), ("g", "{}")]),
+        ('{"name": "f", "parameters": {}}', "", [("f", "{}")]),
+        ('[{"name": "f", "parameters": {"a": ', "", [("f", '{"a": ')]),
+        ("no array", "no array", []),
+        ('[{"x": 1}]', '[{"x": 1}]', []),
+    ],
+)
+def test_a_json_array_of_calls(text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    for pieces in ([text], list(text)):
+        one = JsonArrayParser(TOOLS)
+        found = joined(
+            *(one.parse_streaming_increment(piece) for piece in pieces), one.parse_streaming_increment("", True)
+        )
+        assert shown(found) == (content, tuple(calls))
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "12", "12"),
+        (None, "12", "12"),
+        ({"type": "integer"}, "12", 12),
+        ({"type": "integer"}, "12.0", 12),
+        ({"type": "integer"}, "12.5", "12.5"),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "number"}, "9" * 5000, "9" * 5000),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"type": ["string", "null"]}, '"quoted"', '"quoted"'),
+        ({"anyOf": [{"type": "boolean"}, {"type": "array"}]}, "False", False),
+        ({"$ref": "#/$defs/x"}, "{'a': True}", {"a": True}),
+        ({"$ref": "#/$defs/x"}, "free text", "free text"),
+        ({"enum": ["a", "b"]}, " a\n", "a"),
+        ({"const": "a"}, "a ", "a"),
+        ({"type": "array"}, "{1, 2}", "{1, 2}"),
+    ],
+)
+def test_a_value_of_an_element_is_what_its_schema_allows(schema: object, text: str, value: object) -> None:
+    tools = (Tool("f", {"type": "object", "properties": {} if schema is None else {"x": schema}}),)
+    answer = f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    (call,) = joined(*parse("qwen3_coder", [answer], tools)).calls
+    assert json.loads(call.parameters) == {"x": value}
