@@ -21,6 +21,8 @@ from sglang.srt.configs.model_files import ModelConfigError
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.entrypoints.startup_checks import check_before_start
 from sglang.srt.flag_reference import render_flags, render_storage
+from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS
+from sglang.srt.function_call.qwen25_detector import Qwen25Detector
 from sglang.srt.layers.attention.attention_registry import (
     ATTENTION_BACKENDS,
     AttentionEntry,
@@ -57,6 +59,8 @@ from sglang.srt.offload.codec import BlockLayout, make_codec
 from sglang.srt.offload.codec.base import PieceCodec
 from sglang.srt.offload.codec.header import PieceHeader
 from sglang.srt.offload.codec.registry import CODECS, codec_class
+from sglang.srt.parser.chat_format import ChatFormat
+from sglang.srt.parser.reasoning_parser import REASONING_PARSERS, ReasoningFormat, ReasoningParser, Start
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, make_parser
 from sglang.srt.utils.child_process import StartupError
@@ -327,6 +331,42 @@ def test_every_model_family_is_what_its_entry_names() -> None:
     embedded = ModelConfig.from_pretrained("embedded")
     for architecture in MODEL_FAMILIES:
         assert callable(get_model_class(replace(embedded, architecture=architecture)).forward_layer)
+
+
+# -- a format of tool calls, a kind of reasoning -----------------------------------------------------------------
+
+
+class ShoutedCalls(Qwen25Detector):
+    """As Qwen's, in templates that shout."""
+
+    @classmethod
+    def matches_template(cls, template: str) -> bool:
+        return "CALL!" in template
+
+
+def test_a_format_of_tool_calls(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--tool-call-parser", "shouted"]
+    assert "'pythonic', 'llama3')" in refuses(flags, capsys)
+    monkeypatch.setitem(TOOL_CALL_PARSERS, "shouted", ShoutedCalls)
+
+    assert accepts(flags).tool_call_parser == "shouted"
+    assert "`llama3`, `shouted`." in render_flags()
+    assert (
+        ChatFormat.of("CALL!", "auto", None).detector is ChatFormat.of("", "shouted", None).detector is ShoutedCalls
+    )
+
+
+def test_a_kind_of_reasoning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--reasoning-parser", "muse"]
+    assert "'qwen3', 'qwen3-thinking')" in refuses(flags, capsys)
+    monkeypatch.setitem(REASONING_PARSERS, "muse", ReasoningFormat("<muse>", "</muse>", forced=False))
+
+    assert accepts(flags).reasoning_parser == "muse"
+    assert "`qwen3-thinking`, `muse`." in render_flags()
+    form = ChatFormat.of("", None, "muse").reasoning
+    assert form is not None
+    split = ReasoningParser(form, Start.BEFORE).parse_non_stream("<muse>a</muse>b")
+    assert (split.reasoning_text, split.normal_text) == ("a", "b")
 
 
 # -- policies ---------------------------------------------------------------------------------------------------

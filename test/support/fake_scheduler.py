@@ -1,4 +1,5 @@
 """A scheduler process without a model: it answers a prompt by repeating it, so that every text is known beforehand.
+With --script it answers with the token ids in a file instead, and ends.
 
 Run as `python fake_scheduler.py [flags] '<json>'`; the flags make it slow or broken, as a test needs.
 """
@@ -40,6 +41,7 @@ from sglang.srt.managers.io_struct import (
     ids_to_bytes,
 )
 from sglang.srt.sampling.logprob_types import TokenLogprob
+from sglang.srt.sampling.sampling_params import GrammarSpec
 from sglang.srt.utils.child_process import ChildArgs, StartupError, open_pull, open_push, run_child
 from sglang.srt.utils.startup_progress import StartupProgress
 
@@ -50,10 +52,12 @@ EOS = 1
 class Running:
     req: TokenizedGenerateReqInput
     prompt: list[int]
+    script: list[int] | None = None
     done: int = 0
 
     def step(self) -> TokenOutput:
-        token = self.prompt[self.done % len(self.prompt)]
+        answer = self.prompt if self.script is None else [*self.script, EOS]
+        token = answer[self.done % len(answer)]
         self.done += 1
         params = self.req.sampling_params
         reason = None
@@ -101,6 +105,8 @@ class FakeScheduler:
         self.running: dict[str, Running] = {}
         self.counters = {"aborted": 0, "requests": 0, "steps": 0, "load_back_tokens": 7}
         self.seeds: list[int | None] = []
+        self.grammars: list[GrammarSpec | None] = []
+        self.prompts: list[list[int]] = []
         self.storage: dict[str, str] | None = None
         self.switches = {"device": {"reads": True, "writes": True}, "host": {"reads": True, "writes": True}}
 
@@ -126,7 +132,11 @@ class FakeScheduler:
             self.counters["requests"] += 1
             self.seeds.append(message.sampling_params.sampling_seed)
             self.send(detokenize_req(message))
-            self.running[message.rid] = Running(message, bytes_to_ids(message.input_ids).tolist())
+            self.grammars.append(message.sampling_params.grammar)
+            prompt = bytes_to_ids(message.input_ids).tolist()
+            self.prompts.append(prompt)
+            script = json.loads(Path(self.flags.script).read_text()) if self.flags.script else None
+            self.running[message.rid] = Running(message, prompt, script)
         elif isinstance(message, AbortReq):
             if (req := self.running.pop(message.rid, None)) is not None:
                 self.counters["aborted"] += 1
@@ -166,6 +176,8 @@ class FakeScheduler:
                 "queues": {"running": len(self.running), "waiting": 0},
                 "counters": self.counters,
                 "seeds": self.seeds,
+                "grammars": [grammar and [grammar.kind, grammar.source] for grammar in self.grammars[-8:]],
+                "prompts": self.prompts[-8:],
                 "storage": self.storage,
                 "switches": self.switches,
             }
@@ -205,6 +217,7 @@ parser.add_argument("--kill-at", type=int, default=0, help="die by SIGKILL at th
 parser.add_argument("--fail", default="", help="fail at start-up with this sentence")
 parser.add_argument("--hold", default="", help="stand still while this file exists, once a request runs")
 parser.add_argument("--start-hold", default="", help="make this file, and get ready when it is gone")
+parser.add_argument("--script", default="", help="a file with a JSON list of the token ids of every answer")
 parser.add_argument("--deaf", action="store_true", help="never answer questions about the state")
 parser.add_argument("--stuck", action="store_true", help="do not stop when asked to")
 parser.add_argument("--max-req-input-len", type=int, default=4000)

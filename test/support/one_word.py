@@ -8,6 +8,7 @@ import numpy as np
 
 from sglang.srt.managers.io_struct import ControlReqOutput, FinishReason
 from sglang.srt.managers.tokenizer_manager import Chunk
+from sglang.srt.parser.chat_format import ChatFormat
 from sglang.srt.utils.errors import RequestError
 
 
@@ -17,6 +18,7 @@ class OneWord:
     accepts = True
     context_length = 100
     token_texts = None
+    chat_format = ChatFormat()
 
     def check_prompt_length(self, num_tokens) -> None:
         if num_tokens >= self.context_length:
@@ -39,6 +41,7 @@ class OneWord:
             latency_s=0.0,
             logprobs=[],
             prompt_logprobs=[],
+            embedding=b"",
         )
 
     async def render_chat(self, messages, kwargs, continue_final) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import sys
 import typing
@@ -16,11 +17,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.managers.schedule_policy import QUEUE_POLICIES
 from sglang.srt.mem_cache.eviction import EVICTION_POLICIES
 from sglang.srt.mem_cache.placement import WRITE_POLICIES
 from sglang.srt.mem_cache.storage.registry import describe_backends, parse_backends
+from sglang.srt.parser.reasoning_parser import REASONING_PARSERS
 from sglang.srt.utils.peer_endpoint import PeerError, check_endpoint
 from sglang.srt.utils.peer_timing import PeerTiming
 
@@ -100,6 +103,29 @@ class ServerArgs:
     )
     context_length: int | None = arg(
         MODEL, None, "the longest prompt plus answer, in tokens", unset="the model's context"
+    )
+    chat_template: str | None = arg(
+        MODEL,
+        None,
+        "a file with a Jinja template of conversations, or the name of one of the tokenizer's own",
+        unset="the tokenizer's",
+    )
+    default_chat_template_kwargs: str | None = arg(
+        MODEL, None, "a JSON object of variables for the chat template, for requests that do not set them"
+    )
+    tool_call_parser: str | None = arg(
+        MODEL,
+        None,
+        "the format of the model's tool calls; auto finds it in the chat template",
+        unset="calls are not parsed",
+        choices=TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str | None = arg(
+        MODEL,
+        None,
+        "how the model marks its reasoning, which answers then hold apart; auto finds it in the chat template",
+        unset="reasoning is part of the text",
+        choices=REASONING_PARSERS,
     )
     random_seed: int | None = arg(
         MODEL,
@@ -482,6 +508,11 @@ class ServerArgs:
         require(self.hicache_size >= 0, "hicache_size", "0 or more GB")
         require(0 <= self.hicache_canary <= 1, "hicache_canary", "from 0 to 1")
         parse_rate_limits(self.hicache_rate_limit)
+        require(
+            isinstance(self.chat_template_defaults, dict),
+            "default_chat_template_kwargs",
+            """a JSON object, as in '{"enable_thinking": false}'""",
+        )
         require(self.stream_interval >= 1, "stream_interval", "at least 1")
         whitespace = self.constrained_json_max_whitespace_cnt
         require(whitespace is None or whitespace >= 1, "constrained_json_max_whitespace_cnt", "at least 1")
@@ -496,6 +527,15 @@ class ServerArgs:
     @property
     def load_ratio(self) -> float | str:
         return self.hicache_load_ratio if self.hicache_load_ratio == "auto" else float(self.hicache_load_ratio)
+
+    @property
+    def chat_template_defaults(self) -> dict[str, Any]:
+        """Empty if there are none; None if they are no JSON."""
+        try:
+            values: dict[str, Any] = json.loads(self.default_chat_template_kwargs or "{}")
+        except ValueError:
+            return None  # type: ignore[return-value]
+        return values
 
     def without_keys(self) -> ServerArgs:
         """The settings without keys, for places where others may read them."""

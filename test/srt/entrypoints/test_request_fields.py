@@ -51,7 +51,7 @@ def test_a_body_that_is_no_json_object(body):
 @pytest.mark.parametrize(
     "field, value",
     [
-        ("tools", [{"type": "function"}]),
+        ("functions", [{"name": "f"}]),
         ("stop_regex", "a+"),
         ("return_hidden_states", True),
         ("reasoning_effort", "high"),

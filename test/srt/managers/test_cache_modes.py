@@ -17,6 +17,7 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, Comple
 from sglang.srt.entrypoints.request_fields import RequestError, cache_mode
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.mem_cache.block_keys import to_bytes
+from sglang.srt.parser.chat_format import ChatFormat
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.tiny_model import tiny_llama
 
@@ -116,11 +117,11 @@ async def render(*args: object) -> str:
 
 def test_the_field_of_each_request():
     chat = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "a"}], cache="no_store")
-    manager = SimpleNamespace(render_chat=render)
+    manager = SimpleNamespace(render_chat=render, chat_format=ChatFormat(), token_texts=None)
     requests = [
         *native._generate_requests(GenerateReqInput(text=["a", "b"], cache="no_store"), 10),
         *serving_completions._generate_requests(CompletionRequest(model="m", prompt="a", cache="no_store")),
-        asyncio.run(serving_chat._generate_request(chat, manager)),  # type: ignore[arg-type]
+        asyncio.run(serving_chat._generate_request(chat, manager))[0],  # type: ignore[arg-type]
     ]
     assert [each.cache for each in requests] == ["no_store"] * 4
     for value in (None, ""):

@@ -48,6 +48,7 @@ from sglang.srt.entrypoints.streams import close
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.observability.metrics_collector import MetricsCollector
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.chat_template import read_chat_template
 from sglang.srt.utils.child_process import STOP_SIGNAL, ChildArgs, StartupError, open_pull, open_push
 from sglang.srt.utils.errors import RequestError
 from sglang.srt.utils.hf_transformers_utils import get_context_and_vocab, get_tokenizer
@@ -251,6 +252,8 @@ class EngineProcesses:
         # The detokenizer starts meanwhile; it is ready long before the model is.
         gguf_file = gguf_file_of(Path(tokenizer_path))
         tokenizer = await asyncio.to_thread(get_tokenizer, tokenizer_path, str(gguf_file or tokenizer_path))
+        if args.chat_template is not None:
+            tokenizer.chat_template = read_chat_template(args.chat_template, tokenizer_path)
         path = await asyncio.to_thread(self._tokenizer_for_child, tokenizer, tokenizer_path)
         sockets = ("detokenizer_in", "tokenizer_in")
         child("detokenizer", DETOKENIZER_COMMAND, sockets, {"tokenizer": path}, remove_directory=self._directory)

@@ -25,6 +25,12 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, Comple
 from sglang.srt.entrypoints.openai.serving_chat import serve_chat
 from sglang.srt.entrypoints.openai.serving_completions import serve_completions
 from sglang.srt.entrypoints.openai.serving_embeddings import EmbeddingRequest, serve_embeddings
+from sglang.srt.entrypoints.parsing import (
+    ParseFunctionCallReq,
+    SeparateReasoningReqInput,
+    parse_function_call,
+    separate_reasoning,
+)
 from sglang.srt.entrypoints.request_fields import (
     UNSUPPORTED_CHAT,
     UNSUPPORTED_COMPLETION,
@@ -171,6 +177,17 @@ def _add_tokenization(app: FastAPI, args: ServerArgs, manager: TokenizerManager)
         req = await _parsed(request, args, TokenizeRequest)
         _check_model(args, req.model)
         return await reply(request, tokenize(req, manager))
+
+    @app.post("/parse_function_call")
+    async def parse_function_call_(request: Request) -> Response:
+        return JSONResponse(
+            parse_function_call(await _parsed(request, args, ParseFunctionCallReq), manager.chat_format)
+        )
+
+    @app.post("/separate_reasoning")
+    async def separate_reasoning_(request: Request) -> Response:
+        req = await _parsed(request, args, SeparateReasoningReqInput)
+        return JSONResponse(separate_reasoning(req, manager.chat_format))
 
     @app.post("/detokenize")
     @app.post("/v1/detokenize")

@@ -61,8 +61,6 @@ _UNSUPPORTED_OPENAI: dict[str, tuple[Any, ...]] = {
 }
 UNSUPPORTED_CHAT = {
     **_UNSUPPORTED_OPENAI,
-    "tools": ([],),
-    "tool_choice": ("auto", "none"),
     "functions": ([],),
     "function_call": ("auto", "none"),
     "modalities": (["text"],),

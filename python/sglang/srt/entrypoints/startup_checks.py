@@ -26,6 +26,7 @@ from sglang.srt.configs.model_files import (
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.mem_cache.storage.registry import storage_backend
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.chat_template import check_chat_template
 from sglang.srt.utils.child_process import StartupError
 from sglang.srt.utils.peer_endpoint import PeerError, check_endpoint, check_unused, of_rank
 
@@ -46,6 +47,8 @@ def check_before_start(args: ServerArgs) -> Path:
     if args.load_format != "dummy":
         check_weight_files(model_dir, args.load_format, impl)
     check_tokenizer_files(tokenizer_dir(args, model_dir))
+    if args.chat_template is not None:
+        check_chat_template(args.chat_template, tokenizer_dir(args, model_dir))
     try:
         _check_storage(args)
         _check_peers(args)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from sglang.srt.managers.token_reuse import TokenReuse
+from sglang.srt.utils.chat_template import all_chat_templates
 from sglang.srt.utils.errors import RequestError
 from sglang.srt.utils.tokenizer_parts import cut_tokens, ids_around, longest_token
 
@@ -53,7 +54,7 @@ class TextEncoder:
         self._longest = longest_token(self._backend)
         if (around := ids_around(self._backend)) is not None:
             self._before, self._behind = around
-            self._cuts = cut_tokens(self._backend, _chat_template(tokenizer))
+            self._cuts = cut_tokens(self._backend, all_chat_templates(tokenizer))
 
     def min_tokens(self, text: str) -> int:
         """A lower bound of a text's tokens, computed at once; 0 where none is known."""
@@ -151,9 +152,3 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _chat_template(tokenizer: Any) -> str:
-    """All of a model's templates as one text."""
-    template = getattr(tokenizer, "chat_template", None) or ""
-    return template if isinstance(template, str) else "\n".join(map(str, template.values()))

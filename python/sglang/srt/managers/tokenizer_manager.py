@@ -11,6 +11,7 @@ knows no HTTP: it raises RequestError.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 import uuid
@@ -48,11 +49,15 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.text_encoder import EncodedText, TextEncoder
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.observability.metrics_collector import MetricsCollector
+from sglang.srt.parser.chat_format import ChatFormat
 from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.sampling.sampling_params import GrammarSpec, SamplingParams
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.chat_template import all_chat_templates
 from sglang.srt.utils.errors import RequestError
 from sglang.srt.utils.token_texts import TokenTexts
+
+logger = logging.getLogger(__name__)
 
 _CONTROL_TIMEOUT_S = 30.0
 _METRICS_TIMEOUT_S = 0.8
@@ -206,6 +211,15 @@ class TokenizerManager:
         # Prompts that are being tokenised: (text, add_special_tokens, namespace). Several requests may share one.
         self._encoding: dict[tuple[str, bool, str], _Encoding] = {}
         self.token_texts = TokenTexts(tokenizer)
+        self.chat_format = ChatFormat.of(
+            all_chat_templates(tokenizer), server_args.tool_call_parser, server_args.reasoning_parser
+        )
+        for flag, name, found in (
+            ("--tool-call-parser", server_args.tool_call_parser, self.chat_format.detector),
+            ("--reasoning-parser", server_args.reasoning_parser, self.chat_format.reasoning),
+        ):
+            if name is not None and found is None:
+                logger.warning("%s auto finds no format in the model's chat template: name one", flag)
         self._vocab_size = vocab_size
         self.context_length = context_length
         self._send = send
@@ -460,7 +474,9 @@ class TokenizerManager:
         }
         try:
             return await self.off_loop(
-                lambda: self._tokenizer.apply_chat_template(messages, **{**kwargs, **fixed}),
+                lambda: self._tokenizer.apply_chat_template(
+                    messages, **{**self._args.chat_template_defaults, **kwargs, **fixed}
+                ),
             )
         except RequestError:
             raise

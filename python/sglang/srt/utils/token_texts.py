@@ -22,10 +22,15 @@ class TokenTexts:
         added = tokenizer.added_tokens_decoder
         self._added = {token: str(entry) for token, entry in added.items()}
         self._special = {token for token, entry in added.items() if entry.special} | set(tokenizer.all_special_ids)
+        self._special_texts = {self._added[token] for token in self._special if token in self._added}
         self._cache: dict[int, tuple[bytes, str]] = {}
 
     def is_special(self, token: int) -> bool:
         return token in self._special
+
+    def is_special_text(self, text: str) -> bool:
+        """Whether the text is that of a special token."""
+        return text in self._special_texts
 
     def data(self, token: int) -> bytes:
         return self._entry(token)[0]

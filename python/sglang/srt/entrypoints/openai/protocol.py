@@ -149,6 +149,11 @@ class ChatCompletionRequest(OpenAIRequest, frozen=True, kw_only=True):
     top_logprobs: int | None = None
     continue_final_message: bool | None = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = True
+    separate_reasoning: bool | None = True
+    stream_reasoning: bool | None = True
 
     def logprob_spec(self) -> LogprobSpec | None:
         top = self.top_logprobs or 0
@@ -198,17 +203,22 @@ class UsageOfChoices:
         self._with_details = bool(req.return_cached_tokens_details)
         self._with_reasons = bool(req.return_computed_tokens_details)
         self._last: dict[int, Chunk] = {}
+        self._reasoning: dict[int, int] = {}
 
-    def add(self, index: int, chunk: Chunk) -> None:
+    def add(self, index: int, chunk: Chunk, reasoning_tokens: int | None = None) -> None:
+        """reasoning_tokens: those of the choice so far; None: they are not counted."""
         self._last[index] = chunk
+        if reasoning_tokens is not None:
+            self._reasoning[index] = reasoning_tokens
 
     def total(self) -> Event:
         firsts = [chunk for index, chunk in self._last.items() if index % self._choices_per_prompt == 0]
-        return self._usage(firsts, sum(chunk.completion_tokens for chunk in self._last.values()))
+        usage = self._usage(firsts, sum(chunk.completion_tokens for chunk in self._last.values()))
+        return usage | _reasoning_usage(sum(self._reasoning.values()) if self._reasoning else None)
 
-    def of(self, chunk: Chunk) -> Event:
+    def of(self, index: int, chunk: Chunk) -> Event:
         """The usage of one choice so far."""
-        return self._usage([chunk], chunk.completion_tokens)
+        return self._usage([chunk], chunk.completion_tokens) | _reasoning_usage(self._reasoning.get(index))
 
     def _usage(self, prompts: list[Chunk], completion_tokens: int) -> Event:
         prompt_tokens = sum(chunk.prompt_tokens for chunk in prompts)
@@ -231,6 +241,13 @@ class UsageOfChoices:
         }
 
 
-def choice_end(reason: FinishReason | None) -> Event:
-    """The fields of a choice that give the reason of its end."""
-    return {"finish_reason": reason and reason.type, "matched_stop": reason and reason.matched}
+def _reasoning_usage(tokens: int | None) -> Event:
+    """OpenAI's field and SGLang's."""
+    if tokens is None:
+        return {}
+    return {"completion_tokens_details": {"reasoning_tokens": tokens}, "reasoning_tokens": tokens}
+
+
+def choice_end(reason: FinishReason | None, name: str | None = None) -> Event:
+    """The fields of a choice that give the reason of its end. name: the reason's, where it is not the engine's."""
+    return {"finish_reason": reason and (name or reason.type), "matched_stop": reason and reason.matched}

@@ -6,38 +6,47 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+from sglang.srt.entrypoints.answer_parts import AnswerDelta, AnswerFormat, AnswerParser
+from sglang.srt.entrypoints.openai.chat_messages import template_messages
 from sglang.srt.entrypoints.openai.logprobs import LogprobStream, chat_logprobs
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, UsageOfChoices, choice_end
 from sglang.srt.entrypoints.request_fields import cache_mode
 from sglang.srt.entrypoints.streams import close, merge
-from sglang.srt.managers.io_struct import FinishReason
+from sglang.srt.entrypoints.tool_request import tool_request
 from sglang.srt.managers.tokenizer_manager import Chunk, GenerateRequest, TokenizerManager
 from sglang.srt.sampling.logprob_types import TokenLogprob
 from sglang.srt.utils.errors import RequestError
+from sglang.srt.utils.token_texts import TokenTexts
 
 Event = dict[str, Any]
 Chunks = AsyncIterator[tuple[int, Chunk]]
 
 # Arguments that the engine sets itself. A client's own template is refused too: it is a program that may not end.
-_NOT_FOR_CLIENTS = ("chat_template", "tokenize", "add_generation_prompt", "continue_final_message")
+_NOT_FOR_CLIENTS = ("chat_template", "tokenize", "add_generation_prompt", "continue_final_message", "tools")
 
 
 async def serve_chat(req: ChatCompletionRequest, manager: TokenizerManager, model: str) -> AsyncIterator[Event]:
     """Chunks if req.stream, else one whole reply. Choice i is the conversation's i-th answer."""
-    request = await _generate_request(req, manager)
-    reply = _Reply(req, manager, {"id": request.rid, "created": int(time.time()), "model": model})
+    request, form = await _generate_request(req, manager)
+    reply = _Reply(req, form, manager.token_texts, {"id": request.rid, "created": int(time.time()), "model": model})
     chunks = merge(manager.generate_all(request.copies(req.num_choices)))
     try:
         if req.stream:
-            async for event in reply.events(chunks):
+            async for event in reply.events(chunks, request.params.skip_special_tokens):
                 yield event
         else:
             yield await reply.whole(chunks)
+    except RequestError as error:
+        if error.param == "structural_tag" and form.tools.tools:
+            raise RequestError(f"the grammar of tools: {error.message}", error.status_code, "tools") from None
+        raise
     finally:
         await close(chunks)
 
 
-async def _generate_request(req: ChatCompletionRequest, manager: TokenizerManager) -> GenerateRequest:
+async def _generate_request(
+    req: ChatCompletionRequest, manager: TokenizerManager
+) -> tuple[GenerateRequest, AnswerFormat]:
     if not req.messages:
         raise RequestError("messages is empty: give at least one", param="messages")
     limit = req.max_completion_tokens if req.max_completion_tokens is not None else req.max_tokens
@@ -47,11 +56,29 @@ async def _generate_request(req: ChatCompletionRequest, manager: TokenizerManage
     for name in _NOT_FOR_CLIENTS:
         if name in kwargs:
             raise RequestError(f"chat_template_kwargs may not hold {name}", param="chat_template_kwargs")
-    messages = [_template_message(message, at) for at, message in enumerate(req.messages)]
-    prompt = await manager.render_chat(messages, kwargs, bool(req.continue_final_message))
-    return GenerateRequest(
+    tools = tool_request(req.tools, req.tool_choice, req.parallel_tool_calls)
+    server = manager.chat_format
+    if tools.choice == "auto" and server.detector is None:
+        raise RequestError(
+            "this server does not parse tool calls: start it with --tool-call-parser, or set tool_choice to "
+            "'required', a function's name or 'none'",
+            param="tools",
+        )
+    messages = template_messages(req.messages)
+    continued = messages[-1] if req.continue_final_message else None
+    shown = {**kwargs, "tools": list(tools.rendered)} if tools.rendered else kwargs
+    prompt = await manager.render_chat(messages, shown, continued is not None)
+    form = AnswerFormat.of(
+        server,
+        tools,
+        prompt,
+        continued,
+        separate_reasoning=req.separate_reasoning is not False,
+        stream_reasoning=req.stream_reasoning is not False,
+    )
+    request = GenerateRequest(
         prompt=prompt,
-        params=params,
+        params=form.sampling_params(params, manager.token_texts),
         logprobs=logprobs,
         fill_context=limit is None,
         add_special_tokens=False,  # the template writes them
@@ -61,34 +88,16 @@ async def _generate_request(req: ChatCompletionRequest, manager: TokenizerManage
         priority=req.priority,
         stream=bool(req.stream),
     )
-
-
-def _template_message(message: dict[str, Any], at: int) -> dict[str, Any]:
-    """The message with its content as one text, which every template takes, and its other fields as they are."""
-    if not isinstance(message.get("role"), str):
-        raise RequestError(f"messages[{at}] has no role", param="messages")
-    content = message.get("content")
-    if isinstance(content, list):
-        texts = []
-        for part in content:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, dict) else None
-                raise RequestError(
-                    f"messages[{at}] has a part of type {kind!r}: only text is supported", param="messages"
-                )
-            texts.append(part["text"])
-        content = " ".join(texts)
-    elif content is not None and not isinstance(content, str):
-        raise RequestError(f"messages[{at}].content must be a text or a list of parts", param="messages")
-    return {**message, "content": content if content is not None else ""}
+    return request, form
 
 
 class _Reply:
     """Builds one reply. common: the fields that its events share."""
 
-    def __init__(self, req: ChatCompletionRequest, manager: TokenizerManager, common: Event) -> None:
+    def __init__(self, req: ChatCompletionRequest, form: AnswerFormat, texts: TokenTexts, common: Event) -> None:
         self._req = req
-        self._texts = manager.token_texts
+        self._form = form
+        self._texts = texts
         self._common = common
         self._usage = UsageOfChoices(req)
 
@@ -98,12 +107,14 @@ class _Reply:
     async def whole(self, chunks: Chunks) -> Event:
         choices = {}
         async for index, chunk in chunks:
-            self._usage.add(index, chunk)
+            parser = self._form.parser(self._texts)
+            delta = parser.push(chunk)
+            self._usage.add(index, chunk, parser.reasoning_tokens)
             choices[index] = {
                 "index": index,
-                "message": {"role": "assistant", "content": chunk.text},
+                "message": _message(delta),
                 "logprobs": self._logprobs(chunk.logprobs),
-                **choice_end(chunk.finish_reason),
+                **_end(parser, chunk),
             }
         return {
             **self._common,
@@ -112,21 +123,27 @@ class _Reply:
             "usage": self._usage.total(),
         }
 
-    async def events(self, chunks: Chunks) -> AsyncIterator[Event]:
-        skip_special_tokens = self._req.skip_special_tokens is not False
+    async def events(self, chunks: Chunks, skip_special_tokens: bool) -> AsyncIterator[Event]:
         streams: dict[int, LogprobStream] = {}
+        parsers: dict[int, AnswerParser] = {}
+        # The log-probabilities of tokens whose text is not sent yet.
+        held: dict[int, list[TokenLogprob]] = {}
         async for index, chunk in chunks:
-            self._usage.add(index, chunk)
             if index not in streams:
                 streams[index] = LogprobStream(self._texts, skip_special_tokens)
+                parsers[index] = self._form.parser(self._texts)
+                held[index] = []
+                self._usage.add(index, chunk, parsers[index].reasoning_tokens)
                 yield self._event(index, chunk, {"role": "assistant", "content": ""})
             final = chunk.finish_reason is not None
-            logprobs = [entry for _, entry in streams[index].take(chunk.logprobs, chunk.text, final)]
-            if chunk.text:
-                yield self._event(index, chunk, {"content": chunk.text}, logprobs)
-                logprobs = []
+            deltas = _deltas(parsers[index].push(chunk))
+            self._usage.add(index, chunk, parsers[index].reasoning_tokens)
+            held[index] += [entry for _, entry in streams[index].take(chunk.logprobs, chunk.text, final)]
+            for delta in deltas:
+                yield self._event(index, chunk, delta, held[index])
+                held[index] = []
             if final:
-                yield self._event(index, chunk, {}, logprobs, chunk.finish_reason)
+                yield self._event(index, chunk, {}, held[index], _end(parsers[index], chunk))
         if self._req.include_usage:
             yield {
                 **self._common,
@@ -141,17 +158,57 @@ class _Reply:
         chunk: Chunk,
         delta: Event,
         logprobs: list[TokenLogprob] | None = None,
-        reason: FinishReason | None = None,
+        end: Event | None = None,
     ) -> Event:
         choice = {
             "index": index,
             "delta": delta,
             "logprobs": self._logprobs(logprobs) if logprobs else None,
-            **choice_end(reason),
+            **(end or choice_end(None)),
         }
         return {
             **self._common,
             "object": "chat.completion.chunk",
             "choices": [choice],
-            "usage": self._usage.of(chunk) if self._req.usage_in_every_chunk else None,
+            "usage": self._usage.of(index, chunk) if self._req.usage_in_every_chunk else None,
         }
+
+
+def _end(parser: AnswerParser, chunk: Chunk) -> Event:
+    reason = chunk.finish_reason
+    return choice_end(reason, None if reason is None else parser.finish_reason(reason))
+
+
+def _message(delta: AnswerDelta) -> Event:
+    """A whole answer."""
+    message: Event = {"role": "assistant", "content": delta.content}
+    if delta.reasoning:
+        message["reasoning_content"] = delta.reasoning
+    if delta.calls:
+        message["content"] = delta.content or None
+        message["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "index": call.index,
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in delta.calls
+        ]
+    return message
+
+
+def _deltas(delta: AnswerDelta) -> list[Event]:
+    """The events of a chunk, in the order of the answer: reasoning, text, calls."""
+    events: list[Event] = []
+    if delta.reasoning:
+        events.append({"reasoning_content": delta.reasoning})
+    if delta.content:
+        events.append({"content": delta.content})
+    for call in delta.calls:
+        part: Event = {"index": call.index, "function": {"arguments": call.arguments}}
+        if call.name is not None:
+            function = {"name": call.name, "arguments": call.arguments}
+            part = {"index": call.index, "id": call.call_id, "type": "function", "function": function}
+        events.append({"tool_calls": [part]})
+    return events

@@ -36,7 +36,7 @@ async def serve_completions(req: CompletionRequest, manager: TokenizerManager, m
             if choice is None:
                 continue
             if req.stream:
-                spent = usage.of(chunk) if req.usage_in_every_chunk else None
+                spent = usage.of(index, chunk) if req.usage_in_every_chunk else None
                 yield {**common, "choices": [choice], "usage": spent}
             else:
                 choices[index] = choice

@@ -1,0 +1,222 @@
+"""From an answer's text to its parts: reasoning, content and tool calls. The seam between parsers and endpoints.
+
+AnswerFormat.of(the server's format, the request's tools, the prompt) --parser()--> AnswerParser, one per answer
+Chunk --AnswerParser.push--> AnswerDelta
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from sglang.srt.entrypoints.tool_request import ToolRequest
+from sglang.srt.function_call.base_format_detector import BaseFormatDetector
+from sglang.srt.function_call.function_call_parser import FunctionCallParser
+from sglang.srt.function_call.json_array_parser import JsonArrayParser
+from sglang.srt.managers.io_struct import FinishReason
+from sglang.srt.managers.tokenizer_manager import Chunk
+from sglang.srt.parser.chat_format import ChatFormat
+from sglang.srt.parser.reasoning_parser import ReasoningFormat, ReasoningParser, Start, find_start, reasoning_format
+from sglang.srt.sampling.sampling_params import GrammarSpec, SamplingParams
+from sglang.srt.utils.errors import RequestError
+from sglang.srt.utils.token_texts import TokenTexts
+
+
+@dataclass(frozen=True)
+class CallDelta:
+    """The first part of a call has its id and name, later parts have text of its arguments."""
+
+    index: int
+    call_id: str | None
+    name: str | None
+    arguments: str
+
+
+@dataclass(frozen=True)
+class AnswerDelta:
+    """What a chunk adds."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """How the answers to one request are read and constrained."""
+
+    tools: ToolRequest
+    # None: calls are not looked for.
+    detector: type[BaseFormatDetector] | None
+    template: str
+    reasoning: ReasoningFormat | None
+    start: Start
+    # The reasoning is a part of its own, not of the content.
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        server: ChatFormat,
+        tools: ToolRequest,
+        prompt: str,
+        continued: Mapping[str, Any] | None = None,
+        *,
+        separate_reasoning: bool = True,
+        stream_reasoning: bool = True,
+    ) -> AnswerFormat:
+        """prompt: the rendered conversation. continued: the message that the answer continues."""
+        detector = server.detector
+        if tools.is_forced and (detector is None or detector.call_format(tools.tools, server.template, True) is None):
+            detector = JsonArrayParser
+        start = Start.BEHIND if server.reasoning is None else find_start(server.reasoning, prompt, continued)
+        return cls(
+            tools=tools,
+            detector=detector if tools.tools else None,
+            template=server.template,
+            reasoning=server.reasoning,
+            start=start,
+            separate_reasoning=separate_reasoning,
+            stream_reasoning=stream_reasoning,
+        )
+
+    @property
+    def _single(self) -> bool:
+        return not self.tools.parallel or self.tools.choice == "named"
+
+    def sampling_params(self, params: SamplingParams, texts: TokenTexts) -> SamplingParams:
+        """The request's parameters with what its tools and its reasoning need: a grammar, and special tokens in the
+        text. Raises RequestError."""
+        grammar = self._call_grammar(params)
+        if params.grammar is not None and self.start is not Start.BEHIND:
+            grammar = _structural_format(params.grammar)
+        if grammar is not None:
+            if self.reasoning is not None:
+                grammar = reasoning_format(self.reasoning, self.start, grammar)
+            tag = json.dumps({"type": "structural_tag", "format": grammar})
+            params = msgspec.structs.replace(params, grammar=GrammarSpec("structural_tag", tag))
+        if params.skip_special_tokens and any(texts.is_special_text(each) for each in self._markers):
+            params = msgspec.structs.replace(params, skip_special_tokens=False)
+        return params
+
+    def _call_grammar(self, params: SamplingParams) -> dict[str, Any] | None:
+        tools = self.tools
+        if self.detector is None:
+            return None
+        if tools.is_forced:
+            if params.grammar is not None:
+                raise RequestError(
+                    "tool_choice constrains the whole answer, and so does the request's other grammar: use one",
+                    param="tool_choice",
+                )
+            if params.min_new_tokens:
+                raise RequestError(
+                    "tool_choice constrains where the answer may end: leave min_tokens out", param="min_tokens"
+                )
+            return self.detector.call_format(tools.callable_tools, self.template, self._single)
+        if params.grammar is None and any(tool.strict for tool in tools.tools):
+            return self.detector.strict_format(tools.tools, self.template, self._single)
+        return None
+
+    @property
+    def _markers(self) -> tuple[str, ...]:
+        reasoning = (self.reasoning.begin, self.reasoning.end) if self.reasoning else ()
+        return (*(self.detector.markers if self.detector else ()), *reasoning)
+
+    def parser(self, texts: TokenTexts) -> AnswerParser:
+        return AnswerParser(self, texts)
+
+    def call_parser(self) -> FunctionCallParser | None:
+        if self.detector is None:
+            return None
+        return FunctionCallParser(self.detector, self.tools.tools, self._single)
+
+
+class AnswerParser:
+    """Reads one answer. Owns how far its reasoning has come and how many calls it has."""
+
+    def __init__(self, form: AnswerFormat, texts: TokenTexts) -> None:
+        self._separate = form.separate_reasoning
+        self._calls = form.call_parser()
+        self._reasoning: ReasoningParser | None = None
+        self._tokens: _ReasoningTokens | None = None
+        if form.reasoning is not None:
+            self._reasoning = ReasoningParser(
+                form.reasoning, form.start, stream=form.stream_reasoning or not self._separate, raw=not self._separate
+            )
+            self._tokens = _ReasoningTokens(form.reasoning.end, texts)
+        self.num_calls = 0
+
+    def push(self, chunk: Chunk) -> AnswerDelta:
+        final = chunk.finish_reason is not None
+        reasoning, text = "", chunk.text
+        if self._reasoning is not None and self._tokens is not None:
+            if not self._reasoning.ended:
+                self._tokens.add(chunk.output_ids)
+            result = self._reasoning.parse_stream_chunk(text, final)
+            reasoning, text = result.reasoning_text, result.normal_text
+        calls: tuple[CallDelta, ...] = ()
+        if self._calls is not None:
+            found = self._calls.parse_stream_chunk(text, final)
+            text = found.normal_text
+            calls = tuple(
+                CallDelta(
+                    item.tool_index,
+                    (item.call_id or self._calls.new_call_id()) if item.name is not None else None,
+                    item.name,
+                    item.parameters,
+                )
+                for item in found.calls
+            )
+            self.num_calls += sum(call.name is not None for call in calls)
+        if not self._separate:
+            reasoning, text = "", reasoning + text
+        return AnswerDelta(reasoning, text, calls)
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Those so far, with the mark that ends the reasoning; None if the server splits off no reasoning."""
+        if self._reasoning is None or self._tokens is None:
+            return None
+        return self._tokens.number if self._reasoning.has_reasoning else 0
+
+    def finish_reason(self, reason: FinishReason) -> str:
+        """OpenAI's name of the reason."""
+        return "tool_calls" if reason.type == "stop" and self.num_calls else reason.type
+
+
+class _ReasoningTokens:
+    """Counts the tokens up to the one that completes the end mark."""
+
+    def __init__(self, end: str, texts: TokenTexts) -> None:
+        self.number = 0
+        self._end = end.encode()
+        self._texts = texts
+        self._tail = b""
+        self._done = False
+
+    def add(self, ids: list[int]) -> None:
+        for token in ids:
+            if self._done:
+                return
+            self.number += 1
+            self._tail += self._texts.data(token)
+            self._done = self._end in self._tail
+            self._tail = self._tail[-len(self._end) :]
+
+
+def _structural_format(grammar: GrammarSpec) -> dict[str, Any] | None:
+    """A grammar as a part of a structural tag; None if it is a structural tag of the older form."""
+    if grammar.kind == "json_schema":
+        return {"type": "json_schema", "json_schema": json.loads(grammar.source)}
+    if grammar.kind == "regex":
+        return {"type": "regex", "pattern": grammar.source}
+    if grammar.kind == "ebnf":
+        return {"type": "grammar", "grammar": grammar.source}
+    found: dict[str, Any] | None = json.loads(grammar.source).get("format")
+    return found

@@ -1,0 +1,71 @@
+"""A conversation's messages, from OpenAI's form to what chat templates take. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sglang.srt.utils.errors import RequestError
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each content is one text, which every template takes. The arguments of calls are objects, as the templates
+    expect. A tool's message gets the name of its function. Other fields stay as they are."""
+    made = []
+    names: dict[str, str] = {}
+    for at, message in enumerate(messages):
+        made.append(_message(message, at))
+        for call in made[-1].get("tool_calls", ()):
+            names[str(call.get("id"))] = call["function"]["name"]
+        if message.get("role") == "tool" and (name := names.get(str(message.get("tool_call_id")))) is not None:
+            made[-1].setdefault("name", name)
+    return made
+
+
+def _message(message: Mapping[str, Any], at: int) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str):
+        raise RequestError(f"messages[{at}] has no role", param="messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = []
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, dict) else None
+                raise RequestError(
+                    f"messages[{at}] has a part of type {kind!r}: only text is supported", param="messages"
+                )
+            texts.append(part["text"])
+        content = " ".join(texts)
+    elif content is not None and not isinstance(content, str):
+        raise RequestError(f"messages[{at}].content must be a text or a list of parts", param="messages")
+    made = {**message, "content": content if content is not None else ""}
+    calls = made.pop("tool_calls", None)
+    if calls:  # a template may take an empty list for calls
+        made["tool_calls"] = _calls(calls, f"messages[{at}].tool_calls")
+    return made
+
+
+def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise RequestError(f"{place} must be a list", param="messages")
+    made = []
+    for at, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(f"{place}[{at}] has no function with a name", param="messages")
+        made.append({**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}})
+    return made
+
+
+def _arguments(arguments: Any) -> Any:
+    """The object of which a client has the text. A text that is no object, which a model may have written, stays."""
+    if arguments is None or arguments == "":
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments

@@ -1,0 +1,147 @@
+"""From chunks to parts of an answer, and what a request's grammar becomes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang.srt.entrypoints.answer_parts import AnswerFormat, AnswerParser
+from sglang.srt.entrypoints.tool_request import ToolRequest, tool_request
+from sglang.srt.function_call.json_array_parser import JsonArrayParser
+from sglang.srt.function_call.mistral_detector import MistralDetector
+from sglang.srt.function_call.pythonic_detector import PythonicDetector
+from sglang.srt.function_call.qwen25_detector import Qwen25Detector
+from sglang.srt.managers.io_struct import FinishReason
+from sglang.srt.managers.tokenizer_manager import Chunk
+from sglang.srt.parser.chat_format import ChatFormat
+from sglang.srt.parser.reasoning_parser import REASONING_PARSERS
+from sglang.srt.sampling.sampling_params import GrammarSpec, SamplingParams
+from sglang.srt.utils.errors import RequestError
+from support.tool_texts import TEMPLATES
+
+THINK = REASONING_PARSERS["qwen3"]
+PLAIN = ChatFormat()
+QWEN = ChatFormat(TEMPLATES["qwen2.5"][1], Qwen25Detector, THINK)
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+# A token per character, and one special token.
+TEXTS: Any = SimpleNamespace(
+    is_special_text=lambda text: text in ("[TOOL_CALLS]", "<s>"), data=lambda token: chr(token).encode()
+)
+
+
+def tools(choice: Any = None, parallel: bool = True, **fields: Any) -> ToolRequest:
+    return tool_request([{"type": "function", "function": {"name": "f", **fields}}], choice, parallel)
+
+
+def chunk(text: str, reason: str | None = None) -> Chunk:
+    empty: Any = {}
+    return Chunk(
+        rid="r",
+        text=text,
+        output_ids=[ord(char) for char in text],
+        finish_reason=None if reason is None else FinishReason(type=reason),
+        prompt_tokens=1,
+        completion_tokens=len(text),
+        cached_tokens=0,
+        cached_tokens_details=empty,
+        computed_tokens_details=empty,
+        latency_s=0.0,
+        logprobs=[],
+        prompt_logprobs=[],
+        embedding=b"",
+    )
+
+
+def read(form: AnswerFormat, text: str, size: int, reason: str = "stop") -> tuple[str, str, list[Any], AnswerParser]:
+    parser = form.parser(TEXTS)
+    chunks = [chunk(text[at : at + size]) for at in range(0, len(text), size)]
+    deltas = [parser.push(each) for each in [*chunks, chunk("", reason)]]
+    calls: list[Any] = []
+    for part in (call for delta in deltas for call in delta.calls):
+        if part.name is not None:
+            assert part.index == len(calls) and part.call_id
+            calls.append([part.name, ""])
+        calls[part.index][1] += part.arguments
+    return "".join(delta.reasoning for delta in deltas), "".join(delta.content for delta in deltas), calls, parser
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_reasoning_text_and_calls_of_one_answer(size: int) -> None:
+    form = AnswerFormat.of(QWEN, tools(), "…assistant\n")
+    reasoning, content, calls, parser = read(form, f"<think>\nCall {CALL}?\n</think>\n\nWell.\n{CALL}", size)
+    assert (reasoning, content, calls) == (f"Call {CALL}?", "Well.", [["f", '{"a": 1}']])
+    assert parser.reasoning_tokens == len(f"<think>\nCall {CALL}?\n</think>")
+    assert parser.finish_reason(FinishReason(type="stop")) == "tool_calls"
+    assert parser.finish_reason(FinishReason(type="length")) == "length"
+    whole = replace(form, separate_reasoning=False)
+    text = f"<think>\nCall\n</think>\n\n{CALL}"
+    assert read(whole, text, size)[:3] == ("", "<think>\nCall\n</think>\n\n", [["f", '{"a": 1}']])
+
+
+def test_an_answer_without_reasoning_has_no_reasoning_tokens() -> None:
+    assert read(AnswerFormat.of(QWEN, ToolRequest(), "…"), f"No. {CALL}", 2)[:2] == ("", f"No. {CALL}")
+    assert read(AnswerFormat.of(QWEN, ToolRequest(), "…"), "No.", 2)[3].reasoning_tokens == 0
+    assert read(AnswerFormat.of(PLAIN, ToolRequest(), "…"), "No.", 2)[3].reasoning_tokens is None
+
+
+def grammar(server: ChatFormat, request: ToolRequest, prompt: str = "…", **params: Any) -> Any:
+    made = AnswerFormat.of(server, request, prompt).sampling_params(SamplingParams(**params), TEXTS).grammar
+    if made is not None and made.kind == "structural_tag":
+        return json.loads(made.source)["format"]
+    return made
+
+
+def test_which_requests_get_a_grammar() -> None:
+    no_thinking = ChatFormat(QWEN.template, Qwen25Detector)
+    assert grammar(no_thinking, ToolRequest()) is None and grammar(no_thinking, tools()) is None
+    assert grammar(no_thinking, tools("required"))["type"] == "tags_with_separator"
+    assert grammar(no_thinking, tools("required", parallel=False))["type"] == "or"
+    assert grammar(no_thinking, tools({"type": "function", "function": {"name": "f"}}))["type"] == "or"
+    assert grammar(no_thinking, tools(strict=True))["type"] == "triggered_tags"
+
+
+@pytest.mark.parametrize("server", [PLAIN, ChatFormat("", PythonicDetector)])
+def test_without_a_grammar_of_its_own_a_forced_call_is_a_json_array(server: ChatFormat) -> None:
+    form = AnswerFormat.of(server, tools("required"), "…")
+    assert form.detector is JsonArrayParser
+    assert grammar(server, tools("required"))["elements"][0] == {"type": "const_string", "value": "["}
+    assert read(form, '[{"name": "f", "parameters": {}}]', 4)[1:3] == ("", [["f", "{}"]])
+
+
+def test_a_grammar_leaves_the_reasoning_free() -> None:
+    schema = GrammarSpec("json_schema", '{"type": "object"}')
+    assert grammar(PLAIN, ToolRequest(), grammar=schema) == schema
+    assert grammar(QWEN, ToolRequest(), "…<think>\n\n</think>\n\n", grammar=schema) == schema
+    for kind, source, last in (
+        ("json_schema", "{}", {"type": "json_schema", "json_schema": {}}),
+        ("regex", "a+", {"type": "regex", "pattern": "a+"}),
+        ("ebnf", 'root ::= "a"', {"type": "grammar", "grammar": 'root ::= "a"'}),
+        ("structural_tag", '{"type": "structural_tag", "format": {"type": "any_text"}}', {"type": "any_text"}),
+    ):
+        made = grammar(QWEN, ToolRequest(), grammar=GrammarSpec(kind, source))
+        assert made["type"] == "sequence" and made["elements"][-1] == last
+    assert grammar(QWEN, tools("required"), "…<think>\n")["elements"][0]["end"] == "</think>"
+    older = GrammarSpec("structural_tag", '{"type": "structural_tag", "structures": [], "triggers": []}')
+    assert (
+        AnswerFormat.of(QWEN, ToolRequest(), "…").sampling_params(SamplingParams(grammar=older), TEXTS).grammar
+        == older
+    )
+
+
+def test_two_grammars_for_one_answer_are_refused() -> None:
+    with pytest.raises(RequestError, match="use one") as error:
+        grammar(PLAIN, tools("required"), grammar=GrammarSpec("regex", "a"))
+    assert error.value.param == "tool_choice"
+
+
+def test_special_tokens_that_mark_calls_stay_in_the_text() -> None:
+    def skips(server: ChatFormat, request: ToolRequest) -> bool:
+        return AnswerFormat.of(server, request, "…").sampling_params(SamplingParams(), TEXTS).skip_special_tokens
+
+    mistral = ChatFormat("", MistralDetector)
+    assert not skips(mistral, tools()) and skips(mistral, ToolRequest())
+    assert skips(QWEN, tools()), "its marks are ordinary tokens"
