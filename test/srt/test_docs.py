@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -29,8 +30,8 @@ COMMANDS = ("bash", "python", "console")
 SHOWN = ("", "json", "ini", "nginx")
 # Why blocks are not run, and how many of them.
 NOT_RUN = {
-    "has a test of its own": 2,
-    "installs packages": 3,
+    "has a test of its own": 3,
+    "installs packages": 4,
     "is the test suite": 1,
     "needs a GPU": 2,
     "needs a model of your own": 2,
@@ -39,6 +40,8 @@ NOT_RUN = {
     "takes minutes": 1,
 }
 API = DOCS / "reference" / "api.md"
+# When the commands of a page run, if not in `make test-all`: the API's in `make test`.
+WHEN_RUN: dict[Path, Any] = {API: (), DOCS / "guides" / "clients.md": pytest.mark.clients}
 MAX_USER_WORDS = 27_500
 MAX_CONTRIBUTOR_WORDS = 15_200
 
@@ -52,8 +55,7 @@ def runnable(page: Path) -> list:
 @pytest.mark.parametrize(
     "page",
     [
-        # The examples of the API run in `make test`, those of other pages in `make test-all`.
-        pytest.param(page, id=str(page.relative_to(ROOT)), marks=() if page == API else pytest.mark.slow)
+        pytest.param(page, id=str(page.relative_to(ROOT)), marks=WHEN_RUN.get(page, pytest.mark.slow))
         for page in PAGES_WITH_COMMANDS
         if runnable(page)
     ],

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from support.scripted_server import Scripted, scripted_server
 from support.server_fixture import Server
 
 
@@ -21,3 +22,9 @@ def keyed_server() -> Iterator[Server]:
     """With the keys "user" and "root"."""
     with Server("--api-key", "user", "--admin-api-key", "root", fake=[]) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
+    """Whose answers a test sets."""
+    yield from scripted_server(tmp_path_factory.mktemp("scripted"))

@@ -132,6 +132,21 @@ def test_a_grammar_leaves_the_reasoning_free() -> None:
     )
 
 
+def test_an_answer_in_a_form_may_also_be_a_call() -> None:
+    schema = GrammarSpec("json_schema", '{"type": "object"}')
+    no_thinking = ChatFormat(QWEN.template, Qwen25Detector)
+    either = grammar(no_thinking, tools(), grammar=schema)
+    assert either["type"] == "or"
+    assert either["elements"] == [
+        {"type": "json_schema", "json_schema": {"type": "object"}},
+        grammar(no_thinking, tools("required")),
+    ]
+    assert grammar(no_thinking, tools("required"), grammar=schema) == grammar(no_thinking, tools("required"))
+    assert grammar(no_thinking, ToolRequest(), grammar=schema) == schema
+    behind = grammar(QWEN, tools(), grammar=schema)
+    assert behind["type"] == "sequence" and behind["elements"][-1] == either
+
+
 def test_two_grammars_for_one_answer_are_refused() -> None:
     with pytest.raises(RequestError, match="use one") as error:
         grammar(PLAIN, tools("required"), grammar=GrammarSpec("regex", "a"))

@@ -93,7 +93,7 @@ class AnswerFormat:
         """The request's parameters with what its tools and its reasoning need: a grammar, and special tokens in the
         text. Raises RequestError."""
         grammar = self._call_grammar(params)
-        if params.grammar is not None and self.start is not Start.BEHIND:
+        if grammar is None and params.grammar is not None and self.start is not Start.BEHIND:
             grammar = _structural_format(params.grammar)
         if grammar is not None:
             if self.reasoning is not None:
@@ -109,7 +109,8 @@ class AnswerFormat:
         if self.detector is None:
             return None
         if tools.is_forced:
-            if params.grammar is not None:
+            # A schema is for answers without calls.
+            if params.grammar is not None and params.grammar.kind != "json_schema":
                 raise RequestError(
                     "tool_choice constrains the whole answer, and so does the request's other grammar: use one",
                     param="tool_choice",
@@ -119,7 +120,12 @@ class AnswerFormat:
                     "tool_choice constrains where the answer may end: leave min_tokens out", param="min_tokens"
                 )
             return self.detector.call_format(tools.callable_tools, self.template, self._single)
-        if params.grammar is None and any(tool.strict for tool in tools.tools):
+        if params.grammar is not None:
+            # The model calls, or answers in the form that was asked for.
+            calls = self.detector.call_format(tools.tools, self.template, self._single)
+            own = _structural_format(params.grammar)
+            return {"type": "or", "elements": [own, calls]} if own is not None and calls is not None else None
+        if any(tool.strict for tool in tools.tools):
             return self.detector.strict_format(tools.tools, self.template, self._single)
         return None
 

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sglang.srt.entrypoints.error_bodies import error_body
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.errors import RequestError
 
@@ -36,7 +37,9 @@ class ApiKeyMiddleware:
                     require(Request(scope), self._args.api_key)
             except RequestError as error:
                 response = JSONResponse(
-                    error.body(), status_code=error.status_code, headers={"WWW-Authenticate": "Bearer"}
+                    error_body(scope["path"], error),
+                    status_code=error.status_code,
+                    headers={"WWW-Authenticate": "Bearer"},
                 )
                 await response(scope, receive, send)
                 return
@@ -62,6 +65,8 @@ def _has(request: Request, key: str | None) -> bool:
     if key is None:
         return True
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if not given and (found := request.headers.get("x-api-key")):  # Anthropic's clients
+        scheme, given = "bearer", found
     # Compared in constant time. The time of a refusal must not tell how much of the key was right.
     right = hmac.compare_digest(given.strip().encode(), key.encode())
     return right and scheme.lower() == "bearer"

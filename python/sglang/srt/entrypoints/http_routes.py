@@ -18,13 +18,18 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import sglang
+from sglang.srt.entrypoints.anthropic.protocol import UNSUPPORTED_MESSAGES, MessagesRequest
+from sglang.srt.entrypoints.anthropic.serving import ANTHROPIC_STREAM, count_tokens, serve_messages
 from sglang.srt.entrypoints.auth import ApiKeyMiddleware, require_a_key, require_admin
+from sglang.srt.entrypoints.error_bodies import error_body
 from sglang.srt.entrypoints.hicache_page import hicache_page
 from sglang.srt.entrypoints.native import GenerateReqInput, serve_generate
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+from sglang.srt.entrypoints.openai.responses_protocol import UNSUPPORTED_RESPONSES, ResponsesRequest
 from sglang.srt.entrypoints.openai.serving_chat import serve_chat
 from sglang.srt.entrypoints.openai.serving_completions import serve_completions
 from sglang.srt.entrypoints.openai.serving_embeddings import EmbeddingRequest, serve_embeddings
+from sglang.srt.entrypoints.openai.serving_responses import RESPONSES_STREAM, serve_responses
 from sglang.srt.entrypoints.parsing import (
     ParseFunctionCallReq,
     SeparateReasoningReqInput,
@@ -147,6 +152,27 @@ def _add_generation(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -
         req = await _parsed(request, args, ChatCompletionRequest, UNSUPPORTED_CHAT)
         _check_model(args, req.model)
         return await answer(request.receive, serve_chat(req, manager, args.model_name), bool(req.stream))
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        req = await _parsed(request, args, ResponsesRequest, UNSUPPORTED_RESPONSES)
+        _check_model(args, req.model)
+        events = serve_responses(req, manager, args.model_name)
+        return await answer(request.receive, events, bool(req.stream), RESPONSES_STREAM)
+
+    @app.post("/v1/messages")
+    async def messages(request: Request) -> Response:
+        req = await _parsed(request, args, MessagesRequest, UNSUPPORTED_MESSAGES)
+        _check_model(args, req.model)
+        events = serve_messages(req, manager, args.model_name)
+        return await answer(request.receive, events, bool(req.stream), ANTHROPIC_STREAM)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens_(request: Request) -> Response:
+        req = await _parsed(request, args, MessagesRequest, UNSUPPORTED_MESSAGES)
+        _check_model(args, req.model)
+        found = await unless_disconnected(request.receive, count_tokens(req, manager))
+        return Response(status_code=499) if found is None else JSONResponse(found)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -345,8 +371,8 @@ def _done(result: ControlReqOutput, what: str) -> Response:
 
 def add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestError)
-    async def request_error(_: Request, error: RequestError) -> Response:
-        return JSONResponse(error.body(), status_code=error.status_code)
+    async def request_error(request: Request, error: RequestError) -> Response:
+        return JSONResponse(error_body(request.url.path, error), status_code=error.status_code)
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> Response:

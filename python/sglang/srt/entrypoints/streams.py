@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,6 +21,28 @@ T = TypeVar("T")
 Event = dict[str, Any]
 
 DONE = b"data: [DONE]\n\n"
+
+
+def encode_event(event: Event) -> bytes:
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+def encode_named_event(event: Event) -> bytes:
+    """Under the name of its type, as Anthropic's and OpenAI's newer streams have it."""
+    return b"event: " + event["type"].encode() + b"\n" + encode_event(event)
+
+
+@dataclass(frozen=True)
+class StreamForm:
+    """How an API writes its streams."""
+
+    encode: Callable[[Event], bytes]
+    # Behind the last event.
+    end: bytes
+    error: Callable[[RequestError], Event]
+
+
+OPENAI_STREAM = StreamForm(encode_event, DONE, lambda error: {"error": error.body()})
 
 logger = logging.getLogger(__name__)
 
@@ -86,16 +109,17 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
 
 
 class EventStream(Response):
-    """Server-sent events, ended by [DONE]. An error after the first event is an event too, because the status is
+    """Server-sent events. An error after the first event is an event too, because the status is
     sent."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: Event, rest: AsyncIterator[Event]) -> None:
+    def __init__(self, first: Event, rest: AsyncIterator[Event], form: StreamForm = OPENAI_STREAM) -> None:
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
+        self._form = form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -108,30 +132,29 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await body(encode_event(self._first))
+        form = self._form
+        await body(form.encode(self._first))
         try:
             async for event in self._rest:
-                await body(encode_event(event))
+                await body(form.encode(event))
         except RequestError as error:
-            await body(encode_event({"error": error.body()}))
+            await body(form.encode(form.error(error)))
         except Exception:
             logger.exception("a streamed answer failed")
-            await body(encode_event({"error": RequestError("internal error", 500).body()}))
-        await body(DONE, more=False)
+            await body(form.encode(form.error(RequestError("internal error", 500))))
+        await body(form.end, more=False)
 
 
-def encode_event(event: Event) -> bytes:
-    return b"data: " + msgspec.json.encode(event) + b"\n\n"
-
-
-async def answer(receive: Receive, events: AsyncIterator[Any], stream: bool) -> Response:
+async def answer(
+    receive: Receive, events: AsyncIterator[Any], stream: bool, form: StreamForm = OPENAI_STREAM
+) -> Response:
     """events: JSON values; exactly one unless `stream` is set. Raises the RequestError of an answer that fails before
     its first event."""
     first = await _first_event(receive, events)
     if first is None:
         return Response(status_code=499)
     if stream:
-        return EventStream(first, events)
+        return EventStream(first, events, form)
     await close(events)
     return Response(msgspec.json.encode(first), media_type="application/json")
 

@@ -27,7 +27,7 @@ _NOT_FOR_CLIENTS = ("chat_template", "tokenize", "add_generation_prompt", "conti
 
 async def serve_chat(req: ChatCompletionRequest, manager: TokenizerManager, model: str) -> AsyncIterator[Event]:
     """Chunks if req.stream, else one whole reply. Choice i is the conversation's i-th answer."""
-    request, form = await _generate_request(req, manager)
+    request, form = await chat_request(req, manager)
     reply = _Reply(req, form, manager.token_texts, {"id": request.rid, "created": int(time.time()), "model": model})
     chunks = merge(manager.generate_all(request.copies(req.num_choices)))
     try:
@@ -44,9 +44,8 @@ async def serve_chat(req: ChatCompletionRequest, manager: TokenizerManager, mode
         await close(chunks)
 
 
-async def _generate_request(
-    req: ChatCompletionRequest, manager: TokenizerManager
-) -> tuple[GenerateRequest, AnswerFormat]:
+async def chat_request(req: ChatCompletionRequest, manager: TokenizerManager) -> tuple[GenerateRequest, AnswerFormat]:
+    """What the engine is asked, and how its answers are read. Raises RequestError."""
     if not req.messages:
         raise RequestError("messages is empty: give at least one", param="messages")
     limit = req.max_completion_tokens if req.max_completion_tokens is not None else req.max_tokens

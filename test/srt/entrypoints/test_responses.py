@@ -1,0 +1,139 @@
+"""/v1/responses around the fake scheduler: what OpenAI's client makes of a response and of its events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from support.scripted_server import CALLS, FIRST, SECOND, Scripted
+from support.tool_texts import WEATHER_SCHEMA
+
+TOOLS: Any = [
+    {"type": "function", "name": "get_weather", "description": "d", "parameters": WEATHER_SCHEMA, "strict": None},
+    {"type": "function", "name": "f", "parameters": None},
+]
+ANSWER = "<think>Hm, hm.</think>\n\nLet me look." + CALLS
+
+
+def ask(server: Scripted, **fields: Any) -> Any:
+    return server.client.responses.create(**{"model": "default", "input": "Weather?", **fields})
+
+
+def parts_of(response: Any) -> list[tuple[str, ...]]:
+    found: list[tuple[str, ...]] = []
+    for item in response.output:
+        if item.type == "function_call":
+            found.append((item.name, item.arguments))
+        else:
+            found.append((item.type, "".join(part.text for part in item.content)))
+    return found
+
+
+EXPECTED = [("reasoning", "Hm, hm."), ("message", "Let me look."), ("get_weather", FIRST), ("f", SECOND)]
+
+
+def test_a_whole_response(scripted: Scripted) -> None:
+    number = scripted.answer(ANSWER)
+    response = ask(scripted, tools=TOOLS, metadata={"a": "b"}, instructions="Be brief.", store=True)
+    assert parts_of(response) == EXPECTED
+    assert response.status == "completed" and response.error is None and response.incomplete_details is None
+    assert response.output_text == "Let me look."
+    assert response.metadata == {"a": "b"} and response.store is False and response.instructions == "Be brief."
+    assert len({item.id for item in response.output}) == 4
+    usage = response.usage
+    assert usage.output_tokens == number + 1 and usage.total_tokens == usage.input_tokens + usage.output_tokens
+    assert 0 < usage.output_tokens_details.reasoning_tokens < number
+    assert 0 < usage.input_tokens_details.cached_tokens < usage.input_tokens
+    assert "Be brief." in scripted.prompt() and "<tools>" in scripted.prompt()
+
+
+def test_a_stream_has_each_items_events_in_order(scripted: Scripted) -> None:
+    scripted.answer(ANSWER)
+    events = list(ask(scripted, tools=TOOLS, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[0].response.status == "in_progress" and events[0].response.output == []
+    assert events[-1].type == "response.completed" and parts_of(events[-1].response) == EXPECTED
+    deltas: dict[str, str] = {}
+    for event in events:
+        if event.type.endswith(".delta"):
+            deltas[event.item_id] = deltas.get(event.item_id, "") + event.delta
+    assert list(deltas.values()) == [text for _, text in EXPECTED]
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert done == events[-1].response.output and [item.id for item in done] == list(deltas)
+    added = [event.output_index for event in events if event.type == "response.output_item.added"]
+    assert added == [0, 1, 2, 3]
+    with scripted.client.responses.stream(model="default", input="Weather?", tools=TOOLS) as stream:
+        assert parts_of(stream.get_final_response()) == EXPECTED
+
+
+def test_a_conversation_of_items(scripted: Scripted) -> None:
+    """A response's items, sent back with the results, are one answer in the prompt."""
+    scripted.answer(ANSWER)
+    first = ask(scripted, tools=TOOLS)
+    calls = [item for item in first.output if item.type == "function_call"]
+    results = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": f"result {call.name}"} for call in calls
+    ]
+    items: list[Any] = [
+        {"role": "developer", "content": "Rule one."},
+        {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+        *first.output,
+        *results,
+        {"type": "message", "role": "user", "content": "Go on."},
+    ]
+    scripted.answer("Rain.")
+    response = ask(scripted, tools=TOOLS, input=items, instructions="Rule zero.")
+    assert response.output_text == "Rain."
+    prompt = scripted.prompt()
+    places = [prompt.index(text) for text in ("Rule zero.", "Rule one.", "Let me look.", FIRST, "result get_weather")]
+    assert places == sorted(places) and prompt.count("<|im_start|>assistant") == 2
+
+
+def test_formats_and_limits(scripted: Scripted) -> None:
+    scripted.answer("abc def ghi jkl")
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    text: Any = {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}
+    response = ask(scripted, text=text, max_output_tokens=2)
+    assert response.status == "incomplete" and response.incomplete_details.reason == "max_output_tokens"
+    assert response.text.format.type == "json_schema"
+    grammar = scripted.grammar()
+    assert grammar is not None
+    events = list(ask(scripted, max_output_tokens=2, stream=True))
+    assert events[-1].type == "response.incomplete"
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": {"type": "function", "name": "absent"}, "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": {"type": "mcp"}, "tools": TOOLS}, "tool_choice"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "response_format"),
+        ({"max_output_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_what_is_refused(scripted: Scripted, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        ask(scripted, **fields)
+    assert error.value.body["param"] == param  # type: ignore[index]
+
+
+def test_an_error_within_a_stream_is_an_event(scripted: Scripted) -> None:
+    scripted.answer("word " * 500)
+    body = {"input": "a", "stream": True, "rid": "mine"}
+    with httpx.stream("POST", scripted.server.url + "/v1/responses", json=body, timeout=60) as reply:
+        lines = reply.iter_lines()
+        next(line for line in lines if "output_text.delta" in line)
+        httpx.post(scripted.server.url + "/abort_request", json={"rid": "mine"})
+        assert any("response.completed" in line for line in lines), "an abort is an answer"
